@@ -8,11 +8,13 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -27,6 +29,7 @@ from ddltool.analyzers.balancing import algorithm2
 from ddltool.errors import DdlToolError, InputError
 from ddltool.runtime.balancing.control import BalanceOptions, Balancer, balance
 from ddltool.runtime.balancing.partitioned import PartitionedData
+from ddltool.runtime.hook import telemetry, weighing
 from ddltool.runtime.hook.gradients import TimedAverage
 from ddltool.runtime.hook.job import Job
 from ddltool.runtime.hook.telemetry import Exchange, stamp
@@ -34,8 +37,28 @@ from ddltool.runtime.hook.weighing import Weigher
 from tests.runtime_workers import furthest, gradients, loss_of, make_data, make_model
 
 
+class Clock:
+    """Takes the place of ``time`` where a step is timed: it goes on when it is told to, whatever else the machine does."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (telemetry, weighing):
+                patch.setattr(module, "time", self)
+            yield
+
+
+CLOCK = Clock()
+
+
 class Timed(nn.Module):
-    """A small network that takes some time per sample."""
+    """A small network that takes some time per sample, by :data:`CLOCK`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +66,7 @@ class Timed(nn.Module):
         self.per_sample_s = 0.0
 
     def forward(self, features: Tensor) -> Tensor:
-        time.sleep(self.per_sample_s * len(features))
+        CLOCK.now_s += self.per_sample_s * len(features)
         return self.network(features)
 
 
@@ -85,6 +108,7 @@ def job(samples: int, **arguments: Any) -> tuple[DistributedDataParallel, torch.
     return model, optimizer, balance(model, optimizer, dataset(samples), **arguments)
 
 
+@CLOCK.told()
 def train(
     rank: int,
     cluster: str,
@@ -149,6 +173,7 @@ def known_sizes(rank: int) -> tuple[list[int], list[int]]:
     return steps, numbers
 
 
+@CLOCK.told()
 def resumed(rank: int, cluster: str) -> tuple[list[int], list[int], bool]:
     """Return what an epoch saw before and after a checkpoint in its middle, and whether sizes came back."""
     options = BalanceOptions(cluster=cluster, timeout_s=30.0)  # type: ignore[arg-type]
@@ -365,7 +390,7 @@ def migrate(rank: int, sizes: tuple[int, int], steps: int, threshold: float) -> 
         (numbers, numbers.float()[:, None].repeat(1, 3)), threshold=threshold, seed=2, on_reset=lambda: resets.append(1)
     )
     used: list[int] = []
-    changed, gap = [], 0.0
+    changed, gap, beside = [], 0.0, 0
     for step in range(steps):
         first, second = data.next_batch(sizes[rank])
         assert torch.equal(second[:, 0].long(), first)
@@ -373,8 +398,10 @@ def migrate(rank: int, sizes: tuple[int, int], steps: int, threshold: float) -> 
         if data.after_step(sizes):
             changed.append(step)
             used.clear()
-        if data.moving:  # a slow step, so that what moves has the time to
-            time.sleep(0.02)
+        if data.moving:  # three steps beside what moves, then one that lasts until all has come
+            beside += 1
+            if beside > 3:
+                data._migration.thread.join(60.0)  # type: ignore[union-attr]
         else:
             gap = max(gap, max(data.counts) - min(data.counts))
     return {

@@ -127,12 +127,20 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
+def _command(process: psutil.Process) -> list[str]:
+    """Return a process's command line; nothing where it has just ended."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
 def workers_of(pid: int, least: int) -> list[psutil.Process]:
     """Return the measuring processes, once there are so many; multiprocessing's own helper is none of them."""
     deadline = time.monotonic() + 120
     found: list[psutil.Process] = []
     while len(found) < least and time.monotonic() < deadline:
         time.sleep(0.02)
-        found = [child for child in psutil.Process(pid).children() if "spawn_main" in " ".join(child.cmdline())]
+        found = [child for child in psutil.Process(pid).children() if "spawn_main" in " ".join(_command(child))]
     assert len(found) >= least
     return found

@@ -14,6 +14,7 @@ from torch import nn
 
 from ddltool.errors import InputError
 from ddltool.runtime.servers import ASP, BSP, Policy, Server, TransferError, Worker, wire
+from tests.sync_workers import wait_for
 from tests.transfer_workers import AfterUpdates, Branches, make_batch, make_model, make_plan, sgd
 
 SAMPLES, BATCH = 44, 4  # three workers: 15, 15 and 14 samples, so 4 batches each
@@ -87,7 +88,7 @@ def lose_the_server_before_the_end(rank: int, policy: Policy, steps: int, folder
     return said
 
 
-def train_until_the_optimizer_breaks(rank: int, after: int, text: str) -> Any:
+def train_until_the_optimizer_breaks(rank: int, after: int, text: str, sign: Path) -> Any:
     """Two workers under ASP, of which worker 1 raises in its second step; the optimizer of the server breaks later."""
     model, plan = make_model(), make_plan(2, 1, "none")
     if rank == 2:
@@ -102,7 +103,10 @@ def train_until_the_optimizer_breaks(rank: int, after: int, text: str) -> Any:
             with worker.step():
                 features, labels = make_batch(rank, step)
                 if rank == 1 and step == 1:
+                    sign.touch()
                     raise ValueError("a bad batch of long ago")
+                if step == 1:
+                    wait_for(sign)
                 nn.functional.cross_entropy(model(features), labels).backward()
                 time.sleep(0.005)
     return None
@@ -148,7 +152,7 @@ def serve(rank: int, policy: Policy, folder: Path, model: nn.Module, plan: Any, 
         torch.optim.SGD(model.parameters(), lr=options.get("lr", 0.01)),
         policy,
         telemetry=folder / f"sync.{rank}.jsonl",
-        lost_after_s=options.get("lost_after_s", 5.0),
+        lost_after_s=options.get("lost_after_s", 60.0),
     )
     ending = "done"
     try:

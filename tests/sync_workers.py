@@ -31,7 +31,8 @@ def train(
 
     Workers return their weights and, per step, when they had pulled and when they were about to push (monotonic
     seconds, one clock for all processes). Servers return what their log and policy say, who is lost, and the order of
-    events. With ``late`` in the options, files in ``folder`` tell how far the others are.
+    events. Files in ``folder`` tell how far the others are: in step ``hold`` those who began wait until all that join have
+    had their answer; the worker ``last`` stays in its first step until all others have ended, or stand in step ``stands_in``.
     """
     options = options or {}
     model = make_model()
@@ -55,17 +56,23 @@ def train(
     checkpoint = options.get("checkpoint")
     if checkpoint is not None:
         checkpoint = f"{checkpoint}.{rank}"
-    with Worker(model, plan, policy, local_optimizer=optimizer, checkpoint=checkpoint, meeting=meeting) as worker:
-        rank, began = worker.rank, worker.clock
+    try:
+        worker = Worker(model, plan, policy, local_optimizer=optimizer, checkpoint=checkpoint, meeting=meeting)
+    finally:
         if joins:
-            (folder / "in").touch()
+            (folder / f"answered.{rank}").touch()
+    with worker:
+        rank, began = worker.rank, worker.clock
         for step in range(steps[rank]):
             features, labels = make_batch(rank, step)
             with worker.step():
                 loss = nn.functional.cross_entropy(model(features, use=step % 2), labels)
                 pulled.append(time.monotonic())
                 if late and not joins and step == options.get("hold"):
-                    wait_for(folder / "in")
+                    for joiner in range(plan.world_size, plan.world_size + options["joiners"]):
+                        wait_for(folder / f"answered.{joiner}")
+                if step == options.get("stands_in"):
+                    (folder / str(rank)).touch()
                 if step == 0 and rank == options.get("last"):
                     for other in range(rank):
                         wait_for(folder / str(other))
@@ -79,7 +86,7 @@ def train(
         if not options.get("no_pull"):
             worker.pull()
     if "last" in options:
-        (folder / str(rank)).touch()
+        (folder / str(rank)).touch()  # already there where it was to stand in a step
     weights = {name: value.detach().numpy() for name, value in model.named_parameters()}
     found = {"weights": weights, "pulled": pulled, "made": made, "members": members}
     return found | {"worker": worker.rank, "began": began, "epoch": worker.epoch}
@@ -130,7 +137,7 @@ def make_trouble(options: dict[str, Any], loss: Tensor) -> None:
 
 def serve(model: nn.Module, plan: Any, policy: Policy, options: dict[str, Any]) -> Any:
     optimizer = sgd(model, **({"momentum": 0.0} | options["optimizer"] if "optimizer" in options else {}))
-    limit_s, telemetry = options.get("lost_after_s", 5.0), options.get("telemetry")
+    limit_s, telemetry = options.get("lost_after_s", 60.0), options.get("telemetry")
     server = Logged(model, plan, optimizer, policy, lost_after_s=limit_s, telemetry=telemetry)
     server.events = []
     server.open_at = Path(options["folder"], "open"), options.get("open_at", 1)
@@ -182,7 +189,7 @@ def run(
     """
     late, began = len(steps) - workers, workers + servers
     with tempfile.TemporaryDirectory() as folder:
-        options = {"late": late, "folder": folder} | options
+        options = {"late": late, "joiners": late, "folder": folder} | options
         outcomes = launch(train, began, policy, workers, servers, steps, sleeps_s, options, late=late)
     return outcomes[:workers], outcomes[workers:began], outcomes[began:]
 

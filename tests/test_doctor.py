@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -150,12 +151,16 @@ def test_a_port_that_cannot_be_had_fails(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (check.status, check.found) == ("failed", "127.0.0.1: Cannot assign requested address")
 
 
+def hang(rank: int, results: Connection) -> None:
+    time.sleep(600)
+
+
 def test_processes_that_hang_or_die_fail_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     def processes() -> Children:
-        return Children(machine_checks._member, [(0,), (1,)])
+        return Children(hang, [(0,), (1,)])
 
     monkeypatch.setattr(machine_checks, "PATIENCE_S", 0.001)
-    with processes() as children:  # starting alone takes longer
+    with processes() as children:
         hung = {check.name: check for check in machine_checks.check_processes(children)}
     assert hung["gloo"].status == "failed"
     assert "no answer" in hung["gloo"].found

@@ -279,7 +279,7 @@ def test_long_tables_are_thinned_without_losing_the_bound() -> None:
         )
         for place in range(2)
     ]
-    made = solve_jobs(jobs, devices, time_limit_s=10)
+    made = solve_jobs(jobs, devices, time_limit_s=60)  # ends long before
     check(jobs, devices, made)
     assert made.gap < 0.01
     # The second job is as fast on b as on a, so it should have b; splitting otherwise is worse.

@@ -193,7 +193,7 @@ def test_the_most_that_can_be_reached_is_told_only_with_a_proof(monkeypatch: pyt
 def test_jobs_whose_throughput_alone_is_open_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     some, devices, _ = next(small_cases(1))
     monkeypatch.setattr(jobs, "solve_est", lambda *a, **k: solve_est(*a, **k).model_copy(update={"gap": 0.1}))
-    with pytest.raises(NotProven, match="j0: what it reaches alone was not settled in 0 s"):
+    with pytest.raises(NotProven, match=r"j0: what it reaches alone was not settled in \d+ s"):
         solve_jobs(some, devices)
 
 

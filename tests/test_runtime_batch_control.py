@@ -44,10 +44,8 @@ def test_sizes_follow_the_speeds_and_nothing_else_changes(predictor: str, tmp_pa
     steps = by_step(answers)
     assert all(sum(sizes) == 32 for sizes in steps)
     assert steps[0] == (16, 16)
-    assert (
-        max(sizes[0] for sizes in steps[23:26]) >= 24
-    )  # by 0.9 : 0.1 it would be 29 : 3; fixed costs of a step take a part
-    assert min(sizes[0] for sizes in steps[-3:]) <= 10
+    assert steps[29] == (29, 3)
+    assert steps[-1] == (3, 29)
     for epoch in range(4):
         seen = Counter(number for answer in answers for number in answer["seen"][epoch])
         assert seen == Counter(range(320))
@@ -116,9 +114,9 @@ def test_one_process_alone_remembers_where_it_was() -> None:
 
 
 def test_a_straggler_beyond_help_is_told_once(tmp_path: Path) -> None:
-    """Ten milliseconds against three seconds' worth per sample: with one sample left it is still the slowest."""
+    """Its one sample takes longer than the other rank's 31."""
     events = tmp_path / "events.jsonl"
-    crew().run(train_with, {"trial": SHORT_WINDOWS}, "gpu", (0.0, 12.0), (0.0, 12.0), 4, str(events))
+    crew().run(train_with, {"trial": SHORT_WINDOWS}, "gpu", (0.01, 12.0), (0.01, 12.0), 4, str(events))
     rows = [BalanceEvent.model_validate_json(line) for line in events.read_text().splitlines()]
     advice = [row for row in rows if row.event == "remove_straggler"]
     assert [row.rank for row in advice] == [1]

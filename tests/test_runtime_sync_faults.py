@@ -96,9 +96,10 @@ def test_a_server_that_hangs_is_named() -> None:
     assert worker.error == "TransferError: worker 0 (rank 0): nothing came from server 0 (rank 1) for 2 s"
 
 
-def test_a_failure_is_told_and_not_an_older_one() -> None:
+def test_a_failure_is_told_and_not_an_older_one(tmp_path: Path) -> None:
     """With a text that is no UTF-8, as names of files may be: the server ends with its own failure, and says it."""
-    worker, lost, server = launch(bodies.train_until_the_optimizer_breaks, 3, 400, "cannot read \udcff.jpg")
+    broken = bodies.train_until_the_optimizer_breaks
+    worker, lost, server = launch(broken, 3, 400, "cannot read \udcff.jpg", tmp_path / "sign")
     assert lost.error == "ValueError: a bad batch of long ago"
     assert server.error.startswith("TransferError: server 0 (rank 2) failed: RuntimeError: cannot read ")
     assert "long ago" not in server.error

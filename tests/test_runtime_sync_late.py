@@ -10,8 +10,8 @@ from ddltool.runtime.servers import ASP, BSP, SSP, BackupWorkers, ElasticBSP, Lo
 from tests import sync_workers as bodies
 from tests.transfer_workers import make_model, results, trained_alone
 
-# Those who began wait in this step for the joiner, however late it comes, and are not taken for lost meanwhile.
-HELD = {"hold": 20, "lost_after_s": 35.0}
+# Those who began wait in this step for who joins, however late, and are not taken for lost meanwhile.
+HELD = {"hold": 20}
 NAMES = [name for name, _ in make_model().named_parameters()]
 
 
@@ -23,7 +23,7 @@ def test_bsp_takes_a_joiner_into_the_mean_from_its_first_step_on(servers: int) -
     (joiner,) = results(late)
     found = results(workers)
     began = joiner["began"]
-    assert 3 <= began < 50
+    assert 1 <= began < 50
     assert joiner["worker"] == 2
 
     def workers_of(step: int) -> list[tuple[int, int]]:
@@ -48,7 +48,7 @@ def test_a_joiner_works_beside_the_others(policy: Policy) -> None:
     options = {"open_at": 20, "optimizer": {"lr": 1.0 if isinstance(policy, LocalSGD) else 0.02}} | HELD
     workers, ours, late = bodies.run(policy, 2, servers, steps, [0.02, 0.03, 0.02], options)
     found, (joiner,) = results(workers), results(late)
-    assert 3 <= joiner["began"] < 40, "it came while the others worked"
+    assert 1 <= joiner["began"] < 40, "it came while the others worked"
     assert all(np.isfinite(value).all() for one in (*found, joiner) for value in one["weights"].values())
     for server in results(ours):
         assert server["lost"] == {}

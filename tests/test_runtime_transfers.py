@@ -86,12 +86,11 @@ def test_gradients_may_be_forgotten_after_the_backward_pass() -> None:
         assert forgotten.result[name].tobytes() == value.tobytes()
 
 
-def test_values_change_in_memory_in_the_enforced_order() -> None:
+def test_values_change_in_memory_in_the_enforced_order(tmp_path: Path) -> None:
     """The worker watches its parameters turn from NaN to values, with no word from the protocol."""
-    (watched, recorded), enforced = (outcome.result for outcome in launch(bodies.serve_slowly, 2, "reversed", 0.05))
-    # On a busy machine several may have come between two looks.
-    assert len(watched) >= 3
-    assert [name for new in watched for name in sorted(new, key=enforced.index)] == recorded == enforced
+    (watched, recorded), enforced = (outcome.result for outcome in launch(bodies.serve_slowly, 2, "reversed", tmp_path))
+    assert watched == [{name} for name in enforced]
+    assert recorded == enforced
     assert enforced != NAMES
 
 
@@ -137,7 +136,7 @@ def test_what_a_plan_refuses(changes: dict[str, Any], message: str) -> None:
 def test_when_one_process_fails_the_others_end_with_its_name(
     workers: int, servers: int, trouble: str, culprit: int, text: str
 ) -> None:
-    outcomes = launch(bodies.train_with_trouble, workers + servers, workers, servers, trouble, culprit, 5.0)
+    outcomes = launch(bodies.train_with_trouble, workers + servers, workers, servers, trouble, culprit, 60.0)
     for rank, outcome in enumerate(outcomes):
         if rank == culprit:
             assert outcome.exit_code == (-9 if trouble == "kill" else 0)

@@ -347,12 +347,12 @@ def use_unseen(rank: int, own: bool) -> Any:
     return output.item(), expected
 
 
-def serve_slowly(rank: int, order: str, pause_s: float) -> Any:
+def serve_slowly(rank: int, order: str, folder: Path) -> Any:
     """One worker's memory is watched while the server pauses between transfers: what has changed from look to look."""
     model, plan = make_model(), make_plan(1, 1, order)
     names = [slot.name for slot in plan.slots]
     if rank == 1:
-        Server(model, plan, sgd(model), Pausing(pause_s)).serve()
+        Server(model, plan, sgd(model), Pausing(folder)).serve()
         return [names[index] for index in plan.queue(0, 0, 0)]
     parameters = dict(model.named_parameters())
     with torch.no_grad():
@@ -366,24 +366,29 @@ def serve_slowly(rank: int, order: str, pause_s: float) -> Any:
             if new := {name for name in left if not torch.isnan(parameters[name]).any()}:
                 seen.append(new)
                 left -= new
+                (folder / str(len(names) - len(left))).touch()
 
     watching = threading.Thread(target=watch)
     watching.start()
-    with Worker(model, plan, Pausing(pause_s)) as worker:
+    with Worker(model, plan, Pausing(folder)) as worker:
         worker.pull()
         watching.join()
         return seen, [arrival.name for arrival in worker.arrivals]
 
 
 class Pausing(BSP):
-    """A server that takes a rest before each transfer."""
+    """A server that rests before each transfer until the last one has been seen to come."""
 
-    def __init__(self, pause_s: float) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__()
-        self.pause_s = pause_s
+        self.folder, self.asked = folder, set[str]()
 
     def waits_for(self, worker: int, clock: int, name: str) -> list[int] | None:
-        time.sleep(self.pause_s)
+        seen, end = self.folder / str(len(self.asked - {name})), time.monotonic() + PATIENCE_S
+        while self.asked - {name} and not seen.exists():
+            assert time.monotonic() < end, f"{sorted(self.asked)} were not all seen"
+            time.sleep(0.002)
+        self.asked.add(name)
         return super().waits_for(worker, clock, name)
 
 
