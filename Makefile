@@ -9,7 +9,7 @@ NEEDS := $(shell cat pyproject.toml constraints.txt | cksum | tr -d ' ')
 FILES := $(shell find toolkit commands analyzers runtime fixtures -name '*.py' -o -name '*.json' -o -name '*.gz' -o -name '*.yaml' | sort | cksum | tr -d ' ')
 INSTALL := -q --disable-pip-version-check -c constraints.txt --config-settings editable_mode=strict
 
-.PHONY: setup demo test slow check bench docs fixtures dist audit mutants soak clean
+.PHONY: setup demo test slow check bench docs fixtures dist lock audit mutants soak clean
 
 setup: $(VENV)/.files-$(NEEDS)-$(FILES)
 
@@ -67,12 +67,22 @@ SECONDS ?= 3600
 soak: setup
 	$(BIN)/python benchmarks/soak.py --seconds $(SECONDS)
 
+# requirements-dev.lock: what development installs with the hashes of its files, by pyproject.toml and constraints.txt.
+# Versions already in it stay while they fit (make lock UV=--upgrade).
+lock:
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/pip install -q 'uv>=0.5,<1'
+	UV_PYTHON_DOWNLOADS=never build/lock/bin/uv pip compile pyproject.toml --extra dev -c constraints.txt -q $(UV) \
+	    --generate-hashes --python-version 3.11.9 --python-platform x86_64-manylinux_2_28 --annotation-style line \
+	    --custom-compile-command 'make lock (files on pypi.org, for Python 3.11 on Linux x86-64; torch with CUDA)' \
+	    -o requirements-dev.lock
+
 # Licences of all that is installed, and known weaknesses (asks the advisory database over the network).
 audit: setup
 	$(PYTHON) -m venv build/audit
 	build/audit/bin/pip install -q pip-audit pip-licenses
 	build/audit/bin/pip-licenses --python $(BIN)/python --from=mixed
-	build/audit/bin/pip-audit -r constraints.txt --no-deps --disable-pip
+	build/audit/bin/pip-audit -r requirements-dev.lock --require-hashes --disable-pip
 
 clean:
 	rm -rf $(VENV) build dist ddltool-demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

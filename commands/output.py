@@ -65,6 +65,10 @@ def print_json(document: Any) -> None:
     sys.stdout.write(json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
+_NAMED_WHOLE = 48
+"""Characters of the first column, which is not broken up to there; a longer name leaves the figures no room."""
+
+
 def table(
     title: str,
     columns: Sequence[str],
@@ -78,9 +82,13 @@ def table(
     made = Grid(title=Text(visible(title)), box=SIMPLE, caption=below, title_justify="left")
     made.min_width = min(len(title), 80)  # a title is wrapped to its table's width
     made.caption_justify = "left"
+    rows = list(rows)
+    whole = max((len(row[0]) for row in rows if row), default=0) <= _NAMED_WHOLE
     for number, column in enumerate(columns):
         side: JustifyMethod = "left" if number < text_columns else "right"
-        made.add_column(Text(visible(column)), justify=side, overflow="fold", no_wrap=number == 0)
+        made.add_column(Text(visible(column)), justify=side, overflow="fold", no_wrap=number == 0 and whole)
+    if not whole:
+        made.columns[0].min_width = _NAMED_WHOLE * 2 // 3
     for row in rows:
         made.add_row(*(Text(visible(cell)) for cell in row))
     return made

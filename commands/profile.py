@@ -222,7 +222,9 @@ def _show(found: ProfileResult) -> None:
         how = "predicted by extrapolation"
         if found.memory is not None:
             how = f"measured, {len(found.memory.tries)} tries within {show_bytes(found.memory.budget_bytes)}"
-        limit = f"at batch {curve.memory_limit_batch} ({how})"
-        if curve.memory_limit_batch is None:
+        if curve.memory_limit_batch is not None:
+            most = curve.memory_limit_batch if found.memory is not None else float(f"{curve.memory_limit_batch:.3g}")
+            limit = f"at batch {most:,.0f} ({how})"
+        else:
             limit = "unknown: the peaks do not grow with the batch; search it with --memory SIZE"
         console.print(f"{name}: memory limit {limit}")

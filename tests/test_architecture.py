@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {"commands": "commands", "runtime": "runtime", "analyzers": "analyzers", "fixtures": "fixtures", "toolkit": ""}
@@ -98,6 +100,31 @@ def test_every_folder_is_packaged() -> None:
     assert set(settings["packages"]) == folders
     for package, folder in settings["package-dir"].items():
         assert (ROOT / folder / "__init__.py").is_file(), package
+
+
+def test_the_lock_holds_what_development_needs() -> None:
+    """Every need of [dev], of its extras and of the package itself, in its range, with hashes; and as constraints.txt."""
+
+    def pinned(name: str) -> dict[str, tuple[str, str]]:
+        text = re.sub(r"^ *#.*\n", "", (ROOT / name).read_text(encoding="utf-8"), flags=re.M)
+        found = re.findall(r"^([\w.-]+)==([^\s;]+)(.*?)(?=^\S|\Z)", text, flags=re.M | re.S)
+        return {canonicalize_name(package): (version, rest) for package, version, rest in found}
+
+    locked, project = pinned("requirements-dev.lock"), tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needs, extras, met = list(project["dependencies"]), {"dev"}, set()
+    while extras - met:
+        met.add(extra := min(extras - met))
+        for need in map(Requirement, project["optional-dependencies"][extra]):
+            extras |= need.extras if need.name == "ddltool" else set()
+            needs += [] if need.name == "ddltool" else [str(need)]
+    assert len(needs) > 30
+    for need in map(Requirement, needs):
+        version, rest = locked[canonicalize_name(need.name)]
+        assert need.specifier.contains(version), f"{need} and {version}: make lock"
+        assert "--hash=sha256:" in rest, need.name
+    held = {name: version for name, (version, _) in pinned("constraints.txt").items() if name in locked}
+    assert len(held) > 90
+    assert held == {name: locked[name][0] for name in held}, "make lock"
 
 
 def test_every_file_compiles() -> None:

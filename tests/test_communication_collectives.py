@@ -293,7 +293,12 @@ def test_no_single_cap_is_better(program: Program) -> None:
     default = finish_s(program, GROUP, assign_buckets(program, 25, DEFAULT_FIRST_BYTES))
     best = max(min(best, default), program.compute_s)
     # Fewer buckets are preferred where the step is at most 0.1 % longer.
-    assert best * (1 - 1e-12) <= plan_ddp(program, GROUP).best_cap.step_s <= best * (1 + 1e-3) * (1 + 1e-12)
+    found = plan_ddp(program, GROUP).best_cap
+    assert best * (1 - 1e-12) <= found.step_s <= best * (1 + 1e-3) * (1 + 1e-12)
+    if found.bucket_cap_mb is not None:  # rounded, and these buckets still
+        cuts = assign_buckets(program, found.bucket_cap_mb)
+        assert max(finish_s(program, GROUP, cuts), program.compute_s) == found.step_s
+        assert len(cuts) == found.buckets
 
 
 def test_depth_pays_where_the_network_is_uneven() -> None:

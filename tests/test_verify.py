@@ -379,7 +379,7 @@ def test_the_rest_of_a_subtraction_is_no_prediction(plan_file: Path) -> None:
 
 @pytest.mark.parametrize(
     ("predicted", "measured", "shown"),
-    [(0.11, 0.1, "+10.0%"), (36.0, 0.1, "x 360"), (1e-3, 0.1, "x 0.01"), (None, 0.1, "-"), (0.1, 0.0, "-")],
+    [(0.11, 0.1, "+10.0%"), (36.0, 0.1, "+35,900%"), (1e-3, 0.1, "-99.0%"), (None, 0.1, "-"), (0.1, 0.0, "-")],
 )
 def test_error_texts(predicted: float | None, measured: float, shown: str) -> None:
     assert error_text(predicted, measured) == shown

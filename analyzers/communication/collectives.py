@@ -22,6 +22,7 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import ROUND_FLOOR, Context
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,6 +95,8 @@ def plan_ddp(program: Program, group: Communicator) -> DdpFigures:
     best_cap = min(as_good, key=lambda plan: (plan.buckets, plan.step_s))
     if default.step_s <= best_cap.step_s:
         best_cap = default
+    elif best_cap.bucket_cap_mb is not None:
+        best_cap = best_cap.model_copy(update={"bucket_cap_mb": _rounded(program, best_cap.bucket_cap_mb)})
     cuts = best_cuts(program, group)
     best = _figures(program, group, cuts, cap_list=_caps_for(program, cuts))
     if best_cap.step_s <= best.step_s:
@@ -119,6 +122,13 @@ def _breakpoints(program: Program) -> list[float]:
     if len(sums) > _MOST_CAPS:
         sums = sums[np.linspace(0, len(sums) - 1, _MOST_CAPS).astype(np.int64)]
     return [float(value) for value in sums / MIB]
+
+
+def _rounded(program: Program, cap: float) -> float:
+    """Return the cap in MiB with the fewest digits, at most this one, that makes the same buckets."""
+    cuts = assign_buckets(program, cap)
+    shorter = (float(Context(prec=digits, rounding=ROUND_FLOOR).create_decimal(cap)) for digits in range(1, 8))
+    return next((each for each in shorter if each and assign_buckets(program, each) == cuts), cap)
 
 
 def default_cuts(program: Program) -> list[int]:

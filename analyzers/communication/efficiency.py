@@ -453,9 +453,9 @@ def verdict(comparison: Comparison) -> TraceVerdict:
         return TraceVerdict(worth_it=False, text=f"No order can gain anything: {reason}.")
     gain = comparison.gain
     ceiling = 1.0 - limits.lower_s / limits.upper_s
-    heavier = "communication" if limits.transfer_s > limits.compute_s else "computation"
+    heavier, lighter = ("computation", "communication")[:: -1 if limits.transfer_s > limits.compute_s else 1]
     ratio = max(limits.transfer_s, limits.compute_s) / max(min(limits.transfer_s, limits.compute_s), 1e-300)
-    balance = f"{heavier} takes {ratio:.1f} times as long as the other side"
+    balance = f"{heavier} takes {ratio:.1f} times as long as {lighter}"
     if ratio < _BALANCED or ratio > 1e4:
         balance = "communication and computation are balanced" if ratio < _BALANCED else f"{heavier} is all there is"
     first = f"At best an order saves {ceiling:.0%} of a step without any overlap (S = {limits.speedup:.2f}); {balance}."

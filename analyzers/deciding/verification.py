@@ -16,21 +16,21 @@ from ddltool.units import show_seconds
 ACCEPTED = 0.15
 # Ratios of measured over predicted within this factor of each other are one ratio.
 _ALIKE = 1.5
-# From here on a ratio says more than percent.
+# From here on tenths of a percent say nothing.
 _MANIFOLD = 5.0
 _ROUNDING, _LONGEST_S, _RANKS_NAMED = 1e-12, 1e9, 8
 
 
 def error_text(predicted_s: float | None, measured_s: float) -> str:
-    """Return how far a prediction is off: ``+12.3%``, from five times on ``x 7.2``, ``-`` where nothing is predicted.
+    """Return how far a prediction is off in percent of the measured, ``-`` where nothing is predicted.
 
     >>> error_text(0.11, 0.1), error_text(36.0, 0.1), error_text(0.001, 0.1), error_text(0.0, 0.1)
-    ('+10.0%', 'x 360', 'x 0.01', '-')
+    ('+10.0%', '+35,900%', '-99.0%', '-')
     """
     if predicted_s is None or predicted_s <= 0 or measured_s <= 0:
         return "-"
     ratio = predicted_s / measured_s
-    return f"{ratio - 1:+.1%}" if 1 / _MANIFOLD < ratio < _MANIFOLD else f"x {ratio:.3g}"
+    return f"{ratio - 1:+.1%}" if ratio < _MANIFOLD else f"{ratio - 1:+,.0%}"
 
 
 def verify(

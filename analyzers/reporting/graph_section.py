@@ -31,6 +31,8 @@ RUNS, RUNS_OF_A_LARGE_GRAPH = 20, 3
 _LARGE = 20_000
 SETTINGS = ("ddp", "fsdp2", "servers")
 """How replicas exchange gradients: what a trace's verdict speaks of first."""
+_SHARDED_BYTES = 64 * 2**20
+"""Of parameters; with fewer a whole process holds less than 256 MiB with Adam, so that sharding has nothing to save."""
 _LANES_DRAWN = 12
 _LABELLED = 60
 
@@ -151,12 +153,13 @@ def trace_section(found: TraceResult, setting: str = "ddp") -> Section:
     limits = Bounds(upper_s=ends.upper_s, lower_s=ends.lower_s, speedup=ends.speedup, compute_s=0.0, transfer_s=0.0)
     blocks: Blocks = [_orders("Parameter servers: order of transfers", found.schedules, limits, ends.best_lower_s)]
     if both is not None:
-        no_blocks = "FSDP2: the parameters' names show no list of blocks to shard by."
-        said = {
-            "ddp": [both.ddp.verdict],
-            "fsdp2": [no_blocks if both.fsdp2 is None else both.fsdp2.verdict],
-            **said,
-        }
+        sharded = "FSDP2: the parameters' names show no list of blocks to shard by."
+        if both.fsdp2 is not None:
+            sharded = both.fsdp2.verdict
+        if setting != "fsdp2" and graph.parameter_bytes < _SHARDED_BYTES:
+            sharded = f"FSDP2 has little to save: parameters, gradients and Adam take {show_bytes(4 * graph.parameter_bytes)}."
+            both = both.model_copy(update={"fsdp2": None})
+        said = {"ddp": [both.ddp.verdict], "fsdp2": [sharded], **said}
         said["ddp"] += [both.compressed.verdict] if both.compressed is not None else []
         table = _collectives(both, f"Data parallel on {both.replicas} replicas, {both.network}")
         blocks.insert(len(blocks) if setting == "servers" else 0, table)
