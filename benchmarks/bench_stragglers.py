@@ -1,7 +1,7 @@
 """Faults injected into real ranks: does ``ddltool stragglers`` name rank and cause; clean runs; what a remedy wins.
 
     python benchmarks/bench_stragglers.py [--runs 10] [--kinds clean,link] [--seed 0]     # faults, 4 ranks over gloo
-    python benchmarks/bench_stragglers.py --gain                                          # balanced batches
+    python benchmarks/bench_stragglers.py --gain                                          # balanced batches, elastic barriers
     python benchmarks/bench_stragglers.py --overhead                                      # what a watch costs
 
 Each run trains 18 steps under the profiler, 16 of them in the traces; which rank has the fault is drawn with the seed. A slow
@@ -39,11 +39,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddltool import runtime
 from ddltool.analyzers.balancing.sizing import proportional
+from ddltool.analyzers.barriers.choices import LOOKAHEAD, barrier
 from ddltool.analyzers.stragglers.diagnosis import diagnose
-from ddltool.analyzers.stragglers.ranks import of_telemetry
+from ddltool.analyzers.stragglers.ranks import RankSteps, of_telemetry
 from ddltool.analyzers.stragglers.traces import of_traces
 from ddltool.artifacts import save
 from ddltool.plans import Enforcement, RankEnforcement
+from ddltool.runtime.servers import ElasticBSP, Server, TransferPlan, Worker
 from ddltool.tables import read_table
 
 RANKS, WIDTH, BATCH, STEPS = 4, 128, 64, 18
@@ -231,30 +233,51 @@ def faults(kinds: Sequence[str], runs: int, seed: int, folder: Path) -> None:
         shutil.rmtree(folder / kind, ignore_errors=True)
 
 
-# ---------------------------------------------------------------- what balanced batches win
+# ---------------------------------------------------------------- what the remedies win
+
+SAMPLE_S = {"device": (0.0005, 0.0015, 0.0005, 0.0005), "devices": (0.0005, 0.0010, 0.0007, 0.0005)}
+"""What a sample takes on each rank: one slow device, and devices of three speeds."""
+GAIN_STEPS = 50
 
 
 def gain(folder: Path) -> None:
-    """Print what the verdict predicts balanced batches to win, and what they win."""
-    step_s = []
-    sizes = [32] * RANKS
-    for _ in range(2):
-        start(_sleepers, RANKS, "lo", str(folder), sizes)
-        rows = read_table(folder / "telemetry.jsonl")
-        found, run = diagnose(of_telemetry(rows, "telemetry"), "telemetry"), of_telemetry(rows, "telemetry")
-        step_s.append(float(np.median(run.step_s[:, 5:])))
-        if len(step_s) == 1:
-            print(found.verdict)
-            predicted = found.findings[0].predicted_gain or 0.0
-            sizes = proportional(run.speed().mean(axis=1), 32 * RANKS).tolist()
-    print(f"batches {sizes}: predicted {predicted:.1%}, measured {1 - step_s[1] / step_s[0]:.1%} of a step")
+    """Print what the verdict and its commands predict of balanced batches and of elastic barriers, and what these win."""
+    print("| ranks | remedy | predicted | measured |\n|---|---|---|---|")
+    for name, sample_s in SAMPLE_S.items():
+        equal = [32] * RANKS
+        (where := folder / name).mkdir()
+        before, wall_s = measured_step(where, sample_s, equal)
+        found = diagnose(before, "telemetry")
+        print(found.verdict, file=sys.stderr)
+        sizes = proportional(before.speed().mean(axis=1), sum(equal)).tolist()
+        after, _ = measured_step(where, sample_s, sizes)
+        won = 1 - float(np.median(after.step_s[:, 5:])) / float(np.median(before.step_s[:, 5:]))
+        print(
+            f"| {name} | batches {sizes} | {found.findings[0].predicted_gain or 0.0:.1%} of a step | {won:.1%} |",
+            flush=True,
+        )
+        rates = barrier(where / "telemetry-before.jsonl")
+        chosen, bsp = rates.algorithms["zipline"], rates.bsp
+        predicted = (chosen.iterations_per_s or 0.0) / (bsp.iterations_per_s or 1.0) - 1
+        counted = elastic_rate(where, sample_s)
+        won = counted / (RANKS / wall_s) - 1
+        iterations = "-".join(map(str, chosen.iterations.values()))
+        print(f"| {name} | elastic barrier {iterations} | {predicted:+.1%} iterations/s | {won:+.1%} |", flush=True)
 
 
-def _sleepers(rank: int, folder: str, sizes: list[int]) -> None:
+def measured_step(folder: Path, sample_s: Sequence[float], sizes: Sequence[int]) -> tuple[RankSteps, float]:
+    """Return a run's telemetry as steps of ranks, and the wall-clock seconds of a step."""
+    start(_synchronous, RANKS, "lo", str(folder), sample_s, sizes)
+    if not (kept := folder / "telemetry-before.jsonl").exists():
+        shutil.copy(folder / "telemetry.jsonl", kept)
+    run = of_telemetry(read_table(folder / "telemetry.jsonl"), "telemetry")
+    return run, float(np.median(run.step_s[:, 5:]))
+
+
+def _synchronous(rank: int, folder: str, sample_s: Sequence[float], sizes: Sequence[int]) -> None:
     os.chdir(folder)
     model = nn.Linear(WIDTH, WIDTH)
-    per_sample_s = 0.0015 if rank == 1 else 0.0005
-    model.register_forward_hook(lambda *_: time.sleep(per_sample_s * sizes[rank]))
+    model.register_forward_hook(lambda *_: time.sleep(sample_s[rank] * sizes[rank]))
     replica = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(replica.parameters(), lr=1e-4)
     ranks = [RankEnforcement(rank=r, device_type="cpu", ests=1, local_batch_size=n) for r, n in enumerate(sizes)]
@@ -263,10 +286,34 @@ def _sleepers(rank: int, folder: str, sizes: list[int]) -> None:
         save(config, Path("enforce.json"))
     dist.barrier()
     with runtime.attach("enforce.json", model=replica, optimizer=optimizer):
-        for _ in range(50):
+        for _ in range(GAIN_STEPS):
             optimizer.zero_grad()
             replica(torch.zeros(sizes[rank], WIDTH, requires_grad=True)).square().mean().backward()
             optimizer.step()
+
+
+def elastic_rate(folder: Path, sample_s: Sequence[float]) -> float:
+    """Return the iterations a second of workers of one server under ElasticBSP with the command's lookahead."""
+    start(_elastic, RANKS + 1, "lo", str(folder), sample_s)
+    return sum(float(file.read_text()) for file in folder.glob("rate*"))
+
+
+def _elastic(rank: int, folder: str, sample_s: Sequence[float]) -> None:
+    model, policy = nn.Linear(WIDTH, WIDTH), ElasticBSP(LOOKAHEAD)
+    plan = TransferPlan.for_model(model, workers=RANKS, servers=1)
+    if rank == RANKS:
+        Server(model, plan, torch.optim.SGD(model.parameters(), lr=1e-4), policy).serve()
+        return
+    model.register_forward_hook(lambda *_: time.sleep(sample_s[rank] * 32))
+    ends = []
+    with Worker(model, plan, policy) as worker:
+        while len(ends) < 10 or ends[-1] - ends[0] < GAIN_STEPS * max(sample_s) * 32:
+            with worker.step():
+                model(torch.zeros(32, WIDTH, requires_grad=True)).square().mean().backward()
+            ends.append(time.monotonic())
+    # The first supersteps are BSP's: nothing is known of the lengths then.
+    late = [end for end in ends if end - ends[0] > 0.2 * (ends[-1] - ends[0])]
+    (Path(folder) / f"rate{rank}").write_text(str((len(late) - 1) / (late[-1] - late[0])))
 
 
 # ---------------------------------------------------------------- what a watch costs

@@ -36,7 +36,7 @@ def test_json_keeps_its_contract(cli: Cli) -> None:
     document = result.document
     assert set(document["algorithms"]) == {"zipline", "gridscan", "fullgridscan"}
     for record in (*document["algorithms"].values(), *document["objectives"].values(), document["bsp"]):
-        assert set(record) == FIGURES | {"iterations", "compute_seconds"}
+        assert set(record) == FIGURES | {"iterations", "iterations_per_s", "compute_seconds"}
         assert list(record["iterations"]) == ["w0", "w1", "w2", "w3"]
     assert set(document["bsp"]["iterations"].values()) == {1}
     assert (document["lookahead"], document["workers"], document["predictor"]) == (15, 4, "ema")
@@ -64,10 +64,13 @@ def test_steady_workers_meet_where_their_periods_meet(cli: Cli, tmp_path: Path) 
     rows = [f"slow,{i},{3 * i}" for i in range(1, 5)] + [f"fast,{i},{2 * i}" for i in range(1, 7)]
     path = write(tmp_path / "times.csv", rows)
     for predictor in ("last", "ema", "mean"):
-        record = cli("barrier", path, "--predictor", predictor, "--json").document["algorithms"]["zipline"]
+        document = cli("barrier", path, "--predictor", predictor, "--json").document
+        record = document["algorithms"]["zipline"]
+        assert (record["iterations_per_s"], document["bsp"]["iterations_per_s"]) == pytest.approx((5 / 6, 2 / 3))
         assert record["barrier_s"] == pytest.approx(18.0)
         assert record["waiting_time_s"] == pytest.approx(0.0, abs=1e-9)
         assert record["iterations"] == {"fast": 3, "slow": 2}
+    assert "25% more iterations a second than BSP's (predicted)" in " ".join(cli("barrier", path).out.split())
 
 
 def test_the_gap_is_kept(cli: Cli) -> None:

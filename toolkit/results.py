@@ -71,6 +71,10 @@ class BarrierChoice(BarrierFigures):
     """A barrier with each worker's iterations, and the CPU seconds that choosing it took."""
 
     iterations: dict[str, Count]
+    iterations_per_s: NonNegative | None = Field(
+        default=None,
+        description="of all workers, were every superstep like this one and begun together; waiting included",
+    )
     compute_seconds: NonNegative | None = None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ddltool.analyzers.barriers.ends import Barrier, EndTimes, bsp
+from ddltool.analyzers.barriers.ends import Barrier, EndTimes, Floats, bsp
 from ddltool.analyzers.barriers.predict import PREDICTORS, predict_ends
 from ddltool.analyzers.barriers.tradeoff import OBJECTIVES, TradeoffPoint, best_barrier, tradeoff
 from ddltool.analyzers.barriers.zipline import full_gridscan, gridscan, zipline
@@ -53,10 +53,14 @@ def barrier_choices(
     predictor: str | None = None,
 ) -> BarrierResult:
     """Return what :func:`choose` and :func:`~.tradeoff.tradeoff` found for workers called ``names`` (n,) as a record."""
+    first, last = ends.end_s[ends.pointers[:-1]], ends.end_s[ends.pointers[1:] - 1]
+    counts = np.diff(ends.pointers)
+    length_s = (last - first) / (counts - 1) if counts.min() > 1 else np.zeros(len(names))
     records = {
         name: BarrierChoice(
             **_figures(made),
             iterations=dict(zip(names, made.iterations.tolist(), strict=True)),
+            iterations_per_s=_rate(made, length_s),
             compute_seconds=seconds,
         )
         for name, (made, seconds) in barriers.items()
@@ -77,6 +81,12 @@ def barrier_choices(
             for point in curve
         ],
     )
+
+
+def _rate(made: Barrier, length_s: Floats) -> float | None:
+    """Return the iterations a second of supersteps like this one, begun together; None where lengths (n,) are not known."""
+    superstep_s = float((made.iterations * length_s).max())
+    return int(made.iterations.sum()) / superstep_s if superstep_s > 0.0 else None
 
 
 def _figures(made: Barrier) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
+from scipy.special import bdtr
 
 from ddltool.results import DeviceCurve
 
@@ -132,10 +133,8 @@ def interval_ranks(count: int, level: float = LEVEL) -> tuple[int, int]:
     """
     if count < 1:
         raise ValueError("an interval needs a sample")
-    from scipy.stats import binom
-
     # the largest k with P(Binomial <= k - 1) <= (1 - level) / 2
-    first = max(0, int((binom.cdf(np.arange(count), count, 0.5) <= (1 - level) / 2).sum()) - 1)
+    first = max(0, int((bdtr(np.arange(count), count, 0.5) <= (1 - level) / 2).sum()) - 1)
     return first, count - 1 - first
 
 

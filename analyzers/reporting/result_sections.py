@@ -103,7 +103,27 @@ def barrier_section(found: BarrierResult, name: str) -> Section:
     blocks += [*_iterations(records), *([_tradeoff(found)] if found.tradeoff else [])]
     lead = f"{counted(found.workers, 'worker')}, {counted(found.lookahead, 'iteration')} looked ahead. "
     lead += "Times count as in the file that was read."
-    return Section(title=f"Barrier: {name}", lead=[lead], blocks=blocks)
+    return Section(title=f"Barrier: {name}", lead=[_barrier_answer(found), lead], blocks=blocks)
+
+
+def _barrier_answer(found: BarrierResult) -> str:
+    """Return the chosen barrier in a sentence, and what its supersteps win over BSP's."""
+    chosen = next(iter(found.algorithms.values()))
+    made = chosen.iterations.values()
+    answer = (
+        f"Synchronise after {min(made)} to {max(made)} iterations of each worker, at {show_seconds(chosen.barrier_s)}"
+    )
+    if min(made) == max(made):
+        answer = (
+            f"Synchronise after {counted(min(made), 'iteration')} of each worker, at {show_seconds(chosen.barrier_s)}"
+        )
+    if chosen.iterations_per_s is None or not found.bsp.iterations_per_s:
+        return f"{answer} (predicted)."
+    gain = chosen.iterations_per_s / found.bsp.iterations_per_s - 1
+    won = (
+        f"{gain:.0%} more iterations a second than BSP's" if gain > 0.005 else "no more iterations a second than BSP's"
+    )
+    return f"{answer}: {won} (predicted), up to {counted(chosen.iteration_gap, 'iteration')} stale."
 
 
 def _iterations(records: dict[str, BarrierChoice]) -> list[Table]:

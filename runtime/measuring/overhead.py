@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from scipy.special import bdtr
 
 from ddltool.analyzers.goodput.curve import interval_ranks
 from ddltool.errors import InputError
@@ -42,11 +43,9 @@ def ratio_interval(ratios: Sequence[float], confidence: float = CONFIDENCE) -> O
     >>> ratio_interval([1.0, 1.3, 1.1, 1.2, 1.4, 1.5, 1.6, 1.7]).low
     1.0
     """
-    from scipy.stats import binom
-
     ordered = sorted(ratios)
     first, last = interval_ranks(len(ordered), confidence)
-    held = 1 - 2 * float(binom.cdf(first, len(ordered), 0.5))
+    held = 1 - 2 * float(bdtr(first, len(ordered), 0.5))
     return OverheadInterval(
         median=float(np.median(ordered)), low=ordered[first], high=ordered[last], confidence=max(held, 0.0)
     )
