@@ -41,8 +41,8 @@ CORES = {
     "analyzers/goodput/noise_scale.py": "test_noise_scale.py",
     "analyzers/goodput/throughput.py": "test_fit.py test_goodput.py",
     "analyzers/goodput/lr_rules.py": "test_lr_rules.py",
-    "analyzers/balancing/minmax.py": "test_balancing_plan.py test_balancing_plan_numbers.py",
-    "analyzers/balancing/sizing.py": "test_balancing_algorithm2.py test_balancing_shortest.py test_balancing.py",
+    "analyzers/balancing/minmax.py": "test_balancing_plan.py test_balancing.py test_balancing_shortest.py",
+    "analyzers/balancing/sizing.py": "test_balancing_algorithm2.py test_balancing.py",
     "analyzers/barriers/zipline.py": "test_barriers.py",
     "analyzers/barriers/superstep.py": "test_superstep.py test_barrier_auto.py",
     "analyzers/placement/est.py": "test_placement.py test_placement_model.py",
@@ -66,6 +66,14 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "for needed, time in zip(self._needs, self.recv_time, strict=False):": _ALIKE,
         "if here <= earliest[source]:": "an equal value takes its own place",
         "level, earliest = [ 1] * len(graph), [_NEVER] * len(graph)": "levels are compared with each other, one more or less",
+    },
+    "analyzers/balancing/minmax.py": {
+        "if int(numbers.sum()) * total >= 2** 63:": "sums below 2^63 fit in 64 bits too",
+        'numbers = roomiest(found.sizes, np.argsort(~found.sizes, kind="stable"), found.number)': "~x is -x - 1: one order",
+        "for count, price, size in zip(offer.counts, offer.prices, sizes.tolist(), strict=False)": _ALIKE,
+        "return bound < self.iteration_s or (bound <= self.iteration_s and self._more(part.next_s, part.high))": (
+            "less than it is so already"
+        ),
     },
     "analyzers/barriers/superstep.py": {
         "waits = [barrier - k / device.capability_per_s for k, (device, _) in zip(iterations, rows, strict=False)]": _ALIKE,

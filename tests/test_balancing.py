@@ -104,6 +104,9 @@ def test_limits_that_bind_are_named() -> None:
     for limits in ([9], [9, -1]):
         with pytest.raises(InputError, match="limits: are not usable; give 2 whole numbers"):
             proportional([1, 1], 4, limits)
+    for memory in ([9], [9, 9, 9], [9, -1]):
+        with pytest.raises(InputError, match="memory_limit: is not usable; give one whole number of samples or 2"):
+            DeviceCurves.of(per_sample_s=[1.0, 2.0], memory_limit=memory)
     with pytest.raises(InputError, match="sizes: .* give every worker one sample or more"):
         checked_sizes([1, 0])
 

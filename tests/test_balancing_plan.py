@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ddltool.analyzers.balancing.minmax import DeviceCurves, Offer, choose
@@ -111,6 +111,7 @@ def brute_force(
     st.booleans(),
     st.integers(1, 7),
 )
+@example(shapes=[(0, 2, 6, 2, 10), (0, 3, 6, 3, 1)], most=2, budget=12, single=False, total=6)  # three would be faster
 @settings(max_examples=150, deadline=None)
 def test_devices_are_chosen_by_curves_and_limits(
     shapes: list[tuple[int, int, int, int, int]], most: int, budget: int | None, single: bool, total: int

@@ -61,8 +61,8 @@ def test_the_initial_batch_changes_nothing_and_rules_are_monotone(scale: float) 
 
 def test_warm_up_rises_in_a_line_to_the_factor() -> None:
     legw = rule("legw")
-    values = [legw.warmed_factor(4, epoch, 1.0) for epoch in (0, 1, 2, 4, 9)]
-    assert values == pytest.approx([0, 0.5, 1.0, 2.0, 2.0])
+    values = [legw.warmed_factor(4, epoch, 1.0) for epoch in (-1, 0, 1, 2, 4, 9)]
+    assert values == pytest.approx([0, 0, 0.5, 1.0, 2.0, 2.0])
     assert rule("linear").warmed_factor(4, 0, 0.0) == 4  # no warm-up
 
 
