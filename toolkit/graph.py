@@ -186,6 +186,11 @@ class Graph:
         return np.flatnonzero(self.kind == kind)
 
     @property
+    def users(self) -> NDArray[np.int32]:
+        """Return (e,) the op that each entry of ``input_index`` is an input of."""
+        return np.repeat(np.arange(len(self), dtype=np.int32), np.diff(self.input_ptr))
+
+    @property
     def timed(self) -> bool:
         """Whether every op has a duration."""
         return not bool(np.isnan(self.duration_s).any())
@@ -204,8 +209,7 @@ class Graph:
         """Return the reversed edges as compressed rows ``(ptr (n + 1,), index (e,))``."""
         counts = np.bincount(self.input_index, minlength=len(self)).astype(np.int64)
         pointers = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
-        targets = np.repeat(np.arange(len(self), dtype=np.int32), np.diff(self.input_ptr))
-        return pointers, targets[np.argsort(self.input_index, kind="stable")]
+        return pointers, self.users[np.argsort(self.input_index, kind="stable")]
 
     def topological_order(self) -> NDArray[np.int32]:
         """Return the op indices with every op after its inputs (Kahn, first in file first). O(n + e).

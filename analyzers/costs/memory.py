@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from math import inf
 from typing import Literal, get_args
@@ -150,11 +151,17 @@ class Ledger:
     """The same, of what ``fully_shard`` keeps, reduces and updates of them."""
     blocks: tuple[Block, ...]
     """In the order of their forward passes; none where they do not run one after another."""
+    _sizes: dict[int | None, Array] = field(default_factory=dict)
 
     def sizes(self, batch_size: int | None = None) -> Array:
-        """Return (s,) bytes at a batch size of a step whose work grows with its batch. O(s)."""
-        scale = self._scale(batch_size)
-        return np.array([float(scale.size(each)) for each in self.elements]) * self.width
+        """Return (s,) bytes at a batch size of a step whose work grows with its batch. O(s) once for each size."""
+        if batch_size not in self._sizes:
+            scale = self._scale(batch_size)
+            distinct, which = np.unique(np.array(self.elements, dtype=np.int64), return_inverse=True)
+            self._sizes[batch_size] = (
+                np.array([float(scale.size(each)) for each in distinct.tolist()])[which] * self.width
+            )
+        return self._sizes[batch_size]
 
     def _scale(self, batch_size: int | None) -> Scale:
         if batch_size is None or batch_size == self.traced.graph.batch_size:
@@ -220,7 +227,7 @@ class Ledger:
     def seconds(self, timed: Graph) -> Array:
         """Return (nodes,) the seconds of each place, by the durations of a graph of this step."""
         made = np.zeros(self.nodes)
-        at = self._places(timed)
+        at = self._places
         np.add.at(made, at[at >= 0], timed.duration_s[at >= 0])
         return made
 
@@ -230,7 +237,7 @@ class Ledger:
 
     def lengthened(self, keeps: Keeps, timed: Graph) -> Graph:
         """Return ``timed``, this graph, with recomputation in the first op of each backward pass that waits for it."""
-        longer, at = timed.duration_s.copy(), self._places(timed)
+        longer, at = timed.duration_s.copy(), self._places
         again = self.again_s(Recomputation(self, keeps), self.seconds(timed))
         for block, more in zip(self.blocks, again.tolist(), strict=True):
             longer[int(np.where(at >= block.begins, at, self.nodes).argmin())] += more
@@ -255,10 +262,11 @@ class Ledger:
             made.append(every[~np.isin(every, kept)])
         return made
 
-    def _places(self, timed: Graph) -> Places:
-        """Return (ops,) where the ops of a graph of this step stand; -1: nowhere."""
+    @cached_property
+    def _places(self) -> Places:
+        """Return (ops,) where the ops of the step's graphs stand; -1: nowhere."""
         place = {node: position for position, node in enumerate(self.traced.fx.graph.nodes)}
-        nodes = (self.traced.nodes.get(name) for name in timed.names)
+        nodes = (self.traced.nodes.get(name) for name in self.traced.graph.names)
         return np.array([-1 if node is None else place[node] for node in nodes], dtype=np.int64)
 
     def activations(self, again: Recomputation, size: Array, read: Places | None = None) -> Array:

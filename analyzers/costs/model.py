@@ -270,17 +270,14 @@ def assign_channels(graph: Graph, servers: int) -> Graph:
         key = graph.parameter[position] or graph.names[position]
         size[key] = max(size.get(key, 0.0), float(graph.size_bytes[position]))
     channel = spread(size, servers)
-    computes = sorted({graph.resource_names[graph.resource[i]] for i in np.flatnonzero(graph.kind == COMPUTE)})
+    computes = sorted(graph.resource_names[number] for number in np.unique(graph.resource[graph.kind == COMPUTE]))
     used = sorted(set(channel.values()))
     names = tuple([f"channel:{number}" for number in used] + computes)
     place = {name: number for number, name in enumerate(names)}
-    resource = graph.resource.copy()
-    for op in range(len(graph)):
-        if graph.kind[op] == COMPUTE:
-            resource[op] = place[graph.resource_names[graph.resource[op]]]
-        else:
-            key = graph.parameter[op] or graph.names[op]
-            resource[op] = place[f"channel:{channel[key]}"]
+    moved = np.array([place.get(name, 0) for name in graph.resource_names], dtype=graph.resource.dtype)
+    resource = moved[graph.resource]
+    for op in transfers:
+        resource[op] = place[f"channel:{channel[graph.parameter[op] or graph.names[op]]}"]
     return replace(graph, resource=resource, resource_names=names)
 
 

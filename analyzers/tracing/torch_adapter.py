@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from traceback import walk_tb
 from typing import Any, TypeVar
 
@@ -35,8 +36,9 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddltool.analyzers.tracing.dialect import Numerics
+from ddltool.analyzers.tracing.op_rules import Cost
 from ddltool.analyzers.tracing.step import TrainingStep, all_tensors
-from ddltool.analyzers.tracing.torch_costs import Scale, base_name, cost_of, prime_batch, tensors_of
+from ddltool.analyzers.tracing.torch_costs import Issued, Scale, base_name, cost_of, issued, prime_batch, tensors_of
 from ddltool.errors import DdlToolError, InputError, one_line
 from ddltool.graph import Graph, Mode, Op
 
@@ -61,6 +63,10 @@ class TracedStep:
     """Placeholders in the order parameters, buffers, tensor inputs; ``node.meta["val"]`` holds fake CPU tensors."""
     nodes: Mapping[str, Node]
     """The call that each compute op of ``graph`` stands for, by op name, in program order."""
+    issued: Sequence[Issued]
+    """The distinct calls."""
+    calls: Mapping[str, int]
+    """Which of ``issued`` each compute op is, by name."""
     again: Callable[[int], TracedStep]
     """Traces the step at another batch size."""
     sizes: frozenset[int] = frozenset()
@@ -75,7 +81,7 @@ class TracedStep:
     def at(self, batch_size: int) -> Graph:
         """Return the graph at another batch size: its work counted again from the same trace, or a trace of its own.
 
-        O(ops). Raises InputError where it has to be traced and does not run at this size.
+        O(distinct calls). Raises InputError where it has to be traced and does not run at this size.
         """
         graph = self.graph
         if batch_size == graph.batch_size or graph.batch_size is None:
@@ -85,14 +91,19 @@ class TracedStep:
             return self.traced_at(batch_size).graph
         work = np.stack([graph.flops, graph.size_bytes, graph.written_bytes])
         gemm = graph.gemm.copy()
-        for position, name in enumerate(graph.names):
-            if name in self.nodes:
-                cost = cost_of(self.nodes[name], scale)
-                work[:, position] = cost.flops, cost.size_bytes, cost.written_bytes
-                gemm[position] = cost.gemm
+        costs = [cost_of(call, scale) for call in self.issued]
+        table = np.array([(it.flops, it.size_bytes, it.written_bytes, *it.gemm) for it in costs]).reshape(-1, 7)
+        place, which = self._issues
+        work[:, place], gemm[place] = table[which, :3].T, table[which, 3:]
         return replace(
             graph, flops=work[0], size_bytes=work[1], written_bytes=work[2], gemm=gemm, batch_size=batch_size
         )
+
+    @cached_property
+    def _issues(self) -> tuple[list[int], list[int]]:
+        """Return the places of the graph's compute ops, and which of ``issued`` each is."""
+        found = [(place, self.calls[name]) for place, name in enumerate(self.graph.names) if name in self.calls]
+        return [place for place, _ in found], [which for _, which in found]
 
     def scale(self, batch_size: int) -> Scale | None:
         """Return how sizes of the trace become those at another batch size; None where that has to be traced."""
@@ -319,7 +330,9 @@ class _Trace:
         with fakes.fake, self._scoped():
             tensors = tuple(value for value in fakes.inputs if isinstance(value, Tensor))
             run = lambda p, b, t: self._run(p, b, t)  # noqa: E731 - make_fx counts a bound method's self
-            self.fx: GraphModule = make_fx(run, tracing_mode="real")(fakes.parameters, fakes.buffers, tensors)
+            self.fx: GraphModule = make_fx(run, _disable_torch_fn_metadata_mode=True)(
+                fakes.parameters, fakes.buffers, tensors
+            )
 
     def _run(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], tensors: tuple[Tensor, ...]) -> Any:
         stream = iter(tensors)
@@ -467,7 +480,9 @@ def _to_graph(trace: _Trace, step: TrainingStep, again: Callable[[int], TracedSt
         producer[node] = f"recv/{name}"
         ops.append(Op(name=f"recv/{name}", kind="recv", resource="channel:0", size_bytes=size, parameter=name))
     calls: dict[str, Node] = {}
-    ops += _compute_ops([node for node in nodes if node.op == "call_function"], producer, phase, calls)
+    distinct: dict[Issued, int] = {}
+    which: dict[str, int] = {}
+    ops += _compute_ops([node for node in nodes if node.op == "call_function"], producer, phase, calls, distinct, which)
     note = step.note
     if mode == "training":
         sends = _send_ops(trace, nodes[-1], producer)
@@ -501,7 +516,7 @@ def _to_graph(trace: _Trace, step: TrainingStep, again: Callable[[int], TracedSt
     batched = [value for value in step.inputs if isinstance(value, Tensor) and value.dim() > place]
     batch = int(batched[0].shape[place]) if batched else 0
     graph = Graph.from_ops(step.name, mode, ops, batch_size=batch or None, meta=meta, where=step.name)
-    return TracedStep(graph=graph, fx=trace.fx, nodes=calls, again=again)
+    return TracedStep(graph=graph, fx=trace.fx, nodes=calls, issued=tuple(distinct), calls=which, again=again)
 
 
 def _phases(trace: _Trace, nodes: list[Node]) -> dict[Node, str]:
@@ -521,10 +536,20 @@ def _phases(trace: _Trace, nodes: list[Node]) -> dict[Node, str]:
 
 
 def _compute_ops(
-    calls: list[Node], producer: dict[Node, str | None], phase: dict[Node, str], made_by: dict[str, Node]
+    calls: list[Node],
+    producer: dict[Node, str | None],
+    phase: dict[Node, str],
+    made_by: dict[str, Node],
+    distinct: dict[Issued, int],
+    which: dict[str, int],
 ) -> list[Op]:
-    """Return one compute op per call; ``producer`` gets the op that makes each node's value, ``made_by`` each op's call."""
+    """Return one compute op per call.
+
+    ``producer`` gets the op that makes each node's value, ``made_by`` each op's call, ``distinct`` the calls by number and
+    ``which`` each op's.
+    """
     ops: list[Op] = []
+    costs: list[Cost] = []
     writer: dict[int, str] = {}
     for node in calls:
         if base_name(node.target) == "getitem":
@@ -538,7 +563,11 @@ def _compute_ops(
                 inputs.setdefault(written)
         for storage in _written_storages(node):
             writer[storage] = name
-        cost = cost_of(node)
+        call = issued(node)
+        which[name] = distinct.setdefault(call, len(costs))
+        if which[name] == len(costs):
+            costs.append(cost_of(call))
+        cost = costs[which[name]]
         producer[node] = name
         made_by[name] = node
         ops.append(

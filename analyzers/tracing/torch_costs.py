@@ -1,6 +1,7 @@
 """The work of one aten op of a recorded step: its fake tensors' sizes, by the rules of :mod:`op_rules`.
 
-Every size goes through a :class:`Scale`, so that one trace gives the work of a step at any batch size.
+Every size goes through a :class:`Scale`, so that one trace gives the work of a step at any batch size. What a call costs is
+all in its :class:`Issued`, and the layers of a model issue equal ones: each is costed once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_map_only
 
 from ddltool.analyzers.tracing import op_rules
 from ddltool.analyzers.tracing.op_rules import Call, Cost, names_in
@@ -59,18 +59,44 @@ class Scale:
             powers += 1
         return number * self.wanted**powers, (self.traced // prime) ** powers
 
-    def shape(self, tensor: Tensor) -> tuple[int, ...]:
+    def shape(self, tensor: Sized) -> tuple[int, ...]:
         """Return a tensor's shape at the wanted batch size."""
-        return tuple(self.size(int(dim)) for dim in tensor.shape)
+        return tuple(map(self.size, tensor.shape))
 
-    def elements(self, tensor: Tensor) -> int:
+    def elements(self, tensor: Sized) -> int:
         """Return how many elements a tensor has at the wanted batch size."""
         return math.prod(self.shape(tensor))
 
-    def stored_bytes(self, tensor: Tensor) -> float:
-        """Return the bytes of the storage behind a tensor at the wanted batch size."""
-        width = tensor.element_size()
-        return float(self.size(tensor.untyped_storage().nbytes() // width) * width)
+    def bytes(self, tensors: Iterable[Sized]) -> float:
+        """Return what tensors occupy at the wanted batch size; an expanded one counts what it is stored in."""
+        return float(sum(min(self.elements(it), self.size(it.stored)) * it.width for it in tensors))
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """What a rule reads of a tensor."""
+
+    shape: tuple[int, ...]
+    stored: int
+    """Elements of the storage behind it."""
+    width: int
+    """Bytes of an element."""
+    dtype: str
+    floating: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """One call as it was recorded, all of it that its cost depends on."""
+
+    name: str
+    free: bool
+    pointwise: bool
+    given: tuple[tuple[str, Any], ...] = ()
+    """Arguments by name, lists as tuples."""
+    inputs: tuple[Sized, ...] = ()
+    """The distinct tensors that its kernel reads."""
+    output: tuple[Sized, ...] = ()
 
 
 AS_TRACED = Scale()
@@ -95,40 +121,85 @@ _CASTS_INPUT = names_in("_softmax _log_softmax _safe_softmax sum prod cumsum cum
 _CASTS_RESULT = frozenset(["_softmax_backward_data", "_log_softmax_backward_data"])
 
 
-def cost_of(node: Node, scale: Scale = AS_TRACED) -> Cost:
-    """Return the cost of a call node whose ``meta['val']`` holds fake tensors (set by make_fx), at a scaled batch size."""
+def issued(node: Node) -> Issued:
+    """Return what a call node whose ``meta['val']`` holds fake tensors (set by make_fx) costs its time for."""
     target: Any = node.target
     name = base_name(target)
     output = tensors_of(node.meta.get("val"))
     operator = isinstance(target, torch._ops.OpOverload)
     if name in op_rules.FREE or (operator and target.is_view) or _in_neighbour(node, name):
-        return Cost(flops=0.0, size_bytes=0.0, estimate="free", written_bytes=_bytes(output, scale))
+        return Issued(name, free=True, pointwise=False, output=tuple(map(_sized, output)))
     given = map_arg(named(node), lambda n: n.meta.get("val"))
     inputs = tensors_of(given)
     if name in _CASTS_INPUT | _CASTS_RESULT:
         inputs, output = _without_casts(node, inputs, output)
-    written = _bytes(output, scale)
-    if name in _BAGS:
+    return Issued(
+        name,
+        free=False,
+        pointwise=operator and torch.Tag.pointwise in target.tags,
+        given=tuple((key, _plain(value)) for key, value in given.items()),
+        inputs=tuple(map(_sized, inputs)),
+        output=tuple(map(_sized, output)),
+    )
+
+
+def _sized(tensor: Tensor) -> Sized:
+    sparse = tensor.layout == torch.sparse_coo
+    width = tensor.element_size()
+    return Sized(
+        shape=tuple(map(int, tensor.shape)),
+        stored=0 if sparse else tensor.untyped_storage().nbytes() // width,
+        width=width,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        floating=tensor.is_floating_point() or tensor.is_complex(),
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Return an argument as what can be compared and hashed."""
+    if isinstance(value, Tensor):
+        return _sized(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
+    return value if value.__hash__ is not None else str(value)
+
+
+def cost_of(call: Issued, scale: Scale = AS_TRACED) -> Cost:
+    """Return the cost of a call at a scaled batch size."""
+    written = scale.bytes(call.output)
+    if call.free:
+        return Cost(flops=0.0, size_bytes=0.0, estimate="free", written_bytes=written)
+    given = dict(call.given)
+    if call.name in _BAGS:
         table = given["weight"]
         added = float(scale.elements(given["indices"]) * math.prod(table.shape[1:]))
-        moved = added * table.element_size() + _bytes([one for one in inputs if one is not table], scale) + written
-        dtype = _dtype([*output, *inputs])
+        rest = list(call.inputs)
+        rest.remove(table)
+        moved = added * table.width + scale.bytes(rest) + written
+        dtype = _dtype([*call.output, *call.inputs])
         return Cost(flops=added, size_bytes=moved, estimate="rule", written_bytes=written, dtype=dtype)
-    shapes = dict(tree_map_only(Tensor, scale.shape, given))
+
+    def shapes(value: Any) -> Any:
+        if isinstance(value, Sized):
+            return scale.shape(value)
+        return [shapes(item) for item in value] if isinstance(value, tuple) else value
+
+    named = {key: shapes(value) for key, value in given.items()}
     if "groups" in given:  # a filter of its own for every sample makes the batch one of groups
-        shapes["groups"] = scale.size(int(given["groups"]))
-    call = Call(
-        name=name,
-        inputs=[value if isinstance(given[key], Tensor) else None for key, value in shapes.items()],
-        output=scale.shape(output[0]) if output else None,
-        named=shapes,
-        elements=max((float(scale.elements(tensor)) for tensor in [*inputs, *output]), default=0.0),
-        read_bytes=_bytes(inputs, scale),
-        written_bytes=written,
-        dtype=_dtype(inputs if op_rules.multiplies(name) else [*output, *inputs]),
-        pointwise=operator and torch.Tag.pointwise in target.tags,
+        named["groups"] = scale.size(int(given["groups"]))
+    return op_rules.cost_of(
+        Call(
+            name=call.name,
+            inputs=[value if isinstance(given[key], Sized) else None for key, value in named.items()],
+            output=scale.shape(call.output[0]) if call.output else None,
+            named=named,
+            elements=max((float(scale.elements(tensor)) for tensor in [*call.inputs, *call.output]), default=0.0),
+            read_bytes=scale.bytes(call.inputs),
+            written_bytes=written,
+            dtype=_dtype(call.inputs if op_rules.multiplies(call.name) else [*call.output, *call.inputs]),
+            pointwise=call.pointwise,
+        )
     )
-    return op_rules.cost_of(call)
 
 
 def _in_neighbour(node: Node, name: str) -> bool:
@@ -168,11 +239,11 @@ def named(node: Node) -> dict[str, Any]:
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
-def _dtype(tensors: Sequence[Tensor]) -> str:
+def _dtype(tensors: Sequence[Sized]) -> str:
     """Return the type that an op computes in: that of its largest floating-point tensor, else of its first."""
-    floating = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
-    chosen = max(floating, key=lambda tensor: tensor.numel(), default=tensors[0] if tensors else None)
-    return str(chosen.dtype).removeprefix("torch.") if chosen is not None else ""
+    floating = [tensor for tensor in tensors if tensor.floating]
+    chosen = max(floating, key=lambda tensor: math.prod(tensor.shape), default=tensors[0] if tensors else None)
+    return chosen.dtype if chosen is not None else ""
 
 
 def tensors_of(values: Any) -> list[Tensor]:
@@ -201,8 +272,3 @@ def value_of(node: Node) -> Any:
     if "val" in node.meta or node.op != "get_attr":
         return node.meta.get("val")
     return getattr(node.graph.owning_module, str(node.target), None)
-
-
-def _bytes(tensors: Iterable[Tensor], scale: Scale) -> float:
-    """Return the bytes that the tensors occupy; an expanded tensor counts what it is stored in."""
-    return float(sum(min(scale.elements(t) * t.element_size(), scale.stored_bytes(t)) for t in tensors))
