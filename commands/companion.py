@@ -140,7 +140,7 @@ def _build(
 def _recalibrate(base: Companion, telemetry: Path, threshold: float, lines: list[str]) -> dict[str, Any]:
     """Take over measured capabilities that are off by more than ``threshold``; what to say goes to ``lines``."""
     known = {device.type: device.capability_per_s for device in base.meta.devices}
-    found = measured_capability(check_rows(read_table(telemetry), str(telemetry)), base.meta.batch_size)
+    found = measured_capability(check_rows(read_table(telemetry), str(telemetry), lines.append), base.meta.batch_size)
     changed = disagreeing(base.meta, found, threshold)
     if changed:
         base.recalibrate(changed)

@@ -161,7 +161,9 @@ def _plan(place: Path, seed: int) -> Finding:
 
 
 def _emit(place: Path, seed: int) -> Finding:
-    made = to_enforcement(load(place / "plan.json", Plan), telemetry=str((place / "telemetry.jsonl").resolve()))
+    rows = place / "telemetry.jsonl"
+    rows.unlink(missing_ok=True)  # of an earlier demo in this folder
+    made = to_enforcement(load(place / "plan.json", Plan), telemetry=str(rows.resolve()))
     save(made, place / "enforce.json")
     sizes = ", ".join(str(rank.local_batch_size) for rank in made.ranks)
     return f"enforce.json: {made.world_size} ranks, local batches {sizes}", {}

@@ -94,7 +94,7 @@ def _read(paths: list[Path]) -> tuple[RankSteps, str]:
     if rows:
         if len(paths) > 1:
             raise InputError(str(rows[0]), "is given with others", "telemetry of all ranks is one file")
-        return of_telemetry(read_table(rows[0]), str(rows[0])), "telemetry"
+        return of_telemetry(read_table(rows[0]), str(rows[0]), note), "telemetry"
     with progress("reading", len(paths)) as advance:
         return of_traces(paths, advance), "traces"
 

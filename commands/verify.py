@@ -14,7 +14,7 @@ from ddltool.analyzers.goodput.throughput import ThroughputParams
 from ddltool.analyzers.reporting.result_sections import verification_section
 from ddltool.artifacts import load
 from ddltool.commands.options import Json, Output
-from ddltool.commands.output import finish
+from ddltool.commands.output import finish, note
 from ddltool.errors import InputError
 from ddltool.goodput_model import Goodput
 from ddltool.outputs import check_outputs
@@ -43,7 +43,7 @@ def verify(
     limit = None if max_error is None else percent(max_error, "--max-error")
     made = load(plan_file, Plan)
     models, model_error = _models(goodput)
-    run = read_run(read_table(telemetry), str(telemetry))
+    run = read_run(read_table(telemetry), str(telemetry), note)
     names = str(plan_file), str(telemetry)
     found = compare(made, run, models, model_error=model_error, max_error=limit, names=names)
     finish(found, lambda: verification_section(found, made.job), output, as_json)

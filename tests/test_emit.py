@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -77,7 +78,7 @@ def shims(tmp_path: Path) -> Path:
         folder / "srun",
         f"""#!{sys.executable}
 import os, subprocess, sys
-words = [word for word in sys.argv[1:] if not word.startswith("--kill-on-bad-exit")]
+words = [word for word in sys.argv[1:] if not word.startswith(("--kill-on-bad-exit", "--cpus-per-task"))]
 parts = [[]]
 for word in words:
     parts.append([]) if word == ":" else parts[-1].append(word)
@@ -194,8 +195,6 @@ def test_torchrun_starts_what_the_plan_says(cli: Cli, tmp_path: Path, shims: Pat
     made = cli("emit", tmp_path / "plan.json", "--target", "torchrun", "-o", tmp_path / "launch.sh", "--script", script,
                "--devices-per-node", "T4=2,V100=2")  # fmt: skip
     assert made.code == 0, made.err
-    ran = run(["bash", "-n", str(tmp_path / "launch.sh")], shims)
-    assert ran.returncode == 0, ran.stderr
     counts = []
     for node in range(4):
         ran = run(["bash", str(tmp_path / "launch.sh"), "x y"], shims, NODE_RANK=str(node), MASTER_ADDR="h 0")
@@ -208,6 +207,21 @@ def test_torchrun_starts_what_the_plan_says(cli: Cli, tmp_path: Path, shims: Pat
     assert load(tmp_path / "enforce.json", Enforcement).world_size == 7
     for wrong in ("4", "-1", "x", ""):
         assert run(["bash", str(tmp_path / "launch.sh")], shims, NODE_RANK=wrong, MASTER_ADDR="h").returncode > 0
+
+
+@pytest.mark.parametrize("rows", [(("A", 4, 8),), (("T4", 3, 4), ("V100", 4, 12))], ids=["alike", "mixed"])
+@pytest.mark.parametrize(("target", "per_node"), [("torchrun", 8), ("torchrun", 2), ("slurm", 8), ("slurm", 2)])
+def test_scripts_are_clean(
+    cli: Cli, tmp_path: Path, rows: tuple[tuple[str, int, int], ...], target: str, per_node: int
+) -> None:
+    """To bash, and to shellcheck where it is installed."""
+    save(plan(*rows), tmp_path / "plan.json")
+    script = tmp_path / "start.sh"
+    cli("emit", tmp_path / "plan.json", "--target", target, "-o", script, "--devices-per-node", per_node)
+    checks = [["bash", "-n"], *([[found, "-s", "bash"]] if (found := shutil.which("shellcheck")) else [])]
+    for check in checks:
+        ran = subprocess.run([*check, str(script)], capture_output=True, text=True, timeout=PATIENCE_S)
+        assert (ran.returncode, ran.stdout + ran.stderr) == (0, "")
 
 
 def test_slurm_gives_every_process_the_planned_rank(cli: Cli, tmp_path: Path, shims: Path) -> None:
@@ -280,6 +294,21 @@ def test_published_models_know_every_field(rows: tuple[tuple[str, int, int], ...
     assert config["kind"] == "ConfigMap"
     job["spec"]["surprise"] = 1
     assert getattr(models, classes[kind]).from_dict(job).to_dict() != job
+
+
+@pytest.mark.parametrize("kind", ["TrainJob", "JobSet"])
+def test_the_apis_own_schemas_take_what_is_in_the_manifest(kind: str) -> None:
+    """The ConfigMap, and of the JobSet its jobs and pods; strictly, so that an unknown field is refused."""
+    schemas = pytest.importorskip("kubernetes_validate")
+    config, job = objects(plan(("A", 8, 4)), 2, kind)
+    parts = [config]
+    for one in job["spec"].get("replicatedJobs", []):
+        about = {"metadata": {"name": one["name"]}}
+        parts.append({"apiVersion": "batch/v1", "kind": "Job", **about, "spec": one["template"]["spec"]})
+    for part in parts:
+        schemas.validate(part, "1.32", strict=True)
+        with pytest.raises(schemas.ValidationError):
+            schemas.validate({**part, "surprise": 1}, "1.32", strict=True)
 
 
 def test_pods_start_what_the_plan_says(tmp_path: Path, shims: Path) -> None:

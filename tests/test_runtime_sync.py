@@ -71,6 +71,7 @@ def test_a_plan_is_followed_until_the_data_are_used_up(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in Path(telemetry).read_text().splitlines()]
     assert sorted(row["step"] for row in rows if row["rank"] == 0) == list(range(len(fast)))
     assert {(row["rank"], row["device"], row["batch"]) for row in rows} == {(0, "type0", 5), (1, "type1", 5)}
+    assert len({row["run"] for row in rows} - {""}) == 1, "the server has named the run"
 
 
 def test_ssp_keeps_its_bound_and_uses_it() -> None:
@@ -344,6 +345,7 @@ def test_telemetry_tells_what_the_log_sums_up(tmp_path: Path) -> None:
     (server,) = results(servers)
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert {row["kind"] for row in rows} == {"ddltool.sync"}
+    assert len({row["run"] for row in rows} - {""}) == 1
     steps = [row for row in rows if row["event"] == "step"]
     assert [len([row for row in steps if row["worker"] == worker]) for worker in range(2)] == [10, 10]
     for worker in range(2):

@@ -123,11 +123,18 @@ def test_micro_batches_add_up(tmp_path: Path) -> None:
         assert all(row.compute_s >= SLEEP_S for row in rows)
 
 
-def test_a_run_starts_with_an_empty_file(tmp_path: Path) -> None:
-    first = observed(tmp_path, steps=4)
-    second = observed(tmp_path, steps=2)
-    assert [len(rows) for rows in first] == [4, 4]
-    assert [len(rows) for rows in second] == [2, 2]
+def test_a_run_is_appended_under_a_name_of_its_own(tmp_path: Path) -> None:
+    """All ranks agree on it, and what a killed run has left of a line is cut off."""
+    observed(tmp_path, steps=4)
+    first = (tmp_path / "telemetry.jsonl").read_bytes()
+    (tmp_path / "telemetry.jsonl").write_bytes(first + first[:40])
+    both = observed(tmp_path, steps=2)
+    assert (tmp_path / "telemetry.jsonl").read_bytes().startswith(first + b'{"kind"')
+    assert [[row.step for row in rows] for rows in both] == [[0, 1, 2, 3, 0, 1]] * 2
+    names = [[row.run for row in rows] for rows in both]
+    assert names[0] == names[1] == [names[0][0]] * 4 + [names[0][4]] * 2
+    assert len(set(names[0])) == 2
+    assert "" not in names[0]
 
 
 def alone(folder: Path, monkeypatch: pytest.MonkeyPatch, steps: int, target: str = "telemetry.jsonl") -> runtime.Hook:

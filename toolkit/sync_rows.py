@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ddltool.artifacts import SCHEMA_VERSION, Record
+from ddltool.telemetry import RunName
 
 
 class Row(Record):
@@ -15,6 +16,7 @@ class Row(Record):
 
     kind: Literal["ddltool.sync"] = "ddltool.sync"
     schema_version: int = SCHEMA_VERSION
+    run: RunName = ""
     time_s: float
 
 

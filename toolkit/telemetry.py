@@ -1,12 +1,21 @@
-"""Telemetry: what the hook writes down, one JSON object per line (kind ``ddltool.telemetry``)."""
+"""Telemetry: what the hook writes down, one JSON object per line (kind ``ddltool.telemetry``).
+
+Each start of a job appends its rows to the file, with a ``run`` of their own; :func:`last_run` picks the newest.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from ddltool.artifacts import SCHEMA_VERSION, AtLeastOne, Count, NonNegative, Positive, Record
+from ddltool.stages import Tell
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+RunName = Annotated[str, Field(description="which start of the job wrote the row; empty: not said")]
 
 
 class TelemetryRow(Record):
@@ -14,6 +23,7 @@ class TelemetryRow(Record):
 
     kind: Literal["ddltool.telemetry"] = "ddltool.telemetry"
     schema_version: int = SCHEMA_VERSION
+    run: RunName = ""
     step: Count
     rank: Count
     world_size: AtLeastOne
@@ -42,8 +52,40 @@ class BalanceEvent(Record):
 
     kind: Literal["ddltool.balance_event"] = "ddltool.balance_event"
     schema_version: int = SCHEMA_VERSION
+    run: RunName = ""
     event: Literal["resize", "fine_tuning", "remove_straggler"]
     step: Count = Field(description="the step whose times led to this, from 0")
     sizes: list[AtLeastOne] = Field(description="samples of each rank from the next step that was not loaded yet")
     seconds: list[Positive] = Field(description="each rank's computation in that step")
     rank: Count | None = Field(default=None, description="the straggler that is advised to go")
+
+
+def runs_of(frame: pd.DataFrame) -> pd.Series[Any]:
+    """Return (n,) the number of each row's run, in the order in which they began.
+
+    Where no row says its run (files of earlier versions), a rank's next one begins where its step number falls back; rows
+    of another number of processes than the last row's are then earlier ones.
+    """
+    import pandas as pd
+
+    named = frame["run"].fillna("").astype(str) if "run" in frame.columns else pd.Series("", frame.index)
+    if named.any() or not {"rank", "step"} <= set(frame.columns):
+        return pd.Series(pd.factorize(named)[0], frame.index)
+    step, rank = (pd.to_numeric(frame[name], errors="coerce") for name in ("step", "rank"))
+    begins = step.groupby(rank, dropna=False).diff() < 0
+    after = begins.groupby(rank, dropna=False).cumsum()
+    found: pd.Series[Any] = after - after.groupby(rank, dropna=False).transform("max")
+    if "world_size" in frame.columns:
+        size = pd.to_numeric(frame["world_size"], errors="coerce")
+        found -= size != size.iloc[-1]
+    return found.sub(found.min())
+
+
+def last_run(frame: pd.DataFrame, where: str, tell: Tell) -> pd.DataFrame:
+    """Return the rows of a table's last run, at their places in the table; ``tell`` hears which of several it is."""
+    runs = runs_of(frame)
+    found: pd.DataFrame = frame[runs == runs.max()]
+    if len(found) < len(frame):
+        steps = f", of {found['step'].nunique():,} steps" if "step" in found.columns else ""
+        tell(f"{where}: run {runs.nunique()} of {runs.nunique()}{steps}")
+    return found

@@ -134,7 +134,7 @@ def barrier(
 
 def predicted_ends(path: Path, lookahead: int, predictor: str, tell: Tell) -> tuple[tuple[str, ...], EndTimes]:
     """Return the workers' names (n,) and their predicted iteration ends (n, R), from what the file has recorded."""
-    recorded = read_recorded(path)
+    recorded = read_recorded(path, tell)
     names = recorded.names
     if len(names) * lookahead > MOST_ENDS:
         problem = f"{len(names)} workers x {lookahead} iterations are too many"

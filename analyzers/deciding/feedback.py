@@ -10,6 +10,8 @@ import pandas as pd
 
 from ddltool.analyzers.goodput.observations import WARMUP_STEPS
 from ddltool.errors import InputError
+from ddltool.stages import Tell, log_remark
+from ddltool.telemetry import last_run
 
 # The hook writes nanoseconds; a step that takes less was never made. Nor does one take thirty years.
 _SHORTEST_S, _LONGEST_S = 1e-9, 1e9
@@ -70,12 +72,12 @@ class Run:
         return found
 
 
-def check_rows(frame: pd.DataFrame, where: str) -> pd.DataFrame:
-    """Return the columns of a telemetry table that a run is read from, numbers as floats, one row per rank and step.
+def check_rows(frame: pd.DataFrame, where: str, tell: Tell = log_remark) -> pd.DataFrame:
+    """Return the columns that a run is read from, numbers as floats, of a telemetry table's last run; the index: places.
 
-    The one check of rows that the hook's files get, whoever reads them. Raises InputError, naming line and column, for
-    missing columns, values that are no times or counts (not finite, negative, beyond 1e9 s), ranks beyond the number of
-    processes, samples that took no time; and for a table in which no step has samples.
+    The one check of rows that the hook's files get, whoever reads them; ``tell`` hears which of several runs it is. Raises
+    InputError, naming line and column, for missing columns, values that are no times or counts (not finite, negative, beyond
+    1e9 s), ranks beyond the number of processes, samples that took no time; and for a last run in which no step has samples.
     """
     for name in _NEEDED:
         if name not in frame.columns:
@@ -99,8 +101,6 @@ def check_rows(frame: pd.DataFrame, where: str) -> pd.DataFrame:
         refuse(values > most, name, f"is {{:g}}{unit}, too large", f"it must be <= {most:g}{unit}", values)
     rank, size, batch = (numbers[name] for name in ("rank", "world_size", "batch"))
     refuse(rank >= size, "rank", "is {:g} of {:g} processes", "ranks count from 0", rank, size)
-    if not (batch > 0).any():
-        raise InputError(where, "holds no step with samples", "let the job train for more steps")
     for name in ("step_s", "compute_s"):
         instant = (batch > 0) & (numbers[name] < _SHORTEST_S)
         remedy = "a step takes at least 1 ns; the run did not measure"
@@ -110,17 +110,20 @@ def check_rows(frame: pd.DataFrame, where: str) -> pd.DataFrame:
     if "passes" in frame.columns:
         passes = pd.to_numeric(frame["passes"], errors="coerce").fillna(1.0).clip(lower=1.0)
         numbers["passes"] = passes.to_numpy(dtype=float)
-    return numbers
+    if "run" in frame.columns:
+        numbers["run"] = frame["run"].to_numpy()
+    found = last_run(numbers, where, tell)
+    if not (found["batch"] > 0).any():
+        raise InputError(where, "holds no step with samples", "let the job train for more steps")
+    return found
 
 
-def read_run(frame: pd.DataFrame, where: str) -> Run:
+def read_run(frame: pd.DataFrame, where: str, tell: Tell = log_remark) -> Run:
     """Return the last run of a telemetry table, warm-up steps left out (the first ``WARMUP_STEPS`` of longer runs).
 
-    Several runs append to one file: a step number that falls back begins the next. Raises InputError for what
-    :func:`check_rows` refuses, and for a last run without samples.
+    Raises InputError for what :func:`check_rows` refuses.
     """
-    numbers = check_rows(frame, where)
-    last = _last_run(numbers)
+    last = check_rows(frame, where, tell)
     steps = np.sort(last["step"].unique())
     first = steps[WARMUP_STEPS] if len(steps) > 2 * WARMUP_STEPS else steps[0]
     # An epoch's last step may be a smaller one: what the plan speaks about are the full ones.
@@ -139,17 +142,6 @@ def read_run(frame: pd.DataFrame, where: str) -> Run:
         iteration_high_s=float(slowest.quantile(0.75)),
         sync_s=float(per_step["sync_s"].min().median()),
     )
-
-
-def _last_run(numbers: pd.DataFrame) -> pd.DataFrame:
-    """Return each rank's rows after its last fall of the step number."""
-    kept = []
-    for _, part in numbers.groupby("rank"):
-        falls = np.flatnonzero(np.diff(part["step"].to_numpy()) < 0)
-        kept.append(part.iloc[falls[-1] + 1 if falls.size else 0 :])
-    rows = pd.concat(kept)
-    found: pd.DataFrame = rows[rows["world_size"] == rows["world_size"].iloc[-1]]
-    return found
 
 
 def _rank(rank: int, part: pd.DataFrame) -> RankRun:

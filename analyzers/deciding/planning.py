@@ -294,7 +294,7 @@ def auto_plan(job: Job, job_file: Path, given: Given, only: str | None = None) -
     """Return the picked plan with the comparison in ``decision``; ``only``: of one strategy. Raises InputError, Infeasible."""
     # Several strategies call the solver, each with a share of the time.
     settings = replace(given.settings, limit_s=given.settings.limit_s / 2)
-    run = run_of(given.telemetry)
+    run = run_of(given.telemetry, given.tell)
     known = knowledge_of(job, job_file, given, run)
     measured, off = ({}, {}) if run is None else measured_speeds(run, job.batch_size, known.curves)
     offered = {offer.type for offer in job.devices}

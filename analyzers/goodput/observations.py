@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ddltool.errors import InputError, did_you_mean
 from ddltool.profiles import LARGEST_COUNT, TIMES_S, check_profile
 from ddltool.tables import demand, numbers
+from ddltool.telemetry import runs_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -255,7 +256,7 @@ def split_placements(placements: pd.Series[Any], where: str) -> list[tuple[int, 
 
 
 def _of_telemetry(frame: pd.DataFrame, where: str) -> pd.DataFrame:
-    """Return medians per rank and batch size, the warm-up left out.
+    """Return medians per rank and batch size of each run, its warm-up left out.
 
     The step is compute plus synchronisation. Waiting for slower ranks is left out: it comes from how the batch is
     split, not from how fast this rank or the network is.
@@ -266,13 +267,14 @@ def _of_telemetry(frame: pd.DataFrame, where: str) -> pd.DataFrame:
         log[name] = numbers(frame, name, where, missing=name == "passes", unit="line")
     passes = log["passes"].fillna(1.0).clip(lower=1.0) if "passes" in names else 1.0
     device = frame["device"].astype(str) if "device" in frame.columns else ""
-    log = log.assign(device=device, passes=passes)
-    steady = log[log["step"] >= WARMUP_STEPS] if log["step"].nunique() > 2 * WARMUP_STEPS else log
+    log = log.assign(device=device, passes=passes, run=runs_of(frame))
+    begun = log.groupby("run")["step"].transform("nunique") > 2 * WARMUP_STEPS
+    steady = log[(log["step"] >= WARMUP_STEPS) | ~begun]
     steady = steady[(steady["batch"] > 0) & (steady["compute_s"] > 0)]
     if steady.empty:
         raise InputError(where, "holds no step with samples", "let the job train for more steps")
     steady = steady.assign(step_time_s=steady["compute_s"] + steady["sync_s"])
-    by = ["device", "num_nodes", "world_size", "rank", "batch", "passes"]
+    by = ["run", "device", "num_nodes", "world_size", "rank", "batch", "passes"]
     groups = steady.groupby(by, as_index=False, dropna=False)
     quartiles = [groups["step_time_s"].quantile(share)["step_time_s"] for share in (0.25, 0.75)]
     rows: pd.DataFrame = groups[["compute_s", "sync_s"]].median()
@@ -292,7 +294,7 @@ def _of_telemetry(frame: pd.DataFrame, where: str) -> pd.DataFrame:
         rows["grad_time_s"] = rows["compute_s"] / rows["passes"]
     for name, (low, high) in {"step_time_s": TIMES_S, **dict.fromkeys(_COUNTS, (1, LARGEST_COUNT))}.items():
         numbers(rows, name, f"{where} (medians)", least=low, most=high)
-    return rows.drop(columns=["world_size", "batch", "compute_s", "sync_s", "passes"])
+    return rows.drop(columns=["run", "world_size", "batch", "compute_s", "sync_s", "passes"])
 
 
 def _named(rows: pd.DataFrame, where: str, device: str | None) -> pd.DataFrame:

@@ -20,7 +20,7 @@ from ddltool.profiles import check_profile, read_profile
 from ddltool.schema_words import in_words
 from ddltool.sync_rows import EVENTS
 from ddltool.tables import read_table
-from ddltool.telemetry import TelemetryRow
+from ddltool.telemetry import TelemetryRow, last_run
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -47,7 +47,7 @@ class Found:
     path: Path
     content: Any
     remark: str = ""
-    """Where a graph's times come from."""
+    """Where a graph's times come from; which run of several telemetry is of."""
     folders: int = 0
 
     @property
@@ -117,21 +117,28 @@ def _timelines(document: dict[str, Any], where: str) -> dict[str, MemoryTimeline
 
 
 def _from_rows(path: Path, rows: list[tuple[int, Row]]) -> Found:
-    """Return telemetry of the hook or the agent, or of a synchronisation server."""
+    """Return the last run of telemetry of the hook or the agent, or of a synchronisation server."""
+    import pandas as pd
+
     first = rows[0][1]
     named = first.get("kind")
     if named == "ddltool.sync":
-        return Found(kind="sync", path=path, content=_sync_rows(path, rows))
+        made, said = _sync_rows(path, rows), list[str]()
+        last = last_run(pd.DataFrame({"run": [row["run"] for row in made]}), str(path), said.append)
+        return Found(kind="sync", path=path, content=[made[place] for place in last.index], remark=_which(said, path))
     if named == "ddltool.telemetry" or (named is None and {"rank", "step_s"} <= first.keys()):
-        import pandas as pd
-
-        frame = pd.DataFrame(_checked(path, rows, TelemetryRow))
-        check_rows(frame, str(path))
-        return Found(kind="telemetry", path=path, content=frame)
+        frame, said = pd.DataFrame(_checked(path, rows, TelemetryRow)), list[str]()
+        last = check_rows(frame, str(path), said.append)
+        return Found(kind="telemetry", path=path, content=frame.loc[last.index], remark=_which(said, path))
     if named == "ddltool.profile" or (named is None and "local_batch_size" in first):
         return Found(kind="profile", path=path, content=read_profile(path))
     shown = f"is {named!r}, which has no section" if named is not None else "is missing"
     raise InputError(f"{path}:line {rows[0][0]}:kind", shown, "telemetry, sync and profile rows are known")
+
+
+def _which(said: list[str], path: Path) -> str:
+    """Return which of several runs of a file it is, as it was told."""
+    return "".join(line.removeprefix(f"{path}: ") for line in said)
 
 
 def _sync_rows(path: Path, rows: list[tuple[int, Row]]) -> list[Row]:
@@ -192,7 +199,7 @@ def _table(path: Path) -> dict[str, Any]:
     frame = read_table(path)
     if "compute_s" not in frame.columns:
         return profile_document(frame, str(path))
-    check_rows(frame, str(path))
+    frame = frame.loc[check_rows(frame, str(path)).index]
     rows = json.loads(frame.to_json(orient="records", double_precision=15))
     _checked(path, enumerate(rows, start=1), TelemetryRow)
     return {"kind": "ddltool.telemetry", "rows": rows}

@@ -12,6 +12,7 @@ from ddltool.artifacts import ending
 from ddltool.errors import InputError
 from ddltool.results import ImportedFile
 from ddltool.tables import read_table
+from ddltool.telemetry import runs_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -65,7 +66,9 @@ def import_files(
         elif unnamed:
             named = device or unnamed
         parts.append(import_table(frame, str(path), named))
-        sources.append(ImportedFile(path=str(path), kind=kind, rows=len(frame)))
+        source = ImportedFile(path=str(path), kind=kind, rows=len(frame))
+        count = runs_of(frame).nunique() if kind == "telemetry" else 1
+        sources.append(source.model_copy(update={"remarks": [f"all of its {count} runs"]}) if count > 1 else source)
     # The tables say these of each row.
     given = {"--batch-size": batch_size, "--nodes": num_nodes, "--replicas": num_replicas}
     said = [name for name, value in given.items() if value is not None]

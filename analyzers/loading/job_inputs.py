@@ -229,9 +229,9 @@ def powers(job: Job, where: str) -> dict[str, float]:
     return {name: device.power_w for name, device in known.items() if device is not None and device.power_w}
 
 
-def run_of(path: Path | None) -> Run | None:
+def run_of(path: Path | None, tell: Tell) -> Run | None:
     """Return the earlier run that telemetry tells of, None without any."""
-    return None if path is None else read_run(read_table(path), str(path))
+    return None if path is None else read_run(read_table(path), str(path), tell)
 
 
 def knowledge_of(job: Job, job_file: Path, given: Given, run: Run | None) -> Knowledge:

@@ -5,7 +5,7 @@ Rows stand in any order; what is wrong in one is told with its row and column.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,9 @@ from ddltool.analyzers.balancing.trace import LEAST_SPEED, MOST_SPEED, SpeedTrac
 from ddltool.analyzers.stragglers.ranks import of_telemetry
 from ddltool.errors import InputError
 from ddltool.graph import natural_key
+from ddltool.stages import Tell
 from ddltool.tables import demand_columns, numbers, read_table, texts
+from ddltool.telemetry import last_run
 
 Floats = NDArray[np.float64]
 SPEED_COLUMNS = ("iteration", "worker", "speed", "cpu", "memory")
@@ -28,7 +30,7 @@ MOST_S = 1e15
 MOST_ITERATIONS = 2**53 - 1
 
 
-def read_speeds(path: Path, tell: Callable[[str], None]) -> SpeedTrace:
+def read_speeds(path: Path, tell: Tell) -> SpeedTrace:
     """Return the trace in a CSV (``.gz`` is accepted), rows in any order; workers come in natural order of their names.
 
     Of the hook's telemetry a speed is the samples a second of the rank's own compute, and all readings are 1.
@@ -38,7 +40,7 @@ def read_speeds(path: Path, tell: Callable[[str], None]) -> SpeedTrace:
     """
     frame = read_table(path, SPEED_COLUMNS)
     if "compute_s" in frame.columns:
-        run = of_telemetry(frame, str(path))
+        run = of_telemetry(frame, str(path), tell)
         speed = run.speed().T
         _tell_gaps(run.steps.astype(np.float64), path, tell)
         ones = np.ones_like(speed)
@@ -67,7 +69,7 @@ def read_speeds(path: Path, tell: Callable[[str], None]) -> SpeedTrace:
     return SpeedTrace.of(tuple(names), **{column: cells[column][names].to_numpy() for column in SPEED_COLUMNS[2:]})
 
 
-def _tell_gaps(iterations: Floats, path: Path, tell: Callable[[str], None]) -> None:
+def _tell_gaps(iterations: Floats, path: Path, tell: Tell) -> None:
     """Say how many iterations are missing between the (K,) ascending ones, and where first."""
     steps = np.diff(iterations)
     if (steps > 1).any():
@@ -91,18 +93,18 @@ class Recorded:
     """Workers whose rows stop more than two of their iterations before the newest row."""
 
 
-def read_recorded(path: Path) -> Recorded:
+def read_recorded(path: Path, tell: Tell) -> Recorded:
     """Return the recorded iterations of a CSV (``worker,iteration,end_s``) or of telemetry.jsonl.
 
     Telemetry is the hook's, or that of a server of :mod:`ddltool.runtime.servers`. From ends, an iteration's length is the
     time since the worker's previous end. From telemetry, it is the step without the waiting for others, and the next
-    iterations begin together, at 0. Raises InputError naming row and column.
+    iterations begin together, at 0; ``tell`` hears which of several runs it is. Raises InputError naming row and column.
     """
     frame = read_table(path, END_COLUMNS)
     if {"event", "worker", "wait_s"} <= set(map(str, frame.columns)):
-        return _from_sync(frame, str(path))
+        return _from_sync(last_run(frame, str(path), tell), str(path))
     if {"rank", "step_s"} <= set(map(str, frame.columns)):
-        return _from_telemetry(frame, str(path))
+        return _from_telemetry(last_run(frame, str(path), tell), str(path))
     names, ends, _ = _rows_by_worker(frame, END_COLUMNS, str(path))
     for name, row in zip(names, ends, strict=True):
         if len(row) < 2:
@@ -139,7 +141,7 @@ def _from_telemetry(frame: pd.DataFrame, where: str) -> Recorded:
     if idle.any():
         row = int(np.argmax(idle))
         problem, remedy = f"is {frame['wait_s'].iloc[row]}", "it must be less than the row's step_s"
-        raise InputError(f"{where}:row {row + 1}:wait_s", problem, remedy)
+        raise InputError(f"{where}:row {frame.index[row] + 1}:wait_s", problem, remedy)
     lengths = [step - wait for step, wait in zip(steps, waits, strict=True)]
     return Recorded(names=tuple(names), lengths_s=lengths, origins_s=np.zeros(len(names)))
 

@@ -133,8 +133,10 @@ def section_of(one: Found, found: Sequence[Found] = (), noise: float | None = No
             profile = next((content for _, content in others("profile")), None)
             return fit_sections.goodput_section(one.content, one.name, profile, noise)
         case "telemetry":
-            return telemetry_section.telemetry_section(one.content, one.name, others("plan"))
-    return _DRAWERS[one.kind](one.content, one.name)
+            section = telemetry_section.telemetry_section(one.content, one.name, others("plan"))
+        case _:
+            section = _DRAWERS[one.kind](one.content, one.name)
+    return replace(section, lead=[*section.lead, *([f"{one.remark.capitalize()}."] if one.remark else [])])
 
 
 _DRAWERS: dict[str, Callable[[Any, str], Section]] = {

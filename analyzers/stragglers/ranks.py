@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ddltool.analyzers.deciding.feedback import check_rows
 from ddltool.errors import InputError
+from ddltool.stages import Tell, log_remark
 
 Floats = NDArray[np.float64]
 COMPUTE = ("forward", "backward", "compute")
@@ -92,12 +93,13 @@ class RankSteps:
         return total
 
 
-def of_telemetry(frame: pd.DataFrame, where: str) -> RankSteps:
+def of_telemetry(frame: pd.DataFrame, where: str, tell: Tell = log_remark) -> RankSteps:
     """Return the steps of a telemetry table's last run that all its ranks have. Raises InputError naming line and column.
 
-    Input and host cannot be told apart there: both are what compute, waiting and synchronisation leave of a step.
+    ``tell`` hears which of several runs it is. Input and host cannot be told apart there: both are what compute, waiting
+    and synchronisation leave of a step.
     """
-    rows = check_rows(frame, where)
+    rows = check_rows(frame, where, tell)
     rows = rows[rows["batch"] > 0]
     ranks = sorted({int(rank) for rank in rows["rank"]})
     whole = rows.drop_duplicates(["rank", "step"], keep="last").sort_values(["rank", "step"])

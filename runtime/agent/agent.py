@@ -25,7 +25,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Generator, Iterator, Mapping
-from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -52,7 +51,7 @@ from ddltool.runtime.hook.job import (
 )
 from ddltool.runtime.hook.roll_call import is_broken
 from ddltool.runtime.hook.stopping import refuse_in_one_line
-from ddltool.runtime.hook.telemetry import Exchange, Identity, RowFile, Stamp, Step, peak_memory, stamp
+from ddltool.runtime.hook.telemetry import Exchange, RowFile, Stamp, Step, peak_memory, stamp
 from ddltool.runtime.hook.trained import guard
 from ddltool.runtime.hook.weighing import Reduction, Weigher
 
@@ -224,7 +223,7 @@ class GoodputAgent:
         nodes = count_nodes(job.world_size)
         estimator = NoiseScaleEstimator(smoothing)
         self._chooser = Chooser(job, nodes, limits, policy, self.sampler, self._noise, estimator)
-        self._rows = None if telemetry is None or self.is_off else _Rows(Path(telemetry), job, nodes, self._cuda)
+        self._rows = None if telemetry is None or self.is_off else _Rows(telemetry, job, self._cuda)
         if job.world_size > 1:
             guard(job, model, optimizer)
         optimizer.register_step_pre_hook(self._before_update)
@@ -624,11 +623,9 @@ class _Rows:
     is 0 and ``sync_s`` holds both.
     """
 
-    def __init__(self, path: Path, job: Job, nodes: int, cuda: bool) -> None:
+    def __init__(self, path: str | os.PathLike[str], job: Job, cuda: bool) -> None:
         self._cuda = cuda
-        device = torch.cuda.get_device_name() if cuda else "cpu"
-        self._file = RowFile(path, Identity(rank=job.rank, world_size=job.world_size, num_nodes=nodes, device=device))
-        job.together(self._file.open)
+        self._file = RowFile.of(path, job, torch.cuda.get_device_name() if cuda else "cpu")
         self._memory_bytes = 0
         self._previous_end: Stamp | None = None
         self.close = self._file.close

@@ -51,7 +51,7 @@ from ddltool.runtime.hook.job import (
 )
 from ddltool.runtime.hook.loader import CountedLoader
 from ddltool.runtime.hook.stopping import refuse_in_one_line
-from ddltool.runtime.hook.telemetry import Exchange, PassClock, check_target
+from ddltool.runtime.hook.telemetry import Exchange, PassClock, new_run, prepare
 from ddltool.runtime.hook.trained import guard
 from ddltool.runtime.hook.weighing import Reduction, Weigher
 from ddltool.runtime.measuring.share import available_memory, expected_cpu
@@ -493,7 +493,7 @@ class Manager:
 
     Args:
         policy: what chooses.
-        events: JSON Lines file for what happens, emptied now; one that cannot be written later on ends the events, not the
+        events: JSON Lines file to which what happens is appended; one that cannot be written later on ends the events, not the
             training.
         skip: first steps that are not judged.
 
@@ -502,15 +502,14 @@ class Manager:
 
     def __init__(self, policy: Policy, events: Path | None = None, skip: int = 1) -> None:
         self._policy = policy
-        self._events = events
+        self._events, self._run = events, new_run()
         self._skip = skip
         self._step = 0
         self._advised: int | None = None
         self._lock = threading.Lock()
         self.total = int(policy.sizes.sum())
         if events is not None:
-            check_target(events, kind_of(BalanceEvent), "balancing events")
-            events.write_bytes(b"")
+            prepare(events, kind_of(BalanceEvent), "balancing events")
 
     def __call__(self, rows: Floats) -> Floats:
         """Return (n,) sizes from (n, 5) rows of samples, seconds, memory in use, CPU and memory available."""
@@ -552,7 +551,7 @@ class Manager:
         if self._events is None:  # a line about 96 ranks takes longer to make than their sizes to choose
             return
         shown = [float(f"{value:.4g}") for value in seconds]
-        row = BalanceEvent(event=event, step=step, sizes=list(sizes), seconds=shown, rank=rank)
+        row = BalanceEvent(run=self._run, event=event, step=step, sizes=list(sizes), seconds=shown, rank=rank)
         try:
             with self._events.open("ab", buffering=0) as file:
                 file.write(row.model_dump_json().encode() + b"\n")

@@ -50,12 +50,11 @@ from ddltool.runtime.hook.job import (
     bare_optimizer,
     check_parameters,
     check_plan,
-    count_nodes,
     dataset_length,
     demand_same_samples,
 )
 from ddltool.runtime.hook.stopping import StopSignals, refuse_in_one_line
-from ddltool.runtime.hook.telemetry import Exchange, Identity, RowFile, StepRecorder
+from ddltool.runtime.hook.telemetry import Exchange, RowFile, StepRecorder
 
 _PARTS = ("settings", "environment", "position", "buckets", "parameters", "optimizer", "extras", "workers")
 BUILD_THE_SAME = "give the settings of the run that is continued"
@@ -260,11 +259,7 @@ class ElasticTrainer:
 
     def _watch(self, path: str, device: str) -> None:
         """Write telemetry of this process's steps."""
-        job = self.processes.job
-        nodes = count_nodes(job.world_size)
-        about = Identity(rank=job.rank, world_size=job.world_size, num_nodes=nodes, device=device)
-        self._rows = RowFile(Path(path), about)
-        job.together(self._rows.open)
+        self._rows = RowFile.of(path, self.processes.job, device)
         self._telemetry = StepRecorder(self._rows, cuda=self.device.type == "cuda")
 
     def _count_gradients(self) -> Tensor | None:

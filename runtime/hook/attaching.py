@@ -17,7 +17,6 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -39,14 +38,13 @@ from ddltool.runtime.hook.job import (
     Job,
     bare_optimizer,
     check_trained,
-    count_nodes,
     dataset_length,
     demand_same_samples,
     load_and_check,
 )
 from ddltool.runtime.hook.loader import CountedLoader, StreamLoader
 from ddltool.runtime.hook.stopping import pause_before_exit, refuse_in_one_line
-from ddltool.runtime.hook.telemetry import Identity, RowFile, StepRecorder
+from ddltool.runtime.hook.telemetry import RowFile, StepRecorder
 from ddltool.runtime.hook.trained import guard
 from ddltool.runtime.hook.weighing import Observer, Reduction, Weigher
 
@@ -216,7 +214,7 @@ class EnforcingHook(Hook):
         file = None
         if self.enforcement.telemetry is not None:
             device = self.enforcement.ranks[job.rank].device_type
-            file = _row_file(self.enforcement.telemetry, job, device)
+            file = RowFile.of(self.enforcement.telemetry, job, device)
         self.recorder = _record(file, job, model, trained[0], self._weigher)
         for each in trained if job.side is not None else ():
             guard(job, model, each)
@@ -308,7 +306,7 @@ class ObservingHook(Hook):
         """Record what is trained. Raises InputError, on every rank, where the file cannot be written."""
         first = self._job.together(lambda: bare_optimizer(optimizer))
         self._observer = observer = Observer(self._job, "hook")
-        file = _row_file(self._path, self._job, torch.cuda.get_device_name() if _is_cuda(model) else "cpu")
+        file = RowFile.of(self._path, self._job, torch.cuda.get_device_name() if _is_cuda(model) else "cpu")
         self.recorder = _record(file, self._job, model, first, observer)
         observer.open(model)
 
@@ -342,7 +340,7 @@ def attach(
     With DDLTOOL_CHECK=1 the first steps are held against those of one process (:mod:`~ddltool.runtime.hook.checking`).
 
     ``backward`` weighs each loss by the samples of the rank's batch; the loss must be a mean over them, and is refused where it
-    is not (:meth:`Hook.loss` says what it is). If the config names a telemetry file, it is emptied now.
+    is not (:meth:`Hook.loss` says what it is). Where the config names a telemetry file, this run is appended to it.
     ``DistributedDataParallel.join`` is not supported.
 
     Raises InputError, on every rank as soon as one rank refuses, when config and job do not fit. Left uncaught, that and any
@@ -387,7 +385,6 @@ def _record(
     wrapped = model if job.side is not None and isinstance(model, DistributedDataParallel) else None
     take_samples = weigher.take_tally if wrapped is None else None
     recorder = weigher.watcher = StepRecorder(file, cuda=_is_cuda(model), take_samples=take_samples)
-    job.together(file.open)
     optimizer.register_step_pre_hook(recorder.before_update)
     optimizer.register_step_post_hook(recorder.after_update)
     if wrapped is not None:
@@ -414,9 +411,3 @@ def register(model: DistributedDataParallel, average: Averaging) -> None:
             raise
         remedy = "attach once per model, and register no other communication hook"
         raise InputError("model", "already has a communication hook", remedy) from None
-
-
-def _row_file(path: str, job: Job, device: str) -> RowFile:
-    """Return the file for this rank's rows, not opened yet."""
-    nodes = count_nodes(job.world_size)
-    return RowFile(Path(path), Identity(rank=job.rank, world_size=job.world_size, num_nodes=nodes, device=device))

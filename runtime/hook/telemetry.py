@@ -13,21 +13,24 @@ synchronisation per step); *wait* is then what the host saw, at most the whole e
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import resource
+import secrets
 import stat
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Self
 
 import torch
 
 from ddltool.artifacts import check_writable, kind_of
 from ddltool.errors import InputError
+from ddltool.runtime.hook.job import Job, count_nodes
 from ddltool.telemetry import TelemetryRow
 
 ROWS_HELD = 50
@@ -36,6 +39,8 @@ SECONDS_HELD = 5.0
 STEPS_PER_MEMORY_READING = 10
 # Whole lines up to this size go out in one write: appends of several processes to one file then never mix.
 WRITE_BYTES = 4096
+LONGEST_ROW = 1 << 20
+WRITABLE = "name a file in a writable folder, or null for none"
 
 log = logging.getLogger(__name__)
 
@@ -138,6 +143,7 @@ class Identity:
     world_size: int
     num_nodes: int
     device: str
+    run: str = ""
 
     def row(self, step: Step) -> TelemetryRow:
         """Return the row of ``step``; the times of several backward passes add up."""
@@ -145,6 +151,7 @@ class Identity:
             step.end.event.synchronize()
         compute_s, wait_s, sync_s = (sum(parts) for parts in zip(*(e.split() for e in step.exchanges), strict=True))
         row = TelemetryRow(
+            run=self.run,
             step=step.number,
             rank=self.rank,
             world_size=self.world_size,
@@ -178,8 +185,16 @@ def whole_lines(lines: list[str], limit: int = WRITE_BYTES) -> Iterator[bytes]:
         yield block
 
 
-def check_target(path: Path, kind: str = kind_of(TelemetryRow), what: str = "telemetry") -> None:
-    """Raise InputError if rows of ``kind`` cannot be written to ``path``, or if a file there holds anything else."""
+def new_run() -> str:
+    """Return a name for this start of a job: when, in UTC, and five random digits."""
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)[:5]}"
+
+
+def prepare(path: Path, kind: str = kind_of(TelemetryRow), what: str = "telemetry") -> None:
+    """Make ready to append rows of ``kind`` to ``path``: what an earlier run that was killed left of a line is cut off.
+
+    To be called before anybody writes. Raises InputError if the file cannot be written, or if it holds anything else.
+    """
     check_writable(path)
     if not path.exists() or not stat.S_ISREG(path.stat().st_mode):
         return
@@ -187,16 +202,35 @@ def check_target(path: Path, kind: str = kind_of(TelemetryRow), what: str = "tel
         beginning = file.read(WRITE_BYTES)
     if beginning.strip() and kind.encode() not in beginning.splitlines()[0]:
         raise InputError(str(path), f"holds something other than {what}", "move it or name another file")
+    try:
+        with path.open("r+b") as file:
+            _end_last_line(file)
+    except OSError as error:
+        raise InputError(str(path), f"cannot be written ({error.strerror})", WRITABLE) from None
+
+
+def _end_last_line(file: IO[bytes]) -> None:
+    """Cut off a last line that is half, and end a whole one that has no end."""
+    size = file.seek(0, os.SEEK_END)
+    begin = file.seek(max(0, size - LONGEST_ROW))
+    line = file.read().rpartition(b"\n")[2]
+    if not line or (begin and len(line) == LONGEST_ROW):
+        return
+    try:
+        json.loads(line)
+        file.write(b"\n")
+    except ValueError:
+        file.truncate(size - len(line))
 
 
 @dataclass(slots=True)
 class RowFile:
     """Appends rows to a JSON Lines file that several processes share.
 
-    Each process opens (and thereby empties) the file before any of them writes. Rows are held back until there are
-    ``ROWS_HELD`` of them or ``SECONDS_HELD`` have passed, so a killed process loses at most those; what is in the file
-    are whole lines. Appends do not mix on a local file system; over NFS give each node its own working folder. When
-    writing fails, one warning is logged and training goes on without telemetry.
+    Each process opens the file before any of them writes, and appends to what earlier runs have left there. Rows are held
+    back until there are ``ROWS_HELD`` of them or ``SECONDS_HELD`` have passed, so a killed process loses at most those;
+    what is in the file are whole lines. Appends do not mix on a local file system; over NFS give each node its own working
+    folder. When writing fails, one warning is logged and training goes on without telemetry.
     """
 
     path: Path
@@ -206,15 +240,24 @@ class RowFile:
     _written_s: float = 0.0
     _process: int = 0
 
+    @classmethod
+    def of(cls, path: str | os.PathLike[str], job: Job, device: str) -> Self:
+        """Return this rank's file, opened for one run of a job; all ranks call this together, and refuse together."""
+        run, nodes = job.gather(new_run().encode())[0].decode(), count_nodes(job.world_size)
+        about = Identity(rank=job.rank, world_size=job.world_size, num_nodes=nodes, device=device, run=run)
+        file = cls(Path(path), about)
+        job.together(file.open)
+        return file
+
     def open(self) -> None:
-        """Empty the file and keep it open for appending. Raises InputError when it cannot be written."""
-        check_target(self.path)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+        """Keep the file open for appending. Raises InputError when it cannot be written."""
+        prepare(self.path)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         try:
             self._descriptor = os.open(self.path, flags, 0o666)
         except OSError as error:
             problem = f"cannot be written ({error.strerror})"
-            raise InputError(str(self.path), problem, "name a file in a writable folder, or null for none") from None
+            raise InputError(str(self.path), problem, WRITABLE) from None
         self._written_s = time.perf_counter()
         self._process = os.getpid()
 

@@ -199,9 +199,10 @@ def call(wire: Wire, plan: TransferPlan, address: str, hello: Hello, limit_s: fl
 
 
 def gather(
-    wire: Wire, plan: TransferPlan, meeting: Meeting, mine: Hello, lost_after_s: float
+    wire: Wire, plan: TransferPlan, meeting: Meeting, mine: Hello, lost_after_s: float, run: str
 ) -> tuple[dict[int, Peer], list[str], list[Message]]:
-    """Wait on server 0 for all processes, and let them begin; they learn after how long a silence who counts as lost.
+    """Wait on server 0 for all processes, and let them begin; they learn after how long a silence who counts as lost, and
+    the name of this ``run``.
 
     Return the others by rank, where the servers listen, and the calls of those who are no part of the beginning.
     Raises InputError when the processes disagree, and TransferError naming who has not come in time or has gone.
@@ -245,7 +246,7 @@ def gather(
         raise
     addresses = [hellos[plan.rank_of_server(server)].address for server in range(plan.servers)]
     for rank, peer in peers.items():
-        wire.send(peer, ["begin", rank, 0, 0, addresses, lost_after_s])
+        wire.send(peer, ["begin", rank, 0, 0, addresses, lost_after_s, run])
     if marker := os.environ.get("DDLTOOL_BEGUN"):
         Path(marker).touch()  # a launcher may want to know
     return peers, addresses, others

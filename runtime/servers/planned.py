@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,7 @@ def follow(
     with Worker(model, plan, policy, checkpoint=checkpoint) as worker:
         recorder = None
         if file is not None:
+            file.identity = replace(file.identity, run=worker.run)
             recorder = StepRecorder(file, cuda=any(value.is_cuda for value in model.parameters()))
         for epoch in itertools.count():  # who is faster begins with the next
             shares = worker.batches(samples, size, epoch=epoch, seed=seed, drop_last=True)

@@ -13,7 +13,7 @@ from typing import IO
 
 from ddltool.artifacts import kind_of
 from ddltool.errors import InputError
-from ddltool.runtime.hook.telemetry import check_target
+from ddltool.runtime.hook.telemetry import new_run, prepare
 from ddltool.sync_rows import Row, StepRow, SummaryRow
 
 log = logging.getLogger(__name__)
@@ -26,10 +26,12 @@ class SyncLog:
         wait_s: per worker, how long its transfers have waited for others.
         staleness: how many steps' gradients were used with which staleness.
         dropped: per worker, steps whose gradients came too late to be used.
+        run: the name of this start of the job, which server 0 chooses.
     """
 
     def __init__(self, workers: int, path: Path | None) -> None:
         self.path = path
+        self.run = new_run()
         self.wait_s = [0.0] * workers
         self.staleness: Counter[int] = Counter()
         self.dropped = [0] * workers
@@ -37,12 +39,12 @@ class SyncLog:
         self._file: IO[bytes] | None = None
 
     def open(self) -> None:
-        """Empty the file. Raises InputError when it cannot be written or holds something else."""
+        """Open the file, to append to it. Raises InputError when it cannot be written or holds something else."""
         if self.path is None:
             return
-        check_target(self.path, kind_of(Row), "sync telemetry")
+        prepare(self.path, kind_of(Row), "sync telemetry")
         try:
-            self._file = self.path.open("wb", buffering=0)
+            self._file = self.path.open("ab", buffering=0)
         except OSError as error:
             problem = f"cannot be written ({error.strerror})"
             raise InputError(str(self.path), problem, "name a file in a writable folder") from None
@@ -65,7 +67,7 @@ class SyncLog:
                 self.staleness[row.staleness] += 1
         if self._file is None:
             return
-        line = row.model_dump_json().encode() + b"\n"
+        line = row.model_copy(update={"run": self.run}).model_dump_json().encode() + b"\n"
         try:
             if self._file.write(line) != len(line):
                 raise OSError(0, "no space left")

@@ -157,10 +157,11 @@ class Server:
             if self.server == 0:
                 meeting.announce(address)
                 self._servers, self._addresses, self._early = gather(
-                    self._wire, plan, meeting, hello, self._lost_after_s
+                    self._wire, plan, meeting, hello, self._lost_after_s, self.log.run
                 )
             else:
-                (*_, self._addresses, _), self._early = call(self._wire, plan, found, hello, meeting.limit_s)
+                begin, self._early = call(self._wire, plan, found, hello, meeting.limit_s)
+                *_, self._addresses, _, self.log.run = begin
                 self._servers = {first: first}
         except BaseException:
             self._wire.close()
@@ -263,7 +264,7 @@ class Server:
         if not unknowing:
             del self._joining[worker]
             place = self.plan.rank_of_worker(worker), clock, self._next_epoch
-            self._send(worker, "begin", *place, self._addresses, self._lost_after_s)
+            self._send(worker, "begin", *place, self._addresses, self._lost_after_s, self.log.run)
 
     @property
     def _next_epoch(self) -> int:

@@ -71,6 +71,7 @@ class Worker:
             with a number near that of the others.
         epoch: the first epoch of which this worker gets a share of the samples.
         waited_s: seconds in which it has waited for servers, by transfers and at barriers.
+        run: the name of this start of the job.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class Worker:
             self._wire = Wire(meeting.token, self._stop)
             try:
                 begin, _ = call(self._wire, plan, where, hello, meeting.limit_s)
-                rank, self.clock, self.epoch, addresses, self._lost_after_s = begin
+                rank, self.clock, self.epoch, addresses, self._lost_after_s, self.run = begin
             except BaseException:
                 self._wire.close()
                 raise

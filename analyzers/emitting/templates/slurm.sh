@@ -5,6 +5,9 @@
 #SBATCH --job-name={{ name }}
 #SBATCH --comment=ddltool-plan-sha256:{{ sha }}
 #SBATCH --output=%x-%j.out
+# No plan knows what lines of two # ask for: fill in what your cluster wants, and take one # away.
+##SBATCH --time=24:00:00
+##SBATCH --account=
 {% else %}
 #SBATCH hetjob
 {% endif %}
@@ -13,7 +16,10 @@
 #SBATCH --cpus-per-task={{ cores * group.processes_per_node }}
 {% if partition %}
 #SBATCH --partition={{ partition }}
+{% else %}
+##SBATCH --partition=
 {% endif %}
+##SBATCH --mem=0
 {% if gres %}
 #SBATCH --gres={{ gres }}:{{ gres_type(group.device_type) }}:{{ group.processes_per_node }}
 {% endif %}
@@ -38,7 +44,9 @@ node_rank() {
 export -f node_rank
 export{% for group in groups %} hosts_{{ loop.index0 }}{% endfor %}
 
+# Since Slurm 22.05 srun takes no cores from sbatch by itself. What stands in quotes each node expands.
+# shellcheck disable=SC2016
 srun --kill-on-bad-exit=1{% for group in groups %}
 {% set rank = '"$(node_rank "$hosts_%d" %d)"' % (loop.index0, group.first_node) %}
-{{ "" if loop.first else " \\\n  :" }}{{ " --het-group=%d" % loop.index0 if mixed else "" }} bash -c {{ quote("exec %s %s \"$@\"" % (torchrun(group, rank), script)) }} bash "$@"{% endfor %}
+{{ "" if loop.first else " \\\n  :" }}{{ " --het-group=%d" % loop.index0 if mixed else "" }} --cpus-per-task="${SLURM_CPUS_PER_TASK{{ "_HET_GROUP_%d" % loop.index0 if mixed else "" }}:-{{ cores * group.processes_per_node }}}" bash -c {{ quote("exec %s %s \"$@\"" % (torchrun(group, rank), script)) }} bash "$@"{% endfor %}
 
