@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +41,13 @@ def write_run(
     seed: int = 0,
     elements: Callable[[int, int], int] | None = None,
     late: Callable[[int, int], float] = lambda rank, step: 0.0,
+    groups: Sequence[Sequence[Sequence[int]]] = (),
 ) -> tuple[list[Path], dict[str, np.ndarray]]:
     """Return the traces, and the truth in milliseconds: each rank's parts, waiting and step (ranks, steps).
 
     With ``offsets_ms`` each rank has its own clock and machine. ``elements`` gives the size of a rank's tensors in a step;
-    ``late`` how much later a rank sees a step's transfer end.
+    ``late`` how much later a rank sees a step's transfer end; ``groups`` who communicates with whom, one transfer after the
+    other (all with all, once).
     """
     chance = np.random.default_rng(seed)
     events: list[list[dict[str, Any]]] = [[] for _ in range(ranks)]
@@ -61,7 +63,15 @@ def write_run(
                 truth[name][rank, step] = mine[name] + (still[rank] if name == "backward" else 0.0)
         ahead = [sum(mine[name] for name in ("input", "forward", "backward")) for mine in parts]
         arrival = begin + ahead + still
-        end = arrival.max() + TRANSFER_MS
+        meetings = []  # of each transfer: the groups, when each rank comes and when its own is over
+        came = arrival
+        for among in groups or [[range(ranks)]]:
+            over = np.zeros(ranks)
+            for members in among:
+                over[list(members)] = came[list(members)].max() + TRANSFER_MS
+            meetings.append((among, came, over))
+            truth["wait"][:, step] += over - TRANSFER_MS - came
+            came = over
         for rank, mine in enumerate(parts):
             add, at = events[rank].append, float(begin[rank])
             dims = {} if elements is None else {"Input Dims": [[elements(rank, step), 4], [4, 4], []]}
@@ -75,18 +85,17 @@ def write_run(
             for start in (at, at + half + still[rank]):
                 add(event(back, "cpu_op", start, half))
                 compute(add, "aten::mm", start, half, dims)
-            done = float(end) + late(rank, step)
-            if gpu:
-                add(
-                    event(
-                        "cudaLaunchKernel", "cuda_runtime", float(arrival[rank]) - 0.01, 0.005, correlation=10**6 + step
-                    )
-                )
-                args = {"correlation": 10**6 + step, "Process Group Ranks": "[0, 1, 2, 3]", "device": 0}
-                kernel = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)"
-                add(event(kernel, "kernel", float(arrival[rank]), done - float(arrival[rank]), 7, **args))
-            else:
-                add(event("gloo:all_reduce", "user_annotation", float(arrival[rank]), done - float(arrival[rank]), 2))
+            for place, (among, came, over) in enumerate(meetings):
+                comes, done = float(came[rank]), float(over[rank]) + late(rank, step)
+                if gpu:
+                    number = 10**6 + 10 * step + place
+                    add(event("cudaLaunchKernel", "cuda_runtime", comes - 0.01, 0.005, correlation=number))
+                    mine_with = next(list(members) for members in among if rank in members)
+                    args = {"correlation": number, "Process Group Ranks": str(mine_with), "device": 0}
+                    kernel = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)"
+                    add(event(kernel, "kernel", comes, done - comes, 7, **args))
+                else:
+                    add(event("gloo:all_reduce", "user_annotation", comes, done - comes, 2))
             copied = "torch.distributed.ddp.reducer::copy_bucket_to_grad"
             add(event(copied, "cpu_op", done, 0.0))
             add(event("Optimizer.step#SGD.step", "user_annotation", done, mine["optimizer"]))
@@ -95,7 +104,6 @@ def write_run(
             add(
                 event(f"ProfilerStep#{step + 5}", "user_annotation", float(begin[rank]), float(now[rank] - begin[rank]))
             )
-        truth["wait"][:, step] = arrival.max() - arrival
         truth["step"][:, step] = now - begin
     paths = []
     for rank in range(ranks):

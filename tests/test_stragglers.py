@@ -55,6 +55,26 @@ def test_clocks_are_set_by_the_ends_of_collectives(tmp_path: Path) -> None:
     np.testing.assert_allclose(found.wait_s * 1e3, truth["wait"], atol=1e-3)
 
 
+HSDP = [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]
+
+
+@pytest.mark.parametrize("offsets", [(), (0.0, 5.0, -40.0, 2.0)])
+def test_groups_of_ranks_meet_among_themselves(tmp_path: Path, offsets: tuple[float, ...]) -> None:
+    """HSDP: shards meet first, then replicas; nobody meets all the others at once, and the clocks are set all the same."""
+
+    def slow(rank: int, step: int, parts: dict[str, float]) -> float:
+        return 12.0 if rank == 3 else 0.0
+
+    paths, truth = write_run(tmp_path, slow, noise=0.2, gpu=True, offsets_ms=offsets, groups=HSDP)
+    found = of_traces(paths)
+    assert found.offsets_s is not None
+    np.testing.assert_allclose(np.diff(found.offsets_s) * 1e3, np.diff(offsets or np.zeros(4)), atol=1e-3)
+    np.testing.assert_allclose(found.wait_s * 1e3, truth["wait"], atol=0.1)
+    np.testing.assert_allclose(found.exposed_s * 1e3, 2 * TRANSFER_MS, atol=0.1)
+    assert found.remarks == ()
+    assert [one.rank for one in diagnose(found, "traces").findings] == [3]
+
+
 def backward_sleeps(rank: int, step: int, parts: dict[str, float]) -> float:
     return 12.0 if rank == 2 and step >= 6 else 0.0
 
@@ -308,7 +328,7 @@ def test_collectives_that_others_lack_are_said(tmp_path: Path) -> None:
     extra = next(one for one in document["traceEvents"] if one["name"] == "gloo:all_reduce")
     document["traceEvents"].append({**extra, "name": "gloo:broadcast"})
     paths[0].write_text(json.dumps(document))
-    assert any("1 of 4 collectives are not those of all ranks" in said for said in of_traces(paths).remarks)
+    assert any("1 of 4 collectives are not in all their ranks' traces" in said for said in of_traces(paths).remarks)
 
 
 # ---------------------------------------------------------------- operations of pipeline-parallel jobs

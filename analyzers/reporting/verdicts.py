@@ -142,7 +142,7 @@ def _sweep(found: SweepDocument) -> Verdict | None:
     if len(values) > 1:
         largest = max(values) or 1.0  # the squares of enormous times are no numbers
         spread = largest * float(np.std(np.divide(values, largest), ddof=1))
-        half = stdtrit(len(values) - 1, 0.975) * spread / math.sqrt(len(values))
+        half = float(stdtrit(len(values) - 1, 0.975)) * spread / math.sqrt(len(values))
         low, high = max(0.0, means[best] - half), means[best] + half
         sure = f"95 % interval of the mean over {len(values)} replays: {show_seconds(low)} to {show_seconds(high)}"
     then = "compare the two that matter in pairs: --compare A,B" if found.comparison is None else ""

@@ -31,6 +31,7 @@ _WAKES_S, _WAKES_SHARE = 2e-3, 0.2
 _NOTED_SHARE = 0.05
 # Clocks of one machine are one clock; further apart they cannot be.
 _STEPS_DRAWN = 6
+_TURNS = 200
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -212,43 +213,34 @@ def _aligned(found: list[_Rank], ranks: tuple[int, ...]) -> RankSteps:
             found[0].trace.where, "has no step in common with the others", "profile the same steps on all ranks"
         )
     remarks = [f"{rank.trace.where}: {said}" for rank in found for said in rank.trace.steps.left_out]
-    every = [dict(zip(rank.keys, range(len(rank.keys)), strict=True)) for rank in found]
-    inside = set(numbers)
-    common = sorted({key for key in set.intersection(*map(set, every)) if key[0] in inside})
-    total = max((sum(key[0] in inside for key in rank) for rank in every), default=0)
-    if total > len(common):
-        remarks.append(
-            f"{total - len(common)} of {total} collectives are not those of all ranks and tell nothing of waiting"
-        )
     epoch = min(rank.trace.epoch_s for rank in found)
     shift = np.array([rank.trace.epoch_s - epoch for rank in found])
-    columns = [np.array([rank[key] for key in common], dtype=np.intp) for rank in every]
-    begin = np.array([one.trace.collectives[1, at] for one, at in zip(found, columns, strict=True)]) + shift[:, None]
-    end = np.array([one.trace.collectives[2, at] for one, at in zip(found, columns, strict=True)]) + shift[:, None]
+    met, begin, end, alone = _met(found, ranks, set(numbers), shift)
+    if alone:
+        total = alone + len(met)
+        remarks.append(f"{alone} of {total} collectives are not in all their ranks' traces and tell nothing of waiting")
+    whole = np.flatnonzero(np.isfinite(end).all(axis=0))  # those of all ranks
     offsets, late = np.zeros(len(found)), None
     nodes = tuple(rank.trace.node for rank in found)
     one_clock = len(set(nodes)) == 1 and nodes[0] != "" and np.ptp(shift) < 86400.0
-    if not common:
+    if not met:
         remarks.append(
-            "no collective is that of all ranks: clocks are not aligned, and all blocked time counts as waiting"
+            "no collective is in all its ranks' traces: clocks are not aligned, and all blocked time counts as waiting"
         )
-    elif one_clock:
-        transfer = np.median(end, axis=0) - begin.max(axis=0)
-        longest = {key[0]: at for at, key in sorted(enumerate(common), key=lambda one: transfer[one[0]])}
+    elif not one_clock:
+        offsets = _offsets(end)
+    elif len(whole):
+        transfer = np.median(end[:, whole], axis=0) - begin[:, whole].max(axis=0)
+        longest = {met[at][0]: at for at in whole[np.argsort(transfer, kind="stable")].tolist()}
         at = [longest[number] for number in sorted(longest)]
         late = end[:, at] - end[:, at].min(axis=0)
-    else:
-        offsets = np.median(end - np.median(end, axis=0), axis=1)
-    begin, last = begin - offsets[:, None], np.zeros(0)
-    if common:
-        last = begin.max(axis=0)
+    last = dict(zip(met, np.nanmax(begin - offsets[:, None], axis=0).tolist() if met else (), strict=True))
     made: dict[str, list[Floats]] = {name: [] for name in ("wait", "exposed", "step", "gap", "work", "parts")}
     timeline = []
     for row, rank in enumerate(found):
         place = {int(number): at for at, number in enumerate(rank.step[0].tolist())}
         kept = np.array([place[number] for number in numbers])
-        arrived = np.full(len(rank.keys), np.inf)
-        arrived[columns[row]] = last
+        arrived = np.array([last.get(key, np.inf) for key in rank.keys])
         step, low, high, which = rank.blocked
         move = shift[row] - offsets[row]
         waited = np.clip(arrived[which.astype(int)] - (low + move), 0.0, high - low)
@@ -277,10 +269,53 @@ def _aligned(found: list[_Rank], ranks: tuple[int, ...]) -> RankSteps:
         work=work if (work > 0).all() else None,
         offsets_s=offsets,
         late_s=late,
-        ring=-1 if all(key[1].startswith("gloo") for key in common) else 1,
+        ring=-1 if all(key[1].startswith("gloo") for key in met) else 1,
         remarks=tuple(remarks),
         timeline=[(name, [(a - origin, b - origin, kind) for a, b, kind in spans]) for name, spans in timeline],
     )
+
+
+def _met(
+    found: list[_Rank], ranks: tuple[int, ...], numbers: set[int], shift: Floats
+) -> tuple[list[tuple[int, str, int]], Floats, Floats, int]:
+    """Return the collectives that all their ranks have in ``numbers``, begin and end (R, m) of each, and how many are left.
+
+    NaN where a rank has no part: HSDP, tensor and pipeline parallelism communicate among some. Who has is in the group's
+    name; all ranks where it is not.
+    """
+    every = [dict(zip(rank.keys, range(len(rank.keys)), strict=True)) for rank in found]
+    seen: dict[tuple[int, str, int], list[int]] = {}
+    for row, keys in enumerate(every):
+        for key in keys:
+            if key[0] in numbers:
+                seen.setdefault(key, []).append(row)
+    here = set(ranks)
+    members = {group: {int(name) for name in re.findall(r"\d+", group.partition("[")[2])} for _, group, _ in seen}
+    met = sorted(
+        key
+        for key, rows in seen.items()
+        if len(rows) > 1 and len(rows) >= len(members[key[1]] & here if members[key[1]] else here)
+    )
+    begin, end = np.full((2, len(found), len(met)), np.nan)
+    for column, key in enumerate(met):
+        for row in seen[key]:
+            begin[row, column], end[row, column] = found[row].trace.collectives[1:, every[row][key]] + shift[row]
+    return met, begin, end, len(seen) - len(met)
+
+
+def _offsets(end: Floats) -> Floats:
+    """Return (R,) how far each clock is ahead, by the ends (R, m) of the collectives, which are one moment for all in them.
+
+    Where groups overlap only in part the moments and the clocks are found by turns.
+    """
+    offsets = np.zeros(len(end))
+    for _ in range(_TURNS):
+        moment = np.nanmedian(end - offsets[:, None], axis=0)
+        change = np.nan_to_num(np.nanmedian(end - offsets[:, None] - moment, axis=1))
+        offsets = offsets + change
+        if np.abs(change).max() < 1e-8:
+            break
+    return offsets
 
 
 def _labelled(windows: list[tuple[int, Floats]], low: float, high: float) -> tuple[Floats, Indices]:
