@@ -3,10 +3,11 @@
     python benchmarks/planned_runs.py                  # about ten minutes on idle cores
     python benchmarks/planned_runs.py --steps 12 --cluster pair --strategies bsp,lb-bsp
 
-Each device is a process in a control group of its own (root on Linux). ``ddltool profile`` measures each type's step alone;
-a pilot run with equal shares measures what the exchange takes here; then each strategy is planned from these, its launcher
-is emitted and started, and ``ddltool verify`` reads its telemetry. FSDP2 and HSDP are planned from the model and the links
-that ``ddltool network`` measures under the same limits.
+Each device is a process in a control group of its own (root on Linux). ``ddltool profile`` measures each type's step while
+the other devices compute, for they share caches, memory and perhaps a core's two threads; a pilot run with equal shares
+measures what the exchange takes here; then each strategy is planned from these, its launcher is emitted and started, and
+``ddltool verify`` reads its telemetry. FSDP2 and HSDP are planned from the model and the links that ``ddltool network``
+measures under the same limits.
 """
 
 from __future__ import annotations
@@ -169,6 +170,27 @@ def ddltool(folder: Path, *arguments: object, groups: Sequence[Path] = (), withi
     return done.stdout
 
 
+@contextlib.contextmanager
+def busy(groups: Sequence[Path]) -> Iterator[None]:
+    """Let a process compute in each group meanwhile, as the other devices of a job do."""
+    text = (
+        "import sys, torch; torch.set_num_threads(1); a = torch.randn(256, 256); print(flush=True)\nwhile True: a @ a"
+    )
+    command = ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"']
+    others = [
+        subprocess.Popen([*command, str(group), sys.executable, "-c", text], stdout=subprocess.PIPE) for group in groups
+    ]
+    try:
+        for process in others:
+            assert process.stdout is not None
+            process.stdout.readline()
+        yield
+    finally:
+        for process in others:
+            process.kill()
+            process.wait()
+
+
 def launch(folder: Path, nodes: int, groups: Sequence[Path], *arguments: object) -> None:
     """Start ``launch.sh`` on every node, here, and wait; end all where one fails or the time is up."""
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -288,7 +310,8 @@ def runs(cluster: str, wanted: Sequence[str], steps: int, folder: Path) -> Itera
         for name, each in groups.items():
             sizes = ("--batch-sizes", "4,8,16", "--repeats", max(20, steps), "--warmup", 10, "--threads", 1)
             where = ("--device-name", name, "-o", f"{name}.csv")
-            ddltool(folder, "profile", "model.py:make_model", *sizes, *where, groups=each[:1])
+            with busy([group for every in groups.values() for group in every if group != each[0]]):
+                ddltool(folder, "profile", "model.py:make_model", *sizes, *where, groups=each[:1])
             ddltool(folder, "fit", f"{name}.csv", "-o", f"{name}.json")
         if cluster == "even":
             with CpuLimits((sum(shares),)) as together:
