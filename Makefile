@@ -52,9 +52,10 @@ docs: setup
 fixtures: setup
 	$(BIN)/ddltool zoo --write fixtures/graphs
 
-# Wheel and sdist of what is committed, with the same bytes whenever they are built from one commit.
+# Wheel and sdist of what is committed, with the same bytes whenever they are built from one commit. For a package index:
+# make dist REPOSITORY=https://HOST/OWNER/NAME, where README's links then lead.
 dist: setup
-	PYTHON=$(abspath $(BIN)/python) .ci/dist
+	PYTHON=$(abspath $(BIN)/python) REPOSITORY=$(REPOSITORY) .ci/dist
 	ls -l dist
 
 # Small mistakes put into the analyzers' cores, one at a time: which would their tests not see? (an hour)

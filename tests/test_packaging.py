@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email
 import re
 import subprocess
 import sys
@@ -19,11 +20,11 @@ def run(*command: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[s
     return subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, timeout=300)
 
 
-def build(folder: Path, number: str) -> Path:
+def build(folder: Path, number: str, repository: str = "") -> Path:
     """Build wheel and sdist in a clone, as ``make dist`` does. Returns the wheel."""
     source = folder / f"source{number}"
     assert run("git", "clone", "-q", ROOT, source).returncode == 0
-    made = run("env", f"PYTHON={sys.executable}", source / ".ci/dist")
+    made = run("env", f"PYTHON={sys.executable}", f"REPOSITORY={repository}", source / ".ci/dist")
     assert made.returncode == 0, made.stderr
     return next((source / "dist").glob("ddltool-*.whl"))
 
@@ -53,6 +54,32 @@ def test_wheel_and_sdist_have_the_same_bytes_each_time(wheel: Path, tmp_path: Pa
     assert again.read_bytes() == wheel.read_bytes()
     first, second = (next(made.parent.glob("ddltool-*.tar.gz")) for made in (wheel, again))
     assert first.read_bytes() == second.read_bytes()
+
+
+def test_for_an_index_every_link_has_an_address(wheel: Path, tmp_path: Path) -> None:
+    """That of a file that is there, in the commit; code and words of the page stay as they are."""
+
+    def about(made: Path) -> email.message.Message:
+        archive = zipfile.ZipFile(made)
+        (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        return email.message_from_bytes(archive.read(name))
+
+    address, commit = "https://example.org/team/ddltool", run("git", "rev-parse", "HEAD").stdout.strip()
+    plain, told = about(wheel), about(build(tmp_path, "3", f"{address}.git"))
+    assert plain["Project-URL"] is None
+    urls = dict(line.split(", ") for line in told.get_all("Project-URL", []))
+    assert urls["Repository"] == address
+    page = told.get_payload()
+    assert isinstance(page, str)
+    links = re.findall(r"\]\(([^)]+)\)", page)
+    own = [link for link in [*links, *urls.values()] if f"/{commit}/" in link]
+    assert len(own) > 40
+    assert all((ROOT / link.partition(f"/{commit}/")[2].partition("#")[0]).is_file() for link in own)
+    assert all(link.startswith("https://") for link in links)
+    assert f"{address}/raw/{commit}/docs/predict.png" in links
+    assert re.sub(rf"{address}/(blob|raw)/{commit}/", "", page) == plain.get_payload()
+    refused = run(sys.executable, ".ci/addresses", tmp_path, "example.org", commit)
+    assert refused.stderr.startswith("error: REPOSITORY: is 'example.org'; give")
 
 
 def test_the_wheel_of_the_sdist_holds_the_same_files(wheel: Path, tmp_path: Path) -> None:
