@@ -195,7 +195,7 @@ def plan(
         more = {"precision": precision, "sequence_length": sequence_length, "optimizer": optimizer}
         asked = job_of(job, devices, nodes=nodes, batch_size=batch_size, link=link, nic=nic, **more)
         split = f"{counted(asked.max_workers * asked.batch_size, 'sample')} a step, {asked.max_workers} x {asked.batch_size}"
-        note(f"note: {split} for logical workers; --batch-size says otherwise")
+        note(f"note: {split} for logical workers" + ("; --batch-size says otherwise" if batch_size is None else ""))
     try:
         with progress("planning"):
             made = plan_job(

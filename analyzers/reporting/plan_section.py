@@ -209,10 +209,10 @@ def _provenance(found: Decision) -> list[str]:
 
 def layouts_table(layouts: Sequence[Layout]) -> Table:
     """Return the ways to shard and checkpoint a model: the time and memory of each, and what those that do not fit lack."""
-    types = {name for row in layouts for name in row.devices}
+    types = sorted({name for row in layouts for name in row.devices})
 
     def each(values: Mapping[str, object]) -> str:
-        return " / ".join(map(str, values.values()))
+        return " / ".join(str(values.get(name, "-")) for name in types)
 
     columns: dict[str, Column[Layout]] = {
         "n": lambda row: each(row.devices) if len(types) > 1 else str(sum(row.devices.values())),
@@ -223,7 +223,7 @@ def layouts_table(layouts: Sequence[Layout]) -> Table:
         "price/1e6": lambda row: None if row.price_per_sample is None else f"{row.price_per_sample * 1e6:.3g}",
     }
     caption = (
-        f"Ways to hold the model on {', '.join(sorted(types))}: with which checkpointing, on n of them, batch: samples "
+        f"Ways to hold the model on {' / '.join(types)}: with which checkpointing, on n of them, batch: samples "
         "per step of each (in passes); GiB of tensors in a process, and what is missing where it does not fit"
     )
     shown = (row.text.replace("without resharding", "kept gathered").removesuffix(" checkpointing") for row in layouts)
