@@ -78,7 +78,6 @@ class Row:
     source: str
     what: str
     measured: float
-    tensors: float
     predicted: float
     least: float
     most: float
@@ -137,7 +136,7 @@ def torchtitan(path: Path) -> Iterator[Row]:
         tensors, reserved = held.peak().total_bytes, float(held.reserved_bytes() or 0)
         least, most = memory_range(tensors, reserved, sharding, int(cells["gpus"]), 0.0)
         yield Row(
-            source="torchtitan", measured=float(cells["memory_gib"]) * GIB, tensors=tensors, least=least, most=most,
+            source="torchtitan", measured=float(cells["memory_gib"]) * GIB, least=least, most=most,
             what=f"Llama-3.1-8B, {cells['precision']}, {cells['strategy']}, {cells['act_ckpt']}, {shape[0]} x {shape[1]:,}",
             predicted=reserved,
         )  # fmt: skip
@@ -195,7 +194,7 @@ def lucid(path: Path) -> Iterator[Row]:
             workspace = _curve(model, precision).workspace_bytes(batch)
             least, most = memory_range(tensors, reserved, Sharding(kind="none"), 1, workspace)
             yield Row(
-                source="Lucid", what=f"{cells['model']}, {precision}, batch {batch}", tensors=tensors, least=least,
+                source="Lucid", what=f"{cells['model']}, {precision}, batch {batch}", least=least,
                 measured=float(cells["memory_gib"]) * GIB, predicted=reserved + CONTEXT_BYTES, most=most,
             )  # fmt: skip
 
@@ -220,17 +219,14 @@ def judged(data: Path) -> list[Row]:
 
 def table(rows: Sequence[Row]) -> list[str]:
     """Return a line per model: of how many rows, their measured peaks and their errors, least and most."""
-    lines = ["| source | model | rows | measured | tensors | predicted | error |", "|---|---|---:|---:|---:|---:|---:|"]
+    lines = ["| source | model | rows | measured, GiB | predicted, GiB | error, % |", "|---|---|---:|---:|---:|---:|"]
     models: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         models.setdefault((row.source, row.what.partition(",")[0]), []).append(row)
     for (source, model), own in models.items():
-        cells = [
-            _span([f"{getattr(row, name) / GIB:.1f}" for row in own]) + " GiB"
-            for name in ("measured", "tensors", "predicted")
-        ]
+        cells = [_span([f"{getattr(row, name) / GIB:.1f}" for row in own]) for name in ("measured", "predicted")]
         errors = _span([f"{100 * row.error:+.0f}" for row in own])
-        lines.append(f"| {source} | {model} | {len(own)} | {' | '.join(cells)} | {errors} % |")
+        lines.append(f"| {source} | {model} | {len(own)} | {' | '.join(cells)} | {errors} |")
     return lines
 
 
@@ -251,19 +247,17 @@ def section(data: Path) -> str:
         HEADING,
         f"Peaks of {len(rows)} measured steps are predicted {100 * sum(errors) / len(errors):.1f} % off in the mean, "
         f"{100 * float(np.median(errors)):.1f} % in the median; {len(far)} are more than 20 % off, {100 * max(errors):.0f} % "
-        "at most. No constant was fitted to them but one: the context of CUDA before 11.7, 2.0 GiB, is what a tiny model took "
-        "on that machine. Predicted is what torch's allocator, played with the step's tensors, takes of the device "
-        "(`reserved_bytes`), and on Lucid's rows that context.",
+        f"at most; {held} lie between `memory_low_bytes` and `memory_high_bytes`. Predicted is what torch's allocator takes of "
+        "the device when it plays the step's tensors (`reserved_bytes`). One constant was fitted: the 2.0 GiB of CUDA's "
+        "context before 11.7, on Lucid's machine.",
         "<!-- run: parse (the measured rows) -->\n```sh\n" + COMMAND + "\n```",
         "\n".join(table(rows)),
-        f"{held} of the {len(rows)} lie between `memory_low_bytes` and `memory_high_bytes`.",
-        "- torchtitan: what torch's allocator reserved on 8 H100; compiled and float8 steps are predicted as eager ones in "
-        "bfloat16.\n- Lucid: what nvidia-smi showed in the mean; models and optimizers as in its scripts, and autograd as it "
-        "was before torch 1.11: it kept the inputs of softmax and of ReLU, 2.9 GiB of BERT's memory, which no step of today "
-        f"holds.\n- The {len(far)} rows that are more than 20 % off have convolutions of 512 channels on images of 4 x 4 and "
-        "2 x 2, and `cudnn.benchmark`. They take 1.1 to 1.6 GiB more than predicted, and one of cuDNN's kernels (Fourier "
-        "transforms in tiles of 32 x 32) asks for 1.2 to 1.6 GiB there: what its search took seems to stay. Whether it does "
-        "cannot be told: it counts in `memory_high_bytes`, and not in the prediction.\n"
+        "- torchtitan: what torch's allocator reserved on 8 H100; compiled and float8 steps are predicted as eager bfloat16.\n"
+        "- Lucid: what nvidia-smi showed in the mean. Its torch was older than 1.11, whose autograd kept more: 2.9 GiB of "
+        "BERT's memory, which no step of today holds.\n"
+        f"- The {len(far)} rows that are more than 20 % off have 512 channels on images of 4 x 4 and 2 x 2, and "
+        "`cudnn.benchmark`, whose search seems to keep a workspace of 1.2 to 1.6 GiB. That counts in `memory_high_bytes` "
+        "only.\n"
         f"- Lambda: nvidia-smi's figures of {len(ratios)} runs that fill their GPU are upper bounds; the tensors predicted are "
         f"{100 * min(ratios):.0f} to {100 * max(ratios):.0f} % of them.",
     ]

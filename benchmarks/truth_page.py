@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,6 @@ from truth_cases import SOURCES, Row, Truth
 from truth_models import Trace, build
 
 from ddltool.analyzers.costs.fitting import Belief
-from ddltool.analyzers.costs.kernel_times import UNITS
 from ddltool.analyzers.costs.model import cost_model
 from ddltool.analyzers.reporting.charts import drawn
 from ddltool.analyzers.reporting.figures import Line, Lines
@@ -31,12 +30,9 @@ COMMAND = "python benchmarks/calibrate.py --data ../shared/data --cache /tmp/ddl
 # Rows whose prediction the page shows, one of a kind: source, model, device, precision.
 EXAMPLES = (
     ("timm", "regnety_032", "RTX3090", "amp"),
-    ("timm", "vit_base_patch16_224", "RTX3090", "amp"),
     ("lambda", "ResNet-50 v1.5", "V100", "amp"),
-    ("lambda", "ResNet-50 v1.5", "H100", "tf32"),
     ("lambda", "BERT-base SQuAD", "A100-80GB", "amp"),
     ("lambda", "SSD300-ResNet50", "RTX6000Ada", "amp"),
-    ("neusight", "gpt2_large", "H100", "fp32"),
     ("mpt", "MPT-125m", "A100", "bf16"),
 )
 _KINDS = {
@@ -63,7 +59,6 @@ class Summary:
     """How far off the predictions of some rows are."""
 
     rows: int
-    models: int
     ratio: float
     """Median of predicted / measured."""
     median: float
@@ -80,33 +75,44 @@ class Summary:
         low, high = min(residuals.low, 1.0), max(residuals.high, 1.0)
         return cls(
             rows=len(pairs),
-            models=len({(row.model, row.device) for row, _ in pairs}),
             ratio=float(np.median(ratio)),
             median=float(np.median(error)),
             ninth=float(np.quantile(error, 0.9)),
             held=float(np.mean((1.0 / ratio >= low) & (1.0 / ratio <= high))),
         )
 
-    def cells(self) -> str:
-        """Return the cells of a table's line."""
-        return (
-            f"{self.rows:,} | {self.models} | {self.ratio:.2f} | {_percent(self.median)} | {_percent(self.ninth)} | "
-            f"{_percent(self.held)}"
-        )
+    def errors(self) -> str:
+        """Return the cells of :data:`HEAD`."""
+        return f"{self.ratio:.2f} | {_number(self.median)} | {_number(self.ninth)}"
 
 
-HEAD = (
-    "rows | models x GPUs | median predicted / measured | median error | 90th percentile | within the 80 % interval |"
-)
+HEAD = "predicted / measured | median error, % | 90th percentile, %"
+
+
+def _number(share: float) -> str:
+    return f"{100.0 * share:.1f}" if share < 0.0995 else f"{100.0 * share:.0f}"
 
 
 def _percent(share: float) -> str:
-    return f"{100.0 * share:.1f} %" if share < 0.0995 else f"{100.0 * share:.0f} %"
+    return f"{_number(share)} %"
 
 
 def _table(first: str, lines: Sequence[tuple[str, Pairs]], residuals: Residuals) -> str:
-    made = [f"| {first} | {HEAD}", f"|---{'|---:' * 6}|"]
-    made += [f"| {name} | {Summary.of(pairs, residuals).cells()} |" for name, pairs in lines if pairs]
+    made = [f"| {first} | rows | {HEAD} | in the range, % |", f"|---{'|---:' * 5}|"]
+    for name, pairs in lines:
+        if pairs:
+            each = Summary.of(pairs, residuals)
+            made.append(f"| {name} | {each.rows:,} | {each.errors()} | {_number(each.held)} |")
+    return "\n".join(made)
+
+
+def _left_out(known: Pairs, unknown: Pairs, residuals: Residuals) -> str:
+    made = [f"| GPU | rows | GPU left out: {HEAD} | generation left out: {HEAD} |", f"|---{'|---:' * 7}|"]
+    alone = dict(_by(known, gpu))
+    for name, pairs in _by(unknown, gpu):
+        each = Summary.of(pairs, residuals)
+        first = Summary.of(alone[name], residuals).errors() if name in alone else " | | "
+        made.append(f"| {name} | {each.rows:,} | {first} | {each.errors()} |")
     return "\n".join(made)
 
 
@@ -169,42 +175,28 @@ def _page(
         f"{_percent(other.median)} ({_percent(other.ninth)}).",
         "![Predicted against measured step times, cross-validated](truth.png)",
         "<!-- run: parse (the measured rows) -->\n```sh\n" + COMMAND + "\n```",
-        "That command writes this page, its picture and `fixtures/calibration.json`, the constants that every prediction uses. "
-        "Each figure below is of rows that the fit behind it did not see. Times are of one step on one GPU.",
-        "## By source\n\nEach model's family was left out, timm's in five folds of whole files of timm.\n\n"
+        "That command writes this page, its picture and the constants of every prediction, `fixtures/calibration.json`. "
+        "The fit behind a figure did not see the rows that the figure is of. Times are of one step on one GPU. "
+        '"Predicted / measured" is a median; "in the range" is the share of rows within the 80 % range.',
+        "## By source\n\nEach model's family was left out (timm's in five folds of whole files of timm).\n\n"
         + _table("source", sources, residuals["device"]),
         "\n".join(f"- {source.title}: {source.remark}." for source in SOURCES.values()),
-        "The last two tell of Kepler and Turing, which nobody else measured. Their software adds time to every step that is "
-        "not the GPU's; how much is fitted by model, and not shipped: "
-        + "; ".join(f"{name} {1e3 * added:.0f} ms" for name, added in sorted(whole.settings.items()))
-        + ". They are in no interval.",
+        "The last two are the only rows on Kepler and Turing. Their software adds "
+        f"{1e3 * min(whole.settings.values()):.0f} to {1e3 * max(whole.settings.values()):.0f} ms to every step; that is "
+        "fitted by model, is not shipped, and these rows are in no range.",
         "## By class of models\n\n" + _table("class", _by(judged, kind_of), residuals["device"]),
-        "timm's training rows by layout:\n\n"
-        + _table(
-            "layout",
-            _by(
-                [(row, time) for row, time in every if row.source == "timm"],
-                lambda row: "channels last" if row.trace.channels_last else "channels first",
-            ),
-            residuals["device"],
-        ),
-        "## By GPU, left out\n\nThe GPU's rows were left out (an A100's with those of its variants), others of its generation "
-        "were known. timm's training rows, all of one GPU, are not judged here: without them nothing tells of most layers.\n\n"
-        + _table("GPU", _by(known.chosen(shown, host=None), gpu), residuals["generation"]),
-        "All GPUs of a generation were left out; its factors lie between its neighbours':\n\n"
-        + _table("GPU", _by(unknown.chosen(shown, host=None), gpu), residuals["unknown"]),
-        "Intervals and the answer on top count the rows without timm's.",
-        f"ResNet-50 and BERT alone, of both tables: {_percent(usual_new.median)} off in the median, "
+        "## By GPU, left out\n\nFirst the GPU's rows were left out (an A100's with those of its variants); then those of its "
+        "whole generation. timm's training rows, all of one GPU, are not judged here. The errors on top of the page and the "
+        "ranges count the rows without timm's.\n\n"
+        + _left_out(known.chosen(shown, host=None), unknown.chosen(shown, host=None), residuals["generation"]),
+        f"ResNet-50 and BERT alone: {_percent(usual_new.median)} off in the median, "
         f"{_percent(usual_new.ninth)} in the worst tenth.",
-        "## Intervals\n\nA prediction's interval holds 80 % of measurements, by split conformal prediction: the quantiles of "
-        "measured / predicted over the rows left out, half way between those where each model on each GPU has equal "
-        "weight and those where each source has. A GPU that was not seen gets no narrower one than a GPU that was.\n\n"
-        + _intervals(table),
+        "## Intervals\n\nA prediction's range holds 80 % of measurements (split conformal prediction): the quantiles of "
+        "measured / predicted over the rows left out, half way between equal weights for each model on each GPU and for each "
+        "source. A GPU that was not seen gets no narrower range than one that was.\n\n" + _intervals(table),
         "## Some rows\n\nPredicted by the shipped constants, which saw these rows, from a fresh trace:\n\n"
         + _examples(families, table),
-        "## What was left out\n\n" + _excluded(truth),
-        "## The constants\n\n" + _constants(table),
-        "## Limits\n\n" + _limits(every, residuals["device"]),
+        "## Limits\n\n" + _limits(every, residuals["device"], truth),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -269,29 +261,7 @@ def _examples(families: Judged, table: CalibrationTable) -> str:
     return "\n".join(lines)
 
 
-def _excluded(truth: Truth) -> str:
-    return "\n".join(
-        f"- {SOURCES[name].title}: {'; '.join(f'{count:,} ({reason})' for reason, count in reasons.most_common())}."
-        for name, reasons in truth.excluded.items()
-    )
-
-
-def _constants(table: CalibrationTable) -> str:
-    lines = ["| factors of | matrix units | float32 units | memory |", "|---|---:|---:|---:|"]
-    for generation, units in table.generations.items():
-        lines.append(f"| {generation} | {' | '.join(f'{units[unit]:.2f}' for unit in UNITS)} |")  # type: ignore[index]
-    note = (
-        "`fixtures/calibration.json` has the shares of peak FLOP/s and bandwidth by class of kernel; these are a generation's "
-        f"factors on them. The host issues an op in {1e6 * table.issue_s:.0f} us (a view in a quarter), the device needs "
-        f"{1e6 * table.start_s:.0f} us between two kernels, the optimizer {1e6 * table.update_s:.0f} us per parameter tensor "
-        f"beside its traffic; the last cache saves {table.cache:.2f} of a kernel's traffic where it holds all of it. "
-        "Shares may exceed 1: caches and cuDNN's faster algorithms are inside. Grouped convolutions count "
-        "against the float32 peak."
-    )
-    return "\n".join([note, "", *lines])
-
-
-def _limits(every: Pairs, residuals: Residuals) -> str:
+def _limits(every: Pairs, residuals: Residuals, truth: Truth) -> str:
     training = [(row, time) for row, time in every if row.source.startswith("timm")]
     families = _by(training, lambda row: row.family)
     worst = sorted(
@@ -299,13 +269,15 @@ def _limits(every: Pairs, residuals: Residuals) -> str:
         key=lambda each: -each[1].median,
     )[:5]
     listed = ", ".join(f"`{name}` ({_percent(each.median)})" for name, each in worst)
+    left = sum((Counter(reasons) for reasons in truth.excluded.values()), Counter[str]()).most_common(6)
     return "\n".join(
         (
-            f"- The families that are predicted worst, by timm's files, with their median error: {listed}.",
-            "- A step that waits for the host is as slow as the host, its Python and its data loader; the constants are of the "
-            "hosts that were measured. `ddltool calibrate` fits them to yours.",
-            "- A source's software is in its rows: container, cuDNN, apex or autocast. One GPU gives numbers 10 to 20 % apart.",
+            f"- Predicted worst, by timm's files, with their median error: {listed}.",
+            "- A step that waits for the host is as slow as the host, its Python and its data loader. "
+            "[`ddltool calibrate`](calibrate.md) fits the constants to your hosts.",
+            "- A source's software (container, cuDNN, apex, autocast) is in its rows: one GPU gives numbers 10 to 20 % apart.",
             "- AMD's GPUs, CPUs, float8 and sparse kernels were not measured: their constants are NVIDIA's.",
+            f"- Rows left out, most of all: {'; '.join(f'{count:,} ({reason})' for reason, count in left)}.",
             "- timm's names mean today's models: what has other parameters today is left out, other changes go unseen.",
         )
     )
