@@ -13,6 +13,7 @@ import importlib.util
 import itertools
 import multiprocessing
 import random
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -144,8 +145,12 @@ def _in_group(rank: int, size: int, store: str, function: Callable[..., Any], ar
         dist.destroy_process_group()
     if rank >= size:
         return None
+    hook = sys.excepthook
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    return function(*args)
+    try:
+        return function(*args)
+    finally:
+        sys.excepthook = hook  # every group that torch makes puts one around the last, and takes none away
 
 
 def run(

@@ -12,7 +12,11 @@ from typing import Any
 
 import pytest
 
+from ddltool import artifacts, companion
+from ddltool.analyzers.emitting import enforcement
 from ddltool.commands.schema import FILES, KINDS, MODELS, RESULTS, schema_of
+from ddltool.job import Cluster, Job
+from ddltool.job_state import JobState
 from tests.conftest import Result
 from tests.test_docs import REPO, put
 
@@ -56,6 +60,33 @@ def test_every_kind_has_a_valid_schema_and_is_on_the_page(kind: str, cli: Cli) -
         assert KINDS[kind].form in section(kind)
         assert KINDS[kind].written_by in section(kind)
         assert KINDS[kind].read_by in section(kind)
+
+
+def limits_of(kind: str) -> list[str]:
+    """Return what the page is to say of a kind of file: bytes, items and seconds as the readers have them."""
+    if kind == "companion":
+        return [f"{companion._LONGEST_VALUE >> 20} MiB a value", f"{companion._QUERY_S:.0f} s a query"]
+    if "JSON Lines" in KINDS[kind].form or kind == "sync":
+        return [f"{artifacts.LONGEST_STREAM >> 30} GiB", f"{artifacts._LONGEST_LINE >> 20} MiB a line"]
+    held = {
+        "job": (Job, "devices", "lines of devices"),
+        "cluster": (Cluster, "nodes", "groups of nodes"),
+        "job_state": (JobState, "held", "nodes"),
+    }
+    items = [f"{enforcement._MOST_RANKS:,} processes"] if kind == "enforcement" else []
+    if kind in held:
+        model, name, what = held[kind]
+        most = next(each.max_length for each in model.model_fields[name].metadata if hasattr(each, "max_length"))
+        items = [f"{most:,} {what}"]
+    by_hand = "YAML" in KINDS[kind].form
+    size = f"{artifacts._LONGEST_YAML >> 20} MiB of YAML" if by_hand else f"{artifacts.LONGEST_TEXT >> 20} MiB"
+    return [size, *items]
+
+
+@pytest.mark.parametrize("kind", [kind.name for kind in FILES if kind.name != "balance_event"])
+def test_limits_on_the_page_are_the_readers(kind: str) -> None:
+    """A balance_event is a line of telemetry."""
+    assert f"\nLimits: {', '.join(limits_of(kind))}.\n" in section(kind)
 
 
 @pytest.mark.parametrize("kind", sorted(MODELS))
