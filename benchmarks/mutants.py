@@ -75,6 +75,13 @@ EQUIVALENT: dict[str, dict[str, str]] = {
             "less than it is so already"
         ),
     },
+    "analyzers/balancing/sizing.py": {
+        "if speed.ndim != 1 or len(speed) <= 0:": "no length is below 0",
+        'piece = max(int(np.searchsorted(sums, total, side="left")) - 1, 1)': (
+            "in the first piece one worker alone is above its least, so the total decides"
+        ),
+        "if slope[piece] > -1:": "the total lies above the piece's first sum, so its slope is above 0",
+    },
     "analyzers/barriers/superstep.py": {
         "waits = [barrier - k / device.capability_per_s for k, (device, _) in zip(iterations, rows, strict=False)]": _ALIKE,
         "total_waiting_s=float(sum(wait * count for wait, (_, count) in zip(waits, rows, strict=False))),": _ALIKE,

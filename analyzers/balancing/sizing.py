@@ -65,7 +65,7 @@ def _each(least: int) -> str:
     return "one sample" if least == 1 else f"{least} samples"
 
 
-def checked_limits(limits: ArrayLike | None, workers: int, total: int, least: int = 1) -> Counts:
+def checked_limits(limits: ArrayLike | None, workers: int, total: int, least: int) -> Counts:
     """Return (n,) limits as integers; raise Infeasible where ``total`` cannot be split between ``least`` and them."""
     each = _each(least)
     most = np.asarray([NO_LIMIT] * workers if limits is None else limits, dtype=np.int64)
@@ -78,7 +78,7 @@ def checked_limits(limits: ArrayLike | None, workers: int, total: int, least: in
         admits = most[tight[0]]
         what = "no sample at all" if admits == 0 else f"{admits} of at least {least} samples"
         raise Infeasible(f"the memory limit of worker {tight[0]} admits {what}")
-    admitted = int(np.minimum(most, total).sum())
+    admitted = sum(np.minimum(most, total).tolist())  # may pass 64 bits
     if admitted < total:
         raise Infeasible(f"the memory limits of all {workers} workers admit {admitted} samples of {total}")
     return most
