@@ -237,7 +237,9 @@ def _beyond(known: float | None, last: float) -> list[alt.Chart]:
     rows = [{"left": known + 0.5, "right": last + 0.5, "why": "not supported by data"}]
     base = _chart(rows)
     x = alt.X("left:Q")
-    words = base.mark_text(align="right", baseline="top", dx=-4, dy=3, color=FAINT)
+    words = base.mark_text(
+        align="right", baseline="bottom", dy=-3, color=FAINT
+    )  # above the plot, whose marks would cross it
     veil = base.mark_rect(color=PAPER, opacity=0.55)
     return [
         veil.encode(x=x, x2="right:Q", tooltip=alt.Tooltip("why:N", title="beyond")),

@@ -424,7 +424,7 @@ def goodput_map(
         best=np.where(found.tuned.feasible, found.tuned.total_batch_size, np.nan),
         xlabel=f"{noun}s ({_REPLICAS_PER_NODE} per node)",
         ylabel="total batch size (samples)",
-        what="goodput (useful samples/s); black: best batch",
+        what="goodput (useful samples/s); line: best batch",
         marks=[(f"scaling pays {least}until {pays}", float(pays))],
         known=known,
     )

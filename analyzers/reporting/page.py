@@ -27,6 +27,7 @@ _LONGEST_CELL, _LONGEST_WORD, _LONGEST_HEAD, _LONGEST_TITLE, _WRAPPED_FROM = 160
 _MOST_ROWS = 300
 _FIGURE = re.compile(r"[<>=x+\-−]*\s*(\d|inf\b)")
 _UNITS = re.compile(r"(?<=\d) (?=(?:s|ms|us|ns|B|KiB|MiB|GiB|TiB)\b)")
+_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]{1,30}")
 
 
 def render(
@@ -91,9 +92,10 @@ def _hash_of(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _sentence(text: str) -> str:
-    """Return running text for the page: no line ends between a number and its unit."""
-    return _UNITS.sub("\N{NO-BREAK SPACE}", visible(text))
+def _sentence(text: str) -> Markup:
+    """Return running text for the page: no line ends between a number and its unit, or within an option's name."""
+    shown = str(escape(_UNITS.sub("\N{NO-BREAK SPACE}", visible(text))))
+    return Markup(_OPTION.sub(r'<span class="option">\g<0></span>', shown))
 
 
 def _title(text: str) -> str:

@@ -75,7 +75,7 @@ def _plan(one: Found, found: Sequence[Found]) -> Verdict:
         gain = plan.throughput / rival.throughput - 1
         answer += f", {gain:+.1%} against {rival.strategy}"
         good = gain >= 0
-    sure = "no interval: its times come without an error; --strategy auto gives one where they have, a run tells it"
+    sure = "not known: its times come without an error; plan --strategy auto gives an interval where they have one"
     return Verdict(answer=f"{answer} (predicted).", sure=sure, then=then, good=good, minor=good is False)
 
 
