@@ -67,6 +67,7 @@ class Place:
     port: int
     folder: str
     ready: Connection
+    limit_s: float = TIMEOUT_S
     hit: tuple[int, bool, signal.Signals] | None = None
     """After how many calls it hits itself, whether before that call or after it, and by which signal; None: others do."""
 
@@ -139,11 +140,11 @@ def elastic(network: nn.Module, data: TensorDataset, made: Callable[[], None], p
 
 def servers(network: nn.Module, data: TensorDataset, made: Callable[[], None], place: Place) -> None:
     """Train in lockstep over a parameter server, the process after the last worker."""
-    meeting = Meeting(rank=place.rank, address=f"127.0.0.1:{place.port}", token="kills", limit_s=TIMEOUT_S)
+    meeting = Meeting(rank=place.rank, address=f"127.0.0.1:{place.port}", token="kills", limit_s=place.limit_s)
     plan = TransferPlan.for_model(network, workers=RANKS, servers=1)
     if place.rank == RANKS:
         optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
-        server = Server(network, plan, optimizer, lost_after_s=TIMEOUT_S, meeting=meeting)
+        server = Server(network, plan, optimizer, lost_after_s=place.limit_s, meeting=meeting)
         if place.hit is None:
             place.ready.send("ready")
         server.serve()
@@ -202,7 +203,7 @@ def _main(kind: str, place: Place) -> None:
         ambush(place)
     else:
         store = dist.TCPStore("127.0.0.1", place.port, is_master=False)
-        limit = timedelta(seconds=TIMEOUT_S)
+        limit = timedelta(seconds=place.limit_s)
         dist.init_process_group("gloo", rank=place.rank, world_size=RANKS, store=store, timeout=limit)
         ambush(place)
     torch.manual_seed(0)
@@ -244,12 +245,16 @@ class Outcome:
     torn: list[str]
     """Files that are not whole: telemetry with a broken line, a checkpoint that cannot be read."""
 
-    def names(self, victim: int) -> int:
-        """Return how many ended by an error in one line that names the process that is missing, and no traceback."""
+    def names(self, victim: int, *, among: bool = False) -> int:
+        """Return how many ended by an error in one line that names the process that is missing, and no traceback.
+
+        ``among``: together with others that were too busy to answer, it may be.
+        """
+        others = r"(\d+, )*" if among else ""
         return sum(
             code == 1
             and "Traceback" not in text
-            and re.match(rf"error: .*rank {victim}\b", self.line(text)) is not None
+            and re.match(rf"error: .*rank {others}{victim}\b", self.line(text)) is not None
             for text, code in zip(self.told, self.codes, strict=True)
         )
 
@@ -260,11 +265,16 @@ class Outcome:
 
 
 def disturbed(
-    kind: str, number: signal.Signals, victim: int, delay_s: float, call: tuple[int, bool] | None = None
+    kind: str,
+    number: signal.Signals,
+    victim: int,
+    delay_s: float,
+    call: tuple[int, bool] | None = None,
+    limit_s: float = TIMEOUT_S,
 ) -> Outcome:
     """Send a signal to a process some time after training began, or before or after its n-th call; return how others ended.
 
-    This process holds the store, as torchrun does.
+    This process holds the store, as torchrun does. ``limit_s``: the job's own time-out.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "ddltool.runtime.agent", "ddltool.runtime.elastic", __name__])
@@ -274,7 +284,9 @@ def disturbed(
         size, store = RANKS + 1, None  # the server listens there itself
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(size)]
-        places = [Place(rank=rank, port=port, folder=folder, ready=pipes[rank][1]) for rank in range(size)]
+        places = [
+            Place(rank=rank, port=port, folder=folder, ready=pipes[rank][1], limit_s=limit_s) for rank in range(size)
+        ]
         if call is not None:
             places[victim] = replace(places[victim], hit=(*call, number))
         crew = [context.Process(target=_process, args=(kind, place)) for place in places]
@@ -291,7 +303,7 @@ def disturbed(
             if call is None:
                 os.kill(crew[victim].pid or 0, number)
             for rank in others:
-                crew[rank].join(max(begin + HANGS_S - time.monotonic(), 0.0))
+                crew[rank].join(max(begin + HANGS_S + limit_s - TIMEOUT_S - time.monotonic(), 0.0))
             lived_s = time.monotonic() - begin
             for rank in others:
                 if crew[rank].is_alive():  # say where it stands

@@ -78,8 +78,8 @@ class Browser:
             time.sleep(0.05)
 
     def value(self, expression: str) -> Any:
-        """Return what a JavaScript expression is worth."""
-        made = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        """Return what a JavaScript expression is worth, or what it promises."""
+        made = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in made, made
         return made["result"].get("value")
 
@@ -89,6 +89,25 @@ class Browser:
         while not holds(found := self.value(expression)):
             assert time.monotonic() < end, (expression, found, self.value(_PLACE))
             time.sleep(0.05)
+
+    def point(self, element: str) -> dict[str, float]:
+        """Bring an element to the middle, and return where it is when nothing has moved it for some frames.
+
+        What a scroll shows may change letters, and with them the lines of all that is beside it.
+        """
+        found: dict[str, float] = self.value(
+            f"new Promise(done => {{const e = {element}; let last = '', same = 0; e.scrollIntoView({{block: 'center'}});"
+            "const look = () => {const r = e.getBoundingClientRect(), now = [r.x, r.y, r.width, r.height].join();"
+            "same = now === last ? same + 1 : 0; last = now; if (same < 5) requestAnimationFrame(look);"
+            "else done({x: r.x + Math.min(r.width, 20) / 2, y: r.y + r.height / 2});}; look();})"
+        )
+        return found
+
+    def click(self, element: str) -> None:
+        """Press a real mouse button over an element."""
+        place = self.point(element)
+        for kind in ("mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
 
     def complaints(self) -> list[str]:
         """Return console messages, log entries and exceptions since the page was opened."""

@@ -28,7 +28,7 @@ def train(rank: int, cluster: str, victim: int, when: str) -> None:
     data = TensorDataset(features, (features[:, 1] > 0).long())
     model = DistributedDataParallel(nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    options = BalanceOptions(cluster=cluster, timeout_s=4, interval_s=0.0)  # type: ignore[arg-type]
+    options = BalanceOptions(cluster=cluster, timeout_s=10, interval_s=0.0)  # type: ignore[arg-type]
     balancer = balance(model, optimizer, data, total_batch=24, options=options)
     late = (victim + 1) % 3
     if when == "waiting":

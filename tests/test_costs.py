@@ -284,7 +284,9 @@ LINEAR = {"l": nn.Linear(32, 32)}
         (Lambda(lambda m, x: m["l"](x[: x.shape[0] // 2]), **LINEAR), (4, 32), None),
         (Lambda(lambda m, x: torch.cat([m["l"](part) for part in x.chunk(2, 0)]), **LINEAR), (4, 32), None),
         (Lambda(lambda m, x: torch.cat([m["l"](part) for part in x.split(16)]), **LINEAR), (4, 32), None),
-        (Lambda(lambda m, x: torch.stack([m["l"](row) for row in x]), **LINEAR), (4, 32), None),
+        pytest.param(
+            Lambda(lambda m, x: torch.stack([m["l"](row) for row in x]), **LINEAR), (4, 32), None, marks=pytest.mark.slow
+        ),
         (
             Lambda(lambda m, x: m["a" if len(x) > 32 else "b"](x), a=nn.Linear(64, 64), b=nn.Linear(64, 2)),
             (4, 64),
@@ -822,13 +824,13 @@ devices:
   - {{type: {device}, count: 1}}
 """
 TEN_JOBS = [  # those of large models, and of one that another row has, are slow
-    ("resnet32", 64, "fp32", "adam", "V100"),
+    pytest.param(("resnet32", 64, "fp32", "adam", "V100"), marks=pytest.mark.slow),
     pytest.param(("resnet32", 8, "amp", "momentum", "T4"), marks=pytest.mark.slow),
     ("cifarnet", 128, "fp32", "sgd", "K80"),
     pytest.param(("resnet50_v1", 32, "amp", "momentum", "A100"), marks=pytest.mark.slow),
     pytest.param(("bert_small", 16, "tf32", "adamw", "A100"), marks=pytest.mark.slow),
     ("bert_small", 4, "bf16", "adam", "H100"),
-    ("gpt_small", 8, "fp32", "adam", "RTX3090"),
+    pytest.param(("gpt_small", 8, "fp32", "adam", "RTX3090"), marks=pytest.mark.slow),
     pytest.param(("inception_v1", 32, "fp32", "adam", "P100"), marks=pytest.mark.slow),
     ("vgg16", 16, "amp", "sgd", "RTX4090"),
     ("alexnet_v2", 256, "fp32", "momentum", "MI300X"),

@@ -146,7 +146,7 @@ def parameters(graph: Graph) -> int:
 @pytest.mark.parametrize(
     ("name", "elements"),
     [
-        ("clip", 151_277_313),  # openai/clip-vit-base-patch32
+        pytest.param("clip", 151_277_313, marks=pytest.mark.slow),  # openai/clip-vit-base-patch32
         ("whisper", 37_760_640),  # openai/whisper-tiny, whose default has as many layers and another vocabulary
         pytest.param("wav2vec2", 94_396_320, marks=pytest.mark.slow),  # facebook/wav2vec2-base-960h
         pytest.param("deit", 86_567_656, marks=pytest.mark.slow),

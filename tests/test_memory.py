@@ -108,8 +108,13 @@ def meshes_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("meshes_outside")
-@pytest.mark.parametrize(("kind", "how"), CASES)
-@pytest.mark.parametrize(("layers", "batch"), [(4, 1), (2, 16)])
+@pytest.mark.parametrize(
+    ("layers", "batch", "kind", "how"),
+    [
+        *((4, 1, *case) for case in CASES),
+        *(pytest.param(2, 16, *case, marks=[pytest.mark.slow] * (case[0] != "fsdp")) for case in CASES),
+    ],
+)
 def test_the_peak_is_the_trackers(kind: Any, how: Checkpointing, layers: int, batch: int) -> None:
     ledger = ledger_of_gpt(layers, batch)
     assert [block.name for block in ledger.blocks] == [f"layers.{k}" for k in range(layers)]
@@ -120,7 +125,7 @@ def test_the_peak_is_the_trackers(kind: Any, how: Checkpointing, layers: int, ba
     assert ours == pytest.approx(tracked(lambda: gpt(layers, batch), units, kind, keeps), rel=0.05)
 
 
-@pytest.mark.parametrize(("layers", "batch"), [(4, 1), (2, 16)])
+@pytest.mark.parametrize(("layers", "batch"), [pytest.param(4, 1, marks=pytest.mark.slow), (2, 16)])
 def test_mixed_precision_gathers_in_bfloat16_and_reduces_in_float32(layers: int, batch: int) -> None:
     ledger = ledger_of(trace_step(lambda: gpt(layers, batch), mode="training", numerics=Numerics("bf16")))
     units = [block.name for block in ledger.blocks]

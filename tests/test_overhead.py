@@ -159,7 +159,11 @@ def test_a_script_that_is_slower_with_ddltool_is_found_out(tmp_path: Path, cli: 
     [
         pytest.param("raise SystemExit(3)", "failed with exit code 3", marks=pytest.mark.slow),
         ("print('no step')", "made 0 optimizer steps, of which 3 are warm-up"),
-        ("import nowhere_to_be_found", "No module named 'nowhere_to_be_found'; see to it that it runs by itself"),
+        pytest.param(
+            "import nowhere_to_be_found",
+            "No module named 'nowhere_to_be_found'; see to it that it runs by itself",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_script_that_cannot_be_measured(tmp_path: Path, cli: Callable[..., Any], text: str, message: str) -> None:

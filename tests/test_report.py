@@ -478,16 +478,6 @@ FOLDED = "document.querySelector('.grid:has(.rest) table[aria-label^=Step]').clo
 WAITING = 4
 
 
-def click(browser: Browser, element: str) -> None:
-    """Press a real mouse button over an element."""
-    x, y = browser.value(
-        f"(() => {{const e = {element}; e.scrollIntoView({{block: 'center'}}); const r = e.getBoundingClientRect();"
-        "return [r.x + Math.min(r.width, 20) / 2, r.y + r.height / 2];})()"
-    )
-    for kind in ("mousePressed", "mouseReleased"):
-        browser.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
-
-
 def demand_sorting(browser: Browser, width: int) -> None:
     """A click on a head sorts all rows by size, units told, a second one the other way; folded rows stay folded."""
     texts = f"[...{FOLDED}.querySelectorAll('tbody tr')].map(r => r.cells[{WAITING}].textContent)"
@@ -501,19 +491,19 @@ def demand_sorting(browser: Browser, width: int) -> None:
         return float(number) * units[unit]
 
     for sign in (1, -1):
-        click(browser, f"{FOLDED}.querySelectorAll('th')[{WAITING}]")
+        browser.click(f"{FOLDED}.querySelectorAll('th')[{WAITING}]")
         order = sorted(map(size, before), reverse=sign < 0)
         browser.demand(texts, lambda found, order=order: [size(text) for text in found] == order)
         assert sorted(browser.value(texts)) == sorted(before)
         assert browser.value(seen) == shown
-    click(browser, f"{FOLDED}.querySelector('.fold')")
+    browser.click(f"{FOLDED}.querySelector('.fold')")
     browser.demand(f"{seen} == {len(before)}")
 
 
 def demand_scrolling(browser: Browser) -> None:
     """A link of the navigation brings its section to the top, and the navigation stays in sight."""
     browser.value("scrollTo(0, 0)")
-    click(browser, "document.querySelector('nav a[href=\"#barrier-1\"]')")
+    browser.click("document.querySelector('nav a[href=\"#barrier-1\"]')")
     browser.demand("location.hash == '#barrier-1'")
     for element, least, most in (("#barrier-1", 0, 80), ("nav", -1, 20)):
         top = f"document.querySelector('{element}').getBoundingClientRect().top"
@@ -556,11 +546,7 @@ def test_a_browser_shows_everything(page: Path, tmp_path: Path) -> None:
             assert browser.value(SCROLLING_PICTURES) == 0
             paper = browser.value("getComputedStyle(document.body).backgroundColor")
             assert paper == ("rgb(22, 24, 27)" if dark else "rgb(255, 255, 255)")
-            box = browser.value(
-                f"(() => {{{BAR}.scrollIntoView({{block: 'center'}}); const r = {BAR}.getBoundingClientRect();"
-                "return [r.x + r.width / 2, r.y + r.height / 2];})()"
-            )
-            browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
+            browser.call("Input.dispatchMouseEvent", type="mouseMoved", **browser.point(BAR))
             browser.demand("document.getElementById('vg-tooltip-element')?.innerText.includes('value')")
             demand_sorting(browser, width)
             demand_scrolling(browser)

@@ -20,10 +20,12 @@ from tests.processes import as_job
 from tests.runtime_workers import enforcement
 
 
-def check(kind: str, name: str, victim: int, delay_s: float, call: tuple[int, bool] | None = None) -> Outcome:
-    found = disturbed(kind, SIGNALS[name], victim, delay_s, call)
+def check(
+    kind: str, name: str, victim: int, delay_s: float, call: tuple[int, bool] | None = None, **more: float
+) -> Outcome:
+    found = disturbed(kind, SIGNALS[name], victim, delay_s, call, **more)
     assert None not in found.codes, f"some hung: {found}"
-    assert found.names(victim) == len(found.told), found
+    assert found.names(victim, among=True) == len(found.told), found
     assert not found.torn, found
     return found
 
@@ -38,7 +40,8 @@ def check(kind: str, name: str, victim: int, delay_s: float, call: tuple[int, bo
     ],
 )
 def test_the_others_end_and_name_the_process(kind: str, name: str, call: tuple[int, bool] | None) -> None:
-    check(kind, name, 1, 0.1 if call is None else 0.0, call)
+    """Whoever is killed or ends breaks a connection; only one that is stopped is missed when the job's time is up."""
+    check(kind, name, 1, 0.1 if call is None else 0.0, call, limit_s=8.0 if name == "SIGSTOP" else 60.0)
 
 
 @pytest.mark.slow
@@ -53,7 +56,7 @@ def test_random_moments(kind: str, name: str) -> None:
 
 def left_out(rank: int) -> None:
     """Three steps, of which rank 1 goes through the second without a backward pass; then all wait for each other."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=5))
     save(enforcement([4, 8]), f"enforce.{rank}.json")
     model = DistributedDataParallel(nn.Linear(3, 1))
     hook = runtime.attach(f"enforce.{rank}.json", model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))

@@ -31,7 +31,10 @@ WITHIN_S = 0.8
 """A roll call takes no longer; every process answers several times within that."""
 _LOOK_S = 0.1
 ENDING_S = 1.8
-"""From the error that nobody catches to the end of the process: the roll call, and what scripts and libraries do at exit."""
+"""From the error that nobody catches to the end of the process: the roll call, and what scripts and libraries do at exit.
+
+On a machine so busy that the roll call itself takes longer, three times as long: the line is said first.
+"""
 STORE_GONE = "the store is gone, and with it the rank that holds it (rank 0, unless a launcher does)"
 _BROKEN = re.compile(
     r"gloo/transport/|connection (closed|reset) by peer|broken pipe|ncclremoteerror|remote process exited"
@@ -165,10 +168,10 @@ class RollCall:
         if not isinstance(value, LostRank) and not is_broken(value):
             self._previous(kind, value, trace)
             return
-        deadline = threading.Timer(ENDING_S, os._exit, (1,))  # some exit functions wait for processes, or for servers
-        deadline.daemon = True
-        deadline.start()
+        _end_within(3 * ENDING_S)
         sys.stderr.write(f"error: {self.line(value)}\n")
+        sys.stderr.flush()
+        _end_within(ENDING_S - WITHIN_S)
         # All that an exit does but taking the interpreter apart, in which torch with broken connections at times aborts.
         _leave_torch_in_place()
         atexit.unregister(pause_before_exit)
@@ -177,6 +180,13 @@ class RollCall:
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         os._exit(1)
+
+
+def _end_within(seconds: float) -> None:
+    """End the process after so long: some exit functions wait for processes, or for servers."""
+    deadline = threading.Timer(seconds, os._exit, (1,))
+    deadline.daemon = True
+    deadline.start()
 
 
 def _leave_torch_in_place() -> None:
