@@ -14,7 +14,7 @@ from ddltool.commands.output import out, print_json
 from ddltool.errors import InputError, did_you_mean
 
 GLOSSARY: dict[str, str] = tomllib.loads(Path(__file__).with_name("glossary.toml").read_text(encoding="utf-8"))
-"""By term, one or two sentences; docs/glossary.md lists the same."""
+"""By term, one or two sentences; the site lists them."""
 
 
 def _complete(begun: str) -> list[str]:

@@ -1,6 +1,6 @@
 """``ddltool schema [KIND]``: the JSON Schema of a kind of document, or the list of kinds.
 
-``kinds.toml`` has every kind with its form, what writes it and what reads it; ``docs/formats.md`` has the fields.
+``kinds.toml`` has every kind with its form, what writes it and what reads it; ``docs/formats.md`` has the fields of files.
 """
 
 from __future__ import annotations

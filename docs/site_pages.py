@@ -1,4 +1,4 @@
-"""What ``make docs`` adds to the pages: home from README.md, the commands' help, the Python functions, files beside docs/."""
+"""What ``make docs`` adds to the pages: home from README.md, the commands' help, the Python functions, documents, terms."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import click
 from mkdocs.structure.files import File, Files
 
 import ddltool
+from ddltool.commands.explain import GLOSSARY
 from ddltool.commands.main import COMMANDS, load
+from ddltool.commands.schema import MODELS, RESULTS
 
 ROOT = Path(__file__).resolve().parents[1]
 BESIDE = {
@@ -70,11 +72,13 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Point links that leave docs/ at what the site has of it; a folder has no page."""
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Point links that leave docs/ at what the site has of it (a folder has no page), and add what code knows."""
+    if add := {"glossary.md": terms, "formats.md": documents}.get(page.file.src_uri):
+        markdown += "\n" + add()
     markdown = re.sub(r"\[([^]]*)\]\((?:\.\./)+examples/ci\)", r"`\1`", markdown)
-    for page, source in BESIDE.items():
-        markdown = markdown.replace(f"](../{source}", f"]({page}")
+    for name, source in BESIDE.items():
+        markdown = markdown.replace(f"](../{source}", f"]({name}")
     return markdown.replace("](../examples/", "](examples/")
 
 
@@ -123,6 +127,23 @@ def _command(name: str) -> list[str]:
 def _escaped(text: str) -> str:
     """Text as a cell that Markdown leaves alone."""
     return re.sub(r"[|*_`\[\]]", lambda sign: f"&#{ord(sign[0])};", html.escape(text.replace("\n", " ")))
+
+
+def terms() -> str:
+    """The glossary as a table."""
+    rows = (f"| {term} | {text} |" for term, text in GLOSSARY.items())
+    return "\n".join(["| term | what it means |", "|---|---|", *rows])
+
+
+def documents() -> str:
+    """Every kind of document that commands print, with the fields of its record."""
+    lines: list[str] = []
+    for kind in RESULTS:
+        by = f"`ddltool.{kind.name}`: {kind.form}. Written by {kind.written_by}; read by {kind.read_by}."
+        fields = MODELS[kind.name].model_fields.items() if kind.name in MODELS else ()
+        rows = [f"- `{name}` {field.description or ''}" for name, field in fields if name != "kind"]
+        lines += [f"### {kind.name}", "", by, "", *rows, ""]
+    return "\n".join(lines)
 
 
 def functions() -> str:

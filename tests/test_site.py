@@ -37,6 +37,10 @@ def test_pages_from_code_are_in_it(site: Path) -> None:
     assert "Trace one step, order its transfers" in python
     assert 'href="tutorial.html"' in (site / "index.html").read_text("utf-8")
     assert (site / "examples/first-look.ipynb").is_file()
+    terms, formats = ((site / name).read_text("utf-8") for name in ("glossary.html", "formats.html"))
+    assert "gradient noise scale (phi)" in terms
+    assert 'id="stragglers"' in formats
+    assert "the step over the ideal step" in formats
 
 
 def test_it_asks_for_no_network(site: Path) -> None:
