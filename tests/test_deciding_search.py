@@ -54,7 +54,7 @@ class Ring(Communication):
         slowest = max(self.seconds[name] for name in devices)
         return Exposed(default_s=slowest, best_s=slowest, setting="ring")
 
-    def bound_s(self, devices: Mapping[str, int], pass_s: float) -> float:
+    def bound_s(self, devices: Mapping[str, int], most: Mapping[str, int], pass_s: float) -> float:
         return self.synchronous(devices, pass_s).best_s if sum(devices.values()) > 1 else 0.0
 
 
@@ -226,35 +226,44 @@ def test_more_devices_and_money_are_never_worse_in_300_jobs(case: tuple[Any, ...
     check_more_is_never_worse(*case)
 
 
+LINKS = ("nvlink2", "nvlink4", "pcie3", "pcie5", "plain")
+NICS = ("10Gbit", "100Gbit", "8x400Gbit", "plain")
+
+
+def fabric(link: str, nic: str, per_node: int) -> Fabric:
+    plain = Fabric.flat(5e9, 5e-5).between
+    inside, between = (plain if link == "plain" else parse_link(link)), (plain if nic == "plain" else parse_nic(nic))
+    return Fabric(inside=inside, between=between, gpus_per_node=per_node)
+
+
 @given(
-    st.sampled_from(["nvlink3", "pcie3", "pcie4"]),
-    st.lists(st.sampled_from(["10Gbit", "100Gbit", "200Gbit", "8x400Gbit"]), min_size=2, max_size=2),
-    st.lists(st.integers(0, 24), min_size=2, max_size=2).filter(any),
+    st.lists(st.builds(fabric, st.sampled_from(LINKS), st.sampled_from(NICS), st.sampled_from([1, 4, 8])), min_size=3),
+    st.lists(st.sampled_from([0, 1, 2, 8, 9, 24]), min_size=3, max_size=3).filter(lambda counts: sum(counts) > 1),
+    st.lists(st.sampled_from([0, 0, 1, 8, 100]), min_size=3, max_size=3),
+    st.lists(st.sampled_from([0, 0, 5, 16]), min_size=3, max_size=3),
     st.floats(0.01, 1.0),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_no_devices_reduce_sooner_than_the_bound_says(
-    link: str, nics: list[str], counts: list[int], pass_s: float
+    links: list[Fabric], least: list[int], more: list[int], rest: list[int], pass_s: float
 ) -> None:
+    """Of devices between two corners none expose less than the bound of the corners, by the search over their buckets."""
     graph = estimate(
         read_graph(folder() / "graphs" / "resnet50_v1-training.graph.json.gz"),
         cost_model(devices().device("V100"), calibration()),
         Network(),
     )
-    fabrics = {
-        name: Fabric(inside=parse_link(link), between=parse_nic(nic), gpus_per_node=8)
-        for name, nic in zip(("V100", "T4"), nics, strict=True)
-    }
+    names = "ABC"
+    fabrics = dict(zip(names, links, strict=False))
     source = GraphCommunication(graph, fabrics, {})
-    used = {name: count for name, count in zip(("V100", "T4"), counts, strict=True) if count}
-    if sum(used.values()) < 2:
-        return
+    fewest = {name: count for name, count in zip(names, least, strict=True) if count}
+    used = {name: n + m for name, n, m in zip(names, least, more, strict=True) if n + m}
+    most = {name: n + m + k for name, n, m, k in zip(names, least, more, rest, strict=True) if n + m + k}
     program, group = stretched(source.program, pass_s), Fabric.joined(fabrics, used)
     best = min(finish_s(program, group, cuts) for cuts in (default_cuts(program), best_cuts(program, group)))
     exposed = max(0.0, best - pass_s)
     assert source.least_s(used, pass_s) == pytest.approx(exposed)
-    fewer = dict.fromkeys(used, 1) if len(used) > 1 else used
-    assert source.bound_s(fewer, pass_s) <= exposed * (1 + 1e-9) + 1e-12
+    assert source.bound_s(fewest, most, pass_s) <= exposed * (1 + 1e-9) + 1e-12
 
 
 def test_devices_behind_a_slow_link_are_left_out_by_every_strategy() -> None:

@@ -36,7 +36,7 @@ from ddltool.analyzers.communication.program import (
     share_saved,
     stretched,
 )
-from ddltool.analyzers.costs.nccl import Communicator, Group
+from ddltool.analyzers.costs.nccl import Communicator, Group, Reducer
 from ddltool.errors import InputError
 from ddltool.graph import SEND, Graph
 from ddltool.graph_results import BucketFigures, CollectiveFigures, DdpFigures
@@ -50,6 +50,8 @@ DEFAULT_FIRST_BYTES = 2**20
 _MOST_SUMS, _MOST_CAPS = 400, 300
 # More buckets are only worth it from this share of the step on: what a launch costs is not in the ring's formula.
 _WORTH = 0.001
+# Sums of gradients that are timed in one call.
+_AT_ONCE = 2**14
 # A simpler setting within this share of the best one's step is preferred.
 _AS_GOOD = 0.002
 CAPS_MIB = (1, 2, 4, 8, 10, 16, 25, 32, 50, 64, 100, 128, 200, 256, 400, 512, 800, 1024, 2048, 4096)
@@ -154,7 +156,7 @@ def assign_buckets(program: Program, cap_mib: float, first_bytes: float | None =
     return cuts
 
 
-def finish_s(program: Program, group: Communicator, cuts: Sequence[int]) -> float:
+def finish_s(program: Program, group: Reducer, cuts: Sequence[int]) -> float:
     """Return when the last bucket is reduced, seconds from the step's start."""
     held = np.concatenate([np.zeros(1), np.cumsum(program.size_bytes)])
     ends = np.array([0, *cuts])
@@ -165,17 +167,20 @@ def finish_s(program: Program, group: Communicator, cuts: Sequence[int]) -> floa
     return now
 
 
-def best_cuts(program: Program, group: Communicator) -> list[int]:
+def best_cuts(program: Program, group: Reducer) -> list[int]:
     """Return the cut of the gradients, in ready order, whose last bucket is reduced first. O(p^2) vectorised."""
     count = len(program.parameters)
     held = np.concatenate([np.zeros(1), np.cumsum(program.size_bytes)])
     ends = np.zeros(count + 1)
     previous: NDArray[np.intp] = np.zeros(count + 1, dtype=np.intp)
-    for place in range(1, count + 1):
-        starts = np.maximum(ends[:place], program.ready_s[place - 1])
-        values = starts + group.all_reduce_s(held[place] - held[:place])
-        previous[place] = int(values.argmin())
-        ends[place] = values[previous[place]]
+    some = max(1, _AT_ONCE // max(count, 1))
+    for first in range(1, count + 1, some):
+        places = np.arange(first, min(first + some, count + 1))
+        seconds = group.all_reduce_s(np.maximum(held[places, None] - held[None, : places[-1]], 0.0))
+        for place, row in zip(places.tolist(), seconds, strict=True):
+            values = np.maximum(ends[:place], program.ready_s[place - 1]) + row[:place]
+            previous[place] = values.argmin()
+            ends[place] = values[previous[place]]
     cuts: list[int] = []
     place = count
     while place:

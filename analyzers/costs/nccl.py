@@ -95,16 +95,20 @@ _TREE = 1.0
 _LARGEST_NVLS = 8
 
 
-class Communicator(Protocol):
-    """Processes that communicate: what a collective among them costs. Sizes in bytes (of any shape), times in seconds."""
+class Reducer(Protocol):
+    """Processes that reduce. Sizes in bytes (of any shape), times in seconds."""
+
+    def all_reduce_s(self, size_bytes: Size) -> Size:
+        """Return the seconds to reduce ``size_bytes`` on every process."""
+        ...
+
+
+class Communicator(Reducer, Protocol):
+    """Processes that communicate: what a collective among them costs."""
 
     @property
     def replicas(self) -> int:
         """Return how many processes there are."""
-        ...
-
-    def all_reduce_s(self, size_bytes: Size) -> Size:
-        """Return the seconds to reduce ``size_bytes`` on every process."""
         ...
 
     def all_gather_s(self, size_bytes: Size) -> Size:
@@ -264,12 +268,12 @@ class Group:
         return least * 1e-6
 
     def _each_us(self, ways: Sequence[_Way], size: Array) -> Array:
-        """Return microseconds (ways, k) of messages (k,) in bytes."""
+        """Return microseconds (ways, ...) of messages (...) in bytes."""
         channels = self._generation.channels
         octave = np.log2(np.maximum(size / 64.0, 1.0))
         long = size / (channels * self.replicas) >= _PLATEAU_BYTES
         chunk = np.minimum(size / (channels * _PIPELINED), _CHUNK)
-        found = np.empty((len(ways), len(size)))
+        found = np.empty((len(ways), *size.shape))
         for place, way in enumerate(ways):
             rate: float | Array = way.bytes_per_us
             if way.corrected:
@@ -402,6 +406,69 @@ class Group:
             hops_us = (self.replicas - 1 - far) * near_us + far * far_us
             rate = way.bytes_per_us * (self.replicas - 1) / self.replicas
             yield _Way("ring", protocol, self._base_us("ring", protocol) + hops_us, 0.0, rate)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Floor:
+    """What no group with at least some processes is faster than, whoever joins them; arrays (w, 1, 1) by way.
+
+    Concave in the size: several messages take no less than one.
+    """
+
+    start_us: Array
+    us_per_byte: Array
+    fill_us_per_byte: Array
+    most_filled: float
+    """Bytes that fill a tree's chains, at most."""
+
+    @classmethod
+    def of(cls, used: Group, fabrics: Sequence[Fabric], most_nodes: int) -> Floor | None:
+        """Return the floor of a group that others may join, on links of any of the ``fabrics``; None: none is known.
+
+        Each way is taken at its fastest: the slowest card so far at its full rate, no hop shorter than any link's, the
+        processes spread over ``most_nodes``.
+        """
+        n, nodes, chain = used.replicas, used.nodes, math.ceil(used.replicas / most_nodes) - 1
+        if nodes < 2 or any(fabric.measured for fabric in fabrics):
+            return None
+        ways: list[tuple[float, float, float]] = []
+        card, depth = used.fabric.between.bytes_per_s / 1e6, math.ceil(math.log2(nodes))
+        both = card * (2.0 if nodes == 2 else 1.0)
+        cards = all(fabric.between.kind != "plain" for fabric in fabrics)
+        known = cards or (n > nodes and all(fabric.inside.kind != "plain" for fabric in fabrics))
+        generations = [_GENERATIONS.get(fabric.inside.kind, _ANY) for fabric in fabrics]
+        for protocol in range(len(PROTOCOLS)):
+            ring, tree = (
+                min(used._hop_us(fabric.between, algorithm, protocol) for fabric in fabrics)
+                for algorithm in ("ring", "tree")
+            )
+            start = _START + _BASE["ring"][protocol] if known else 0.0
+            near = min(used._hop_us(fabric.inside, "ring", protocol) for fabric in fabrics)
+            near = max(near, _POSTED * (3.0 if protocol == _SIMPLE else 1.0)) if cards else near
+            hops = 2.0 * (nodes - 1) * min(ring, tree) + 2.0 * (n - nodes) * near
+            ways.append((start + hops, 2.0 * (n - 1) / n / ((0.5, 0.92, 1.0)[protocol] * card), 0.0))
+            start = _START + _BASE["tree"][protocol] if known else 0.0
+            inner = min(used._hop_us(fabric.inside, "tree", protocol) for fabric in fabrics)
+            fill = 2.0 * (chain + depth) / (_PIPELINED * both) if known and protocol else 0.0
+            ways.append(
+                (start + 2.0 * (chain * inner + depth * tree), 2.0 / ((1 / 3.8, 0.9375, 1.0)[protocol] * both), fill)
+            )
+        slowest = used.fabric.inside.bytes_per_s if n > nodes else math.inf
+        reduced = (
+            each.nvls and it.inside.bytes_per_s <= slowest for each, it in zip(generations, fabrics, strict=True)
+        )
+        if any(reduced):  # by NVLink's switches
+            ways.append((_START + _NVLS + 2.0 * depth * _NVLS_NET, 2.0 * (n - 1) / n / both, 0.0))
+        start_us, us_per_byte, fill_us_per_byte = np.array(ways).T[:, :, None, None]
+        most = _PIPELINED * _CHUNK * min(each.channels for each in generations)
+        return cls(start_us=start_us, us_per_byte=us_per_byte, fill_us_per_byte=fill_us_per_byte, most_filled=most)
+
+    def all_reduce_s(self, size_bytes: Size) -> Size:
+        """Return the seconds below which none of the groups reduces ``size_bytes`` on every process."""
+        size = np.atleast_2d(np.asarray(size_bytes, dtype=np.float64))
+        each = self.start_us + self.us_per_byte * size + self.fill_us_per_byte * np.minimum(size, self.most_filled)
+        least = 1e-6 * each.min(axis=0)
+        return float(least[0, 0]) if np.ndim(size_bytes) == 0 else least.reshape(np.shape(size_bytes))  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, kw_only=True)

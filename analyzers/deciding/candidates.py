@@ -625,7 +625,12 @@ class _Bounds:
         known = self.maker.knowledge.communication
         if known is not None and used > 1 and self.name != "elastic-bsp":
             slowest = max((1 / rate for rate, n in zip(self.rates, high, strict=True) if n), default=0.0)
-            seconds += known.bound_s(devices, slowest if self.name == "est" else seconds)
+            pass_s = slowest if self.name == "est" else seconds
+            most = {device.name: n for device, n in zip(problem.devices, high, strict=True) if n}
+            try:
+                seconds += known.least_s(devices, pass_s) if low == high else known.bound_s(devices, most, pass_s)
+            except Infeasible:  # exactly these hold no replica
+                return math.inf
         seconds += 0.0 if self.name == "elastic-bsp" else self.maker.knowledge.other_s
         cheapest = min(
             (

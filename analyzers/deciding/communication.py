@@ -26,7 +26,7 @@ from ddltool.analyzers.communication.fsdp import plan_fsdp, prefetch_setting
 from ddltool.analyzers.communication.order import tac
 from ddltool.analyzers.communication.program import program_of, stretched
 from ddltool.analyzers.communication.timeline import Simulator
-from ddltool.analyzers.costs.nccl import Fabric
+from ddltool.analyzers.costs.nccl import Fabric, Floor
 from ddltool.analyzers.goodput.throughput import ThroughputParams, overlapped, sync_time_s
 from ddltool.errors import Infeasible
 from ddltool.graph import COMPUTE, Graph
@@ -73,8 +73,8 @@ class Communication(Protocol):
         """Return the seconds of ``synchronous`` with its best setting, without the setting."""
         return self.synchronous(devices, pass_s).best_s
 
-    def bound_s(self, devices: Mapping[str, int], pass_s: float) -> float:
-        """Return seconds that no devices expose less of, if they are these and any number more of the same types."""
+    def bound_s(self, devices: Mapping[str, int], most: Mapping[str, int], pass_s: float) -> float:
+        """Return seconds that no devices expose less of, if they are at least these and at most others."""
         return 0.0
 
     def demand_whole(self, name: str) -> None:
@@ -162,19 +162,15 @@ class GraphCommunication(Communication):
                 self._least[key] = max(0.0, ends - pass_s)
         return self._least[key]
 
-    def bound_s(self, devices: Mapping[str, int], pass_s: float) -> float:
-        """Return the time of all gradients on the slowest node's link, less what is left of the pass once the first is there.
-
-        Each node sends and receives ``2 (m - 1) / m`` of the bytes, at least all of them.
-        """
-        if len(devices) < 2 and not self._leaves_node(devices):
+    def bound_s(self, devices: Mapping[str, int], most: Mapping[str, int], pass_s: float) -> float:
+        """Return what the best buckets leave exposed on the floor of what these and others make of the network."""
+        if self._may_shard(devices):
             return 0.0
-        fabrics = [self.fabrics[name] for name in devices]
-        if self._may_shard(devices) or any(fabric.measured for fabric in fabrics):
+        used = Fabric.joined(self.fabrics, devices)
+        if (floor := Floor.of(used, list(self.fabrics.values()), Fabric.joined(self.fabrics, most).nodes)) is None:
             return 0.0
-        rate = min(fabric.between.bytes_per_s for fabric in fabrics)
-        after = 1 - float(self.program.ready_s[0]) / self.program.compute_s
-        return max(0.0, float(self.program.size_bytes.sum()) / rate - after * pass_s)
+        program = stretched(self.program, pass_s)
+        return max(0.0, finish_s(program, floor, best_cuts(program, floor)) - pass_s)
 
     def _leaves_node(self, devices: Mapping[str, int]) -> bool:
         return any(count > self.fabrics[name].gpus_per_node for name, count in devices.items())
