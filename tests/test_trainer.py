@@ -17,9 +17,11 @@ CELLS = (
     *("labels of all ranks", "labels of all ranks accumulated", "labels of the rank", "labels of the rank accumulated"),
     *("mean over samples", "mean over samples accumulated", "number of labels not used"),
     *("number of labels not used nor averaged", "loss of a function", "loss of a method", "schedule and adafactor"),
+    *("labels in planned passes", "samples in planned passes"),
     *("data workers", "in order", "stream", "checkpoint resumed", "trained twice", "bert", "llama"),
 )
 REFUSED = {
+    "passes of another number": "accumulation: of 3 batches an update, where the plan makes 2 passes; accumulate 2",
     "loss times the ranks": "loss: is a mean over ",
     "compiled loss": "loss: what it is a mean over cannot be read from its graph (",
     "stream resumed": "resume_from_checkpoint: cannot skip batches of a stream; set ignore_data_skip=True",

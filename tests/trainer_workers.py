@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
+from ddltool.artifacts import load, save
+from ddltool.plans import Enforcement
 from ddltool.runtime.integrations import HookedTrainerMixin, TelemetryCallback  # first: it mends torchvision
 from tests.whole_trainers import TOTAL, Run
 
@@ -163,6 +165,29 @@ def mean_over_samples(run: Run) -> Trainer:
 @cell
 def mean_over_samples_accumulated(run: Run) -> Trainer:
     return trained(run, Judge(), Points(), gradient_accumulation_steps=3)
+
+
+def in_passes(run: Run, *args: Any, passes: int = 2) -> Trainer:
+    """A plan of two passes a step, made by a Trainer that accumulates as many batches; alone it is one."""
+    plan = load(run.folder / "enforce.json", Enforcement)
+    ranks = [entry.model_copy(update={"accumulation_steps": 1}) for entry in plan.ranks]
+    save(plan.model_copy(update={"ranks": ranks}), run.folder / "enforce.json")
+    return trained(run, *args, gradient_accumulation_steps=1 if run.alone else passes)
+
+
+@cell
+def labels_in_planned_passes(run: Run) -> Trainer:
+    return in_passes(run, Writer(), Texts())
+
+
+@cell
+def samples_in_planned_passes(run: Run) -> Trainer:
+    return in_passes(run, Judge(), Points())
+
+
+@cell
+def passes_of_another_number(run: Run) -> Trainer:
+    return in_passes(run, Judge(), Points(), passes=3)
 
 
 @cell

@@ -56,6 +56,7 @@ class Hook:
         rank, world_size: this process's place in the job.
         local_batch_size: samples per step on this rank as planned; None where nothing is enforced.
         accumulation_steps: passes before the last one of a step, over all of which the script splits the local batch.
+        passes: the most passes that any rank makes in a step.
         recorder: what writes this rank's steps down, where anything does.
     """
 
@@ -63,7 +64,7 @@ class Hook:
         self.rank = rank
         self.world_size = world_size
         self.local_batch_size: int | None = None
-        self.accumulation_steps = 0
+        self.accumulation_steps, self.passes = 0, 1
         self.recorder: StepRecorder | None = None
         self._dataset = dataset
         self._samplers: list[DistributedSampler[Any] | VariableBatchSampler] = []
@@ -89,14 +90,18 @@ class Hook:
         sampler = self._standard_sampler(self._given_dataset({}), shuffle, seed)
         return BatchSampler(sampler, batch_size, drop_last)
 
-    def planned(self, loader: DataLoader[Any], *, shared: bool = True) -> DataLoader[Any]:
+    def planned(
+        self, loader: DataLoader[Any], *, shared: bool = True, accumulated: int | None = None
+    ) -> DataLoader[Any]:
         """Return a loader like one that the script has made, with the planned batches.
 
         Its dataset, its options and the order of its sampler stay: what one process would get from it is shared out among the
         ranks, whatever it was shared out by before (``DistributedSampler``, accelerate). ``shared=False``: of an iterable
-        dataset every rank has a stream of its own, not the whole one. Without a config this is the loader itself.
+        dataset every rank has a stream of its own, not the whole one. ``accumulated``: an update is of so many batches, each
+        one's loss divided by that; where the plan accumulates they are its passes. Without a config this is the loader itself.
 
-        Raises InputError on every rank where samples do not come one by one, or are others on other ranks.
+        Raises InputError on every rank where samples do not come one by one, or are others on other ranks, and where the plan
+        makes another number of passes.
         """
         return loader
 
@@ -190,6 +195,7 @@ class EnforcingHook(Hook):
         self.enforcement = enforcement
         self.local_batch_size = enforcement.ranks[job.rank].local_batch_size
         self.accumulation_steps = enforcement.ranks[job.rank].accumulation_steps
+        self.passes = max(entry.accumulation_steps for entry in enforcement.ranks) + 1
         self._path, self._job = path, job
         self._weigher = Weigher(
             job,
@@ -236,14 +242,24 @@ class EnforcingHook(Hook):
         sampler = self._sampler(shuffle, seed, drop_last)
         return CountedLoader(dataset, sampler, self._weigher, **options)
 
-    def planned(self, loader: DataLoader[Any], *, shared: bool = True) -> DataLoader[Any]:
+    def planned(
+        self, loader: DataLoader[Any], *, shared: bool = True, accumulated: int | None = None
+    ) -> DataLoader[Any]:
         """Return a loader like ``loader`` with the planned batches."""
         given = self._job.together(lambda: GivenLoader(loader, self._job))
+        passes = 1 if accumulated is None else self.passes
+        if passes not in (1, accumulated):
+            problem = f"of {accumulated} batches an update, where the plan makes {passes} passes"
+            raise InputError("accumulation", problem, f"accumulate {passes}")
         if given.is_stream:
+            if passes > 1:
+                problem = f"is a stream, and the plan makes {passes} passes a step"
+                raise InputError("loader", problem, "plan without accumulation, or give a dataset with a length")
             return self._streamed(given.dataset, shared=shared, drop_last=given.drop_last, **given.options)
         if given.dataset is not self._dataset:
             demand_same_samples(self._job, given.dataset)
-        sizes = [entry.local_batch_size for entry in self.enforcement.ranks]
+        split = Sizes(tuple(entry.local_batch_size for entry in self.enforcement.ranks), passes, passes)
+        sizes = split if passes > 1 else split.sizes
         sampler = VariableBatchSampler(given.samples, sizes, self.rank, drop_last=given.drop_last, order=given.order)
         self._samplers.append(sampler)
         made = CountedLoader(given.dataset, sampler, self._weigher, **given.options)

@@ -43,10 +43,14 @@ class Shares(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """One pass per rank and step, each rank's of a size of its own, never below ``least``."""
+    """Each rank's samples of a step, of a size of its own and never below ``least``, in ``passes`` as alike as can be.
+
+    Whoever makes several passes divides each one's loss by their number, as trainers that accumulate do.
+    """
 
     sizes: tuple[int, ...]
     least: int = 1
+    passes: int = 1
 
     @property
     def world_size(self) -> int:
@@ -59,13 +63,17 @@ class Sizes:
         return sum(self.sizes)
 
     def sizes_of(self, samples: int) -> NDArray[np.int64]:
-        """Return (n, 1) samples, in proportion to the sizes; in a smaller step nobody gets more than in a full one."""
+        """Return (n, passes) samples, in proportion to the sizes; in a smaller step nobody gets more than in a full one."""
+        whole = self._whole_sizes(samples)[:, None]
+        return whole // self.passes + (np.arange(self.passes) < whole % self.passes)
+
+    def _whole_sizes(self, samples: int) -> NDArray[np.int64]:
         if samples == self.total_batch_size:
-            return np.array(self.sizes, dtype=np.int64)[:, None]
+            return np.array(self.sizes, dtype=np.int64)
         from ddltool.analyzers.balancing.sizing import proportional  # to attach the hook loads no analyzer
 
         limits = self.sizes if samples < self.total_batch_size else None
-        return proportional(self.sizes, samples, limits, self.least)[:, None]
+        return proportional(self.sizes, samples, limits, self.least)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,10 +163,9 @@ class VariableBatchSampler(Sampler[list[int]]):
         order: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         if isinstance(sizes, Sequence):
-            split: Shares = Sizes(fitting_sizes(sizes, len(sizes), sum(sizes), least), least)
-            self._floor = len(sizes) * least
-        else:
-            split, self._floor = sizes, 0
+            sizes = Sizes(fitting_sizes(sizes, len(sizes), sum(sizes), least), least)
+        split: Shares = sizes
+        self._floor = split.world_size * split.least if isinstance(split, Sizes) else 0
         ranks = split.world_size
         if not 0 <= rank < ranks:
             raise InputError("rank", f"is {rank}", f"there are {ranks} ranks: 0 to {ranks - 1}")

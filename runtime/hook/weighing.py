@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddltool.errors import InputError
-from ddltool.runtime.hook.batches import Pass, Shares, VariableBatchSampler
+from ddltool.runtime.hook.batches import Pass, Shares, Sizes, VariableBatchSampler
 from ddltool.runtime.hook.job import Job
 from ddltool.runtime.hook.loss_terms import Mark, mark, mixing, reach, terms_of
 from ddltool.runtime.hook.roll_call import RollCall
@@ -85,7 +85,8 @@ class Share:
     """What a rank has of the samples of a pass over all ranks."""
 
     samples: int
-    total: int
+    total: float
+    """Of all passes, over their number, where the loop divides by that."""
     even: bool
     """Whether all ranks have as many."""
 
@@ -96,11 +97,11 @@ class _Drawn:
     def __init__(self, drawn: Pass | Share) -> None:
         self.used = False
         self.taken = drawn if isinstance(drawn, Pass) else None
-        self.share = (
-            Share(drawn.samples, drawn.step_samples, _is_even(drawn.split, drawn.step_samples))
-            if isinstance(drawn, Pass)
-            else drawn
-        )
+        if isinstance(drawn, Pass):
+            passes = drawn.split.passes if isinstance(drawn.split, Sizes) else 1
+            even = _is_even(drawn.split, drawn.step_samples)
+            drawn = Share(drawn.samples, drawn.step_samples / passes, even)
+        self.share = drawn
 
 
 @lru_cache(maxsize=256)
@@ -153,7 +154,7 @@ class Weigher:
         self._seen_full = False
         self._read = {True: 0, False: 0}
         self._made = 0
-        self._tally = (0, 0)
+        self._tally: tuple[int, float] = (0, 0.0)
 
     # What a model and its loaders tell.
 
@@ -264,8 +265,8 @@ class Weigher:
 
     def take_tally(self) -> tuple[int, int]:
         """Return this rank's and all ranks' samples that went into gradients since the last call."""
-        tally, self._tally = self._tally, (0, 0)
-        return tally
+        (samples, total), self._tally = self._tally, (0, 0.0)
+        return samples, round(total)
 
     def check_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Raise InputError when an update uses gradients that came past the weighing. Call after each update."""

@@ -22,7 +22,7 @@ class HookCallback(lightning.Callback):
     """Makes a Trainer follow an enforcement config, in automatic and in manual optimization.
 
     Its training loaders get the planned batches in the order of their own sampler; a ``DistributedSampler`` that Lightning puts
-    there is taken over. Validation is left as it is.
+    there is taken over. Validation is left as it is. Where the plan accumulates, ``accumulate_grad_batches`` are its passes.
 
     Args:
         enforcement: path of an ``enforce.json``; None: nothing is enforced.
@@ -43,7 +43,8 @@ class HookCallback(lightning.Callback):
 
         def planned(loader: Any) -> Any:
             if trainer.training and isinstance(loader, DataLoader):
-                loader = self.hook.planned(loader)
+                accumulated = trainer.accumulate_grad_batches if pl_module.automatic_optimization else None
+                loader = self.hook.planned(loader, accumulated=accumulated)
             return process(loader)
 
         strategy.process_dataloader = planned

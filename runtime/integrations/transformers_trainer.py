@@ -70,8 +70,9 @@ class HookedTrainerMixin:
     """Makes a ``Trainer`` follow an enforcement config; to stand before it in a class's bases.
 
     ``per_device_train_batch_size`` is replaced by the planned local batch, of which ``gradient_accumulation_steps`` make an
-    update; the order of samples, and all else, stays the Trainer's own. Losses that cannot be read, or that are means of
-    another kind, are refused; ``self.hook.loss`` in a ``compute_loss`` of your own says what they are.
+    update; where the plan accumulates, by one of its passes, and these are their number. The order of samples, and all else,
+    stays the Trainer's own. Losses that cannot be read, or that are means of another kind, are refused; ``self.hook.loss`` in
+    a ``compute_loss`` of your own says what they are.
 
     Args:
         enforcement: path of an ``enforce.json``; None: nothing is enforced.
@@ -94,7 +95,7 @@ class HookedTrainerMixin:
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the Trainer's own loader, with the planned batches."""
         loader: DataLoader[Any] = super().get_train_dataloader()  # type: ignore[misc]
-        return self.hook.planned(loader)
+        return self.hook.planned(loader, accumulated=self._trainer.args.gradient_accumulation_steps)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Train on the next batch that was fetched; ``num_items_in_batch`` are the labels that the step counts.
