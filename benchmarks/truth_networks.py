@@ -223,8 +223,8 @@ def _summary(pairs: Sequence[Pair]) -> str:
     ratio = np.array([1.0 + pair.error for pair in pairs])
     error = np.abs(ratio - 1.0)
     return (
-        f"{len(pairs)} | {np.median(ratio):.2f} | {100 * np.median(error):.1f} | {100 * np.quantile(error, 0.9):.0f} | "
-        f"{100 * error.max():.0f}"
+        f"{len(pairs)} | {np.median(ratio):.2f} | {100 * np.median(error):.1f} ({100 * np.quantile(error, 0.9):.0f}, "
+        f"{100 * error.max():.0f})"
     )
 
 
@@ -234,8 +234,8 @@ def _median(pairs: Sequence[Pair]) -> float:
 
 def _table(first: str, parts: dict[str, Sequence[Pair]]) -> str:
     lines = [
-        f"| {first} | rows | predicted / measured | median error, % | 90th percentile, % | largest, % |",
-        f"|---{'|---:' * 5}|",
+        f"| {first} | rows | predicted / measured | median error (90th percentile, largest), % |",
+        f"|---{'|---:' * 3}|",
     ]
     for part, pairs in parts.items():
         groups: dict[str, list[Pair]] = defaultdict(list)

@@ -82,11 +82,11 @@ class Summary:
         )
 
     def errors(self) -> str:
-        """Return the cells of :data:`HEAD`."""
-        return f"{self.ratio:.2f} | {_number(self.median)} | {_number(self.ninth)}"
+        """Return the cell of :data:`ERRORS`."""
+        return f"{_number(self.median)} ({_number(self.ninth)})"
 
 
-HEAD = "predicted / measured | median error, % | 90th percentile, %"
+ERRORS = "median error (90th percentile), %"
 
 
 def _number(share: float) -> str:
@@ -98,20 +98,20 @@ def _percent(share: float) -> str:
 
 
 def _table(first: str, lines: Sequence[tuple[str, Pairs]], residuals: Residuals) -> str:
-    made = [f"| {first} | rows | {HEAD} | in the range, % |", f"|---{'|---:' * 5}|"]
+    made = [f"| {first} | rows | predicted / measured | {ERRORS} | in the range, % |", f"|---{'|---:' * 4}|"]
     for name, pairs in lines:
         if pairs:
             each = Summary.of(pairs, residuals)
-            made.append(f"| {name} | {each.rows:,} | {each.errors()} | {_number(each.held)} |")
+            made.append(f"| {name} | {each.rows:,} | {each.ratio:.2f} | {each.errors()} | {_number(each.held)} |")
     return "\n".join(made)
 
 
 def _left_out(known: Pairs, unknown: Pairs, residuals: Residuals) -> str:
-    made = [f"| GPU | rows | GPU left out: {HEAD} | generation left out: {HEAD} |", f"|---{'|---:' * 7}|"]
+    made = [f"| GPU | rows | GPU left out: {ERRORS} | generation left out: {ERRORS} |", f"|---{'|---:' * 3}|"]
     alone = dict(_by(known, gpu))
     for name, pairs in _by(unknown, gpu):
         each = Summary.of(pairs, residuals)
-        first = Summary.of(alone[name], residuals).errors() if name in alone else " | | "
+        first = Summary.of(alone[name], residuals).errors() if name in alone else ""
         made.append(f"| {name} | {each.rows:,} | {first} | {each.errors()} |")
     return "\n".join(made)
 
