@@ -165,9 +165,10 @@ def peak_bytes(rank: int, config: str, make: Callable[[], tuple[nn.Module, Tenso
 
 
 def allocated_bytes(rank: int, kind: str, keeps: Mapping[str, Sequence[int]], layers: int, samples: int) -> float:
-    """Return the most bytes that torch's profiler sees a rank hold in the last of four steps under ``ddp`` or ``zero1``.
+    """Return the most bytes that torch's profiler sees a rank hold in a step under ``ddp`` or ``zero1``, of two the fewer.
 
-    It sees what C++ allocates as well; DDP makes its buckets again in the second step.
+    It sees what C++ allocates as well; DDP makes its buckets again in the second step of four. Now and then gloo's threads
+    hold something from one step until into the next.
     """
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("ignore")
@@ -188,13 +189,13 @@ def allocated_bytes(rank: int, kind: str, keeps: Mapping[str, Sequence[int]], la
                     del loss
                     optimizer.step()
                     optimizer.zero_grad()
-                time.sleep(0.05)  # what gloo's threads are the last to hold is not seen to go
+                time.sleep(0.05)
         profiler.export_chrome_trace(f"{folder}/trace.json")
         events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
-    last = next(event for event in events if event.get("name") == "turn 3")
+    steady = [event for event in events if event.get("name") in ("turn 2", "turn 3")]
     changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]")
-    held = zip((at for at, _ in changes), accumulate(size for _, size in changes), strict=True)
-    return float(max(size for at, size in held if last["ts"] <= at <= last["ts"] + last["dur"]))
+    held = list(zip((at for at, _ in changes), accumulate(size for _, size in changes), strict=True))
+    return float(min(max(size for at, size in held if step["ts"] <= at <= step["ts"] + step["dur"]) for step in steady))
 
 
 def refusal(rank: int, config: str) -> str:

@@ -327,4 +327,4 @@ def test_reading_grows_with_the_rows_and_not_faster() -> None:
         return time.process_time() - begin
 
     spent(2_000)
-    assert spent(160_000) < 10 * 4 * max(spent(40_000), 0.01)
+    assert spent(80_000) < 10 * 4 * max(spent(20_000), 0.01)
