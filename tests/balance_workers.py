@@ -46,6 +46,9 @@ class Clock:
     def perf_counter(self) -> float:
         return self.now_s
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
