@@ -174,10 +174,17 @@ def serving(part: Part, records: Records, name: str, policy: Policy, seconds: fl
             path = Path(folder, f"told.{process.pid}")
             return (path.read_text().strip().splitlines() or ["nothing"])[-1] if path.exists() else "nothing"
 
+        def begun(process: BaseProcess) -> bool:
+            steps = Path(folder, f"steps.{process.pid}")
+            return steps.exists() and steps.stat().st_size > 0
+
         staying = [start(rank, 10**9) for rank in range(STAYING + 1)]
-        records.watch(f"{name}: server", staying[STAYING].pid)
+        patience = time.monotonic() + PATIENCE_S
+        while not all(map(begun, staying[:STAYING])) and time.monotonic() < patience:
+            time.sleep(0.1)
         for rank in range(STAYING):
             records.watch(f"{name}: worker {rank}", staying[rank].pid)
+        records.watch(f"{name}: server", staying[STAYING].pid)
         guests: list[BaseProcess] = []
         hurt: set[int | None] = set()
         quiet = 0.0
@@ -196,8 +203,7 @@ def serving(part: Part, records: Records, name: str, policy: Policy, seconds: fl
                 part.events["joined"] += 1
                 continue
             guest = chance.choice(guests)
-            number = Path(folder, f"steps.{guest.pid}")
-            if guest.pid in hurt or guest.pid is None or not (number.exists() and number.stat().st_size):
+            if guest.pid in hurt or guest.pid is None or not begun(guest):
                 continue
             what = chance.choice(["killed", "stalled for 1 s", "stalled too long", "nothing", "nothing"])
             # Losses one after another may add up in one step: each silence is waited for by itself.
@@ -214,6 +220,9 @@ def serving(part: Part, records: Records, name: str, policy: Policy, seconds: fl
                 hurt.add(guest.pid)
                 threading.Thread(target=_stop, args=(guest.pid, LOST_AFTER_S + 2.0), daemon=True).start()
         Path(folder, "over").touch()
+        for guest in guests:
+            if not begun(guest):  # it may come when the server has gone, and would wait for one
+                guest.kill()
         began = time.monotonic()
         for process in [*staying, *guests]:
             process.join(max(began + LOST_AFTER_S + PATIENCE_S - time.monotonic(), 0.0))
@@ -387,7 +396,9 @@ def main() -> int:
     given = parser.parse_args()
     names, records = given.parts.split(","), Records()
     multiprocessing.get_context("forkserver").set_forkserver_preload([])
-    forking().set_forkserver_preload(["torch._dynamo", "tests.elastic_workers", "tests.balance_workers", "__main__"])
+    # What this file imports, which every process would import again by itself.
+    workers = ("tests.elastic_workers", "tests.balance_workers", "tests.transfer_workers", "ddltool.runtime.servers")
+    forking().set_forkserver_preload(["torch._dynamo", "scipy.stats", *workers])
     forkserver.ensure_running()
     parts = {name: Part() for name in names}
     threads = [
