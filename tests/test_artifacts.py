@@ -408,3 +408,13 @@ def test_what_a_terminal_acts_on_is_shown_as_an_escape() -> None:
     made = table("t\u2066", ("c",), [("x\u202ey",)])
     assert str(made.title) == "t\\u2066"
     assert [str(cell) for cell in made.columns[0].cells] == ["x\\u202ey"]
+
+
+def test_a_name_as_long_as_a_line_leaves_the_figures_their_room() -> None:
+    from ddltool.commands.output import out, table
+
+    console = out()
+    with console.capture() as shown:
+        console.print(table("t", ("op", "class", "n"), [("o" * 70, "reduction", "1,234,567")], text_columns=2))
+    assert shown.get().count("reduction") == shown.get().count("1,234,567") == 1
+    assert max(map(len, shown.get().splitlines())) <= 80

@@ -95,6 +95,8 @@ def test_trace_for_people_and_perfetto(cli: Cli, folder: Path) -> None:
         out = cli("trace", shipped, "--oracle", "roofline", "--samples", 2, "--setting", setting).out
         assert re.search(rf"^Verdict: {first}", out, re.MULTILINE)
         assert out.index("Verdict: ") < out.index("recvs")
+        # 1.8 MiB of parameters: of sharding there is no more than a sentence, unless it is asked for.
+        assert ("FSDP2 has little to save" in out) == ("FSDP2 default" not in out) == (setting != "fsdp2")
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert {event["name"] for event in events if event["ph"] == "X"} == {"r", "c"}
 
