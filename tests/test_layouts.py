@@ -170,3 +170,28 @@ def test_constraints_are_kept() -> None:
         assert sum(it.layout.devices.values()) <= 3
     for it in fitting(made.search(problem(16, A100=4, T4=4, single_type=True))[0]):
         assert len(it.layout.devices) == 1
+
+
+def test_buckets_are_chosen_with_the_layout() -> None:
+    """Whichever layout is best by default settings, of those near it none is better with its own buckets or prefetch."""
+    made = planner(64, "adam", T4=4000)
+    slow = {
+        name: replace(it, fabric=replace(it.fabric, between=parse_nic("40Gbit"))) for name, it in made.kinds.items()
+    }
+    made, goal, offered = replace(made, kinds=slow), Goal(step_samples=64), problem(64, T4=16)
+    fit = [it for n in (2, 4, 6, 8, 12, 16) for it in made._on(offered, (n,), True, goal)[0]]
+
+    def by_default(found: Found) -> float:
+        return found.layout.step_s or 9.0
+
+    def with_settings(found: Found) -> float:
+        setting = next((it for it in made.communication(found) if it is not None), None)
+        passes = found.layout.passes if found.sharding.gathers else 1
+        saved = 0.0 if setting is None else (setting.default_step_s - setting.step_s) * passes
+        return by_default(found) - max(0.0, saved)
+
+    near = sorted(fit, key=by_default)[:8]
+    least = min(map(with_settings, near))
+    assert max(map(with_settings, near)) > 1.05 * least
+    for first in near:
+        assert with_settings(made._settled(first, fit, goal)) <= 1.025 * least

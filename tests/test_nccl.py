@@ -193,6 +193,7 @@ def test_what_joins_two_cards_joins_no_more() -> None:
     assert own_link(devices().device("H100-NVL")) == parse_link("pcie5")
     assert own_link(devices().device("A100")) == parse_link("nvlink3")
     assert own_link(devices().device("L4")) == parse_link("pcie4")
+    assert own_link(devices().device("MI300X")).text == "Infinity Fabric 4"
 
 
 # ---------------------------------------------------------------- plans
@@ -234,7 +235,7 @@ def test_eight_of_one_node_are_not_behind_ethernet(cli: Cli, tmp_path: Path) -> 
         (tmp_path / "job.yaml").write_text(job.replace("{type: V100,", f"{{type: A100, count: 8{per_node},"))
         result = cli("plan", tmp_path / "job.yaml", "--bandwidth", "1Gbit", "--json")
         exposed[per_node] = result.document["decision"]["baselines"]["8 A100, equally"]["communication_s"]
-        assert ("8 a node on nvlink3 (240 GB/s) are assumed" in result.err) == (per_node == "")
+        assert ("8 a node on NVLink 3 (240 GB/s) are assumed" in result.err) == (per_node == "")
     assert exposed[""] < 0.05 * exposed[", per_node: 1"]
 
 

@@ -22,9 +22,11 @@ from ddltool.analyzers.loading.artifact_files import ORDER, Found, read_any, tol
 from ddltool.analyzers.reporting.fit_sections import goodput_section
 from ddltool.analyzers.reporting.section import Picture
 from ddltool.analyzers.reporting.telemetry_section import binned
+from ddltool.analyzers.reporting.verdicts import verdict_of
 from ddltool.commands.report import report
 from ddltool.errors import InputError, shortened
 from ddltool.goodput_model import Goodput
+from ddltool.plans import Plan
 from ddltool.units import show_seconds
 from tests.browser import Browser, chromium, needs_chromium
 from tests.report_artifacts import STRATEGIES, write_all, write_telemetry
@@ -140,6 +142,13 @@ def test_a_page_opens_with_what_failed_else_with_the_plan(artifacts: list[Path],
     assert f"{gain:+.1%} against {plan['decision']['baseline_name']}" in text
     assert "How sure" in text
     assert "ddltool emit plan-auto.json" in text
+    usual = plan["decision"]["baseline"]
+    picked = next(it for it in plan["decision"]["options"] if it["strategy"] == plan["decision"]["picked"])
+    picked |= {"throughput": usual["throughput"], "devices": usual["devices"]}
+    found = Found(kind="plan", path=Path("p.json"), content=Plan.model_validate(plan))
+    verdict = verdict_of(found)
+    assert verdict is not None
+    assert f"as fast as {plan['decision']['baseline_name']}, what one would do anyway (predicted)" in verdict.answer
 
 
 # Figures, against the files themselves

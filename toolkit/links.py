@@ -41,6 +41,14 @@ class Link:
     """What a ring reaches one way: of one GPU inside a node, of the whole node between nodes."""
     latency_s: float = 0.0
     """Of one message, where it is more than the kind's own."""
+    title: str = ""
+    """What its maker calls it, where that is not the kind."""
+
+    @property
+    def text(self) -> str:
+        """Return its name: ``NVLink 3``, ``PCIe 4``, ``Infinity Fabric 4``; nothing for a rate alone."""
+        named = self.kind.upper().replace("NVLINK", "NVLink ").replace("PCIE", "PCIe ")
+        return self.title or ("" if self.kind == "plain" else named)
 
 
 def kind_of(text: str) -> Kind | None:

@@ -186,8 +186,7 @@ class Fabric:
         between = f"{self.between.bytes_per_s * 8 / 1e9:.4g} Gbit/s"
         if self.gpus_per_node == 1:
             return between
-        name = f"{self.inside.kind.upper().replace('NVLINK', 'NVLink ').replace('PCIE', 'PCIe ')} at "
-        name = "" if self.inside.kind == "plain" else name
+        name = f"{self.inside.text} at " if self.inside.text else ""
         inside = f"{self.gpus_per_node} a node on {name}{self.inside.bytes_per_s / 1e9:.4g} GB/s"
         # through the host: nothing else was said, for nothing leaves the node
         return inside if self.between.kind.startswith("pcie") else f"{inside}, {between} between nodes"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 from ddltool.analyzers.balancing.minmax import DeviceCurves, Row, spread
-from ddltool.analyzers.communication.collectives import bucket_setting, plan_ddp
+from ddltool.analyzers.communication.collectives import best_cuts, bucket_setting, default_cuts, finish_s, plan_ddp
 from ddltool.analyzers.communication.fsdp import plan_fsdp, prefetch_setting
 from ddltool.analyzers.communication.program import Program, program_of
 from ddltool.analyzers.costs.checkpointing import cheapest
@@ -37,6 +37,8 @@ WAYS: tuple[Checkpointing, ...] = ("none", "selective", "full")
 # A simpler layout within this share of the best is preferred: less to set, less to go wrong.
 _AS_GOOD = 0.02
 _SIMPLER = {"none": 0, "ddp": 1, "fsdp": 2, "hsdp": 3, "zero2": 4}
+# Layouts whose buckets or prefetch are chosen before one is picked, and how far behind the best by default settings.
+_SETTLED, _SETTINGS_GAIN = 8, 1.5
 # Layouts listed that do not fit.
 _LISTED = 8
 # Of the devices that would hold a step, the most that are looked for.
@@ -141,6 +143,7 @@ class Layouts:
         if best is None:
             raise Infeasible("what fits is slower or dearer than the job allows")
         picked = self._picked(problem, fitting, lacking, goal, equal)
+        picked = self._settled(picked, fitting, goal)
         counts = tuple(picked.layout.devices.get(name, 0) for name in self._names(problem))
         beside = [it for it in self._on(problem, counts, equal, goal)[0] if not self._lacks(it)]
         rest = sorted((it for it in [*beside, *fitting] if it.layout != picked.layout), key=lambda it: value(it.layout))
@@ -177,6 +180,43 @@ class Layouts:
             if (made := self._chosen(picked)) is not None:
                 fitting.append(made)
         raise self._nothing_fits(lacking)
+
+    def _settled(self, picked: Found, fitting: list[Found], goal: Goal) -> Found:
+        """Return what is best once each has its own best buckets or prefetch: ``picked``, or one near it that fits.
+
+        A simpler one within a little stays.
+        """
+        value = self.value(goal)
+        if goal.objective == "least-memory":
+            return picked
+        near = [it for it in fitting if value(it.layout) <= value(picked.layout) * _SETTINGS_GAIN]
+        best, worth = picked, value(self._with_settings(picked)) / (1 + _AS_GOOD)
+        for other in sorted(near, key=lambda it: value(it.layout))[:_SETTLED]:
+            settled = value(self._with_settings(other))
+            if settled < worth and not self._lacks(other):
+                best, worth = other, settled
+        return best
+
+    def _with_settings(self, found: Found) -> Layout:
+        """Return a layout with what the best buckets or prefetch save of its step, and of its price."""
+        layout, saved_s = found.layout, 0.0
+        if found.sharding.gathers:
+            _, prefetch = self.communication(found)
+            if prefetch is not None:
+                saved_s = max(0.0, prefetch.default_step_s - prefetch.step_s) * layout.passes
+        elif found.sharding.kind == "ddp":
+            program, group = self._last_pass(found), self._group(layout.devices, found.sharding)
+            default_s = finish_s(program, group, default_cuts(program))
+            best_s = min(default_s, finish_s(program, group, best_cuts(program, group)))
+            saved_s = max(program.compute_s, default_s) - max(program.compute_s, best_s)
+        step_s = layout.step_s or math.inf
+        price = None if layout.price_per_sample is None else layout.price_per_sample * (1 - saved_s / step_s)
+        return layout.model_copy(update={"step_s": step_s - saved_s, "price_per_sample": price})
+
+    def _last_pass(self, found: Found) -> Program:
+        """Return the pass of the devices that end last."""
+        most = found.layout.local_batch_sizes[found.slowest]
+        return self._step(found.slowest, -(-most // found.layout.passes), found.how).program
 
     def _on(
         self, problem: Problem, counts: Counts, equal: bool, goal: Goal, limit: float = math.inf
@@ -354,9 +394,7 @@ class Layouts:
         layout, counts = found.layout, found.layout.devices
         if layout.sharding == "none":
             return None, None
-        most = layout.local_batch_sizes[found.slowest]
-        program = self._step(found.slowest, -(-most // layout.passes), found.how).program
-        group = self._group(counts, found.sharding)
+        program, group = self._last_pass(found), self._group(counts, found.sharding)
         if not found.sharding.gathers:
             return bucket_setting(plan_ddp(program, group)), None
         plans = plan_fsdp(program, group)

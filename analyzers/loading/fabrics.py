@@ -153,7 +153,8 @@ def own_link(device: Device) -> Link:
     kind = kind_of(device.link) or "pcie3"
     if device.link.startswith(MEASURED):
         return Link(kind=kind, bytes_per_s=device.link_bytes_per_s)
-    return datasheet_link(kind, device.link_bytes_per_s or DATASHEET[kind])
+    title = device.link.partition(",")[0] if device.link.startswith("Infinity") else ""
+    return replace(datasheet_link(kind, device.link_bytes_per_s or DATASHEET[kind]), title=title)
 
 
 def between_nodes(

@@ -395,7 +395,7 @@ def fabrics_of(job: Job, folder: Path, given: Given, timed_for: Link | None = No
         per_node = max((max(group.devices.count // together, 1) for group in groups), default=offer.per_node or 1)
         if rate is not None and not groups and offer.per_node is None and inside.kind.startswith("nvlink"):
             per_node = max(_SXM // together, 1)
-            joined = f"{offer.type}: {per_node} a node on {inside.kind} ({inside.bytes_per_s / 1e9:.4g} GB/s)"
+            joined = f"{offer.type}: {per_node} a node on {inside.text} ({inside.bytes_per_s / 1e9:.4g} GB/s)"
             given.tell(f"note: {joined} are assumed; a cluster, or per_node beside the count, says otherwise")
         between = rate or _slowest_card(groups, offer, given.latency) or timed_for
         if between is None and len(offers) == 1 and 1 < offer.count <= per_node:

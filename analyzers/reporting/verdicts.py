@@ -23,6 +23,8 @@ from ddltool.simulation_results import SimulationDocument, SweepDocument
 from ddltool.units import counted, show_bytes, show_seconds
 
 _LONGEST = 60
+# A smaller gain reads as +0.0%.
+_SHOWN = 0.0005
 # Which question a reader of several artifacts asked; a gate that failed and a plan that a run has refuted come first.
 _IMPORTANCE = (
     *("verification", "stragglers", "plan", "simulation", "sweep", "balance", "barrier", "gate", "telemetry", "graph"),
@@ -63,7 +65,10 @@ def _plan(one: Found, found: Sequence[Found]) -> Verdict:
     if decision is not None:
         picked = next((option for option in decision.options if option.strategy == decision.picked), None)
         if picked is not None and decision.baseline.throughput:
-            answer += f", {picked.throughput / decision.baseline.throughput - 1:+.1%} against {decision.baseline_name}"
+            gain = picked.throughput / decision.baseline.throughput - 1
+            anyway = ", what one would do anyway" if picked.devices == decision.baseline.devices else ""
+            against = f"{gain:+.1%} against {decision.baseline_name}"
+            answer += f", {against if abs(gain) >= _SHOWN else f'as fast as {decision.baseline_name}{anyway}'}"
         sure = next((word.removeprefix("How sure: ") for word in decision.words if word.startswith("How sure")), "")
         if picked is not None and picked.low_s is not None and picked.high_s is not None:
             sure = f"between {show_seconds(picked.low_s)} and {show_seconds(picked.high_s)} per step; {sure}"
