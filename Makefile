@@ -46,7 +46,7 @@ bench: setup
 
 # The site, into build/site; a link that leads nowhere fails.
 docs: setup
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 # Traces the zoo again: a change in tracing shows as a diff of fixtures/graphs.
 fixtures: setup
