@@ -123,7 +123,10 @@ def test_an_exception_of_the_allocator_is_caught() -> None:
     ("source", "budget", "error", "message"),
     [
         ("broken", 2**30, InputError, r"broken: a training step failed \(ValueError: no weights\)"),
-        ("dies", 2**30, DdlToolError, r"memory of batch \d+: the process died \(exit code 5\)"),
+        pytest.param(
+            *("dies", 2**30, DdlToolError, r"memory of batch \d+: the process died \(exit code 5\)"),
+            marks=pytest.mark.slow,
+        ),
         ("touch", 2.0**60, InputError, r"--memory: 1.07e\+09 GiB is more than the .* GiB that are free"),
     ],
 )

@@ -204,7 +204,7 @@ def test_on_nodes_an_unproven_computing_time_widens_the_gap(monkeypatch: pytest.
         made = solve_est(problem, **named)
         return made.model_copy(update={"gap": 0.3, "status": "feasible"})  # a gap that is true
 
-    for _ in range(150):
+    for _ in range(80):
         case, shapes = on_nodes.case(random)
         case = replace(case, max_price_micro=9)
         cost = on_nodes.params(alpha_sync_node_s=random.choice([0.0, 0.05, 0.3]), beta_sync_node_s=0.01)

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from ddltool.analyzers.loading.sources import load_graph, resolve_step
 from ddltool.graph import RECV, SEND, Graph
 
-FAST = ["transformers:distilbert", "timm:resnet50"]
+FAST = ["transformers:distilbert", pytest.param("timm:resnet50", marks=pytest.mark.slow)]
 TRANSFORMERS = """
 albert align altclip aria_text audio-spectrogram-transformer bart beit bert big_bird blenderbot-small blip blip-2 bloom
 bridgetower camembert canine chinese_clip clap clip clipseg codegen convbert convnext convnextv2 ctrl cvt data2vec-audio
