@@ -30,7 +30,7 @@ from ddltool.sync_rows import BarrierRow
 # and is too long to predict from, so it takes two.
 WARM_UP = 2
 LENGTHS_KEPT = 200
-SUPERSTEPS_KEPT = 10_000
+SUPERSTEPS_KEPT = 1_000
 
 
 @dataclass(frozen=True, slots=True)
