@@ -37,7 +37,9 @@ ROOT = Path(__file__).parents[1]
 ROOMS = ("toolkit", "commands", "analyzers", "runtime", "fixtures")
 CORES = {
     "analyzers/communication/order.py": "test_communication_order.py",
-    "analyzers/communication/efficiency.py": "test_communication_order.py test_trace_torch.py",
+    "analyzers/communication/efficiency.py": (
+        "test_communication_order.py test_communication_exact.py test_communication_improve.py test_communication_timeline.py"
+    ),
     "analyzers/goodput/noise_scale.py": "test_noise_scale.py",
     "analyzers/goodput/throughput.py": "test_fit.py test_goodput.py",
     "analyzers/goodput/lr_rules.py": "test_lr_rules.py",
