@@ -45,7 +45,7 @@ from ddltool.analyzers.stragglers.ranks import RankSteps, of_telemetry
 from ddltool.analyzers.stragglers.traces import of_traces
 from ddltool.artifacts import save
 from ddltool.plans import Enforcement, RankEnforcement
-from ddltool.runtime.servers import ElasticBSP, Server, TransferPlan, Worker
+from ddltool.runtime.servers import BSP, ElasticBSP, Policy, Server, TransferPlan, Worker
 from ddltool.tables import read_table
 
 RANKS, WIDTH, BATCH, STEPS = 4, 128, 64, 18
@@ -259,10 +259,10 @@ def gain(folder: Path) -> None:
         rates = barrier(where / "telemetry-before.jsonl")
         chosen, bsp = rates.algorithms["zipline"], rates.bsp
         predicted = (chosen.iterations_per_s or 0.0) / (bsp.iterations_per_s or 1.0) - 1
-        counted = elastic_rate(where, sample_s)
-        won = counted / (RANKS / wall_s) - 1
+        elastic, served = (served_rate(where, sample_s, one) for one in (ElasticBSP(LOOKAHEAD), BSP()))
         iterations = "-".join(map(str, chosen.iterations.values()))
-        print(f"| {name} | elastic barrier {iterations} | {predicted:+.1%} iterations/s | {won:+.1%} |", flush=True)
+        against = f"{elastic / served - 1:+.1%}; against DDP {elastic / (RANKS / wall_s) - 1:+.1%}"
+        print(f"| {name} | elastic barrier {iterations} | {predicted:+.1%} iterations/s | {against} |", flush=True)
 
 
 def measured_step(folder: Path, sample_s: Sequence[float], sizes: Sequence[int]) -> tuple[RankSteps, float]:
@@ -292,14 +292,14 @@ def _synchronous(rank: int, folder: str, sample_s: Sequence[float], sizes: Seque
             optimizer.step()
 
 
-def elastic_rate(folder: Path, sample_s: Sequence[float]) -> float:
-    """Return the iterations a second of workers of one server under ElasticBSP with the command's lookahead."""
-    start(_elastic, RANKS + 1, "lo", str(folder), sample_s)
+def served_rate(folder: Path, sample_s: Sequence[float], policy: Policy) -> float:
+    """Return the iterations a second of the ranks as workers of one server."""
+    start(_served, RANKS + 1, "lo", str(folder), sample_s, policy)
     return sum(float(file.read_text()) for file in folder.glob("rate*"))
 
 
-def _elastic(rank: int, folder: str, sample_s: Sequence[float]) -> None:
-    model, policy = nn.Linear(WIDTH, WIDTH), ElasticBSP(LOOKAHEAD)
+def _served(rank: int, folder: str, sample_s: Sequence[float], policy: Policy) -> None:
+    model = nn.Linear(WIDTH, WIDTH)
     plan = TransferPlan.for_model(model, workers=RANKS, servers=1)
     if rank == RANKS:
         Server(model, plan, torch.optim.SGD(model.parameters(), lr=1e-4), policy).serve()
