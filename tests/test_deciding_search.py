@@ -82,6 +82,14 @@ def on(problem: Problem, counts: tuple[int, ...]) -> Problem:
     return replace(problem, devices=kept, max_devices=None, max_price_micro=None)
 
 
+RESTS_S, SKEW = {"A": 0.01, "B": 0.03, "C": 0.2}, 0.1
+
+
+def besides(every: Mapping[str, int], compute_s: float) -> float:
+    """Return what such a step takes beside compute and communication."""
+    return max(RESTS_S[name] for name in every) + (SKEW * compute_s if sum(every.values()) > 1 else 0.0)
+
+
 def by_hand(name: str, problem: Problem, counts: tuple[int, ...], ring: Ring) -> float:
     """Return the step of a strategy on exactly these devices, from the planners of single strategies; infinite: none."""
     part = on(problem, counts)
@@ -96,22 +104,26 @@ def by_hand(name: str, problem: Problem, counts: tuple[int, ...], ring: Ring) ->
             for device in part.devices
             if rooms[device.name] / device.capability_per_s == step
         )
-        return float(step) + ring.least_s(every, float(last))
+        return float(step) + ring.least_s(every, float(last)) + besides(every, float(step))
     if name == "elastic-bsp":
         transfer = Fraction(ring.asynchronous(every, 1.0).best_s)
-        slow = [replace(it, capability_per_s=1 / (1 / it.capability_per_s + transfer)) for it in part.devices]
+        slow = [
+            replace(it, capability_per_s=1 / (1 / it.capability_per_s + transfer + Fraction(RESTS_S[it.name])))
+            for it in part.devices
+        ]
         plan = plan_elastic_bsp(replace(part, devices=tuple(slow)))
         return plan.iteration_s if device_counts(plan) == every else math.inf
     plan = plan_bsp(part) if name == "bsp" else plan_lb_bsp(part)
     if device_counts(plan) != every:
         return math.inf
-    return plan.iteration_s + ring.least_s(every, plan.iteration_s)
+    return plan.iteration_s + ring.least_s(every, plan.iteration_s) + besides(every, plan.iteration_s)
 
 
 def found_by(name: str, made: Job, ring: Ring, goal: Goal | None = None) -> float:
     """Return what the search's plan is worth by the goal; infinite where there is none."""
     problem, aim = problem_of(made), goal or Goal(step_samples=made.max_workers * made.batch_size)
-    maker = Candidates(job=made, knowledge=Knowledge(communication=ring), settings=Settings(limit_s=60.0), goal=aim)
+    known = Knowledge(communication=ring, rests_s=RESTS_S, skew=SKEW)
+    maker = Candidates(job=made, knowledge=known, settings=Settings(limit_s=60.0), goal=aim)
     try:
         candidate = maker._searched(name, problem)
     except Infeasible:
@@ -191,9 +203,8 @@ def check_more_is_never_worse(
     def answer(some: Mapping[str, tuple[int, float, float]], **more: Any) -> float:
         made = job(some, workers, 8, **more)
         try:
-            plan = decide(
-                made, problem_of(made), Knowledge(communication=Ring(seconds)), settings=Settings(limit_s=60.0)
-            )
+            known = Knowledge(communication=Ring(seconds), rests_s=RESTS_S, skew=SKEW)
+            plan = decide(made, problem_of(made), known, settings=Settings(limit_s=60.0))
         except Infeasible:
             return math.inf
         return plan.iteration_s * (1.1 if plan.strategy == "elastic-bsp" else 1.0)

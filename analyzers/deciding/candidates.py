@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Literal, cast
@@ -52,8 +52,10 @@ class Knowledge:
     communication: Communication | None = None
     layouts: Layouts | None = None
     """What memory and time the job's model takes however it is sharded; None: the model cannot be traced here."""
-    other_s: float = 0.0
-    """Seconds of each step, or each worker's iteration, beside both: optimizer, loader, waiting."""
+    rests_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of each step, or each worker's iteration, beside both, by device type: optimizer, loader."""
+    skew: float = 0.0
+    """What several that synchronise wait because none is always as fast, over their compute."""
     errors: Mapping[str, float] = field(default_factory=dict)
     """Relative error of the compute times, by device type, where one is known."""
     error_source: str = ""
@@ -61,6 +63,14 @@ class Knowledge:
     """What a reader must know of the compute times beside their errors: some measured, some predicted."""
     d2_eligible: bool | None = None
     """Whether the model may have the same bits on devices of different types; None: not known."""
+
+    def other_s(self, devices: Iterable[str], skewed_s: float = 0.0) -> float:
+        """Return what a step has beside compute and communication on devices of some types.
+
+        ``skewed_s``: the compute of several that synchronise. Of a type that no run has seen it is the longest known.
+        """
+        longest = max(self.rests_s.values(), default=0.0)
+        return max((self.rests_s.get(name, longest) for name in devices), default=0.0) + self.skew * skewed_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -446,7 +456,8 @@ class Candidates:
         compute = min(plan.iteration_s, compute * (choice.accumulation_steps + 1))
         waiting = plan.iteration_s - compute
         exposed = Exposed(default_s=waiting, best_s=waiting, setting=FITTED)
-        share = plan.iteration_s / (plan.iteration_s + self.knowledge.other_s)
+        rest = self.knowledge.other_s(device_counts(plan), compute if choice.num_replicas > 1 else 0.0)
+        share = plan.iteration_s / (plan.iteration_s + rest)
         update = {
             "throughput": plan.throughput * share,
             "goodput_per_s": choice.goodput_per_s * share,
@@ -457,12 +468,12 @@ class Candidates:
 
     def _elastic_bsp(self, problem: Problem, quick: bool) -> Candidate:
         """Every iteration carries its worker's own transfers and the rest, and the barrier is chosen with them."""
-        known, rest = self.knowledge.communication, self.knowledge.other_s
+        known, rest = self.knowledge.communication, self.knowledge.other_s(it.name for it in problem.devices)
         counts, each, slowed = {it.name: it.count for it in problem.devices}, dict[str, Exposed](), []
         for device in problem.devices:
             own = 1 / device.capability_per_s
             exposed = Exposed(default_s=0.0, best_s=0.0) if known is None else known.asynchronous(counts, float(own))
-            seconds = own + Fraction(exposed.best_s) + Fraction(rest)
+            seconds = own + Fraction(exposed.best_s) + Fraction(self.knowledge.other_s([device.name]))
             slowed.append(replace(device, capability_per_s=1 / seconds))
             each[device.name] = exposed
         plan = plan_by("elastic-bsp", replace(problem, devices=tuple(slowed)), self.settings)
@@ -472,7 +483,7 @@ class Candidates:
         added = plan.iteration_s - compute_s
         other_s = added * rest / (rest + worst.best_s) if rest else 0.0
         update: dict[str, object] = {"order": worst.setting, "order_saves_s": worst.default_s - worst.best_s}
-        exposed_s = None if known is None else replace(worst, best_s=added - other_s)
+        exposed_s = None if known is None else replace(worst, best_s=max(0.0, added - other_s))
         if known is None:
             update = {}
         made = self._costed(plan, problem, exposed_s, "none", compute_s=compute_s, other_s=other_s, update=update)
@@ -504,9 +515,11 @@ class Candidates:
         ``update``: figures of the option that do not follow from its step.
         """
         compute = plan.iteration_s if compute_s is None else compute_s
-        rest = self.knowledge.other_s if other_s is None else other_s
-        step = compute + (0.0 if exposed is None else exposed.best_s) + rest
         devices = device_counts(plan)
+        rest = other_s
+        if rest is None:
+            rest = self.knowledge.other_s(devices, compute if sum(devices.values()) > 1 else 0.0)
+        step = compute + (0.0 if exposed is None else exposed.best_s) + rest
         error = self.error(devices)
         staleness = 0 if plan.superstep is None else plan.superstep.iteration_gap
         option = Option(
@@ -623,6 +636,8 @@ class _Bounds:
             share = self.total // min(self.total, sum(high))
             seconds = max(seconds, max((self._takes(kind, share) for kind, n in enumerate(low) if n), default=0.0))
         known = self.maker.knowledge.communication
+        if self.name != "elastic-bsp":
+            other_s = self.maker.knowledge.other_s(devices, seconds if used > 1 else 0.0)
         if known is not None and used > 1 and self.name != "elastic-bsp":
             slowest = max((1 / rate for rate, n in zip(self.rates, high, strict=True) if n), default=0.0)
             pass_s = slowest if self.name == "est" else seconds
@@ -631,7 +646,7 @@ class _Bounds:
                 seconds += known.least_s(devices, pass_s) if low == high else known.bound_s(devices, most, pass_s)
             except Infeasible:  # exactly these hold no replica
                 return math.inf
-        seconds += 0.0 if self.name == "elastic-bsp" else self.maker.knowledge.other_s
+        seconds += 0.0 if self.name == "elastic-bsp" else other_s
         cheapest = min(
             (
                 float(device.price_micro or 0) / rate

@@ -38,6 +38,8 @@ class RankRun:
     sync_s: float
     step_s: float
     error: float
+    rest_s: float = 0.0
+    """What compute, waiting and synchronisation leave of its steps: its own optimizer and loader."""
     mean_step_s: float = 0.0
     """Mean over all its steps; what a worker that waits at some of them only takes for one."""
     passes: int = 1
@@ -63,6 +65,19 @@ class Run:
     def other_s(self) -> float:
         """Return what the longest compute and the synchronisation leave of a step: optimizer, loader, waiting."""
         return max(0.0, self.iteration_s - max(rank.compute_s for rank in self.ranks) - self.sync_s)
+
+    def rests_s(self) -> dict[str, float]:
+        """Return the longest rest of a rank's own, by device type."""
+        found: dict[str, float] = {}
+        for rank in self.ranks:
+            found[rank.device] = max(found.get(rank.device, 0.0), rank.rest_s)
+        return found
+
+    @property
+    def skew(self) -> float:
+        """Return what even the slowest waits for others whose turn it is to be late, over the longest compute."""
+        own = max(rank.rest_s for rank in self.ranks)
+        return max(0.0, self.other_s - own) / max(rank.compute_s for rank in self.ranks)
 
     def errors(self) -> dict[str, float]:
         """Return the largest relative error of compute times, by device type."""
@@ -146,6 +161,7 @@ def read_run(frame: pd.DataFrame, where: str, tell: Tell = log_remark) -> Run:
 
 def _rank(rank: int, part: pd.DataFrame) -> RankRun:
     low, middle, high = part["compute_s"].quantile([0.25, 0.5, 0.75])
+    rest = (part["step_s"] - part["compute_s"] - part["wait_s"] - part["sync_s"]).median()
     return RankRun(
         rank=rank,
         device=str(part["device"].iloc[-1]),
@@ -157,5 +173,6 @@ def _rank(rank: int, part: pd.DataFrame) -> RankRun:
         step_s=float(part["step_s"].median()),
         mean_step_s=float(part["step_s"].mean()),
         error=float((high - low) / 2 / middle),
+        rest_s=max(0.0, float(rest)),
         passes=int(part["passes"].median()),
     )
