@@ -119,6 +119,7 @@ def test_verdicts() -> None:
     assert balanced.worth_it
     assert comparison.gain > 0.2
     assert "Worth doing" in balanced.text
+    assert "At best an order saves 50% of a step without any overlap (S = 1.00); " in balanced.text
     assert "balanced" in balanced.text
     heavy = verdict(compare(chain(30, 1.0, 1e-3), samples=30))
     assert not heavy.worth_it
@@ -131,6 +132,11 @@ def test_tac_on_a_chain_reaches_the_optimum_exactly() -> None:
     assert comparison.schedules["tac"].makespan_s == pytest.approx(11.0)
     assert comparison.schedules["tac"].makespan_std_s == 0.0
     assert comparison.schedules["random"].makespan_s > 12
+    assert comparison.schedules["tac"].efficiency == pytest.approx(0.9)
+    assert comparison.schedules["tac"].efficiency_of_best == 1.0
+    attributed = comparison.schedules["random"].attribution
+    assert attributed is not None
+    assert attributed.winnable == pytest.approx((comparison.schedules["random"].makespan_s - 11.0) / 10.0)
 
 
 def test_a_comparison_repeats_with_its_seed() -> None:
