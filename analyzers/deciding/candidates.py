@@ -516,10 +516,9 @@ class Candidates:
         """
         compute = plan.iteration_s if compute_s is None else compute_s
         devices = device_counts(plan)
-        rest = other_s
-        if rest is None:
-            rest = self.knowledge.other_s(devices, compute if sum(devices.values()) > 1 else 0.0)
-        step = compute + (0.0 if exposed is None else exposed.best_s) + rest
+        if other_s is None:
+            other_s = self.knowledge.other_s(devices, compute if sum(devices.values()) > 1 else 0.0)
+        step = compute + (0.0 if exposed is None else exposed.best_s) + other_s
         error = self.error(devices)
         staleness = 0 if plan.superstep is None else plan.superstep.iteration_gap
         option = Option(
@@ -527,7 +526,7 @@ class Candidates:
             devices=devices,
             compute_s=compute,
             communication_s=None if exposed is None else exposed.best_s,
-            other_s=rest,
+            other_s=other_s,
             iteration_s=step,
             throughput=problem.max_workers / step,
             low_s=None if error is None or error == math.inf else step * max(0.0, 1 - error),
@@ -635,7 +634,7 @@ class _Bounds:
         if self.name == "bsp":
             share = self.total // min(self.total, sum(high))
             seconds = max(seconds, max((self._takes(kind, share) for kind, n in enumerate(low) if n), default=0.0))
-        known = self.maker.knowledge.communication
+        known, other_s = self.maker.knowledge.communication, 0.0
         if self.name != "elastic-bsp":
             other_s = self.maker.knowledge.other_s(devices, seconds if used > 1 else 0.0)
         if known is not None and used > 1 and self.name != "elastic-bsp":
@@ -646,7 +645,7 @@ class _Bounds:
                 seconds += known.least_s(devices, pass_s) if low == high else known.bound_s(devices, most, pass_s)
             except Infeasible:  # exactly these hold no replica
                 return math.inf
-        seconds += 0.0 if self.name == "elastic-bsp" else other_s
+        seconds += other_s
         cheapest = min(
             (
                 float(device.price_micro or 0) / rate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,10 +69,7 @@ class Run:
 
     def rests_s(self) -> dict[str, float]:
         """Return the longest rest of a rank's own, by device type."""
-        found: dict[str, float] = {}
-        for rank in self.ranks:
-            found[rank.device] = max(found.get(rank.device, 0.0), rank.rest_s)
-        return found
+        return self._largest(lambda rank: rank.rest_s)
 
     @property
     def skew(self) -> float:
@@ -81,9 +79,12 @@ class Run:
 
     def errors(self) -> dict[str, float]:
         """Return the largest relative error of compute times, by device type."""
+        return self._largest(lambda rank: rank.error)
+
+    def _largest(self, value: Callable[[RankRun], float]) -> dict[str, float]:
         found: dict[str, float] = {}
         for rank in self.ranks:
-            found[rank.device] = max(found.get(rank.device, 0.0), rank.error)
+            found[rank.device] = max(found.get(rank.device, 0.0), value(rank))
         return found
 
 

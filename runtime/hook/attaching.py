@@ -29,7 +29,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from ddltool.artifacts import to_json
 from ddltool.errors import InputError
 from ddltool.plans import Enforcement
-from ddltool.runtime.hook.batches import Sizes, VariableBatchSampler
+from ddltool.runtime.hook.batches import Sizes, VariableBatchSampler, fitting_sizes
 from ddltool.runtime.hook.checking import begin_check
 from ddltool.runtime.hook.data_parallel import config_path
 from ddltool.runtime.hook.given import GivenLoader
@@ -258,9 +258,9 @@ class EnforcingHook(Hook):
             return self._streamed(given.dataset, shared=shared, drop_last=given.drop_last, **given.options)
         if given.dataset is not self._dataset:
             demand_same_samples(self._job, given.dataset)
-        split = Sizes(tuple(entry.local_batch_size for entry in self.enforcement.ranks), passes, passes)
-        sizes = split if passes > 1 else split.sizes
-        sampler = VariableBatchSampler(given.samples, sizes, self.rank, drop_last=given.drop_last, order=given.order)
+        sizes = [entry.local_batch_size for entry in self.enforcement.ranks]
+        split = Sizes(fitting_sizes(sizes, len(sizes), sum(sizes), passes), passes, passes)
+        sampler = VariableBatchSampler(given.samples, split, self.rank, drop_last=given.drop_last, order=given.order)
         self._samplers.append(sampler)
         made = CountedLoader(given.dataset, sampler, self._weigher, **given.options)
         object.__setattr__(
