@@ -246,20 +246,17 @@ def section(data: Path) -> str:
     parts = [
         HEADING,
         f"Peaks of {len(rows)} measured steps are predicted {100 * sum(errors) / len(errors):.1f} % off in the mean, "
-        f"{100 * float(np.median(errors)):.1f} % in the median; {len(far)} are more than 20 % off, {100 * max(errors):.0f} % "
-        f"at most; {held} lie between `memory_low_bytes` and `memory_high_bytes`. Predicted is what torch's allocator takes of "
-        "the device when it plays the step's tensors (`reserved_bytes`). One constant was fitted: the 2.0 GiB of CUDA's "
-        "context before 11.7, on Lucid's machine.",
+        f"{100 * float(np.median(errors)):.1f} % in the median, {100 * max(errors):.0f} % at most; {held} lie between "
+        "`memory_low_bytes` and `memory_high_bytes`. Predicted is what torch's allocator takes when it plays the step's "
+        "tensors (`reserved_bytes`); the only fitted constant is the context of Lucid's CUDA, 2.0 GiB.",
         "<!-- run: parse (the measured rows) -->\n```sh\n" + COMMAND + "\n```",
         "\n".join(table(rows)),
         "- torchtitan: what torch's allocator reserved on 8 H100; compiled and float8 steps are predicted as eager bfloat16.\n"
-        "- Lucid: what nvidia-smi showed in the mean. Its torch was older than 1.11, whose autograd kept more: 2.9 GiB of "
-        "BERT's memory, which no step of today holds.\n"
-        f"- The {len(far)} rows that are more than 20 % off have 512 channels on images of 4 x 4 and 2 x 2, and "
-        "`cudnn.benchmark`, whose search seems to keep a workspace of 1.2 to 1.6 GiB. That counts in `memory_high_bytes` "
-        "only.\n"
-        f"- Lambda: nvidia-smi's figures of {len(ratios)} runs that fill their GPU are upper bounds; the tensors predicted are "
-        f"{100 * min(ratios):.0f} to {100 * max(ratios):.0f} % of them.",
+        "- Lucid: what nvidia-smi showed in the mean, with a torch before 1.11, whose autograd kept more.\n"
+        f"- The {len(far)} rows that are more than 20 % off have 512 channels on small images and `cudnn.benchmark`, whose "
+        "search seems to keep a workspace of 1.2 to 1.6 GiB; `memory_high_bytes` counts it.\n"
+        f"- Lambda: {len(ratios)} runs that fill their GPU bound the peak from above; the tensors predicted are "
+        f"{100 * min(ratios):.0f} to {100 * max(ratios):.0f} % of that.",
     ]
     return "\n\n".join(parts)
 

@@ -57,23 +57,23 @@ class Source:
 SOURCES = {
     "timm": Source(
         title="timm's training benchmark", error=0.08, weight=1.0,
-        remark="torch 1.10 to 1.12, before fused attention: traced without it",
+        remark="torch 1.10 to 1.12, eager attention",
     ),
     "timm-inference": Source(
         title="timm's inference benchmark", error=0.1, weight=0.5,
-        remark="torch 2.4, fused attention, forward only; a sample of its models",
+        remark="torch 2.4, fused attention, forward only, a sample",
     ),
     "lambda": Source(
         title="Lambda's GPU benchmarks", error=0.12, weight=2.0,
-        remark="NVIDIA's examples in one container, TF32 where the GPU has it; eager attention",
+        remark="NVIDIA's examples, TF32 where the GPU has it, eager attention",
     ),
     "neusight": Source(
         title="NeuSight's labels", error=0.08, weight=2.0,
-        remark="float32 without TF32, eager attention; training rows are forward and backward without an update",
+        remark="float32 without TF32, eager attention, no update",
     ),
     "mpt": Source(
         title="LLM Foundry's MPT", error=0.12, weight=0.7,
-        remark="8 GPUs of one node, bfloat16, fused attention; what FSDP's collectives do not hide counts as error",
+        remark="8 GPUs, bfloat16, fused attention; exposed collectives count as error",
     ),
     "lucid": Source(title="Lucid's profiles", error=0.15, weight=0.7, remark="one server with RTX 3090"),
     "gavel": Source(

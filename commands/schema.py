@@ -1,6 +1,7 @@
 """``ddltool schema [KIND]``: the JSON Schema of a kind of document, or the list of kinds.
 
-``kinds.toml`` has every kind with its form, what writes it and what reads it; ``docs/formats.md`` has the fields of files.
+``kinds.toml`` has every kind with its form, what writes it and what reads it; ``docs/formats.md`` has the fields
+of those that people write or read by hand, the site those of all.
 """
 
 from __future__ import annotations

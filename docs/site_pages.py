@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from mkdocs.structure.files import File, Files
 import ddltool
 from ddltool.commands.explain import GLOSSARY
 from ddltool.commands.main import COMMANDS, load
-from ddltool.commands.schema import MODELS, RESULTS
+from ddltool.commands.schema import FILES, RESULTS, schema_of
 
 ROOT = Path(__file__).resolve().parents[1]
 BESIDE = {
@@ -136,14 +137,28 @@ def terms() -> str:
 
 
 def documents() -> str:
-    """Every kind of document that commands print, with the fields of its record."""
-    lines: list[str] = []
-    for kind in RESULTS:
+    """Every kind of document with its fields: what the code says of them."""
+    lines = [
+        "## Every kind",
+        "",
+        "Fields as `ddltool schema KIND` has them, with those of what they hold in parentheses.",
+        "",
+    ]
+    for kind in (*FILES, *RESULTS):
         by = f"`ddltool.{kind.name}`: {kind.form}. Written by {kind.written_by}; read by {kind.read_by}."
-        fields = MODELS[kind.name].model_fields.items() if kind.name in MODELS else ()
-        rows = [f"- `{name}` {field.description or ''}" for name, field in fields if name != "kind"]
-        lines += [f"### {kind.name}", "", by, "", *rows, ""]
+        lines += [f"### {kind.name}", "", by, "", *_fields(schema_of(kind.name)), ""]
     return "\n".join(lines)
+
+
+def _fields(schema: dict[str, Any]) -> list[str]:
+    rows = []
+    for name, field in schema.get("properties", {}).items():
+        held = re.search(r'"#/\$defs/(\w+)"', json.dumps(field))
+        inner = list(schema["$defs"][held[1]].get("properties", {})) if held else []
+        within = f" ({', '.join(f'`{each}`' for each in inner)})" if inner else ""
+        if name not in ("kind", "schema_version"):
+            rows.append(f"- `{name}` {field.get('description', '')}{within}".rstrip())
+    return rows
 
 
 def functions() -> str:

@@ -29,17 +29,19 @@ def build(config: Path, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_pages_from_code_are_in_it(site: Path) -> None:
-    from ddltool.commands.main import COMMANDS
+    from ddltool.commands.main import COMMANDS, load
 
     commands, python = ((site / name).read_text("utf-8") for name in ("commands.html", "python.html"))
     assert all(f'href="{name.partition(" ")[0]}.html"' in commands for name in COMMANDS)
-    assert "--batch-sizes" in commands
+    options = {option for name in COMMANDS for each in load(name).params for option in each.opts if option[:2] == "--"}
+    assert {option for option in options if option not in commands} <= {"--help", "--quiet", "--verbose"}
     assert "Trace one step, order its transfers" in python
     assert 'href="tutorial.html"' in (site / "index.html").read_text("utf-8")
     assert (site / "examples/first-look.ipynb").is_file()
     terms, formats = ((site / name).read_text("utf-8") for name in ("glossary.html", "formats.html"))
     assert "gradient noise scale (phi)" in terms
-    assert 'id="stragglers"' in formats
+    assert all(f'id="{kind}"' in formats for kind in ("stragglers", "plan", "goodput"))
+    assert "<code>ests_per_device</code>" in formats
     assert "the step over the ideal step" in formats
 
 

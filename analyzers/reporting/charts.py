@@ -113,9 +113,9 @@ def spec(figure: Figure, slots: Slots | None = None) -> Spec:
     return {**made, "width": "container", "autosize": autosize, "datasets": datasets}
 
 
-def drawn(figures: Sequence[Figure], file_format: str) -> bytes:
-    """Return figures, one under the other, as the bytes of an SVG or PNG file."""
-    text = json.dumps(_together(figures))
+def drawn(figures: Sequence[Figure], file_format: str, width: int = _WIDTH) -> bytes:
+    """Return figures, one under the other and ``width`` pixels wide inside, as the bytes of an SVG or PNG file."""
+    text = json.dumps(_together(figures, width))
     if file_format == "svg":
         return vl_convert.vegalite_to_svg(text, allowed_base_urls=[]).encode()
     return vl_convert.vegalite_to_png(text, scale=_SCALE, allowed_base_urls=[])
@@ -126,16 +126,18 @@ def altair_chart(figures: Sequence[Figure]) -> alt.VConcatChart:
     return alt.VConcatChart.from_dict(_together(figures))
 
 
-def _together(figures: Sequence[Figure]) -> Spec:
+def _together(figures: Sequence[Figure], width: int = _WIDTH) -> Spec:
     """Return the specification of figures under each other, in the colours of light paper."""
     slots: Slots = {}
     views: list[Spec] = []
+    columns = 8
     for figure in figures:
-        view = {**_specified(figure, slots), "width": _WIDTH}
+        view = {**_specified(figure, slots), "width": width}
         schema = view.pop("$schema")
-        del view["usermeta"]  # it is for the page's script
+        columns = max(1, min(columns, width // view.pop("usermeta")["key"]))  # a page's script asks how wide it is
         views.append(json.loads(json.dumps(view).replace("scale('x'", f"scale('concat_{len(views)}_x'")))
     together = {"$schema": schema, "vconcat": views, "config": {**CONFIG, "background": PAPER}}
+    together["config"]["legend"] = {**CONFIG["legend"], "columns": columns}
     together["resolve"] = {"scale": {"color": "independent", "strokeDash": "independent"}}
     made: Spec = json.loads(re.sub(r"var\(--([a-z-]+)\)", lambda found: COLOURS[found[1]], json.dumps(together)))
     return made
