@@ -23,13 +23,14 @@ from random import Random
 from ddltool.analyzers.goodput.throughput import ThroughputParams
 from ddltool.analyzers.placement.companion import build
 from ddltool.analyzers.placement.est import solve_est
-from ddltool.analyzers.placement.jobs import Sharing, solve_jobs
+from ddltool.analyzers.placement.jobs import solve_jobs
 from ddltool.analyzers.placement.network import solve_on_nodes
 from ddltool.analyzers.placement.problem import DeviceType, Problem
 from ddltool.analyzers.placement.proposals import best_throughput, proposals
 from ddltool.analyzers.placement.steps import best_step
 from ddltool.companion import Companion, CompanionDevice, CompanionMeta, write_companion
 from ddltool.job import NodeDevices, NodeGroup
+from ddltool.results import Sharing
 
 # (maxP, capabilities of V100, P100 and T4, devices of each, what EasyScale's own planner reached).
 PUBLISHED = (

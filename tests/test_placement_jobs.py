@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from ddltool.analyzers.placement import jobs as several
-from ddltool.analyzers.placement.jobs import JobTable, Sharing, generate, job_table, solve_jobs
+from ddltool.analyzers.placement.jobs import JobTable, generate, job_table, solve_jobs
 from ddltool.analyzers.placement.problem import DeviceType, Problem
 from ddltool.analyzers.placement.steps import best_step, verify
 from ddltool.errors import Infeasible, InputError
-from ddltool.results import JointPlan
+from ddltool.results import JointPlan, Sharing
 
 
 def random_job(random: Random, name: str, devices: dict[str, int], workers: tuple[int, ...]) -> Problem:

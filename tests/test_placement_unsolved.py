@@ -14,11 +14,11 @@ from scipy import optimize
 
 from ddltool.analyzers.placement import est, jobs, network
 from ddltool.analyzers.placement.est import solve_est
-from ddltool.analyzers.placement.jobs import Sharing, solve_jobs
+from ddltool.analyzers.placement.jobs import solve_jobs
 from ddltool.analyzers.placement.network import solve_on_nodes
 from ddltool.analyzers.placement.problem import DeviceType, Problem
 from ddltool.errors import Infeasible, NotProven
-from ddltool.results import JointPlan
+from ddltool.results import JointPlan, Sharing
 from tests import test_placement as one_job
 from tests import test_placement_network as on_nodes
 from tests.test_placement_jobs import check, every_way, many, random_job

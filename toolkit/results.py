@@ -601,6 +601,10 @@ class JointJob(Part):
     waits: str | None = Field(description="why it waits; null: it runs")
 
 
+Sharing = Literal["sum", "max-min"]
+"""What several jobs on the same devices are planned for: of their throughputs relative to each alone."""
+
+
 class JointPlan(Part):
     """``ddltool plan --with``: several jobs on the same devices. It has no kind."""
 

@@ -394,7 +394,15 @@ class Held:
 
     def add(self, part: str, start: Places | int, end: Places | int, size: Array | float) -> None:
         """Add ``size`` bytes from each ``start`` up to each ``end``, which is left out."""
-        change = self._change.setdefault(part, np.zeros(self.places + 1))
+        if part not in self._change:
+            self._change[part] = np.zeros(self.places + 1)
+        change = self._change[part]
+        if isinstance(size, float):  # of one thing: most are of blocks, one by one
+            begins, over = (min(max(int(place), 0), self.places) for place in (start, end))
+            change[begins] += size
+            change[over] -= size
+            self._spans.append((part, np.array([begins]), np.array([over]), np.array([size])))
+            return
         starts, ends, sizes = np.broadcast_arrays(np.asarray(start), np.asarray(end), np.asarray(size, dtype=float))
         starts, ends = np.clip(starts, 0, self.places), np.clip(ends, 0, self.places)
         np.add.at(change, starts, sizes)

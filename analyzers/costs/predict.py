@@ -11,14 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
 from ddltool.analyzers.communication.collectives import default_cuts, finish_s
 from ddltool.analyzers.communication.fsdp import simulate_fsdp, units_of
 from ddltool.analyzers.communication.program import Program, program_of
-from ddltool.analyzers.costs.checkpointing import Chosen, cheapest
 from ddltool.analyzers.costs.kernels import compiled
 from ddltool.analyzers.costs.memory import (
     Array,
@@ -49,6 +48,9 @@ from ddltool.graph_results import (
 )
 from ddltool.plans import Recomputed
 from ddltool.units import parse_bytes
+
+if TYPE_CHECKING:  # it loads a solver
+    from ddltool.analyzers.costs.checkpointing import Chosen
 
 # What a training process cannot have of the device: what the driver keeps (1 to 1.5 %) and a context that loads its kernels
 # when they are needed.
@@ -342,6 +344,8 @@ def _chosen(
     curve: WorkCurve, model: CostModel, setting: Setting, sharding: Sharding, seconds: Array, size: int
 ) -> Chosen:
     """Return the cheapest choice under the budget; under less of it where the device's allocator finds no room for that."""
+    from ddltool.analyzers.costs.checkpointing import cheapest  # it loads a solver
+
     ledger, budget = curve.ledger(size), setting.budget_bytes or 0.0
     chosen = None
     for _ in range(_TIGHTENED):

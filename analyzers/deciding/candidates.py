@@ -20,7 +20,6 @@ from ddltool.analyzers.deciding.goal import Goal
 from ddltool.analyzers.deciding.search import Best, Counts, best_devices
 from ddltool.analyzers.goodput.plan import plan_goodput
 from ddltool.analyzers.goodput.throughput import ThroughputParams, efficiency, grad_time_s
-from ddltool.analyzers.placement.est import DEFAULT_OBJECTIVE, solve_est
 from ddltool.analyzers.placement.problem import Problem, demand_throughput
 from ddltool.analyzers.placement.steps import best_step, counts_of, device_counts, evaluate, plan_of
 from ddltool.decision import Kept, Layout, NothingFits, Option
@@ -104,6 +103,8 @@ def plan_by(strategy: str, problem: Problem, settings: Settings, curves: Mapping
         return plan_lb_bsp(problem, curves)
     if strategy == "elastic-bsp":
         return plan_elastic_bsp(problem, lookahead=settings.lookahead, max_gap=settings.max_gap)
+    from ddltool.analyzers.placement.est import DEFAULT_OBJECTIVE, solve_est  # it loads a solver
+
     return solve_est(
         problem,
         top_k=settings.top_k,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 
 from ddltool.analyzers.goodput.observations import WARMUP_STEPS
 from ddltool.errors import InputError
 from ddltool.stages import Tell, log_remark
 from ddltool.telemetry import last_run
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # The hook writes nanoseconds; a step that takes less was never made. Nor does one take thirty years.
 _SHORTEST_S, _LONGEST_S = 1e-9, 1e9
@@ -95,6 +97,8 @@ def check_rows(frame: pd.DataFrame, where: str, tell: Tell = log_remark) -> pd.D
     InputError, naming line and column, for missing columns, values that are no times or counts (not finite, negative, beyond
     1e9 s), ranks beyond the number of processes, samples that took no time; and for a last run in which no step has samples.
     """
+    import pandas as pd  # most plans are made without a table
+
     for name in _NEEDED:
         if name not in frame.columns:
             raise InputError(where, f"has no column {name!r}", "give the telemetry.jsonl that the hook wrote")

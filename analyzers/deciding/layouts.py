@@ -19,7 +19,6 @@ from ddltool.analyzers.balancing.minmax import DeviceCurves, Row, spread
 from ddltool.analyzers.communication.collectives import best_cuts, bucket_setting, default_cuts, finish_s, plan_ddp
 from ddltool.analyzers.communication.fsdp import plan_fsdp, prefetch_setting
 from ddltool.analyzers.communication.program import Program, program_of
-from ddltool.analyzers.costs.checkpointing import cheapest
 from ddltool.analyzers.costs.memory import Checkpointing, Keeps, Kind, Sharding
 from ddltool.analyzers.costs.model import CostModel
 from ddltool.analyzers.costs.nccl import Communicator, Fabric
@@ -145,13 +144,15 @@ class Layouts:
         picked = self._picked(problem, fitting, lacking, goal, equal)
         picked = self._settled(picked, fitting, goal)
         counts = tuple(picked.layout.devices.get(name, 0) for name in self._names(problem))
-        beside = [it for it in self._on(problem, counts, equal, goal)[0] if not self._lacks(it)]
+        beside = self._on(problem, counts, equal, goal)[0]
         rest = sorted((it for it in [*beside, *fitting] if it.layout != picked.layout), key=lambda it: value(it.layout))
+        mine = set(map(id, beside))
         short = _distinct(sorted(lacking, key=lambda it: it.layout.missing_bytes))
         # Plain DDP is what people ask for first, however much it lacks.
         plain = [it for it in short[_LISTED:] if simplicity(it.layout)[:2] == (1, 0)]
         gap = value(picked.layout) / best.bound - 1 if best.bound else math.inf
-        return [picked, *_distinct(rest), *short[:_LISTED], *plain], max(0.0, gap)
+        shown = _distinct(rest, lambda it: id(it) not in mine or not self._lacks(it))
+        return [picked, *shown, *short[:_LISTED], *plain], max(0.0, gap)
 
     def _picked(self, problem: Problem, fitting: list[Found], lacking: list[Found], goal: Goal, equal: bool) -> Found:
         """Return the simplest of the best layouts that the allocator holds; those it does not go to ``lacking``.
@@ -604,6 +605,8 @@ class Layouts:
 
     def _chosen(self, found: Found) -> Found | None:
         """Return a layout with the cheapest recomputation that its devices' memory allows; None where none is cheaper."""
+        from ddltool.analyzers.costs.checkpointing import cheapest  # it loads a solver
+
         layout = found.layout
         name = min(layout.memory_bytes, key=lambda each: self.kinds[each].usable_bytes - layout.memory_bytes[each])
         size = -(-layout.local_batch_sizes[name] // layout.passes)
@@ -744,13 +747,14 @@ def _shape(sharding: Sharding, processes: int) -> dict[str, Any]:
     }
 
 
-def _distinct(found: Iterable[Found]) -> list[Found]:
-    """Return the first of each kind of layout on the same types."""
+def _distinct(found: Iterable[Found], holds: Callable[[Found], bool] = lambda _: True) -> list[Found]:
+    """Return the first of each kind of layout on the same types, of those that hold."""
     kept: dict[tuple[object, ...], Found] = {}
     for it in found:
         layout = it.layout
         key = layout.sharding, layout.replicate > 1, layout.reshard_after_forward, layout.checkpointing, *layout.devices
-        kept.setdefault(key, it)
+        if key not in kept and holds(it):
+            kept[key] = it
     return list(kept.values())
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from ddltool.analyzers.balancing.plan import StepCurve
 from ddltool.analyzers.communication.collectives import Compression, parse_compression, plan_collectives, settings
@@ -38,8 +38,6 @@ from ddltool.analyzers.loading.job_inputs import (
     step_curves,
     traceable,
 )
-from ddltool.analyzers.placement.jobs import Sharing, idle_throughput, solve_jobs
-from ddltool.analyzers.placement.network import Steps, solve_on_nodes
 from ddltool.analyzers.placement.problem import Problem, demand_throughput, from_job
 from ddltool.analyzers.placement.steps import device_counts
 from ddltool.artifacts import load, save
@@ -50,8 +48,11 @@ from ddltool.graph import RECV, Graph
 from ddltool.job import LINKS, Cluster, Job
 from ddltool.outputs import check_outputs
 from ddltool.plans import Assignment, CompressionFigures, ParameterRecord, Plan
-from ddltool.results import JointPlan
+from ddltool.results import JointPlan, Sharing
 from ddltool.stages import log_remark
+
+if TYPE_CHECKING:
+    from ddltool.analyzers.placement.network import Steps
 
 SHARING: tuple[str, ...] = get_args(Sharing)
 
@@ -327,6 +328,8 @@ def auto_plan(job: Job, job_file: Path, given: Given, only: str | None = None) -
 
 def _on_nodes(job: Job, job_file: Path, problem: Problem, given: Given) -> Plan:
     """Return the plan with synchronisation in its step."""
+    from ddltool.analyzers.placement.network import solve_on_nodes  # it loads a solver
+
     settings = given.settings
     if settings.prefer is not None:
         raise InputError("--prefer", "does not go with network: in job.yaml", "leave out one of the two")
@@ -353,6 +356,8 @@ def plan_together(
 
     Raises InputError for job files with a network, which is not part of a joint plan.
     """
+    from ddltool.analyzers.placement.jobs import idle_throughput, solve_jobs  # it loads a solver
+
     problems, names, weights = [], [], []
     devices: dict[str, int] = {}
     for file in files:

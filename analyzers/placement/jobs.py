@@ -16,12 +16,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from ortools.sat.python import cp_model
-from scipy import optimize, sparse
 
 from ddltool.analyzers.placement.est import limit_devices, run, solve_est, solver_for
 from ddltool.analyzers.placement.problem import DeviceType, Problem
@@ -40,9 +39,8 @@ from ddltool.errors import Infeasible, InputError, NotProven
 from ddltool.graph import natural_key
 from ddltool.job import LARGEST
 from ddltool.plans import Plan
-from ddltool.results import JointJob, JointPlan
+from ddltool.results import JointJob, JointPlan, Sharing
 
-Sharing = Literal["sum", "max-min"]
 Way = list[Counts | None]
 """Each job's column; None: it waits."""
 # Up to so many step times of all jobs together, one model with all of them is solved as well ...
@@ -406,6 +404,8 @@ def generate(
 
 def _master(tables: Sequence[JobTable], devices: Ints, *, everyone: bool) -> tuple[float, Floats] | None:
     """Solve the linear program over columns: return its value and the prices (T,) of devices; None: it was not solved."""
+    from scipy import optimize, sparse  # of all plans only these need it
+
     owners = [job for job, table in enumerate(tables) for _ in table.columns]
     use = sparse.csr_matrix(np.array([row for table in tables for row in table.columns], dtype=float).T)
     worth = np.array([worth for table in tables for worth in table.columns.values()])

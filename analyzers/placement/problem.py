@@ -7,14 +7,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import pandas as pd
 
 from ddltool.errors import Infeasible, InputError, did_you_mean
 from ddltool.graph import COMPUTE, Graph, natural_key
 from ddltool.job import Constraints, DeviceOffer, Job
+
+if TYPE_CHECKING:  # read tables alone need it
+    import pandas as pd
 
 # Capabilities outside these bounds are mistakes, and step times over them leave the range of floats.
 SMALLEST_CAPABILITY, LARGEST_CAPABILITY = 1e-12, 1e12

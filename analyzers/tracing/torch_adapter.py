@@ -31,6 +31,7 @@ import torch.utils.checkpoint as checkpointing
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -327,7 +328,7 @@ class _Trace:
         self.parameters = fakes.parameters
         self.scopes: list[tuple[int, str]] = []
         self.backward_start: int | None = None
-        with fakes.fake, self._scoped():
+        with fakes.fake, self._scoped(), _use_lazy_graph_module(True):  # its code is never run
             tensors = tuple(value for value in fakes.inputs if isinstance(value, Tensor))
             run = lambda p, b, t: self._run(p, b, t)  # noqa: E731 - make_fx counts a bound method's self
             self.fx: GraphModule = make_fx(run, _disable_torch_fn_metadata_mode=True)(
