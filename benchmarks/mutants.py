@@ -49,7 +49,7 @@ CORES = {
     "analyzers/barriers/superstep.py": "test_superstep.py test_barrier_auto.py",
     "analyzers/placement/est.py": "test_placement.py test_placement_model.py",
     "analyzers/costs/nccl.py": "test_nccl.py",
-    "analyzers/costs/kernel_times.py": "test_costs.py",
+    "analyzers/costs/kernel_times.py": "test_kernel_times.py",
 }
 """By module, the tests that are its own."""
 
@@ -64,10 +64,24 @@ EQUIVALENT: dict[str, dict[str, str]] = {
             "the least of one row is that row"
         ),
     },
+    "analyzers/communication/efficiency.py": {
+        "if not span_of_hint // unit > _LARGEST_HORIZON:": "units of other sizes cost the solver time, not the answer",
+        "orders_compute = len(better.priority) != len(better.order)": "every recv has a number",
+        'return TraceVerdict(worth_it=gain > SMALL_GAIN, text=f"{first} {second} {third}")': (
+            "1 - x is a multiple of 2^-54, and 0.01 is none"
+        ),
+        "if gain > CLEAR_GAIN:": "1 - x is a multiple of 2^-54, and 0.05 is none",
+        "elif gain > SMALL_GAIN:": "1 - x is a multiple of 2^-54, and 0.01 is none",
+    },
     "analyzers/communication/order.py": {
         "for needed, time in zip(self._needs, self.recv_time, strict=False):": _ALIKE,
         "if here <= earliest[source]:": "an equal value takes its own place",
         "level, earliest = [ 1] * len(graph), [_NEVER] * len(graph)": "levels are compared with each other, one more or less",
+    },
+    "analyzers/costs/nccl.py": {
+        'near_us = self._hop_us(self.fabric.inside, "ring", protocol) if self._per_node > 0 else 0.0': (
+            "of one process per node no step stays inside, so it counts no times"
+        ),
     },
     "analyzers/balancing/minmax.py": {
         "if int(numbers.sum()) * total >= 2** 63:": "sums below 2^63 fit in 64 bits too",

@@ -6,7 +6,7 @@ import gc
 import json
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from ddltool.goodput_model import ThroughputParams
+from ddltool.job import Job
+from ddltool.simulation_results import JobSpec
 from tests.processes import children_left, forking
 
 # On a busy machine an example may take any time, and a change must not fail on a rare example that it did not cause:
@@ -63,6 +65,24 @@ def throughput(**changes: float) -> ThroughputParams:
     """A fitted model in which nothing takes time but what is given."""
     names = [name for name in ThroughputParams.model_fields if name != "gamma"]
     return ThroughputParams(**{**dict.fromkeys(names, 0.0), "gamma": 1.0, **changes})
+
+
+def job(offers: Mapping[str, Sequence[float | None]], **changes: object) -> Job:
+    """A job by device type: count, and where it matters capability, price per hour, memory in GiB."""
+    names = ("count", "capability_per_s", "price_per_hour", "memory_gib")
+    devices = [{"type": kind, **dict(zip(names, offer, strict=False))} for kind, offer in offers.items()]
+    return Job.model_validate({"name": "test", "max_workers": 8, "batch_size": 4, "devices": devices, **changes})
+
+
+def submitted(name: str, submit_s: float, application: str = "steady", replicas: int = 1, batch: int = 8) -> JobSpec:
+    """A job of a workload."""
+    return JobSpec(name=name, submit_s=submit_s, application=application, num_replicas=replicas, batch_size=batch)
+
+
+def write(path: Path, *lines: str) -> Path:
+    """Write a text, or lines of one."""
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
 
 
 def write_lines(path: Path, rows: Iterable[Mapping[str, Any]], tail: str = "") -> Path:

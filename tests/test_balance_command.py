@@ -25,7 +25,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "fixtures" / "balance"
 RECORD = {"rmse", "rmse_relative", "iteration_s", "iteration_time_ratio", "gain_kept"}
 
 
-def write(path: Path, iterations: int = 120, workers: int = 3, seed: int = 0) -> Path:
+def recorded(path: Path, iterations: int = 120, workers: int = 3, seed: int = 0) -> Path:
     trace = cpu_cluster(iterations, seed, workers)
     rows = [
         SpeedRow(iteration=k, worker=f"w{w}", speed=trace.speed[k, w], cpu=trace.cpu[k, w], memory=trace.memory[k, w])
@@ -38,7 +38,7 @@ def write(path: Path, iterations: int = 120, workers: int = 3, seed: int = 0) ->
 
 @pytest.fixture
 def short(tmp_path: Path) -> Path:
-    return write(tmp_path / "trace.csv")
+    return recorded(tmp_path / "trace.csv")
 
 
 def test_json_keeps_its_contract(cli: Cli, short: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Result
+from tests.conftest import Result, write
 
 Cli = Callable[..., Result]
 Speeds = list[list[Fraction]]
@@ -71,15 +71,14 @@ def random_trace(chance: random.Random) -> tuple[Speeds, int]:
     return trace, chance.choice((workers, workers + 1, 7 * workers, 129 * workers + 5))
 
 
-def write(path: Path, trace: Speeds, chance: random.Random) -> Path:
+def saved(path: Path, trace: Speeds, chance: random.Random) -> Path:
     rows = [
         f"{k},w{worker},{float(speed)!r},{chance.random():.3f},{chance.random():.3f}"
         for k, row in enumerate(trace)
         for worker, speed in enumerate(row)
     ]
     chance.shuffle(rows)
-    path.write_text("\n".join(["iteration,worker,speed,cpu,memory", *rows]) + "\n", encoding="utf-8")
-    return path
+    return write(path, "iteration,worker,speed,cpu,memory", *rows)
 
 
 def replayed(trace: Speeds, total: int, kind: str, since: int) -> dict[str, float]:
@@ -107,7 +106,7 @@ def test_the_replay_by_hand(cli: Cli, tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     trace, total = random_trace(chance)
     workers, kind, since = len(trace[0]), chance.choice(("last", "ema")), 20
-    path = write(tmp_path / "trace.csv", trace, chance)
+    path = saved(tmp_path / "trace.csv", trace, chance)
     result = cli("balance", path, "--predictor", kind, "--total-batch", total, "--warm-up", 20, "--json")
     assert result.code == 0, result.err
     document = result.document
@@ -207,7 +206,7 @@ def test_the_schemes_by_hand(cli: Cli, tmp_path: Path, seed: int) -> None:
     trace, total = random_trace(chance)
     trace = [[speed / 20 + row[0] for speed in row] for row in trace[:24]]  # close to each other: iterations stay few
     total = max(total, 7 * len(trace[0]))
-    path = write(tmp_path / "trace.csv", trace, chance)
+    path = saved(tmp_path / "trace.csv", trace, chance)
     trace = [[Fraction(float(speed)) for speed in row] for row in trace]
     options = ("--predictor", "last", "--total-batch", total, "--warm-up", 20, "--schemes", "--json")
     result = cli("balance", path, *options)

@@ -11,23 +11,19 @@ import numpy as np
 import pytest
 
 from ddltool.analyzers.barriers.zipline import zipline
-from tests.conftest import Result
+from tests.conftest import Result, write
 
 Cli = Callable[..., Result]
+HEADER = "worker,iteration,end_s"
 EXAMPLE = Path(__file__).resolve().parents[1] / "fixtures" / "barrier" / "times.csv"
 FIGURES = {"waiting_time_s", "barrier_s", "total_waiting_s", "waiting_per_iteration_s", "iteration_gap"}
 PREDICTED = [[1.0, 5.0, 9.0], [3.0, 6.0, 11.0], [2.0, 7.0, 9.5]]
 
 
-def write(path: Path, rows: list[str], header: str = "worker,iteration,end_s") -> Path:
-    path.write_text("\n".join([header, *rows]) + "\n", encoding="utf-8")
-    return path
-
-
 @pytest.fixture
 def predictions(tmp_path: Path) -> Path:
     rows = [f"w{w},{i},{end}" for w, ends in enumerate(PREDICTED) for i, end in enumerate(ends, start=1)]
-    return write(tmp_path / "times.csv", rows[::-1])  # the order of the rows means nothing
+    return write(tmp_path / "times.csv", HEADER, *rows[::-1])  # the order of the rows means nothing
 
 
 def test_json_keeps_its_contract(cli: Cli) -> None:
@@ -62,7 +58,7 @@ def test_predictions_are_taken_as_they_are(cli: Cli, predictions: Path) -> None:
 def test_steady_workers_meet_where_their_periods_meet(cli: Cli, tmp_path: Path) -> None:
     """Periods of 2 s and 3 s recorded until 12 s meet at 18 s."""
     rows = [f"slow,{i},{3 * i}" for i in range(1, 5)] + [f"fast,{i},{2 * i}" for i in range(1, 7)]
-    path = write(tmp_path / "times.csv", rows)
+    path = write(tmp_path / "times.csv", HEADER, *rows)
     for predictor in ("last", "ema", "mean"):
         document = cli("barrier", path, "--predictor", predictor, "--json").document
         record = document["algorithms"]["zipline"]
@@ -93,7 +89,7 @@ def test_tables_fit_80_columns_and_files_are_written(cli: Cli, tmp_path: Path) -
 
 def test_many_workers_are_summed_up(cli: Cli, tmp_path: Path) -> None:
     rows = [f"{w},{i},{i * (1 + w / 7):.6f}" for w in range(30) for i in range(1, 40)]
-    result = cli("barrier", write(tmp_path / "times.csv", rows), "--lookahead", 40)
+    result = cli("barrier", write(tmp_path / "times.csv", HEADER, *rows), "--lookahead", 40)
     assert result.code == 0
     assert "Iterations of 30 workers" in result.out
     assert "median" in result.out
@@ -197,14 +193,14 @@ TWO = ["a,1,1.0", "a,2,2.0", "b,1,1.5", "b,2,3.0"]
     ],
 )
 def test_bad_input_is_one_line(cli: Cli, tmp_path: Path, rows: list[str], options: tuple[str, ...], line: str) -> None:
-    path = write(tmp_path / "times.csv", rows)
+    path = write(tmp_path / "times.csv", HEADER, *rows)
     result = cli("barrier", path, *options)
     assert (result.code, result.out) == (2, "")
     assert result.error_line.startswith(line.format(file=path)), result.error_line
 
 
 def test_a_missing_column_and_a_missing_file_are_one_line(cli: Cli, tmp_path: Path) -> None:
-    path = write(tmp_path / "times.csv", TWO, header="worker,iteration,ends")
+    path = write(tmp_path / "times.csv", "worker,iteration,ends", *TWO)
     assert cli("barrier", path).error_line == f'{path}:end_s: no such column; did you mean "ends"? (known: ends, iteration, worker)'  # fmt: skip  # noqa: E501
     assert "no such file" in cli("barrier", tmp_path / "none.csv").error_line
     (tmp_path / "empty.csv").touch()
@@ -220,7 +216,7 @@ def test_a_mistake_in_a_long_file_is_one_line(cli: Cli, tmp_path: Path) -> None:
     """Long columns are read in chunks, whose types may then differ: that must not warn."""
     rows = [f"{w},{i},{i}" for w in range(20) for i in range(1, 20_001)]
     rows[-1] = "19,20000,late"
-    result = cli("barrier", write(tmp_path / "times.csv", rows))
+    result = cli("barrier", write(tmp_path / "times.csv", HEADER, *rows))
     assert result.err.splitlines() == [f"error: {tmp_path / 'times.csv'}:row 400000:end_s: is late; a number from -1e+15 to 1e+15"]  # fmt: skip  # noqa: E501
 
 
@@ -229,7 +225,7 @@ def test_a_million_rows_take_seconds(cli: Cli, tmp_path: Path) -> None:
     chance = np.random.default_rng(0)
     ends = np.cumsum(chance.uniform(0.5, 2.0, (1000, 1)) * chance.uniform(0.9, 1.1, (1000, 1000)), axis=1)
     rows = [f"w{w},{i},{end:.6f}" for w, row in enumerate(ends.tolist()) for i, end in enumerate(row, start=1)]
-    path = write(tmp_path / "times.csv", rows)
+    path = write(tmp_path / "times.csv", HEADER, *rows)
     begin = time.process_time()
     document = cli("barrier", path, "--lookahead", 150, "--json").document
     whole = time.process_time() - begin
@@ -242,13 +238,15 @@ def test_a_million_rows_take_seconds(cli: Cli, tmp_path: Path) -> None:
 
 def test_a_worker_may_be_called_nan(cli: Cli, tmp_path: Path) -> None:
     rows = [f"{name},{k},{k * length}" for name, length in (("NaN", 2.0), ("NA", 3.0)) for k in range(1, 9)]
-    document = cli("barrier", write(tmp_path / "times.csv", rows), "--json").document
+    document = cli("barrier", write(tmp_path / "times.csv", HEADER, *rows), "--json").document
     assert set(document["bsp"]["iterations"]) == {"NaN", "NA"}
 
 
 def test_times_up_to_the_limit_stay_finite(cli: Cli, tmp_path: Path) -> None:
     rows = ["a,1,-1e15", "a,2,1e15", "b,1,0", "b,2,1e15"]
-    result = cli("barrier", write(tmp_path / "times.csv", rows), "--json", "--algorithm", "all", "--lookahead", 100)
+    result = cli(
+        "barrier", write(tmp_path / "times.csv", HEADER, *rows), "--json", "--algorithm", "all", "--lookahead", 100
+    )
     assert (result.code, result.err) == (0, "")
     assert "Infinity" not in result.out
     assert "NaN" not in result.out

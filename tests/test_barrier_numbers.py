@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import random
 from collections.abc import Callable, Iterable
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Result, write_lines
+from tests.conftest import Result, write, write_lines
 
 Cli = Callable[..., Result]
 Ends = dict[str, list[Fraction]]
@@ -91,12 +90,10 @@ def random_ends(chance: random.Random, workers: int, iterations: int) -> Ends:
     return ends
 
 
-def write(path: Path, ends: Ends, chance: random.Random) -> Path:
-    rows = [(name, place, float(end)) for name, row in ends.items() for place, end in enumerate(row, start=1)]
+def saved(path: Path, ends: Ends, chance: random.Random) -> Path:
+    rows = [f"{name},{place},{float(end)!r}" for name, row in ends.items() for place, end in enumerate(row, start=1)]
     chance.shuffle(rows)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([("worker", "iteration", "end_s"), *rows])
-    return path
+    return write(path, "worker,iteration,end_s", *rows)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -105,7 +102,7 @@ def test_barriers_of_given_predictions(cli: Cli, tmp_path: Path, seed: int) -> N
     ends = random_ends(chance, chance.randint(1, 4), chance.randint(1, 5))
     max_gap = chance.choice((None, 0, 1, 2))
     options = [] if max_gap is None else ["--max-gap", str(max_gap)]
-    result = cli("barrier", write(tmp_path / "times.csv", ends, chance), "--predicted", *options, "--json")
+    result = cli("barrier", saved(tmp_path / "times.csv", ends, chance), "--predicted", *options, "--json")
     assert result.code == 0, result.err
     check_document(result.document, ends, max_gap)
 
@@ -140,7 +137,7 @@ def test_barriers_of_recorded_ends(cli: Cli, tmp_path: Path, seed: int) -> None:
             lengths = [later - earlier for earlier, later in itertools.pairwise(row)]
             step = predicted(lengths, predictor)
             ends[f"w{worker}"] = [at + step * place for place in range(1, lookahead + 1)]
-        path = write(tmp_path / "times.csv", recorded, chance)
+        path = saved(tmp_path / "times.csv", recorded, chance)
     else:
         path = tmp_path / "telemetry.jsonl"
         rows = []

@@ -194,6 +194,17 @@ def test_without_time_the_start_and_its_bound_are_kept() -> None:
     json.dumps(found.schedule.order)
 
 
+def test_a_start_that_no_bound_proves_is_proven_by_the_solver() -> None:
+    waits = {"c0": ("b",), "c1": ("a", "c0"), "c2": ("a",), "c3": ("a", "c1", "c2")}
+    times = {"a": 4.0, "b": 2.0, "c0": 1.0, "c1": 3.0, "c2": 3.0, "c3": 1.0}
+    ops = [Op(name=name, kind="recv", resource="channel:0", parameter=name, duration_s=times[name]) for name in "ab"]
+    ops += [Op(name=name, kind="compute", duration_s=times[name], inputs=inputs) for name, inputs in waits.items()]
+    graph = Graph.from_ops("tight", "inference", ops)
+    assert seconds(graph, lower_bound(reduce(graph))) == 11.0
+    found = solve_exact(graph, workers=1)
+    assert (found.status, found.makespan_s, found.lower_bound_s) == ("optimal", 12.0, 12.0)
+
+
 def test_free_ops_do_not_hold_a_send_back() -> None:
     """A view between a kernel and its send runs when the kernel ends, although the device is busy from then on."""
     ops = [

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from ddltool.analyzers.costs.kernel_times import ARITHMETIC, FEED, TRAFFIC, Constants, tiled_flops
+from ddltool.analyzers.costs.kernel_times import ARITHMETIC, FEED, TRAFFIC, Constants
 from ddltool.analyzers.costs.kernels import INPUT_GRADIENT, WEIGHT_GRADIENT, compiled, kernels_of
 from ddltool.analyzers.costs.memory import Kind, Sharding
 from ddltool.analyzers.costs.model import CostModel, cost_model, estimate, time_step, update_s
@@ -561,22 +561,6 @@ def test_the_backward_of_a_convolution_is_two_kernels() -> None:
     assert sorted(kernels.direction[chosen].tolist()) == [0, 0, INPUT_GRADIENT, WEIGHT_GRADIENT, WEIGHT_GRADIENT]
     np.testing.assert_allclose(2 * kernels.gemm[chosen].prod(axis=1), kernels.flops[chosen])
     assert set(kernels.op.tolist()) <= set(np.flatnonzero(graph.kind == COMPUTE).tolist())
-
-
-sizes = st.integers(1, 5000).map(float)
-
-
-@settings(max_examples=100)
-@given(st.tuples(st.integers(1, 64).map(float), sizes, sizes, sizes), st.integers(1, 160))
-def test_tiles_never_do_less_than_the_product(gemm: tuple[float, ...], processors: int) -> None:
-    occupied = tiled_flops(np.array([gemm]), processors)[0]
-    assert occupied >= 2 * np.prod(gemm)
-
-
-def test_large_products_come_close_to_their_own_operations() -> None:
-    assert tiled_flops(np.array([[1.0, 8192.0, 8192.0, 8192.0]]), 108)[0] == pytest.approx(2 * 8192.0**3, rel=0.05)
-    one_row = tiled_flops(np.array([[1.0, 1.0, 4096.0, 4096.0]]), 108)[0]
-    assert one_row > 10 * 2 * 4096.0**2  # a row fills no tile
 
 
 @settings(max_examples=50)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -35,19 +36,15 @@ from ddltool.errors import Infeasible, InputError
 from ddltool.fixtures.loading import calibration, devices, folder
 from ddltool.graph import Graph
 from ddltool.graph_io import read_graph
-from ddltool.job import DeviceOffer, GoodputSection, Job
+from ddltool.job import GoodputSection, Job
 from ddltool.plans import Plan
-from tests.conftest import throughput
+from tests.conftest import job, throughput
 
 RATE, DELAY = 10e9 / 8, 50e-6
 NETWORK = dict.fromkeys(("V100", "T4"), Fabric.flat(RATE, DELAY))
 
 
-def job(offers: Mapping[str, tuple[int, float]], *, workers: int = 16, **more: object) -> Job:
-    listed = [DeviceOffer(type=name, count=count, capability_per_s=speed) for name, (count, speed) in offers.items()]
-    return Job.model_validate(
-        {"name": "test", "max_workers": workers, "batch_size": 32, "devices": [o.model_dump() for o in listed], **more}
-    )
+asked = partial(job, max_workers=16, batch_size=32)
 
 
 def problem_of(made: Job) -> Problem:
@@ -63,7 +60,7 @@ def options_of(plan: Plan) -> dict[str, Option]:
     return {option.strategy: option for option in plan.decision.options}
 
 
-MIXED = job({"V100": (4, 3.1), "P100": (4, 2.4), "T4": (4, 1.0)})
+MIXED = asked({"V100": (4, 3.1), "P100": (4, 2.4), "T4": (4, 1.0)})
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +77,7 @@ def test_without_communication_the_figures_are_the_single_plans() -> None:
     assert found["bsp"].iteration_s == pytest.approx(2 / 2.4)
     assert found["lb-bsp"].iteration_s == plan_lb_bsp(problem).iteration_s
     alone = [
-        solve_est(problem_of(job({name: (4, speed)}))).iteration_s
+        solve_est(problem_of(asked({name: (4, speed)}))).iteration_s
         for name, speed in (("V100", 3.1), ("P100", 2.4), ("T4", 1.0))
     ]
     assert found["est"].iteration_s == min(alone)  # bits across types are not promised
@@ -201,7 +198,7 @@ offers = st.dictionaries(
 def test_figures_add_up_and_the_pick_follows_its_rule(
     offered: dict[str, tuple[int, float]], workers: int, wait_s: float, own_s: float
 ) -> None:
-    made = job(offered, workers=workers)
+    made = asked(offered, max_workers=workers)
     plan = auto(made, Knowledge(communication=Fixed(wait_s, own_s), errors=dict.fromkeys(offered, 0.1)))
     found = options_of(plan)
     assert plan.decision is not None
@@ -234,7 +231,7 @@ def test_figures_add_up_and_the_pick_follows_its_rule(
 
 def test_barriers_are_taken_only_when_far_ahead() -> None:
     """An equal split waits for the network at every step; workers of a parameter server hide it."""
-    uneven = job({"fast": (3, 3.0), "slow": (1, 1.0)}, workers=4)
+    uneven = asked({"fast": (3, 3.0), "slow": (1, 1.0)}, max_workers=4)
     near = auto(uneven, Knowledge(communication=Fixed(0.01, 0.01)))
     far = auto(uneven, Knowledge(communication=Fixed(2.0, 0.01)))
     assert near.strategy == "lb-bsp"
@@ -244,7 +241,7 @@ def test_barriers_are_taken_only_when_far_ahead() -> None:
 
 
 def test_cheapest_is_the_least_price_over_all_sets_of_types() -> None:
-    priced = job({"V100": (4, 3.1), "T4": (4, 1.0)})
+    priced = asked({"V100": (4, 3.1), "T4": (4, 1.0)})
     prices = {"V100": 2.48, "T4": 0.35}
     made = priced.model_copy(
         update={"devices": [o.model_copy(update={"price_per_hour": prices[o.type]}) for o in priced.devices]}
@@ -272,7 +269,7 @@ def test_goodput_counts_progress() -> None:
         section = GoodputSection(
             noise_scale=phi, initial_batch_size=64, max_batch_size=4096, max_local_batch_size=512, devices_per_node=4
         )
-        made = job({"T4": (8, 1 / (0.01 + 0.001 * 32))}).model_copy(update={"goodput": section})
+        made = asked({"T4": (8, 1 / (0.01 + 0.001 * 32))}).model_copy(update={"goodput": section})
         plan = auto(made, Knowledge(models={"T4": params}, communication=FittedCommunication({"T4": params}, 4)))
         options = options_of(plan)
         share = (phi + 64) / (phi + 16 * 32)
@@ -320,7 +317,7 @@ def test_words_tell_gain_and_doubt() -> None:
 
 
 def test_the_error_of_one_type_cancels() -> None:
-    plan = auto(job({"V100": (4, 3.1)}, workers=4), Knowledge(errors={"V100": 0.3}, error_source="cost model"))
+    plan = auto(asked({"V100": (4, 3.1)}, max_workers=4), Knowledge(errors={"V100": 0.3}, error_source="cost model"))
     assert plan.decision is not None
     assert (plan.decision.error, plan.decision.gain_error, plan.decision.too_close) == (0.3, 0.0, [])
 
@@ -356,7 +353,7 @@ def test_the_words_of_measured_communication_and_of_equals() -> None:
     none = auto(MIXED, Knowledge(communication=MeasuredCommunication(sync_s=0.0, replicas=12))).decision
     assert none is not None
     assert "no communication worth mentioning is exposed" in none.words[1]
-    equal = auto(job({"A": (4, 1.0)}, workers=4)).decision
+    equal = auto(asked({"A": (4, 1.0)}, max_workers=4)).decision
     assert equal is not None
     assert "0%" not in equal.words[0]
     assert equal.words[0].endswith("what one would do anyway.")

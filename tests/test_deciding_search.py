@@ -32,6 +32,7 @@ from ddltool.fixtures.loading import calibration, devices, folder
 from ddltool.graph_io import read_graph
 from ddltool.job import Job
 from ddltool.links import parse_link, parse_nic
+from tests.conftest import job
 
 SPEEDS = (0.3, 0.5, 1.0, 1.7, 2.4, 3.1, 6.0)
 PRICES = (0.0, 0.3, 1.0, 2.5)
@@ -56,21 +57,6 @@ class Ring(Communication):
 
     def bound_s(self, devices: Mapping[str, int], most: Mapping[str, int], pass_s: float) -> float:
         return self.synchronous(devices, pass_s).best_s if sum(devices.values()) > 1 else 0.0
-
-
-def job(offers: Mapping[str, tuple[int, float, float]], workers: int, batch: int, **constraints: Any) -> Job:
-    listed = [
-        {"type": name, "count": count, "capability_per_s": speed, "price_per_hour": price}
-        for name, (count, speed, price) in offers.items()
-    ]
-    document = {
-        "name": "test",
-        "max_workers": workers,
-        "batch_size": batch,
-        "devices": listed,
-        "constraints": constraints,
-    }
-    return Job.model_validate(document)
 
 
 def problem_of(made: Job) -> Problem:
@@ -155,7 +141,7 @@ def check_equal_to_all(
     batch: int,
     more: dict[str, Any],
 ) -> None:
-    made, ring = job(offered, workers, batch, **more), Ring(seconds)
+    made, ring = job(offered, max_workers=workers, batch_size=batch, constraints=more), Ring(seconds)
     try:
         problem = problem_of(made)
     except Infeasible:
@@ -201,7 +187,7 @@ def check_more_is_never_worse(
     """
 
     def answer(some: Mapping[str, tuple[int, float, float]], **more: Any) -> float:
-        made = job(some, workers, 8, **more)
+        made = job(some, max_workers=workers, batch_size=8, constraints=more)
         try:
             known = Knowledge(communication=Ring(seconds), rests_s=RESTS_S, skew=SKEW)
             plan = decide(made, problem_of(made), known, settings=Settings(limit_s=60.0))
@@ -279,14 +265,14 @@ def test_no_devices_reduce_sooner_than_the_bound_says(
 
 def test_devices_behind_a_slow_link_are_left_out_by_every_strategy() -> None:
     """Eight fast ones alone make 37.6 a second; with four slow ones behind a slow link nobody does better."""
-    made = job({"A100": (8, 4.7, 1.0), "V100": (4, 0.8, 1.0)}, 16, 1)
+    made = job({"A100": (8, 4.7, 1.0), "V100": (4, 0.8, 1.0)}, max_workers=16, batch_size=1)
     plan = decide(made, problem_of(made), Knowledge(communication=Ring({"A100": 0.001, "V100": 2.0})))
     assert plan.decision is not None
     assert plan.strategy == "bsp"
     for option in plan.decision.options:
         assert option.devices == {"A100": 8}, option.strategy
     assert plan.decision.words[0].startswith("Use the 8 A100s and leave the 4 V100s out, 2 samples on each A100: ")
-    alone = job({"A100": (8, 4.7, 1.0)}, 16, 1)
+    alone = job({"A100": (8, 4.7, 1.0)}, max_workers=16, batch_size=1)
     same = decide(alone, problem_of(alone), Knowledge(communication=Ring({"A100": 0.001})))
     assert (same.strategy, same.iteration_s) == (plan.strategy, plan.iteration_s)
 
@@ -294,7 +280,9 @@ def test_devices_behind_a_slow_link_are_left_out_by_every_strategy() -> None:
 def test_time_that_runs_out_leaves_a_bound() -> None:
     """Each device more takes a hundredth of a second of everybody's time."""
     speeds = (1.0, 1.7, 3.1)
-    made = job({name: (400, speed, 1.0) for name, speed in zip("ABC", speeds, strict=True)}, 4096, 1)
+    made = job(
+        {name: (400, speed, 1.0) for name, speed in zip("ABC", speeds, strict=True)}, max_workers=4096, batch_size=1
+    )
     problem = problem_of(made)
 
     def compute_s(counts: tuple[int, ...]) -> float:
@@ -316,7 +304,7 @@ def test_time_that_runs_out_leaves_a_bound() -> None:
 
 
 def test_deadlines_budgets_and_fewest_devices() -> None:
-    made = job({"A": (8, 2.0, 2.0), "B": (8, 1.0, 0.5)}, 16, 10)
+    made = job({"A": (8, 2.0, 2.0), "B": (8, 1.0, 0.5)}, max_workers=16, batch_size=10)
     steps = {"samples": 16 * 10 * 3600.0, "step_samples": 160}  # an hour of steps of a second
     plan = lambda **more: decide(made, problem_of(made), Knowledge(), goal=Goal(**steps, **more))  # type: ignore[arg-type]  # noqa: E731
     fast = plan()
@@ -369,7 +357,7 @@ def test_failures_lengthen_a_run_as_daly_says() -> None:
             assert best <= other * (1 + 1e-6)
     assert [spot.factor(n) for n in (1, 4, 16, 64)] == sorted(spot.factor(n) for n in (1, 4, 16, 64))
     goal = Goal(samples=1e6, step_samples=160, failures=spot)
-    made = job({"A": (8, 2.0, 2.0)}, 16, 10)
+    made = job({"A": (8, 2.0, 2.0)}, max_workers=16, batch_size=10)
     plan = decide(made, problem_of(made), Knowledge(), goal=goal)
     assert plan.decision is not None
     assert plan.decision.run is not None

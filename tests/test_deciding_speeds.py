@@ -78,7 +78,7 @@ def profile(path: Path, device: str, spread: float = SPREAD) -> None:
     table.to_csv(path, index=False)
 
 
-def job(folder: Path, types: str, more: str = "") -> Path:
+def job_file(folder: Path, types: str, more: str = "") -> Path:
     """Write a job of one device of each type, with a profile and a fit of its own."""
     listed = []
     for name in types:
@@ -111,7 +111,7 @@ def test_measured_speeds_replace_those_of_the_fits_in_every_strategy(tmp_path: P
     """Two types of one fit; one of them is measured three times as slow as that, with half of the batch each."""
     fitted = LAUNCH_S + SAMPLE_S * 128
     told = telemetry(tmp_path, {"a": 128, "b": 128}, {"a": fitted, "b": 3 * fitted})
-    made = cli("plan", job(tmp_path, "ab"), "--telemetry", told, "--json").document
+    made = cli("plan", job_file(tmp_path, "ab"), "--telemetry", told, "--json").document
     compute = compute_of(made)
     alone = LAUNCH_S + SAMPLE_S * TOTAL  # the fast one is better off without the other under an equal split
     assert made["decision"]["baselines"]["all 2, equally"]["compute_s"] == pytest.approx(3 * fitted)
@@ -128,7 +128,7 @@ def test_types_that_the_run_did_not_have_keep_to_the_measured_ones(tmp_path: Pat
     """The one type is measured at three times its fit, so the fit of the other is stretched by as much."""
     fitted = LAUNCH_S + SAMPLE_S * 128
     told = telemetry(tmp_path, {"a": 128}, {"a": 3 * fitted})
-    path = job(tmp_path, "ac")
+    path = job_file(tmp_path, "ac")
     if not profiled:
         text = path.read_text(encoding="utf-8").replace("profile: a.csv, ", "").replace("profile: c.csv, ", "")
         path.write_text(text, encoding="utf-8")
@@ -145,7 +145,7 @@ def test_types_that_the_run_did_not_have_keep_to_the_measured_ones(tmp_path: Pat
 def test_the_goodput_plan_is_by_the_run_as_well(tmp_path: Path, cli: Cli) -> None:
     section = f"goodput: {{initial_batch_size: {TOTAL}, max_batch_size: {TOTAL}, max_local_batch_size: 128}}\n"
     fitted = LAUNCH_S + SAMPLE_S * 128
-    text = job(tmp_path, "a", section).read_text(encoding="utf-8").replace("count: 1", "count: 2")
+    text = job_file(tmp_path, "a", section).read_text(encoding="utf-8").replace("count: 1", "count: 2")
     (tmp_path / "job.yaml").write_text(text, encoding="utf-8")
     rows_of = rows({"a": 128, "other": 128}, {"a": 3 * fitted, "other": 3 * fitted}, sync_s=0.004, noise=0.0)
     told = tmp_path / "t.jsonl"
@@ -248,7 +248,7 @@ def test_an_equal_split_wastes_what_its_devices_wait(
 
 def test_waste_is_of_the_capability_in_use(tmp_path: Path, cli: Cli) -> None:
     """A capability that no fit agrees with: the two devices make 128 samples in their fitted time while none waits."""
-    text = job(tmp_path, "a").read_text(encoding="utf-8").replace("count: 1", "count: 2")
+    text = job_file(tmp_path, "a").read_text(encoding="utf-8").replace("count: 1", "count: 2")
     (tmp_path / "job.yaml").write_text(text, encoding="utf-8")
     made = cli("plan", tmp_path / "job.yaml", "--json").document
     assert made["communication_s"] > 0
@@ -264,14 +264,14 @@ def test_waste_is_of_the_capability_in_use(tmp_path: Path, cli: Cli) -> None:
 def test_times_of_a_fit_have_its_error_at_least(
     tmp_path: Path, cli: Cli, spread: float, error: float, source: str
 ) -> None:
-    path = job(tmp_path, "a")
+    path = job_file(tmp_path, "a")
     profile(tmp_path / "a.csv", "a", spread)
     decision = cli("plan", path, "--json").document["decision"]
     assert (decision["error"], decision["error_source"]) == (pytest.approx(error), source)
 
 
 def test_fitted_synchronisation_is_not_called_measured(tmp_path: Path, cli: Cli) -> None:
-    text = job(tmp_path, "a").read_text(encoding="utf-8").replace("count: 1", "count: 2")
+    text = job_file(tmp_path, "a").read_text(encoding="utf-8").replace("count: 1", "count: 2")
     (tmp_path / "job.yaml").write_text(text, encoding="utf-8")
     words = " ".join(cli("plan", tmp_path / "job.yaml", "--json").document["decision"]["words"])
     assert "exposed communication (as fitted, its error is not known)" in words
@@ -281,7 +281,7 @@ def test_fitted_synchronisation_is_not_called_measured(tmp_path: Path, cli: Cli)
 def test_a_measured_step_adds_up(tmp_path: Path, cli: Cli) -> None:
     """Compute 0.2, synchronisation 0.01, and 0.05 of optimizer and loader."""
     told = telemetry(tmp_path, {"a": 128, "b": 128}, {"a": 0.15, "b": 0.2}, sync_s=0.01, other_s=OTHER_S)
-    path = job(tmp_path, "ab")
+    path = job_file(tmp_path, "ab")
     assert cli("plan", path, "--strategy", "bsp", "-o", tmp_path / "plan.json").code == 0
     found = cli("verify", tmp_path / "plan.json", told, "--json").document
     assert found["other"] == {"predicted_s": None, "measured_s": pytest.approx(OTHER_S)}
@@ -296,7 +296,7 @@ def test_a_measured_step_adds_up(tmp_path: Path, cli: Cli) -> None:
 
 def test_the_rest_of_a_step_is_in_the_next_plan(tmp_path: Path, cli: Cli) -> None:
     """A plan made with a run's telemetry predicts that run where it plans the same."""
-    path = job(tmp_path, "ab")
+    path = job_file(tmp_path, "ab")
     told = telemetry(tmp_path, {"a": 128, "b": 128}, {"a": 0.2, "b": 0.2}, sync_s=0.01, other_s=OTHER_S)
     made = cli("plan", path, "--telemetry", told, "-o", tmp_path / "plan.json", "--json").document
     assert (made["strategy"], made["iteration_s"]) == ("bsp", pytest.approx(0.26))
@@ -336,7 +336,7 @@ def test_passes_of_a_run_are_read() -> None:
 
 def test_a_device_that_the_job_does_not_offer_is_fitted_again(tmp_path: Path, cli: Cli) -> None:
     """Its telemetry is no help to a plan for other devices."""
-    path = job(tmp_path, "ab")
+    path = job_file(tmp_path, "ab")
     assert cli("plan", path, "--strategy", "bsp", "-o", tmp_path / "plan.json").code == 0
     told = telemetry(tmp_path, {"cpu": 128, "b": 128}, {"cpu": 0.5, "b": 0.5}, sync_s=0.3)
     found = cli("verify", tmp_path / "plan.json", told, "--goodput", tmp_path / "a.json", "--json").document

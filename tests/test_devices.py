@@ -12,8 +12,8 @@ from ddltool.analyzers.costs.model import cost_model
 from ddltool.device import Device, DeviceTable, name_key
 from ddltool.errors import InputError
 from ddltool.fixtures.loading import calibration, devices, devices_of, known_devices, with_specs
-from ddltool.job import Job, read_job
-from tests.conftest import Result
+from ddltool.job import read_job
+from tests.conftest import Result, job, write
 
 Cli = Callable[..., Result]
 TABLE = devices()
@@ -109,14 +109,12 @@ def test_types_without_a_figure_run_at_the_float32_rate() -> None:
 PLAIN = "{name: box, peak_flops: {float32: 1e12}, memory_bytes_per_s: 5e11, memory_gib: 8}"
 
 
-def write(folder: Path, *entries: str, name: str = "mine.yaml") -> Path:
-    path = folder / name
-    path.write_text("devices:\n" + "".join(f"- {entry}\n" for entry in entries))
-    return path
+def table_of(folder: Path, *entries: str) -> Path:
+    return write(folder / "mine.yaml", "devices:", *(f"- {entry}" for entry in entries))
 
 
 def test_an_old_entry_is_a_whole_one(tmp_path: Path) -> None:
-    table = known_devices(write(tmp_path, PLAIN))
+    table = known_devices(table_of(tmp_path, PLAIN))
     box = table.device("BOX")
     assert (box.title, box.source, box.architecture, box.multiprocessors) == ("", "given by the user", "", 0)
     assert (box.l2_bytes, box.link_bytes_per_s, box.price_per_hour) == (0, 0, None)
@@ -127,7 +125,7 @@ def test_an_old_entry_is_a_whole_one(tmp_path: Path) -> None:
 
 
 def test_like_takes_over_all_that_is_not_said(tmp_path: Path) -> None:
-    path = write(
+    path = table_of(
         tmp_path,
         "{name: a100, like: A100, memory_gib: 20, peak_flops: {float16: 156e12}}",
         "{name: twin, like: a100, price_per_hour: 2, title: Twin}",
@@ -157,14 +155,16 @@ def test_like_takes_over_all_that_is_not_said(tmp_path: Path) -> None:
     ],
 )
 def test_only_the_shipped_figures_were_measured(entry: str, residuals: str, tmp_path: Path) -> None:
-    device = known_devices(write(tmp_path, entry)).devices[0]
+    device = known_devices(table_of(tmp_path, entry)).devices[0]
     assert cost_model(device, calibration()).residuals == calibration().residuals[residuals]  # type: ignore[index]
 
 
 def test_what_was_measured_on_a_device_is_not_of_one_like_it(tmp_path: Path) -> None:
     fitted = "{units: {tensor: 1, vector: 1, memory: 0.5}, issue_s: 1e-5, start_s: 1e-5, update_s: 1e-5, source: rows, "
     fitted += "residuals: {low: 0.8, high: 1.2, median_error: 0.1, rows: 5, what: rows}}"
-    table = known_devices(write(tmp_path, f"{{name: mine, like: A10, fitted: {fitted}}}", "{name: other, like: mine}"))
+    table = known_devices(
+        table_of(tmp_path, f"{{name: mine, like: A10, fitted: {fitted}}}", "{name: other, like: mine}")
+    )
     assert table.device("mine").fitted is not None
     assert table.device("other").fitted is None
 
@@ -189,7 +189,7 @@ def test_what_was_measured_on_a_device_is_not_of_one_like_it(tmp_path: Path) -> 
     ],
 )
 def test_mistakes_in_a_file_are_one_line(entry: str, message: str, tmp_path: Path, cli: Cli) -> None:
-    path = write(tmp_path, entry)
+    path = table_of(tmp_path, entry)
     with pytest.raises(InputError, match=message) as told:
         known_devices(path)
     result = cli("devices", "--devices-file", path)
@@ -209,20 +209,20 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
             known_devices(path)
 
 
-def job(*devices: dict[str, object]) -> Job:
-    return Job.model_validate({"name": "j", "max_workers": 2, "devices": list(devices)})
-
-
 def test_a_jobs_spec_comes_before_a_file_and_a_file_before_the_table(tmp_path: Path) -> None:
-    path = write(
+    path = table_of(
         tmp_path, PLAIN, "{name: V100, like: V100, memory_gib: 32, price_per_hour: 3}", "{name: other, like: box}"
     )
     told = with_specs(
         job(
-            {"type": "box", "count": 1, "spec": {"like": "other", "memory_gib": 9}},
-            {"type": "v-100", "count": 1, "price_per_hour": 1.0},
-            {"type": "Tesla V100", "count": 1},
-            {"type": "T4", "count": 1},
+            {},
+            max_workers=2,
+            devices=[
+                {"type": "box", "count": 1, "spec": {"like": "other", "memory_gib": 9}},
+                {"type": "v-100", "count": 1, "price_per_hour": 1.0},
+                {"type": "Tesla V100", "count": 1},
+                {"type": "T4", "count": 1},
+            ],
         ),
         "job.yaml",
         path,
@@ -234,7 +234,7 @@ def test_a_jobs_spec_comes_before_a_file_and_a_file_before_the_table(tmp_path: P
     assert [offer.price_per_hour for offer in told.devices] == [None, 1.0, 3.0, None]
     assert [offer.memory_gib for offer in told.devices] == [9, 32, 32, None]
     assert told.devices[3].spec is None
-    assert devices_of(job({"type": "T4"}), "job.yaml").devices == TABLE.devices
+    assert devices_of(job({"T4": ()}, max_workers=2), "job.yaml").devices == TABLE.devices
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_mistakes_in_a_spec_are_one_line(spec: str, message: str, tmp_path: Path
 
 
 def test_commands_take_own_devices(cli: Cli, tmp_path: Path) -> None:
-    mine = write(tmp_path, "{name: slow, like: V100, peak_flops: {float32: 1.57e11}, memory_bytes_per_s: 9e9}")
+    mine = table_of(tmp_path, "{name: slow, like: V100, peak_flops: {float32: 1.57e11}, memory_bytes_per_s: 9e9}")
     trace = [
         "trace",
         "zoo:cifarnet",
@@ -314,6 +314,6 @@ def test_the_command_lists_and_shows(cli: Cli, tmp_path: Path) -> None:
     assert [device["name"] for device in cli("devices", "T4", "--json").document["devices"]] == ["T4"]
     assert (
         "price per hour  2"
-        in cli("devices", "box", "--devices-file", write(tmp_path, PLAIN.replace("8}", "8, price_per_hour: 2}"))).out
+        in cli("devices", "box", "--devices-file", table_of(tmp_path, PLAIN.replace("8}", "8, price_per_hour: 2}"))).out
     )
     assert cli("devices", "V1000").error_line.startswith("NAME: unknown device 'V1000'; did you mean \"V100\"")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ from ddltool.analyzers.goodput.throughput import ThroughputParams, iteration_tim
 from ddltool.artifacts import save
 from ddltool.errors import Infeasible
 from ddltool.goodput_model import Goodput
-from ddltool.job import Constraints, DeviceOffer, GoodputSection, Job
-from tests.conftest import Result
+from ddltool.job import Constraints, GoodputSection
+from tests.conftest import Result, job
 
 Cli = Callable[..., Result]
 
@@ -37,10 +38,7 @@ SECTION = GoodputSection(
 )
 
 
-def job(**changes: object) -> Job:
-    devices = [DeviceOffer(type="A", count=5, price_per_hour=1.0), DeviceOffer(type="B", count=4, price_per_hour=3.0)]
-    made = Job(name="j", max_workers=4, batch_size=4, devices=devices, goodput=SECTION)
-    return made.model_copy(update=changes)
+asked = partial(job, {"A": (5, None, 1.0), "B": (4, None, 3.0)}, max_workers=4, goodput=SECTION)
 
 
 def by_search(models: dict[str, tuple[ThroughputParams, int]]) -> float:
@@ -59,7 +57,7 @@ def by_search(models: dict[str, tuple[ThroughputParams, int]]) -> float:
 
 
 def test_the_choice_is_the_best_of_all() -> None:
-    made = plan_goodput(job(), SECTION, {"A": SLOW, "B": FAST})
+    made = plan_goodput(asked(), SECTION, {"A": SLOW, "B": FAST})
     assert made.goodput is not None
     assert made.goodput.goodput_per_s == pytest.approx(by_search({"A": (SLOW, 5), "B": (FAST, 4)}), rel=1e-9)
     choice = made.goodput
@@ -70,18 +68,18 @@ def test_the_choice_is_the_best_of_all() -> None:
 
 
 def test_limits_on_devices_and_money_are_kept() -> None:
-    two = plan_goodput(job(constraints=Constraints(max_devices=2)), SECTION, {"A": SLOW, "B": FAST})
+    two = plan_goodput(asked(constraints=Constraints(max_devices=2)), SECTION, {"A": SLOW, "B": FAST})
     assert two.goodput is not None
     assert two.goodput.goodput_per_s == pytest.approx(by_search({"A": (SLOW, 2), "B": (FAST, 2)}), rel=1e-9)
-    poor = plan_goodput(job(constraints=Constraints(max_price_per_hour=4.0)), SECTION, {"A": SLOW, "B": FAST})
+    poor = plan_goodput(asked(constraints=Constraints(max_price_per_hour=4.0)), SECTION, {"A": SLOW, "B": FAST})
     assert poor.goodput is not None
     assert poor.goodput.goodput_per_s == pytest.approx(by_search({"A": (SLOW, 4), "B": (FAST, 1)}), rel=1e-9)
     with pytest.raises(Infeasible, match="no number of the offered devices"):
-        plan_goodput(job(constraints=Constraints(max_price_per_hour=0.5)), SECTION, {"A": SLOW, "B": FAST})
+        plan_goodput(asked(constraints=Constraints(max_price_per_hour=0.5)), SECTION, {"A": SLOW, "B": FAST})
 
 
 def test_the_elastic_table_keeps_the_total_batch() -> None:
-    made = plan_goodput(job(), SECTION, {"A": SLOW})
+    made = plan_goodput(asked(), SECTION, {"A": SLOW})
     assert made.goodput is not None
     total = made.goodput.total_batch_size
     assert [row.world_size for row in made.goodput.elastic] == [1, 2, 3, 4, 5]

@@ -46,13 +46,35 @@ def test_the_intervals_coverage_by_brute_force(count: int) -> None:
         assert coverage(first + 1, last - 1) < 0.95  # and none narrower would do
 
 
-def test_coverage_of_skewed_times() -> None:
+@pytest.mark.parametrize(
+    ("count", "rho", "held", "width"),
+    [
+        (12, 0.0, (0.94, 0.99), 1.06),
+        (25, 0.0, (0.94, 0.99), 1.05),
+        (200, 0.0, (0.94, 0.99), 1.03),
+        (50, 0.5, (0.94, 0.99), 2.5),
+        (200, 0.5, (0.94, 0.99), 2.2),
+        (200, 0.9, (0.93, 0.99), 6.0),
+        # A drift that takes as long as all of the samples: as far as they can tell.
+        (25, 0.9, (0.75, 0.99), 3.5),
+    ],
+)
+def test_coverage_of_skewed_times_under_load_that_drifts(
+    count: int, rho: float, held: tuple[float, float], width: float
+) -> None:
+    """Steps follow an autoregression of first order; where they are independent, the interval is hardly wider for it."""
     rng = np.random.default_rng(3)
-    hits = 0
-    for samples in rng.lognormal(0.0, 0.5, size=(2000, 25)):
-        found = median_interval(list(samples))
+    noise = rng.standard_normal((1000, count)) * [1.0, *[math.sqrt(1 - rho**2)] * (count - 1)]
+    for step in range(1, count):
+        noise[:, step] += rho * noise[:, step - 1]
+    hits, wide, plain = 0, 0.0, 0.0
+    first, last = interval_ranks(count)
+    for samples in np.exp(0.5 * noise):
+        found, ordered = median_interval(list(samples)), np.sort(samples)
         hits += found.low <= 1.0 <= found.high
-    assert 0.94 <= hits / 2000 <= 0.99  # exactly 0.9567 (25 samples), plus or minus four standard errors below
+        wide, plain = wide + math.log(found.high / found.low), plain + math.log(ordered[last] / ordered[first])
+    assert held[0] <= hits / 1000 <= held[1]
+    assert 1.0 <= wide / plain <= width
 
 
 def exact(curve: Any, batches: Any) -> dict[int, Interval]:

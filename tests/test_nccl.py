@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.truth_networks import bert, mpt, sweeps
-from ddltool.analyzers.costs.nccl import Fabric, Measured
+from ddltool.analyzers.costs.nccl import Collective, Fabric, Floor, Measured
 from ddltool.analyzers.loading.fabrics import own_link, read_tests
 from ddltool.errors import InputError
 from ddltool.fixtures.loading import devices
@@ -35,12 +37,126 @@ def test_a_flat_network_has_the_textbook_costs() -> None:
     assert Fabric.flat(1e9, 1e-4).over(1).all_reduce_s(4e9) == 0.0
 
 
-def test_a_ring_by_hand() -> None:
-    """8 A100: 14 hops of 3.4 us, 8.4 us of the protocol and 12 us of the kernel, and 7/4 of the bytes at 240 GB/s."""
-    alone = replace(A100, algorithms=("ring",)).over(8)
-    assert alone.chosen("all_reduce", 2e9) == ("ring", "Simple")
-    assert alone.all_reduce_s(2e9) == pytest.approx((12 + 8.4 + 14 * 3.4) * 1e-6 + 2e9 * 7 / 4 / 240e9)
-    assert alone.all_gather_s(2e9) == pytest.approx((12 + 8.4 + 7 * 3.4) * 1e-6 + 2e9 * 7 / 8 / 240e9)
+# src/graph/tuning.cc of NCCL 2.28: channels, then GB/s on one node, on two, on more; LL, a ring's LL128 (one figure), a tree's
+# LL128 and Simple per channel.
+VOLTA = (6, (39, 39, 20.4), 20, (20, 20, 20), (26.5, 18.5, 10))
+AMPERE = (12, (87.7, 22.5, 19), 20, (20, 20, 20), (24, 23.6, 17.8))
+HOPPER = (18, (141, 45, 35), 36.7, (36.7, 36.7, 29), (38.7, 41.4, 36))
+BLACKWELL = (18, (282, 90, 70), 40, (55.6, 31.67, 20), (70, 42.8, 24))
+YEARS = {"1": VOLTA, "2": VOLTA, "3": AMPERE, "4": HOPPER, "5": BLACKWELL}
+SLOWER = {"pcie3": VOLTA, "pcie4": AMPERE, "pcie5": HOPPER}
+# Microseconds of a hop by LL, LL128, Simple: (a ring's, a tree's).
+HOP = {
+    "nvlink": ((0.6, 1.9, 3.4), (0.6, 1.25, 4)),
+    "pcie": ((1, 2.5, 5.7), (1, 1.9, 4)),
+    "nic": ((2.7, 4, 14), (5, 8.5, 14)),
+}
+# A tree's share of its rate at 64 B, 128 B, ..., in tenths (treeCorrectionFactor).
+TENTHS = (
+    "10 10 10 10 9 8 7 7 7 7 6 5 4 4 5 6 7 8 9 10 10 10 10 10",
+    "10 10 10 10 10 9 8 8 8 7 6 6 6 6 6 6 8 9 9 9 9 10 10 10",
+    "9 9 9 9 9 9 9 8 7 6 6 5 5 5 5 6 7 8 7 7 8 9 9 9",
+)
+
+
+def by_hand(
+    fabric: Fabric, n: int, nodes: int, size: float, collective: Collective = "all_reduce", smooth: bool = False
+) -> dict[str, float]:
+    """Return microseconds by algorithm and protocol, written apart from the package's, for NVLink, PCIe and cards.
+
+    ``smooth``: without what tuning.cc corrects afterwards, a tree's rates by size and the longer steps of long messages.
+    """
+    inside, card = fabric.inside.kind, fabric.between.bytes_per_s / 1e9
+    channels, most_ll, ring_ll128, tree_ll128, tree = SLOWER.get(inside) or YEARS[inside[-1]]
+    many, here = min(nodes, 3) - 1, math.ceil(n / nodes)
+    rate = min([fabric.inside.bytes_per_s / 1e9] * (here > 1) + [card] * (nodes > 1))
+    found: dict[str, float] = {}
+    for place, protocol in enumerate(("LL", "LL128", "Simple")):
+        if protocol == "LL128" and here > 1 and inside.startswith("pcie"):
+            continue
+        (near, near_tree), (far, far_tree) = (tuple(each[place] for each in HOP[kind]) for kind in (inside[:-1], "nic"))
+        near, near_tree = (near, near_tree) if here > 1 else (0.0, 0.0)
+        after_card = [2, 2, 6][place] if nodes > 1 else 0
+        start = 12 + [6.6, 14, 8.4][place]
+        bus = min(rate, channels * tree[2]) if nodes > 2 else rate
+        bus = [min(most_ll[many], bus / 2), min(0.92 * bus, channels * ring_ll128), bus][place]
+        turns = 2 if collective == "all_reduce" else 1
+        if collective == "broadcast":
+            hops = (n - nodes) * near + (nodes - 1) * far
+            found[f"ring {protocol}"] = start + hops + size / (1e3 * bus)
+            continue
+        hops = (n - nodes) * max(near, after_card) + (nodes - 1) * (far if here > 1 else far_tree)
+        flat = protocol == "Simple" and turns == 2 and nodes > 1 and size / (channels * n) >= 64 and not smooth
+        hops *= turns * ((1.9 if channels == 6 else 1.4) if flat else 1)
+        found[f"ring {protocol}"] = start + hops + size * turns * (n - 1) / n / (1e3 * bus)
+        if turns == 1:
+            continue
+        depth = math.ceil(math.log2(nodes))
+        links = [fabric.inside.bytes_per_s / 1e9] * (here > 1) + [card * (2 if nodes == 2 else 1)] * (nodes > 1)
+        whole = min(*links, channels * tree[many])
+        bus = [
+            min(whole / 3.8, most_ll[many]),
+            min(whole * (7 / 9 if nodes == 1 else 0.9375), channels * tree_ll128[many]),
+            whole,
+        ][place]
+        octave = min(max(math.log2(size / 64), 0), 23)
+        low, high = (int(TENTHS[place].split()[round_(octave)]) / 10 for round_ in (math.floor, math.ceil))
+        bus *= 1 if smooth else low + (high - low) * (octave % 1)
+        hops = 2 * ((here - 1) * near_tree + depth * far_tree)
+        filled = 2 * (here - 1 + depth) * channels / (1e3 * whole) * min(size / channels / 8, 2**19) if place else 0
+        found[f"tree {protocol}"] = 12 + [6.8, 14, 8.4][place] + hops + filled + 2 * size / (1e3 * bus)
+    if inside in ("nvlink4", "nvlink5") and 2 < here <= 8 and turns == 2:
+        bus = {"4": 1.29, "5": 1.0}[inside[-1]] * fabric.inside.bytes_per_s / 1e9
+        bus = min(bus, card * (2 if nodes == 2 else 1)) if nodes > 1 else bus
+        hops = 2 * math.ceil(math.log2(nodes)) * 20.9
+        found["nvls Simple"] = 12 + 25 + hops + size * 2 * (n - 1) / n / (1e3 * bus)
+    return found
+
+
+SIZES = np.array([4.0 * 1.5**step for step in range(53)])
+
+
+@pytest.mark.parametrize("inside", list(DATASHEET))
+def test_times_and_choices_are_those_of_tuning_cc(inside: str) -> None:
+    """On one node, two, and more; one process per node, a few, and eight; sizes from 4 B to 5 GiB."""
+    fabric = Fabric(inside=parse_link(inside), between=parse_nic("4x100Gbit"), gpus_per_node=8)
+    for nodes, per_node in ((1, 2), (1, 8), (2, 1), (2, 2), (2, 8), (3, 1), (3, 8), (5, 2)):
+        n = nodes * per_node
+        group = fabric.over(n, nodes)
+        every = [by_hand(fabric, n, nodes, size) for size in SIZES]
+        for algorithm in {way.split()[0] for way in every[0]}:
+            alone = replace(fabric, algorithms=(algorithm,)).over(n, nodes)
+            least = [min(time for way, time in ways.items() if way.startswith(algorithm)) for ways in every]
+            assert 1e6 * alone.all_reduce_s(SIZES) == pytest.approx(least, rel=1e-9)
+        for size, ways in list(zip(SIZES, every, strict=True))[:: nodes + per_node]:
+            assert ways[" ".join(group.chosen("all_reduce", size))] == pytest.approx(min(ways.values()), rel=1e-9)
+        one_way = [min(by_hand(fabric, n, nodes, size, "all_gather").values()) for size in SIZES]
+        assert 1e6 * group.all_gather_s(SIZES) == pytest.approx(one_way, rel=1e-9)
+        assert (group.reduce_scatter_s(SIZES) == group.all_gather_s(SIZES)).all()
+        chain = [min(by_hand(fabric, n, nodes, size, "broadcast").values()) for size in SIZES]
+        assert 1e6 * group._seconds("broadcast", SIZES) == pytest.approx(chain, rel=1e-9)
+
+
+@pytest.mark.parametrize("inside", ["nvlink2", "nvlink4"])
+def test_nothing_is_faster_than_the_floor_which_slow_cards_reach(inside: str) -> None:
+    """Where the cards alone set the rates and nobody joins, the floor is the smooth time; whoever joins, it holds."""
+    fabric = Fabric(inside=parse_link(inside), between=parse_nic("10Gbit"), gpus_per_node=8)
+    plain = Fabric.flat(1e9, 1e-4)
+    for n, nodes in ((16, 2), (24, 3), (40, 5)):
+        floor, flat = (Floor.of(net.over(k, nodes), [net], nodes) for net, k in ((fabric, n), (plain, nodes)))
+        assert floor is not None
+        assert flat is not None
+        smooth = [min(by_hand(fabric, n, nodes, size, smooth=True).values()) for size in SIZES]
+        assert 1e6 * floor.all_reduce_s(SIZES) == pytest.approx(smooth, rel=1e-9)
+        assert 1e6 * floor.all_reduce_s(SIZES[30]) == pytest.approx(smooth[30])
+        assert flat.all_reduce_s(SIZES) == pytest.approx(plain.over(nodes).all_reduce_s(SIZES))
+    for n, nodes, more, spread in itertools.product((2, 3, 9, 16), (2, 3), (0, 1, 8), (0, 1, 5)):
+        if n >= nodes:
+            floor = Floor.of(fabric.over(n, nodes), [fabric], nodes + spread)
+            assert floor is not None
+            joined = fabric.over(max(n + more, nodes + spread), nodes + spread).all_reduce_s(SIZES)
+            assert (floor.all_reduce_s(SIZES) <= joined * (1 + 1e-9)).all()
+    assert Floor.of(fabric.over(8), [fabric], 2) is None  # on one node nothing is known of those who join
 
 
 def test_what_is_chosen_follows_the_size() -> None:
@@ -123,6 +239,13 @@ def test_a_measured_table_overrides_the_model() -> None:
     assert [fabric.over(16).all_reduce_s(size) for size in sizes] == pytest.approx(list(told))
     # what was not measured by the ratio of what was
     assert fabric.over(32).all_gather_s(1e7) == pytest.approx(2 * A100.over(32).all_gather_s(1e7))
+    # of several the one of as many levels, then of the same collective, then of as many processes and nodes
+    alone = replace(A100, measured=(table, replace(table, nodes=1), replace(table, collective="all_gather", nodes=8)))
+    for others in ((), (replace(table, replicas=64, nodes=8), replace(table, nodes=4))):
+        group = replace(alone, measured=alone.measured + others).over(16)
+        assert group._nearest("all_reduce") == table
+        assert group._nearest("all_gather") == alone.measured[2]
+        assert replace(group, replicas=8, nodes=1)._nearest("all_gather") == alone.measured[1]
 
 
 HEAD = "\n".join(

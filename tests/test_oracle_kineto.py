@@ -30,6 +30,7 @@ from ddltool.analyzers.tracing.torch_adapter import trace_torch
 from ddltool.device import Device, Network
 from ddltool.errors import InputError
 from ddltool.graph import COMPUTE, Graph, Op
+from tests.conftest import write
 
 REAL = ("alexnet_single_gpu", "nccl_data", "sampled_rank-0", "distributed_info_not_found")
 GPU = REAL[:3]
@@ -160,7 +161,7 @@ def test_external_ids_agree_where_they_mean_operators(shared_data: Path, tmp_pat
     path = real_file(shared_data, "nccl_data")
     document = load_plainly(path)
     document["traceEvents"] = [event for event in document["traceEvents"] if event.get("cat") != "cuda_runtime"]
-    linked, fallen_back = read_trace(path), read_trace(write(tmp_path / "t.json", document))
+    linked, fallen_back = read_trace(path), read_trace(saved(tmp_path / "t.json", document))
     assert launched_us(linked) > 0
     assert launched_us(fallen_back) == pytest.approx(launched_us(linked))
     by_name = [{name: device for name, (_, _, device) in calls_of(trace).items()} for trace in (linked, fallen_back)]
@@ -171,7 +172,7 @@ def test_external_ids_that_are_correlations_link_nothing(shared_data: Path, tmp_
     """Older traces repeat the correlation there; 17 of them collide with ids of operators that launched nothing."""
     document = load_plainly(real_file(shared_data, "alexnet_single_gpu"))
     document["traceEvents"] = [event for event in document["traceEvents"] if event.get("cat") != "cuda_runtime"]
-    trace = read_trace(write(tmp_path / "t.json", document))
+    trace = read_trace(saved(tmp_path / "t.json", document))
     assert trace.device_s.sum() == 0.0
 
 
@@ -277,7 +278,7 @@ def test_another_number_of_calls_gives_its_type_the_mean(graph: Graph, eager: Pa
     plain = match(graph, read_trace(eager))
     pools = [e for e in document["traceEvents"] if e["name"] == "aten::max_pool2d"]
     document["traceEvents"] += [{**pool, "ts": pool["ts"] + pool["dur"] + 0.25, "dur": 0.125} for pool in pools]
-    found = match(graph, read_trace(write(tmp_path / "more.json", document)))
+    found = match(graph, read_trace(saved(tmp_path / "more.json", document)))
     assert found.inexact_types == ("max_pool2d_with_indices",)
     (pool,) = [op for op, name in enumerate(graph.op_type) if name == "aten.max_pool2d_with_indices"]
     assert found.durations[pool] == pytest.approx(min((e["dur"] + 0.125) / 2 for e in pools) * 1e-6)
@@ -296,7 +297,7 @@ def test_apply_fills_the_rest_from_the_roofline(graph: Graph, eager: Path, tmp_p
     document = json.loads(eager.read_text())
     gone = {"aten::linear", "aten::addmm"}
     document["traceEvents"] = [e for e in document["traceEvents"] if e.get("name") not in gone]
-    found = match(graph, read_trace(write(tmp_path / "t.json", document)))
+    found = match(graph, read_trace(saved(tmp_path / "t.json", document)))
     assert found.unmatched_types == (("aten.addmm", 1),)
     roofline = estimate(graph, datasheet(DEVICE), NETWORK)
     timed = apply(graph, found, roofline)
@@ -327,7 +328,7 @@ def test_a_type_called_too_often_matches_by_its_counts(tmp_path: Path, relus: in
         operator("aten::mul_", 60, 70),
     ]
     events += [operator("aten::relu", 10 + 8 * place, 8 / relus) for place in range(relus)]
-    found = match(graph, read_trace(write(tmp_path / "t.json", [annotation("ProfilerStep#1", 0, 200), *events])))
+    found = match(graph, read_trace(saved(tmp_path / "t.json", [annotation("ProfilerStep#1", 0, 200), *events])))
     assert found.matched_time == pytest.approx(share)
     roofline = estimate(graph, datasheet(DEVICE), NETWORK)
     if share == 1.0:
@@ -339,7 +340,7 @@ def test_a_type_called_too_often_matches_by_its_counts(tmp_path: Path, relus: in
 
 def test_a_trace_of_another_model_is_an_error(tmp_path: Path) -> None:
     graph = compute_graph(["aten.convolution", "aten.relu"])
-    found = match(graph, read_trace(write(tmp_path / "t.json", [operator("fbgemm::lookup", 0, 5)])))
+    found = match(graph, read_trace(saved(tmp_path / "t.json", [operator("fbgemm::lookup", 0, 5)])))
     assert found.matched_ops == 0.0
     with pytest.raises(InputError, match=r"no op of g occurs in the trace \(it has fbgemm::lookup\)"):
         apply(graph, found, estimate(graph, datasheet(DEVICE), NETWORK))
@@ -348,9 +349,8 @@ def test_a_trace_of_another_model_is_an_error(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- traces made by hand
 
 
-def write(path: Path, document: Any) -> Path:
-    path.write_text(json.dumps(document), encoding="utf-8")
-    return path
+def saved(path: Path, document: Any) -> Path:
+    return write(path, json.dumps(document))
 
 
 def operator(name: str, ts: float, dur: float, tid: int = 1, **args: Any) -> Event:
@@ -397,7 +397,7 @@ def test_document_forms_read_the_same(tmp_path: Path) -> None:
         "aten::conv2d": (1, pytest.approx(20), pytest.approx(50)),
         "aten::relu_": (1, pytest.approx(5), pytest.approx(8)),
     }
-    assert calls_of(read_trace(write(tmp_path / "a.json", {"traceEvents": STEP, "schemaVersion": 1}))) == wanted
+    assert calls_of(read_trace(saved(tmp_path / "a.json", {"traceEvents": STEP, "schemaVersion": 1}))) == wanted
     forms: dict[str, Any] = {
         "bare": STEP,
         "after": {"distributedInfo": {"backend": "nccl"}, "x": [1, {"traceEvents": 3}], "traceEvents": STEP},
@@ -406,7 +406,7 @@ def test_document_forms_read_the_same(tmp_path: Path) -> None:
         "shuffled": random.Random(1).sample(STEP, k=len(STEP)),
     }
     for name, document in forms.items():
-        assert calls_of(read_trace(write(tmp_path / f"{name}.json", document))) == wanted, name
+        assert calls_of(read_trace(saved(tmp_path / f"{name}.json", document))) == wanted, name
     hidden = tmp_path / "compressed.json"
     hidden.write_bytes(gzip.compress(json.dumps(STEP).encode()))
     assert calls_of(read_trace(hidden)) == wanted
@@ -430,7 +430,7 @@ def test_missing_fields_are_no_errors(tmp_path: Path) -> None:
         {"ph": "E", "ts": 3},
         {"ph": "B", "ts": 3, "tid": 5},
     ]
-    trace = read_trace(write(tmp_path / "t.json", bare))
+    trace = read_trace(saved(tmp_path / "t.json", bare))
     assert calls_of(trace) == {"aten::add": (1, 0.0, 0.0)}
 
 
@@ -464,7 +464,7 @@ def test_steps_take_the_least_and_communication_is_not_compute(tmp_path: Path) -
         kernel("ncclKernel_AllGather_RING_LL_Sum_int8_t(ncclWork*)", 2000, 10, 901, stream=9),
         {**kernel("Memset (Device)", 3000, 3, 902), "cat": "gpu_memset"},
     ]
-    path = write(tmp_path / "t.json", events)
+    path = saved(tmp_path / "t.json", events)
     trace, steps = read_trace(path), read_steps(path)
     assert steps.step_time_s * 1e6 == pytest.approx([100, 100])
     # Computing: 1000-1050, 1060-1068, 1075-1078, 1100-1130, 1160-1169. The all-reduce 1040-1080 is bare in 1050-1060,
@@ -549,7 +549,7 @@ def test_bad_files_are_one_line(tmp_path: Path, content: bytes, problem: str) ->
 @pytest.mark.parametrize("field", ["ts", "dur"])
 def test_bad_times_name_their_event(tmp_path: Path, field: str, bad: Any) -> None:
     events = [operator("aten::add", 1, 2), {**operator("aten::mul", 5, 2), field: bad}]
-    path = write(tmp_path / "t.json", {"traceEvents": events})
+    path = saved(tmp_path / "t.json", {"traceEvents": events})
     if field == "ts" and bad == -1:
         assert len(read_trace(path).spans) == 2  # a clock may start anywhere
         return
@@ -577,7 +577,7 @@ json_values = st.recursive(
 @given(st.lists(json_values, max_size=8), st.booleans())
 def test_streaming_equals_loading(tmp_path_factory: pytest.TempPathFactory, events: list[Any], bare: bool) -> None:
     path = tmp_path_factory.getbasetemp() / "stream.json"
-    write(path, events if bare else {"other": [1, {"traceEvents": 3}], "traceEvents": events, "last": 1.5})
+    saved(path, events if bare else {"other": [1, {"traceEvents": 3}], "traceEvents": events, "last": 1.5})
     assert list(read_events(path)) == json.loads(json.dumps(events), parse_float=Decimal)
 
 
@@ -658,7 +658,7 @@ def test_rounded_times_neither_nest_neighbours_nor_lose_children(tmp_path: Path)
         operator("aten::add", 20, 10.25),
         operator("aten::mul", 30, 10),
     ]
-    trace = read_trace(write(tmp_path / "t.json", events))
+    trace = read_trace(saved(tmp_path / "t.json", events))
     assert sorted(calls_of(trace)) == ["aten::add", "aten::linear", "aten::mul"]
 
 

@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -29,6 +30,7 @@ from ddltool.errors import Infeasible, InputError, NotProven
 from ddltool.graph import Graph, Op
 from ddltool.job import Constraints, DeviceOffer, Job
 from ddltool.plans import Alternative, Assignment, Plan
+from tests.conftest import job
 from tests.est_oracles import choices, closed_form
 
 
@@ -209,20 +211,7 @@ def test_alternatives_end_with_the_last_different_plan() -> None:
         solve_est(case, top_k=0)
 
 
-def job(**changes: object) -> Job:
-    devices = [
-        DeviceOffer(type="V100", count=4, capability_per_s=3.0, memory_gib=16, price_per_hour=2.1),
-        DeviceOffer(type="T4", count=4, capability_per_s=1.0, memory_gib=15, price_per_hour=0.4),
-    ]
-    fields = {
-        "name": "j",
-        "max_workers": 6,
-        "batch_size": 4,
-        "devices": devices,
-        "constraints": Constraints(),
-        **changes,
-    }
-    return Job(**fields)  # type: ignore[arg-type]
+asked = partial(job, {"V100": (4, 3.0, 2.1, 16), "T4": (4, 1.0, 0.4, 15)}, max_workers=6)
 
 
 RATES = {"V100": 3.0, "T4": 1.0}
@@ -243,19 +232,19 @@ RATES = {"V100": 3.0, "T4": 1.0}
 )
 def test_infeasible_jobs_say_which_constraint(limits: dict[str, float], message: str) -> None:
     with pytest.raises(Infeasible, match=f"^{re.escape(message)}$"):
-        from_job(job(constraints=Constraints(**limits)), RATES)  # type: ignore[arg-type]
+        from_job(asked(constraints=Constraints(**limits)), RATES)  # type: ignore[arg-type]
 
 
 def test_lines_of_one_device_type_add_up() -> None:
     line = DeviceOffer(type="T4", count=2, capability_per_s=1.0, price_per_hour=0.4)
-    assert [offer.count for offer in job(devices=[line, line.model_copy(update={"count": 3})]).devices] == [5]
+    assert [offer.count for offer in asked(devices=[line, line.model_copy(update={"count": 3})]).devices] == [5]
     with pytest.raises(ValueError, match="'T4' stands twice with other figures; give one another name"):
-        job(devices=[line, line.model_copy(update={"price_per_hour": 0.1})])
+        asked(devices=[line, line.model_copy(update={"price_per_hour": 0.1})])
 
 
 def test_no_devices() -> None:
     with pytest.raises(Infeasible, match="no devices are offered: every count is 0"):
-        from_job(job(devices=[DeviceOffer(type="T4", count=0, capability_per_s=1.0)]), RATES)
+        from_job(asked(devices=[DeviceOffer(type="T4", count=0, capability_per_s=1.0)]), RATES)
 
 
 @pytest.mark.parametrize(
@@ -276,20 +265,20 @@ def test_missing_figures(limits: dict[str, float], message: str) -> None:
     known = DeviceOffer(type="V100", count=1, capability_per_s=1.0, memory_gib=16, price_per_hour=0.5)
     plain = DeviceOffer(type="T4", count=1, capability_per_s=1.0)
     with pytest.raises(InputError, match=message):
-        from_job(job(devices=[known, plain], constraints=constraints), RATES)
+        from_job(asked(devices=[known, plain], constraints=constraints), RATES)
     # What is not offered needs no figures.
     unused = plain.model_copy(update={"count": 0})
-    assert [each.name for each in from_job(job(devices=[known, unused], constraints=constraints), RATES).devices] == [
+    assert [each.name for each in from_job(asked(devices=[known, unused], constraints=constraints), RATES).devices] == [
         "V100"
     ]
 
 
 def test_missing_and_impossible_capabilities() -> None:
     with pytest.raises(InputError, match=r'devices\.V100\.capability_per_s: is missing; did you mean "V-100"'):
-        from_job(job(), {"V-100": 3.0, "T4": 1.0})
+        from_job(asked(), {"V-100": 3.0, "T4": 1.0})
     for bad in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(InputError, match=rf"devices\.V100\.capability_per_s: is {bad}; .* a finite number > 0"):
-            from_job(job(), {"V100": bad, "T4": 1.0})
+            from_job(asked(), {"V100": bad, "T4": 1.0})
 
 
 def test_prices_are_decimal_and_never_exceeded() -> None:
@@ -298,7 +287,7 @@ def test_prices_are_decimal_and_never_exceeded() -> None:
     def devices(price: float, limit: float) -> int:
         offer = DeviceOffer(type="T4", count=20, capability_per_s=1.0, price_per_hour=price)
         return solve_est(
-            from_job(job(devices=[offer], max_workers=20, constraints=Constraints(max_price_per_hour=limit)), RATES)
+            from_job(asked(devices=[offer], max_workers=20, constraints=Constraints(max_price_per_hour=limit)), RATES)
         ).world_size
 
     assert devices(0.1, 1.0) == 10
@@ -311,7 +300,7 @@ def test_prices_are_decimal_and_never_exceeded() -> None:
 
 def test_constraints_change_the_plan() -> None:
     def used(**limits: object) -> dict[str, int]:
-        made = solve_est(from_job(job(constraints=Constraints(**limits)), RATES))  # type: ignore[arg-type]
+        made = solve_est(from_job(asked(constraints=Constraints(**limits)), RATES))  # type: ignore[arg-type]
         return {row.device_type: row.devices for row in made.assignments}
 
     assert used() == {"V100": 3}  # two workers each take 2/3 s; a fourth V100 or T4s would not shorten that
@@ -319,12 +308,12 @@ def test_constraints_change_the_plan() -> None:
     assert used(memory_per_worker_gib=15.5) == {"V100": 3}
     assert used(max_price_per_hour=1.0) == {"T4": 2}
     assert used(max_price_per_hour=2.5) == {"T4": 1, "V100": 1}
-    mixed = job(max_workers=16)
+    mixed = asked(max_workers=16)
     assert {row.device_type for row in solve_est(from_job(mixed, RATES)).assignments} == {"V100", "T4"}
     for limit in ({"homogeneous": True}, {"determinism": "D1"}):
-        single = job(max_workers=16, constraints=Constraints(**limit))  # type: ignore[arg-type]
+        single = asked(max_workers=16, constraints=Constraints(**limit))  # type: ignore[arg-type]
         assert len({row.device_type for row in solve_est(from_job(single, RATES)).assignments}) == 1
-    relaxed = job(max_workers=16, constraints=Constraints(determinism="D2"))
+    relaxed = asked(max_workers=16, constraints=Constraints(determinism="D2"))
     assert len({row.device_type for row in solve_est(from_job(relaxed, RATES)).assignments}) == 2
 
 
@@ -335,16 +324,16 @@ def test_plans_do_not_depend_on_the_order_of_the_devices() -> None:
         for i in range(5)
     ]
     rates = {offer.type: float(offer.capability_per_s or 0) for offer in offers}
-    first = solve_est(from_job(job(devices=offers, max_workers=13), rates), top_k=3)
+    first = solve_est(from_job(asked(devices=offers, max_workers=13), rates), top_k=3)
     for _ in range(5):
         random.shuffle(offers)
-        again = solve_est(from_job(job(devices=offers, max_workers=13), rates), top_k=3)
+        again = solve_est(from_job(asked(devices=offers, max_workers=13), rates), top_k=3)
         assert again.model_copy(update={"solve_seconds": first.solve_seconds}) == first
 
 
 def test_of_equal_plans_the_first_names_win() -> None:
     offers = [DeviceOffer(type=name, count=2, capability_per_s=2.0) for name in ("g10", "g9", "g2")]
-    case = from_job(job(devices=offers, max_workers=3), {offer.type: 2.0 for offer in offers})
+    case = from_job(asked(devices=offers, max_workers=3), {offer.type: 2.0 for offer in offers})
     for seed in (0, 1, -5, 2**40):
         made = solve_est(case, seed=seed)
         assert [(row.device_type, row.devices) for row in made.assignments] == [("g2", 2), ("g9", 1)]

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,8 +14,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from ddltool.analyzers.placement.companion import (
     build,
@@ -25,11 +24,12 @@ from ddltool.analyzers.placement.companion import (
 )
 from ddltool.analyzers.placement.problem import from_job
 from ddltool.analyzers.placement.proposals import best_throughput
-from ddltool.commands.companion import companion
 from ddltool.companion import Companion, CompanionDevice, CompanionMeta, is_companion, write_companion
-from ddltool.errors import DdlToolError, InputError
+from ddltool.errors import InputError
 from ddltool.job import Constraints, DeviceOffer, Job
+from tests.conftest import Result
 
+Cli = Callable[..., Result]
 CAPABILITY = {"T4": 1.0, "P100": 2.4, "V100": 3.1}
 
 
@@ -201,8 +201,6 @@ def test_a_failed_write_leaves_the_old_database(tmp_path: Path) -> None:
         write_companion(tmp_path / "no" / "plans.db", about(), [], [])
 
 
-app = typer.Typer()
-app.command()(companion)
 JOB = """
 name: mixed
 max_workers: 8
@@ -213,22 +211,15 @@ devices:
 """
 
 
-def run(*arguments: object) -> tuple[str, Exception | None]:
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    error = done.exception if isinstance(done.exception, DdlToolError) else None
-    assert done.exit_code == 0 or error is not None, done.output
-    return done.stdout, error
-
-
-def test_the_command_makes_looks_up_and_corrects(tmp_path: Path) -> None:
+def test_the_command_makes_looks_up_and_corrects(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     base = tmp_path / "plans.db"
-    made, error = run(tmp_path / "job.yaml", "-o", base, "--json")
-    assert error is None
-    assert json.loads(made)["built"]["vectors"] == 25
+    made = cli("companion", tmp_path / "job.yaml", "-o", base, "--json")
+    assert made.code == 0, made.err
+    assert made.document["built"]["vectors"] == 25
     assert is_companion(base)
     held = {"V100": 2, "T4": 1}
-    shown = json.loads(run(base, "--lookup", "V100=2,T4=1", "--free", "V100=2,T4=3", "--json")[0])
+    shown = cli("companion", base, "--lookup", "V100=2,T4=1", "--free", "V100=2,T4=3", "--json").document
     assert shown["throughput"] == best_throughput({"V100": 3.1, "T4": 1.0}, held, 8)
     assert shown["proposals"][0]["device_type"] == "V100"
     telemetry = tmp_path / "telemetry.jsonl"
@@ -238,19 +229,19 @@ def test_the_command_makes_looks_up_and_corrects(tmp_path: Path) -> None:
     }  # fmt: skip
     lines = [json.dumps({**row, "step": step, "compute_s": 1.0}) for step in range(5)]
     telemetry.write_text("\n".join(lines) + "\n")
-    corrected = json.loads(run(base, "--measured", telemetry, "--lookup", "V100=2,T4=1", "--json")[0])
+    corrected = cli("companion", base, "--measured", telemetry, "--lookup", "V100=2,T4=1", "--json").document
     assert corrected["recalibrated"] == {"V100": {"measured": 2.0, "predicted": 3.1, "changed": True}}
     assert corrected["throughput"] == best_throughput({"V100": 2.0, "T4": 1.0}, held, 8)
-    again = json.loads(run(base, "--measured", telemetry, "--json")[0])
+    again = cli("companion", base, "--measured", telemetry, "--json").document
     assert again["recalibrated"]["V100"]["changed"] is False
-    assert max(len(line) for line in run(base)[0].splitlines()) <= 80
-    assert "8 logical workers" in run(base)[0]
+    assert max(len(line) for line in cli("companion", base).out.splitlines()) <= 80
+    assert "8 logical workers" in cli("companion", base).out
 
 
-def test_the_command_refuses_in_one_line(tmp_path: Path) -> None:
+def test_the_command_refuses_in_one_line(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     base = tmp_path / "plans.db"
-    run(tmp_path / "job.yaml", "-o", base)
+    assert cli("companion", tmp_path / "job.yaml", "-o", base).code == 0
     (tmp_path / "torn.db").write_bytes(base.read_bytes()[:5000])
     (tmp_path / "net.yaml").write_text(JOB + "network: goodput.json\n")
     (tmp_path / "empty.db").write_bytes(b"")
@@ -269,9 +260,9 @@ def test_the_command_refuses_in_one_line(tmp_path: Path) -> None:
         ((tmp_path / "empty.db",), "is no SQLite file"),
         ((tmp_path / "none.db",), "no such file"),
     ):
-        _, error = run(*arguments)
-        assert message in str(error), arguments
-        assert "\n" not in str(error)
+        result = cli("companion", *arguments)
+        assert message in result.error_line, arguments
+        assert result.code in (2, 3)
 
 
 def test_vectors_are_numbered_in_mixed_base() -> None:

@@ -14,8 +14,9 @@ from ddltool.analyzers.placement.est import is_feasible, solve_est
 from ddltool.analyzers.placement.problem import DeviceType, Problem, from_job, minimal_conflict, requirements
 from ddltool.analyzers.placement.steps import best_step, step_table, verify
 from ddltool.errors import DdlToolError, Infeasible, InputError
-from ddltool.job import Constraints, DeviceOffer, Job
+from ddltool.job import DeviceOffer, Job
 from ddltool.plans import Alternative, Plan
+from tests.conftest import job
 from tests.est_oracles import choices, closed_form
 
 
@@ -147,13 +148,9 @@ def test_the_named_requirements_are_a_minimal_conflict(seed: int) -> None:
     assert "buys no device" in text or all(name in text for name in names)
 
 
-def job(limits: dict[str, object], workers: int = 8, **changes: object) -> Job:
-    offers = [
-        DeviceOffer(type="V100", count=2, capability_per_s=3.0, memory_gib=32, price_per_hour=2.5),
-        DeviceOffer(type="T4", count=4, capability_per_s=1.0, memory_gib=16, price_per_hour=0.5),
-    ]
-    offers = [offer.model_copy(update=changes) for offer in offers]
-    return Job(name="j", max_workers=workers, batch_size=4, devices=offers, constraints=Constraints(**limits))  # type: ignore[arg-type]
+def asked(limits: dict[str, object], workers: int = 8, **changes: object) -> Job:
+    made = job({"V100": (2, 3.0, 2.5, 32), "T4": (4, 1.0, 0.5, 16)}, max_workers=workers, constraints=limits)
+    return made.model_copy(update={"devices": [offer.model_copy(update=changes) for offer in made.devices]})
 
 
 RATES = {"V100": 3.0, "T4": 1.0}
@@ -201,29 +198,29 @@ RATES = {"V100": 3.0, "T4": 1.0}
 )
 def test_conflicts_in_the_words_of_the_job(limits: dict[str, object], changes: dict[str, object], message: str) -> None:
     with pytest.raises(Infeasible) as caught:
-        solve_est(from_job(job(limits, workers=8, **changes), RATES))
+        solve_est(from_job(asked(limits, workers=8, **changes), RATES))
     assert message in str(caught.value)
     assert caught.value.exit_code == 3
 
 
 def test_memory_grows_with_the_workers_only_where_a_fixed_part_is_given() -> None:
-    assert solve_est(from_job(job({"memory_per_worker_gib": 15}), RATES)).throughput == 8.0
+    assert solve_est(from_job(asked({"memory_per_worker_gib": 15}), RATES)).throughput == 8.0
     # 1 + 15 k GiB: one EST fits on a T4, two on a V100.
-    made = solve_est(from_job(job({"memory_per_worker_gib": 15, "memory_fixed_gib": 1}), RATES))
+    made = solve_est(from_job(asked({"memory_per_worker_gib": 15, "memory_fixed_gib": 1}), RATES))
     assert [(row.device_type, row.devices, row.ests_per_device) for row in made.assignments] == [
         ("T4", 4, 1),
         ("V100", 2, 2),
     ]
     # The last bit of 16 = 1 + 15 counts: decimals are compared, not binary fractions.
-    tight = from_job(job({"memory_per_worker_gib": 0.1, "memory_fixed_gib": 15.7}, workers=3), RATES)
+    tight = from_job(asked({"memory_per_worker_gib": 0.1, "memory_fixed_gib": 15.7}, workers=3), RATES)
     assert [device.memory_ests for device in tight.devices] == [3, 163]
     with pytest.raises(ValueError, match="memory_fixed_gib needs memory_per_worker_gib"):
-        job({"memory_fixed_gib": 1})
+        asked({"memory_fixed_gib": 1})
 
 
 def test_a_model_without_hardware_agnostic_kernels_keeps_to_one_type() -> None:
-    mixed = solve_est(from_job(job({"determinism": "D2"}), RATES))
-    single = solve_est(from_job(job({"determinism": "D2", "hardware_agnostic": False}), RATES))
+    mixed = solve_est(from_job(asked({"determinism": "D2"}), RATES))
+    single = solve_est(from_job(asked({"determinism": "D2", "hardware_agnostic": False}), RATES))
     assert len({row.device_type for row in mixed.assignments}) == 2
     assert len({row.device_type for row in single.assignments}) == 1
 

@@ -21,14 +21,9 @@ from ddltool.commands.import_ import import_
 from ddltool.errors import InputError
 from ddltool.profiles import read_profile
 from ddltool.tables import read_table
+from tests.conftest import write
 
 PLACEMENTS = "placement,local_bsz,step_time,sync_time\n1,32,0.5,0.01\n44,32,0.75,0.2\n103,64,1.5,0.3\n"
-
-
-def write(folder: Path, name: str, text: str) -> Path:
-    path = folder / name
-    path.write_text(text, encoding="utf-8")
-    return path
 
 
 def telemetry(**changes: object) -> str:
@@ -52,7 +47,7 @@ def telemetry(**changes: object) -> str:
 
 
 def test_placements_become_native_rows(tmp_path: Path) -> None:
-    frame, sources = import_files([write(tmp_path, "placements.csv", PLACEMENTS)], device="T4")
+    frame, sources = import_files([write(tmp_path / "placements.csv", PLACEMENTS)], device="T4")
     assert frame["num_nodes"].tolist() == [1, 2, 2]
     assert frame["num_replicas"].tolist() == [1, 8, 4]
     assert frame["local_batch_size"].tolist() == [32, 32, 64]
@@ -65,7 +60,7 @@ def test_placements_become_native_rows(tmp_path: Path) -> None:
 
 def test_several_files_keep_their_order_and_write_one_profile(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     scalability = "num_nodes,num_replicas,local_bsz,step_time,sync_time\n6,12,32,2.0,0.5\n"
-    files = [write(tmp_path, "p.csv", PLACEMENTS), write(tmp_path, "s.csv", scalability)]
+    files = [write(tmp_path / "p.csv", PLACEMENTS), write(tmp_path / "s.csv", scalability)]
     out = tmp_path / "profile.csv"
     import_(files, output=out, device_name="T4")
     assert "wrote" in capsys.readouterr().out
@@ -105,7 +100,7 @@ def test_telemetry_is_read_as_the_fit_reads_it(
         for step, batch in enumerate(batches)
         for rank in (0, 1)
     ]
-    path = write(tmp_path_factory.mktemp("t"), "telemetry.jsonl", "".join(lines))
+    path = write(tmp_path_factory.mktemp("t") / "telemetry.jsonl", "".join(lines))
     steady = batches if len(batches) <= 6 else batches[3:]
     if not any(steady):
         with pytest.raises(InputError, match="no step with samples"):
@@ -162,8 +157,8 @@ CSV_MISTAKES = {
 @pytest.mark.parametrize("name", CSV_MISTAKES)
 def test_a_bad_table_is_named_in_one_line_and_nothing_is_written(tmp_path: Path, name: str) -> None:
     text, wanted = CSV_MISTAKES[name]
-    path, out = write(tmp_path, "bad.csv", text), tmp_path / "out.csv"
-    good = write(tmp_path, "good.csv", PLACEMENTS)
+    path, out = write(tmp_path / "bad.csv", text), tmp_path / "out.csv"
+    good = write(tmp_path / "good.csv", PLACEMENTS)
     device = None if name == "device" else "T4"
     with pytest.raises(InputError) as raised:
         import_([good, path] if device else [path], output=out, device_name=device)
@@ -220,7 +215,7 @@ JSONL_MISTAKES = {
 @pytest.mark.parametrize("name", JSONL_MISTAKES)
 def test_bad_telemetry_is_named_by_line(tmp_path: Path, name: str) -> None:
     text, wanted = JSONL_MISTAKES[name]
-    path = write(tmp_path, "telemetry.jsonl", text)
+    path = write(tmp_path / "telemetry.jsonl", text)
     with pytest.raises(InputError) as raised:
         import_files([path])
     assert wanted in str(raised.value)
@@ -228,7 +223,7 @@ def test_bad_telemetry_is_named_by_line(tmp_path: Path, name: str) -> None:
 
 
 def test_a_killed_writer_loses_its_last_line_only(tmp_path: Path) -> None:
-    path = write(tmp_path, "telemetry.jsonl", telemetry() + telemetry(step=1, compute_s=0.7) + telemetry()[:50])
+    path = write(tmp_path / "telemetry.jsonl", telemetry() + telemetry(step=1, compute_s=0.7) + telemetry()[:50])
     frame, sources = import_files([path])
     assert sources[0].rows == 2
     assert frame["step_time_s"].tolist() == pytest.approx([0.65])
@@ -236,7 +231,7 @@ def test_a_killed_writer_loses_its_last_line_only(tmp_path: Path) -> None:
 
 
 def test_accumulated_passes_become_accumulation_steps(tmp_path: Path) -> None:
-    path = write(tmp_path, "telemetry.jsonl", telemetry(batch=32, passes=4, compute_s=0.8))
+    path = write(tmp_path / "telemetry.jsonl", telemetry(batch=32, passes=4, compute_s=0.8))
     row = import_files([path])[0].iloc[0]
     assert (row["local_batch_size"], row["accumulation_steps"]) == (8, 3)
     assert row["grad_time_s"] == pytest.approx(0.2)
@@ -246,12 +241,12 @@ def test_accumulated_passes_become_accumulation_steps(tmp_path: Path) -> None:
 def test_files_that_are_no_measurements(tmp_path: Path) -> None:
     cut = tmp_path / "telemetry.jsonl.gz"
     cut.write_bytes(gzip.compress(telemetry().encode() * 1000)[:60])
-    path = write(tmp_path, "p.csv", PLACEMENTS)
+    path = write(tmp_path / "p.csv", PLACEMENTS)
     for files, wanted in (
         ([], "FILE: is missing"),
         ([tmp_path / "none.csv"], "no such file"),
         ([tmp_path / "none.jsonl"], "no such file"),
-        ([write(tmp_path, "notes.txt", "x")], "ends in .txt"),
+        ([write(tmp_path / "notes.txt", "x")], "ends in .txt"),
         ([cut], "is not a whole gzip file"),
         ([path, path], "is given twice"),
         ([path], "does not say the device; name it with --device-name NAME"),
@@ -274,7 +269,7 @@ def trace(folder: Path, **header: object) -> Path:
         events.append(trace_event("gemm", "kernel", begin + 5, 60, device=0))
         events.append(trace_event(kernel, "kernel", begin + 35, 30 + alone, device=0))
         events.append(trace_event("adam", "kernel", begin + length - 5, 5, device=0))
-    return write(folder, "trace.json", json.dumps({**header, "traceEvents": events}))
+    return write(folder / "trace.json", json.dumps({**header, "traceEvents": events}))
 
 
 def test_a_trace_gives_its_steps_and_what_no_compute_hid(tmp_path: Path) -> None:
@@ -313,7 +308,7 @@ def test_what_a_trace_does_not_say_is_asked_for(
     [({"batch_size": 8}, "batch-size"), ({"num_nodes": 1}, "nodes"), ({"num_replicas": 2}, "replicas")],
 )
 def test_what_a_trace_is_asked_has_no_part_in_tables(tmp_path: Path, given: dict[str, int], option: str) -> None:
-    table = write(tmp_path, "placements.csv", PLACEMENTS)
+    table = write(tmp_path / "placements.csv", PLACEMENTS)
     with pytest.raises(
         InputError, match=f"^--{option}: has no part in the import of .*placements.csv; it is for a profiler"
     ):
@@ -334,7 +329,7 @@ def test_collectives_of_gloo_count_as_communication(tmp_path: Path) -> None:
             trace_event("c10d::allreduce_", "cpu_op", begin + 10e3, 100),
             trace_event("aten::add_", "cpu_op", begin + 200e3, 5e3),
         ]
-    steps = read_steps(write(tmp_path, "gloo.json", json.dumps({"traceEvents": events})))
+    steps = read_steps(write(tmp_path / "gloo.json", json.dumps({"traceEvents": events})))
     np.testing.assert_allclose(steps.communication_s, 0.18)
     np.testing.assert_allclose(steps.exposed_s, 0.16)
     frame = import_steps(steps, local_batch_size=8, num_nodes=1, num_replicas=2, device="CPU")
@@ -346,7 +341,7 @@ def test_stub_steps_are_left_out_and_said(tmp_path: Path, capsys: pytest.Capture
     events = [trace_event("ProfilerStep#4", "user_annotation", 0, 9290)]
     events += [trace_event("aten::mm", "cpu_op", 1000 * number, 900) for number in range(9)]
     events += [trace_event("ProfilerStep#5", "user_annotation", 9300, 50)]
-    path = write(tmp_path, "stub.json", json.dumps({"traceEvents": events}))
+    path = write(tmp_path / "stub.json", json.dumps({"traceEvents": events}))
     steps = read_steps(path)
     np.testing.assert_allclose(steps.step_time_s, [9.29e-3])
     import_([path], as_json=True, device_name="CPU", batch_size=8, replicas=1)
@@ -363,13 +358,13 @@ def test_work_after_the_last_step_is_not_the_last_steps(tmp_path: Path) -> None:
     for number, (called, begin) in enumerate(((90, 150), (120, 400))):
         events.append(trace_event("cudaLaunchKernel", "cuda_runtime", called, 1, correlation=number + 1))
         events.append(trace_event(nccl, "kernel", begin, 40, correlation=number + 1, device=0))
-    steps = read_steps(write(tmp_path, "late.json", json.dumps({"traceEvents": events})))
+    steps = read_steps(write(tmp_path / "late.json", json.dumps({"traceEvents": events})))
     np.testing.assert_allclose(steps.communication_s, [40e-6])
 
 
 def test_a_trace_without_steps(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no ProfilerStep range"):
-        import_files([write(tmp_path, "t.json", json.dumps({"traceEvents": []}))], batch_size=8)
+        import_files([write(tmp_path / "t.json", json.dumps({"traceEvents": []}))], batch_size=8)
 
 
 @settings(deadline=None)
@@ -394,5 +389,5 @@ def test_kinds_are_told_by_their_columns() -> None:
 
 
 def test_blanks_and_a_byte_order_mark_do_no_harm(tmp_path: Path) -> None:
-    path = write(tmp_path, "p.csv", "\ufeff" + PLACEMENTS.replace(",", ", "))
+    path = write(tmp_path / "p.csv", "\ufeff" + PLACEMENTS.replace(",", ", "))
     assert read_table(path)["step_time"].tolist() == [0.5, 0.75, 1.5]

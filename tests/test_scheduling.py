@@ -28,6 +28,7 @@ from ddltool.analyzers.scheduling.simulator import Options, SimulationResult, si
 from ddltool.analyzers.scheduling.truth import Application, Limits, StepTimes, Validation, smallest_rotation
 from ddltool.errors import CheckFailed, Infeasible, InputError
 from ddltool.goodput_model import ThroughputParams
+from tests.conftest import submitted
 
 FOLDER = Path(__file__).resolve().parents[1] / "fixtures" / "workloads"
 POLICIES: dict[str, Callable[[], Any]] = {
@@ -70,10 +71,6 @@ def steady(step_s: float = 1.0, epochs: int = 2, widest: int = 4) -> Application
     progress = [10.0 * (epoch + 1) for epoch in range(epochs)]
     runs = [validation(batch, progress, 1.0, 0.0) for batch in (8, 64)]
     return Application("steady", {"*": table(rows)}, runs, Limits())
-
-
-def job(name: str, submit: float, replicas: int = 1, batch: int = 8, application: str = "steady") -> JobSpec:
-    return JobSpec(name=name, submit_s=submit, application=application, num_replicas=replicas, batch_size=batch)
 
 
 # The truth.
@@ -204,12 +201,12 @@ def finishes(result: SimulationResult) -> list[float]:
 
 def test_first_in_first_out_by_hand() -> None:
     cluster, applications = ClusterSpec.homogeneous(1, 1), {"steady": steady()}
-    jobs = [job("a", 5.0), job("b", 10.0)]
+    jobs = [submitted("a", 5.0), submitted("b", 10.0)]
     # Seen at 60, restart delay until 90, 2 epochs of 10 steps of 1 s; the next round is at 120.
     assert finishes(simulate(jobs, applications, cluster, Fifo())) == [110.0, 170.0]
     quick = Options(react=True, restart_delay_s=0.0)
     assert finishes(simulate(jobs, applications, cluster, Fifo(), quick)) == [25.0, 45.0]
-    late = simulate([job("a", 1000.0)], applications, cluster, Fifo(), Options(interval_s=300.0))
+    late = simulate([submitted("a", 1000.0)], applications, cluster, Fifo(), Options(interval_s=300.0))
     assert finishes(late) == [1200.0 + 30.0 + 20.0]
     assert late.rounds == 1
 
@@ -217,15 +214,15 @@ def test_first_in_first_out_by_hand() -> None:
 def test_whole_seconds_round_each_epoch() -> None:
     applications = {"steady": steady(step_s=1.04)}
     cluster = ClusterSpec.homogeneous(1, 1)
-    exact = simulate([job("a", 0.0)], applications, cluster, Fifo())
-    rounded = simulate([job("a", 0.0)], applications, cluster, Fifo(), Options(whole_seconds=True))
+    exact = simulate([submitted("a", 0.0)], applications, cluster, Fifo())
+    rounded = simulate([submitted("a", 0.0)], applications, cluster, Fifo(), Options(whole_seconds=True))
     assert finishes(exact) == pytest.approx([90 + 20.8])
     assert finishes(rounded) == [90 + 10 + 10]
 
 
 def test_a_big_job_holds_later_ones_up_under_fifo_and_is_passed_over_under_tiresias() -> None:
     cluster, applications = ClusterSpec.homogeneous(1, 2), {"steady": steady(epochs=10)}
-    jobs = [job("a", 0.0), job("big", 1.0, replicas=2, batch=16), job("c", 2.0)]
+    jobs = [submitted("a", 0.0), submitted("big", 1.0, replicas=2, batch=16), submitted("c", 2.0)]
     # a: 60 + 30 + 100 = 190, so big starts at 240; c waits for big under FIFO. Gain is 1 for every batch here.
     assert finishes(simulate(jobs, applications, cluster, Fifo())) == [190.0, 370.0, 510.0 + 40.0]
     assert finishes(simulate(jobs, applications, cluster, Tiresias())) == [190.0, 370.0, 190.0]
@@ -233,7 +230,7 @@ def test_a_big_job_holds_later_ones_up_under_fifo_and_is_passed_over_under_tires
 
 def test_tiresias_demotes_what_has_been_served() -> None:
     cluster, applications = ClusterSpec.homogeneous(1, 1), {"steady": steady(epochs=20)}
-    jobs = [job("a", 0.0), job("b", 61.0)]
+    jobs = [submitted("a", 0.0), submitted("b", 61.0)]
     made = simulate(jobs, applications, cluster, Tiresias(threshold_gpu_s=120.0))
     # a runs from 60, is demoted at 180 with 90 of 200 s done; b runs from 180 to 300, is demoted too and waits for a
     # (queue 1 is first in, first out): a needs 110 s from 330, b 110 s from 510.
@@ -248,7 +245,7 @@ def test_interference_slows_both_jobs_that_share_a_node_until_one_ends() -> None
 
     cluster = ClusterSpec.homogeneous(2, 2)
     short, long = steady(epochs=3), steady(epochs=6)
-    jobs = [job("short", 0.0, 2, 16, "short"), job("long", 0.0, 2, 16, "long")]
+    jobs = [submitted("short", 0.0, "short", 2, 16), submitted("long", 0.0, "long", 2, 16)]
     made = simulate(jobs, {"short": short, "long": long}, cluster, Crossed(), Options(interference=0.5))
     # Both at half speed: 30 steps take 60 s from 90 on; then the long one has 30 left, at full speed.
     assert finishes(made) == pytest.approx([150.0, 180.0])
@@ -267,19 +264,19 @@ def test_a_policy_that_gives_gpus_out_twice_or_never_is_refused() -> None:
 
     cluster, applications = ClusterSpec.homogeneous(1, 1), {"steady": steady()}
     with pytest.raises(CheckFailed, match="node 0 has 1 GPUs, and more were given out"):
-        simulate([job("a", 0.0), job("b", 0.0)], applications, cluster, Double())
+        simulate([submitted("a", 0.0), submitted("b", 0.0)], applications, cluster, Double())
     with pytest.raises(Infeasible, match=r"gives no GPUs to 1 jobs \(a\) any more"):
-        simulate([job("a", 0.0)], applications, cluster, Nobody())
+        simulate([submitted("a", 0.0)], applications, cluster, Nobody())
     with pytest.raises(InputError, match="wants 2 GPUs of 1"):
-        simulate([job("a", 0.0, 2, 16)], applications, cluster, Fifo())
+        simulate([submitted("a", 0.0, replicas=2, batch=16)], applications, cluster, Fifo())
     with pytest.raises(InputError, match="no traces of 'other'"):
-        simulate([job("a", 0.0, application="other")], applications, cluster, Fifo())
+        simulate([submitted("a", 0.0, "other")], applications, cluster, Fifo())
 
 
 def test_finish_time_fairness_by_hand() -> None:
     applications = {"steady": steady()}
     cluster = ClusterSpec.homogeneous(1, 1)
-    made = simulate([job("a", 0.0), job("b", 0.0)], applications, cluster, Fifo())
+    made = simulate([submitted("a", 0.0), submitted("b", 0.0)], applications, cluster, Fifo())
     summary = summarize(made, IsolatedTimes(applications, cluster), 30.0)
     # a: 110 s, two jobs all the time: half a GPU, 20 s / 0.5 + 30. b: 170 s, (110 x 2 + 60) / 170 jobs on average.
     fairness = [one.finish_time_fairness for one in summary.jobs]

@@ -123,7 +123,7 @@ def test_placements_take_the_fewest_nodes(nodes: list[tuple[int, int]]) -> None:
             assert all(0 <= gpus <= most for gpus, most in zip(found[count], room, strict=True))
 
 
-def write(folder: Path, **changes: Any) -> Path:
+def write_state(folder: Path, **changes: Any) -> Path:
     """A fitted model and a job state, with some fields changed; None removes one."""
     model = Goodput(
         sources=["made"],
@@ -142,7 +142,7 @@ def write(folder: Path, **changes: Any) -> Path:
 
 
 def test_the_document_is_the_best_of_all_options(tmp_path: Path) -> None:
-    document = advise_job(write(tmp_path, remaining_factor=2.0))
+    document = advise_job(write_state(tmp_path, remaining_factor=2.0))
     params = ThroughputParams(**PARAMS)
 
     def goodput(nodes: int, replicas: int) -> float:
@@ -165,13 +165,13 @@ def test_the_document_is_the_best_of_all_options(tmp_path: Path) -> None:
     assert document.resize
     assert document.gain_factor == pytest.approx(math.exp(math.sqrt(2) * 0.05))
     assert advice_section(document).lead[0].startswith("Resize from 2 to ")
-    samples = advise_job(write(tmp_path, remaining_s=None, remaining_samples=900.0 * now, remaining_factor=2.0))
+    samples = advise_job(write_state(tmp_path, remaining_s=None, remaining_samples=900.0 * now, remaining_factor=2.0))
     assert (samples.best or document.options[0]).expected_saved_s == pytest.approx(document.best.expected_saved_s)
 
 
 def test_little_left_or_nothing_free_means_stay(tmp_path: Path) -> None:
-    late = advise_job(write(tmp_path, remaining_s=10.0))
-    nothing = advise_job(write(tmp_path, held=[1], free=[0]))
+    late = advise_job(write_state(tmp_path, remaining_s=10.0))
+    nothing = advise_job(write_state(tmp_path, held=[1], free=[0]))
     assert (nothing.best, nothing.options, nothing.resize) == (None, [], False)
     assert "Stay on 2 GPUs: no resize saves time" in advice_section(late).lead[0]
     assert advice_section(nothing).lead == ["Stay on 1 GPU: no other allocation is possible now."]
@@ -205,13 +205,13 @@ def test_little_left_or_nothing_free_means_stay(tmp_path: Path) -> None:
 )
 def test_bad_states_are_one_line(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(DdlToolError, match=words) as caught:
-        advise_job(write(tmp_path, **changes))
+        advise_job(write_state(tmp_path, **changes))
     assert "\n" not in str(caught.value)
 
 
 def test_a_large_cluster_is_looked_at_in_steps(tmp_path: Path) -> None:
     held = [8, *[0] * 999]
-    document = advise_job(write(tmp_path, held=held, free=[0, *[8] * 999], max_batch_size=100_000))
+    document = advise_job(write_state(tmp_path, held=held, free=[0, *[8] * 999], max_batch_size=100_000))
     counts = [one.replicas for one in document.options]
     assert len(counts) <= 64
     assert (counts[0], counts[-1]) == (1, 4096)

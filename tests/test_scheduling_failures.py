@@ -34,7 +34,8 @@ from ddltool.analyzers.scheduling.policies.sia import Sia
 from ddltool.analyzers.scheduling.simulator import Options, SimulationResult, simulate
 from ddltool.analyzers.scheduling.truth import Application
 from ddltool.errors import Infeasible, InputError
-from tests.test_scheduling import job, steady
+from tests.conftest import submitted
+from tests.test_scheduling import steady
 from tests.test_scheduling_policies import APPLICATIONS, TWO_TYPES
 
 FOLDER = Path(__file__).resolve().parents[1] / "fixtures" / "workloads"
@@ -59,7 +60,9 @@ def play(events: Sequence[NodeEvent], nodes: int = 1, checkpoint_s: float = 25.0
     """Replay one job of 10 epochs of 10 s; it is seen at 60 and trains from 90 on."""
     failures = Failures(events=tuple(events), checkpoint_interval_s=checkpoint_s)
     options = Options(failures=failures, react=react)
-    return simulate([job("a", 0.0)], {"steady": steady(epochs=10)}, ClusterSpec.homogeneous(nodes, 1), Fifo(), options)
+    return simulate(
+        [submitted("a", 0.0)], {"steady": steady(epochs=10)}, ClusterSpec.homogeneous(nodes, 1), Fifo(), options
+    )
 
 
 # By hand.
@@ -115,7 +118,7 @@ def test_what_can_never_end_is_said_so() -> None:
     hopeless = Failures(mtbf_s=5.0, repair_s=100.0, checkpoint_interval_s=300.0)
     with pytest.raises(Infeasible, match="no job has come further for"):
         simulate(
-            [job("a", 0.0)],
+            [submitted("a", 0.0)],
             {"steady": steady(epochs=10)},
             ClusterSpec.homogeneous(1, 1),
             Fifo(),
@@ -180,7 +183,7 @@ def test_more_failures_than_can_be_drawn_are_refused() -> None:
     failures = Failures(mtbf_s=1.0, repair_s=1.0)
     with pytest.raises(InputError, match="mtbf: is 1 s: more than 1e\\+07 failures until the last job comes"):
         simulate(
-            [job("a", 0.0), job("b", 3e8)],
+            [submitted("a", 0.0), submitted("b", 3e8)],
             {"steady": steady()},
             ClusterSpec.homogeneous(20, 1),
             Fifo(),
@@ -214,15 +217,15 @@ def test_training_that_restarts_undo_and_a_hundred_years_end_the_replay() -> Non
 
     two = ClusterSpec.homogeneous(2, 1)
     with pytest.raises(Infeasible, match="no job has come further for .* restarts leave no time to train"):
-        simulate([job("a", 0.0)], {"steady": steady()}, two, Restless(), Options(restart_delay_s=90.0))
+        simulate([submitted("a", 0.0)], {"steady": steady()}, two, Restless(), Options(restart_delay_s=90.0))
     endless = steady(step_s=3e7, epochs=40)
     with pytest.raises(Infeasible, match=r"after 100 simulated years under policy fifo 1 jobs are not done \(a\)"):
-        simulate([job("a", 0.0)], {"steady": endless}, two, Fifo(), Options(interval_s=604_800.0))
+        simulate([submitted("a", 0.0)], {"steady": endless}, two, Fifo(), Options(interval_s=604_800.0))
 
 
 def test_jobs_shorter_than_a_round_are_progress() -> None:
     """None of them is seen at a round with progress; together they last longer than what is taken for futile."""
-    specs = [job(f"j{n}", 60.0 * n) for n in range(10_500)]
+    specs = [submitted(f"j{n}", 60.0 * n) for n in range(10_500)]
     made = simulate(
         specs, {"steady": steady(step_s=0.1)}, ClusterSpec.homogeneous(1, 1), Fifo(), Options(restart_delay_s=0.0)
     )
@@ -337,7 +340,7 @@ def test_invariants(name: str, synthetic: tuple[Any, Any, Any], data: st.DataObj
 def test_invariants_on_mixed_gpus(name: str, data: st.DataObject) -> None:
     kinds = data.draw(st.lists(st.sampled_from(list(APPLICATIONS)), min_size=1, max_size=5))
     jobs = [
-        job(str(n), 30.0 * n, data.draw(st.sampled_from([1, 2, 4])), 32, application)
+        submitted(str(n), 30.0 * n, application, data.draw(st.sampled_from([1, 2, 4])), 32)
         for n, application in enumerate(kinds)
     ]
     check(EVERY[name], jobs, APPLICATIONS, TWO_TYPES, data)

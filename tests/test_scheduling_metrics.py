@@ -13,9 +13,9 @@ from ddltool.analyzers.scheduling.policies.gangs import Fifo
 from ddltool.analyzers.scheduling.policies.ours import Ours
 from ddltool.analyzers.scheduling.simulator import Options, simulate
 from ddltool.errors import InputError
-from tests.test_scheduling import job, steady
+from tests.conftest import submitted
+from tests.test_scheduling import steady
 from tests.test_scheduling_policies import APPLICATIONS, TWO_TYPES
-from tests.test_scheduling_policies import job as mixed_job
 
 
 def test_useful_share_cost_and_goodput_by_hand() -> None:
@@ -23,7 +23,7 @@ def test_useful_share_cost_and_goodput_by_hand() -> None:
     cluster = ClusterSpec.homogeneous(1, 1)
     events = (NodeEvent(time_s=150.0, node=0, kind="fail"), NodeEvent(time_s=200.0, node=0, kind="join"))
     options = Options(failures=Failures(events=events, checkpoint_interval_s=25.0))
-    made = simulate([job("a", 0.0)], applications, cluster, Fifo(), options)
+    made = simulate([submitted("a", 0.0)], applications, cluster, Fifo(), options)
     summary = summarize(made, IsolatedTimes(applications, cluster), 30.0, prices={"gpu": 36.0})
     # Held 60-150 and 240-320: 170 GPU-seconds, 60 of them starting, 10 lost, 100 useful; down 150-200 of 320.
     assert summary.makespan_s == 320.0
@@ -40,7 +40,7 @@ def test_useful_share_cost_and_goodput_by_hand() -> None:
 
 
 def test_prices_count_by_type_on_mixed_gpus() -> None:
-    jobs = [mixed_job(str(n), 40.0 * n, kind, 2, 32) for n, kind in enumerate(["both", "quick", "only", "both"])]
+    jobs = [submitted(str(n), 40.0 * n, kind, 2, 32) for n, kind in enumerate(["both", "quick", "only", "both"])]
     made = simulate(jobs, APPLICATIONS, TWO_TYPES, Ours())
     isolated = IsolatedTimes(APPLICATIONS, TWO_TYPES)
     only_fast = summarize(made, isolated, 30.0, prices={"slow": 0.0, "fast": 3.0})
@@ -62,7 +62,7 @@ def test_classes_share_out_the_jobs() -> None:
     isolated = IsolatedTimes(applications, cluster)
     # 20 steps of 400 s on one GPU are 2.2 GPU-hours; what Pollux published goes before what was computed.
     assert [class_of(name, isolated) for name in applications] == ["small", "medium", "xlarge"]
-    jobs = [job(str(n), 30.0 * n, application=name) for n, name in enumerate(["quick", "slow", "imagenet", "quick"])]
+    jobs = [submitted(str(n), 30.0 * n, name) for n, name in enumerate(["quick", "slow", "imagenet", "quick"])]
     made = simulate(jobs, applications, cluster, Fifo())
     summary = summarize(made, isolated, 30.0)
     assert list(summary.by_class) == ["small", "medium", "xlarge"]

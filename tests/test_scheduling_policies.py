@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from ddltool.analyzers.scheduling.search import Choice, pack
 from ddltool.analyzers.scheduling.simulator import Options, SimulationResult, check_runs, simulate
 from ddltool.analyzers.scheduling.truth import Application, Limits, StepTimes, Validation
 from ddltool.errors import InputError
+from tests.conftest import submitted
 
 FOLDER = Path(__file__).resolve().parents[1] / "fixtures" / "workloads"
 MIXED: dict[str, Callable[[], Any]] = {
@@ -93,8 +95,7 @@ APPLICATIONS = {
 }
 
 
-def job(name: str, submit: float, kind: str = "both", replicas: int = 1, batch: int = 8) -> JobSpec:
-    return JobSpec(name=name, submit_s=submit, application=kind, num_replicas=replicas, batch_size=batch)
+both = partial(submitted, application="both")
 
 
 def finishes(result: SimulationResult) -> list[float]:
@@ -201,7 +202,12 @@ def test_counts_are_packed_onto_nodes() -> None:
 
 
 def test_gangs_run_on_the_emptiest_type_that_they_were_measured_on() -> None:
-    jobs = [job("a", 0.0, replicas=3), job("b", 1.0, replicas=4), job("c", 2.0, "only", 4), job("d", 3.0, "only", 2)]
+    jobs = [
+        both("a", 0.0, replicas=3),
+        both("b", 1.0, replicas=4),
+        submitted("c", 2.0, "only", 4),
+        submitted("d", 3.0, "only", 2),
+    ]
     seen: dict[int, str] = {}
 
     class Watch(Fifo):
@@ -221,18 +227,18 @@ def test_gangs_run_on_the_emptiest_type_that_they_were_measured_on() -> None:
 @pytest.mark.parametrize("policy", [Optimus(), Pollux()])
 def test_policies_for_one_type_refuse_several_in_one_line(policy: Any) -> None:
     with pytest.raises(InputError, match=rf"policy {policy.name}: knows one GPU type, and the cluster has slow, fast"):
-        check_runs([job("a", 0.0)], APPLICATIONS, TWO_TYPES, policy)
+        check_runs([both("a", 0.0)], APPLICATIONS, TWO_TYPES, policy)
     with pytest.raises(InputError, match="knows one GPU type"):
-        simulate([job("a", 0.0)], APPLICATIONS, TWO_TYPES, policy)
+        simulate([both("a", 0.0)], APPLICATIONS, TWO_TYPES, policy)
 
 
 def test_what_can_never_run_is_refused_before_anything_runs() -> None:
     with pytest.raises(InputError, match="wants 9 GPUs of one type of 8; it could never start"):
-        check_runs([job("a", 0.0, replicas=9, batch=72)], APPLICATIONS, TWO_TYPES, Fifo())
+        check_runs([both("a", 0.0, replicas=9, batch=72)], APPLICATIONS, TWO_TYPES, Fifo())
     fast = ClusterSpec.homogeneous(2, 4, "fast")
     with pytest.raises(InputError, match="only was not measured on fast; measured on slow"):
-        check_runs([job("a", 0.0, "only")], APPLICATIONS, fast, Ours())
-    check_runs([job("a", 0.0, replicas=9, batch=72)], APPLICATIONS, TWO_TYPES, EasyScale())
+        check_runs([submitted("a", 0.0, "only")], APPLICATIONS, fast, Ours())
+    check_runs([both("a", 0.0, replicas=9, batch=72)], APPLICATIONS, TWO_TYPES, EasyScale())
 
 
 def test_every_policy_that_is_said_to_run_on_mixed_clusters_is_tested_here() -> None:
@@ -243,7 +249,7 @@ def test_every_policy_that_is_said_to_run_on_mixed_clusters_is_tested_here() -> 
 
 
 def test_logical_workers_take_as_long_as_the_busiest_gpu() -> None:
-    made = make_jobs([job("a", 0.0, replicas=6, batch=48)], APPLICATIONS, Tuning.LOGICAL, TWO_TYPES)[0]
+    made = make_jobs([both("a", 0.0, replicas=6, batch=48)], APPLICATIONS, Tuning.LOGICAL, TWO_TYPES)[0]
     assert made.capabilities() == pytest.approx({"slow": 1 / 2.0, "fast": 1 / 0.5})
     # By trying all splits of 6 logical workers: on 1 slow (2 s each) and 1 fast (0.5 s each) GPU, 5 and 1 is best.
     for slow, fast in [(1, 1), (2, 0), (0, 2), (3, 1), (2, 4)]:
@@ -261,7 +267,7 @@ def test_logical_workers_take_as_long_as_the_busiest_gpu() -> None:
 def test_easyscale_starts_a_job_that_fifo_would_hold_back_and_the_batch_stays() -> None:
     # 4 GPUs; a takes 3, b wants 4: FIFO waits for a, EasyScale runs b's four logical workers on what is free.
     cluster = ClusterSpec.homogeneous(1, 4, "slow")
-    jobs = [job("a", 0.0, replicas=3, batch=24), job("b", 1.0, replicas=4, batch=32)]
+    jobs = [both("a", 0.0, replicas=3, batch=24), both("b", 1.0, replicas=4, batch=32)]
     batches: list[int] = []
 
     class Watch(EasyScaleHomo):
@@ -287,7 +293,7 @@ def test_only_heterogeneous_jobs_mix_types_and_only_those_that_may() -> None:
                 seen.extend({cluster.gpu_types[node] for node, _ in allocation} for allocation in made.values())
                 return made
 
-        simulate([job("a", 0.0, "quick", 16, 128)], APPLICATIONS, TWO_TYPES, Watch())
+        simulate([submitted("a", 0.0, "quick", 16, 128)], APPLICATIONS, TWO_TYPES, Watch())
         return seen
 
     assert max(map(len, types_held(EasyScaleHomo()))) == 1
@@ -307,7 +313,7 @@ def test_a_scale_out_that_measured_slower_is_taken_back_and_not_asked_for_again(
             return made
 
     cluster = ClusterSpec.homogeneous(1, 2, "slow")
-    jobs = [job("a", 0.0, "short"), job("b", 61.0, "heavy", 2, 16)]
+    jobs = [submitted("a", 0.0, "short"), submitted("b", 61.0, "heavy", 2, 16)]
     short = dict(heavy, short=application("short", {"slow": 1.0}, 3.0, epochs=8))
     made = simulate(jobs, short, cluster, Watch())
     counts = [count for _, count in held]
@@ -322,7 +328,7 @@ def test_a_job_that_finds_nothing_free_is_given_one_gpu_by_the_job_that_loses_le
     # a holds 4 GPUs for 4 logical workers: one less halves it (2 per GPU). b holds 3 for 4: one less changes nothing.
     cluster = ClusterSpec.homogeneous(1, 7, "slow")
     jobs = make_jobs(
-        [job("a", 0.0, "only", 4, 32), job("b", 0.0, "only", 4, 32), job("c", 0.0, "only", 1, 8)],
+        [submitted("a", 0.0, "only", 4, 32), submitted("b", 0.0, "only", 4, 32), submitted("c", 0.0, "only", 1, 8)],
         APPLICATIONS,
         Tuning.LOGICAL,
         cluster,
@@ -340,7 +346,7 @@ def test_a_job_that_finds_nothing_free_is_given_one_gpu_by_the_job_that_loses_le
 
 def test_pooled_beliefs_give_a_later_job_what_an_earlier_one_saw() -> None:
     jobs = make_jobs(
-        [job("a", 0.0), job("b", 0.0)],
+        [both("a", 0.0), both("b", 0.0)],
         APPLICATIONS,
         Tuning.ADAPTIVE,
         ClusterSpec.homogeneous(2, 4, "slow"),
@@ -357,7 +363,10 @@ def test_pooled_beliefs_give_a_later_job_what_an_earlier_one_saw() -> None:
     assert table[0, 4] > 0
     assert second.most_replicas == 8
     apart = make_jobs(
-        [job("a", 0.0), job("b", 0.0)], APPLICATIONS, Tuning.ADAPTIVE, ClusterSpec.homogeneous(2, 4, "slow")
+        [both("a", 0.0), both("b", 0.0)],
+        APPLICATIONS,
+        Tuning.ADAPTIVE,
+        ClusterSpec.homogeneous(2, 4, "slow"),
     )
     assert apart[0].beliefs is not apart[1].beliefs
 
@@ -396,7 +405,7 @@ def test_ours_looks_at_no_truth_that_a_scheduler_cannot_know(monkeypatch: pytest
             inside[0] = False
             return made
 
-    jobs = [job(str(n), 40.0 * n, kind) for n, kind in enumerate(["both", "quick", "only", "both", "quick"])]
+    jobs = [submitted(str(n), 40.0 * n, kind) for n, kind in enumerate(["both", "quick", "only", "both", "quick"])]
     assert len(simulate(jobs, APPLICATIONS, TWO_TYPES, Watch()).jobs) == 5
 
 
@@ -406,7 +415,9 @@ def test_ours_lets_the_job_with_less_left_have_more() -> None:
         "long": application("long", {"slow": 1.0}, epochs=4000, noise=1e4),
         "short": application("short", {"slow": 1.0}, epochs=400, noise=1e4),
     }
-    jobs = make_jobs([job("a", 0.0, "long"), job("b", 0.0, "short")], truth, Tuning.ADAPTIVE, cluster, pooled=True)
+    jobs = make_jobs(
+        [submitted("a", 0.0, "long"), submitted("b", 0.0, "short")], truth, Tuning.ADAPTIVE, cluster, pooled=True
+    )
     for one in jobs:
         one.reallocate(((0, 4),), 0.0, 0.0)
         one.retune(0.0, False)
@@ -420,7 +431,7 @@ def test_ours_lets_the_job_with_less_left_have_more() -> None:
 
 def test_ours_keeps_an_allocation_when_a_restart_does_not_pay() -> None:
     cluster = ClusterSpec.homogeneous(1, 8, "slow")
-    jobs = make_jobs([job("a", 0.0)], {"both": APPLICATIONS["both"]}, Tuning.ADAPTIVE, cluster, pooled=True)
+    jobs = make_jobs([both("a", 0.0)], {"both": APPLICATIONS["both"]}, Tuning.ADAPTIVE, cluster, pooled=True)
     jobs[0].reallocate(((0, 7),), 0.0, 0.0)
     jobs[0].retune(0.0, False)
     jobs[0].advance(1.0)
@@ -431,7 +442,7 @@ def test_ours_keeps_an_allocation_when_a_restart_does_not_pay() -> None:
 def test_adaptive_policies_put_each_job_where_its_speed_is() -> None:
     # On fast GPUs "both" runs four times as fast, "quick" hardly faster: with a fast node and a slow one, both > quick.
     cluster = ClusterSpec(gpus=(4, 4), gpu_types=("slow", "fast"))
-    jobs = [job("a", 0.0, "quick"), job("b", 0.0, "both")]
+    jobs = [submitted("a", 0.0, "quick"), both("b", 0.0)]
     truth = {
         name: application(name, {"slow": g, "fast": f}, epochs=100, noise=100.0)
         for name, g, f in [("quick", 0.5, 0.45), ("both", 2.0, 0.5)]
@@ -462,7 +473,7 @@ def test_adaptive_policies_put_each_job_where_its_speed_is() -> None:
 
 
 def test_a_job_is_profiled_on_one_gpu_of_each_type_before_it_runs() -> None:
-    jobs = make_jobs([job("a", 0.0), job("b", 0.0, "only")], APPLICATIONS, Tuning.ADAPTIVE, TWO_TYPES)
+    jobs = make_jobs([both("a", 0.0), submitted("b", 0.0, "only")], APPLICATIONS, Tuning.ADAPTIVE, TWO_TYPES)
     for one in jobs:
         assert one.goodput_table(2, "slow") is None
         one.profile()
@@ -472,7 +483,7 @@ def test_a_job_is_profiled_on_one_gpu_of_each_type_before_it_runs() -> None:
     assert fast[0, 1] / slow[0, 1] == pytest.approx(2.0 / 0.5, rel=0.05)
     assert jobs[0].most_replicas == 2
     assert jobs[1].goodput_table(2, "fast") is None
-    alone = make_jobs([job("a", 0.0)], APPLICATIONS, Tuning.ADAPTIVE, ClusterSpec.homogeneous(1, 4, "slow"))[0]
+    alone = make_jobs([both("a", 0.0)], APPLICATIONS, Tuning.ADAPTIVE, ClusterSpec.homogeneous(1, 4, "slow"))[0]
     alone.profile()
     assert alone.goodput_table(2) is None
 
@@ -487,7 +498,12 @@ def test_sia_takes_powers_of_two_within_a_node_and_whole_nodes_beyond() -> None:
             return made
 
     truth = {"both": application("both", {"slow": 1.0}, epochs=60, noise=1e4)}
-    simulate([job("a", 0.0), job("b", 0.0), job("c", 200.0)], truth, ClusterSpec.homogeneous(3, 4, "slow"), Watch())
+    simulate(
+        [both("a", 0.0), both("b", 0.0), both("c", 200.0)],
+        truth,
+        ClusterSpec.homogeneous(3, 4, "slow"),
+        Watch(),
+    )
     assert counts <= {1, 2, 4, 8, 12}
     assert max(counts) >= 8
 
@@ -554,7 +570,7 @@ def check(
 def test_invariants_on_mixed_gpus(name: str, data: st.DataObject) -> None:
     kinds = data.draw(st.lists(st.sampled_from(sorted(APPLICATIONS)), min_size=1, max_size=8))
     jobs = [
-        job(str(n), data.draw(st.integers(0, 400)), kind, replicas := data.draw(st.integers(1, 6)), 8 * replicas)
+        submitted(str(n), data.draw(st.integers(0, 400)), kind, replicas := data.draw(st.integers(1, 6)), 8 * replicas)
         for n, kind in enumerate(kinds)
     ]
     options = Options(
@@ -578,7 +594,7 @@ def test_invariants_on_one_type(name: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("name", MIXED)
 def test_equal_jobs_are_served_in_the_order_of_the_workload(name: str) -> None:
-    jobs = [job(str(n), 0.0, "only", 2, 16) for n in range(6)]
+    jobs = [submitted(str(n), 0.0, "only", 2, 16) for n in range(6)]
     made = simulate(jobs, APPLICATIONS, ClusterSpec.homogeneous(1, 4, "slow"), MIXED[name]())
     again = simulate(
         [one.model_copy(update={"name": f"x{one.name}"}) for one in jobs],
@@ -618,5 +634,10 @@ def test_a_new_policy_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(policies_package, "POLICIES", policies_package._found())
     cluster = ClusterSpec.homogeneous(1, 1, "slow")
     make = policies("newest")["newest"]
-    made = simulate([job("a", 0.0), job("b", 1.0), job("c", 2.0)], APPLICATIONS, cluster, make())
+    made = simulate(
+        [both("a", 0.0), both("b", 1.0), both("c", 2.0)],
+        APPLICATIONS,
+        cluster,
+        make(),
+    )
     assert sorted(made.jobs, key=lambda one: one.first_start_s)[0].name == "c"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Result
-from tests.test_scheduling_advise import write as write_state
+from tests.test_scheduling_advise import write_state
 
 Cli = Callable[..., Result]
 FOLDER = Path(__file__).resolve().parents[1] / "fixtures" / "workloads"

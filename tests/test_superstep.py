@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from fractions import Fraction
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,8 @@ from ddltool.analyzers.barriers.superstep import best_superstep, choose, plan_el
 from ddltool.analyzers.emitting.enforcement import to_enforcement
 from ddltool.analyzers.placement.problem import Problem, from_job
 from ddltool.errors import InputError
-from ddltool.job import Constraints, DeviceOffer, Job
+from ddltool.job import Constraints, DeviceOffer
+from tests.conftest import job
 
 
 def by_enumeration(workers: list[tuple[Fraction, int]], lookahead: int, max_gap: int | None) -> Fraction:
@@ -96,12 +98,7 @@ def test_a_long_lookahead_costs_little_and_too_long_a_one_is_refused() -> None:
         best_superstep([(Fraction(k), 1) for k in range(1, 41)], 100_000)
 
 
-def job(**changes: object) -> Job:
-    devices = [
-        DeviceOffer(type="V100", count=2, capability_per_s=3.0),
-        DeviceOffer(type="T4", count=1, capability_per_s=1.0),
-    ]
-    return Job(name="mixed", max_workers=8, batch_size=16, devices=devices).model_copy(update=changes)
+asked = partial(job, {"V100": (2, 3.0), "T4": (1, 1.0)}, batch_size=16)
 
 
 CAPABILITIES = {"V100": 3.0, "T4": 1.0}
@@ -109,35 +106,35 @@ CAPABILITIES = {"V100": 3.0, "T4": 1.0}
 
 def test_a_plan_by_hand() -> None:
     """3, 3 and 1 mini-batches a second meet after one second without any waiting: 7 a second."""
-    made = plan_elastic_bsp(from_job(job(), CAPABILITIES))
+    made = plan_elastic_bsp(from_job(asked(), CAPABILITIES))
     assert made.superstep is not None
     assert made.superstep.iterations == {"V100": 3, "T4": 1}
     assert (made.superstep.superstep_s, made.superstep.waiting_s, made.superstep.iteration_gap) == (1.0, 0.0, 2)
     assert made.throughput == pytest.approx(7.0)
     assert made.iteration_s == pytest.approx(8 / 7)
-    assert made.throughput > plan_bsp(from_job(job(), CAPABILITIES)).throughput
+    assert made.throughput > plan_bsp(from_job(asked(), CAPABILITIES)).throughput
 
 
 def test_waiting_and_waste_by_hand() -> None:
     """Two iterations of 1/3 s, twice, and one of 0.8 s: 5 in 0.8 s, before which the two wait 0.8 - 2/3 s each."""
-    made = plan_elastic_bsp(from_job(job(), {"V100": 3.0, "T4": 1.25}), lookahead=2)
+    made = plan_elastic_bsp(from_job(asked(), {"V100": 3.0, "T4": 1.25}), lookahead=2)
     assert made.superstep is not None
     assert (made.superstep.iterations, made.superstep.mini_batches) == ({"V100": 2, "T4": 1}, 5)
     assert made.superstep.superstep_s == pytest.approx(0.8)
     assert made.superstep.waiting_s == pytest.approx(0.8 - 2 / 3)
     assert made.superstep.total_waiting_s == pytest.approx(2 * (0.8 - 2 / 3))
     assert (made.throughput, made.waste) == (pytest.approx(6.25), pytest.approx(1.0))
-    assert plan_elastic_bsp(from_job(job(), CAPABILITIES)).waste == 0.0
+    assert plan_elastic_bsp(from_job(asked(), CAPABILITIES)).waste == 0.0
 
 
 def test_a_gap_of_zero_is_bsp_with_one_mini_batch_each() -> None:
     """With the slow device 3 mini-batches a second, without it 6."""
-    made = plan_elastic_bsp(from_job(job(), CAPABILITIES), max_gap=0)
+    made = plan_elastic_bsp(from_job(asked(), CAPABILITIES), max_gap=0)
     assert made.superstep is not None
     assert made.superstep.iterations == {"V100": 1}
     assert made.superstep.left_out == {"T4": 1}
     assert made.throughput == pytest.approx(6.0)
-    only = plan_elastic_bsp(from_job(job(constraints=Constraints(max_devices=2)), CAPABILITIES), max_gap=0)
+    only = plan_elastic_bsp(from_job(asked(constraints=Constraints(max_devices=2)), CAPABILITIES), max_gap=0)
     assert only.superstep is not None
     assert (only.throughput, only.superstep.left_out) == (made.throughput, {})
 
@@ -146,11 +143,11 @@ def test_a_device_that_costs_throughput_is_left_out() -> None:
     """Two devices of 3 a second wait ten seconds for one of 0.1, or make 6 a second without it."""
     capabilities = {"A": 3.0, "B": 0.1}
     devices = [DeviceOffer(type=name, count=count) for name, count in (("A", 2), ("B", 1))]
-    made = plan_elastic_bsp(from_job(job(devices=devices), capabilities))
+    made = plan_elastic_bsp(from_job(asked(devices=devices), capabilities))
     assert made.throughput == pytest.approx(6.0)
     assert made.superstep is not None
     assert made.superstep.left_out == {"B": 1}
-    long = plan_elastic_bsp(from_job(job(devices=devices), capabilities), lookahead=30)
+    long = plan_elastic_bsp(from_job(asked(devices=devices), capabilities), lookahead=30)
     assert long.throughput == pytest.approx(6.1)
     assert long.superstep is not None
     assert long.superstep.left_out == {}
@@ -194,7 +191,7 @@ def test_no_other_devices_make_more(
     devices = [DeviceOffer(type=f"d{i}", count=count, price_per_hour=cost) for i, (count, _, cost) in enumerate(offers)]
     capabilities = {f"d{i}": speed / 4 for i, (_, speed, _) in enumerate(offers)}
     limits = Constraints(max_price_per_hour=price, homogeneous=homogeneous)
-    problem = from_job(job(devices=devices, max_workers=most, constraints=limits), capabilities)
+    problem = from_job(asked(devices=devices, max_workers=most, constraints=limits), capabilities)
     found = choose(problem, lambda workers: best_superstep(workers, lookahead, max_gap), combinations)
     best = by_all_devices(problem, lookahead, max_gap)
     assert found.rate <= best <= found.bound
@@ -207,12 +204,12 @@ def test_no_other_devices_make_more(
 
 
 def test_no_more_devices_than_workers() -> None:
-    made = plan_elastic_bsp(from_job(job(max_workers=2), CAPABILITIES))
+    made = plan_elastic_bsp(from_job(asked(max_workers=2), CAPABILITIES))
     assert sum(row.devices for row in made.assignments) == 2
 
 
 def test_the_server_is_told_the_superstep() -> None:
-    made = plan_elastic_bsp(from_job(job(), CAPABILITIES))
+    made = plan_elastic_bsp(from_job(asked(), CAPABILITIES))
     assert made.superstep is not None
     assert to_enforcement(made).superstep == made.superstep
     with pytest.raises(InputError, match="look 1 iteration ahead"):

@@ -75,7 +75,7 @@ _GENERATIONS: dict[Kind, _Generation] = {
     "nvlink5": _BLACKWELL,
     "pcie3": _VOLTA,
     "pcie4": _AMPERE,
-    "pcie5": _HOPPER,
+    "pcie5": replace(_HOPPER, nvls=0.0),
 }
 # A tree's bandwidth at 64 B times powers of two, by protocol (treeCorrectionFactor there).
 _CORRECTION = np.array(

@@ -102,6 +102,10 @@ def _memory_limit(
 
 
 LEVEL = 0.95
+# Below, the smallest and largest are the interval anyway.
+_FEWEST_DEPENDENT = 6
+# Standard deviations; of independent samples some 5 % have a sum beyond it.
+_MORE_THAN_CHANCE = 2.1
 # Doublings that each bring less than this share of throughput: the curve is a line from there on.
 _FLAT = 0.05
 # A bracket around the saturation batch is narrow enough at this ratio of its ends.
@@ -139,13 +143,47 @@ def interval_ranks(count: int, level: float = LEVEL) -> tuple[int, int]:
 
 
 def median_interval(samples: Sequence[float]) -> Interval:
-    """Return the samples' median with a distribution-free confidence interval; see :func:`interval_ranks`.
+    """Return the median of samples, in the order they were taken, with a distribution-free 95 % interval.
 
-    Samples are taken as independent; a machine whose load drifts makes the true uncertainty larger.
+    :func:`interval_ranks`, moved apart by the root of :func:`dependence`: n dependent samples tell as much as n of it.
+    Drift slower than all of the samples cannot be seen in them: then the interval is still too narrow.
     """
     ordered = sorted(samples)
-    first, last = interval_ranks(len(ordered))
-    return Interval(median=float(np.median(ordered)), low=ordered[first], high=ordered[last])
+    first, _ = interval_ranks(len(ordered))
+    middle = (len(ordered) - 1) / 2
+    first = max(0, math.floor(middle - (middle - first) * math.sqrt(dependence(samples))))
+    return Interval(median=float(np.median(ordered)), low=ordered[first], high=ordered[len(ordered) - 1 - first])
+
+
+def dependence(samples: Sequence[float]) -> float:
+    """Return how many samples in a row, shape (n,), tell as much as one independent one, from 1 to n.
+
+    1 + 2 sum of the ranks' autocorrelations, cut where pairs of them stop being positive and falling (the initial monotone
+    sequence; Geyer, "Practical Markov chain Monte Carlo", Statistical Science 7, 1992, section 3.3), and once corrected for
+    the mean being the samples' own. 1 unless the sum of some of the first lags is more than what independent samples give.
+    """
+    count = len(samples)
+    _, place, ties = np.unique(np.asarray(samples, dtype=np.float64), return_inverse=True, return_counts=True)
+    if count < _FEWEST_DEPENDENT or len(ties) == 1:
+        return 1.0
+    ranks = (np.cumsum(ties) - ties / 2)[place]
+    ranks -= ranks.mean()
+    waves = np.fft.rfft(ranks, 2 * count)
+    alike = np.fft.irfft(np.abs(waves) ** 2, 2 * count)[:count]
+    alike /= alike[0]
+    # Of independent samples the sum of k autocorrelations has mean -k / n and variance k / n.
+    lags = 2 ** np.arange((count // 6).bit_length())
+    if (np.cumsum(alike[1:])[lags - 1] + lags / count <= _MORE_THAN_CHANCE * np.sqrt(lags / count)).all():
+        return 1.0
+    bias = _monotone_sum(alike) / count
+    return min(_monotone_sum((alike + bias) / (1 + bias)), count)
+
+
+def _monotone_sum(alike: NDArray[np.float64]) -> float:
+    """Return 1 + 2 sum of autocorrelations (n,) from lag 0 on by Geyer's rule, at least 1."""
+    pairs = alike[: len(alike) // 2 * 2].reshape(-1, 2).sum(axis=1)
+    positive = pairs[: int(np.argmax(pairs <= 0)) if (pairs <= 0).any() else None]
+    return max(1.0, 2 * float(np.minimum.accumulate(positive).sum()) - 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

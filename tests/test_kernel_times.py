@@ -1,0 +1,176 @@
+"""Kernels one by one, in plain arithmetic, against the arrays of :mod:`ddltool.analyzers.costs.kernel_times`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddltool.analyzers.costs.kernel_times import (
+    ARITHMETIC,
+    DATASHEET,
+    FEED,
+    TRAFFIC,
+    Constants,
+    demand_of,
+    seconds,
+    tiled_flops,
+)
+from ddltool.analyzers.costs.kernels import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Kernels
+from ddltool.analyzers.tracing.op_rules import CLASS, CLASSES
+from ddltool.device import Device
+
+AMPERE = Device(
+    name="test",
+    architecture="Ampere",
+    multiprocessors=80,
+    clock_hz=1.5e9,
+    peak_flops={"float32": 1e12, "tf32": 8e12, "float16": 16e12},
+    memory_bytes_per_s=1e11,
+    memory_gib=16,
+    l2_bytes=4e6,
+)
+DEVICES = (
+    AMPERE,
+    AMPERE.model_copy(update={"clock_hz": 0.0}),
+    AMPERE.model_copy(update={"multiprocessors": 0}),
+    AMPERE.model_copy(update={"architecture": "Pascal", "peak_flops": {"float32": 1e12, "float16": 2e12}}),
+)
+# Every share another number, so that taking one for another shows.
+CONSTANTS = Constants(
+    arithmetic={name: 0.3 + 0.031 * place for place, name in enumerate(ARITHMETIC)},
+    traffic={name: 0.4 + 0.027 * place for place, name in enumerate(TRAFFIC)},
+    feed={name: 700.0 + 60.0 * place for place, name in enumerate(FEED)},
+    start_s=2e-6,
+    cache=0.3,
+    issue_s=0.0,
+    update_s=0.0,
+    turn_s=5e-6,
+    units={"tensor": 0.9, "vector": 0.8, "memory": 0.7},
+)
+TILES = {(256, 128): 1.0, (128, 128): 1.0, (128, 64): 0.9, (64, 64): 0.75, (64, 32): 0.5, (32, 32): 0.35}
+
+
+def occupied(gemm: tuple[float, ...], processors: int) -> float:
+    """Operations that a device is occupied for by ``count`` products of m x n x k: the fastest tile counts."""
+    count, m, n, k = gemm
+    found = []
+    for (long, short), rate in TILES.items():
+        for rows, columns in ((long, short), (short, long)):
+            tiles = count * math.ceil(m / rows) * math.ceil(n / columns)
+            parts = 1
+            if tiles < processors:  # the inner dimension is split, down to pieces of 256
+                parts = min(math.ceil(processors / tiles), max(1, int(k // 256)))
+            rounds = tiles * parts / processors
+            waves = 1.0 if rounds < 1 else rounds + 0.5 * (math.ceil(rounds) - rounds)
+            found.append(waves * processors / parts * rows * columns * 2 * (k + 32 * parts) / rate)
+    return min(found)
+
+
+def by_hand(kernel: Mapping[str, object], device: Device, precision: str, layout: str, constants: Constants) -> float:
+    """Return the seconds of one kernel, in words of the class's own rules."""
+    kind, gemm = str(kernel["kind"]), tuple(float(side) for side in kernel["gemm"])  # type: ignore[attr-defined]
+    flops, moved = float(kernel["flops"]), float(kernel["bytes"])  # type: ignore[arg-type]
+    vector, dtype = device.peak_flops["float32"], str(kernel["dtype"])
+    peak = device.peak_flops.get(dtype, vector)
+    if dtype == "float32" and (precision == "tf32" or kind in ("convolution", "recurrent")):
+        peak = device.peak_flops.get("tf32", vector)
+    tensor = peak > 1.5 * vector and device.architecture != "Pascal"
+    grouped, shaped = kind in ("grouped_convolution", "depthwise_convolution"), gemm[1] > 0
+    if device.multiprocessors and shaped and kind in ("convolution", "matrix_product"):
+        flops = occupied(gemm, device.multiprocessors)
+    if device.multiprocessors and shaped and kind == "recurrent":
+        flops *= occupied((1.0, *gemm[1:]), device.multiprocessors) / (2 * math.prod(gemm[1:]))
+    unit = "tensor" if tensor else "vector"
+    share, rate = None, f"{kind}/{layout}" if f"{kind}/{layout}" in TRAFFIC else kind
+    if kind in ("matrix_product", "attention", "recurrent"):
+        share = f"{kind}/{unit}"
+    elif kind == "convolution":
+        share = f"convolution/tensor/{layout}" if tensor else "convolution/vector"
+        uneven = shaped and any(side % 8 for side in gemm[1:])
+        if tensor and uneven and layout == "channels_last":
+            share = rate = "convolution/misaligned"
+    elif grouped:
+        share = rate = f"{kind}/{layout}"
+        if kind == "grouped_convolution" and layout == "channels_last":
+            share = rate = f"{share}/narrow" if gemm[0] % 32 == 0 and min(gemm[2:]) <= 32 else share
+        if kernel["direction"] == WEIGHT_GRADIENT and f"{share}/weights" in ARITHMETIC:
+            share = f"{share}/weights"
+    arithmetic = 0.0
+    if share is not None:
+        tensor = tensor and not grouped
+        at_peak = flops / (vector if grouped else peak)
+        arithmetic = at_peak / constants.arithmetic[share] / constants.units["tensor" if tensor else "vector"]
+        cycles = device.multiprocessors * device.clock_hz
+        if tensor and cycles:
+            arithmetic += flops / cycles / constants.feed.get(share, math.inf)
+        elif tensor:
+            arithmetic = max(arithmetic, at_peak)
+    cached = min(1.0, 0.5 * device.l2_bytes / max(moved, 1.0))
+    traffic = moved / device.memory_bytes_per_s * (1 - constants.cache * cached)
+    traffic /= constants.traffic[rate] * constants.units["memory"]
+    together = arithmetic + traffic if grouped else (arithmetic**3 + traffic**3) ** (1 / 3)
+    return constants.start_s + (constants.turn_s * gemm[0] if kind == "recurrent" else 0.0) + together
+
+
+side = st.sampled_from([1.0, 7.0, 8.0, 31.0, 32.0, 33.0, 64.0, 100.0, 256.0, 512.0, 4096.0])
+kernel = st.fixed_dictionaries(
+    {
+        "kind": st.sampled_from(CLASSES),
+        "direction": st.sampled_from([FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT]),
+        "dtype": st.sampled_from(["float32", "float16", "int64"]),
+        "flops": st.sampled_from([0.0, 1e6, 3e9]),
+        "bytes": st.sampled_from([0.0, 1e4, 1e6, 5e7]),
+        "gemm": st.one_of(st.tuples(side, side, side, side), st.just((0.0, 0.0, 0.0, 0.0))),
+    }
+)
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(kernel, min_size=1, max_size=20),
+    st.sampled_from(DEVICES),
+    st.sampled_from(["fp32", "tf32", "amp"]),
+    st.booleans(),
+    st.sampled_from([CONSTANTS, replace(CONSTANTS, feed={}), DATASHEET]),
+)
+def test_arrays_are_as_kernels_one_by_one(
+    made: list[dict[str, object]], device: Device, precision: str, channels_last: bool, constants: Constants
+) -> None:
+    kernels = Kernels(
+        op=np.arange(len(made)),
+        kind=np.array([CLASS[str(each["kind"])] for each in made], dtype=np.int8),
+        direction=np.array([each["direction"] for each in made], dtype=np.int8),
+        flops=np.array([each["flops"] for each in made], dtype=float),
+        moved_bytes=np.array([each["bytes"] for each in made], dtype=float),
+        gemm=np.array([each["gemm"] for each in made], dtype=float),
+        width=np.full(len(made), 4.0),
+        dtype=tuple(str(each["dtype"]) for each in made),
+        ops=len(made),
+    )
+    found = seconds(demand_of(kernels, device, precision=precision, channels_last=channels_last), constants)
+    layout = "channels_last" if channels_last else "channels_first"
+    expected = [by_hand(each, device, precision, layout, constants) for each in made]
+    assert found == pytest.approx(expected, rel=1e-9, abs=1e-18)
+
+
+sizes = st.one_of(st.integers(1, 5000).map(float), side)
+
+
+@settings(max_examples=200)
+@given(st.tuples(st.integers(1, 64).map(float), sizes, sizes, sizes), st.integers(1, 160))
+def test_tiles_are_those_by_hand_and_never_do_less_than_the_product(gemm: tuple[float, ...], processors: int) -> None:
+    found = tiled_flops(np.array([gemm]), processors)[0]
+    assert found == pytest.approx(occupied(gemm, processors), rel=1e-12)
+    assert found >= 2 * np.prod(gemm)
+
+
+def test_large_products_come_close_to_their_own_operations() -> None:
+    assert tiled_flops(np.array([[1.0, 8192.0, 8192.0, 8192.0]]), 108)[0] == pytest.approx(2 * 8192.0**3, rel=0.05)
+    one_row = tiled_flops(np.array([[1.0, 1.0, 4096.0, 4096.0]]), 108)[0]
+    assert one_row > 10 * 2 * 4096.0**2  # a row fills no tile
