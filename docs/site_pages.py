@@ -154,10 +154,11 @@ def _fields(schema: dict[str, Any]) -> list[str]:
     rows = []
     for name, field in schema.get("properties", {}).items():
         held = re.search(r'"#/\$defs/(\w+)"', json.dumps(field))
-        inner = list(schema["$defs"][held[1]].get("properties", {})) if held else []
-        within = f" ({', '.join(f'`{each}`' for each in inner)})" if inner else ""
+        part = schema["$defs"][held[1]] if held else {}
+        said = field.get("description") or part.get("description", "").partition("\n")[0].removesuffix(".")
+        inner = ", ".join(f"`{each}`" for each in part.get("properties", {}))
         if name not in ("kind", "schema_version"):
-            rows.append(f"- `{name}` {field.get('description', '')}{within}".rstrip())
+            rows.append(f"- `{name}` {said.replace('``', '`')}{inner and f' ({inner})'}".rstrip())
     return rows
 
 

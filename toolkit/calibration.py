@@ -51,14 +51,14 @@ class CalibrationTable(Artifact):
     """The shipped constants (kind ``ddltool.calibration``); see ``ddltool.analyzers.costs.kernel_times.Constants``."""
 
     kind: Literal["ddltool.calibration"] = "ddltool.calibration"
-    arithmetic: Shares
-    traffic: Shares
-    feed: Shares
-    start_s: Positive
-    cache: Positive
-    issue_s: Positive
-    update_s: Positive
-    turn_s: Positive
+    arithmetic: Shares = Field(description="share of peak FLOP/s by class of kernel")
+    traffic: Shares = Field(description="share of the memory's bandwidth by class of kernel")
+    feed: Shares = Field(description="operations per cycle for which a multiprocessor can feed its matrix units")
+    start_s: Positive = Field(description="between two kernels on the device")
+    cache: Positive = Field(description="share of a kernel's traffic that the last cache saves where all of it fits")
+    issue_s: Positive = Field(description="in which the host issues one op")
+    update_s: Positive = Field(description="of the update per parameter tensor, beside its traffic")
+    turn_s: Positive = Field(description="between two steps of a recurrent layer")
     generations: dict[str, Shares] = Field(description="factors of an architecture: tensor, vector, memory")
     devices: list[str] = Field(description="devices whose measured rows say how far off predictions are")
     judged: list[str] = Field(description="the architectures of these devices")

@@ -84,14 +84,14 @@ class Goodput(Artifact):
     kind: Literal["ddltool.goodput"] = "ddltool.goodput"
     sources: list[str] = Field(description="the files that were fitted")
     params: ThroughputParams
-    rmsle: NonNegative
-    mape: NonNegative
-    samples: AtLeastOne
+    rmsle: NonNegative = Field(description="error of the logarithms of the step times that were fitted")
+    mape: NonNegative = Field(description="mean of |fitted / measured - 1|")
+    samples: AtLeastOne = Field(description="rows behind the fit")
     fit_seconds: NonNegative
     undetermined: list[str] = Field(description="parameters that the data do not determine; they keep their prior")
-    holdout: FitError | None = None
-    intervals: dict[str, ParameterInterval] = Field(default_factory=dict)
-    next_measurement: NextMeasurement | None = None
+    holdout: FitError | None = Field(default=None, description="the errors on rows kept out of the fit")
+    intervals: dict[str, ParameterInterval] = Field(default_factory=dict, description="of each parameter, 90 %")
+    next_measurement: NextMeasurement | None = Field(default=None, description="what would tell most")
     left_out: list[LeftOut] = Field(default_factory=list, description="rows left out of the fit, its errors count them")
     devices: dict[str, DeviceGoodput] = Field(default_factory=dict, description="by type, when the rows name several")
     shared_network: bool | None = Field(

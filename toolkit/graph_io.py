@@ -24,9 +24,9 @@ class GraphDocument(Artifact):
 
     kind: Literal["ddltool.graph"] = "ddltool.graph"
     name: str
-    mode: Mode
-    batch_size: int | None = Field(default=None, ge=1)
-    meta: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
+    mode: Mode = Field(description="training or inference")
+    batch_size: int | None = Field(default=None, ge=1, description="samples of the step; null: unknown")
+    meta: dict[str, str | int | float | bool | None] = Field(default_factory=dict, description="where it comes from")
     ops: list[Op]
 
 

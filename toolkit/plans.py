@@ -221,17 +221,17 @@ class Plan(Artifact):
     batch_size: AtLeastOne
     iteration_s: NonNegative = Field(description="seconds per global step")
     throughput: NonNegative = Field(description="logical mini-batches (of batch_size samples) per second")
-    assignments: list[Assignment] = Field(min_length=1)
-    est_count: int
+    assignments: list[Assignment] = Field(min_length=1, description="who does what")
+    est_count: int = Field(description="logical workers on all devices, idle places included")
     waste: float = Field(description="capability that idles, logical mini-batches per second")
     overload_factor: float = Field(description="f: the largest A_i / C_i over the used devices, seconds")
-    status: Literal["optimal", "feasible"]
+    status: Literal["optimal", "feasible"] = Field(description="optimal: proven")
     gap: float = Field(description="relative distance to the proven bound; 0 when optimal")
     solve_seconds: NonNegative
-    alternatives: list[Alternative] = Field(default_factory=list)
-    parameters: list[ParameterRecord] = Field(default_factory=list)
-    ddp: BucketSetting | None = None
-    fsdp2: PrefetchSetting | None = None
+    alternatives: list[Alternative] = Field(default_factory=list, description="the next best plans")
+    parameters: list[ParameterRecord] = Field(default_factory=list, description="the model's, in sending order")
+    ddp: BucketSetting | None = Field(default=None, description="buckets")
+    fsdp2: PrefetchSetting | None = Field(default=None, description="units and prefetch lists")
     compressed: CompressionFigures | None = Field(default=None, description="what compressed gradients would bring DDP")
     sharding: ShardingSetting | None = Field(default=None, description="null: nothing is known of memory")
     split: BatchSplit | None = Field(default=None, description="of an lb-bsp plan")
