@@ -324,7 +324,7 @@ def put(name: str) -> None:
 def execute(command: str) -> int:
     """The exit code of a command line; ``ddltool`` alone runs in this process, everything else in bash."""
     try:
-        words = shlex.split(command, comments=True)
+        words = shlex.split(command.replace("\\\n", " "), comments=True)
     except ValueError:
         words = []
     words = words[1:] if words[:1] == ["time"] else words
