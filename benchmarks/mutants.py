@@ -83,8 +83,12 @@ EQUIVALENT: dict[str, dict[str, str]] = {
             "of one process per node no step stays inside, so it counts no times"
         ),
     },
+    "analyzers/costs/kernel_times.py": {
+        "unfed = demand.on_tensor & (demand.fed_s <= 0.0)": "no time is below 0",
+    },
     "analyzers/balancing/minmax.py": {
         "if int(numbers.sum()) * total >= 2** 63:": "sums below 2^63 fit in 64 bits too",
+        "if int(numbers.sum()) * total >= 2** 61:": "both ways are exact for sums below 2^62",
         'numbers = roomiest(found.sizes, np.argsort(~found.sizes, kind="stable"), found.number)': "~x is -x - 1: one order",
         "for count, price, size in zip(offer.counts, offer.prices, sizes.tolist(), strict=False)": _ALIKE,
         "return bound < self.iteration_s or (bound <= self.iteration_s and self._more(part.next_s, part.high))": (

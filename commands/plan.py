@@ -48,6 +48,7 @@ _ALL = {"job", "strategy", "graph_file", "time_limit_s", "devices_file", "allow_
 _BARRIERS = {"lookahead", "max_gap"}
 # What a job without a file reads beside its devices.
 _SHORT = {"devices", "nodes", "batch_size", "precision", "sequence_length", "optimizer", "link", "nic"}
+_MOST_SAMPLES = 1e30
 _RUN = {"tokens", "samples", "epochs", "deadline", "budget", "mtbf"}
 _AUTO = {"objective", "telemetry", "bandwidth", "latency", "nccl_tests", "compress", *_RUN}
 # The options that a strategy reads beside those.
@@ -245,7 +246,10 @@ def _samples(samples: str | None, epochs: float | None, tokens: str | None) -> f
         raise InputError("--samples", "has no part beside --tokens", "give one of the two")
     if epochs is not None and samples is None:
         raise InputError("--epochs", "of how many samples is not said", "give --samples N: those of an epoch")
-    return None if samples is None else _amount("--samples", samples) * (1.0 if epochs is None else epochs)
+    found = None if samples is None else _amount("--samples", samples) * (1.0 if epochs is None else epochs)
+    if found is not None and not 0 < found <= _MOST_SAMPLES:
+        raise InputError("--epochs", f"makes {found:.3g} samples", f"give a run of up to {_MOST_SAMPLES:.0e}")
+    return found
 
 
 def _amount(option: str, text: str) -> float:

@@ -38,7 +38,7 @@ AMPERE = Device(
 DEVICES = (
     AMPERE,
     AMPERE.model_copy(update={"clock_hz": 0.0}),
-    AMPERE.model_copy(update={"multiprocessors": 0}),
+    AMPERE.model_copy(update={"multiprocessors": 0, "l2_bytes": 0.0}),
     AMPERE.model_copy(update={"architecture": "Pascal", "peak_flops": {"float32": 1e12, "float16": 2e12}}),
 )
 # Every share another number, so that taking one for another shows.
@@ -157,6 +157,11 @@ def test_arrays_are_as_kernels_one_by_one(
     layout = "channels_last" if channels_last else "channels_first"
     expected = [by_hand(each, device, precision, layout, constants) for each in made]
     assert found == pytest.approx(expected, rel=1e-9, abs=1e-18)
+
+
+def test_a_device_at_its_datasheet_waits_for_nothing() -> None:
+    waits = DATASHEET.start_s, DATASHEET.issue_s, DATASHEET.update_s, DATASHEET.turn_s, DATASHEET.cache
+    assert waits == (0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 sizes = st.one_of(st.integers(1, 5000).map(float), side)

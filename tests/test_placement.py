@@ -237,7 +237,9 @@ def test_infeasible_jobs_say_which_constraint(limits: dict[str, float], message:
 
 def test_lines_of_one_device_type_add_up() -> None:
     line = DeviceOffer(type="T4", count=2, capability_per_s=1.0, price_per_hour=0.4)
-    assert [offer.count for offer in asked(devices=[line, line.model_copy(update={"count": 3})]).devices] == [5]
+    for name in ("T4", "nvidia t-4"):
+        again = line.model_copy(update={"count": 3, "type": name})
+        assert [(offer.type, offer.count) for offer in asked(devices=[line, again]).devices] == [("T4", 5)]
     with pytest.raises(ValueError, match="'T4' stands twice with other figures; give one another name"):
         asked(devices=[line, line.model_copy(update={"price_per_hour": 0.1})])
 

@@ -175,13 +175,22 @@ def test_torn_foreign_and_newer_files_are_refused_in_one_line(tmp_path: Path) ->
         ),
         ("meta.db", "UPDATE meta SET document = 'x'", "no readable meta document"),
         ("tables.db", "DROP TABLE vectors", "is no companion database"),
+        # As a damaged page may have it: no text where the table promises one.
+        (
+            "null.db",
+            "PRAGMA writable_schema = 1; UPDATE sqlite_master SET sql = replace(sql, ' NOT NULL', '') WHERE name = 'meta'"
+            ";; UPDATE meta SET document = NULL; PRAGMA writable_schema = 1;"
+            "UPDATE sqlite_master SET sql = replace(sql, 'TEXT', 'TEXT NOT NULL') WHERE name = 'meta'",
+            "no readable meta document",
+        ),
     ):
         path = tmp_path / name
         path.write_bytes(good)
-        base = sqlite3.connect(path)
-        base.execute(statement)
-        base.commit()
-        base.close()
+        for part in statement.split(";;"):  # each sees the tables as the one before left them
+            base = sqlite3.connect(path)
+            base.executescript(part)
+            base.commit()
+            base.close()
         assert message in refused(name, path.read_bytes())
 
 

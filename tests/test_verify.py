@@ -293,6 +293,7 @@ def test_a_bare_number_above_one_is_no_share(plan_file: Path, tmp_path: Path, cl
 IMPOSSIBLE = [
     ({"step_s": 0.0}, "line 5:step_s: is 0 s for 24 samples"),
     ({"compute_s": 5e-324}, "line 5:compute_s: is 4.94066e-324 s for 24 samples"),
+    ({"batch": 1e-320}, "line 5:batch: is "),
     ({"compute_s": 1e308, "step_s": 1e308}, "line 5:compute_s: is 1e+308 s, too large; it must be <= 1e+09 s"),
     ({"wait_s": 2e9}, "line 5:wait_s: is 2e+09 s, too large"),
     ({"rank": 2}, "line 5:rank: is 2 of 2 processes"),

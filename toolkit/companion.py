@@ -242,10 +242,9 @@ class Companion:
     def _stored(self) -> CompanionMeta:
         """Return the meta document as it stands in the file now."""
         row = self._base.execute("SELECT document FROM meta").fetchone()
-        try:
-            document = json.loads(row[0]) if row is not None else None
-        except ValueError:
-            document = None
+        document = None
+        with contextlib.suppress(ValueError, TypeError):  # no row, or in a damaged file one without a text
+            document = json.loads(row[0])
         if not isinstance(document, dict):
             raise InputError(str(self.path), "has no readable meta document", "make the database again")
         return parse(document, CompanionMeta, str(self.path))

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ddltool.artifacts import Artifact, AtLeastOne, NonNegative, Positive, Record, load
+from ddltool.device import name_key
 from ddltool.errors import InputError
 from ddltool.links import parse_link, parse_nic
 
@@ -183,15 +184,16 @@ class Job(Artifact):
     @field_validator("devices")
     @classmethod
     def _added_up(cls, offers: list[DeviceOffer]) -> list[DeviceOffer]:
-        """Add up the counts of lines that say the same of one device type; refuse those that do not."""
-        found: dict[str, DeviceOffer] = {}
+        """Add up the counts of lines that say the same of one device type, however spelt; refuse one name for two."""
+        found: dict[tuple[str, str], DeviceOffer] = {}
         for offer in offers:
-            known = found.setdefault(offer.type, offer)
-            if known is offer:
-                continue
-            if known.model_copy(update={"count": offer.count}) != offer:
-                raise ValueError(f"device type {offer.type!r} stands twice with other figures; give one another name")
-            found[offer.type] = known.model_copy(update={"count": known.count + offer.count})
+            said = name_key(offer.type), offer.model_dump_json(exclude={"type", "count"})
+            known = found.get(said)
+            found[said] = offer if known is None else known.model_copy(update={"count": known.count + offer.count})
+        names = [offer.type for offer in found.values()]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"device type {name!r} stands twice with other figures; give one another name")
         return list(found.values())
 
     @model_validator(mode="after")

@@ -114,6 +114,8 @@ def check_rows(frame: pd.DataFrame, where: str, tell: Tell = log_remark) -> pd.D
     for name in numeric:
         possible = numbers[name].between(0, np.inf, inclusive="left")
         refuse(~possible, name, "is {}", "it must be a number >= 0", frame[name])
+        if name not in _TIMES:
+            refuse(numbers[name] % 1 > 0, name, "is {:g}", "it must be a whole number", numbers[name])
     for name in filter(frame.columns.__contains__, _MOST):
         # An agent's columns may be empty: NaN is not above anything.
         values = pd.to_numeric(frame[name], errors="coerce")

@@ -98,10 +98,16 @@ def plan(
     check_outputs([job_file.parent / name for name in named if name], {"-o": output})
     traced = graph_of(read, job_file.parent, None if graph is None else Path(graph))
     read = scanned(read, traced, tell)
+    samples = samples_of(read, traced, tokens) if samples is None else samples
+    for option, limit in (("--deadline", deadline_s), ("--budget", budget)):
+        if limit < math.inf and samples is None:
+            raise InputError(
+                option, "limits a whole run, and how long that is nobody says", "give --samples or --tokens"
+            )
     given = Given(
         goal=Goal(
             objective=objective,
-            samples=samples_of(read, traced, tokens) if samples is None else samples,
+            samples=samples,
             deadline_s=deadline_s,
             budget=budget,
             failures=failures,
