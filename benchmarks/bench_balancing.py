@@ -151,7 +151,7 @@ def algorithm2(path: Path) -> None:
                 f"{steps[130:150].mean():.2f} s, {steps[150]:.2f} s, {steps[280:].mean():.2f} s"
             )
             if (delay, spread) == (1, 0.01):
-                path.write_bytes(drawn(trajectory_figures(names, run, {150: "M60: 2.5 Gbit/s"}), "png"))
+                path.write_bytes(drawn(trajectory_figures(names, run, {150: "M60: 2.5 Gbit/s"}), "png", width=380))
     for name, known in (("exact, before", curves), ("exact, after", cut)):
         sizes = least_longest(known, 128)
         print(f"{name:13}  {tuple(sizes.tolist())}  {known.seconds(sizes).max():.2f} s")

@@ -80,7 +80,7 @@ def main() -> None:
         ylabel="added time (% of the step)",
         draw="points",
     )
-    (ROOT / "docs" / "checkpointing.png").write_bytes(drawn([figure], "png"))
+    (ROOT / "docs" / "checkpointing.png").write_bytes(drawn([figure], "png", width=380))
 
 
 if __name__ == "__main__":

@@ -83,6 +83,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return markdown.replace("](../examples/", "](examples/")
 
 
+def on_page_content(text: str, **_: Any) -> str:
+    """Keep the name of an option on one line."""
+    return re.sub(r"<code>(--[\w-]{1,24})</code>", r'<code class="option">\1</code>', text)
+
+
 def _from_root(text: str) -> str:
     """A page of the root as one of docs/: its links, seen from there."""
     text = re.sub(r"\]\((?:https?://[^)\s]*/blob/[^/)]*/)?docs/", "](", text)
