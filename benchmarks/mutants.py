@@ -97,6 +97,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     },
     "analyzers/balancing/sizing.py": {
         "if speed.ndim != 1 or len(speed) <= 0:": "no length is below 0",
+        "step = 1 if left > -1 else -1": "of none nothing is given",
         'piece = max(int(np.searchsorted(sums, total, side="left")) - 1, 1)': (
             "in the first piece one worker alone is above its least, so the total decides"
         ),

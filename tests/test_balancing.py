@@ -123,6 +123,8 @@ def test_limits_that_bind_are_named() -> None:
         checked_sizes([1, 0])
     with pytest.raises(InputError, match=r"sizes: is \[\]; give every worker"):
         checked_sizes([])
+    with pytest.raises(InputError, match=r"sizes: is 5; give every worker"):
+        checked_sizes(5)
 
 
 def random_curves(chance: np.random.Generator, workers: int, *, accumulate: bool = False) -> DeviceCurves:

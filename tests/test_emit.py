@@ -141,6 +141,20 @@ def test_a_good_name_stays() -> None:
     assert cluster_name("7b").startswith("job-7b-")
 
 
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"waste": float("nan")}, "waste: is nan; give a finite number"),
+        ({"gap": float("inf")}, "gap: is inf; give a finite number"),
+        ({"sharding": {"kind": "ddp", "replicate": 4, "shard": 1}}, "sharding is 4 x 1 processes, and world_size 3"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(tmp_path: Path, change: dict[str, object], problem: str) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps(MIXED.model_dump(mode="json") | change))
+    with pytest.raises(InputError, match=problem):
+        load(tmp_path / "plan.json", Plan)
+
+
 def test_the_hash_is_that_of_the_canonical_json(tmp_path: Path) -> None:
     import hashlib
 

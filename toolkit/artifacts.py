@@ -52,7 +52,7 @@ _PATIENCE_S = 60.0
 class Record(BaseModel):
     """A part of a document: unknown fields are refused, so that a misspelt one cannot be ignored in silence."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Artifact(Record):

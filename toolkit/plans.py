@@ -123,6 +123,11 @@ class ShardingSetting(Record):
             raise ValueError(f"{self.kind} is not {self.replicate} x {self.shard} (replicate x shard); hsdp is")
         return self
 
+    def demand_all(self, world_size: int) -> None:
+        """Raise ValueError unless these are all processes."""
+        if self.replicate * self.shard != world_size:
+            raise ValueError(f"sharding is {self.replicate} x {self.shard} processes, and world_size {world_size}")
+
 
 class Superstep(Record):
     """ElasticBSP's next barrier on each device type."""
@@ -250,6 +255,12 @@ class Plan(Artifact):
     group: WorkerGroup | None = Field(default=None, description="what a device of this plan stands for; null: itself")
     predicted: Literal[True] = True
 
+    @model_validator(mode="after")
+    def _shards_all(self) -> Self:
+        if self.sharding is not None:
+            self.sharding.demand_all(self.world_size)
+        return self
+
     @property
     def world_size(self) -> int:
         """Number of processes: one per used device."""
@@ -307,7 +318,6 @@ class Enforcement(Artifact):
         total = sum(entry.local_batch_size for entry in self.ranks)
         if total != self.total_batch_size:
             raise ValueError(f"total_batch_size is {self.total_batch_size} but the ranks' batches add up to {total}")
-        mesh = self.sharding
-        if mesh is not None and mesh.replicate * mesh.shard != self.world_size:
-            raise ValueError(f"sharding is {mesh.replicate} x {mesh.shard} processes, and world_size {self.world_size}")
+        if self.sharding is not None:
+            self.sharding.demand_all(self.world_size)
         return self
