@@ -358,7 +358,7 @@ def chained_gradients(rank: int, case: dict[str, Any]) -> float:
     weigher.open(wrapped)
     compress = torch.bfloat16 if case["compress"] == "ours" else None
     timed = Unheard()
-    average = TimedAverage(weigher.take_tally, wrapped.process_group, timed, compress=compress)
+    average = TimedAverage(weigher.hand.take_tally, wrapped.process_group, timed, compress=compress)
     around = {"bf16": bf16_compress_wrapper, "fp16": fp16_compress_wrapper}.get(case["compress"])
     hook = average.reduce if around is None else around(average.reduce)
     if around is not None:

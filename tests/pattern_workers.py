@@ -1196,6 +1196,241 @@ def averaged_weights_at_the_end(script: Script) -> list[Tensor]:
     return values(model, average)
 
 
+@pattern
+def update_within_backward(script: Script) -> list[Tensor]:
+    """Each parameter's optimizer steps as soon as its gradient is there, which is the rank's own."""
+    model, dataset = net(), data()
+    script.begin(model)
+    optimizers = {value: sgd(nn.ParameterList([value])) for value in model.parameters()}
+    for value in model.parameters():
+        value.register_post_accumulate_grad_hook(lambda value: optimizers[value].step())
+    wrapped, handle = script.start(model, optimizers[model[0].weight], dataset)
+    for features, labels in script.batches(handle, dataset):
+        wrapped.zero_grad()
+        F.cross_entropy(wrapped(features), labels).backward()
+    return values(model)
+
+
+@pattern
+def optimizer_made_after_unfreezing(script: Script) -> list[Tensor]:
+    model, dataset = net(), data()
+    script.begin(model)
+    model[0].requires_grad_(False)
+    optimizer = sgd(model[2])
+    wrapped, handle = script.start(model, optimizer, dataset)
+    for number, (features, labels) in enumerate(script.batches(handle, dataset)):
+        if number == 1:
+            model[0].requires_grad_(True)
+            optimizer = sgd(model)
+        optimizer.zero_grad()
+        F.cross_entropy(wrapped(features), labels).backward()
+        optimizer.step()
+    return values(model)
+
+
+def _beside(script: Script, other: nn.Module | nn.Parameter) -> list[Tensor]:
+    """Something else is trained in turns with the model, by an optimizer of its own."""
+    model, dataset = net(), data()
+    script.begin(model, other)
+    optimizer = sgd(model)
+    second: Any = sgd(other if isinstance(other, nn.Module) else nn.ParameterList([other]))
+    judging: Any = other
+    if isinstance(other, nn.Module) and not script.alone:
+        judging = DistributedDataParallel(other)
+    wrapped, handle = script.start(model, optimizer, dataset)
+    for features, labels in script.batches(handle, dataset):
+        made = wrapped(features)
+        second.zero_grad()
+        judged = judging(made.detach()) if isinstance(other, nn.Module) else judging.exp() * made.detach()
+        judged.square().mean().backward()
+        second.step()
+        optimizer.zero_grad()
+        F.cross_entropy(made, labels).backward()
+        optimizer.step()
+    return values(model, other)
+
+
+@pattern
+def second_model_not_attached(script: Script) -> list[Tensor]:
+    return _beside(script, nn.Linear(CLASSES, 1).double())
+
+
+@pattern
+def temperature_of_its_own(script: Script) -> list[Tensor]:
+    return _beside(script, nn.Parameter(torch.zeros((), dtype=torch.float64)))
+
+
+@pattern
+def encoder_and_head_wrapped_each(script: Script) -> list[Tensor]:
+    encoder, head, dataset = nn.Linear(WIDTH, 8).double(), nn.Linear(8, CLASSES).double(), data()
+    script.begin(encoder, head)
+    optimizer = sgd(encoder, head)
+    last = head if script.alone else DistributedDataParallel(head)
+    wrapped, handle = script.start(encoder, optimizer, dataset)
+    for features, labels in script.batches(handle, dataset):
+        optimizer.zero_grad()
+        F.cross_entropy(last(wrapped(features).tanh()), labels).backward()
+        optimizer.step()
+    return values(encoder, head)
+
+
+@pattern
+def rates_that_differ(script: Script) -> list[Tensor]:
+    """A schedule by what each rank has seen by itself."""
+
+    def after(optimizer: Any, number: int) -> None:
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] *= 0.9 - 0.1 * script.rank
+
+    return trained(script, after=after)
+
+
+class Codebook(nn.Module):
+    """Moves a code to the mean of what is near it, in its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.code = net(), nn.Parameter(torch.zeros(WIDTH, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.code.lerp_(x.mean(0), 0.1)
+        made: Tensor = self.inner(x - self.code)
+        return made
+
+
+@pattern
+def code_moved_in_a_pass(script: Script) -> list[Tensor]:
+    return trained(script, model=Codebook())
+
+
+class Slotted:
+    __slots__ = ("loss",)
+
+
+class Telling(nn.Module):
+    """Returns its loss in an object of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x: Tensor, labels: Tensor) -> Slotted:
+        made = Slotted()
+        made.loss = F.cross_entropy(self.inner(x), labels)  # type: ignore[attr-defined]
+        return made
+
+
+@pattern
+def loss_in_slots(script: Script) -> list[Tensor]:
+    return trained(script, model=Telling(), backward=lambda model, batch, *_: model(*batch).loss.backward())
+
+
+@pattern
+def norm_of_the_gradient(script: Script) -> list[Tensor]:
+    model = net()
+
+    def backward(wrapped: Any, batch: Any, handle: Any, number: int) -> None:
+        loss = F.cross_entropy(wrapped(batch[0]), batch[1])
+        slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        (loss + 0.1 * torch.stack([slope.square().sum() for slope in slopes]).sum()).backward()
+
+    return trained(script, model=model, backward=backward)
+
+
+@pattern
+def parts_of_a_size(script: Script) -> list[Tensor]:
+    """Each batch in parts of at most 8 samples, so that ranks make different numbers of passes."""
+
+    def backward(wrapped: Any, batch: Any, handle: Any, number: int) -> None:
+        parts = list(zip(batch[0].split(8), batch[1].split(8), strict=True))
+        for place, (features, labels) in enumerate(parts):
+            quietly = contextlib.nullcontext() if script.alone or place == len(parts) - 1 else wrapped.no_sync()
+            with quietly:
+                (F.cross_entropy(wrapped(features), labels) * (len(features) / len(batch[0]))).backward()
+
+    return trained(script, backward=backward)
+
+
+def _averaging() -> Any:
+    """Return a communication hook; DDP compares the annotations of one that has some with real types."""
+
+    def average(group, bucket):  # type: ignore[no-untyped-def]
+        buffer = bucket.buffer().div_(dist.get_world_size())
+        return dist.all_reduce(buffer, async_op=True).get_future().then(lambda done: done.value()[0])
+
+    return average
+
+
+@pattern
+def communication_hook_of_its_own(script: Script) -> list[Tensor]:
+    model, dataset = net(), data()
+    script.begin(model)
+    optimizer = sgd(model)
+    wrapped, handle = script.start(model, optimizer, dataset)
+    if not script.alone:
+        wrapped.register_comm_hook(None, _averaging())
+    for features, labels in script.batches(handle, dataset):
+        optimizer.zero_grad()
+        F.cross_entropy(wrapped(features), labels).backward()
+        optimizer.step()
+    return values(model)
+
+
+def _with_validation(script: Script, *, quiet: bool) -> list[Tensor]:
+    """Other batches of the hook's are looked at after each update, and loaders are made anew for each epoch."""
+    model = net()
+    script.begin(model)
+    optimizer = sgd(model)
+    wrapped, hook = script.start(model, optimizer)
+    for epoch in range(2):
+        torch.manual_seed(epoch)
+        loaders: list[Any] = [
+            DataLoader(data(), batch_size=TOTAL, shuffle=True), DataLoader(data(TOTAL + 9), batch_size=TOTAL),
+        ]  # fmt: skip
+        training, held_out = loaders if script.alone else map(hook.planned, loaders)
+        for features, labels in training:
+            optimizer.zero_grad()
+            F.cross_entropy(wrapped(features), labels).backward()
+            optimizer.step()
+            wrapped.eval()
+            with torch.no_grad() if quiet else contextlib.nullcontext():
+                for features, labels in held_out:
+                    F.cross_entropy(wrapped(features), labels)
+            wrapped.train()
+    return values(model)
+
+
+@pattern
+def validation_between_updates(script: Script) -> list[Tensor]:
+    return _with_validation(script, quiet=True)
+
+
+@pattern
+def validation_with_gradients(script: Script) -> list[Tensor]:
+    return _with_validation(script, quiet=False)
+
+
+@pattern
+def loader_made_anew(script: Script) -> list[Tensor]:
+    model, dataset = net(), data()
+    script.begin(model)
+    optimizer = sgd(model)
+    wrapped, hook = script.start(model, optimizer, dataset)
+    for epoch in range(2):
+        sampler: Any = DistributedSampler(dataset, 1, 0, seed=3)
+        sampler.set_epoch(epoch)
+        loader = DataLoader(dataset, batch_size=TOTAL, sampler=sampler)
+        if not script.alone:
+            hook.set_epoch(epoch)
+            loader = hook.dataloader(batch_size=TOTAL, seed=3)
+        for features, labels in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(wrapped(features), labels).backward()
+            optimizer.step()
+    return values(model)
+
+
 LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "mse": lambda made, target, label: F.mse_loss(made, target),
     "l1": lambda made, target, label: F.l1_loss(made, target),

@@ -32,6 +32,11 @@ WORKERS, BATCH, STEPS, CUT = 3, 4, 5, 2
 REFUSED = {
     "lbfgs": "optimizer: is LBFGS, which computes the loss itself, of one logical worker's batch; use one whose step() "
     "needs no closure",
+    "loss_with_a_mean_not_told": "the turn: a Prototypes that it calls changes, and is neither in the model nor the loss_fn; "
+    "give it as loss_fn, or make it a part of the model",
+    "number_in_namespace": "model:space: is a SimpleNamespace that changes in a turn, and no logical worker can have "
+    "one of its own; use buffers, numbers or tensors",
+    "short_rows": "model: its parameters changed in a turn; update them once, when turn_done returns True",
     "iterable_dataset": "dataset: is a Endless, an IterableDataset; give a map-style dataset (with __len__ and __getitem__)",
 }
 TRAINED = sorted(PATTERNS.keys() - REFUSED)
@@ -330,7 +335,7 @@ def test_loops_that_update_at_the_wrong_time_are_refused() -> None:
     (alone,) = on(1, wrong_loops)
     assert alone["closure"].startswith("optimizer.step: was given a closure")
     assert alone["early"].startswith("optimizer.step: came before the step's last turn")
-    assert alone["another"].startswith("model: its parameters changed between the turns of a step")
+    assert alone["another"].startswith("model: its parameters changed in a turn")
     assert alone["cleared"].startswith("gradients: were changed or cleared between the micro-batches of a turn")
     assert alone["second"].startswith("optimizer: a second one (Adam) trains the model as well, and a checkpoint would")
     for here in on(2, wrong_loops):

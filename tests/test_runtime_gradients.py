@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ddltool.artifacts import save
-from ddltool.runtime.hook.weighing import leading_size
+from ddltool.runtime.hook.in_hand import leading_size
 from tests.runtime_workers import (
     crew,
     enforcement,

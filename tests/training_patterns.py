@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -238,6 +239,18 @@ def tied_weights(dtype: torch.dtype) -> Pattern:
 
 
 @pattern
+def short_rows(dtype: torch.dtype) -> Pattern:
+    """A forward pass shortens rows of the embedding: those of its batch."""
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]).mean(1), batch[0][:, 0])
+
+    model = Tied()
+    model.embedding.max_norm = 1.0
+    return ordinary(dtype, model.to(dtype), loss=loss, dataset=sequences(dtype))
+
+
+@pattern
 def token_means(dtype: torch.dtype) -> Pattern:
     """The mean is over tokens, of which samples have one to five."""
 
@@ -387,6 +400,12 @@ def loss_with_parameters(dtype: torch.dtype) -> Pattern:
 
 
 @pattern
+def loss_with_a_mean_not_told(dtype: torch.dtype) -> Pattern:
+    criterion = Prototypes().to(dtype).requires_grad_(False)
+    return ordinary(dtype, loss=lambda model, batch: criterion(model(batch[0]), batch[1]))
+
+
+@pattern
 def parameter_outside(dtype: torch.dtype) -> Pattern:
     """A temperature that is in the optimizer, and in no module."""
     model, temperature = network(dtype), nn.Parameter(torch.ones((), dtype=dtype))
@@ -421,6 +440,7 @@ class Remembering(nn.Module):
         super().__init__()
         self.body, self.habit = network(torch.float64), habit
         self.calls, self.memory, self.history = 0, torch.zeros(()), []  # type: ignore[var-annotated]
+        self.space = SimpleNamespace(calls=0)
 
     def forward(self, inputs: Tensor) -> Tensor:
         outputs: Tensor = self.body(inputs)
@@ -433,6 +453,9 @@ class Remembering(nn.Module):
         self.calls += 1
         if self.habit == "number":
             return outputs * (1 + self.calls)
+        if self.habit == "namespace":
+            self.space.calls += 1
+            return outputs * (1 + self.space.calls)
         if self.habit == "tensor":
             self.memory = 0.5 * self.memory + mean
             return outputs * (1 + self.memory)
@@ -449,6 +472,11 @@ def buffer_made_in_forward(dtype: torch.dtype) -> Pattern:
 @pattern
 def number_in_attribute(dtype: torch.dtype) -> Pattern:
     return ordinary(dtype, Remembering("number").to(dtype))
+
+
+@pattern
+def number_in_namespace(dtype: torch.dtype) -> Pattern:
+    return ordinary(dtype, Remembering("namespace").to(dtype))
 
 
 @pattern

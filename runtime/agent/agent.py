@@ -52,7 +52,6 @@ from ddltool.runtime.hook.job import (
 from ddltool.runtime.hook.roll_call import is_broken
 from ddltool.runtime.hook.stopping import refuse_in_one_line
 from ddltool.runtime.hook.telemetry import Exchange, RowFile, Stamp, Step, peak_memory, stamp
-from ddltool.runtime.hook.trained import guard
 from ddltool.runtime.hook.weighing import Reduction, Weigher
 
 OFF, HOLD = "DDLTOOL_OFF", "DDLTOOL_HOLD"
@@ -211,7 +210,7 @@ class GoodputAgent:
         self._correction = 1.0
         self._optimizer, self._updating = optimizer, False
         self._weigher = Weigher(job, "agent", always=True, watcher=self)
-        self._weigher.follow(self.sampler)
+        self._weigher.hand.follow(self.sampler)
         self._synchronised = model if isinstance(model, DistributedDataParallel) and job.world_size > 1 else None
         group = self._synchronised.process_group if self._synchronised is not None else None
         self._trained = trained = [parameter for part in optimizer.param_groups for parameter in part["params"]]
@@ -224,12 +223,9 @@ class GoodputAgent:
         estimator = NoiseScaleEstimator(smoothing)
         self._chooser = Chooser(job, nodes, limits, policy, self.sampler, self._noise, estimator)
         self._rows = None if telemetry is None or self.is_off else _Rows(telemetry, job, self._cuda)
-        if job.world_size > 1:
-            guard(job, model, optimizer)
         optimizer.register_step_pre_hook(self._before_update)
-        optimizer.register_step_post_hook(self._weigher.check_update)
+        self._weigher.open(model, optimizer)
         optimizer.register_step_post_hook(self._after_update)
-        self._weigher.open(model)
 
     # What a training loop uses.
 
@@ -465,8 +461,8 @@ class GoodputAgent:
 
     def _begin_pass(self, taken: Pass, start: Stamp) -> None:
         self._current, self._made = taken, None
-        self._weigher.drop(self.sampler, unused=True)
-        self._weigher.draw(self.sampler, taken)
+        self._weigher.hand.drop(self.sampler, unused=True)
+        self._weigher.hand.draw(self.sampler, taken)
         if taken.number == 0:
             self._counts = []
         if self._reduction is not None:

@@ -52,7 +52,6 @@ from ddltool.runtime.hook.job import (
 from ddltool.runtime.hook.loader import CountedLoader
 from ddltool.runtime.hook.stopping import refuse_in_one_line
 from ddltool.runtime.hook.telemetry import Exchange, PassClock, new_run, prepare
-from ddltool.runtime.hook.trained import guard
 from ddltool.runtime.hook.weighing import Reduction, Weigher
 from ddltool.runtime.measuring.share import available_memory, expected_cpu
 from ddltool.telemetry import BalanceEvent
@@ -246,7 +245,7 @@ class Balancer:
         exchanges = self._clock.take()
         if not exchanges and self.world_size > 1:
             return  # an update without a backward pass before it is no step
-        done = None if self._sampler is None else self._weigher.used(self._sampler)
+        done = None if self._sampler is None else self._weigher.hand.last_used(self._sampler)
         if self._sampler is not None and done is not None and done.epoch == self._sampler.epoch:
             self._sampler.commit(done)  # of another epoch where a loop that fetches ahead is in the next one already
         if not self._chooses or self._agreement is None:
@@ -367,12 +366,10 @@ def balance(
     weigher = Weigher(job, "balancer", lambda: balancer.sizes, always=chosen.enabled, watcher=clock)
     begin_check(job, model, optimizer)
     balancer = Balancer(job, dataset, start, fewest, weigher, clock, agreement, manager, chosen.enabled)
-    weigher.open(model)
+    weigher.open(model, optimizer)
     if job.side is not None:
         compress = torch.bfloat16 if chosen.compress == "bf16" else None
-        register(model, TimedAverage(weigher.take_tally, model.process_group, clock, compress=compress))
-        guard(job, model, optimizer)
-        optimizer.register_step_post_hook(weigher.check_update)
+        register(model, TimedAverage(weigher.hand.take_tally, model.process_group, clock, compress=compress))
     optimizer.register_step_post_hook(balancer.after_step)
     return balancer
 

@@ -8,6 +8,7 @@ activations are gone when a turn ends. What is left is small, which is why a con
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ddltool.errors import InputError
 from ddltool.runtime.elastic.digests import digest
@@ -35,7 +37,7 @@ Key = tuple[str, str]
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 # Objects of these are not looked into: their state is not one that a model computes with.
-_NOT_OURS = frozenset({"torch", "logging", "threading", "builtins", "functools", "types"})
+_NOT_OURS = frozenset({"torch", "logging", "threading", "builtins", "functools"})
 
 
 def plain_name(name: str) -> str:
@@ -356,7 +358,8 @@ def _trace(value: Any, depth: int = 6) -> Any:
     if depth and isinstance(value, (set, frozenset)):
         return type(value), frozenset(_trace(each, depth - 1) for each in value)
     kind = type(value)
-    if depth and hasattr(value, "__dict__") and not callable(value) and kind.__module__.split(".")[0] not in _NOT_OURS:
+    is_code = inspect.isroutine(value) or isinstance(value, type)
+    if depth and hasattr(value, "__dict__") and not is_code and kind.__module__.split(".")[0] not in _NOT_OURS:
         return id(value), tuple(
             (name, _trace(each, depth - 3 if depth > 3 else 0)) for name, each in vars(value).items()
         )
@@ -391,6 +394,62 @@ def _copied(value: Any, device: torch.device | None = None) -> Any:
     return value
 
 
+class Strangers:
+    """Modules that turns call and that the trainer was not told of: a loss with a running mean, in a loop of one's own.
+
+    They are found as they are called, in the first turns of each worker here. One whose outputs have a gradient may not change.
+    """
+
+    def __init__(self, modules: Mapping[str, Any], turns: int) -> None:
+        known = [each for each in modules.values() if isinstance(each, nn.Module)]
+        self._known = {id(part) for each in known for part in each.modules()}
+        is_compiled = any(
+            type(each).__name__ == "OptimizedModule" for each in known
+        )  # which minds hooks of all modules
+        self._turns = 0 if is_compiled else turns
+        self._called: dict[int, Any] = {}
+        self._trained: dict[int, nn.Module] = {}
+        self._handles: list[Any] = []
+
+    def begin(self) -> None:
+        """A turn begins."""
+        self._turns -= 1
+        if self._turns >= 0:
+            hooks = register_module_forward_pre_hook(self._begin), register_module_forward_hook(self._end)
+            self._handles = list(hooks)
+
+    def end(self) -> None:
+        """It ends. Raises InputError for a module that it has changed."""
+        called, trained = self._called, self._trained
+        self.close()
+        for key, module in trained.items():
+            if _state(module) != called[key]:
+                problem = (
+                    f"a {type(module).__name__} that it calls changes, and is neither in the model nor the loss_fn"
+                )
+                raise InputError("the turn", problem, "give it as loss_fn, or make it a part of the model")
+
+    def close(self) -> None:
+        """Look no more in this turn, which may have been left before its end."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._called, self._trained = [], {}, {}
+
+    def _begin(self, module: nn.Module, _: object) -> None:
+        if id(module) not in self._known:
+            self._called.setdefault(id(module), _state(module))
+
+    def _end(self, module: nn.Module, _: object, output: object) -> None:
+        if id(module) in self._called and isinstance(output, Tensor) and output.requires_grad:
+            self._trained[id(module)] = module
+
+
+def _state(module: nn.Module) -> Any:
+    """Return something that is equal as long as a module's own buffers and attributes are."""
+    held = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+    return _trace(held), _trace(dict(module._buffers))
+
+
 class Contexts:
     """What the logical workers of this process have of their own; at most one worker is switched in.
 
@@ -401,6 +460,7 @@ class Contexts:
     def __init__(self, modules: Mapping[str, Any], local: Sequence[int], seed: int, device: torch.device) -> None:
         self._model_buffers = Buffers(modules)
         self._plain = PlainState(modules, local)
+        self.strangers = Strangers(modules, 2 * len(local))
         self._device, self._local = device, local
         self._streams = {rank: RandomStreams.seeded(seed, rank, device) for rank in local}
         self._buffers = {rank: self._model_buffers.copy() for rank in local}
@@ -414,6 +474,7 @@ class Contexts:
             self._outside = RandomStreams.present(self._device)
         self._model_buffers.install(self._buffers[virtual_rank])
         self._plain.enter(virtual_rank)
+        self.strangers.begin()
         self._streams[virtual_rank].restore(self._device)
         self.active = virtual_rank
 
@@ -425,6 +486,7 @@ class Contexts:
         if self.active is None:
             return
         self._streams[self.active] = RandomStreams.present(self._device)
+        self.strangers.end()
         self._plain.leave(self.active)
         self.active = None
         if last and self._outside is not None:

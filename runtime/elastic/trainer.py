@@ -388,6 +388,7 @@ class ElasticTrainer:
                             raise InputError("trainer.batches", problem, "call it each time")
         finally:
             others.remove()
+            self._contexts.strangers.close()
             if self._rows is not None:
                 self._rows.flush()
 
@@ -415,7 +416,8 @@ class ElasticTrainer:
 
     def _begin_turn(self, rank: int) -> None:
         self._awaits_update = False
-        self._watch_parameters(begins=rank == self.processes.local[0])
+        if rank == self.processes.local[0]:
+            self._take_in_parameters()
         self._mean.clear()
         self._mean.begin(rank)
         self._contexts.enter(rank)
@@ -423,15 +425,9 @@ class ElasticTrainer:
         if self._recorder is not None:
             self._recorder.begin(rank, *self._contexts.seen())
 
-    def _watch_parameters(self, *, begins: bool) -> None:
-        """Take in, where a step ``begins``, what was frozen, unfrozen or added; within one nothing may change."""
-        versions = sum(value._version for value in self._parameters.values())
-        if not begins:
-            if versions != self._versions:
-                remedy = "update them once, when turn_done returns True"
-                raise InputError("model", "its parameters changed between the turns of a step", remedy)
-            return
-        self._versions = versions
+    def _take_in_parameters(self) -> None:
+        """Take in, where a step begins, what was frozen, unfrozen or added; within one nothing may change."""
+        self._versions = sum(value._version for value in self._parameters.values())
         if self._layout != self._present_layout():
             _broadcast(self._look_for_parameters(), 0)
             self._mean.clear()
@@ -447,6 +443,9 @@ class ElasticTrainer:
         rank = self._contexts.active
         if rank is None:
             raise InputError("turn_done", "no logical worker is switched in", "call it once per batch")
+        if self._versions != sum(value._version for value in self._parameters.values()):
+            problem = "its parameters changed in a turn"
+            raise InputError("model", problem, "update them once, when turn_done returns True")
         losses = self._losses.setdefault(rank, [])
         losses.append(torch.tensor(torch.nan) if loss is None else loss.detach())
         if self._recorder is not None:

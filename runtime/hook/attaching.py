@@ -17,6 +17,8 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
+import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -45,7 +47,6 @@ from ddltool.runtime.hook.job import (
 from ddltool.runtime.hook.loader import CountedLoader, StreamLoader
 from ddltool.runtime.hook.stopping import pause_before_exit, refuse_in_one_line
 from ddltool.runtime.hook.telemetry import RowFile, StepRecorder
-from ddltool.runtime.hook.trained import guard
 from ddltool.runtime.hook.weighing import Observer, Reduction, Weigher
 
 
@@ -67,7 +68,8 @@ class Hook:
         self.accumulation_steps, self.passes = 0, 1
         self.recorder: StepRecorder | None = None
         self._dataset = dataset
-        self._samplers: list[DistributedSampler[Any] | VariableBatchSampler] = []
+        self._samplers: weakref.WeakSet[DistributedSampler[Any] | VariableBatchSampler] = weakref.WeakSet()
+        self._epoch: int | None = None
 
     def dataloader(
         self, *, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False, **options: Any
@@ -132,10 +134,11 @@ class Hook:
         return 1.0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch's order of samples in all loaders made here; the same number on every rank.
+        """Choose the epoch's order of samples in all loaders made here, before and after; the same number on every rank.
 
         Telemetry times the next step from its forward pass.
         """
+        self._epoch = epoch
         for sampler in self._samplers:
             sampler.set_epoch(epoch)
         if self.recorder is not None:
@@ -179,11 +182,16 @@ class Hook:
             raise InputError("dataloader", f"{taken[0]} is the hook's to choose", remedy)
         return self._dataset
 
+    def _follow_epoch(self, sampler: DistributedSampler[Any] | VariableBatchSampler) -> None:
+        self._samplers.add(sampler)
+        if self._epoch is not None:
+            sampler.set_epoch(self._epoch)
+
     def _standard_sampler(self, dataset: Dataset[Any], shuffle: bool, seed: int) -> DistributedSampler[Any]:
         sampler: DistributedSampler[Any] = DistributedSampler(
             dataset, num_replicas=self.world_size, rank=self.rank, shuffle=shuffle, seed=seed
         )
-        self._samplers.append(sampler)
+        self._follow_epoch(sampler)
         return sampler
 
 
@@ -203,7 +211,7 @@ class EnforcingHook(Hook):
             lambda: [entry.local_batch_size for entry in enforcement.ranks],
             passes=enforcement.ranks[job.rank].accumulation_steps + 1,
         )
-        self._weigher.missing = "call hook.bind(model, optimizer) when both are there"
+        self._weigher.hand.missing = "call hook.bind(model, optimizer) when both are there"
 
     def call(self, name: str) -> Self:
         """Return this hook, which messages speak of as ``name`` from now on."""
@@ -212,7 +220,7 @@ class EnforcingHook(Hook):
 
     def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer, *others: torch.optim.Optimizer) -> None:
         """Weigh and record what is trained. Raises InputError, on every rank, where it does not fit the plan."""
-        if self._weigher.missing is None:
+        if self._weigher.hand.missing is None:
             raise InputError("bind", "was called already", "attach once for each model")
         job = self._job
         trained = job.together(lambda: [bare_optimizer(each) for each in (optimizer, *others)])
@@ -222,13 +230,10 @@ class EnforcingHook(Hook):
             device = self.enforcement.ranks[job.rank].device_type
             file = RowFile.of(self.enforcement.telemetry, job, device)
         self.recorder = _record(file, job, model, trained[0], self._weigher)
-        for each in trained if job.side is not None else ():
-            guard(job, model, each)
-            each.register_step_post_hook(self._weigher.check_update)
         begin_check(job, model, trained[0])
         if job.side is not None or self.recorder is not None:
-            self._weigher.open(model)
-        self._weigher.missing = None
+            self._weigher.open(model, *trained)
+        self._weigher.hand.missing = None
 
     def dataloader(
         self, *, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False, **options: Any
@@ -261,7 +266,7 @@ class EnforcingHook(Hook):
         sizes = [entry.local_batch_size for entry in self.enforcement.ranks]
         split = Sizes(fitting_sizes(sizes, len(sizes), sum(sizes), passes), passes, passes)
         sampler = VariableBatchSampler(given.samples, split, self.rank, drop_last=given.drop_last, order=given.order)
-        self._samplers.append(sampler)
+        self._follow_epoch(sampler)
         made = CountedLoader(given.dataset, sampler, self._weigher, **given.options)
         object.__setattr__(
             made, "sampler", given.sampler
@@ -274,7 +279,7 @@ class EnforcingHook(Hook):
 
     def turn_to_next_batch(self, skip: int = 0, *, passed: Any = None) -> None:
         """Let what is computed now be the next batch that the loader has given."""
-        self._weigher.turn_to_next(skip)
+        self._weigher.hand.turn_to_next(skip)
         if passed is not None:
             self._weigher.begin_forward(None, (passed,))
 
@@ -292,19 +297,19 @@ class EnforcingHook(Hook):
     ) -> VariableBatchSampler:
         """Return the sampler of the planned local batches; ``batch_size`` is replaced."""
         sampler = self._sampler(shuffle, seed, drop_last)
-        self._weigher.follow(sampler, loose=True)
+        self._weigher.hand.follow(sampler, loose=True)
         return sampler
 
     def _sampler(self, shuffle: bool, seed: int, drop_last: bool) -> VariableBatchSampler:
         sizes = [entry.local_batch_size for entry in self.enforcement.ranks]
         size = dataset_length(self._given_dataset({}))
         sampler = VariableBatchSampler(size, sizes, self.rank, shuffle, seed, drop_last)
-        self._samplers.append(sampler)
+        self._follow_epoch(sampler)
         return sampler
 
     def count_samples(self, samples: int) -> None:
         """Let the next forward pass stand for ``samples`` samples. Raises InputError when negative."""
-        self._weigher.announce(samples)
+        self._weigher.hand.announce(samples)
 
     def loss(self, loss: Tensor, *, count: float | Tensor | None = None, reduction: Reduction = "mean") -> Tensor:
         """Return ``loss`` with gradients that weigh by ``count``. Raises InputError, on all ranks, where it cannot be."""
@@ -399,13 +404,17 @@ def _record(
     if file is None:
         return None
     wrapped = model if job.side is not None and isinstance(model, DistributedDataParallel) else None
-    take_samples = weigher.take_tally if wrapped is None else None
+    take_samples = weigher.hand.take_tally if wrapped is None else None
     recorder = weigher.watcher = StepRecorder(file, cuda=_is_cuda(model), take_samples=take_samples)
     optimizer.register_step_pre_hook(recorder.before_update)
     optimizer.register_step_post_hook(recorder.after_update)
     if wrapped is not None:
-        register(wrapped, TimedAverage(weigher.take_tally, wrapped.process_group, recorder, job.side))
+        register(wrapped, TimedAverage(weigher.hand.take_tally, wrapped.process_group, recorder, job.side))
     return recorder
+
+
+HAS_HOOK = "already has a communication hook"
+ONE_HOOK = "attach once per model, and register no other communication hook"
 
 
 class Averaging(Protocol):
@@ -417,13 +426,31 @@ class Averaging(Protocol):
 
 
 def register(model: DistributedDataParallel, average: Averaging) -> None:
-    """Make ``average`` the model's communication hook. Raises InputError when it already has one."""
+    """Make ``average`` the model's communication hook. Raises InputError when it already has one.
+
+    One that the script registers later is timed where ``average`` can be put around it, and refused otherwise.
+    """
     atexit.unregister(pause_before_exit)  # once is enough, however many models were attached to
     atexit.register(pause_before_exit)
     try:
-        model.register_comm_hook(None, average.reduce)
+        DistributedDataParallel.register_comm_hook(model, None, average.reduce)
     except RuntimeError as error:
         if "can only be called once" not in str(error):
             raise
-        remedy = "attach once per model, and register no other communication hook"
-        raise InputError("model", "already has a communication hook", remedy) from None
+        raise InputError("model", HAS_HOOK, ONE_HOOK) from None
+    setattr(model, "register_comm_hook", _Later(average))  # noqa: B010  # what the script calls from now on
+
+
+class _Later:
+    """Stands in for a model's ``register_comm_hook``."""
+
+    def __init__(self, average: Averaging | None = None) -> None:
+        self._average = average
+
+    def __call__(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
+        around = getattr(self._average, "go_around", None)
+        if around is None or not around(state, hook):
+            raise InputError("model", HAS_HOOK, ONE_HOOK)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Later, ()  # a copy of the model is not trained

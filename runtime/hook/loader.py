@@ -10,9 +10,10 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from ddltool.runtime.hook.batches import Sizes, VariableBatchSampler
+from ddltool.runtime.hook.in_hand import Share
 from ddltool.runtime.hook.job import Job
 from ddltool.runtime.hook.streams import Block, Collated, SharedStream, same_streams, together
-from ddltool.runtime.hook.weighing import Share, Weigher
+from ddltool.runtime.hook.weighing import Weigher
 
 
 class _TellingLoader(DataLoader[Any]):
@@ -60,7 +61,7 @@ class CountedLoader(_TellingLoader):
     def __init__(self, dataset: Dataset[Any], sampler: VariableBatchSampler, weigher: Weigher, **options: Any) -> None:
         super().__init__(dataset, batch_sampler=sampler, **options)
         self._variable, self._weigher = sampler, weigher
-        weigher.follow(sampler, loose=True)  # as long as somebody else iterates: accelerate's skip_first_batches
+        weigher.hand.follow(sampler, loose=True)  # as long as somebody else iterates: accelerate's skip_first_batches
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch's order of samples."""
@@ -68,15 +69,15 @@ class CountedLoader(_TellingLoader):
 
     def _told(self) -> Iterator[tuple[Any, bool]]:
         if self._left_early:
-            self._weigher.drop(self._variable, unused=True)
+            self._weigher.hand.drop(self._variable, unused=True)
         self._left_early = True
-        self._weigher.follow(self._variable)
+        self._weigher.hand.follow(self._variable)
         for batch in super(_TellingLoader, self).__iter__():
             taken = self._variable.issued.popleft()
-            self._weigher.draw(self._variable, taken)
+            self._weigher.hand.draw(self._variable, taken)
             yield batch, self._variable.ends_with(taken)
-        self._weigher.drop(self._variable)  # a loop that fetched ahead has its last batches still to use
-        self._weigher.follow(self._variable, loose=True)
+        self._weigher.hand.end(self._variable)  # a loop that fetched ahead has its last batches still to use
+        self._weigher.hand.follow(self._variable, loose=True)
         self._left_early = False
 
 
@@ -110,7 +111,7 @@ class StreamLoader(_TellingLoader):
         collated: Any = Collated(collate_fn)
         super().__init__(own, batch_size=None, collate_fn=collated, **options)
         self._job, self._weigher, self._shared, self._seen = job, weigher, shared, False
-        weigher.follow(self)
+        weigher.hand.follow(self)
 
     def _told(self) -> Iterator[tuple[Any, bool]]:
         blocks: Iterator[tuple[Block, int]]
@@ -119,7 +120,7 @@ class StreamLoader(_TellingLoader):
         else:
             blocks = together(self._job, super(_TellingLoader, self).__iter__())
         if self._left_early:
-            self._weigher.drop(self, unused=True)
+            self._weigher.hand.drop(self, unused=True)
         self._left_early = True
         present = next(blocks, None)
         if present is not None and self._shared and not self._seen:
@@ -128,7 +129,7 @@ class StreamLoader(_TellingLoader):
         while present is not None:
             (block, total), present = present, next(blocks, None)
             even = total == block.samples * self._job.world_size if self._shared else False
-            self._weigher.draw(self, Share(block.samples, total, even))
+            self._weigher.hand.draw(self, Share(block.samples, total, even))
             yield block.batch, present is None
-        self._weigher.drop(self)
+        self._weigher.hand.end(self)
         self._left_early = False

@@ -87,8 +87,9 @@ def mark(values: Iterable[Any], sign: Mark) -> None:
             mark(value.values(), sign)
         elif isinstance(value, (list, tuple)):
             mark(value, sign)
-        elif hasattr(value, "__dict__"):
-            mark(vars(value).values(), sign)
+        elif hasattr(value, "__dict__") or hasattr(value, "__slots__"):
+            names = [*getattr(value, "__dict__", ()), *getattr(value, "__slots__", ())]
+            mark([getattr(value, name, None) for name in names], sign)
 
 
 def reach(roots: Iterable[Node]) -> Reach:

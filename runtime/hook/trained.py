@@ -1,39 +1,101 @@
-"""What a rank has beside what DDP keeps alike: it would drift apart between ranks, so it is refused. Start at :func:`guard`."""
+"""What a rank has beside what DDP keeps alike, and would drift apart between ranks: it is refused. Start at :class:`Guard`."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddltool.errors import InputError
 from ddltool.runtime.hook.job import Job
 
-UPDATES_WITH_BUFFERS = 2
+UPDATES_WITH_BUFFERS = PASSES_WITH_HOOKS = 2
+_guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models whose losses are weighed."""
 
 
-def guard(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse before an update what ranks would not have alike: now on all ranks, later before the first wrong update."""
-    trained = TrainedParameters(model, optimizer)
-    job.together(trained.check)
-    optimizer.register_step_pre_hook(trained.check)
-    optimizer.register_step_pre_hook(LateBuffers(job, model).check)
-    if isinstance(model, DistributedDataParallel):
-        optimizer.register_step_pre_hook(GradientHooks(model).check)
+class Guard:
+    """Refuses what ranks would not have alike: now on all ranks, later before the first wrong gradients or update.
+
+    Args:
+        job: this process's place.
+        model: the wrapped model.
+        optimizers: those that the script named; others are held to the same as soon as they train the model.
+    """
+
+    def __init__(self, job: Job, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+        for name, module in model.named_modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+                problem = (
+                    f"{name.removeprefix('module.')} has max_norm, by which each rank changes rows of its own batch"
+                )
+                raise InputError("model", problem, "leave it out, and shorten long rows after the optimizer's step")
+        self._gradients = GradientHooks(model) if isinstance(model, DistributedDataParallel) else None
+        self._trained = TrainedParameters(model, *optimizers)
+        for each in optimizers:
+            job.together(functools.partial(self._trained.check, each))
+        weakref.finalize(model, register_optimizer_step_pre_hook(self._trained.check).remove)
+        self._state = LateState(job, model)
+        for each in optimizers:
+            each.register_step_pre_hook(self._state.check)
+        _guarded.add(model)
+
+    def begin_forward(self) -> None:
+        """A forward pass with gradients begins."""
+        self._state.begin_forward()
+
+    def end_forward(self) -> None:
+        """It is over."""
+        self._state.end_forward()
+
+    def demand_weighed(self, leaves: Collection[int]) -> None:
+        """Raise InputError where a loss that does not come from the model ends at what is trained together with it."""
+        for model in self._trained.beside:
+            if any(id(value) in leaves for value in model.parameters()):
+                raise unweighed(type(model.module).__name__)
+
+    def begin_backward(self) -> None:
+        """A backward pass by way of the model begins."""
+        self._trained.passes += 1
+        if self._gradients is not None:
+            self._gradients.check()
+            self._trained.averaging = True
+
+    def end_backward(self) -> None:
+        """It is over: the gradients are averaged."""
+        self._trained.averaging = False
 
 
-class LateBuffers:
-    """Buffers that forward passes make: DDP does not know them, and ranks that see other batches may have others."""
+class LateState:
+    """What forward passes make or change and DDP does not keep alike: buffers that they make, parameters."""
 
     def __init__(self, job: Job, model: nn.Module) -> None:
         self._job, self._model = job, weakref.ref(model)
         self._known = {name for name, _ in model.named_buffers()}
+        self._before: dict[str, int] = {}
+        self._changed: set[str] = set()
         self._updates = 0
+
+    def begin_forward(self) -> None:
+        """Note which values parameters have."""
+        model = self._model()
+        if model is not None and self._updates < UPDATES_WITH_BUFFERS:
+            self._before = {name: value._version for name, value in model.named_parameters()}
+
+    def end_forward(self) -> None:
+        """Note which have others now."""
+        model = self._model()
+        if model is not None and self._updates < UPDATES_WITH_BUFFERS:
+            now = model.named_parameters()
+            self._changed |= {name for name, value in now if value._version != self._before.get(name, value._version)}
 
     def check(self, *_: object) -> None:
         """Raise InputError on all ranks where one is not alike after the first two passes; all ranks come here together."""
@@ -42,10 +104,16 @@ class LateBuffers:
             return
         self._updates += 1
         made = {name: value for name, value in model.named_buffers() if name not in self._known}
-        told = {name: _digest(value) for name, value in made.items()}
         remedy = "make it before DistributedDataParallel wraps the model, from what is alike on every rank"
+        self._demand("buffer {}, made in a forward pass,", made, remedy)
+        changed = {name: value for name, value in model.named_parameters() if name in self._changed}
+        remedy = "change it after the optimizer's step, by what is alike on every rank"
+        self._demand("{}, changed by a forward pass,", changed, remedy)
+
+    def _demand(self, what: str, values: Mapping[str, Tensor], remedy: str) -> None:
+        told = {name: _digest(value) for name, value in values.items()}
         name = next(iter(sorted(told)), "")
-        self._job.demand_same(f"model: buffer {name}, made in a forward pass,", " ".join(told.values()), remedy)
+        self._job.demand_same("model: " + what.format(name), " ".join(told.values()), remedy)
 
 
 def _digest(value: torch.Tensor) -> str:
@@ -61,16 +129,18 @@ class GradientHooks:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._updates = 0
+        self._passes = 0
 
-    def check(self, *_: object) -> None:
-        """Raise InputError, before the first two updates, for a hook that does not commute with an average of gradients."""
+    def check(self) -> None:
+        """Raise InputError, in the first two passes, for a hook that does not commute with an average of gradients."""
         model = self._model()
-        if model is None or self._updates == UPDATES_WITH_BUFFERS:
+        if model is None or self._passes == PASSES_WITH_HOOKS:
             return
-        self._updates += 1
+        self._passes += 1
+        own = getattr(model, "_accum_grad_hooks", None)  # where DDP averages in Python
         for name, value in model.named_parameters():
-            if not all(_is_linear(hook, value) for hook in (value._backward_hooks or {}).values()):
+            late = value._post_accumulate_grad_hooks and not own
+            if late or not all(_is_linear(hook, value) for hook in (value._backward_hooks or {}).values()):
                 problem = "is changed by a hook on each rank by itself, before the ranks' gradients are averaged"
                 remedy = "change .grad between backward and the optimizer's step"
                 raise InputError(f"gradient of {name.removeprefix('module.')}", problem, remedy)
@@ -89,39 +159,61 @@ def _is_linear(hook: Callable[[torch.Tensor], torch.Tensor | None], like: torch.
 
 
 class TrainedParameters:
-    """The parameters of ``optimizer``, held against those whose gradients are averaged over the ranks.
+    """What optimizers train, held against the parameters whose gradients are averaged over the ranks.
 
     DDP averages what required a gradient when it wrapped the model. A loss with parameters of its own, or layers that are
     unfrozen later, have a gradient of their own on each rank, with equal batches as well.
+
+    Attributes:
+        passes: backward passes by way of the model so far.
+        averaging: whether one is under way, so that gradients are each rank's own.
+        beside: wrapped models that nobody has attached to, and that are trained by the same optimizers.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer, self._model = optimizer, weakref.ref(model)
+    def __init__(self, model: nn.Module, *named: torch.optim.Optimizer) -> None:
+        self._model = weakref.ref(model)
         self._averaged = {id(parameter) for parameter in _averaged_by(model)}
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._groups = 0
-        self._frozen: list[nn.Parameter] = []
+        self._named = weakref.WeakSet(named)
+        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Seen] = weakref.WeakKeyDictionary()
+        self.passes, self.averaging = 0, False
+        self.beside: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
-    def check(self, *_: object) -> None:
-        """Raise InputError for a parameter that is trained but not averaged. Cheap: most steps look at what is frozen."""
-        held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        if len(held) != self._groups:
-            self._groups = len(held)
-            self._frozen = [parameter for parameter in held if not parameter.requires_grad]
-            self._demand([parameter for parameter in held if parameter.requires_grad])
-        if any(parameter.requires_grad for parameter in self._frozen):
-            self._groups = -1
-            self._demand([parameter for parameter in self._frozen if parameter.requires_grad])
+    def check(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Raise InputError for a parameter that is trained but not averaged. Cheap: most steps look at what is frozen.
 
-    def _demand(self, trained: list[nn.Parameter]) -> None:
-        unknown = [parameter for parameter in trained if id(parameter) not in self._averaged]
-        if unknown:  # they may be another wrapped model's
-            others = [model for model in wrapped() if model is not self._model()]
-            self._averaged |= {id(each) for model in others for each in _averaged_by(model)}
-            unknown = [parameter for parameter in unknown if id(parameter) not in self._averaged]
+        An optimizer that trains nothing of this model is let alone until it steps between passes by way of the model.
+        """
+        seen = self._seen.setdefault(optimizer, _Seen(self.passes))
+        size = sum(len(group["params"]) for group in optimizer.param_groups)
+        if size != seen.size or any(value.requires_grad for value in seen.frozen):
+            held: list[Tensor] = [value for group in optimizer.param_groups for value in group["params"]]
+            trained = [value for value in held if value.requires_grad]
+            seen.own = optimizer in self._named or any(id(value) in self._names for value in held)
+            seen.size, seen.frozen = size, [value for value in held if not value.requires_grad]
+            seen.unknown = [value for value in trained if id(value) not in self._averaged]
+        if self.averaging and seen.own:
+            problem = "comes within backward, before the ranks' gradients are averaged"
+            raise InputError("optimizer.step", problem, "call it after loss.backward()")
+        if seen.unknown and (seen.own or seen.passes != self.passes) and self._model() is not None:
+            self._demand(seen)
+            seen.unknown = []
+
+    def _demand(self, seen: _Seen) -> None:
+        unknown = seen.unknown
+        for model in wrapped():
+            if model is self._model():
+                continue  # what it averages was settled when DDP wrapped it
+            averaged = {id(each) for each in _averaged_by(model)}
+            self._averaged |= averaged
+            if model not in _guarded and not averaged.isdisjoint(map(id, unknown)):
+                self.beside.add(model)
+                if not seen.own:
+                    raise unweighed(type(model.module).__name__)
+        unknown = [value for value in unknown if id(value) not in self._averaged]
         if not unknown:
             return
-        if name := self._names.get(id(unknown[0])):
+        if name := self._names.get(id(unknown[0]), ""):
             remedy = (
                 "unfreeze before DistributedDataParallel wraps the model, or wrap and attach again after unfreezing"
             )
@@ -131,6 +223,26 @@ class TrainedParameters:
         raise InputError(
             "optimizer", problem, "make a loss with parameters a part of the wrapped model, or wrap it too"
         )
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What is known of an optimizer."""
+
+    passes: int
+    """Of the model, when it made its first step."""
+    size: int = -1
+    own: bool = False
+    """Whether it trains anything of the model, or was named."""
+    frozen: list[Tensor] = field(default_factory=list)
+    unknown: list[Tensor] = field(default_factory=list)
+    """What it trains beside."""
+
+
+def unweighed(name: str) -> InputError:
+    """Return the refusal of a wrapped model that is trained without a hook."""
+    problem = f"trains a {name} beside the one that was attached to, whose losses nobody weighs"
+    return InputError("optimizer", problem, "attach to that one as well, or wrap one model that has both")
 
 
 def _averaged_by(model: nn.Module) -> list[nn.Parameter]:

@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal, Protocol
 
 import torch
@@ -26,15 +24,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddltool.errors import InputError
-from ddltool.runtime.hook.batches import Pass, Shares, Sizes, VariableBatchSampler
+from ddltool.runtime.hook.in_hand import InHand, Share
 from ddltool.runtime.hook.job import Job
 from ddltool.runtime.hook.loss_terms import Mark, mark, mixing, reach, terms_of
 from ddltool.runtime.hook.roll_call import RollCall
+from ddltool.runtime.hook.trained import Guard
 
 Reduction = Literal["mean", "sum", "average"]
 FIRST_READINGS = 4
 STEPS_PER_READING = 10
-_PASSES_KEPT = 4096
 _PLAIN = torch.autograd.backward
 _inside = False
 _open: weakref.WeakSet[Weigher] = weakref.WeakSet()
@@ -62,55 +60,6 @@ def begun() -> int:
     return _begun
 
 
-def leading_size(values: Iterable[Any]) -> int | None:
-    """Return dim 0 of the first tensor that has one, looking into lists, tuples and mappings; None if there is none.
-
-    >>> leading_size([torch.tensor(2.0), {"pixels": torch.zeros(8, 3)}])
-    8
-    """
-    for value in values:
-        if isinstance(value, Tensor):
-            found = value.shape[0] if value.dim() > 0 else None
-        elif isinstance(value, Mapping):
-            found = leading_size(value.values())
-        else:
-            found = leading_size(value) if isinstance(value, (list, tuple)) else None
-        if found is not None:
-            return found
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What a rank has of the samples of a pass over all ranks."""
-
-    samples: int
-    total: float
-    """Of all passes, over their number, where the loop divides by that."""
-    even: bool
-    """Whether all ranks have as many."""
-
-
-class _Drawn:
-    """A batch that the training loop has; ``taken``: of a sampler, None of a stream."""
-
-    def __init__(self, drawn: Pass | Share) -> None:
-        self.used = False
-        self.taken = drawn if isinstance(drawn, Pass) else None
-        if isinstance(drawn, Pass):
-            passes = drawn.split.passes if isinstance(drawn.split, Sizes) else 1
-            even = _is_even(drawn.split, drawn.step_samples)
-            drawn = Share(drawn.samples, drawn.step_samples / passes, even)
-        self.share = drawn
-
-
-@lru_cache(maxsize=256)
-def _is_even(split: Shares, samples: int) -> bool:
-    """Whether all ranks have as many samples of such a step."""
-    sizes = split.sizes_of(samples)
-    return bool((sizes == sizes[0, 0]).all())
-
-
 class Weigher:
     """One rank's weights. All ranks make the same ones, and the same backward passes.
 
@@ -125,7 +74,6 @@ class Weigher:
 
     Attributes:
         name: what the script calls this, for messages.
-        missing: what this has to know before batches may be handed out; None: nothing.
         last_weight: what the last loss, or term of one, was multiplied by.
     """
 
@@ -141,26 +89,31 @@ class Weigher:
     ) -> None:
         self._job, self.name, self._sizes, self._split = job, name, sizes, passes
         self._always, self.watcher = always, watcher
-        self._loose: dict[VariableBatchSampler, None] = {}
-        self._drawn: dict[Hashable, deque[_Drawn]] = {}
-        self._held: _Drawn | None = None
+        self.hand = InHand()
+        """The batches that the training loop has; its loaders say so."""
         self._forwards, self._asked, self._divided = 0, 0, False
-        self.missing: str | None = None
         self.last_weight = 1.0
-        self._announced: int | None = None
-        self._told: list[int] = []
-        self._sizes_passed: list[int] = []
-        self._used_at = -1
         self._seen_full = False
         self._read = {True: 0, False: 0}
+        self._notes: list[_Note] = []
         self._made = 0
-        self._tally: tuple[int, float] = (0, 0.0)
+        self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
+        self._guard: Guard | None = None
 
     # What a model and its loaders tell.
 
-    def open(self, model: nn.Module) -> None:
-        """Weigh what is trained through ``model`` from now on, until :meth:`close`."""
-        self._model = weakref.ref(model)
+    def open(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+        """Weigh what is trained through ``model`` from now on, until :meth:`close`.
+
+        Raises InputError, on all ranks, where the optimizers train what nobody averages over the ranks.
+        """
+        self._model = found = weakref.ref(model)
+        self.hand.trains = lambda: getattr(found(), "training", True)
+        self._optimizers = optimizers
+        if optimizers and self._job.world_size > 1:
+            self._guard = Guard(self._job, model, *optimizers)
+            for each in optimizers:
+                each.register_step_post_hook(self.check_update)
         model.register_forward_pre_hook(_Before(self), with_kwargs=True)
         model.register_forward_hook(_After(self))
         _open.add(self)
@@ -174,67 +127,20 @@ class Weigher:
         if not _open and torch.autograd.backward is _backward:
             torch.autograd.backward = _PLAIN
 
-    def follow(self, source: Hashable, *, loose: bool = False) -> None:
-        """Take the shares of what a sampler or a stream gives; ``loose``: to a loader that does not :meth:`draw` it."""
-        self._drawn.setdefault(source, deque(maxlen=_PASSES_KEPT))
-        if isinstance(source, VariableBatchSampler):
-            self._loose.pop(source, None)
-            if loose:
-                self._loose[source] = None
-
-    def draw(self, source: Hashable, drawn: Pass | Share) -> None:
-        """Note that the training loop gets a batch; those that backward has used before are behind it now.
-
-        Raises InputError where nobody has said yet what is trained.
-        """
-        if self.missing is not None:
-            raise InputError("loader", "is used before the hook knows what is trained", self.missing)
-        self.drop(source)
-        self._drawn[source].append(_Drawn(drawn))
-
-    def drop(self, source: Hashable, *, unused: bool = False) -> None:
-        """Forget the batches of a loader that went into gradients, or all of them."""
-        drawn = self._drawn[source]
-        while drawn and (unused or drawn[0].used):
-            drawn.popleft()
-
-    def turn_to_next(self, skip: int = 0) -> None:
-        """Let the batch in hand be the oldest that was not yet, until the next call; before it ``skip`` are left out.
-
-        For loops that fetch batches ahead and say when each one's turn is. Does nothing with more than one loader.
-        """
-        self._fill()
-        if len(drawn := [each for each in self._drawn.values() if each]) != 1:
-            self._held = None
-            return
-        for _ in range(skip + (drawn[0][0] is self._held)):
-            drawn[0].popleft()
-        self._held = drawn[0][0] if drawn[0] else None
-
-    def used(self, sampler: VariableBatchSampler) -> Pass | None:
-        """Return the last batch that went into gradients, of those that the training loop still has; None: none."""
-        return next((each.taken for each in reversed(self._drawn[sampler]) if each.used and each.taken), None)
-
-    def announce(self, samples: int) -> None:
-        """Let the next forward pass stand for ``samples`` samples. Raises InputError when negative."""
-        if samples < 0:
-            raise InputError("count_samples", f"is {samples}", "give the number of samples, 0 or more")
-        self._announced = samples
-
     def begin_forward(self, module: nn.Module | None, values: Iterable[Any]) -> None:
         """A forward pass with gradients begins; None: a trainer that calls the module otherwise, in training."""
-        if self._announced is not None:
-            self._told.append(self._announced)
-            self._announced = None
-        elif (size := leading_size(values)) is not None and len(self._sizes_passed) < _PASSES_KEPT:
-            self._sizes_passed.append(size)
+        self.hand.begin_forward(values)
         if self.watcher is not None and (module is None or module.training):
             self.watcher.begin_forward()
+        if self._guard is not None:
+            self._guard.begin_forward()
         self._forwards += 1
 
     def end_forward(self, output: Any) -> None:
         """A forward pass with gradients is over."""
         self._forwards = 0
+        if self._guard is not None:
+            self._guard.end_forward()
         mark((output,), Mark(self))
 
     def claim(self, roots: Iterable[Tensor]) -> None:
@@ -256,17 +162,16 @@ class Weigher:
                 "backward", "comes again by one forward pass, whose gradients DDP averages once only", remedy
             )
         mark.spent = bool(synchronises)
+        if self._guard is not None:
+            self._guard.begin_backward()
 
     def end_backward(self) -> None:
         """A backward pass is over: what comes now belongs to another one."""
-        self._sizes_passed, self._told = [], []
+        self.hand.end_backward()
+        if self._guard is not None:
+            self._guard.end_backward()
         if self.watcher is not None:
             self.watcher.end_backward()
-
-    def take_tally(self) -> tuple[int, int]:
-        """Return this rank's and all ranks' samples that went into gradients since the last call."""
-        (samples, total), self._tally = self._tally, (0, 0.0)
-        return samples, round(total)
 
     def check_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Raise InputError when an update uses gradients that came past the weighing. Call after each update."""
@@ -281,6 +186,8 @@ class Weigher:
         if self._job.world_size > 1 and model is not None and any(id(value) in leaves for value in model.parameters()):
             problem = "reaches the model's parameters past the wrapped model, so that nobody averages their gradients"
             raise InputError("backward", problem, "call the wrapped model, not the module inside, in the same loss")
+        if self._guard is not None:
+            self._guard.demand_weighed(leaves)
 
     # What a loss weighs.
 
@@ -314,8 +221,7 @@ class Weigher:
             factor = self._weight_of_batch(loss) if count is None else self._weight_of(float(count), of)
         else:
             factor = float(ranks) if reduction == "sum" else 1.0
-            if in_hand := self._batches():
-                self._use(in_hand)
+            self.hand.use(_backwards)
         self.last_weight = factor
         weighed: Tensor = _Weighed.apply(loss, factor)  # type: ignore[no-untyped-call]
         return weighed
@@ -347,7 +253,7 @@ class Weigher:
         return self.last_weight
 
     def _weight_of_batch(self, *losses: Tensor, strict: bool = False) -> float:
-        share = self._in_hand() or self._counted()
+        share = self.hand.share(_backwards, self.name) or self._counted()
         if losses and self._job.world_size > 1 and (self._always or not share.even):
             self._check_terms(losses, share, strict)
         return self._job.world_size * share.samples / share.total if share.total else 1.0
@@ -356,8 +262,7 @@ class Weigher:
         if not count >= 0:
             raise InputError("count", f"is {count:g}", "give what the loss is a mean over, 0 or more")
         total = sum(self._exchange(count)) if of is None else of
-        if in_hand := self._batches():
-            self._use(in_hand)
+        self.hand.use(_backwards)
         return self._job.world_size * count / total if total else 1.0
 
     def _exchange(self, *mine: float) -> list[float]:
@@ -373,100 +278,61 @@ class Weigher:
             self.watcher.pause(time.perf_counter() - begin_s)
         return numbers
 
-    def _fill(self) -> None:
-        for sampler in self._loose:
-            while sampler.issued:
-                self.draw(sampler, sampler.issued.popleft())
-
-    def _batches(self) -> list[_Drawn]:
-        """Return the batches of our loaders that the training loop has, or the one whose turn it is."""
-        self._fill()
-        if self._held is not None:
-            return [self._held]
-        return [each for drawn in self._drawn.values() for each in drawn]
-
-    def _in_hand(self) -> Share | None:
-        """Return the share of the batch that is being trained on; None where no loader of ours has given one.
-
-        Loops may fetch ahead and may leave batches out, so there can be several; mostly they are alike. Where they are not
-        the size of the forward pass tells. Raises InputError where it does not.
-        """
-        fitting = batches = self._batches()
-        if not batches:
-            return None
-        if len({each.share for each in batches}) > 1:
-            sizes = {*self._told, *self._sizes_passed}
-            fitting = [each for each in batches if each.share.samples in sizes]
-        if len({each.share for each in fitting}) != 1:
-            remedy = f"say which it is: {self.name}.loss(loss, count=samples)"
-            raise InputError("backward", "the script has batches of several steps in hand, of different shares", remedy)
-        self._use(fitting)
-        return fitting[0].share
-
-    def _use(self, fitting: list[_Drawn]) -> None:
-        """Note which batches go into gradients: of each loader the oldest new one that fits, and all before it."""
-        if self._used_at == _backwards:
-            return  # another term of the same loss
-        self._used_at = _backwards
-        for drawn in self._drawn.values():
-            new = next((each for each in drawn if not each.used and each in fitting), None)
-            if new is None:
-                continue
-            self._tally = (self._tally[0] + new.share.samples, self._tally[1] + new.share.total)
-            for each in drawn:
-                each.used = True
-                if each is new:
-                    break
-
     def _counted(self) -> Share:
         """Return the share by what the script said, or the size of its forward passes: for loaders of its own."""
         planned = None if self._sizes is None else self._sizes()[self._job.rank]
         alone = self._job.world_size == 1
-        samples = sum(self._told or self._sizes_passed) if alone else self._count(planned)
+        samples = sum(self.hand.told or self.hand.passed) if alone else self._count(planned)
         counts = [samples] if alone else [int(each) for each in self._exchange(samples)]
         if min(counts) < 0:
-            seen = ", ".join(map(str, self._told or self._sizes_passed)) or "missing"
+            seen = ", ".join(map(str, self.hand.told or self.hand.passed)) or "missing"
             problem = f"the batch cannot be counted by dimension 0 of the model's arguments ({seen})"
             if planned is not None:
                 problem += f": planned are {planned} samples"
             remedy = f"call {self.name}.count_samples(n) before each forward, or {self.name}.loss(loss, count=n)"
             raise InputError("forward", problem, remedy)
         self._seen_full = True
-        if self._used_at != _backwards:
-            self._used_at = _backwards
-            self._tally = (self._tally[0] + samples, self._tally[1] + sum(counts))
+        self.hand.count(_backwards, samples, sum(counts))
         return Share(samples, sum(counts), len(set(counts)) == 1)
 
     def _count(self, planned: int | None) -> int:
         """Return the samples by what was said, or the sizes of the forward passes; -1 where they do not tell."""
-        if self._told:
-            return self._told[0] if len(set(self._told)) == 1 else -1
+        told, passed = self.hand.told, self.hand.passed
+        if told:
+            return told[0] if len(set(told)) == 1 else -1
         if planned is not None:
             expected = {planned, planned // self._split} if planned % self._split == 0 else {planned}
-            if found := [size for size in self._sizes_passed if size in expected]:
+            if found := [size for size in passed if size in expected]:
                 return found[0]
             if not self._seen_full:
                 return -1
-        return self._sizes_passed[0] if len(set(self._sizes_passed)) == 1 else -1
+        return passed[0] if len(set(passed)) == 1 else -1
 
     def _check_terms(self, losses: Sequence[Tensor], share: Share, strict: bool) -> None:
-        """Raise InputError, on all ranks, unless each loss is a mean over what is in proportion to the samples."""
+        """Raise InputError, on all ranks, unless each loss is a mean over what is in proportion to the samples.
+
+        What is found of passes under ``no_sync`` is told with the next one that is not: ranks may make different numbers.
+        """
         number = self._read[share.even]
-        self._read[share.even] += 1
-        if number >= FIRST_READINGS and number % STEPS_PER_READING:
+        if number < FIRST_READINGS or number % STEPS_PER_READING == 0:
+            self._notes.append(_note(losses, share, strict))
+        if not getattr(self._model(), "require_backward_grad_sync", True):
             return
-        terms = [term for loss in losses for term in terms_of(loss)]
-        worst = next((term for term in terms if term.unknown and strict), None)
-        counts = sorted({term.count / max(share.samples, 1) for term in terms if term.count is not None})
-        is_sum = any(term.count is None and not term.unknown for term in terms)
-        if share.samples == 0:
-            worst, counts, is_sum = None, [], False
-        low, high = (counts[0], counts[-1]) if counts else (-1.0, -1.0)
-        mixed = (
-            "" if share.even or not strict else next(filter(None, (mixing(each, share.samples) for each in terms)), "")
-        )
-        told = self._exchange(share.samples, 2.0 if is_sum else 1.0 if worst else 0.0, low, high, float(bool(mixed)))
-        rows = [told[start : start + 5] for start in range(0, len(told), 5)]
+        self._read[share.even] += 1
+        notes, self._notes = self._notes, []
+        if notes:
+            self._judge(notes)
+
+    def _judge(self, notes: list[_Note]) -> None:
+        """Hold what this rank has found in its passes against what the others have."""
+        known = [note for note in notes if note.low > 0]
+        low, high = min((note.low for note in known), default=-1.0), max((note.high for note in known), default=-1.0)
+        unknown = next((note.unknown for note in notes if note.unknown), "")
+        mixed = next((note.mixed for note in notes if note.mixed), "")
+        kind = max(2.0 if note.is_sum else 1.0 if note.unknown else 0.0 for note in notes)
+        rate = sum(float(group["lr"]) for each in self._optimizers for group in each.param_groups)
+        told = self._exchange(max(note.samples for note in notes), kind, low, high, float(bool(mixed)), rate)
+        rows = [told[start : start + 6] for start in range(0, len(told), 6)]
         kinds = {row[1] for row in rows}
         name = self.name
         if 2.0 in kinds:
@@ -474,17 +340,27 @@ class Weigher:
             remedy += f", or give the sum of the weights that it was divided by: {name}.loss(loss, count=...)"
             raise InputError("loss", "is a sum over the batch, not a mean over its samples", remedy)
         if 1.0 in kinds:
-            seen = f" ({worst.unknown})" if worst else ""
+            seen = f" ({unknown})" if unknown else ""
             remedy = (
                 f"say {name}.loss(loss) if it is a mean over this rank's samples, else {name}.loss(loss, count=...)"
             )
             raise InputError("loss", f"what it is a mean over cannot be read from its graph{seen}", remedy)
-        known = [(rank, row) for rank, row in enumerate(rows) if row[2] > 0 and row[0]]
-        for rank, row in known:
-            first = known[0][1]
-            if not (_alike(row[2], first[2]) and _alike(row[3], first[3])):
-                problem = f"is a mean over {first[3] * first[0]:g} terms for {first[0]:g} samples on rank {known[0][0]}"
-                problem += f", but over {row[3] * row[0]:g} for {row[0]:g} on rank {rank}"
+        for rank, row in enumerate(rows):
+            if row[5] != rows[0][5]:
+                problem = f"differs between rank 0 ({rows[0][5]:g}) and rank {rank} ({row[5]:g})"
+                remedy = (
+                    "let what changes it be alike on all ranks: average a validation loss over them before the schedule"
+                )
+                raise InputError("learning rate", problem, remedy)
+        counted = [(rank, row) for rank, row in enumerate(rows) if row[2] > 0 and row[0]]
+        for rank, row in counted:
+            first = counted[0][1]
+            place = 2 if _alike(row[3], first[3]) else 3
+            if not _alike(row[place], first[place]):
+                problem = (
+                    f"is a mean over {first[place] * first[0]:g} terms for {first[0]:g} samples on rank {counted[0][0]}"
+                )
+                problem += f", but over {row[place] * row[0]:g} for {row[0]:g} on rank {rank}"
                 raise InputError("loss", problem, f"weigh it by what it counts: {name}.loss(loss, count=...)")
         if mixed and all(row[4] for row in rows if row[0]):
             problem = (
@@ -492,6 +368,35 @@ class Weigher:
             )
             remedy = f"gather them from all ranks, or say {name}.loss(loss) if each rank's by themselves are meant"
             raise InputError("loss", problem, remedy)
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """What the terms of a pass's losses are means over: from ``low`` to ``high`` per sample; -1: there are none."""
+
+    samples: int
+    low: float
+    high: float
+    is_sum: bool
+    unknown: str
+    mixed: str
+
+
+def _note(losses: Sequence[Tensor], share: Share, strict: bool) -> _Note:
+    """Read the graphs of losses; ``strict``: what cannot be read, and what goes over the whole batch, counts."""
+    if not share.samples:
+        return _Note(0, -1.0, -1.0, False, "", "")
+    terms = [term for loss in losses for term in terms_of(loss)]
+    counts = [term.count / share.samples for term in terms if term.count is not None]
+    unknown, mixed = (term.unknown for term in terms), (mixing(term, share.samples) for term in terms)
+    return _Note(
+        samples=share.samples,
+        low=min(counts, default=-1.0),
+        high=max(counts, default=-1.0),
+        is_sum=any(term.count is None and not term.unknown for term in terms),
+        unknown=next(filter(None, unknown), "") if strict else "",
+        mixed=next(filter(None, mixed), "") if strict and not share.even else "",
+    )
 
 
 def _alike(one: float, other: float) -> bool:
@@ -503,8 +408,8 @@ class Observer(Weigher):
 
     def weight(self, roots: Sequence[Tensor]) -> float:
         """Return 1.0. Ranks are taken to have equal batches, as with torch's own sampler."""
-        samples = max(self._told or self._sizes_passed, default=0)
-        self._tally = (self._tally[0] + samples, self._tally[1] + samples * self._job.world_size)
+        samples = max(self.hand.told or self.hand.passed, default=0)
+        self.hand.count(_backwards, samples, samples * self._job.world_size)
         return 1.0
 
     def loss(self, loss: Tensor, **_: Any) -> Tensor:
