@@ -144,6 +144,35 @@ def fall_silent(rank: int, limit_s: float) -> None:
                 nn.functional.cross_entropy(model(features), labels).backward()
 
 
+def stand_still(rank: int, limit_s: float, sign: Path) -> str:
+    """All stand still for longer than ``limit_s``, as on a machine that sleeps, and worker 1 wakes before the server."""
+    model, plan = make_model(), make_plan(2, 1, "none")
+
+    def night() -> None:
+        sign.touch()
+        time.sleep(1.2 * limit_s)
+
+    if rank == 2:
+        server = Server(model, plan, AfterUpdates(model, 12, night), ASP(), lost_after_s=limit_s)
+        server.serve()
+        return f"lost: {server.lost}"
+    with Worker(model, plan, ASP()) as worker:
+        receive, nights = worker._wire.receive, [1.1 * limit_s]
+
+        def sleep(timeout_s: float) -> Any:
+            message = receive(timeout_s)
+            if message is None and nights and sign.exists():
+                time.sleep(nights.pop())
+            return message
+
+        worker._wire.receive = sleep  # type: ignore[method-assign]
+        for step in range(5 * rank):
+            with worker.step():
+                features, labels = make_batch(rank, step)
+                nn.functional.cross_entropy(model(features), labels).backward()
+    return f"nights: {nights}"
+
+
 def serve(rank: int, policy: Policy, folder: Path, model: nn.Module, plan: Any, options: dict[str, Any]) -> Any:
     """Return how the server ended, and what it holds then."""
     server = Server(

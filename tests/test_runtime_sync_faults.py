@@ -96,6 +96,12 @@ def test_a_server_that_hangs_is_named() -> None:
     assert worker.error == "TransferError: worker 0 (rank 0): nothing came from server 0 (rank 1) for 2 s"
 
 
+def test_who_has_stood_still_blames_nobody(tmp_path: Path) -> None:
+    """Worker 0 closes at once: so the server waits for the other, in its time as in the worker's."""
+    _, worker, server = launch(bodies.stand_still, 3, 3.0, tmp_path / "night")
+    assert (worker.error, server.error, worker.result, server.result) == ("", "", "nights: []", "lost: {}")
+
+
 def test_a_failure_is_told_and_not_an_older_one(tmp_path: Path) -> None:
     """With a text that is no UTF-8, as names of files may be: the server ends with its own failure, and says it."""
     broken = bodies.train_until_the_optimizer_breaks

@@ -24,7 +24,7 @@ from ddltool.runtime.servers.meeting import Hello, Meeting, address_towards, cal
 from ddltool.runtime.servers.policies import BSP, Book, Policy, Update
 from ddltool.runtime.servers.records import SyncLog, log
 from ddltool.runtime.servers.transfers import TransferError, TransferPlan, listing, named
-from ddltool.runtime.servers.wire import BEAT_S, CLOSED, Message, Peer, Wire, fill
+from ddltool.runtime.servers.wire import BEAT_S, CLOSED, STOOD_STILL_S, Message, Peer, Wire, fill
 from ddltool.sync_rows import JoinedRow, LeftRow, StepRow
 
 
@@ -448,6 +448,9 @@ class Server:
         now_s = time.monotonic()
         if now_s - self._beat_s < min(BEAT_S, self._lost_after_s / 4):
             return
+        if now_s - self._beat_s > BEAT_S + STOOD_STILL_S:  # what the workers said meanwhile may still be on its way
+            for seat in self._seats:
+                seat.heard_s = now_s
         self._beat_s = now_s
         self._tell(self._callers, "alive")
         # When some have closed the run comes to its end, and the server itself waits for the last.

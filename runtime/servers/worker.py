@@ -30,7 +30,7 @@ from ddltool.runtime.hook.stopping import StopSignals, Terminated, refuse_in_one
 from ddltool.runtime.servers.meeting import Meeting, call
 from ddltool.runtime.servers.policies import BSP, Policy
 from ddltool.runtime.servers.transfers import TransferError, TransferPlan, named
-from ddltool.runtime.servers.wire import BEAT_S, CLOSED, Wire, fill
+from ddltool.runtime.servers.wire import BEAT_S, CLOSED, STOOD_STILL_S, Wire, fill
 
 log = logging.getLogger(__name__)
 
@@ -293,10 +293,12 @@ class Worker:
 
     def _take_until(self, done: Callable[[], bool]) -> None:
         """Take what the servers send until ``done()``. Raises TransferError when one ends, is lost or falls silent."""
-        begin_s = time.monotonic()
+        begin_s = now_s = since_s = time.monotonic()
         while not done():
-            message = self._wire.receive(BEAT_S)
+            before_s, message = now_s, self._wire.receive(BEAT_S)
             now_s = time.monotonic()
+            if now_s - before_s > BEAT_S + STOOD_STILL_S:
+                since_s = now_s
             if message is not None:
                 rank, (kind, *values), payload = message
                 assert isinstance(rank, int)
@@ -304,7 +306,7 @@ class Worker:
                 self._heard_s[server] = now_s
                 self._on(server, kind, values, payload)
             for server, heard_s in self._heard_s.items():
-                if server not in self._closed and (silent_s := now_s - max(begin_s, heard_s)) > self._lost_after_s:
+                if server not in self._closed and (silent_s := now_s - max(since_s, heard_s)) > self._lost_after_s:
                     title = self.plan.title(self.plan.rank_of_server(server))
                     self._wire.give_up(self.plan.rank_of_server(server))
                     raise TransferError(f"{self._title}: nothing came from {title} for {silent_s:.0f} s")
