@@ -15,7 +15,7 @@ from ddltool.artifacts import to_json, write_text
 from ddltool.commands.options import Json, Output
 from ddltool.commands.output import finish, note, progress
 from ddltool.errors import InputError
-from ddltool.outputs import check_outputs
+from ddltool.outputs import check_outputs, demand_once
 from ddltool.tables import read_table
 
 MOST_TRACES = 4096
@@ -84,8 +84,7 @@ def _files(sources: list[Path]) -> list[Path]:
             paths.append(source)
     if len(paths) > MOST_TRACES:
         raise InputError("TRACE", f"are {len(paths)}", f"give at most {MOST_TRACES}, one for each rank")
-    if len({path.resolve() for path in paths}) < len(paths):
-        raise InputError("TRACE", "names a file twice", "give one trace for each rank")
+    demand_once(paths, "give one trace for each rank")
     return paths
 
 

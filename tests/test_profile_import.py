@@ -242,6 +242,7 @@ def test_files_that_are_no_measurements(tmp_path: Path) -> None:
     cut = tmp_path / "telemetry.jsonl.gz"
     cut.write_bytes(gzip.compress(telemetry().encode() * 1000)[:60])
     path = write(tmp_path / "p.csv", PLACEMENTS)
+    (loop := tmp_path / "loop.csv").symlink_to(loop)
     for files, wanted in (
         ([], "FILE: is missing"),
         ([tmp_path / "none.csv"], "no such file"),
@@ -249,6 +250,7 @@ def test_files_that_are_no_measurements(tmp_path: Path) -> None:
         ([write(tmp_path / "notes.txt", "x")], "ends in .txt"),
         ([cut], "is not a whole gzip file"),
         ([path, path], "is given twice"),
+        ([loop], "cannot be read"),
         ([path], "does not say the device; name it with --device-name NAME"),
     ):
         with pytest.raises(InputError, match=wanted):

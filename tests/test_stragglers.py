@@ -320,6 +320,8 @@ def test_what_is_no_run_of_ranks_is_refused(tmp_path: Path) -> None:
     assert run(["stragglers", str(paths[0]), str(paths[0])]) == 2
     (tmp_path / "empty").mkdir()
     assert run(["stragglers", str(tmp_path / "empty")]) == 2
+    (tmp_path / "empty" / "loop.json").symlink_to(tmp_path / "empty" / "loop.json")
+    assert run(["stragglers", str(tmp_path / "empty")]) == 2
 
 
 def test_collectives_that_others_lack_are_said(tmp_path: Path) -> None:

@@ -36,6 +36,15 @@ def check_outputs(
         written[option] = path
 
 
+def demand_once(paths: Iterable[Path], remedy: str) -> None:
+    """Raise InputError for a path to a file that one before it names; loops of links are found by who reads them."""
+    seen: set[str] = set()
+    for path in paths:
+        if (real := os.path.realpath(path)) in seen:
+            raise InputError(str(path), "is given twice", remedy)
+        seen.add(real)
+
+
 def _same(one: Path, other: Path) -> bool:
     """Return whether two paths are one file; what cannot be looked at is another file, and is refused elsewhere."""
     try:

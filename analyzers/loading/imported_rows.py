@@ -10,6 +10,7 @@ from ddltool.analyzers.goodput.observations import TELEMETRY_NUMBERS, import_ste
 from ddltool.analyzers.oracle.kineto import read_steps
 from ddltool.artifacts import ending
 from ddltool.errors import InputError
+from ddltool.outputs import demand_once
 from ddltool.results import ImportedFile
 from ddltool.tables import read_table
 from ddltool.telemetry import runs_of
@@ -40,11 +41,8 @@ def import_files(
     if not files:
         raise InputError("FILE", "is missing", "give a placements.csv, telemetry.jsonl, trace or profile.csv")
     parts, sources = [], []
-    seen: set[Path] = set()
+    demand_once(files, "its rows would count double")
     for path in files:
-        if path.resolve() in seen:
-            raise InputError(str(path), "is given twice", "its rows would count double")
-        seen.add(path.resolve())
         last = ending(path)
         if last == ".json":
             steps = read_steps(path)
