@@ -4,10 +4,10 @@
     python benchmarks/planned_runs.py --steps 12 --cluster pair --strategies bsp,lb-bsp
 
 Each device is a process in a control group of its own (root on Linux). ``ddltool profile`` measures each type's step while
-the other devices compute, for they share caches, memory and perhaps a core's two threads; a pilot run with equal shares
-measures what the exchange takes here; then each strategy is planned from these, its launcher is emitted and started, and
-``ddltool verify`` reads its telemetry. FSDP2 and HSDP are planned from the model and the links that ``ddltool network``
-measures under the same limits.
+the other devices compute, for they share caches, memory and perhaps a core's two threads; pilot runs with equal shares,
+before, between and after those, measure what the exchange takes here and how far one run is from another; then each
+strategy is planned from these, its launcher is emitted and started, and ``ddltool verify`` reads its telemetry. FSDP2 and
+HSDP are planned from the model and the links that ``ddltool network`` measures under the same limits.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def run(plan: Plan, folder: Path, groups: Mapping[str, Sequence[Path]], steps: i
 
 
 def pilot(job: Job, folder: Path, groups: Mapping[str, Sequence[Path]], steps: int) -> None:
-    """Run equal shares on all devices, and leave ``pilot.jsonl``."""
+    """Run equal shares on all devices, and add to ``pilot.jsonl``."""
     types = [offer.type for offer in job.devices for _ in range(offer.count)]
     size = job.max_workers * job.batch_size // len(types)
     ranks = [
@@ -307,7 +307,10 @@ def runs(cluster: str, wanted: Sequence[str], steps: int, folder: Path) -> Itera
     with CpuLimits(shares) as limits:
         left = iter(limits.groups)
         groups = {name: [next(left) for _ in range(count)] for name, (count, _) in CLUSTERS[cluster].items()}
+        job = job_of(cluster, folder)
         for name, each in groups.items():
+            if cluster != "even":
+                pilot(job, folder, groups, steps // 2)
             sizes = ("--batch-sizes", "4,8,16", "--repeats", max(20, steps), "--warmup", 10, "--threads", 1)
             where = ("--device-name", name, "-o", f"{name}.csv")
             with busy([group for every in groups.values() for group in every if group != each[0]]):
@@ -317,9 +320,8 @@ def runs(cluster: str, wanted: Sequence[str], steps: int, folder: Path) -> Itera
             with CpuLimits((sum(shares),)) as together:
                 asked = ("network", "--replicas", len(shares), "-o", "network.json")
                 ddltool(folder, *asked, within=together.groups[0])
-        job = job_of(cluster, folder)
         if cluster != "even":
-            pilot(job, folder, groups, steps)
+            pilot(job, folder, groups, steps // 2)
         for name in wanted:
             option: Option | Layout | None
             try:

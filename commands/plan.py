@@ -6,7 +6,7 @@ import math
 import re
 from functools import partial
 from pathlib import Path
-from typing import Annotated, cast, get_args
+from typing import Annotated, Any, cast, get_args
 
 import typer
 
@@ -191,12 +191,9 @@ def plan(
         found = plan_together([Path(job), *together], rule, limit_s=time_limit_s, seed=seed, tell=note, read=read)
         print_json(found) if as_json else show(joint_section(found))
         return
-    asked: Job | str = job
-    if devices is not None:
-        more = {"precision": precision, "sequence_length": sequence_length, "optimizer": optimizer}
-        asked = job_of(job, devices, nodes=nodes, batch_size=batch_size, link=link, nic=nic, **more)
-        split = f"{counted(asked.max_workers * asked.batch_size, 'sample')} a step, {asked.max_workers} x {asked.batch_size}"
-        note(f"note: {split} for logical workers" + ("; --batch-size says otherwise" if batch_size is None else ""))
+    setting = {"precision": precision, "sequence_length": sequence_length, "optimizer": optimizer}
+    place = {"nodes": nodes, "link": link, "nic": nic, "devices_file": devices_file}
+    asked = job if devices is None else _short(job, devices, batch_size, **setting, **place)
     try:
         with progress("planning"):
             made = plan_job(
@@ -231,6 +228,14 @@ def plan(
             show(Section(title=f"Plan: {title}", lead=["Nothing fits."], blocks=[layouts_table(error.layouts)]))
         raise
     print_json(made) if as_json else show(plan_section(made, made.job), output)
+
+
+def _short(source: str, devices: str, batch_size: int | None, **more: Any) -> Job:
+    """Return the job of a model on ``--devices``, and say how its samples are split."""
+    made = job_of(source, devices, batch_size=batch_size, **more)
+    split = f"{counted(made.max_workers * made.batch_size, 'sample')} a step, {made.max_workers} x {made.batch_size}"
+    note(f"note: {split} for logical workers" + ("; --batch-size says otherwise" if batch_size is None else ""))
+    return made
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -171,6 +171,33 @@ def test_measured_synchronisation_scales_as_a_ring() -> None:
     assert source.synchronous({"a": 3, "b": 1}, 1.0).best_s == pytest.approx(0.15)
 
 
+def test_one_measured_exchange_tells_of_others_between_what_may_decide_them() -> None:
+    """By hand, 60 ms among 4 of one machine: a ring sends 1.5 n and receives as much, so n one way alone takes 20 ms."""
+    source = MeasuredCommunication(sync_s=0.06, replicas=4, speeds={"a": 30.0, "b": 10.0}, buckets=1)
+    same, fewer, fast = (source.synchronous(devices, 1.0) for devices in ({"a": 2, "b": 2}, {"b": 2}, {"a": 2}))
+    assert (same.low_s, same.best_s, same.high_s) == pytest.approx((0.06, 0.06, 0.06))
+    assert (fewer.low_s, fewer.best_s, fewer.high_s) == pytest.approx((0.02, 0.04, 0.04))  # by messages, by bytes
+    assert (fast.low_s, fast.high_s) == pytest.approx((0.02 / 3, 0.04))  # or by the devices, three times as fast
+    served = source.asynchronous({"a": 2, "b": 2}, 1.0)  # a push and a pull: one is not hidden, 1.5 others are before
+    assert (served.low_s, served.best_s, served.high_s) == pytest.approx((0.02, 0.04, 0.1))
+    whole, many = (replace(source, buckets=buckets).ordered({"a": 2, "b": 2}, same) for buckets in (1, 1000))
+    assert whole.best_s == pytest.approx(2 * 3 * 0.02)  # along the chain, and round with the mean
+    assert many.best_s == pytest.approx(same.best_s)  # never less than a ring
+    apart = replace(source, nodes=4).ordered({"a": 2, "b": 2}, same)  # each way has a link of its own
+    assert (apart.low_s, apart.best_s, apart.high_s) == pytest.approx((0.12, 0.24, 0.24))
+    for exposed in (
+        same,
+        fewer,
+        fast,
+        served,
+        whole,
+        many,
+        apart,
+        replace(source, buckets=None).ordered({"a": 3}, same),
+    ):
+        assert (exposed.low_s or 0) <= exposed.best_s <= (exposed.high_s or 0)
+
+
 @dataclass(frozen=True)
 class Fixed(Communication):
     """Communication of fixed length."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -14,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddltool.analyzers.balancing.plan import StepCurve, plan_bsp
-from ddltool.analyzers.deciding.feedback import RankRun, Run, read_run
+from ddltool.analyzers.deciding.feedback import RankRun, Run, drift, read_run
+from ddltool.analyzers.deciding.planning import plan
 from ddltool.analyzers.deciding.rescaling import measured_speeds, scaled_curve, scaled_model
 from ddltool.analyzers.goodput.throughput import iteration_time_s
 from ddltool.analyzers.placement.problem import DeviceType, Problem
@@ -343,3 +345,22 @@ def test_a_device_that_the_job_does_not_offer_is_fitted_again(tmp_path: Path, cl
     ends = {line.partition(" ")[0]: line.partition("): ")[2] or line.rpartition(": ")[2] for line in found["refit"]}
     assert ends["cpu"] == ends["synchronisation"] == "fit it again from this telemetry alone"
     assert ends["b"] == REMEDY
+
+
+def test_an_interval_has_what_lies_between_runs_of_the_same_shape(tmp_path: Path) -> None:
+    def run(name: str, slow: float, batches: dict[str, int] | None = None) -> pd.DataFrame:
+        shape = batches or {"A": 64, "B": 64}
+        return pd.DataFrame(rows(shape, dict.fromkeys(shape, slow * 0.2), noise=0.0)).assign(run=name)
+
+    alone, other = run("c", 1.0), run("b", 3.0, {"A": 96, "B": 32})
+    assert read_run(alone, "t").drift == pytest.approx(0, abs=1e-9)
+    assert read_run(pd.concat([other, alone]), "t").drift == pytest.approx(0, abs=1e-9)  # of another shape
+    several = pd.concat([run("a", 1.1), other, alone], ignore_index=True)
+    found = read_run(several, "t").drift
+    assert found == pytest.approx(drift([0.23, 0.21]))
+    assert found > 0.3  # of two runs 9 % apart, which is all that is known
+    write_lines(tmp_path / "telemetry.jsonl", several.to_dict("records"))
+    made = plan(job(tmp_path, "AB"), "bsp", telemetry=tmp_path / "telemetry.jsonl")
+    assert made.decision is not None
+    option = made.decision.options[0]
+    assert (option.high_s or 0) / option.iteration_s - 1 == pytest.approx(math.hypot(found, MAPE))

@@ -22,8 +22,8 @@ def test_nodes_are_shared_in_proportion_and_workers_divide_the_batch() -> None:
         ("V100", 4, 4, 1.5),
     ]
     assert (made.max_workers, made.batch_size, made.precision, made.name) == (8, 4, "bf16", "resnet32")
-    assert [it.per_node for it in job_of("m", "A=20,B=3").devices] == [8, 3]
-    assert job_of("m", "A=2,A=3").devices[0].count == 5  # two lines of one type
+    assert [it.per_node for it in job_of("m", "A100=20,L4=3").devices] == [8, 3]
+    assert job_of("m", "L4=2,L4=3").devices[0].count == 5  # two lines of one type
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,7 @@ def test_nodes_are_shared_in_proportion_and_workers_divide_the_batch() -> None:
     [
         ("A100", {}, "--devices: 'A100' is not TYPE=N"),
         ("A100=0", {}, "--devices: 'A100=0' offers none"),
+        ("A1000=8", {}, "--devices: unknown device 'A1000'; did you mean \"A100\""),
         ("A100=8,V100=4", {"nodes": 1}, "--nodes: is 1, for 12 devices of 2 types"),
         ("A100=8", {"nodes": 9}, "--nodes: is 9, for 8 devices of 1 type"),
         ("A100=8", {"precision": "fp4"}, "--precision: "),

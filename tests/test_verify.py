@@ -77,6 +77,17 @@ def plan_file(tmp_path: Path, cli: Cli) -> Path:
     return tmp_path / "plan.json"
 
 
+def test_an_asynchronous_run_has_the_spread_of_its_parts(tmp_path: Path, cli: Cli) -> None:
+    (tmp_path / "job.yaml").write_text(JOB, encoding="utf-8")
+    asked = ("--strategy", "elastic-bsp", "-o", tmp_path / "plan.json")
+    assert cli("plan", tmp_path / "job.yaml", *asked).code == 0
+    run = frame({"fast": 8, "slow": 8}, {"fast": 0.1, "slow": 0.2}, noise=0.0, steps=43)
+    run.loc[run["step"] >= 23, "step_s"] *= 1.5
+    found = verify(planned(tmp_path / "plan.json"), read_run(run, "t")).iteration
+    assert (found.low_s, found.high_s) == pytest.approx((2 * 0.21, 2 * 0.315))
+    assert found.low_s < found.measured_s < found.high_s
+
+
 def planned(path: Path) -> Plan:
     return Plan.model_validate_json(path.read_text(encoding="utf-8"))
 

@@ -55,6 +55,10 @@ class Knowledge:
     """Seconds of each step, or each worker's iteration, beside both, by device type: optimizer, loader."""
     skew: float = 0.0
     """What several that synchronise wait because none is always as fast, over their compute."""
+    drift: float = 0.0
+    """By what share a step of an earlier run may differ in another run, whatever decides it."""
+    seen: Mapping[str, int] = field(default_factory=dict)
+    """The devices of an earlier run."""
     errors: Mapping[str, float] = field(default_factory=dict)
     """Relative error of the compute times, by device type, where one is known."""
     error_source: str = ""
@@ -442,7 +446,10 @@ class Candidates:
             for row in plan.assignments
             if row.ests_per_device / capability[row.device_type] >= plan.iteration_s * 0.999
         )
-        return self._costed(plan, problem, self._synchronous(plan, last, quick), "D1")
+        exposed, known = self._synchronous(plan, last, quick), self.knowledge.communication
+        if exposed is not None and known is not None:
+            exposed = known.ordered(device_counts(plan), exposed)
+        return self._costed(plan, problem, exposed, "D1")
 
     def _goodput(self, problem: Problem) -> Candidate:
         assert self.job.goodput is not None  # who asks has seen it
@@ -457,6 +464,9 @@ class Candidates:
         compute = min(plan.iteration_s, compute * (choice.accumulation_steps + 1))
         waiting = plan.iteration_s - compute
         exposed = Exposed(default_s=waiting, best_s=waiting, setting=FITTED)
+        if self.knowledge.seen and self.knowledge.communication is not None:
+            other = self.knowledge.communication.synchronous(device_counts(plan), compute)
+            exposed = replace(exposed, **_ends(waiting, other))
         rest = self.knowledge.other_s(device_counts(plan), compute if choice.num_replicas > 1 else 0.0)
         share = plan.iteration_s / (plan.iteration_s + rest)
         update = {
@@ -484,7 +494,12 @@ class Candidates:
         added = plan.iteration_s - compute_s
         other_s = added * rest / (rest + worst.best_s) if rest else 0.0
         update: dict[str, object] = {"order": worst.setting, "order_saves_s": worst.default_s - worst.best_s}
-        exposed_s = None if known is None else replace(worst, best_s=max(0.0, added - other_s))
+        exposed_s = None
+        if known is not None:
+            best_s = max(0.0, added - other_s)
+            share = best_s / worst.best_s if worst.best_s else 1.0
+            ends = (None if end is None else share * end for end in (worst.low_s, worst.high_s))
+            exposed_s = replace(worst, best_s=best_s, **dict(zip(("low_s", "high_s"), ends, strict=True)))
         if known is None:
             update = {}
         made = self._costed(plan, problem, exposed_s, "none", compute_s=compute_s, other_s=other_s, update=update)
@@ -517,10 +532,18 @@ class Candidates:
         """
         compute = plan.iteration_s if compute_s is None else compute_s
         devices = device_counts(plan)
+        less, more = 0.0, 0.0
         if other_s is None:
-            other_s = self.knowledge.other_s(devices, compute if sum(devices.values()) > 1 else 0.0)
+            skewed_s = compute if sum(devices.values()) > 1 else 0.0
+            other_s = self.knowledge.other_s(devices, skewed_s)
+            # Other devices may wait less for each other than those of the earlier run.
+            less = self.knowledge.skew * skewed_s if devices != self.knowledge.seen else 0.0
         step = compute + (0.0 if exposed is None else exposed.best_s) + other_s
+        if exposed is not None and exposed.low_s is not None and exposed.high_s is not None:
+            less, more = less + exposed.best_s - exposed.low_s, exposed.high_s - exposed.best_s
         error = self.error(devices)
+        if error is not None:
+            error = math.hypot(error, self.knowledge.drift)
         staleness = 0 if plan.superstep is None else plan.superstep.iteration_gap
         option = Option(
             strategy=plan.strategy,
@@ -530,8 +553,8 @@ class Candidates:
             other_s=other_s,
             iteration_s=step,
             throughput=problem.max_workers / step,
-            low_s=None if error is None or error == math.inf else step * max(0.0, 1 - error),
-            high_s=None if error is None or error == math.inf else step * (1 + error),
+            low_s=None if error is None or error == math.inf else (step - less) * max(0.0, 1 - error),
+            high_s=None if error is None or error == math.inf else (step + more) * (1 + error),
             goodput_per_s=self._goodput_per_s(problem.max_workers / step, staleness),
             staleness=staleness,
             determinism=kept,
@@ -556,6 +579,12 @@ class Candidates:
         total = self.job.max_workers * self.job.batch_size
         share = float(efficiency(section.noise_scale, total, section.initial_batch_size or total))
         return throughput * self.job.batch_size * share
+
+
+def _ends(seconds: float, other: Exposed) -> dict[str, float]:
+    """Return the ends of an exposure of which two sources say different things."""
+    every = [seconds, *(end for end in (other.low_s, other.high_s) if end is not None)]
+    return {"low_s": min(every), "high_s": max(every)}
 
 
 def _called_equal(found: Candidate) -> Candidate:

@@ -7,8 +7,9 @@ telemetry of an earlier run gives that run's own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -48,6 +49,9 @@ class Exposed:
 
     default_s: float
     best_s: float
+    low_s: float | None = None
+    """The least and the most of ``best_s``, where they are known."""
+    high_s: float | None = None
     setting: str = ""
     ddp: BucketSetting | None = None
     fsdp2: PrefetchSetting | None = None
@@ -68,6 +72,10 @@ class Communication(Protocol):
     def asynchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
         """Return what one worker of a parameter server leaves exposed in each of its iterations."""
         ...
+
+    def ordered(self, devices: Mapping[str, int], exposed: Exposed) -> Exposed:
+        """Return what logical workers leave exposed, whose gradients are added in one order, from what replicas do."""
+        return exposed
 
     def least_s(self, devices: Mapping[str, int], pass_s: float) -> float:
         """Return the seconds of ``synchronous`` with its best setting, without the setting."""
@@ -297,10 +305,20 @@ class FittedCommunication(Communication):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredCommunication(Communication):
-    """From one run's telemetry: ``sync_s`` on ``replicas`` processes, for other numbers by the ring's share."""
+    """What one run's telemetry, ``sync_s`` on ``replicas`` processes of DDP, says of its own and of other exchanges.
+
+    With n bytes a ring sends 2 (K - 1) / K n from each process, in 2 (K - 1) messages, while as much comes in; where all
+    processes are on one machine, both are work of the same processor, and one way alone takes half. What of it decides,
+    bytes, messages or the devices that copy them, a run does not tell: the ends of an interval are by either.
+    """
 
     sync_s: float
     replicas: int
+    nodes: int = 1
+    speeds: Mapping[str, float] = field(default_factory=dict)
+    """Samples per second of each of the run's device types."""
+    buckets: int | None = None
+    """In which EST's gradients travel; None: not known."""
 
     @property
     def source(self) -> str:
@@ -310,14 +328,46 @@ class MeasuredCommunication(Communication):
     def synchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
         """Return the measured time, scaled by (K - 1) / K as a ring all-reduce's bytes."""
         count = sum(devices.values())
-        there = (self.replicas - 1) / self.replicas
-        here = (count - 1) / count
-        exposed = self.sync_s * here / there if there else (0.0 if count == 1 else self.sync_s)
-        return Exposed(default_s=exposed, best_s=exposed, setting=MEASURED)
+        by_messages = self.sync_s * (count - 1) / (self.replicas - 1)
+        by_bytes = by_messages * self.replicas / count
+        slowest = min(self.speeds.values(), default=1.0)
+        quicker = slowest / min((self.speeds.get(name, slowest) for name in devices), default=slowest)
+        return Exposed(
+            default_s=by_bytes,
+            best_s=by_bytes,
+            low_s=min(by_bytes, by_messages) * min(quicker, 1.0),
+            high_s=max(by_bytes, by_messages),
+            setting=MEASURED,
+        )
+
+    @property
+    def _there_s(self) -> float:
+        """Return the seconds of all gradients from one process to another, and nothing else meanwhile."""
+        one_way_s = self.sync_s * self.replicas / (2 * (self.replicas - 1))
+        return one_way_s / 2 if self.nodes == 1 else one_way_s
 
     def asynchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
-        """Return what :meth:`synchronous` does: nothing here has seen an exchange with servers."""
-        return self.synchronous(devices, pass_s)
+        """Return the seconds of a push and a pull.
+
+        At least one of them is not hidden; at most a worker finds half of the others at the server before it.
+        """
+        exchange_s = 2 * self._there_s
+        queued_s = exchange_s * (1 + (sum(devices.values()) - 1) / 2)
+        return Exposed(default_s=exchange_s, best_s=exchange_s, low_s=exchange_s / 2, high_s=queued_s, setting=MEASURED)
+
+    def ordered(self, devices: Mapping[str, int], exposed: Exposed) -> Exposed:
+        """Return the seconds of the sum that passes from process to process, and of the mean that goes round after it.
+
+        At least one of both is not hidden. Of the first bucket each is a chain of K - 1 messages, and the others follow.
+        """
+        hops = sum(devices.values()) - 1
+        if not hops:
+            return exposed
+        # Of an unknown number of buckets, one and many.
+        most_s, least_s = (2 * self._there_s * (hops + n - 1) / n for n in (self.buckets or 1, self.buckets or 2**20))
+        best_s = max(exposed.best_s, math.sqrt(most_s * least_s))
+        ends = min(least_s / 2, best_s), max(most_s * (2 if self.nodes == 1 else 1), best_s)
+        return replace(exposed, default_s=best_s, best_s=best_s, low_s=ends[0], high_s=ends[1])
 
 
 def _bucket_text(setting: BucketSetting) -> str:

@@ -91,11 +91,10 @@ def plan(
     plan, which must be none of the files that the job names. Raises InputError, and Infeasible, which names the job's file and
     the constraint.
     """
+    known("--strategy", strategy, ("auto", *STRATEGIES))
     job_file = Path(job.name) if isinstance(job, Job) else Path(job)
     read = read_with_specs(job if isinstance(job, Job) else job_file, devices_file, allow_code=allow_code)
-    named = [offer_file for offer in read.devices for offer_file in (offer.profile, offer.goodput)]
-    named += [read.cluster, None if read.network == LINKS else read.network]
-    check_outputs([job_file.parent / name for name in named if name], {"-o": output})
+    check_outputs(_named(read, job_file.parent), {"-o": output})
     traced = graph_of(read, job_file.parent, None if graph is None else Path(graph))
     read = scanned(read, traced, tell)
     samples = samples_of(read, traced, tokens) if samples is None else samples
@@ -129,20 +128,26 @@ def plan(
         ),
         tell=tell,
     )
-    made = complete(
-        solve(known("--strategy", strategy, ("auto", *STRATEGIES)), read, job_file, given), read, job_file, given
-    )
+    made = complete(solve(strategy, read, job_file, given), read, job_file, given)
     if output is not None:
         save(made, output)
     return made
+
+
+def _named(job: Job, folder: Path) -> list[Path]:
+    """Return the files that a job names."""
+    names = [name for offer in job.devices for name in (offer.profile, offer.goodput)]
+    names += [job.cluster, None if job.network == LINKS else job.network]
+    return [folder / name for name in names if name]
 
 
 def solve(strategy: str, job: Job, job_file: Path, given: Given) -> Plan:
     """Return the plan of one strategy, or of the best one. Raises InputError, and Infeasible, which names the job's file."""
     try:
         with naming(job_file, type(job).model_fields):
-            # Of a model that can be traced a split of the batch has a memory and a network, too, and transfers take time.
-            if strategy == "auto" or (strategy in ("bsp", "lb-bsp", "elastic-bsp") and traceable(job)):
+            # Of a model that can be traced, or a run, a split of the batch has a network, too, and transfers take time.
+            more = strategy in ("bsp", "lb-bsp", "elastic-bsp") and (traceable(job) or given.telemetry is not None)
+            if strategy == "auto" or more:
                 return auto_plan(job, job_file, given, None if strategy == "auto" else strategy)
             if strategy == "goodput":
                 made = goodput_plan(job, job_file)

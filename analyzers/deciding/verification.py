@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from ddltool.analyzers.deciding.feedback import RankRun, Run
 from ddltool.analyzers.goodput.throughput import ThroughputParams, grad_time_s, overlapped, sync_time_s
 from ddltool.errors import InputError
@@ -69,7 +71,12 @@ def verify(
     predicted = compute + (sync or 0.0) + (other or 0.0)
     if plan.strategy == "elastic-bsp":
         seconds = plan.max_workers / sum(1 / rank.mean_step_s for rank in run.ranks)  # whoever makes the mini-batches
-        run = replace(run, iteration_s=seconds, iteration_low_s=seconds, iteration_high_s=seconds)
+        parts = zip(*(rank.parts_s for rank in run.ranks), strict=False)  # of about the same stretch of time
+        each = [plan.max_workers / sum(1 / step_s for step_s in part) for part in parts]
+        low_s, high_s = np.quantile(each, (0.25, 0.75)).tolist()
+        run = replace(
+            run, iteration_s=seconds, iteration_low_s=min(low_s, seconds), iteration_high_s=max(high_s, seconds)
+        )
         predicted, sync = plan.iteration_s, 0.0
     predicted = _believable(predicted)
     error = predicted / run.iteration_s - 1

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddltool.analyzers.balancing.plan import StepCurve, checked_total, memory_limit
-from ddltool.analyzers.communication.collectives import Compression
+from ddltool.analyzers.communication.collectives import DEFAULT_CAP_MIB, Compression
 from ddltool.analyzers.costs.model import cost_model, estimate
 from ddltool.analyzers.costs.nccl import Fabric
 from ddltool.analyzers.deciding.candidates import Knowledge, Settings
@@ -247,6 +247,8 @@ def knowledge_of(job: Job, job_file: Path, given: Given, run: Run | None) -> Kno
         layouts=None if run is not None or fabrics is None else _layouts(job, job_file.parent, fabrics),
         rests_s={} if run is None else run.rests_s(),
         skew=0.0 if run is None else run.skew,
+        drift=0.0 if run is None else run.drift,
+        seen={} if run is None else run.devices,
         errors=errors,
         error_source=source,
         d2_eligible=None if given.graph is None else scan(given.graph).d2_eligible,
@@ -298,7 +300,14 @@ def _communication(
 ) -> Communication | None:
     """Return the best source there is: an earlier run, a graph on a known network, or a fit that saw several replicas."""
     if run is not None and run.world_size > 1:
-        return MeasuredCommunication(sync_s=run.sync_s, replicas=run.world_size)
+        size_bytes = None if given.graph is None else given.graph.parameter_bytes
+        return MeasuredCommunication(
+            sync_s=run.sync_s,
+            replicas=run.world_size,
+            nodes=run.num_nodes,
+            speeds=run.speeds(),
+            buckets=None if size_bytes is None else max(1, math.ceil(size_bytes / (DEFAULT_CAP_MIB * 2**20))),
+        )
     from_graph = graph_communication(job, folder, given, fabrics)
     if from_graph is not None:
         return from_graph

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from ddltool.errors import InputError
+from ddltool.fixtures.loading import devices_of, with_specs
 from ddltool.job import DeviceOffer, Job
 from ddltool.units import counted
 
@@ -24,13 +26,14 @@ def job_of(
     batch_size: int | None = None,
     link: str | None = None,
     nic: str | None = None,
+    devices_file: Path | None = None,
     **more: Any,
 ) -> Job:
     """Return the job of a model on ``devices`` such as ``A100=8,V100=4``, or ``A100=8@2.5`` with a price per hour.
 
     ``batch_size``: samples of a step on all devices together; 8 of each by default. ``nodes``: of all types, each of one
-    type, in proportion to the devices; by default as few as hold 8. ``more``: precision, optimizer and sequence_length of the
-    job. Raises InputError, which names the option.
+    type, in proportion to the devices; by default as few as hold 8. ``devices_file``: types of the user's own. ``more``:
+    precision, optimizer and sequence_length of the job. Raises InputError, which names the option.
     """
     offers = [_OFFER.fullmatch(part.strip()) for part in devices.split(",")]
     if not offers or None in offers:
@@ -51,7 +54,7 @@ def job_of(
     workers = max(size for size in range(1, min(total, samples) + 1) if samples % size == 0)
     known = {name: value for name, value in more.items() if value is not None}
     try:
-        return Job(
+        made = Job(
             name=re.sub(r"[^\w.-]+", "-", source.rpartition(":")[2] or source).strip("-") or "job",
             model=source,
             max_workers=workers,
@@ -69,6 +72,10 @@ def job_of(
         field = str(first["loc"][0]) if first["loc"] else "devices"
         option = _FIELDS.get(field, "--" + field.replace("_", "-"))
         raise InputError(option, first["msg"].removeprefix("Value error, "), "see ddltool plan --help") from None
+    table = devices_of(with_specs(made, "--devices", devices_file), "--devices")
+    for name in counts:
+        table.device(name, "--devices")
+    return made
 
 
 def _per_node(counts: dict[str, int], nodes: int | None) -> dict[str, int]:
