@@ -271,7 +271,7 @@ def test_devices_behind_a_slow_link_are_left_out_by_every_strategy() -> None:
     assert plan.strategy == "bsp"
     for option in plan.decision.options:
         assert option.devices == {"A100": 8}, option.strategy
-    assert plan.decision.words[0].startswith("Use the 8 A100s and leave the 4 V100s out, 2 samples on each A100: ")
+    assert plan.decision.words[0].startswith("Use the 8 A100s, 2 samples on each A100, and leave the 4 V100s out: ")
     alone = job({"A100": (8, 4.7, 1.0)}, max_workers=16, batch_size=1)
     same = decide(alone, problem_of(alone), Knowledge(communication=Ring({"A100": 0.001})))
     assert (same.strategy, same.iteration_s) == (plan.strategy, plan.iteration_s)

@@ -17,7 +17,8 @@ from ddltool.analyzers.costs.model import cost_model
 from ddltool.analyzers.costs.nccl import Fabric
 from ddltool.analyzers.costs.predict import Placement, Setting, WorkCurve, measure_work, predict
 from ddltool.analyzers.deciding.goal import Goal
-from ddltool.analyzers.deciding.layouts import DeviceKind, Found, Layouts
+from ddltool.analyzers.deciding.layout_figures import DeviceKind, Found
+from ddltool.analyzers.deciding.layouts import Layouts
 from ddltool.analyzers.placement.problem import DeviceType, Problem
 from ddltool.analyzers.tracing.step import TrainingStep
 from ddltool.decision import NothingFits

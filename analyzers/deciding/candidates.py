@@ -28,7 +28,8 @@ from ddltool.job import Job
 from ddltool.plans import Plan
 
 if TYPE_CHECKING:  # it loads torch
-    from ddltool.analyzers.deciding.layouts import Found, Layouts
+    from ddltool.analyzers.deciding.layout_figures import Found
+    from ddltool.analyzers.deciding.layouts import Layouts
 
 # From the least change to a training script to the most.
 STRATEGIES = ("bsp", "lb-bsp", "est", "goodput", "elastic-bsp")

@@ -87,9 +87,9 @@ def _answer(decision: Decision, plan: Plan, picked: Option, problem: Problem, va
     offered = {device.name: device.count for device in (*problem.devices, *problem.left_out)}
     used = _listed([_the(count, name, offered.get(name, count)) for name, count in picked.devices.items()])
     out = [f"the {_many(name, count)}" for name, count in offered.items() if name not in picked.devices]
-    left = f" and leave {_listed(out)} out" if out else ""
-    what = f"Use {used}{left}{_how(decision, plan, picked)}"
-    return f"{what}: {_rate(picked)}, {_gain(decision, picked, value, gain)}.{_run(decision.run)}"
+    how = _how(decision, plan, picked)
+    left = f"{',' if how else ''} and leave {_listed(out)} out" if out else ""
+    return f"Use {used}{how}{left}: {_rate(picked)}, {_gain(decision, picked, value, gain)}.{_run(decision.run)}"
 
 
 def _listed(parts: list[str]) -> str:

@@ -8,7 +8,8 @@ from functools import cache
 from ddltool.analyzers.costs.model import cost_model
 from ddltool.analyzers.costs.nccl import Fabric
 from ddltool.analyzers.costs.predict import WorkCurve, usable_bytes
-from ddltool.analyzers.deciding.layouts import DeviceKind, Layouts
+from ddltool.analyzers.deciding.layout_figures import DeviceKind
+from ddltool.analyzers.deciding.layouts import Layouts
 from ddltool.analyzers.loading.sources import work_of
 from ddltool.analyzers.tracing.dialect import Numerics
 from ddltool.device import DeviceTable
