@@ -360,7 +360,7 @@ def test_an_interval_has_what_lies_between_runs_of_the_same_shape(tmp_path: Path
     assert found == pytest.approx(drift([0.23, 0.21]))
     assert found > 0.3  # of two runs 9 % apart, which is all that is known
     write_lines(tmp_path / "telemetry.jsonl", several.to_dict("records"))
-    made = plan(job(tmp_path, "AB"), "bsp", telemetry=tmp_path / "telemetry.jsonl")
+    made = plan(job_file(tmp_path, "AB"), "bsp", telemetry=tmp_path / "telemetry.jsonl")
     assert made.decision is not None
     option = made.decision.options[0]
     assert (option.high_s or 0) / option.iteration_s - 1 == pytest.approx(math.hypot(found, MAPE))

@@ -467,7 +467,8 @@ class Candidates:
         exposed = Exposed(default_s=waiting, best_s=waiting, setting=FITTED)
         if self.knowledge.seen and self.knowledge.communication is not None:
             other = self.knowledge.communication.synchronous(device_counts(plan), compute)
-            exposed = replace(exposed, **_ends(waiting, other))
+            ends = [waiting, *(end for end in (other.low_s, other.high_s) if end is not None)]
+            exposed = replace(exposed, low_s=min(ends), high_s=max(ends))  # two sources of one time
         rest = self.knowledge.other_s(device_counts(plan), compute if choice.num_replicas > 1 else 0.0)
         share = plan.iteration_s / (plan.iteration_s + rest)
         update = {
@@ -499,8 +500,8 @@ class Candidates:
         if known is not None:
             best_s = max(0.0, added - other_s)
             share = best_s / worst.best_s if worst.best_s else 1.0
-            ends = (None if end is None else share * end for end in (worst.low_s, worst.high_s))
-            exposed_s = replace(worst, best_s=best_s, **dict(zip(("low_s", "high_s"), ends, strict=True)))
+            low_s, high_s = (None if end is None else share * end for end in (worst.low_s, worst.high_s))
+            exposed_s = replace(worst, best_s=best_s, low_s=low_s, high_s=high_s)
         if known is None:
             update = {}
         made = self._costed(plan, problem, exposed_s, "none", compute_s=compute_s, other_s=other_s, update=update)
@@ -580,12 +581,6 @@ class Candidates:
         total = self.job.max_workers * self.job.batch_size
         share = float(efficiency(section.noise_scale, total, section.initial_batch_size or total))
         return throughput * self.job.batch_size * share
-
-
-def _ends(seconds: float, other: Exposed) -> dict[str, float]:
-    """Return the ends of an exposure of which two sources say different things."""
-    every = [seconds, *(end for end in (other.low_s, other.high_s) if end is not None)]
-    return {"low_s": min(every), "high_s": max(every)}
 
 
 def _called_equal(found: Candidate) -> Candidate:
