@@ -93,6 +93,8 @@ def trainer(variant: str, replicas: int, width: float, adam: bool, steps: int) -
         torch.optim.Adam(model.parameters(), lr=1e-4) if adam else torch.optim.SGD(model.parameters(), lr=1e-3)
     )
     batches: Any = DataLoader(data, batch_size=LOCAL, shuffle=True)
+    if variant in (PLAIN, "elastic"):
+        runtime.attach(None, model=model, optimizer=optimizer)  # beside the others' batches it has its own
     if variant in ("hook", "own loader"):
         hook = runtime.attach("enforce.json", model=model, optimizer=optimizer, dataset=data)
         batches = hook.dataloader(batch_size=LOCAL) if variant == "hook" else batches

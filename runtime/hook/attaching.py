@@ -47,6 +47,7 @@ from ddltool.runtime.hook.job import (
 from ddltool.runtime.hook.loader import CountedLoader, StreamLoader
 from ddltool.runtime.hook.stopping import pause_before_exit, refuse_in_one_line
 from ddltool.runtime.hook.telemetry import RowFile, StepRecorder
+from ddltool.runtime.hook.trained import leave_alone
 from ddltool.runtime.hook.weighing import Observer, Reduction, Weigher
 
 
@@ -348,7 +349,8 @@ def attach(
     """Make this process follow an enforcement config; call it once on every rank, before the first step.
 
     Args:
-        config: path of an ``enforce.json`` (the same on every rank), or None: a hook that does and costs nothing. Where the
+        config: path of an ``enforce.json`` (the same on every rank), or None: a hook that does and costs nothing, also for a
+            model that is trained on batches of its own beside one that follows a plan. Where the
             environment variable DDLTOOL_ENFORCE names one, as emitted launchers do, it is that.
         model: the job's ``DistributedDataParallel`` module, or one that ``fully_shard`` or ``runtime.shard`` sharded over
             all processes (with a single process, any module). None: :meth:`Hook.bind` says it, and the optimizer, later.
@@ -367,6 +369,8 @@ def attach(
     Raises InputError, on every rank as soon as one rank refuses, when config and job do not fit. Left uncaught, that and any
     later refusal end the process with one line on stderr and exit code 2.
     """
+    if config is None and model is not None:
+        leave_alone(model)
     is_off = os.environ.get("DDLTOOL_OFF", "") not in ("", "0")
     if is_off or (config is None and telemetry is None):
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

@@ -19,7 +19,12 @@ from ddltool.runtime.hook.job import Job
 
 UPDATES_WITH_BUFFERS = PASSES_WITH_HOOKS = 2
 _guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Models whose losses are weighed."""
+"""Models whose losses are weighed, or that the script has said are trained by themselves."""
+
+
+def leave_alone(model: nn.Module) -> None:
+    """Take it that ``model`` is trained on batches of its own, beside others."""
+    _guarded.add(model)
 
 
 class Guard:
@@ -58,16 +63,19 @@ class Guard:
 
     def demand_weighed(self, leaves: Collection[int]) -> None:
         """Raise InputError where a loss that does not come from the model ends at what is trained together with it."""
-        for model in self._trained.beside:
+        for model in self._trained.beside if self._trained.uneven else ():
             if any(id(value) in leaves for value in model.parameters()):
                 raise unweighed(type(model.module).__name__)
 
     def begin_backward(self) -> None:
         """A backward pass by way of the model begins."""
-        self._trained.passes += 1
         if self._gradients is not None:
             self._gradients.check()
             self._trained.averaging = True
+
+    def note_uneven(self) -> None:
+        """Its loss weighs otherwise on this rank than on others."""
+        self._trained.uneven += 1
 
     def end_backward(self) -> None:
         """It is over: the gradients are averaged."""
@@ -165,7 +173,7 @@ class TrainedParameters:
     unfrozen later, have a gradient of their own on each rank, with equal batches as well.
 
     Attributes:
-        passes: backward passes by way of the model so far.
+        uneven: backward passes by way of the model so far whose losses did not weigh alike on all ranks.
         averaging: whether one is under way, so that gradients are each rank's own.
         beside: wrapped models that nobody has attached to, and that are trained by the same optimizers.
     """
@@ -176,15 +184,15 @@ class TrainedParameters:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._named = weakref.WeakSet(named)
         self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Seen] = weakref.WeakKeyDictionary()
-        self.passes, self.averaging = 0, False
+        self.uneven, self.averaging = 0, False
         self.beside: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
     def check(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Raise InputError for a parameter that is trained but not averaged. Cheap: most steps look at what is frozen.
 
-        An optimizer that trains nothing of this model is let alone until it steps between passes by way of the model.
+        An optimizer that trains nothing of this model is let alone until it steps between uneven passes.
         """
-        seen = self._seen.setdefault(optimizer, _Seen(self.passes))
+        seen = self._seen.setdefault(optimizer, _Seen(self.uneven))
         size = sum(len(group["params"]) for group in optimizer.param_groups)
         if size != seen.size or any(value.requires_grad for value in seen.frozen):
             held: list[Tensor] = [value for group in optimizer.param_groups for value in group["params"]]
@@ -195,7 +203,7 @@ class TrainedParameters:
         if self.averaging and seen.own:
             problem = "comes within backward, before the ranks' gradients are averaged"
             raise InputError("optimizer.step", problem, "call it after loss.backward()")
-        if seen.unknown and (seen.own or seen.passes != self.passes) and self._model() is not None:
+        if seen.unknown and (seen.own or seen.uneven != self.uneven) and self._model() is not None:
             self._demand(seen)
             seen.unknown = []
 
@@ -210,7 +218,8 @@ class TrainedParameters:
                 self.beside.add(model)
                 if not seen.own:
                     raise unweighed(type(model.module).__name__)
-        unknown = [value for value in unknown if id(value) not in self._averaged]
+        alone = {id(value) for model in _guarded for value in model.parameters()} if not seen.own else set()
+        unknown = [value for value in unknown if id(value) not in self._averaged | alone]
         if not unknown:
             return
         if name := self._names.get(id(unknown[0]), ""):
@@ -229,8 +238,8 @@ class TrainedParameters:
 class _Seen:
     """What is known of an optimizer."""
 
-    passes: int
-    """Of the model, when it made its first step."""
+    uneven: int
+    """Passes when it made its first step."""
     size: int = -1
     own: bool = False
     """Whether it trains anything of the model, or was named."""
@@ -242,7 +251,8 @@ class _Seen:
 def unweighed(name: str) -> InputError:
     """Return the refusal of a wrapped model that is trained without a hook."""
     problem = f"trains a {name} beside the one that was attached to, whose losses nobody weighs"
-    return InputError("optimizer", problem, "attach to that one as well, or wrap one model that has both")
+    remedy = "attach to that one as well, by runtime.attach(None, model=..., optimizer=...) if its batches are its own"
+    return InputError("optimizer", problem, remedy)
 
 
 def _averaged_by(model: nn.Module) -> list[nn.Parameter]:

@@ -254,6 +254,8 @@ class Weigher:
 
     def _weight_of_batch(self, *losses: Tensor, strict: bool = False) -> float:
         share = self.hand.share(_backwards, self.name) or self._counted()
+        if self._guard is not None and not share.even:
+            self._guard.note_uneven()
         if losses and self._job.world_size > 1 and (self._always or not share.even):
             self._check_terms(losses, share, strict)
         return self._job.world_size * share.samples / share.total if share.total else 1.0
@@ -263,6 +265,8 @@ class Weigher:
             raise InputError("count", f"is {count:g}", "give what the loss is a mean over, 0 or more")
         total = sum(self._exchange(count)) if of is None else of
         self.hand.use(_backwards)
+        if self._guard is not None:
+            self._guard.note_uneven()
         return self._job.world_size * count / total if total else 1.0
 
     def _exchange(self, *mine: float) -> list[float]:
