@@ -20,7 +20,8 @@ from ddltool.runtime.hook.stopping import StopSignals
 from ddltool.runtime.servers.transfers import TransferError
 
 BEAT_S = 0.1  # how often a server tells everybody that it is there, and so finds who is gone
-STOOD_STILL_S = 1.0  # who hears nothing for so long has itself stood still (stopped, or its machine was), and blames nobody
+# Who hears nothing for so long has itself stood still (stopped, or its machine was), and blames nobody.
+STOOD_STILL_S = 1.0
 SILENT_S = 60.0  # how long a machine may not answer before its connections count as broken, whoever waits or does not
 CLOSED = "closed its connection"
 LINGER_S = 1.0  # how long last words may take when an end closes
