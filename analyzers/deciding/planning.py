@@ -97,21 +97,17 @@ def plan(
     check_outputs(_named(read, job_file.parent), {"-o": output})
     traced = graph_of(read, job_file.parent, None if graph is None else Path(graph))
     read = scanned(read, traced, tell)
-    samples = samples_of(read, traced, tokens) if samples is None else samples
-    for option, limit in (("--deadline", deadline_s), ("--budget", budget)):
-        if limit < math.inf and samples is None:
-            raise InputError(
-                option, "limits a whole run, and how long that is nobody says", "give --samples or --tokens"
-            )
+    goal = Goal(
+        objective=objective,
+        samples=samples_of(read, traced, tokens) if samples is None else samples,
+        deadline_s=deadline_s,
+        budget=budget,
+        failures=failures,
+        power_w=powers(read, str(job_file)),
+    )
+    _demand_length(goal)
     given = Given(
-        goal=Goal(
-            objective=objective,
-            samples=samples,
-            deadline_s=deadline_s,
-            budget=budget,
-            failures=failures,
-            power_w=powers(read, str(job_file)),
-        ),
+        goal=goal,
         graph=traced,
         telemetry=None if telemetry is None else Path(telemetry),
         bandwidth=bandwidth,
@@ -132,6 +128,14 @@ def plan(
     if output is not None:
         save(made, output)
     return made
+
+
+def _demand_length(goal: Goal) -> None:
+    """Raise InputError where the whole run has a limit and nobody says how long it is."""
+    for option, limit in (("--deadline", goal.deadline_s), ("--budget", goal.budget)):
+        if limit < math.inf and goal.samples is None:
+            problem = "limits a whole run, and how long that is nobody says"
+            raise InputError(option, problem, "give --samples or --tokens")
 
 
 def _named(job: Job, folder: Path) -> list[Path]:

@@ -70,13 +70,7 @@ def verify(
     other = None if given else plan.other_s
     predicted = compute + (sync or 0.0) + (other or 0.0)
     if plan.strategy == "elastic-bsp":
-        seconds = plan.max_workers / sum(1 / rank.mean_step_s for rank in run.ranks)  # whoever makes the mini-batches
-        parts = zip(*(rank.parts_s for rank in run.ranks), strict=False)  # of about the same stretch of time
-        each = [plan.max_workers / sum(1 / step_s for step_s in part) for part in parts]
-        low_s, high_s = np.quantile(each, (0.25, 0.75)).tolist()
-        run = replace(
-            run, iteration_s=seconds, iteration_low_s=min(low_s, seconds), iteration_high_s=max(high_s, seconds)
-        )
+        run = _asynchronous(plan, run)
         predicted, sync = plan.iteration_s, 0.0
     predicted = _believable(predicted)
     error = predicted / run.iteration_s - 1
@@ -104,6 +98,18 @@ def verify(
     # A run of other devices, or of some of the processes, cannot show that the plan was right.
     passed = max_error is None or (made.complete and abs(error) <= max_error)
     return made.model_copy(update={"passed": passed})
+
+
+def _asynchronous(plan: Plan, run: Run) -> Run:
+    """Return a run whose step is the time in which its workers, whoever it is, make a plan's mini-batches.
+
+    Its quartiles are those of the run's parts.
+    """
+    seconds = plan.max_workers / sum(1 / rank.mean_step_s for rank in run.ranks)
+    parts = zip(*(rank.parts_s for rank in run.ranks), strict=False)  # of about the same stretch of time
+    each = [plan.max_workers / sum(1 / step_s for step_s in part) for part in parts]
+    low_s, high_s = np.quantile(each, (0.25, 0.75)).tolist()
+    return replace(run, iteration_s=seconds, iteration_low_s=min(low_s, seconds), iteration_high_s=max(high_s, seconds))
 
 
 def _believable(predicted_s: float) -> float:
