@@ -203,9 +203,13 @@ def test_no_other_devices_make_more(
     )
 
 
-def test_no_more_devices_than_workers() -> None:
+def test_no_more_devices_than_workers_and_none_that_is_too_dear() -> None:
     made = plan_elastic_bsp(from_job(asked(max_workers=2), CAPABILITIES))
     assert sum(row.devices for row in made.assignments) == 2
+    dear = job({"V100": (2, None, 3.0), "T4": (1, None, 0.5)}, constraints={"max_price_per_hour": 2.0})
+    made = plan_elastic_bsp(from_job(dear, CAPABILITIES))
+    assert [(row.device_type, row.devices) for row in made.assignments] == [("T4", 1)]
+    assert (made.throughput, made.waste, made.status) == (1.0, 0.0, "optimal")
 
 
 def test_the_server_is_told_the_superstep() -> None:

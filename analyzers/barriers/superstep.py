@@ -91,7 +91,7 @@ def plan_elastic_bsp(problem: Problem, *, lookahead: int = DEFAULT_LOOKAHEAD, ma
         throughput=throughput,
         assignments=assignments,
         est_count=0,
-        waste=max(0.0, capability - throughput),
+        waste=capability - throughput,
         overload_factor=problem.max_workers / throughput,
         status="optimal" if found.bound == found.rate else "feasible",
         gap=float(found.bound / found.rate - 1),
