@@ -343,7 +343,7 @@ def runs(cluster: str, wanted: Sequence[str], steps: int, folder: Path) -> Itera
                 devices=", ".join(
                     f"{row.devices} {row.device_type} x {row.local_batch_size}" for row in made.assignments
                 ),
-                predicted_s=made.iteration_s,
+                predicted_s=option.step_s or 0.0 if isinstance(option, Layout) else made.iteration_s,
                 low_s=None if option is None else option.low_s,
                 high_s=None if option is None else option.high_s,
                 measured_s=found.iteration.measured_s,

@@ -178,8 +178,11 @@ def test_one_measured_exchange_tells_of_others_between_what_may_decide_them() ->
     assert (same.low_s, same.best_s, same.high_s) == pytest.approx((0.06, 0.06, 0.06))
     assert (fewer.low_s, fewer.best_s, fewer.high_s) == pytest.approx((0.02, 0.04, 0.04))  # by messages, by bytes
     assert (fast.low_s, fast.high_s) == pytest.approx((0.02 / 3, 0.04))  # or by the devices, three times as fast
-    served = source.asynchronous({"a": 2, "b": 2}, 1.0)  # a push and a pull: one is not hidden, 1.5 others are before
-    assert (served.low_s, served.best_s, served.high_s) == pytest.approx((0.02, 0.04, 0.1))
+    served, two = (source.asynchronous(devices, 0.12) for devices in ({"a": 2, "b": 2}, {"a": 2}))  # a push and a pull
+    assert two.best_s == pytest.approx(0.04 * (1 + 0.04 / 0.16))  # the other is there a quarter of the time
+    assert (served.low_s, served.high_s) == pytest.approx((0.02, 4 * 0.04))
+    assert 4 / (0.12 + served.best_s) < 1 / 0.04  # no more than the server makes
+    assert source.asynchronous({"a": 4}, 0.0).best_s == pytest.approx(4 * 0.04)
     whole, many = (replace(source, buckets=buckets).ordered({"a": 2, "b": 2}, same) for buckets in (1, 1000))
     assert whole.best_s == pytest.approx(2 * 3 * 0.02)  # along the chain, and round with the mean
     assert many.best_s == pytest.approx(same.best_s)  # never less than a ring

@@ -347,13 +347,23 @@ class MeasuredCommunication(Communication):
         return one_way_s / 2 if self.nodes == 1 else one_way_s
 
     def asynchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
-        """Return the seconds of a push and a pull.
+        """Return the seconds of a push and a pull at one server that serves workers one after another.
 
-        At least one of them is not hidden; at most a worker finds half of the others at the server before it.
+        What a worker finds before it there is by mean value analysis (Reiser and Lavenberg, 1980). At least one of both is
+        not hidden; at most all others come first.
         """
-        exchange_s = 2 * self._there_s
-        queued_s = exchange_s * (1 + (sum(devices.values()) - 1) / 2)
-        return Exposed(default_s=exchange_s, best_s=exchange_s, low_s=exchange_s / 2, high_s=queued_s, setting=MEASURED)
+        workers, service_s = sum(devices.values()), 2 * self._there_s
+        response_s, there = service_s, 0.0
+        for number in range(1, workers + 1):
+            response_s = service_s * (1 + there)
+            there = number * response_s / (pass_s + response_s) if response_s else 0.0
+        return Exposed(
+            default_s=response_s,
+            best_s=response_s,
+            low_s=service_s / 2,
+            high_s=workers * service_s,
+            setting=MEASURED,
+        )
 
     def ordered(self, devices: Mapping[str, int], exposed: Exposed) -> Exposed:
         """Return the seconds of the sum that passes from process to process, and of the mean that goes round after it.
