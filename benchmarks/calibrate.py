@@ -24,7 +24,7 @@ from truth_page import write_page
 
 from ddltool.analyzers.costs.fitting import Belief, Case, fit, host_bound, steps_s
 from ddltool.analyzers.costs.kernel_times import ARITHMETIC, FEED, TRAFFIC, UNITS, Constants, demand_of
-from ddltool.analyzers.costs.model import GENERATIONS, OPTIMIZERS, cost_model
+from ddltool.analyzers.costs.model import BRANCHES, OPTIMIZERS, cost_model
 from ddltool.artifacts import save
 from ddltool.calibration import CalibrationTable, Residuals
 from ddltool.fixtures.loading import devices
@@ -68,7 +68,8 @@ PRIOR = Belief(
         **{f"arithmetic:{name}": 1.2 for name in ARITHMETIC if _slow(name)},
         **{f"traffic:{name}": 1.2 for name in TRAFFIC if _slow(name)},
         **{"feed": 0.8, "start_s": 0.15, "cache": 0.5, "issue_s": 0.2, "update_s": 0.15, "turn_s": 0.8, "setting": 1.5},
-        **dict.fromkeys(UNITS, 0.2),
+        # Chips are alike in what they reach of their units: what they are fed and their power say most of the rest.
+        **dict.fromkeys(UNITS, 0.1),
         # A K80's clock follows its power, far below the boost of the datasheet.
         **{f"{unit}:Kepler": 0.3 for unit in UNITS},
     },
@@ -136,15 +137,21 @@ def _case(rows: Sequence[Row], work: Work, beside: int) -> Case:
     row, source = rows[0], SOURCES[rows[0].source]
     device = devices().device(row.device)
     training = row.trace.mode == "training" and row.optimizer != "none"
-    traffic_s = OPTIMIZERS[row.optimizer].passes * work.parameter_bytes / device.memory_bytes_per_s
+    traffic_s = (
+        OPTIMIZERS[row.optimizer].passes * work.parameter_bytes / (device.free_of_codes * device.memory_bytes_per_s)
+    )
+    kernels = work.kernels
+    if row.precision == "amp":  # a model that is traced in bfloat16 ran in float16
+        kernels = replace(kernels, dtype=tuple(name.replace("bfloat16", "float16") for name in kernels.dtype))
+    demand = demand_of(kernels, device, precision=row.precision, channels_last=row.trace.channels_last)
     return Case(
-        demand=demand_of(work.kernels, device, precision=row.precision, channels_last=row.trace.channels_last),
+        demand=replace(demand, traffic_s=source.traffic * demand.traffic_s),
         count=work.count,
         ops=work.ops,
         views=work.views,
         update_traffic_s=traffic_s if training else 0.0,
         tensors=work.tensors if training else 0,
-        generation=device.architecture,
+        generation=device.branch,
         measured_s=math.exp(float(np.median([math.log(each.measured_s) for each in rows]))),
         weight=source.weight / math.sqrt(beside),
         error=source.error,
@@ -156,7 +163,7 @@ def table_of(belief: Belief, **more: object) -> CalibrationTable:
     """Return the constants as a file holds them; ``more``: fields beside the constants."""
     constants = belief.constants
     once = Residuals(low=1.0, high=1.0, median_error=0.0, rows=1, what="not judged yet")
-    known = [name for name in GENERATIONS if name in belief.generations]
+    known = [name for years in BRANCHES for name in years if name in belief.generations]
     return CalibrationTable(
         **{
             "arithmetic": _rounded(constants.arithmetic),
@@ -221,15 +228,14 @@ def families_left_out(cells: Sequence[Cell], whole: Belief) -> Judged:
 
 def devices_left_out(cells: Sequence[Cell], whole: Belief) -> tuple[Judged, Judged]:
     """Return rows predicted without their chip, where its generation has others; and without their generation."""
-    generation = {cell.row.device: cell.case.generation for cell in cells}
+    generation = {cell.row.device: devices().device(cell.row.device).architecture for cell in cells}
     chips = sorted({chip(device) for device in generation})
     of = {name: next(generation[device] for device in generation if chip(device) == name) for name in chips}
     others = [name for name in chips if sum(of[each] == of[name] for each in chips) > 1]
     known = [without(cells, lambda row, name=name: chip(row.device) == name, whole) for name in others]
     unknown = [
         without(cells, lambda row, name=name: generation[row.device] == name, whole)
-        for name in GENERATIONS
-        if name in of.values()
+        for name in sorted(set(of.values()))
     ]
     return joined(known), joined(unknown)
 
@@ -271,6 +277,12 @@ def _host(judged: Judged) -> Residuals:
     return _wider(residuals_of(rows, f"the model's family; at least {what}"), expected) if rows else expected
 
 
+def _combined(residuals: Residuals, other: Residuals) -> Residuals:
+    """Return the residuals with the interval of two independent errors: half widths of logarithms add in quadrature."""
+    low, high = (math.hypot(*(math.log(getattr(each, end)) for each in (residuals, other))) for end in ("low", "high"))
+    return residuals.model_copy(update=_rounded({"low": math.exp(-low), "high": math.exp(high)}))
+
+
 def _wider(residuals: Residuals, than: Residuals) -> Residuals:
     """Return the residuals with an interval that holds another's: what is known less is not known better."""
     low, high = min(residuals.low, than.low), max(residuals.high, than.high)
@@ -304,11 +316,13 @@ def main() -> None:
     # timm's rows are of two GPUs: without the one nothing tells of most layers, and the other would stand for all GPUs.
     plain = lambda row: own(row) and not row.source.startswith("timm")  # noqa: E731
     device = residuals_of(families.chosen(own), "the model's family")
-    generation = _wider(residuals_of(known.chosen(plain), "the GPU"), device)
+    # A model of the fit on another GPU is judged by these: a user's model may be another one as well.
+    generation = _combined(residuals_of(known.chosen(plain), "the GPU"), device)
+    unknown_too = _combined(residuals_of(unknown.chosen(plain), "any GPU of its generation"), device)
     residuals = {
         "device": device,
         "generation": generation,
-        "unknown": _wider(residuals_of(unknown.chosen(plain), "any GPU of its generation"), generation),
+        "unknown": _wider(unknown_too, generation),
         "host": _host(families),
     }
     provenance = [
@@ -320,7 +334,7 @@ def main() -> None:
     table = table_of(
         whole,
         devices=sorted(judged),
-        judged=sorted({devices().device(name).architecture for name in judged}),
+        judged=sorted({devices().device(name).branch for name in judged}),
         residuals=residuals,
         provenance=provenance,
     )

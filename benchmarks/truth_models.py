@@ -84,13 +84,21 @@ def bert(length: int, large: bool, attention: str) -> TrainingStep:
 
 
 def gpt(
-    length: int, layers: int, width: int, heads: int, attention: str, vocabulary: int = 50257, dropout: float = 0.1
+    length: int,
+    layers: int,
+    width: int,
+    heads: int,
+    attention: str,
+    vocabulary: int = 50257,
+    dropout: float = 0.1,
+    activation: str = "gelu_new",
 ) -> TrainingStep:
-    """Return GPT-2 of a shape; MPT is of the same shapes, without dropout and with a vocabulary of 50,368."""
+    """Return GPT-2 of a shape; MPT is of the same shapes, without dropout, with torch's GELU and 50,368 words."""
     transformers = imported("transformers", "gpt")
     config = transformers.GPT2Config(
         n_layer=layers, n_embd=width, n_head=heads, n_positions=length, vocab_size=vocabulary, use_cache=False,
         attn_pdrop=dropout, resid_pdrop=dropout, embd_pdrop=dropout, attn_implementation=attention,
+        activation_function=activation,
     )  # fmt: skip
     module = transformers.GPT2LMHeadModel(config)
     return TrainingStep(name="gpt", module=module, inputs=_tokens(length), loss=language_model_loss)
@@ -302,7 +310,8 @@ def build(trace: Trace) -> TrainingStep:
     if name in _GPT:
         return gpt(length, *_GPT[name], attention)
     if name.startswith("mpt-"):
-        return gpt(length, *_MPT[name.removeprefix("mpt-")], attention, vocabulary=50368, dropout=0.0)
+        shape = _MPT[name.removeprefix("mpt-")]
+        return gpt(length, *shape, attention, vocabulary=50368, dropout=0.0, activation="gelu")
     others: Mapping[str, Callable[[], TrainingStep]] = {
         "cifar-efficientnet-b0": cifar_efficientnet_b0,
         "cifar-resnet18": cifar_resnet18,

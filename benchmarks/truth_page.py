@@ -198,8 +198,8 @@ def _page(
         f"ResNet-50 and BERT alone: {_percent(usual_new.median)} off in the median, "
         f"{_percent(usual_new.ninth)} in the worst tenth.",
         "## Intervals\n\nA prediction's range holds 80 % of measurements (split conformal prediction): the quantiles of "
-        "measured / predicted over the rows left out, weighted half by model and GPU, half by source.\n\n"
-        + _intervals(table),
+        "measured / predicted over the rows left out, weighted half by model and GPU, half by source. For a GPU that was not "
+        "seen it is the range of both errors, of the GPU and of another model.\n\n" + _intervals(table),
         "## Some rows\n\nPredicted by the shipped constants, which saw these rows, from a fresh trace:\n\n"
         + _examples(families, table),
         "## Limits\n\n" + _limits(every, residuals["device"], truth),

@@ -198,7 +198,7 @@ def test_the_shipped_calibration_is_whole() -> None:
         assert set(units) == set(UNITS)
         assert all(0.3 < factor < 2.0 for factor in units.values())
     for name in table.devices:
-        assert devices().device(name).architecture in table.generations
+        assert devices().device(name).branch in table.generations
     for residuals in table.residuals.values():
         assert residuals.low < 1.0 < residuals.high
     assert set(table.residuals) == {"device", "generation", "unknown", "host"}

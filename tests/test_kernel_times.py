@@ -19,11 +19,13 @@ from ddltool.analyzers.costs.kernel_times import (
     Constants,
     demand_of,
     seconds,
+    sustained,
     tiled_flops,
 )
 from ddltool.analyzers.costs.kernels import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Kernels
 from ddltool.analyzers.tracing.op_rules import CLASS, CLASSES
 from ddltool.device import Device
+from ddltool.fixtures.loading import devices
 
 AMPERE = Device(
     name="test",
@@ -40,6 +42,9 @@ DEVICES = (
     AMPERE.model_copy(update={"clock_hz": 0.0}),
     AMPERE.model_copy(update={"multiprocessors": 0, "l2_bytes": 0.0}),
     AMPERE.model_copy(update={"architecture": "Pascal", "peak_flops": {"float32": 1e12, "float16": 2e12}}),
+    AMPERE.model_copy(
+        update={"architecture": "Ada", "peak_flops": {"float32": 1e12, "float16": 1e14}, "power_w": 100.0, "ecc": True}
+    ),
 )
 # Every share another number, so that taking one for another shows.
 CONSTANTS = Constants(
@@ -56,7 +61,12 @@ CONSTANTS = Constants(
 TILES = {(256, 128): 1.0, (128, 128): 1.0, (128, 64): 0.9, (64, 64): 0.75, (64, 32): 0.5, (32, 32): 0.35}
 
 
-def occupied(gemm: tuple[float, ...], processors: int) -> float:
+def held(device: Device, tensor: bool) -> float:
+    """The share of its clock that the last of the devices holds: 80 x 1.5 GHz draw 1.15 or 1.74 W each."""
+    return (100.0 / (120.0 * (1.74 if tensor else 1.15))) ** 0.7 if device.power_w else 1.0
+
+
+def occupied(gemm: tuple[float, ...], processors: int, edge: float) -> float:
     """Operations that a device is occupied for by ``count`` products of m x n x k: the fastest tile counts."""
     count, m, n, k = gemm
     found = []
@@ -68,7 +78,7 @@ def occupied(gemm: tuple[float, ...], processors: int) -> float:
                 parts = min(math.ceil(processors / tiles), max(1, int(k // 256)))
             rounds = tiles * parts / processors
             waves = 1.0 if rounds < 1 else rounds + 0.5 * (math.ceil(rounds) - rounds)
-            found.append(waves * processors / parts * rows * columns * 2 * (k + 32 * parts) / rate)
+            found.append(waves * processors / parts * rows * columns * 2 * (k + edge * parts) / rate)
     return min(found)
 
 
@@ -81,11 +91,15 @@ def by_hand(kernel: Mapping[str, object], device: Device, precision: str, layout
     if dtype == "float32" and (precision == "tf32" or kind in ("convolution", "recurrent")):
         peak = device.peak_flops.get("tf32", vector)
     tensor = peak > 1.5 * vector and device.architecture != "Pascal"
+    peak = min(peak, vector) if device.architecture == "Pascal" else peak
+    cycles = device.multiprocessors * device.clock_hz
+    clock = held(device, tensor)
+    edge = 4000 * clock * peak / (2 * 256 * 128) / cycles if cycles else 0.0
     grouped, shaped = kind in ("grouped_convolution", "depthwise_convolution"), gemm[1] > 0
     if device.multiprocessors and shaped and kind in ("convolution", "matrix_product"):
-        flops = occupied(gemm, device.multiprocessors)
+        flops = occupied(gemm, device.multiprocessors, edge)
     if device.multiprocessors and shaped and kind == "recurrent":
-        flops *= occupied((1.0, *gemm[1:]), device.multiprocessors) / (2 * math.prod(gemm[1:]))
+        flops *= occupied((1.0, *gemm[1:]), device.multiprocessors, edge) / (2 * math.prod(gemm[1:]))
     unit = "tensor" if tensor else "vector"
     share, rate = None, f"{kind}/{layout}" if f"{kind}/{layout}" in TRAFFIC else kind
     if kind in ("matrix_product", "attention", "recurrent"):
@@ -104,15 +118,14 @@ def by_hand(kernel: Mapping[str, object], device: Device, precision: str, layout
     arithmetic = 0.0
     if share is not None:
         tensor = tensor and not grouped
-        at_peak = flops / (vector if grouped else peak)
+        at_peak = flops / (held(device, False) * (256 * cycles or vector) if grouped else clock * peak)
         arithmetic = at_peak / constants.arithmetic[share] / constants.units["tensor" if tensor else "vector"]
-        cycles = device.multiprocessors * device.clock_hz
-        if tensor and cycles:
-            arithmetic += flops / cycles / constants.feed.get(share, math.inf)
+        if cycles and not grouped:
+            arithmetic += flops / (clock * cycles) / constants.feed.get(share, math.inf)
         elif tensor:
             arithmetic = max(arithmetic, at_peak)
     cached = min(1.0, 0.5 * device.l2_bytes / max(moved, 1.0))
-    traffic = moved / device.memory_bytes_per_s * (1 - constants.cache * cached)
+    traffic = moved / device.memory_bytes_per_s * (16 / 15 if device.ecc else 1) * (1 - constants.cache * cached)
     traffic /= constants.traffic[rate] * constants.units["memory"]
     together = arithmetic + traffic if grouped else (arithmetic**3 + traffic**3) ** (1 / 3)
     return constants.start_s + (constants.turn_s * gemm[0] if kind == "recurrent" else 0.0) + together
@@ -168,14 +181,28 @@ sizes = st.one_of(st.integers(1, 5000).map(float), side)
 
 
 @settings(max_examples=200)
-@given(st.tuples(st.integers(1, 64).map(float), sizes, sizes, sizes), st.integers(1, 160))
-def test_tiles_are_those_by_hand_and_never_do_less_than_the_product(gemm: tuple[float, ...], processors: int) -> None:
-    found = tiled_flops(np.array([gemm]), processors)[0]
-    assert found == pytest.approx(occupied(gemm, processors), rel=1e-12)
+@given(st.tuples(st.integers(1, 64).map(float), sizes, sizes, sizes), st.integers(1, 160), st.floats(0, 300))
+def test_tiles_are_those_by_hand_and_never_do_less_than_the_product(
+    gemm: tuple[float, ...], processors: int, edge: float
+) -> None:
+    found = tiled_flops(np.array([gemm]), processors, edge)[0]
+    assert found == pytest.approx(occupied(gemm, processors, edge), rel=1e-12)
     assert found >= 2 * np.prod(gemm)
 
 
 def test_large_products_come_close_to_their_own_operations() -> None:
-    assert tiled_flops(np.array([[1.0, 8192.0, 8192.0, 8192.0]]), 108)[0] == pytest.approx(2 * 8192.0**3, rel=0.05)
-    one_row = tiled_flops(np.array([[1.0, 1.0, 4096.0, 4096.0]]), 108)[0]
+    assert tiled_flops(np.array([[1.0, *3 * (8192.0,)]]), 108, 32.0)[0] == pytest.approx(2 * 8192.0**3, rel=0.05)
+    one_row = tiled_flops(np.array([[1.0, 1.0, 4096.0, 4096.0]]), 108, 32.0)[0]
     assert one_row > 10 * 2 * 4096.0**2  # a row fills no tile
+
+
+def test_clocks_follow_the_boards_power() -> None:
+    share = {
+        name: sustained(devices().device(name), matrix=True) for name in ("L4", "RTX6000Ada", "L40S", "A100", "T4")
+    }
+    assert share["L4"] < share["RTX6000Ada"] < share["L40S"] < share["A100"] == 1.0
+    assert 0.4 < share["L4"] < share["T4"] < 0.75  # boards of 70 W do not hold their boost clock
+    half = devices().device("L40S").model_copy(update={"power_w": 175.0})
+    assert sustained(half, matrix=True) == pytest.approx(share["L40S"] / 2**0.7)
+    assert sustained(AMPERE, matrix=True) == 1.0  # whose power nobody knows
+    assert sustained(devices().device("RTX3090"), matrix=False) > 1.0  # GeForce's clocks go beyond the datasheet's

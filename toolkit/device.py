@@ -14,6 +14,8 @@ from ddltool.errors import InputError, did_you_mean
 # NVIDIA's, in the order of their years.
 Generation = Literal["Kepler", "Maxwell", "Pascal", "Volta", "Turing", "Ampere", "Ada", "Hopper", "Blackwell"]
 Architecture = Literal["", Generation, "CDNA", "CDNA2", "CDNA3", "CPU"]
+# Of these there are two kinds of chips: for data centres, with HBM, fast float64 or wide matrix units; and for graphics.
+_BOTH = ("Pascal", "Ampere", "Blackwell")
 # The source of a device whose figures are not the shipped ones begins so.
 GIVEN = "given by the user"
 # A link that was measured begins so.
@@ -48,6 +50,9 @@ class Device(Record):
     )
     memory_bytes_per_s: Positive
     memory_gib: Positive
+    ecc: bool = Field(
+        default=False, description="whether error-correcting codes take a sixteenth of its memory and of its traffic"
+    )
     l2_bytes: NonNegative = Field(default=0.0, description="last cache on the chip before its memory")
     power_w: NonNegative = Field(default=0.0, description="the maker's limit: TDP or board power")
     link_bytes_per_s: NonNegative = Field(
@@ -70,9 +75,29 @@ class Device(Record):
             raise ValueError("has no float32; give at least float32: FLOP/s outside tensor cores")
         return peaks
 
+    @property
+    def free_of_codes(self) -> float:
+        """Return the share of memory and of its traffic that is left by error-correcting codes."""
+        return 15.0 / 16.0 if self.ecc else 1.0
+
+    @property
+    def branch(self) -> str:
+        """Return what chips are alike by: the generation, and with HBM where the same generation also has chips without it."""
+        double, half = (self.peak_flops.get(name, 0.0) / self.peak_flops["float32"] for name in ("float64", "float16"))
+        wide = self.architecture in _BOTH and (double >= 0.25 or half >= 10.0)
+        return f"{self.architecture} HBM" if wide else self.architecture
+
     def runs_like(self, other: Device) -> bool:
         """Return whether all figures that a step's time depends on are those of another device."""
-        names = ("architecture", "multiprocessors", "clock_hz", "peak_flops", "memory_bytes_per_s", "l2_bytes")
+        names = (
+            "architecture",
+            "multiprocessors",
+            "clock_hz",
+            "peak_flops",
+            "memory_bytes_per_s",
+            "l2_bytes",
+            "power_w",
+        )
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def peak_for(self, dtype: str) -> float:

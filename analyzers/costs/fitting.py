@@ -397,7 +397,7 @@ def _case(graph: Graph, model: CostModel, step: Measured, beside: int) -> Case:
         count=np.ones(len(kernels)),
         ops=launching,
         views=int((graph.kind == COMPUTE).sum()) - launching,
-        update_traffic_s=passes * graph.trained_bytes / model.device.memory_bytes_per_s,
+        update_traffic_s=passes * graph.trained_bytes / (model.device.free_of_codes * model.device.memory_bytes_per_s),
         tensors=len(graph.of_kind(SEND)) if passes else 0,
         generation=OWN,
         measured_s=step.seconds,

@@ -2,10 +2,10 @@
 
 A kernel takes ``start + max(arithmetic, traffic)``, softened where both are alike (Williams et al., "Roofline", CACM 2009).
 Arithmetic is a matrix product cut into tiles that fill the multiprocessors in waves (the idea of NeuSight, ASPLOS 2025:
-utilisation by tile, bounded by the roofline); matrix units are also limited by what a multiprocessor can feed them per cycle,
-which has grown less than their rate. Traffic is bytes over bandwidth, less what the last cache keeps. Which share of each a
-class of kernels reaches is a constant (:class:`Constants`), few of them, fitted to published measurements by :mod:`.fitting`.
-Start at :func:`demand_of`.
+utilisation by tile, bounded by the roofline); units are also limited by what a multiprocessor can feed them per cycle, which
+has grown less than their rate, and clocks by the board's power (:func:`sustained`). Traffic is bytes over bandwidth, less what
+the last cache keeps. Which share of each a class of kernels reaches is a constant (:class:`Constants`), few of them, fitted to
+published measurements by :mod:`.fitting`. Start at :func:`demand_of`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,36 @@ from ddltool.device import Device
 Array = NDArray[np.float64]
 # Rows and columns of the pieces that libraries cut a product into, and the rate of each beside the largest's.
 _TILES = ((256, 128, 1.0), (128, 128, 1.0), (128, 64, 0.9), (64, 64, 0.75), (64, 32, 0.5), (32, 32, 0.35))
-# A tile's prologue and epilogue count as so many steps of its inner loop; with fewer tiles than multiprocessors the inner
-# dimension is split, down to pieces of this length; half of an unfilled last wave is lost (others fill the rest).
-_EDGE, _SPLIT, _TAIL = 32.0, 256.0, 0.5
+# Start and end of the largest tile take so many cycles, of a smaller one by its size; with fewer tiles than multiprocessors the
+# inner dimension is split, down to pieces of this length; half of an unfilled last wave is lost (others fill the rest).
+_EDGE, _SPLIT, _TAIL = 4000.0, 256.0, 0.5
 # The last cache keeps this part of its size of what a kernel's neighbours wrote.
 _KEPT = 0.5
-# Peaks this many times float32's are those of matrix units, from Volta on: a P100 has twice the rate in float16 without any.
+# Peaks this many times float32's are those of matrix units, from Volta on.
 _MATRIX_UNIT = 1.5
 _WITHOUT_MATRIX_UNITS = ("Kepler", "Maxwell", "Pascal")
 _SOFTNESS = 3.0
 # cuDNN's kernels for many groups in channels_last: groups in whole warps, and few channels each.
 _WARP, _NARROW = 32, 32
 _ALIGNED = 8
+# Watts per multiprocessor and GHz that products draw at full rate, on float32 units and on matrix units: what boards sustain
+# under them (of Pascal: per 64 lanes). Below that clocks fall, more slowly than power, as voltage falls too.
+_DRAWN_W = {
+    "Pascal": (2.4, 2.4),
+    "Volta": (1.9, 2.2),
+    "Turing": (1.9, 2.2),
+    "Ampere": (1.9, 1.9),
+    "Ada": (1.15, 1.74),
+    "Hopper": (1.5, 2.1),
+    "Blackwell": (1.15, 1.74),
+}
+_CLOCK_BY_POWER = 0.7
+# Operations per cycle and multiprocessor of GeForce's matrix units, halved for float32 accumulation: they draw no more than the
+# float32 units, and these boards run beyond their datasheet's boost clock while power allows: an RTX 3090 at 1.9 GHz, not 1.7.
+_HALVED, _BEYOND_BOOST = 512, 1.12
+# Grouped and depthwise convolutions wait for addresses and loads: multiprocessors issue as many instructions per cycle with 64
+# lanes as with 128, whose rate this is.
+_ISSUED = 256
 _PRODUCTS = ("convolution", "matrix_product", "attention", "recurrent")
 _BY_LAYOUT = ("convolution", "grouped_convolution", "depthwise_convolution", "normalisation", "pooling")
 _LAYOUTS = ("channels_first", "channels_last")
@@ -64,7 +82,7 @@ def _names() -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 ARITHMETIC, TRAFFIC = _names()
-FEED = tuple(name for name in ARITHMETIC if "/tensor" in name)
+FEED = tuple(name for name in ARITHMETIC if "/tensor" in name or name.endswith("/vector"))
 _ARITHMETIC = {name: place for place, name in enumerate(ARITHMETIC)}
 _TRAFFIC = {name: place for place, name in enumerate(TRAFFIC)}
 
@@ -74,11 +92,11 @@ class Constants:
     """What kernels reach on one device; every share is of the datasheet's figure for the device."""
 
     arithmetic: Mapping[str, float]
-    """Shares of peak FLOP/s by ARITHMETIC name; grouped convolutions' of the float32 peak."""
+    """Shares of peak FLOP/s by ARITHMETIC name; grouped convolutions' of what 128 lanes do."""
     traffic: Mapping[str, float]
     """Shares of the memory's bandwidth by TRAFFIC name."""
     feed: Mapping[str, float]
-    """Operations per cycle for which a multiprocessor can feed its matrix units, by FEED name."""
+    """Operations per cycle for which a multiprocessor can feed its units, by FEED name."""
     start_s: float
     """Seconds between two kernels on the device."""
     cache: float
@@ -117,7 +135,7 @@ class Demand:
     on_tensor: NDArray[np.bool_]
     """(k,) whether the peak is that of matrix units."""
     fed_s: Array
-    """(k,) seconds at one operation per cycle and multiprocessor; 0 off the matrix units and where clocks are unknown."""
+    """(k,) seconds at one operation per cycle and multiprocessor; 0 for no products and where clocks are unknown."""
     traffic_s: Array
     """(k,) seconds at full bandwidth."""
     traffic_of: NDArray[np.intp]
@@ -133,8 +151,12 @@ class Demand:
 def demand_of(kernels: Kernels, device: Device, *, precision: str = "fp32", channels_last: bool = False) -> Demand:
     """Return what the kernels ask of a device. ``precision``: as in :class:`Numerics`. O(k)."""
     peak, tensor = _peaks(kernels, device, precision)
+    held = np.where(tensor, sustained(device, matrix=True), sustained(device, matrix=False))
+    peak *= held
     layout = _LAYOUTS[channels_last]
-    vector = device.peak_flops["float32"]
+    grouped_peak = sustained(device, matrix=False) * (
+        _ISSUED * device.multiprocessors * device.clock_hz or device.peak_flops["float32"]
+    )
     grouped = (kernels.kind == CLASS["grouped_convolution"]) | (kernels.kind == CLASS["depthwise_convolution"])
     shaped = kernels.gemm[:, 1] > 0
     tiled = (
@@ -145,26 +167,43 @@ def demand_of(kernels: Kernels, device: Device, *, precision: str = "fp32", chan
         & (kernels.kind != CLASS["recurrent"])
     )
     flops = kernels.flops.copy()
-    flops[tiled] = tiled_flops(kernels.gemm[tiled], device.multiprocessors)
+    edge = _EDGE * peak / (2.0 * _TILES[0][0] * _TILES[0][1]) / (device.multiprocessors * device.clock_hz or np.inf)
+    flops[tiled] = tiled_flops(kernels.gemm[tiled], device.multiprocessors, edge[tiled])
     turning = shaped & (device.multiprocessors > 0) & (kernels.kind == CLASS["recurrent"])
     if turning.any():  # the steps run one after another: each alone fills the device, or does not
         one = kernels.gemm[turning] * [0.0, 1.0, 1.0, 1.0] + [1.0, 0.0, 0.0, 0.0]
-        flops[turning] *= tiled_flops(one, device.multiprocessors) / (2.0 * one.prod(axis=1))
+        flops[turning] *= tiled_flops(one, device.multiprocessors, edge[turning]) / (2.0 * one.prod(axis=1))
     arithmetic_of, traffic_of = _constants_of(kernels, tensor, layout)
     product = arithmetic_of >= 0
     sized = np.maximum(kernels.moved_bytes, 1.0)
-    cycles_per_s = device.multiprocessors * device.clock_hz
+    cycles_per_s = held * (device.multiprocessors * device.clock_hz or np.inf)
     return Demand(
-        arithmetic_s=np.where(product, flops / np.where(grouped, vector, peak), 0.0),
+        arithmetic_s=np.where(product, flops / np.where(grouped, grouped_peak, peak), 0.0),
         arithmetic_of=arithmetic_of,
         on_tensor=tensor & ~grouped,
-        fed_s=flops / cycles_per_s * (tensor & ~grouped & product) if cycles_per_s else np.zeros(len(kernels)),
-        traffic_s=kernels.moved_bytes / device.memory_bytes_per_s,
+        fed_s=flops / cycles_per_s * (~grouped & product),
+        traffic_s=kernels.moved_bytes / (device.free_of_codes * device.memory_bytes_per_s),
         traffic_of=traffic_of,
         cached=np.minimum(1.0, _KEPT * device.l2_bytes / sized),
         turns=np.where(kernels.kind == CLASS["recurrent"], kernels.gemm[:, 0], 0.0),
         serial=grouped,
     )
+
+
+def sustained(device: Device, *, matrix: bool) -> float:
+    """Return the clock that products hold under the device's power limit, as a share of its boost clock.
+
+    ``matrix``: on matrix units. 1 where the datasheet does not tell.
+    """
+    cycles = device.clock_hz * device.multiprocessors
+    if not (device.architecture in _DRAWN_W and cycles and device.power_w):
+        return 1.0
+    rate = device.peak_for("float16")
+    halved = _MATRIX_UNIT * device.peak_flops["float32"] < rate <= 1.2 * _HALVED * cycles
+    drawn = 1e-9 * cycles * _DRAWN_W[device.architecture][matrix and not halved]
+    if device.architecture in _WITHOUT_MATRIX_UNITS:
+        drawn *= device.peak_flops["float32"] / cycles / 128.0
+    return min(_BEYOND_BOOST if halved else 1.0, (device.power_w / drawn) ** _CLOCK_BY_POWER)
 
 
 def seconds(demand: Demand, constants: Constants) -> Array:
@@ -187,11 +226,12 @@ def seconds(demand: Demand, constants: Constants) -> Array:
     return constants.start_s + constants.turn_s * demand.turns + together
 
 
-def tiled_flops(gemm: Array, multiprocessors: int) -> Array:
+def tiled_flops(gemm: Array, multiprocessors: int, edge: Array | float) -> Array:
     """Return (k,) the operations that products of shape ``gemm`` (k, 4) occupy a device for, padding and waves included.
 
-    ``multiprocessors``: at least 1. The fastest of the usual tiles counts: those of all products run in waves, a last one in
-    part; where there are fewer tiles than multiprocessors the inner dimension is split.
+    ``multiprocessors``: at least 1. ``edge``: steps of the inner loop that a tile's start and end take. The fastest of the
+    usual tiles counts: those of all products run in waves, a last one in part; where there are fewer tiles than multiprocessors
+    the inner dimension is split.
     """
     processors = float(multiprocessors)
     count, m, n, k = gemm.T
@@ -203,7 +243,7 @@ def tiled_flops(gemm: Array, multiprocessors: int) -> Array:
         )
         filled = tiles * parts / processors
         waves = np.where(filled < 1.0, 1.0, filled + _TAIL * (np.ceil(filled) - filled))
-        best = np.minimum(best, waves * processors / parts * rows * columns * 2.0 * (k + _EDGE * parts) / rate)
+        best = np.minimum(best, waves * processors / parts * rows * columns * 2.0 * (k + edge * parts) / rate)
     return best
 
 
@@ -217,7 +257,9 @@ def _peaks(kernels: Kernels, device: Device, precision: str) -> tuple[Array, NDA
     peak = np.array([rate[name] for name in kernels.dtype], dtype=np.float64)
     float32 = np.array([name == "float32" for name in kernels.dtype], dtype=bool)
     peak[float32 & (convolution | (precision == "tf32"))] = tf32
-    return peak, (peak > _MATRIX_UNIT * vector) & (device.architecture not in _WITHOUT_MATRIX_UNITS)
+    if device.architecture in _WITHOUT_MATRIX_UNITS:  # whatever float16 could do: libraries accumulate in float32
+        return np.minimum(peak, vector), np.zeros(len(kernels), dtype=bool)
+    return peak, peak > _MATRIX_UNIT * vector
 
 
 def _constants_of(

@@ -31,8 +31,12 @@ _HIDDEN = 0.5
 VIEW = 0.25
 # The optimizer of whoever names none: predictions, plans and traces then speak of the same step.
 OPTIMIZER = "adam"
-# One without measured rows lies between its neighbours.
-GENERATIONS: tuple[str, ...] = get_args(Generation)
+# Branches of chips by their years; one without measured rows lies between its neighbours.
+BRANCHES = (
+    ("Kepler",),
+    ("Pascal HBM", "Volta", "Ampere HBM", "Hopper", "Blackwell HBM"),
+    ("Maxwell", "Pascal", "Turing", "Ampere", "Ada", "Blackwell"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +131,7 @@ def update_s(graph: Graph, device: Device, constants: Constants, optimizer: str)
     passes = OPTIMIZERS[optimizer].passes
     if passes == 0:
         return 0.0
-    rate = device.memory_bytes_per_s * constants.traffic["pointwise"] * constants.units["memory"]
+    rate = device.free_of_codes * device.memory_bytes_per_s * constants.traffic["pointwise"] * constants.units["memory"]
     return passes * graph.trained_bytes / rate + _update_host_s(graph, constants, optimizer)
 
 
@@ -179,11 +183,11 @@ def cost_model(device: Device, calibration: CalibrationTable) -> CostModel:
         return datasheet(device)
     known = {name_key(name) for name in calibration.devices}
     seen = name_key(device.name) in known and not device.source.startswith(GIVEN)
-    kind = "device" if seen else "generation" if device.architecture in calibration.judged else "unknown"
+    kind = "device" if seen else "generation" if device.branch in calibration.judged else "unknown"
     residuals = calibration.residuals[kind]  # type: ignore[index]
-    if device.architecture not in GENERATIONS:
+    if device.architecture not in get_args(Generation):
         residuals = _ANOTHER_MAKER
-    units = _units(device.architecture, calibration)
+    units = _units(device.branch, calibration)
     return CostModel(device=device, constants=_constants(calibration, units), residuals=residuals, host_residuals=host)
 
 
@@ -191,6 +195,9 @@ def cost_model(device: Device, calibration: CalibrationTable) -> CostModel:
 _ANOTHER_MAKER = Residuals(
     low=0.6, high=2.2, median_error=0.4, rows=0, what="a belief: no GPU of this maker was measured"
 )
+# What they are believed to reach beside NVIDIA's of the same datasheet: published products on an MI300X reach about half of its
+# peak, copies four fifths of its bandwidth.
+_ANOTHER_MAKERS_UNITS = {"tensor": 0.6, "vector": 0.7, "memory": 0.85}
 # Datasheets alone were between a quarter of a measured step and all of it, on CPUs and GPUs alike.
 _UNCALIBRATED = Residuals(low=1.0, high=4.0, median_error=0.6, rows=1, what="the datasheet alone, never measured")
 
@@ -205,16 +212,17 @@ def _constants(calibration: CalibrationTable, units: dict[str, float]) -> Consta
     return Constants(**shared, units=units)
 
 
-def _units(generation: str, calibration: CalibrationTable) -> dict[str, float]:
-    """Return a generation's factors; the geometric mean of its nearest neighbours' where it was not measured, else 1."""
+def _units(branch: str, calibration: CalibrationTable) -> dict[str, float]:
+    """Return a branch's factors; the geometric mean of its nearest neighbours' where it was not measured, else 1."""
     known = calibration.generations
-    if generation in known:
-        return dict(known[generation])
-    if generation not in GENERATIONS:
-        return dict.fromkeys(UNITS, 1.0)
-    place = GENERATIONS.index(generation)
-    before = next((known[name] for name in reversed(GENERATIONS[:place]) if name in known), None)
-    after = next((known[name] for name in GENERATIONS[place:] if name in known), None)
+    if branch in known:
+        return dict(known[branch])
+    years = next((years for years in BRANCHES if branch in years), ())
+    if not years:
+        return dict(_ANOTHER_MAKERS_UNITS) if branch.startswith("CDNA") else dict.fromkeys(UNITS, 1.0)
+    place = years.index(branch)
+    before = next((known[name] for name in reversed(years[:place]) if name in known), None)
+    after = next((known[name] for name in years[place:] if name in known), None)
     near = [units for units in (before, after) if units is not None]
     if not near:
         return dict.fromkeys(UNITS, 1.0)

@@ -452,7 +452,7 @@ def products_s(graph: Graph, device: Device) -> float:
 
 def usable_bytes(device: Device) -> float:
     """Return what a training process can have of a device's memory."""
-    return device.memory_gib * 2.0**30 - RESERVED_BYTES
+    return device.free_of_codes * device.memory_gib * 2.0**30 - RESERVED_BYTES
 
 
 def _synchronised_s(program: Program, setting: Setting, placement: Placement, sharding: Sharding) -> float:
