@@ -169,7 +169,7 @@ def bert(data: Path) -> Iterator[Pair]:
         half, gpus, length = cells["precision"] == "amp", int(float(cells["gpus"])), int(float(cells["seq_len_or_img"]))
         accumulation, batch = int(float(cells["grad_accum"])), int(float(cells["batch_per_gpu"]))
         setting = Setting(fabric=_fabric("A100-80GB", "8x200Gbit"), optimizer="adamw", accumulation=accumulation)
-        curve = _curve(f"bert-large@{length}", "amp" if half else "tf32", False)
+        curve = _curve(f"bert-large@{length}", "bf16" if half else "tf32", False)  # half: the whole model (apex, O2)
         measured_s = batch * accumulation * gpus / float(cells["throughput"])
         predicted_s = _predicted_s(curve, "A100-80GB", setting, gpus, batch)
         group = f"{length} tokens, {'AMP' if half else 'TF32'}"

@@ -64,7 +64,8 @@ def _show(device: Device) -> None:
         "multiprocessors": f"{device.multiprocessors or ''}",
         "boost clock": _amount(device.clock_hz / 1e9, "GHz"),
         **{name: f"{_tera(rate)} x 10^12/s" for name, rate in device.peak_flops.items()},
-        "memory": f"{device.memory_gib:g} GiB at {device.memory_bytes_per_s / 1e9:.4g} GB/s",
+        "memory": f"{device.memory_gib:g} GiB at {device.memory_bytes_per_s / 1e9:.4g} GB/s"
+        + (", less a sixteenth for error-correcting codes" if device.ecc else ""),
         "last cache": _amount(device.l2_bytes / 2**20, "MiB"),
         "power": _amount(device.power_w, "W"),
         "link": ", ".join(filter(None, (_amount(device.link_bytes_per_s / 1e9, "GB/s one way"), device.link))),

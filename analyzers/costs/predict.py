@@ -35,7 +35,7 @@ from ddltool.analyzers.costs.nccl import Fabric
 from ddltool.analyzers.tracing.dialect import Numerics
 from ddltool.analyzers.tracing.step import TrainingStep
 from ddltool.analyzers.tracing.torch_adapter import AS_DEFAULT, TracedStep, trace_any_batch
-from ddltool.device import Device, Network
+from ddltool.device import GIVEN, Device, Network
 from ddltool.errors import Infeasible, InputError, did_you_mean
 from ddltool.graph import Graph
 from ddltool.graph_results import (
@@ -451,8 +451,9 @@ def products_s(graph: Graph, device: Device) -> float:
 
 
 def usable_bytes(device: Device) -> float:
-    """Return what a training process can have of a device's memory."""
-    return device.free_of_codes * device.memory_gib * 2.0**30 - RESERVED_BYTES
+    """Return what a training process can have of a device's memory: what a user gives is taken as what the driver shows."""
+    share = 1.0 if device.source.startswith(GIVEN) else device.free_of_codes
+    return share * device.memory_gib * 2.0**30 - RESERVED_BYTES
 
 
 def _synchronised_s(program: Program, setting: Setting, placement: Placement, sharding: Sharding) -> float:

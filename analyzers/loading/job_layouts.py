@@ -12,7 +12,7 @@ from ddltool.analyzers.deciding.layout_figures import DeviceKind
 from ddltool.analyzers.deciding.layouts import Layouts
 from ddltool.analyzers.loading.sources import work_of
 from ddltool.analyzers.tracing.dialect import Numerics
-from ddltool.device import DeviceTable
+from ddltool.device import GIVEN, DeviceTable
 from ddltool.fixtures.loading import calibration
 from ddltool.job import Job
 
@@ -36,7 +36,8 @@ def layouts_of(job: Job, table: DeviceTable, fabrics: Mapping[str, Fabric]) -> L
     for offer in job.devices:
         if offer.count:
             device = table.device(offer.type, "devices.type")
-            given = device if offer.memory_gib is None else device.model_copy(update={"memory_gib": offer.memory_gib})
+            own = {"memory_gib": offer.memory_gib, "source": GIVEN}
+            given = device if offer.memory_gib is None else device.model_copy(update=own)
             kinds[offer.type] = DeviceKind(
                 model=cost_model(device, calibration()),
                 fabric=fabrics[offer.type],
