@@ -119,6 +119,9 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "kind: (problem.devices[kind].price_micro or -1) / problem.devices[kind].capability_per_s for kind in group": (
             "the order of guesses: each is tried, and the bound proves the best"
         ),
+        "kind: (problem.devices[kind].price_micro and 0) / problem.devices[kind].capability_per_s for kind in group": (
+            "the order of guesses: each is tried, and the bound proves the best"
+        ),
     },
 }
 """By module, mutated lines that no test can tell from the original, and why."""

@@ -212,6 +212,13 @@ def test_no_more_devices_than_workers_and_none_that_is_too_dear() -> None:
     assert (made.throughput, made.waste, made.status) == (1.0, 0.0, "optimal")
 
 
+def test_most_of_the_capability_may_be_wasted() -> None:
+    """One iteration of each: all five wait for the slowest, and 5 x 21.6 is still more than fewer would make."""
+    speeds = {"a": 100.0, "b": 51.0, "c": 34.7, "d": 26.5, "e": 21.6}
+    made = plan_elastic_bsp(from_job(job(dict.fromkeys(speeds, (1,))), speeds), lookahead=1)
+    assert (made.throughput, made.waste) == (pytest.approx(108.0), pytest.approx(sum(speeds.values()) - 108.0))
+
+
 def test_the_server_is_told_the_superstep() -> None:
     made = plan_elastic_bsp(from_job(asked(), CAPABILITIES))
     assert made.superstep is not None
