@@ -203,7 +203,8 @@ def sustained(device: Device, *, matrix: bool) -> float:
     drawn = 1e-9 * cycles * _DRAWN_W[device.architecture][matrix and not halved]
     if device.architecture in _WITHOUT_MATRIX_UNITS:
         drawn *= device.peak_flops["float32"] / cycles / 128.0
-    return min(_BEYOND_BOOST if halved else 1.0, (device.power_w / drawn) ** _CLOCK_BY_POWER)
+    share: float = (device.power_w / drawn) ** _CLOCK_BY_POWER
+    return min(_BEYOND_BOOST if halved else 1.0, share)
 
 
 def seconds(demand: Demand, constants: Constants) -> Array:
