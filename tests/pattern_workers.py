@@ -1228,24 +1228,23 @@ def optimizer_made_after_unfreezing(script: Script) -> list[Tensor]:
     return values(model)
 
 
-def _beside(script: Script, other: nn.Module | nn.Parameter) -> list[Tensor]:
+def _beside(script: Script, other: nn.Module) -> list[Tensor]:
     """Something else is trained in turns with the model, by an optimizer of its own."""
     model, dataset = net(), data()
     script.begin(model, other)
-    optimizer = sgd(model)
-    second: Any = sgd(other if isinstance(other, nn.Module) else nn.ParameterList([other]))
-    judging: Any = other
-    if isinstance(other, nn.Module) and not script.alone:
-        judging = DistributedDataParallel(other)
+    optimizer, second = sgd(model), sgd(other)
+    judging: Any = other if script.alone or isinstance(other, nn.ParameterList) else DistributedDataParallel(other)
     wrapped, handle = script.start(model, optimizer, dataset)
     for features, labels in script.batches(handle, dataset):
         made = wrapped(features)
         second.zero_grad()
-        judged = judging(made.detach()) if isinstance(other, nn.Module) else judging.exp() * made.detach()
-        judged.square().mean().backward()
-        second.step()
         optimizer.zero_grad()
-        F.cross_entropy(made, labels).backward()
+        if isinstance(other, nn.ParameterList):
+            F.cross_entropy(made * other[0].exp(), labels).backward()
+        else:
+            judging(made.detach()).square().mean().backward()
+            F.cross_entropy(made, labels).backward()
+        second.step()
         optimizer.step()
     return values(model, other)
 
@@ -1257,7 +1256,7 @@ def second_model_not_attached(script: Script) -> list[Tensor]:
 
 @pattern
 def temperature_of_its_own(script: Script) -> list[Tensor]:
-    return _beside(script, nn.Parameter(torch.zeros((), dtype=torch.float64)))
+    return _beside(script, nn.ParameterList([nn.Parameter(torch.zeros((), dtype=torch.float64))]))
 
 
 @pattern

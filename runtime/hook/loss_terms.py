@@ -62,8 +62,8 @@ class Reach:
     """The forward passes that it comes from, past no weighed term."""
     weighed: bool
     """Whether there is a term that was weighed explicitly."""
-    leaves: frozenset[int]
-    """Parameters (their ``id``) that it comes from, past all marks."""
+    leaves: tuple[Tensor, ...]
+    """Parameters that it comes from, past all marks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def mark(values: Iterable[Any], sign: Mark) -> None:
 def reach(roots: Iterable[Node]) -> Reach:
     """Return whose outputs, and whether weighed terms, lie behind the nodes; the search ends at them."""
     marks: dict[int, Mark] = {}
-    weighed, seen, leaves = False, set[Node](), set[int]()
+    weighed, seen, leaves = False, set[Node](), list[Tensor]()
     waiting = [node for node in roots if node is not None]
     while waiting and len(seen) < _MOST_NODES:
         node = waiting.pop()
@@ -107,10 +107,10 @@ def reach(roots: Iterable[Node]) -> Reach:
         elif (sign := node.metadata.get(MARK)) is not None:
             marks[id(sign)] = sign
         elif (leaf := getattr(node, "variable", None)) is not None:
-            leaves.add(id(leaf))
+            leaves.append(leaf)
         else:
             waiting += [after for after, _ in node.next_functions if after is not None]
-    return Reach(tuple(marks.values()), weighed, frozenset(leaves))
+    return Reach(tuple(marks.values()), weighed, tuple(leaves))
 
 
 def terms_of(root: Tensor) -> list[Terms]:

@@ -35,6 +35,7 @@ from ddltool.telemetry import TelemetryRow
 
 ROWS_HELD = 50
 SECONDS_HELD = 5.0
+WRITING_SHARE = 0.005
 # Reading the peak takes 10 us and more, and it moves little after the first steps: later it is read every so often.
 STEPS_PER_MEMORY_READING = 10
 # Whole lines up to this size go out in one write: appends of several processes to one file then never mix.
@@ -228,8 +229,9 @@ class RowFile:
     """Appends rows to a JSON Lines file that several processes share.
 
     Each process opens the file before any of them writes, and appends to what earlier runs have left there. Rows are held
-    back until there are ``ROWS_HELD`` of them or ``SECONDS_HELD`` have passed, so a killed process loses at most those;
-    what is in the file are whole lines. Appends do not mix on a local file system; over NFS give each node its own working
+    back as long as writing would take more than :data:`WRITING_SHARE` of the time (a device's ``SECONDS_HELD``, for reading its
+    clock waits for it), at most ``ROWS_HELD``. So a process that is killed loses the last one, on a slow disk some more; what
+    is in the file are whole lines. Appends do not mix on a local file system; over NFS give each node its own working
     folder. When writing fails, one warning is logged and training goes on without telemetry.
     """
 
@@ -238,6 +240,8 @@ class RowFile:
     _descriptor: int | None = None
     _held: list[Step] = field(default_factory=list)
     _written_s: float = 0.0
+    _write_s: float = 1.0 * WRITING_SHARE
+    """The shortest time that a write took."""
     _process: int = 0
 
     @classmethod
@@ -266,20 +270,25 @@ class RowFile:
         if self._descriptor is None:
             return
         self._held.append(step)
-        if len(self._held) >= ROWS_HELD or step.end.host_s - self._written_s > SECONDS_HELD:
-            self.flush()
+        longest_s = self._write_s / WRITING_SHARE if step.end.event is None else SECONDS_HELD
+        if len(self._held) >= ROWS_HELD or step.end.host_s - self._written_s > longest_s:
+            self._written_s = step.end.host_s
+            self.flush(but=1)  # of the last step the slowest rank's arrival may not be known yet
 
-    def flush(self) -> None:
-        """Write the rows held back. A failure is logged once and ends telemetry, not training."""
+    def flush(self, but: int = 0) -> None:
+        """Write the rows held back, but so many. A failure is logged once and ends telemetry, not training."""
         if self._descriptor is None or os.getpid() != self._process:
             return  # a forked data worker inherits the rows, but they are not its own
-        held, self._held = self._held, []
+        rest = len(self._held) - but
+        held, self._held = self._held[:rest], self._held[rest:]
         lines = [self.identity.row(step).model_dump_json() for step in held]
-        self._written_s = time.perf_counter()
+        begin_s = time.monotonic()
         try:
             for block in whole_lines(lines):
                 if os.write(self._descriptor, block) != len(block):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if lines:
+                self._write_s = min(self._write_s, time.monotonic() - begin_s)
         except OSError as error:
             log.warning("%s: telemetry stops, training goes on (%s)", self.path, error.strerror)
             self._close_file()

@@ -67,8 +67,9 @@ class Guard:
             if any(id(value) in leaves for value in model.parameters()):
                 raise unweighed(type(model.module).__name__)
 
-    def begin_backward(self) -> None:
-        """A backward pass by way of the model begins."""
+    def begin_backward(self, leaves: Collection[Tensor] = ()) -> None:
+        """A backward pass by way of the model begins, and of ``leaves`` beside it."""
+        self._trained.linked = [weakref.ref(leaf) for leaf in leaves]
         if self._gradients is not None:
             self._gradients.check()
             self._trained.averaging = True
@@ -175,6 +176,7 @@ class TrainedParameters:
     Attributes:
         uneven: backward passes by way of the model so far whose losses did not weigh alike on all ranks.
         averaging: whether one is under way, so that gradients are each rank's own.
+        linked: what the last loss from the model came from beside it.
         beside: wrapped models that nobody has attached to, and that are trained by the same optimizers.
     """
 
@@ -185,12 +187,14 @@ class TrainedParameters:
         self._named = weakref.WeakSet(named)
         self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Seen] = weakref.WeakKeyDictionary()
         self.uneven, self.averaging = 0, False
+        self.linked: list[weakref.ref[Tensor]] = []
         self.beside: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
     def check(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Raise InputError for a parameter that is trained but not averaged. Cheap: most steps look at what is frozen.
 
-        An optimizer that trains nothing of this model is let alone until it steps between uneven passes.
+        An optimizer that trains nothing of this model is let alone until it steps between uneven passes, and then where it
+        trains neither another wrapped model nor what the loss comes from.
         """
         seen = self._seen.setdefault(optimizer, _Seen(self.uneven))
         size = sum(len(group["params"]) for group in optimizer.param_groups)
@@ -199,16 +203,19 @@ class TrainedParameters:
             trained = [value for value in held if value.requires_grad]
             seen.own = optimizer in self._named or any(id(value) in self._names for value in held)
             seen.size, seen.frozen = size, [value for value in held if not value.requires_grad]
+            seen.is_known = False
             seen.unknown = [value for value in trained if id(value) not in self._averaged]
         if self.averaging and seen.own:
             problem = "comes within backward, before the ranks' gradients are averaged"
             raise InputError("optimizer.step", problem, "call it after loss.backward()")
         if seen.unknown and (seen.own or seen.uneven != self.uneven) and self._model() is not None:
-            self._demand(seen)
-            seen.unknown = []
+            if not seen.is_known:
+                self._demand_attached(seen)
+            if seen.own or self.linked:
+                self._demand_averaged(seen)
 
-    def _demand(self, seen: _Seen) -> None:
-        unknown = seen.unknown
+    def _demand_attached(self, seen: _Seen) -> None:
+        unknown, seen.is_known = seen.unknown, True
         for model in wrapped():
             if model is self._model():
                 continue  # what it averages was settled when DDP wrapped it
@@ -218,9 +225,14 @@ class TrainedParameters:
                 self.beside.add(model)
                 if not seen.own:
                     raise unweighed(type(model.module).__name__)
-        alone = {id(value) for model in _guarded for value in model.parameters()} if not seen.own else set()
-        unknown = [value for value in unknown if id(value) not in self._averaged | alone]
+
+    def _demand_averaged(self, seen: _Seen) -> None:
+        linked = {id(leaf()) for leaf in self.linked}
+        unknown = [value for value in seen.unknown if id(value) not in self._averaged]
+        unknown = [value for value in unknown if seen.own or id(value) in linked]
         if not unknown:
+            if seen.own:
+                seen.unknown = []
             return
         if name := self._names.get(id(unknown[0]), ""):
             remedy = (
@@ -242,6 +254,8 @@ class _Seen:
     """Passes when it made its first step."""
     size: int = -1
     own: bool = False
+    is_known: bool = False
+    """Whether other wrapped models were looked through for what it trains."""
     """Whether it trains anything of the model, or was named."""
     frozen: list[Tensor] = field(default_factory=list)
     unknown: list[Tensor] = field(default_factory=list)

@@ -151,8 +151,11 @@ class Weigher:
         if self._forwards:
             mark(roots, Mark(self))
 
-    def spend(self, mark: Mark) -> None:
-        """A backward pass comes by a forward pass. Raises InputError for a second one, which DDP leaves out of its average."""
+    def spend(self, mark: Mark, leaves: Collection[Tensor] = ()) -> None:
+        """A backward pass comes by a forward pass, and by ``leaves`` beside the model.
+
+        Raises InputError for a second one, which DDP leaves out of its average.
+        """
         if self.watcher is not None:
             self.watcher.begin_backward()
         synchronises = getattr(self._model(), "require_backward_grad_sync", False)
@@ -163,7 +166,7 @@ class Weigher:
             )
         mark.spent = bool(synchronises)
         if self._guard is not None:
-            self._guard.begin_backward()
+            self._guard.begin_backward(leaves)
 
     def end_backward(self) -> None:
         """A backward pass is over: what comes now belongs to another one."""
@@ -180,14 +183,14 @@ class Weigher:
             remedy = f"call loss.backward(), or torch.autograd.backward of the module, after making {self.name}"
             raise InputError("backward", "went past the weights of the ranks' batches", remedy)
 
-    def demand_averaged(self, leaves: Collection[int]) -> None:
+    def demand_averaged(self, leaves: Collection[Tensor]) -> None:
         """Raise InputError where a backward pass that came by no forward pass ends at parameters of the wrapped model."""
-        model = self._model()
-        if self._job.world_size > 1 and model is not None and any(id(value) in leaves for value in model.parameters()):
+        model, reached = self._model(), set(map(id, leaves))
+        if self._job.world_size > 1 and model is not None and any(id(value) in reached for value in model.parameters()):
             problem = "reaches the model's parameters past the wrapped model, so that nobody averages their gradients"
             raise InputError("backward", problem, "call the wrapped model, not the module inside, in the same loss")
         if self._guard is not None:
-            self._guard.demand_weighed(leaves)
+            self._guard.demand_weighed(reached)
 
     # What a loss weighs.
 
@@ -420,10 +423,10 @@ class Observer(Weigher):
         """Return the loss."""
         return loss
 
-    def spend(self, mark: Mark) -> None:
+    def spend(self, mark: Mark, leaves: Collection[Tensor] = ()) -> None:
         """A backward pass comes by a forward pass, which nobody minds."""
 
-    def demand_averaged(self, leaves: Collection[int]) -> None:
+    def demand_averaged(self, leaves: Collection[Tensor]) -> None:
         """A backward pass comes by no forward pass, which nobody minds either."""
 
 
@@ -499,7 +502,7 @@ def _backward(
     marks = [mark for mark in found.marks if mark.owner in _open]
     owners: list[Weigher] = list(dict.fromkeys(mark.owner for mark in marks))
     for each in marks:
-        each.owner.spend(each)
+        each.owner.spend(each, found.leaves)
     for weigher in [] if found.marks or found.weighed else list(_open):
         weigher.demand_averaged(found.leaves)
     if owners and found.weighed:
