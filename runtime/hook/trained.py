@@ -22,6 +22,18 @@ _guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models whose losses are weighed, or that the script has said are trained by themselves."""
 
 
+_watched: list[weakref.ref[TrainedParameters]] = []
+
+
+def _check_all(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Hold an optimizer that begins its step against all models that are trained."""
+    for each in list(_watched):
+        if (trained := each()) is not None:
+            trained.check(optimizer)
+        elif each is not _watched[0]:
+            _watched.remove(each)
+
+
 def leave_alone(model: nn.Module) -> None:
     """Take it that ``model`` is trained on batches of its own, beside others."""
     _guarded.add(model)
@@ -47,7 +59,9 @@ class Guard:
         self._trained = TrainedParameters(model, *optimizers)
         for each in optimizers:
             job.together(functools.partial(self._trained.check, each))
-        weakref.finalize(model, register_optimizer_step_pre_hook(self._trained.check).remove)
+        if not _watched:  # once, and for good: torch goes through these hooks while models may be collected
+            register_optimizer_step_pre_hook(_check_all)
+        _watched.append(weakref.ref(self._trained))
         self._state = LateState(job, model)
         for each in optimizers:
             each.register_step_pre_hook(self._state.check)
