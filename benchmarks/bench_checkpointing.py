@@ -2,7 +2,7 @@
 
     python benchmarks/bench_checkpointing.py
 
-Prints the table and writes docs/checkpointing.png. Ten minutes on two cores; predicted on an A100 in bfloat16.
+Prints the table and writes docs/checkpointing.png. A minute on two cores; predicted on an A100 in bfloat16.
 """
 
 from __future__ import annotations
