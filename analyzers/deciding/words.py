@@ -60,7 +60,7 @@ def explained(
         following = f"ddltool profile {job.model or 'MODEL'}"
         then = "Next: train on it with that batch; one device exchanges nothing, so no script need change."
     else:
-        then = "Next: save it with -o plan.json; ddltool emit plan.json writes what the training script follows."
+        then = "Next: ddltool emit plan.json writes what the training script follows (-o plan.json saves the plan)."
     words = [_answer(decision, plan, picked, problem, value, gain), _why(decision, picked, first, value), sure, then]
     return words, following
 
