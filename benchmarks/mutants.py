@@ -290,6 +290,7 @@ def of_module(module: str, count: int, seed: int, folder: Path, limit_s: float) 
 
 
 def main() -> int:
+    """Mutate the named cores, run their tests, and print what lives."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("modules", nargs="*", default=list(CORES), help="all cores by default")
     parser.add_argument("--count", type=int, default=40, help="mutants of a module")

@@ -403,9 +403,8 @@ class Strangers:
     def __init__(self, modules: Mapping[str, Any], turns: int) -> None:
         known = [each for each in modules.values() if isinstance(each, nn.Module)]
         self._known = {id(part) for each in known for part in each.modules()}
-        is_compiled = any(
-            type(each).__name__ == "OptimizedModule" for each in known
-        )  # which minds hooks of all modules
+        # A compiled module minds hooks of all modules.
+        is_compiled = any(type(each).__name__ == "OptimizedModule" for each in known)
         self._turns = 0 if is_compiled else turns
         self._called: dict[int, Any] = {}
         self._trained: dict[int, nn.Module] = {}

@@ -268,9 +268,9 @@ class _Seen:
     """Passes when it made its first step."""
     size: int = -1
     own: bool = False
+    """Whether it trains anything of the model, or was named."""
     is_known: bool = False
     """Whether other wrapped models were looked through for what it trains."""
-    """Whether it trains anything of the model, or was named."""
     frozen: list[Tensor] = field(default_factory=list)
     unknown: list[Tensor] = field(default_factory=list)
     """What it trains beside."""
