@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from ddltool.analyzers.communication.collectives import (
     DEFAULT_FIRST_BYTES,
@@ -24,9 +25,13 @@ from ddltool.analyzers.communication.collectives import (
 )
 from ddltool.analyzers.communication.fsdp import Unit, block_container, plan_fsdp, simulate_fsdp, units_of
 from ddltool.analyzers.communication.program import Program, program_of
+from ddltool.analyzers.costs.model import datasheet, estimate
 from ddltool.analyzers.costs.nccl import Fabric, Group
+from ddltool.analyzers.tracing.step import TrainingStep
+from ddltool.analyzers.tracing.torch_adapter import trace_torch
+from ddltool.device import Network
 from ddltool.errors import InputError
-from ddltool.fixtures.loading import folder
+from ddltool.fixtures.loading import devices, folder
 from ddltool.graph import Graph, Op
 from ddltool.graph_io import read_graph
 
@@ -53,6 +58,26 @@ def programs(draw: st.DrawFn, most: int = 7) -> Program:
         backward_s=0.0,
         compute_s=float(ready[-1]),
     )
+
+
+@pytest.mark.parametrize(
+    ("module", "inputs"),
+    [
+        (nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True), torch.zeros(2, 5, 16)),
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.LazyLinear(3)), torch.zeros(2, 3, 8, 8)),
+    ],
+)
+def test_gradients_are_ready_in_the_order_in_which_autograd_hands_them_over(module: nn.Module, inputs: Tensor) -> None:
+    """A layer's weight and bias are computed at one time; the reducer counts them as they are accumulated."""
+    module(inputs)  # lazy layers take their shape
+    step = TrainingStep(name="m", module=module, inputs=(inputs,), loss=lambda out: out.square().mean())
+    graph = trace_torch(lambda: step, mode="training")
+    program = program_of(estimate(graph, datasheet(devices().device("A100")), Network()))
+    seen: list[str] = []
+    for name, parameter in module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))  # type: ignore[misc]
+    step.loss(module(inputs)).backward()
+    assert list(program.parameters) == seen
 
 
 def test_ring_costs_are_the_textbook_ones() -> None:

@@ -99,9 +99,12 @@ def program_of(graph: Graph) -> Program:
     end[order] = np.cumsum(graph.duration_s[order])
     start[order[1:]] = end[order[:-1]]
     sends = sends[graph.size_bytes[sends] > 0] if (graph.size_bytes[sends] > 0).any() else sends
-    leaves = np.zeros(n)
+    place = np.zeros(n)
+    place[order] = np.arange(len(order))
+    leaves, made = np.zeros(n), np.zeros(n)
     np.maximum.at(leaves, user, end[source])
-    sends = sends[np.argsort(leaves[sends], kind="stable")]
+    np.maximum.at(made, user, place[source])
+    sends = sends[np.lexsort((made[sends], leaves[sends]))]  # views take no time, and say who is handed over first
     recvs = graph.of_kind(RECV)
     used = np.full(n, np.inf)
     computes = graph.kind[user] == COMPUTE
