@@ -9,6 +9,7 @@ import sys
 import tomllib
 from functools import cache
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from packaging.requirements import Requirement
@@ -198,3 +199,20 @@ def test_the_page_of_the_house_names_what_is_there() -> None:
         texts = [place.read_text() for place in places if place.is_file()]
         made = re.compile(rf"^(def|class) {name}\b|^{name} =", re.MULTILINE)
         assert not name or any(map(made.search, texts)), f"{path} has no {name}"
+
+
+def test_the_picture_of_the_house_is_that_of_the_page() -> None:
+    """Every package has its place, and the numbers in it are the steps of the ways that stay there."""
+    boxes = ElementTree.parse(ROOT / "docs" / "rooms.svg").getroot().findall("{*}g")
+    drawn = {(box.get("id"), text.get("class"), text.text) for box in boxes for text in box.findall("{*}text[@class]")}
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    steps = re.findall(r"^\| (\d) \| `(\w+)/.*?`([a-z_]+)/.*?`([a-z_]+)/", page, flags=re.MULTILINE)
+    ways = {(room, way, row[0]) for row in steps for way, room in zip(("graph", "plan", "batch"), row[1:], strict=True)}
+    assert drawn == ways
+    packages = {
+        f"{'runtime.' if top == 'runtime' and path.name != 'hook' else ''}{path.name}"
+        for top in ("analyzers", "runtime")
+        for path in (ROOT / top).iterdir()
+        if (path / "__init__.py").exists()
+    }
+    assert {box.get("id") for box in boxes} == {*packages, "toolkit"}
