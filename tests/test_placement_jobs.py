@@ -171,7 +171,7 @@ def test_what_is_said_about_a_floor_is_true() -> None:
             continue
         limit = np.array(list(devices.values()))
         for floor in np.unique(np.concatenate([table.values for table in tables])):
-            way, impossible = several._serve(tables, limit, float(floor), 0)
+            way, impossible = several._serve(tables, limit, float(floor))
             assert impossible == (best < floor * (1 - 1e-9)) == (way is None)
             told += impossible
             for table, row in zip(tables, way or [], strict=way is not None):

@@ -26,7 +26,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -112,13 +112,15 @@ class DeviceCurves:
 
     def seconds(self, sizes: Counts) -> Floats:
         """Return (n,) seconds of an iteration with (n,) ``sizes`` samples."""
-        parts = np.ones_like(sizes)
-        if self.accumulate:
-            parts = np.maximum(-(-sizes // np.maximum(self.memory_limit, 1)), 1)
+        seconds: Floats
+        if not self.accumulate:
+            seconds = self.communication_s + self.launch_s + self.per_sample_s * np.maximum(sizes, self.saturation)
+            return seconds
+        parts = np.maximum(-(-sizes // np.maximum(self.memory_limit, 1)), 1)
         small, larger = sizes // parts, sizes % parts  # `larger` parts hold one sample more
         computed = larger * np.maximum(small + 1, self.saturation)
         computed += (parts - larger) * np.maximum(small, self.saturation)
-        seconds: Floats = self.communication_s + parts * self.launch_s + self.per_sample_s * computed
+        seconds = self.communication_s + parts * self.launch_s + self.per_sample_s * computed
         return seconds
 
 
@@ -135,8 +137,7 @@ class Offer:
     single_type: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """``devices`` devices of a type that take ``size`` samples each."""
 
     kind: int
@@ -189,18 +190,17 @@ def spread(curves: Curves, numbers: Sequence[int], total: int) -> tuple[Row, ...
 
     Each gets a sample at least; None where they cannot take ``total``. Greedy by marginal time, by types.
     """
-    filled = _fill(curves, np.asarray(numbers, dtype=np.int64), total)
+    counts = np.asarray(numbers, dtype=np.int64)
+    filled = _fill(curves, counts, total)
     if filled is None:
         return None
-    low, high, given = (array.tolist() for array in filled)
-    rows: list[Row] = []
-    for kind, number in enumerate(numbers):
-        more = high[kind] - low[kind]
-        full, part = divmod(given[kind], more) if more else (0, 0)
-        rest = number - full - (part > 0)
-        sizes = ((full, high[kind]), (int(part > 0), low[kind] + part), (rest, low[kind]))
-        rows += [Row(kind=kind, devices=devices, size=size) for devices, size in sizes if devices]
-    return tuple(rows)
+    low, high, given = filled
+    full, part = np.divmod(given, np.maximum(high - low, 1))
+    over = np.minimum(part, 1)  # the one device that gets a part of what the type could take more
+    devices = np.column_stack((full, over, counts - full - over))
+    kinds, which = np.nonzero(devices)
+    sizes = np.column_stack((high, low + part, low))[kinds, which]
+    return tuple(map(Row, kinds.tolist(), devices[kinds, which].tolist(), sizes.tolist()))
 
 
 def slowest_of(curves: Curves, rows: Sequence[Row]) -> float:

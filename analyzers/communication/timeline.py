@@ -117,8 +117,8 @@ def play(
         last, now = now, min(until)
         if now == _NEVER:
             return starts, ends, last
-        woken = 0  # resources that may pick: those that were freed, and those of ops that became ready
-        while now in until:
+        woken, ending = 0, True  # resources that may pick: those that were freed, and those of ops that became ready
+        while ending:
             lane = until.index(now)
             woken |= 1 << lane
             op, running[lane], until[lane] = running[lane], -1, _NEVER
@@ -127,11 +127,13 @@ def play(
                 pending[successor] = left
                 if not left:
                     target = resource[successor]
-                    woken |= 1 << target
+                    if target != lane:
+                        woken |= 1 << target
                     if numbers[successor] < 0:
                         unnumbered[target].append(successor)
                     else:
                         ready[target].add(successor, numbers[successor])
+            ending = now in until
         awake = _lanes(woken)
 
 

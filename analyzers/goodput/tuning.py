@@ -106,9 +106,11 @@ def tune(
         raise InputError(f"allocation {bad[0]}", problem, "each node has at least one")
     # one answer per number of replicas, on one node or several: nothing else matters
     keys = 2 * replicas + (nodes > 1)
-    seen = np.zeros(keys.max(initial=0) + 1, dtype=bool)
-    seen[keys] = True
-    distinct, where = np.flatnonzero(seen), (np.cumsum(seen) - 1)[keys]
+    place = np.zeros(keys.max(initial=0) + 1, dtype=np.int64)
+    place[keys] = 1
+    distinct = np.flatnonzero(place)
+    place[distinct] = np.arange(len(distinct))
+    where = place[keys]
     alone = distinct // 2
     search = _Search(params, 1 + distinct % 2, alone, limits, noise_scale)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -164,8 +166,6 @@ class _Search:
         self.log_sync = np.log(np.maximum(self.sync, _TINY))
         self.low = np.ceil(limits.initial_batch_size / self.replicas)
         self.high = np.floor(limits.max_batch_size / self.replicas)
-        count = len(replicas)
-        self.cost_best, self.m_best, self.n_best = np.full(count, np.inf), np.zeros(count), np.zeros(count)
 
     def overlapped(self, x: Array, rows: slice | Ints) -> Array:
         """Return R(X), at least X."""
@@ -229,8 +229,8 @@ class _Search:
         best_batch = np.where(np.isnan(best_batch), np.inf if math.isinf(self.noise) else 0.0, best_batch)
         full = np.floor(np.minimum(np.maximum(best_batch, self.low), high) / self.largest)
         allowed = (full >= 1) & (full * self.largest >= self.low) & (self.low <= high)
-        m, n = np.full_like(full, self.largest), np.maximum(full, 1.0)
-        self._take(every, m, n, np.where(allowed, self.cost(m, n, every), np.inf))
+        cost = np.where(allowed, self.cost(np.array([[self.largest]]), np.maximum(full, 1.0), every), np.inf)
+        self.cost_best, self.m_best, self.n_best = cost[:, 0], (allowed * self.largest)[:, 0], (allowed * full)[:, 0]
         rows, start, width = every, full + 1.0, 1
         while True:
             bound = self._consider(start + np.arange(width), rows)

@@ -7,7 +7,8 @@ and a bound on what any column is worth, follow from the job's step times (colum
 settled by one CP-SAT model with every step time of every job. CP-SAT alone, without columns, leaves gaps of tens of percent
 from some ten jobs on.
 
-The highest smallest share is found by bisection over the shares: CP-SAT says whether all jobs can have one at once.
+The highest smallest share is found by bisection over the shares: an integer program says whether all jobs can have one at
+once. HiGHS settles it for hundreds of jobs several times sooner than CP-SAT.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ def solve_jobs(
     floor_bound, start = 1.0, None
     if objective == "max-min":
         part = time.perf_counter() + _FLOOR_SHARE * (deadline - time.perf_counter())
-        floor, floor_bound, start = _highest_floor(tables, counts, part, seed)
+        floor, floor_bound, start = _highest_floor(tables, counts, part)
         tables = tables if start is None else [table.cut(floor) for table in tables]
         deadline = min(deadline, time.perf_counter() + _SECOND_S)  # what follows only settles the sum
     everyone = start is not None
@@ -284,9 +285,7 @@ def job_table(problem: Problem, names: Sequence[str], devices: Ints, weight: flo
     )
 
 
-def _highest_floor(
-    tables: Sequence[JobTable], counts: Ints, deadline: float, seed: int
-) -> tuple[float, float, Way | None]:
+def _highest_floor(tables: Sequence[JobTable], counts: Ints, deadline: float) -> tuple[float, float, Way | None]:
     """Return the highest relative throughput that all jobs can have at once, its bound, and a way to share so.
 
     The way is None where nothing was found. The lowest floor comes first, whatever the time: so that there is an answer.
@@ -301,7 +300,7 @@ def _highest_floor(
     def ask(place: int) -> bool | None:
         """Return whether all jobs can have a floor; None: that is not settled."""
         nonlocal found, reached, barred
-        way, impossible = _serve(tables, counts, float(floors[place]), seed)
+        way, impossible = _serve(tables, counts, float(floors[place]))
         if impossible:
             barred = min(barred, place)
         if way is None:
@@ -327,45 +326,56 @@ def _highest_floor(
     return float(floors[max(reached, 0)]), bound, found
 
 
-def _serve(tables: Sequence[JobTable], counts: Ints, floor: float, seed: int) -> tuple[Way | None, bool]:
+def _serve(tables: Sequence[JobTable], counts: Ints, floor: float) -> tuple[Way | None, bool]:
     """Return a way in which all jobs have (about) the floor, None where none is found, and whether there is none.
 
     Rounded up, ``sum(ceil(room / d) n) >= ceil(ESTs / d)`` holds as well: for d among the rooms it makes the linear
-    relaxation, by which CP-SAT proves that a floor is impossible, much tighter.
+    relaxation, by which HiGHS proves that a floor is impossible, much tighter. A job that keeps to one type takes as many
+    devices of it as hold its ESTs, or none.
     """
-    model, used = cp_model.CpModel(), []
-    for table in tables:
-        if not len(places := table.at_least(floor)):
-            return None, True
-        rooms, workers = table.rooms[places[-1]].tolist(), table.problem.max_workers
-        pairs = zip(table.available.tolist(), rooms, strict=True)
-        own = [model.new_int_var(0, min(count, -(-workers // room)) if room else 0, "") for count, room in pairs]
-        limit_devices(model, table.problem, [own[place] for place in table.places])
-        for part in {1, *filter(None, rooms)}:
-            held = cp_model.LinearExpr.weighted_sum(own, [-(-room // part) for room in rooms])
-            model.add(held >= -(-workers // part))
-        used.append(own)
-    _share_devices(model, used, counts)
-    solver = solver_for(_PATIENCE_S, seed)
-    solver.parameters.linearization_level = 2
-    status = run(solver, model)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return None, status == cp_model.INFEASIBLE
-    return _read(solver, tables, used), False
+    from scipy import optimize, sparse
 
-
-def _share_devices(model: cp_model.CpModel, used: Sequence[Sequence[cp_model.IntVar]], counts: Ints) -> None:
-    """Let all jobs' devices, (jobs, T) variables, be those that there are."""
-    for place, limit in enumerate(counts.tolist()):
-        model.add(cp_model.LinearExpr.sum([own[place] for own in used]) <= limit)
-
-
-def _read(solver: cp_model.CpSolver, tables: Sequence[JobTable], used: Sequence[Sequence[cp_model.IntVar]]) -> Way:
-    """Return what each job has in a solution, as columns of the tables."""
-    rows = [tuple(solver.value(variable) for variable in own) for own in used]
-    for table, row in zip(tables, rows, strict=True):
-        table.add(row)
-    return list(rows)
+    slowest = [table.at_least(floor) for table in tables]
+    if not all(map(len, slowest)):
+        return None, True
+    problems, shape = [table.problem for table in tables], (len(tables), len(counts))
+    rooms = np.array([table.rooms[places[-1]] for table, places in zip(tables, slowest, strict=True)])
+    workers = np.array([[problem.max_workers] for problem in problems])
+    alone = np.array([[problem.single_type] for problem in problems])
+    needed = -(-workers // np.maximum(rooms, 1))
+    unit = np.where(alone, needed, 1)  # devices that are taken at a time
+    most = np.minimum([table.available for table in tables], needed) // unit * (rooms > 0)
+    held = np.where(alone, workers * (rooms > 0), rooms)
+    parts = np.hstack((np.maximum(held, 1), np.ones_like(workers)))
+    prices = np.zeros(shape)  # as shares of what the job may pay
+    for row, table in zip(prices, tables, strict=True):
+        if limit := table.problem.max_price_micro:
+            row[list(table.places)] = [(device.price_micro or 0) / limit for device in table.problem.devices]
+    own = np.hstack((-held[:, None] // parts[:, :, None], np.ones_like(unit)[:, None], (prices * unit)[:, None]))
+    devices = np.where(alone, 1, [[problem.device_limit] for problem in problems])
+    limits = np.hstack((-workers // parts, devices, np.ones_like(workers)))
+    at = np.arange(unit.size)
+    places = np.repeat(at.reshape(shape), own.shape[1], axis=0)
+    rows = sparse.csr_matrix((own.ravel(), places.ravel(), np.arange(0, own.size + 1, shape[1])))
+    made = optimize.milp(
+        unit.ravel(),  # any way will do: HiGHS finds one soonest where it looks for few devices
+        integrality=np.ones_like(at),
+        bounds=optimize.Bounds(0, most.ravel()),
+        constraints=[
+            optimize.LinearConstraint(rows, ub=limits.ravel()),
+            optimize.LinearConstraint(sparse.csr_matrix((unit.ravel(), (at % shape[1], at))), ub=counts),
+        ],
+        options={"time_limit": _PATIENCE_S, "mip_rel_gap": 1e9},
+    )
+    if made.x is None:
+        return None, bool(made.status == 2)  # infeasible
+    taken = np.rint(made.x).astype(np.int64).reshape(shape) * unit
+    columns = [tuple(row) for row in taken.tolist()]
+    for table, column in zip(tables, columns, strict=True):
+        table.add(column)
+    # HiGHS counts in floats: what it found is checked.
+    fits = all(column in table.columns for table, column in zip(tables, columns, strict=True))
+    return (list(columns) if fits and (taken.sum(axis=0) <= counts).all() else None), False
 
 
 def _maximise(
@@ -548,13 +558,16 @@ def _whole(
         for variable, count in zip(own, row or (0,) * len(own), strict=True):
             model.add_hint(variable, count)
         used.append(own)
-    _share_devices(model, used, counts)
+    for place, limit in enumerate(counts.tolist()):
+        model.add(cp_model.LinearExpr.sum([own[place] for own in used]) <= limit)
     unit = _maximise(model, terms, tables)
     solver = solver_for(limit_s, seed)
     status = run(solver, model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None, 0.0 if status == cp_model.INFEASIBLE else np.inf
-    found = _read(solver, tables, used)
+    found = [tuple(solver.value(variable) for variable in own) for own in used]
+    for table, row in zip(tables, found, strict=True):
+        table.add(row)
     rows = [row if row in table.columns else None for table, row in zip(tables, found, strict=True)]
     # Half a unit for each job is what rounding may have hidden.
     return None if everyone and None in rows else rows, (solver.best_objective_bound + len(tables)) / unit
