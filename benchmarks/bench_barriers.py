@@ -90,8 +90,8 @@ def compare() -> list[dict[str, Any]]:
                 if not skipped:
                     published_s, (waiting, _) = cpu_seconds(PUBLISHED[name], lists)
                     per_operation[name] = published_s / operations
-                    if waiting != ours.waiting_s:
-                        raise SystemExit(f"{name} at {workers} x {lookahead}: {ours.waiting_s} is not {waiting}")
+                    if waiting != ours.waiting_time_s:
+                        raise SystemExit(f"{name} at {workers} x {lookahead}: {ours.waiting_time_s} is not {waiting}")
                 rows.append(
                     {
                         "algorithm": name,
@@ -101,7 +101,7 @@ def compare() -> list[dict[str, Any]]:
                         "published_s": None if skipped else published_s,
                         "published_estimate_s": published_s if skipped else None,
                         "ratio": published_s / ours_s,
-                        "waiting_s": ours.waiting_s,
+                        "waiting_s": ours.waiting_time_s,
                     }
                 )
     return rows

@@ -30,7 +30,7 @@ from ddltool.analyzers.costs.nccl import Fabric
 from ddltool.analyzers.deciding.candidates import Settings
 from ddltool.analyzers.deciding.feedback import read_run
 from ddltool.analyzers.deciding.goal import Goal
-from ddltool.analyzers.deciding.planning import auto_plan, plain_parameters, with_compute
+from ddltool.analyzers.deciding.planning import auto_plan, parameters_of, with_compute
 from ddltool.analyzers.deciding.verification import verify
 from ddltool.analyzers.loading.job_inputs import Given, capabilities_of, devices_of
 from ddltool.analyzers.loading.job_layouts import layouts_of
@@ -270,7 +270,7 @@ def sharded(job: Job, folder: Path, kind: str) -> tuple[Plan, Layout]:
         if (shape.sharding, shape.checkpointing, sum(shape.devices.values())) == (kind, "none", job.max_workers):
             made = with_compute(layouts.plan(found, problem, "bsp"), capabilities)
             buckets, prefetch = layouts.communication(found)
-            parameters = plain_parameters(layouts.work.traced.at(job.batch_size))
+            parameters = parameters_of(layouts.work.traced.at(job.batch_size), ordered=False)
             return made.model_copy(update={"ddp": buckets, "fsdp2": prefetch, "parameters": parameters}), shape
     raise Infeasible(f"no layout of kind {kind}")
 

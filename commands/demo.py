@@ -20,7 +20,7 @@ from ddltool.analyzers.communication.result import trace_result
 from ddltool.analyzers.communication.timeline import to_chrome_trace
 from ddltool.analyzers.costs.model import cost_model, coverage, estimate
 from ddltool.analyzers.deciding.candidates import Settings
-from ddltool.analyzers.deciding.planning import make_plan, ordered_parameters
+from ddltool.analyzers.deciding.planning import make_plan, parameters_of
 from ddltool.analyzers.emitting.enforcement import to_enforcement
 from ddltool.analyzers.goodput.observations import WARMUP_STEPS
 from ddltool.analyzers.goodput.throughput import iteration_time_s
@@ -146,7 +146,7 @@ def _plan(place: Path, seed: int) -> Finding:
     shutil.copyfile(folder() / "demo-job.yaml", job_file)
     job = read_job(job_file)
     capabilities = capabilities_of(job, place, str(job_file), note)
-    parameters = ordered_parameters(read_graph(place / "graph.json"))
+    parameters = parameters_of(read_graph(place / "graph.json"))
     settings = Settings(top_k=3, limit_s=10.0, seed=seed)
     est, bsp = (
         make_plan(job, capabilities, strategy, settings).model_copy(update={"parameters": parameters})

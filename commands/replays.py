@@ -14,8 +14,8 @@ from ddltool.analyzers.scheduling.cluster import ClusterSpec, Failures
 from ddltool.analyzers.scheduling.inputs import FittedModel, read_cluster, read_events
 from ddltool.analyzers.scheduling.metrics import check_prices
 from ddltool.analyzers.scheduling.policies import POLICIES, policies
+from ddltool.analyzers.scheduling.replay import Setup
 from ddltool.analyzers.scheduling.simulator import Options, Policy
-from ddltool.analyzers.scheduling.sweep import Setup
 from ddltool.analyzers.scheduling.truth import FittedJob
 from ddltool.commands.options import is_given, some_of
 from ddltool.commands.output import note

@@ -51,16 +51,5 @@ def simulate(
 ) -> None:
     """Replay a workload on a cluster under one or more scheduling policies and compare completion times."""
     setup, machines, makers = replays.read_setup(context)
-    made = study(
-        workload,
-        machines,
-        makers,
-        setup.options,
-        folders=setup.traces,
-        models=setup.models,
-        prices=setup.prices,
-        seed=seed,
-        tell=note,
-        stage=progress,
-    )
+    made = study(workload, machines, makers, setup, seed=seed, tell=note, stage=progress)
     finish(made, lambda: simulation_section(made, workload.name, details=metrics), output, as_json)

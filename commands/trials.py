@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated
 
 import typer
 
 from ddltool.analyzers.reporting.sweep_section import search_section
 from ddltool.analyzers.scheduling.inputs import read_applications, read_cluster
-from ddltool.analyzers.scheduling.replay import search_trials, watched
+from ddltool.analyzers.scheduling.replay import search_trials
 from ddltool.analyzers.scheduling.simulator import Options
 from ddltool.commands import replays
 from ddltool.commands.options import Json, Output, Seed
@@ -44,7 +43,6 @@ def trials(
     first, *others = integers(local_batch, "--local-batch", ordered=False)  # the first is the baseline
     asked = TrialSearch(application=application, local_batch_size=first)
     timing = Options(interval_s=interval, restart_delay_s=restart_delay)
-    watch = partial(watched, stage=progress, jobs=asked.trials)
     measured = read_applications(folders, [application])
-    found = search_trials(asked, measured, machines, makers, timing, local_batch_sizes=others, watch=watch)
+    found = search_trials(asked, measured, machines, makers, timing, local_batch_sizes=others, stage=progress)
     finish(found, lambda: search_section(found), output, as_json)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from benchmarks.synthetic import gpu_curves, least_longest
 from ddltool.analyzers.balancing.minmax import Curves, DeviceCurves, Offer, choose
-from ddltool.analyzers.balancing.sizing import Counts, checked_sizes, equal, proportional
+from ddltool.analyzers.balancing.sizing import checked_sizes, equal, proportional
+from ddltool.arrays import Ints as Counts
 from ddltool.errors import Infeasible, InputError
 
 

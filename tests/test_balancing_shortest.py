@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddltool.analyzers.balancing.minmax import DeviceCurves, Offer, choose
-from ddltool.analyzers.balancing.sizing import Counts, Floats
+from ddltool.arrays import Floats
+from ddltool.arrays import Ints as Counts
 
 Value = Callable[[float, int], float]
 

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddltool.analyzers.barriers.superstep import best_superstep
-from ddltool.analyzers.deciding.candidates import Candidate, Candidates, Knowledge, Settings
+from ddltool.analyzers.deciding.candidates import Candidate, Candidates, Settings
 from ddltool.analyzers.deciding.communication import Communication, Exposed
+from ddltool.analyzers.deciding.knowledge import Knowledge
 from ddltool.analyzers.placement.problem import Problem, from_job
 from ddltool.job import Job
 

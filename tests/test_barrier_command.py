@@ -48,7 +48,9 @@ def test_predictions_are_taken_as_they_are(cli: Cli, predictions: Path) -> None:
     document = cli("barrier", predictions, "--predicted", "--json").document
     expected = zipline(PREDICTED)
     record = document["algorithms"]["zipline"]
-    assert (record["waiting_time_s"], record["barrier_s"]) == (expected.waiting_s, expected.barrier_s) == (2.0, 3.0)
+    assert (
+        (record["waiting_time_s"], record["barrier_s"]) == (expected.waiting_time_s, expected.barrier_s) == (2.0, 3.0)
+    )
     assert list(record["iterations"].values()) == expected.iterations.tolist()
     assert (document["lookahead"], document["predictor"]) == (3, None)
     assert document["bsp"]["total_waiting_s"] == 3.0

@@ -16,7 +16,6 @@ from ddltool.analyzers.communication.efficiency import compare
 from ddltool.analyzers.communication.program import program_of
 from ddltool.analyzers.costs.model import cost_model, estimate
 from ddltool.analyzers.costs.nccl import Fabric
-from ddltool.analyzers.deciding.candidates import Knowledge
 from ddltool.analyzers.deciding.communication import (
     STATES,
     Communication,
@@ -27,6 +26,8 @@ from ddltool.analyzers.deciding.communication import (
     stretched,
 )
 from ddltool.analyzers.deciding.compare import LEAST_GAIN, STALENESS_MARGIN, decide
+from ddltool.analyzers.deciding.goal import Goal
+from ddltool.analyzers.deciding.knowledge import Knowledge
 from ddltool.analyzers.goodput.throughput import iteration_time_s
 from ddltool.analyzers.placement.est import solve_est
 from ddltool.analyzers.placement.problem import Problem, from_job
@@ -276,16 +277,16 @@ def test_cheapest_is_the_least_price_over_all_sets_of_types() -> None:
     made = priced.model_copy(
         update={"devices": [o.model_copy(update={"price_per_hour": prices[o.type]}) for o in priced.devices]}
     )
-    plan = auto(made, objective="cheapest")
+    plan = auto(made, goal=Goal(objective="cheapest"))
     option = options_of(plan)[plan.strategy]
     assert option.devices == {"T4": 4}
     assert option.price_per_sample == pytest.approx(4 * 0.35 / 3600 / (4.0 * 32))
     with pytest.raises(InputError, match="devices.T4.price_per_hour: is missing"):
-        auto(priced, objective="cheapest")
+        auto(priced, goal=Goal(objective="cheapest"))
 
 
 def test_same_bits_leaves_only_logical_workers() -> None:
-    plan = auto(MIXED, objective="same-bits")
+    plan = auto(MIXED, goal=Goal(objective="same-bits"))
     assert plan.strategy == "est"
     assert plan.decision is not None
     assert set(plan.decision.left_out) == {"bsp", "lb-bsp", "elastic-bsp", "goodput"}

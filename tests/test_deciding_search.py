@@ -19,11 +19,12 @@ from ddltool.analyzers.communication.collectives import best_cuts, default_cuts,
 from ddltool.analyzers.communication.program import stretched
 from ddltool.analyzers.costs.model import cost_model, estimate
 from ddltool.analyzers.costs.nccl import Fabric
-from ddltool.analyzers.deciding.candidates import Candidates, Knowledge, Settings
+from ddltool.analyzers.deciding.candidates import Candidates, Settings
 from ddltool.analyzers.deciding.communication import Communication, Exposed, GraphCommunication
 from ddltool.analyzers.deciding.compare import decide
 from ddltool.analyzers.deciding.goal import Failures, Goal
-from ddltool.analyzers.deciding.search import best_devices
+from ddltool.analyzers.deciding.knowledge import Knowledge
+from ddltool.analyzers.placement.device_search import best_devices
 from ddltool.analyzers.placement.problem import Problem, from_job
 from ddltool.analyzers.placement.steps import best_step, device_counts
 from ddltool.device import Network

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ddltool.analyzers.goodput.observations import from_frame, import_steps, import_table, kind_of
 from ddltool.analyzers.loading.imported_rows import import_files
-from ddltool.analyzers.oracle.kineto import _busy_within, read_steps
+from ddltool.analyzers.oracle.kineto import busy_within, read_steps
 from ddltool.commands.import_ import import_
 from ddltool.errors import InputError
 from ddltool.profiles import read_profile
@@ -378,7 +378,7 @@ def test_busy_time_by_window_against_counting_moments(intervals: list[tuple[int,
     cuts = sorted(cuts)
     start = np.array([float(begin) for begin, _ in intervals])
     length = np.array([float(size) for _, size in intervals])
-    found = _busy_within(start, length, np.array(cuts[:-1], dtype=float), np.array(cuts[1:], dtype=float))
+    found = busy_within(start, length, np.array(cuts[:-1], dtype=float), np.array(cuts[1:], dtype=float))
     busy = {moment for begin, size in intervals for moment in range(begin, begin + size)}
     wanted = [sum(moment in busy for moment in range(low, high)) for low, high in itertools.pairwise(cuts)]
     np.testing.assert_allclose(found, wanted, atol=1e-9)

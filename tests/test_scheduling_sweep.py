@@ -20,12 +20,12 @@ import pytest
 
 from ddltool.analyzers.scheduling import sweep as module
 from ddltool.analyzers.scheduling.cluster import Failures, NodeEvent
+from ddltool.analyzers.scheduling.replay import Setup
 from ddltool.analyzers.scheduling.simulator import Options
 from ddltool.analyzers.scheduling.sweep import (
     COLUMNS,
     FIGURES,
     MEASURES,
-    Setup,
     Task,
     cells,
     compare,
@@ -41,7 +41,8 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from ddltool.analyzers.scheduling.simulator import Options
-from ddltool.analyzers.scheduling.sweep import Setup, sweep
+from ddltool.analyzers.scheduling.replay import Setup
+from ddltool.analyzers.scheduling.sweep import sweep
 folder, output, traces = map(Path, sys.argv[1:4])
 setup = Setup(cluster=folder / "cluster.yaml", traces=[traces], options=Options())
 sweep([folder / "small.csv"], setup, ["ours", "pollux"], range(500), jobs=2, output=output)

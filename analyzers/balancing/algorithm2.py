@@ -22,13 +22,12 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from ddltool.analyzers.balancing.sizing import checked_sizes
+from ddltool.arrays import Floats
 from ddltool.errors import InputError
 
-Floats = NDArray[np.float64]
-Counts = NDArray[np.int64]
 MEMORY_SHARE = 0.95
 
 

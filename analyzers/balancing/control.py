@@ -12,15 +12,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddltool.analyzers.balancing.algorithm2 import MEMORY_SHARE, Algorithm2, Phase
 from ddltool.analyzers.balancing.predict import Predictor, Settings, make
 from ddltool.analyzers.balancing.sizing import checked_limits, checked_sizes, proportional
+from ddltool.arrays import Floats, Ints
 from ddltool.errors import InputError
 
-Floats = NDArray[np.float64]
-Counts = NDArray[np.int64]
 ERRORS_KEPT = 20
 """Predictions whose errors tell how noisy speeds are: as many as a live job's EMA remembers, several times over."""
 
@@ -29,7 +27,7 @@ ERRORS_KEPT = 20
 class Report:
     """One iteration of n workers, all (n,) arrays."""
 
-    samples: Counts
+    samples: Ints
     """What each worker processed; at least 1."""
     seconds: Floats
     """How long its computation took, without waiting for others; above 0."""
@@ -61,7 +59,7 @@ class Choice:
 class Policy(Protocol):
     """Chooses batch sizes with a constant sum."""
 
-    sizes: Counts
+    sizes: Ints
 
     def choose(self, report: Report) -> Choice:
         """Return (n,) batch sizes after one more iteration."""

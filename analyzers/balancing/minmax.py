@@ -31,7 +31,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ddltool.analyzers.balancing.sizing import Counts, Floats
+from ddltool.arrays import Floats
+from ddltool.arrays import Ints as Counts
 from ddltool.errors import InputError
 
 Finish = Callable[[float, int], float]

@@ -18,12 +18,11 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ddltool.analyzers.balancing.predict import Settings, Trained
+from ddltool.arrays import Floats
 
-Floats = NDArray[np.float64]
 LOOK_BACK = 2
 VALIDATED = 0.2
 # The common model sees at most this many iterations of all workers together; more cost time and teach it little.

@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ddltool.analyzers.balancing.sizing import Counts, proportional
+from ddltool.analyzers.balancing.sizing import proportional
+from ddltool.arrays import Floats, Ints
 from ddltool.errors import InputError
 
-Floats = NDArray[np.float64]
 THRESHOLD = 2.0
 
 
@@ -82,7 +81,7 @@ class Traversals:
         self.processed[:] = 0
 
 
-def between(present: Counts, wanted: Counts) -> list[Move]:
+def between(present: Ints, wanted: Ints) -> list[Move]:
     """Return at most n - 1 moves from (n,) ``present`` to (n,) ``wanted`` samples with the same sum; each sample moves once.
 
     >>> between(np.array([5, 5, 5]), np.array([2, 4, 9]))

@@ -26,7 +26,7 @@ from ddltool.analyzers.placement.problem import Problem, check_affordable, exact
 from ddltool.errors import Infeasible, InputError
 from ddltool.graph import natural_key
 from ddltool.job import DeviceOffer, Job
-from ddltool.plans import Assignment, BatchSplit, Plan
+from ddltool.plans import Assignment, BatchSplit, Plan, Strategy
 
 MOST_SAMPLES = 10**12
 """Largest total batch: sums of samples over devices stay exact."""
@@ -153,38 +153,25 @@ def checked_total(workers: int, batch_size: int, where: str) -> int:
 
 
 def _plan(
-    problem: Problem, strategy: str, curves: DeviceCurves, rows: Sequence[Row], step_s: float, seconds: float
+    problem: Problem, strategy: Strategy, curves: DeviceCurves, rows: Sequence[Row], step_s: float, seconds: float
 ) -> Plan:
     """Return the record. Waste is what the devices' own speeds at their sizes make beyond the throughput."""
     names = [device.name for device in problem.devices]
-    throughput = problem.max_workers / step_s
     took = {row: slowest_of(curves, [row]) for row in rows}
     capability = sum(row.devices * row.size / each / problem.batch_size for row, each in took.items() if each)
-    return Plan(
-        job=problem.job,
-        strategy=strategy,  # type: ignore[arg-type]
-        max_workers=problem.max_workers,
-        batch_size=problem.batch_size,
-        iteration_s=step_s,
-        throughput=throughput,
-        assignments=[
-            Assignment(
-                device_type=names[row.kind],
-                devices=row.devices,
-                ests_per_device=0,
-                local_batch_size=row.size,
-                accumulation_steps=_passes(curves, row) - 1,
-                compute_s=took[row],
-            )
-            for row in sorted(rows, key=lambda row: (natural_key(names[row.kind]), -row.size))
-        ],
-        est_count=0,
-        waste=max(0.0, capability - throughput),
-        overload_factor=step_s,
-        status="optimal",
-        gap=0.0,
-        solve_seconds=seconds,
-    )
+    assignments = [
+        Assignment(
+            device_type=names[row.kind],
+            devices=row.devices,
+            ests_per_device=0,
+            local_batch_size=row.size,
+            accumulation_steps=_passes(curves, row) - 1,
+            compute_s=took[row],
+        )
+        for row in sorted(rows, key=lambda row: (natural_key(names[row.kind]), -row.size))
+    ]
+    waste = max(0.0, capability - problem.max_workers / step_s)
+    return problem.plan(strategy, step_s, assignments, waste=waste, solve_seconds=seconds)
 
 
 def _device_curves(problem: Problem, curves: Mapping[str, StepCurve] | None, *, accumulate: bool) -> DeviceCurves:
@@ -240,12 +227,17 @@ def _equal_rows(problem: Problem, total: int) -> list[Row]:
     order, speeds = problem.fastest_first, [device.capability_per_s for device in problem.devices]
     kept = [problem.filled(kinds, total) for kinds in ([[kind] for kind in order] if problem.single_type else [order])]
     numbers = max(kept, key=lambda counts: sum(count * speed for count, speed in zip(counts, speeds, strict=True)))
-    share, left = divmod(total, sum(numbers))
+    return equal_rows({kind: numbers[kind] for kind in order}, total)
+
+
+def equal_rows(numbers: Mapping[int, int], total: int) -> list[Row]:
+    """Return an equal split over so many devices of each type; the first ones take what is left over."""
+    share, left = divmod(total, sum(numbers.values()))
     rows: list[Row] = []
-    for kind in order:
-        more = min(left, numbers[kind])
+    for kind, number in numbers.items():
+        more = min(left, number)
         left -= more
-        sizes = ((more, share + 1), (numbers[kind] - more, share))
+        sizes = ((more, share + 1), (number - more, share))
         rows += [Row(kind=kind, devices=devices, size=size) for devices, size in sizes if devices]
     return rows
 

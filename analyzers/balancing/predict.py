@@ -18,11 +18,10 @@ from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ddltool.arrays import Floats
 from ddltool.errors import InputError, did_you_mean, known
 
-Floats = NDArray[np.float64]
 log = logging.getLogger(__name__)
 
 EMA_ALPHA = 0.2

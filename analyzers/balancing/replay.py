@@ -14,23 +14,22 @@ updates of others a gradient has not seen: those applied between its worker's re
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddltool.analyzers.balancing.predict import PREDICTORS, Predictor, Settings, check_names, make
 from ddltool.analyzers.balancing.sizing import equal, proportional
 from ddltool.analyzers.balancing.trace import MOST_SPEED, SpeedTrace
 from ddltool.analyzers.loading.worker_tables import read_speeds
+from ddltool.arrays import Floats, Ints
 from ddltool.errors import InputError
 from ddltool.results import BalanceResult, PredictorFigures, SchemeFigures, SplitTime
 from ddltool.stages import Stage, Tell, log_remark, quietly
 
-Floats = NDArray[np.float64]
 BATCH_PER_WORKER = 128
 MOST_SAMPLES = 10**12
 
@@ -107,49 +106,6 @@ def default_warm_up(iterations: int, wanted: int) -> int:
     return max(20, min(wanted, iterations // 2))
 
 
-def balance_result(
-    trace: SpeedTrace, outcomes: Mapping[str, Outcome], total: int, settings: Settings, predictor: str | None = None
-) -> BalanceResult:
-    """Return predictors' ``outcomes`` beside the equal split and the oracle, as a record.
-
-    ``predictor``: also compare schemes on the whole trace, LB-BSP by this predictor.
-    """
-    equal_split = replay_equal(trace, total, since=settings.warm_up)
-    oracle = replay_oracle(trace, total, since=settings.warm_up)
-
-    def time_of(outcome: Outcome) -> dict[str, float]:
-        return {"iteration_s": outcome.mean_s, "iteration_time_ratio": outcome.mean_s / equal_split.mean_s}
-
-    schemes: dict[str, Any] = {}
-    if predictor is not None:
-        made = compare(trace, total, make(predictor, trace.workers, settings))
-        base_s = made["bsp"].iteration_s
-        figures = {
-            name: SchemeFigures(**asdict(each), iteration_time_ratio=each.iteration_s / base_s)
-            for name, each in made.items()
-        }
-        schemes = {"schemes": {"predictor": predictor, **figures}}
-    return BalanceResult(
-        workers=trace.workers,
-        iterations=trace.iterations,
-        warm_up=settings.warm_up,
-        total_batch=total,
-        seed=settings.seed,
-        predictors={
-            name: PredictorFigures(
-                rmse=outcome.rmse,
-                rmse_relative=outcome.rmse_relative,
-                gain_kept=gain_kept(outcome, equal_split, oracle),
-                **time_of(outcome),
-            )
-            for name, outcome in outcomes.items()
-        },
-        equal_split=SplitTime(**time_of(equal_split)),
-        oracle=SplitTime(**time_of(oracle)),
-        **schemes,
-    )
-
-
 def balance(
     trace: str | Path,
     predictor: str = "all",
@@ -185,8 +141,42 @@ def balance(
         for place, name in enumerate(chosen):
             advance(place, name)
             outcomes[name] = replay(recorded, make(name, recorded.workers, settings), total, since=settings.warm_up)
-    by = ("narx" if predictor == "all" else predictor) if schemes else None
-    return balance_result(recorded, outcomes, total, settings, by)
+    equal_split = replay_equal(recorded, total, since=settings.warm_up)
+    oracle = replay_oracle(recorded, total, since=settings.warm_up)
+
+    def time_of(outcome: Outcome) -> dict[str, float]:
+        return {"iteration_s": outcome.mean_s, "iteration_time_ratio": outcome.mean_s / equal_split.mean_s}
+
+    by = "narx" if predictor == "all" else predictor
+    beside: dict[str, Any] = {"schemes": _compared(recorded, total, by, settings)} if schemes else {}
+    return BalanceResult(
+        workers=recorded.workers,
+        iterations=recorded.iterations,
+        warm_up=settings.warm_up,
+        total_batch=total,
+        seed=settings.seed,
+        predictors={
+            name: PredictorFigures(
+                rmse=outcome.rmse,
+                rmse_relative=outcome.rmse_relative,
+                gain_kept=gain_kept(outcome, equal_split, oracle),
+                **time_of(outcome),
+            )
+            for name, outcome in outcomes.items()
+        },
+        equal_split=SplitTime(**time_of(equal_split)),
+        oracle=SplitTime(**time_of(oracle)),
+        **beside,
+    )
+
+
+def _compared(recorded: SpeedTrace, total: int, by: str, settings: Settings) -> dict[str, Any]:
+    """Return every scheme's figures beside BSP's, LB-BSP by a predictor."""
+    made = compare(recorded, total, make(by, recorded.workers, settings))
+    base_s = made["bsp"].iteration_s
+    ratios = {name: each.iteration_s / base_s for name, each in made.items()}
+    figures = {name: SchemeFigures(**asdict(made[name]), iteration_time_ratio=ratio) for name, ratio in ratios.items()}
+    return {"predictor": by, **figures}
 
 
 def _warmed(recorded: SpeedTrace, asked: int, path: Path, tell: Tell) -> int:
@@ -212,8 +202,6 @@ def _total(recorded: SpeedTrace, given: int | None) -> int:
         raise InputError("--total-batch", f"is {total}", f"give at most {MOST_SAMPLES} samples")
     return total
 
-
-Counts = NDArray[np.int64]
 
 SSP_BOUND = 5
 FLEXRR_CHECKS = 100
@@ -325,7 +313,7 @@ def bounded(clock: Clock, need: Floats, bound: int | None = SSP_BOUND) -> Scheme
     )
 
 
-def redundant(clock: Clock, need: Callable[[Counts], Floats], total: int, backups: int) -> SchemeResult:
+def redundant(clock: Clock, need: Callable[[Ints], Floats], total: int, backups: int) -> SchemeResult:
     """Return redundant execution: only the first n - ``backups`` gradients count, the others are thrown away.
 
     Of the trace's n workers ``backups`` are redundant, so batches are X / (n - backups); with the paper's two extra

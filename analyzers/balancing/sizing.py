@@ -8,21 +8,20 @@ factor, so what one cannot take goes to the others in proportion to their speeds
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from ddltool.arrays import Floats, Ints
 from ddltool.errors import Infeasible, InputError
 
-Floats = NDArray[np.float64]
-Counts = NDArray[np.int64]
 NO_LIMIT = np.iinfo(np.int64).max
 
 
-def equal(workers: int, total: int, limits: ArrayLike | None = None, least: int = 1) -> Counts:
+def equal(workers: int, total: int, limits: ArrayLike | None = None, least: int = 1) -> Ints:
     """Return (n,) batch sizes as equal as possible with sum ``total``; see :func:`proportional`."""
     return proportional(np.ones(workers), total, limits, least)
 
 
-def proportional(speeds: ArrayLike, total: int, limits: ArrayLike | None = None, least: int = 1) -> Counts:
+def proportional(speeds: ArrayLike, total: int, limits: ArrayLike | None = None, least: int = 1) -> Ints:
     """Return (n,) batch sizes with sum ``total``, each at least ``least`` and less than one sample from its exact share.
 
     The exact share is ``clip(f * v_i, least, limit_i)`` with the one factor f for which the shares add up to ``total``. It
@@ -50,7 +49,7 @@ def proportional(speeds: ArrayLike, total: int, limits: ArrayLike | None = None,
     return sizes
 
 
-def checked_sizes(sizes: ArrayLike, least: int = 1) -> Counts:
+def checked_sizes(sizes: ArrayLike, least: int = 1) -> Ints:
     """Return (n,) batch sizes as integers. Raises InputError where one is below ``least``."""
     given, each = np.array(sizes, dtype=np.int64), _each(least)
     if given.ndim != 1 or len(given) == 0 or given.min() < least:
@@ -65,7 +64,7 @@ def _each(least: int) -> str:
     return "one sample" if least == 1 else f"{least} samples"
 
 
-def checked_limits(limits: ArrayLike | None, workers: int, total: int, least: int) -> Counts:
+def checked_limits(limits: ArrayLike | None, workers: int, total: int, least: int) -> Ints:
     """Return (n,) limits as integers; raise Infeasible where ``total`` cannot be split between ``least`` and them."""
     each = _each(least)
     most = np.asarray([NO_LIMIT] * workers if limits is None else limits, dtype=np.int64)
@@ -105,7 +104,7 @@ def _exact_shares(speed: Floats, total: int, most: Floats, least: int) -> Floats
     return shares
 
 
-def _give(sizes: Counts, share: Floats, most: Counts, left: int, least: int) -> None:
+def _give(sizes: Ints, share: Floats, most: Ints, left: int, least: int) -> None:
     """Add ``left`` samples (or take as many away, if negative) where the remainders are largest (smallest)."""
     step = 1 if left > 0 else -1
     while left:

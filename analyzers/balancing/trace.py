@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ddltool.arrays import Floats
 from ddltool.errors import InputError
 
-Floats = NDArray[np.float64]
 LEAST_SPEED, MOST_SPEED = 1e-9, 1e12
 """Samples per second that a worker can have; beyond them times and their squares leave the range of numbers."""
 

@@ -1,18 +1,18 @@
-"""Choices of the next barrier beside BSP's, and waiting against staleness, as one result. Start at :func:`barrier_choices`."""
+"""Choices of the next barrier beside BSP's, and waiting against staleness, as one result. Start at :func:`barrier`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ddltool.analyzers.barriers.ends import Barrier, EndTimes, Floats, bsp
+from ddltool.analyzers.barriers.ends import Barrier, EndTimes, bsp
 from ddltool.analyzers.barriers.predict import PREDICTORS, predict_ends
-from ddltool.analyzers.barriers.tradeoff import OBJECTIVES, TradeoffPoint, best_barrier, tradeoff
+from ddltool.analyzers.barriers.tradeoff import OBJECTIVES, best_barrier, tradeoff
 from ddltool.analyzers.barriers.zipline import full_gridscan, gridscan, zipline
 from ddltool.analyzers.loading.worker_tables import read_predicted, read_recorded
 from ddltool.errors import InputError, did_you_mean
@@ -29,74 +29,6 @@ CURVE_POINTS, FEW_POINTS, MANY_ENDS = 17, 5, 500_000
 LOOKAHEAD = 15
 # Beyond this a choice takes more than seconds, for barriers that lie hours ahead.
 MOST_ENDS = 5_000_000
-
-
-def choose(ends: EndTimes, algorithms: Sequence[str], max_gap: int | None) -> dict[str, tuple[Barrier, float]]:
-    """Return barrier and CPU seconds of BSP, the named algorithms, and the exact ones (by objective) under ``max_gap``."""
-    calls: dict[str, Callable[[EndTimes], Barrier]] = {"bsp": bsp, **{name: PUBLISHED[name] for name in algorithms}}
-    calls |= {objective: partial(best_barrier, objective=objective, max_gap=max_gap) for objective in OBJECTIVES}
-    made = {}
-    for name, call in calls.items():
-        begin = time.process_time()
-        barrier = call(ends)
-        made[name] = barrier, time.process_time() - begin
-    return made
-
-
-def barrier_choices(
-    names: Sequence[str],
-    ends: EndTimes,
-    barriers: Mapping[str, tuple[Barrier, float]],
-    curve: Sequence[TradeoffPoint],
-    *,
-    max_gap: int | None = None,
-    predictor: str | None = None,
-) -> BarrierResult:
-    """Return what :func:`choose` and :func:`~.tradeoff.tradeoff` found for workers called ``names`` (n,) as a record."""
-    first, last = ends.end_s[ends.pointers[:-1]], ends.end_s[ends.pointers[1:] - 1]
-    counts = np.diff(ends.pointers)
-    length_s = (last - first) / (counts - 1) if counts.min() > 1 else np.zeros(len(names))
-    records = {
-        name: BarrierChoice(
-            **_figures(made),
-            iterations=dict(zip(names, made.iterations.tolist(), strict=True)),
-            iterations_per_s=_rate(made, length_s),
-            compute_seconds=seconds,
-        )
-        for name, (made, seconds) in barriers.items()
-    }
-    return BarrierResult(
-        workers=len(names),
-        lookahead=int(np.diff(ends.pointers).max()),
-        predictor=predictor,
-        algorithms={name: record for name, record in records.items() if name in PUBLISHED},
-        bsp=records["bsp"],
-        max_gap=max_gap,
-        objectives={name: records[name] for name in OBJECTIVES},
-        tradeoff=[
-            TradeoffFigures(
-                max_gap=point.max_gap,
-                **{name: BarrierFigures(**_figures(getattr(point, name))) for name in OBJECTIVES},
-            )
-            for point in curve
-        ],
-    )
-
-
-def _rate(made: Barrier, length_s: Floats) -> float | None:
-    """Return the iterations a second of supersteps like this one, begun together; None where lengths (n,) are not known."""
-    superstep_s = float((made.iterations * length_s).max())
-    return int(made.iterations.sum()) / superstep_s if superstep_s > 0.0 else None
-
-
-def _figures(made: Barrier) -> dict[str, Any]:
-    return {
-        "waiting_time_s": made.waiting_s,
-        "barrier_s": made.barrier_s,
-        "total_waiting_s": made.total_waiting_s,
-        "waiting_per_iteration_s": made.waiting_per_iteration_s,
-        "iteration_gap": made.iteration_gap,
-    }
 
 
 def barrier(
@@ -127,9 +59,39 @@ def barrier(
         ends = EndTimes.of(rows)
     else:
         names, ends = predicted_ends(Path(times), lookahead or LOOKAHEAD, predictor, tell)
-    barriers = choose(ends, tuple(PUBLISHED) if algorithm == "all" else (algorithm,), max_gap)
+    calls: dict[str, Callable[[EndTimes], Barrier]] = {"bsp": bsp}
+    calls |= PUBLISHED if algorithm == "all" else {algorithm: PUBLISHED[algorithm]}
+    calls |= {objective: partial(best_barrier, objective=objective, max_gap=max_gap) for objective in OBJECTIVES}
+    counts, records = np.diff(ends.pointers), {}
+    length_s = (ends.last_s - ends.first_s) / (counts - 1) if counts.min() > 1 else np.zeros(len(names))
+    for name, call in calls.items():
+        begin = time.process_time()
+        made = call(ends)
+        spent, superstep_s = time.process_time() - begin, float((made.iterations * length_s).max())
+        records[name] = BarrierChoice(
+            **_figures(made),
+            iterations=dict(zip(names, made.iterations.tolist(), strict=True)),
+            iterations_per_s=int(made.iterations.sum()) / superstep_s if superstep_s > 0.0 else None,
+            compute_seconds=spent,
+        )
     curve = tradeoff(ends, CURVE_POINTS if len(ends.end_s) <= MANY_ENDS else FEW_POINTS)
-    return barrier_choices(names, ends, barriers, curve, max_gap=max_gap, predictor=None if predicted else predictor)
+    return BarrierResult(
+        workers=len(names),
+        lookahead=int(counts.max()),
+        predictor=None if predicted else predictor,
+        algorithms={name: record for name, record in records.items() if name in PUBLISHED},
+        bsp=records["bsp"],
+        max_gap=max_gap,
+        objectives={name: records[name] for name in OBJECTIVES},
+        tradeoff=[
+            TradeoffFigures(max_gap=gap, **{name: BarrierFigures(**_figures(best[name])) for name in OBJECTIVES})
+            for gap, best in curve.items()
+        ],
+    )
+
+
+def _figures(made: Barrier) -> dict[str, Any]:
+    return {name: getattr(made, name) for name in BarrierFigures.model_fields}
 
 
 def predicted_ends(path: Path, lookahead: int, predictor: str, tell: Tell) -> tuple[tuple[str, ...], EndTimes]:

@@ -14,10 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ddltool.arrays import Flags, Floats, Ints
 from ddltool.errors import InputError
-
-Floats = NDArray[np.float64]
-Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -26,9 +24,9 @@ class Barrier:
 
     barrier_s: float
     """``max(Z)``: when the last worker arrives."""
-    waiting_s: float
+    waiting_time_s: float
     """``d_Z``: how long the first one waits."""
-    iterations: Counts
+    iterations: Ints
     """(n,) how many iterations each worker makes until the barrier: the 1-based place of its chosen end."""
     chosen_s: Floats
     """(n,) Z: when each worker begins to wait."""
@@ -55,7 +53,7 @@ class EndTimes:
 
     end_s: Floats
     """(N,) the workers' ends one worker after the other, ascending within each."""
-    pointers: Counts
+    pointers: Ints
     """(n + 1,) worker p's ends are ``end_s[pointers[p]:pointers[p + 1]]``."""
 
     @classmethod
@@ -106,7 +104,7 @@ class EndTimes:
         """Return (R_p,) one worker's ends."""
         return self.end_s[self.pointers[worker] : self.pointers[worker + 1]]
 
-    def count(self, mask: NDArray[np.bool_]) -> Counts:
+    def count(self, mask: Flags) -> Ints:
         """Return (n,) how many of each worker's ends ``mask`` (N,) takes."""
         return np.add.reduceat(mask, self.pointers[:-1], dtype=np.int64)
 
@@ -114,11 +112,13 @@ class EndTimes:
         """Return the barrier at ``barrier_s`` to which each worker brings as many iterations as it can."""
         return self.barrier(self.count(self.end_s <= barrier_s))
 
-    def barrier(self, iterations: Counts) -> Barrier:
+    def barrier(self, iterations: Ints) -> Barrier:
         """Return the barrier after ``iterations`` (n,) of each worker, each at least 1."""
         chosen = self.end_s[self.pointers[:-1] + iterations - 1]
         latest = float(chosen.max())
-        return Barrier(barrier_s=latest, waiting_s=float(latest - chosen.min()), iterations=iterations, chosen_s=chosen)
+        return Barrier(
+            barrier_s=latest, waiting_time_s=float(latest - chosen.min()), iterations=iterations, chosen_s=chosen
+        )
 
 
 Times = EndTimes | Sequence[ArrayLike] | NDArray[Any]
@@ -130,7 +130,7 @@ def bsp(times: Times) -> Barrier:
     return ends.barrier(np.ones(ends.workers, dtype=np.int64))
 
 
-def _check(end_s: Floats, pointers: Counts) -> None:
+def _check(end_s: Floats, pointers: Ints) -> None:
     """Raise InputError unless each of one or more workers has one or more finite, ascending ends."""
     if len(pointers) == 1:
         raise InputError("times", "holds no workers", "give one array of iteration ends per worker")

@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from ddltool.arrays import Floats
 from ddltool.errors import InputError
-
-Floats = NDArray[np.float64]
 
 EMA_ALPHA = 0.2
 WINDOW = 10

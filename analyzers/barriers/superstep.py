@@ -7,25 +7,27 @@ one superstep. All supersteps are alike, because all workers start together afte
 
 Which devices take part is chosen too, for a slow one can cost more than it brings. At a barrier time T a worker's
 iterations grow with its speed, also when they are clipped to the fewest plus a bound on the gap. So without a price the
-best devices are the fastest ones, down to some type: one candidate per type, and the best of them is optimal. With a limit
-on the price every combination of counts is a candidate where they are few; else some are tried, and the optimum without
-that limit bounds what is lost. Start at :func:`plan_elastic_bsp`.
+best devices are the fastest ones, down to some type: one candidate per type, and the best of them is optimal. That bounds
+every choice with a limit on the price, which is found by branch and bound. Start at :func:`plan_elastic_bsp`.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ddltool.analyzers.placement.device_search import Best, best_devices
 from ddltool.analyzers.placement.problem import Problem, check_affordable
+from ddltool.analyzers.placement.steps import Counts
+from ddltool.arrays import Ints
 from ddltool.errors import InputError
 from ddltool.graph import natural_key
 from ddltool.plans import Assignment, Plan, Superstep
@@ -33,20 +35,12 @@ from ddltool.plans import Assignment, Plan, Superstep
 DEFAULT_LOOKAHEAD = 15
 # Ends looked at, one for each pair of entries and iteration: a second or two.
 MOST_ENDS = 100_000_000
-# Combinations of counts that are all looked at under a limit on the price, where each takes a millisecond.
-MOST_COMBINATIONS = 2000
 _INT64 = 2**62
 
-Counts = Sequence[int]
-"""Devices of each type of the problem."""
-Best = Callable[[list[tuple[Fraction, int]]], tuple[Fraction, list[int]]]
-"""From (iterations per second, how many) per type to the best barrier in seconds and the iterations per type."""
 
+class Met(NamedTuple):
+    """The best superstep of some devices; exact numbers."""
 
-class DeviceChoice(NamedTuple):
-    """Devices with their best superstep; exact numbers."""
-
-    counts: Counts
     kinds: list[int]
     """The used types, fastest first."""
     barrier: Fraction
@@ -55,133 +49,94 @@ class DeviceChoice(NamedTuple):
     """Of each used type."""
     rate: Fraction
     """Mini-batches per second."""
-    bound: Fraction
-    """No choice has a higher rate; equal to ``rate``: optimal."""
 
 
-def plan_elastic_bsp(problem: Problem, *, lookahead: int = DEFAULT_LOOKAHEAD, max_gap: int | None = None) -> Plan:
+def plan_elastic_bsp(
+    problem: Problem,
+    *,
+    lookahead: int = DEFAULT_LOOKAHEAD,
+    max_gap: int | None = None,
+    limit_s: float = 5.0,
+    all_devices: bool = False,
+) -> Plan:
     """Return the plan with a barrier among each worker's next ``lookahead`` iterations, and the best devices for it.
 
-    ``max_gap`` bounds the iterations by which one worker may be ahead of another. At most ``max_workers`` devices take
-    part, as each makes a logical mini-batch at a time. ``status`` is ``optimal`` when no other devices and no other
-    barrier make more mini-batches per second; else ``gap`` bounds how much more they could. Synchronisation itself is
-    left out, as in all plans. Raises Infeasible when no device can be afforded, InputError as :func:`best_superstep`.
+    ``max_gap`` bounds the iterations by which one worker may be ahead of another; ``all_devices``: there is nothing to choose.
+    At most ``max_workers`` devices take part, as each makes a logical mini-batch at a time. ``status`` is ``optimal`` when no
+    other devices and no other barrier make more mini-batches per second; else ``gap`` bounds how much more they could, after
+    ``limit_s`` seconds. Synchronisation itself is left out, as in all plans. Raises Infeasible when no device can be afforded,
+    InputError as :func:`best_superstep`.
     """
     started = time.perf_counter()
     check_affordable(problem)
-    each = len(problem.devices) ** 2 * lookahead
-    combinations = max(1, min(MOST_COMBINATIONS, MOST_ENDS // max(each, 1)))
-    found = choose(problem, lambda workers: best_superstep(workers, lookahead, max_gap), combinations)
-    rows = [(problem.devices[kind], found.counts[kind]) for kind in found.kinds]
-    barrier, iterations = found.barrier, found.iterations
-    made = sum(k * count for k, (_, count) in zip(iterations, rows, strict=True))
-    throughput = float(made / barrier)
-    waits = [barrier - k / device.capability_per_s for k, (device, _) in zip(iterations, rows, strict=True)]
-    capability = float(sum(device.capability_per_s * count for device, count in rows))
-    assignments = [
-        Assignment(device_type=device.name, devices=count, ests_per_device=0, local_batch_size=problem.batch_size)
-        for device, count in sorted(rows, key=lambda row: natural_key(row[0].name))
-    ]
-    return Plan(
-        job=problem.job,
-        strategy="elastic-bsp",
-        max_workers=problem.max_workers,
-        batch_size=problem.batch_size,
-        iteration_s=problem.max_workers / throughput,
+    counts, gap = tuple(device.count for device in problem.devices), 0.0
+    met = superstep_of(problem, counts, lookahead, max_gap) if all_devices else None
+    if met is None:
+        best = choose(problem, lookahead, max_gap, limit_s)
+        counts, met, gap = best.counts, best.found, best.gap
+    rows = [(problem.devices[kind], counts[kind]) for kind in met.kinds]
+    waits = [met.barrier - k / it.capability_per_s for k, (it, _) in zip(met.iterations, rows, strict=True)]
+    throughput = float(met.rate)
+    return problem.plan(
+        "elastic-bsp",
+        problem.max_workers / throughput,
+        [
+            Assignment(device_type=device.name, devices=count, ests_per_device=0, local_batch_size=problem.batch_size)
+            for device, count in sorted(rows, key=lambda row: natural_key(row[0].name))
+        ],
         throughput=throughput,
-        assignments=assignments,
-        est_count=0,
-        waste=capability - throughput,
-        overload_factor=problem.max_workers / throughput,
-        status="optimal" if found.bound == found.rate else "feasible",
-        gap=float(found.bound / found.rate - 1),
+        waste=float(sum(device.capability_per_s * count for device, count in rows)) - throughput,
+        status="feasible" if gap else "optimal",
+        gap=gap,
         solve_seconds=time.perf_counter() - started,
         superstep=Superstep(
             lookahead=lookahead,
-            superstep_s=float(barrier),
-            iterations={device.name: k for (device, _), k in zip(rows, iterations, strict=True)},
-            mini_batches=made,
+            superstep_s=float(met.barrier),
+            iterations={device.name: k for (device, _), k in zip(rows, met.iterations, strict=True)},
+            mini_batches=int(met.rate * met.barrier),
             waiting_s=float(max(waits)),
             total_waiting_s=float(sum(wait * count for wait, (_, count) in zip(waits, rows, strict=True))),
-            iteration_gap=max(iterations) - min(iterations),
-            left_out=_left_out(problem, found.counts) if found.bound == found.rate else {},
+            iteration_gap=max(met.iterations) - min(met.iterations),
+            left_out={} if gap or problem.single_type else problem.spare(counts),
         ),
     )
 
 
-def choose(problem: Problem, best: Best, combinations: int = MOST_COMBINATIONS) -> DeviceChoice:
+def superstep_of(problem: Problem, counts: Counts, lookahead: int, max_gap: int | None) -> Met:
+    """Return the best superstep of exactly so many devices of each type."""
+    kinds = [kind for kind in problem.fastest_first if counts[kind]]
+    workers = [(problem.devices[kind].capability_per_s, counts[kind]) for kind in kinds]
+    barrier, iterations = best_superstep(workers, lookahead, max_gap)
+    made = sum(k * count for k, (_, count) in zip(iterations, workers, strict=True))
+    return Met(kinds, barrier, iterations, made / barrier)
+
+
+def choose(problem: Problem, lookahead: int, max_gap: int | None, limit_s: float) -> Best[Met]:
     """Return the devices whose best superstep makes most mini-batches per second; of equal ones the fewest.
 
-    ``combinations``: how many are all looked at under a limit on the price; of more, some are tried. At least one device
-    must be affordable (:func:`~ddltool.analyzers.placement.problem.check_affordable`).
+    At least one device must be affordable (:func:`~ddltool.analyzers.placement.problem.check_affordable`).
     """
     order = problem.fastest_first
     groups = [[kind] for kind in order] if problem.single_type else [order]
-    unpriced = replace(problem, max_price_micro=None)
     firsts = [group[:last] for group in groups for last in range(1, len(group) + 1)]
-    fastest = [unpriced.filled(first, problem.device_limit) for first in firsts]
-    if problem.max_price_micro is None:
-        return _fittest(problem, fastest, best)
-    most = [problem.affordable(device) for device in problem.devices]
-    if sum(math.prod(most[kind] + 1 for kind in group) for group in groups) <= combinations:
-        return _fittest(problem, _combinations(problem, groups, most), best)
-    free = _fittest(problem, fastest, best)
-    return _fittest(problem, _guesses(problem, groups), best, free.rate)
 
+    @cache
+    def of(counts: Counts) -> tuple[float, Met]:
+        met = superstep_of(problem, counts, lookahead, max_gap)
+        return float(1 / met.rate), met
 
-def _left_out(problem: Problem, counts: Counts) -> dict[str, int]:
-    """Return the devices, by type, of which the limits would allow one more, but which would lower the rate."""
-    if problem.single_type:
-        return {}
-    return {
-        device.name: device.count - counts[kind]
-        for kind, device in enumerate(problem.devices)
-        if problem.allows(_one_more(counts, kind))
-    }
+    @cache
+    def least(high: Counts) -> float:
+        """Return the seconds of a mini-batch on the best of so many devices, whatever they cost."""
+        unpriced = replace(problem.offering(high), max_price_micro=None)
+        fastest = {tuple(unpriced.filled(first, unpriced.device_limit)) for first in firsts}
+        return min((of(counts)[0] for counts in fastest if any(counts)), default=math.inf)
 
-
-def _fittest(problem: Problem, candidates: Iterable[Counts], best: Best, bound: Fraction | None = None) -> DeviceChoice:
-    """Return the best of the candidates; ``bound`` None: there are no others."""
-    choice: DeviceChoice | None = None
-    for counts in candidates:
-        kinds = [kind for kind in problem.fastest_first if counts[kind]]
-        barrier, iterations = best([(problem.devices[kind].capability_per_s, counts[kind]) for kind in kinds])
-        rate = sum(k * counts[kind] for k, kind in zip(iterations, kinds, strict=True)) / barrier
-        if choice is None or (rate, -sum(counts)) > (choice.rate, -sum(choice.counts)):
-            top = rate if bound is None else max(rate, bound)
-            choice = DeviceChoice(counts, kinds, barrier, iterations, rate, top)
-    assert choice is not None  # a device can be afforded
-    return choice
-
-
-def _combinations(problem: Problem, groups: Sequence[Sequence[int]], most: Counts) -> Iterator[Counts]:
-    """Yield every allowed combination of counts to which no device of a type that it uses can be added.
-
-    One more would bring mini-batches for nothing.
-    """
-    for group in groups:
-        ranges = [range(most[kind] + 1) if kind in group else range(1) for kind in range(len(most))]
-        for counts in itertools.product(*ranges):
-            grows = any(count and problem.allows(_one_more(counts, kind)) for kind, count in enumerate(counts))
-            if problem.allows(counts) and not grows:
-                yield counts
-
-
-def _one_more(counts: Counts, kind: int) -> Counts:
-    return [count + (place == kind) for place, count in enumerate(counts)]
-
-
-def _guesses(problem: Problem, groups: Sequence[Sequence[int]]) -> Iterator[Counts]:
-    """Yield devices taken one type after the other while money lasts: fastest first, and most speed for a price first."""
-    for group in groups:
-        value = {
-            kind: (problem.devices[kind].price_micro or 0) / problem.devices[kind].capability_per_s for kind in group
-        }
-        parts = itertools.combinations(range(len(group) + 1), 2)
-        for order, (first, last) in itertools.product((group, sorted(group, key=value.__getitem__)), parts):
-            counts = problem.filled(order[first:last], problem.device_limit)
-            if any(counts):
-                yield counts
+    best = best_devices(
+        problem, lambda counts, _: of(counts), lambda _, high: least(high), most=problem.max_workers, limit_s=limit_s
+    )
+    assert best is not None  # a device can be afforded
+    return best
 
 
 def best_superstep(
@@ -215,7 +170,7 @@ def best_superstep(
 
 
 def _best_of(
-    speed: Fraction, speeds: Sequence[Fraction], counts: NDArray[np.int64], lookahead: int, max_gap: int | None
+    speed: Fraction, speeds: Sequence[Fraction], counts: Ints, lookahead: int, max_gap: int | None
 ) -> tuple[Fraction, Fraction] | None:
     """Return (mini-batches per second, barrier) of the best barrier among the ends of a worker with ``speed``.
 
@@ -240,7 +195,7 @@ def _best_of(
     return most * speed / (place + 1), (place + 1) / speed
 
 
-def _iterations(speed: Fraction, speeds: Sequence[Fraction], lookahead: int) -> NDArray[np.int64]:
+def _iterations(speed: Fraction, speeds: Sequence[Fraction], lookahead: int) -> Ints:
     """Return (n, R) how many iterations, at most R, each worker has made when one with ``speed`` ends its k-th."""
     ends = np.arange(1, lookahead + 1, dtype=np.int64)
     made = np.empty((len(speeds), lookahead), dtype=np.int64)

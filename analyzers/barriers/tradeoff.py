@@ -17,32 +17,18 @@ is a candidate too, has the same or later arrivals, and so waits less.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ddltool.analyzers.barriers.ends import Barrier, EndTimes, Floats, Times
+from ddltool.analyzers.barriers.ends import Barrier, EndTimes, Times
+from ddltool.arrays import Floats, Ints
 from ddltool.errors import InputError
 
 Objective = Literal["waiting", "total", "per_iteration"]
 OBJECTIVES: tuple[Objective, ...] = ("waiting", "total", "per_iteration")
 # Running sums over N ends carry rounding errors; totals closer than this share of the whole horizon are equal.
 _RELATIVE = 1e-12
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class TradeoffPoint:
-    """The best barriers whose iteration gap is at most ``max_gap``."""
-
-    max_gap: int
-    waiting: Barrier
-    """Least waiting time of the worker that waits longest."""
-    total: Barrier
-    """Least waiting of all workers together."""
-    per_iteration: Barrier
-    """Least waiting of all workers together over the iterations they make."""
 
 
 def best_barrier(times: Times, *, objective: Objective = "total", max_gap: int | None = None) -> Barrier:
@@ -60,8 +46,8 @@ def best_barrier(times: Times, *, objective: Objective = "total", max_gap: int |
     return _Scan(EndTimes.of(times)).best(objective, max_gap)
 
 
-def tradeoff(times: Times, points: int | None = None) -> tuple[TradeoffPoint, ...]:
-    """Return the best barriers for bounds on the iteration gap, from 0 to the one from which on nothing improves.
+def tradeoff(times: Times, points: int | None = None) -> dict[int, dict[Objective, Barrier]]:
+    """Return the best barriers by objective for bounds on the iteration gap, from 0 to the one from which nothing improves.
 
     ``points``: at most this many bounds, spread over their range; None: every one.
     """
@@ -70,9 +56,7 @@ def tradeoff(times: Times, points: int | None = None) -> tuple[TradeoffPoint, ..
     gaps = list(range(most + 1))
     if points is not None and most >= points:
         gaps = [0, *np.unique(np.geomspace(1, most, points - 1).round().astype(int)).tolist()]
-    return tuple(
-        TradeoffPoint(max_gap=gap, **{objective: scan.best(objective, gap) for objective in OBJECTIVES}) for gap in gaps
-    )
+    return {gap: {objective: scan.best(objective, gap) for objective in OBJECTIVES} for gap in gaps}
 
 
 class _Scan:
@@ -132,7 +116,7 @@ class _Scan:
         waiting: Floats = self.barriers_s - self.ends.end_s[self.order[first]]
         return waiting
 
-    def _total(self, in_use_s: Floats) -> tuple[Floats, NDArray[np.int64]]:
+    def _total(self, in_use_s: Floats) -> tuple[Floats, Ints]:
         """Return (k,) the waiting of all workers at each candidate barrier, and (k,) their iterations."""
         order = np.argsort(in_use_s)
         sums = np.cumsum(self.steps_s[order])

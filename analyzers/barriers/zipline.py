@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ddltool.analyzers.barriers.ends import Barrier, EndTimes, Floats, Times
+from ddltool.analyzers.barriers.ends import Barrier, EndTimes, Times
+from ddltool.arrays import Floats
 
 
 def zipline(times: Times) -> Barrier:

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from decimal import ROUND_FLOOR, Context
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddltool.analyzers.communication.fsdp import plan_fsdp, prefetch_setting
 from ddltool.analyzers.communication.program import (
@@ -37,6 +36,7 @@ from ddltool.analyzers.communication.program import (
     stretched,
 )
 from ddltool.analyzers.costs.nccl import Communicator, Group, Reducer
+from ddltool.arrays import Floats, Places
 from ddltool.errors import InputError
 from ddltool.graph import SEND, Graph
 from ddltool.graph_results import BucketFigures, CollectiveFigures, DdpFigures
@@ -172,7 +172,7 @@ def best_cuts(program: Program, group: Reducer) -> list[int]:
     count = len(program.parameters)
     held = np.concatenate([np.zeros(1), np.cumsum(program.size_bytes)])
     ends = np.zeros(count + 1)
-    previous: NDArray[np.intp] = np.zeros(count + 1, dtype=np.intp)
+    previous: Places = np.zeros(count + 1, dtype=np.intp)
     some = max(1, _AT_ONCE // max(count, 1))
     for first in range(1, count + 1, some):
         places = np.arange(first, min(first + some, count + 1))
@@ -286,16 +286,16 @@ def parse_compression(text: str, where: str = "--compress") -> Compression:
 class _Sent:
     """Of ``p`` gradients in ready order: bytes of a first and a second all-reduce, and seconds of work around them."""
 
-    whole: NDArray[np.float64]
-    first: NDArray[np.float64]
-    second: NDArray[np.float64]
-    encode_s: NDArray[np.float64]
-    between_s: NDArray[np.float64]
-    decode_s: NDArray[np.float64]
+    whole: Floats
+    first: Floats
+    second: Floats
+    encode_s: Floats
+    between_s: Floats
+    decode_s: Floats
     kept_bytes: float
 
     @classmethod
-    def of(cls, **parts: NDArray[np.float64]) -> _Sent:
+    def of(cls, **parts: Floats) -> _Sent:
         """Return what is given, nothing kept, and zeros for the rest."""
         zero = np.zeros(len(next(iter(parts.values()))))
         columns = ("whole", "first", "second", "encode_s", "between_s", "decode_s")
@@ -373,7 +373,7 @@ def _width(graph: Graph) -> float:
     return _WIDTHS.get(str(graph.meta.get("dtype")), 4.0)
 
 
-def matrices(graph: Graph, elements: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def matrices(graph: Graph, elements: Floats) -> tuple[Floats, Floats]:
     """Return rows and columns (p,) of gradients of so many elements, as the graph's products tell; 1 row of a vector.
 
     A weight is one factor of a product: k x n of its m, n, k. What is in no product (an embedding) has the most frequent

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ddltool.arrays import Flags, Ints, Places
 from ddltool.errors import InputError
 from ddltool.graph import RECV, Graph
 
@@ -29,7 +29,7 @@ def time_scale(graph: Graph) -> float:
     return scale
 
 
-def whole_times(graph: Graph) -> NDArray[np.int64]:
+def whole_times(graph: Graph) -> Ints:
     """Return the durations, shape (n,), as whole units of 1 / :func:`time_scale` seconds (picoseconds as a rule).
 
     Raises InputError for a graph with ops that have no duration.
@@ -95,7 +95,7 @@ def bits_of(bits: int) -> Iterator[int]:
         bits ^= lowest
 
 
-def as_matrix(sets: Sequence[int], width: int) -> NDArray[np.bool_]:
+def as_matrix(sets: Sequence[int], width: int) -> Flags:
     """Return bit sets as rows of a matrix, shape (sets, width)."""
     size = max(1, -(-width // 8))
     raw = np.frombuffer(b"".join(bits.to_bytes(size, "little") for bits in sets), dtype=np.uint8)
@@ -113,11 +113,11 @@ class Dependencies:
 
     inputs: Sequence[Sequence[int]]
     order: Sequence[int]
-    recvs: NDArray[np.intp]
+    recvs: Places
     sets: tuple[int, ...]
-    group: NDArray[np.intp]
+    group: Places
 
-    def matrix(self) -> NDArray[np.bool_]:
+    def matrix(self) -> Flags:
         """Return which recv (row) which group (column) needs, shape (r, g)."""
         return np.ascontiguousarray(as_matrix(self.sets, len(self.recvs)).T)
 

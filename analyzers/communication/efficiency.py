@@ -22,7 +22,6 @@ from functools import reduce as fold
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddltool.analyzers.communication.dependencies import as_matrix, time_scale
 from ddltool.analyzers.communication.order import Schedule, tac, tic
@@ -39,6 +38,7 @@ from ddltool.analyzers.communication.shop import (
     unreduced,
 )
 from ddltool.analyzers.communication.timeline import Simulator, Timeline
+from ddltool.arrays import Ints, Places
 from ddltool.graph import COMPUTE, RECV, Graph, natural_key
 from ddltool.graph_results import LostEfficiency, ScheduleFigures, TraceVerdict
 from ddltool.units import show_seconds
@@ -112,7 +112,7 @@ def _by_joins(graph: Graph, problem: ShopProblem, *, by_load: bool) -> tuple[str
     return tuple(graph.names[op] for recv in order for op in problem.members[recvs[recv]])
 
 
-def _next_join(left: NDArray[np.intp], wait: NDArray[np.int64], gain: NDArray[np.int64], *, by_load: bool) -> int:
+def _next_join(left: Places, wait: Ints, gain: Ints, *, by_load: bool) -> int:
     """Return which of the joins that are left comes next; ties: the first."""
     wait, gain = wait[left], gain[left]
     if by_load:

@@ -22,7 +22,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddltool.analyzers.communication.dependencies import (
     Dependencies,
@@ -30,6 +29,7 @@ from ddltool.analyzers.communication.dependencies import (
     find_dependencies,
     whole_times,
 )
+from ddltool.arrays import Flags, Ints, Places
 from ddltool.graph import Graph, natural_key
 
 _NEVER = 2**62
@@ -100,7 +100,7 @@ class Properties:
     Completing a recv costs O(groups) in vector operations; nothing is computed anew from the ops.
     """
 
-    def __init__(self, dependencies: Dependencies, times: NDArray[np.int64]) -> None:
+    def __init__(self, dependencies: Dependencies, times: Ints) -> None:
         """Take the dependency sets and the times (n,) of all ops in whole units."""
         self.recv_time = times[dependencies.recvs]
         self.outstanding = np.ones(len(dependencies.recvs), dtype=bool)
@@ -116,13 +116,13 @@ class Properties:
             self._transfer[needed] += time
         self._unblock(np.flatnonzero(self._count == 1))
 
-    def _unblock(self, groups: NDArray[np.intp]) -> None:
+    def _unblock(self, groups: Places) -> None:
         """Add groups that one recv alone still blocks to that recv's P."""
         if groups.size:
             recvs = (self._needs[:, groups] & self.outstanding[:, None]).argmax(axis=0)
             np.add.at(self.compute, recvs, self._load[groups])
 
-    def least_impending(self, candidates: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    def least_impending(self, candidates: Flags) -> Flags:
         """Return which of the candidates, a mask (r,) of outstanding recvs, have the least M+ among them."""
         blocked = np.flatnonzero(self._count > 1)
         blocked = blocked[np.argsort(self._transfer[blocked], kind="stable")]
@@ -130,7 +130,7 @@ class Properties:
         first = 0
         while first < len(blocked):
             last = int(np.searchsorted(loads, loads[first], side="right"))
-            found: NDArray[np.bool_] = candidates & self._needs[:, blocked[first:last]].any(axis=1)
+            found: Flags = candidates & self._needs[:, blocked[first:last]].any(axis=1)
             if found.any():
                 return found
             first = last
@@ -145,7 +145,7 @@ class Properties:
         self._unblock(np.flatnonzero(touched & (self._count == 1)))
 
 
-def first_recv(properties: Properties, rank: NDArray[np.intp]) -> int:
+def first_recv(properties: Properties, rank: Places) -> int:
     """Return the number of the outstanding recv that goes first; ``rank`` (r,) is graph order."""
     compute, transfer = properties.compute, properties.recv_time
     candidates = unpreceded(compute, transfer, properties.outstanding)
@@ -156,9 +156,7 @@ def first_recv(properties: Properties, rank: NDArray[np.intp]) -> int:
     return int(places[np.lexsort((rank[places], -compute[places]))[0]])
 
 
-def unpreceded(
-    compute: NDArray[np.int64], transfer: NDArray[np.int64], outstanding: NDArray[np.bool_]
-) -> NDArray[np.bool_]:
+def unpreceded(compute: Ints, transfer: Ints, outstanding: Flags) -> Flags:
     """Return which outstanding recvs no other precedes by Equation 6 alone, shape (r,), from P and M (r,). O(r).
 
     At least one if any is outstanding. Johnson's rule in one pass: recvs that transfer faster than they compute go by
@@ -168,13 +166,13 @@ def unpreceded(
     even = outstanding & (transfer == compute)
     if early.any():
         least = transfer[early].min()
-        found: NDArray[np.bool_] = (early & (transfer == least)) | (even & (transfer <= least))
+        found: Flags = (early & (transfer == least)) | (even & (transfer <= least))
     else:
         found = even | (outstanding & (compute == compute[outstanding].max(initial=0)))
     return found
 
 
-def _graph_order(graph: Graph, dependencies: Dependencies) -> NDArray[np.intp]:
+def _graph_order(graph: Graph, dependencies: Dependencies) -> Places:
     """Return each recv's place in graph order, shape (r,): level of its earliest consumer, then name."""
     level, earliest = [0] * len(graph), [_NEVER] * len(graph)
     for op in dependencies.order:

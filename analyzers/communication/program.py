@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddltool.analyzers.communication.dependencies import (
     collected,
@@ -19,6 +18,7 @@ from ddltool.analyzers.communication.dependencies import (
     whole_times,
 )
 from ddltool.analyzers.costs.nccl import Fabric
+from ddltool.arrays import Floats
 from ddltool.errors import InputError
 from ddltool.graph import COMPUTE, RECV, SEND, Graph
 
@@ -33,15 +33,15 @@ class Program:
     """A training step on one device, seconds from its start; ``p`` parameters that get a gradient, in ready order."""
 
     parameters: tuple[str, ...]
-    ready_s: NDArray[np.float64]
+    ready_s: Floats
     """(p,) when each gradient is ready, ascending; equal times in program order."""
-    size_bytes: NDArray[np.float64]
+    size_bytes: Floats
     """(p,)"""
     held: tuple[str, ...]
     """All q parameters, those without a gradient (frozen, unused) included, in file order."""
-    held_bytes: NDArray[np.float64]
+    held_bytes: Floats
     """(q,)"""
-    first_use_s: NDArray[np.float64]
+    first_use_s: Floats
     """(q,) start of the first op that needs the parameter directly; infinite for an unused one."""
     backward_s: float
     """Start of the backward pass."""
@@ -122,7 +122,7 @@ def program_of(graph: Graph) -> Program:
     )
 
 
-def _backward_start(graph: Graph, start: NDArray[np.float64], compute_s: float) -> float:
+def _backward_start(graph: Graph, start: Floats, compute_s: float) -> float:
     """Return when backward begins: at the first op that the tracer named so, else at the first that not every send needs."""
     compute = graph.of_kind(COMPUTE).tolist()
     named = [float(start[op]) for op in compute if graph.names[op].startswith("backward/")]

@@ -36,7 +36,6 @@ from functools import reduce as fold
 from operator import or_
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddltool.analyzers.communication.dependencies import (
     as_matrix,
@@ -48,6 +47,7 @@ from ddltool.analyzers.communication.dependencies import (
     whole_times,
 )
 from ddltool.analyzers.communication.timeline import play
+from ddltool.arrays import Flags, Ints
 from ddltool.graph import COMPUTE, RECV, SEND, Graph
 
 # A free op with more inputs times consumers than this stays: taking it out would add too many edges.
@@ -104,7 +104,7 @@ class ShopProblem:
         return collected(self.inputs, range(len(self)), self.of_kind(RECV))
 
     @cached_property
-    def heads_and_tails(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def heads_and_tails(self) -> tuple[Ints, Ints]:
         """For each op the least time before its start and after its end, each shape (n,), whole time units."""
         count, times = len(self), np.array(self.times, dtype=np.int64)
         head, tail = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
@@ -125,7 +125,7 @@ class ShopProblem:
                 tail[op] = max(tail[op], times[target] + tail[target])
         return head, tail
 
-    def _after_head(self, needs: NDArray[np.bool_]) -> NDArray[np.int64]:
+    def _after_head(self, needs: Flags) -> Ints:
         """Return for ops that need all of H when H can be done at the earliest, 0 for the others."""
         blocks = sorted(self.head)
         inside = np.zeros(len(self), dtype=bool)
@@ -135,7 +135,7 @@ class ShopProblem:
         return np.where(needs[:, blocks].all(axis=1), done, 0)
 
 
-def _rows_times(rows: NDArray[np.bool_], columns: NDArray[np.int64]) -> NDArray[np.int64]:
+def _rows_times(rows: Flags, columns: Ints) -> Ints:
     """Return ``rows @ columns`` in exact integers without a wide copy of the matrix."""
     return np.concatenate([rows[start : start + 256] @ columns for start in range(0, len(rows), 256)])
 

@@ -15,9 +15,9 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddltool.analyzers.communication.dependencies import bits_of, time_scale, whole_times
+from ddltool.arrays import Floats
 from ddltool.graph import KINDS, Graph, natural_key
 
 
@@ -25,8 +25,8 @@ from ddltool.graph import KINDS, Graph, natural_key
 class Timeline:
     """When each op ran, in the graph's op order: ``start_s`` and ``end_s`` (n,), seconds from the step's start."""
 
-    start_s: NDArray[np.float64]
-    end_s: NDArray[np.float64]
+    start_s: Floats
+    end_s: Floats
     makespan_s: float
 
 

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import partial
 from typing import TYPE_CHECKING, Literal, cast
 
 from ddltool.analyzers.balancing.plan import StepCurve, plan_bsp, plan_lb_bsp
 from ddltool.analyzers.barriers.superstep import DEFAULT_LOOKAHEAD, plan_elastic_bsp
-from ddltool.analyzers.deciding.communication import FITTED, Communication, Exposed
-from ddltool.analyzers.deciding.goal import Goal
-from ddltool.analyzers.deciding.search import Best, Counts, best_devices
+from ddltool.analyzers.deciding.bounds import Bounds
+from ddltool.analyzers.deciding.communication import FITTED, Exposed
+from ddltool.analyzers.deciding.goal import HOUR_S, Goal
+from ddltool.analyzers.deciding.knowledge import Knowledge
 from ddltool.analyzers.goodput.plan import plan_goodput
-from ddltool.analyzers.goodput.throughput import ThroughputParams, efficiency, grad_time_s
+from ddltool.analyzers.goodput.throughput import efficiency, grad_time_s
+from ddltool.analyzers.placement.device_search import Best, best_devices
 from ddltool.analyzers.placement.problem import Problem, demand_throughput
-from ddltool.analyzers.placement.steps import best_step, counts_of, device_counts, evaluate, plan_of
+from ddltool.analyzers.placement.steps import Counts, best_step, counts_of, device_counts, evaluate, plan_of
 from ddltool.decision import Kept, Layout, NothingFits, Option
 from ddltool.errors import Infeasible
 from ddltool.job import Job
@@ -29,52 +32,14 @@ from ddltool.plans import Plan
 
 if TYPE_CHECKING:  # it loads torch
     from ddltool.analyzers.deciding.layout_figures import Found
-    from ddltool.analyzers.deciding.layouts import Layouts
 
 # From the least change to a training script to the most.
 STRATEGIES = ("bsp", "lb-bsp", "est", "goodput", "elastic-bsp")
-_SECONDS_PER_HOUR = 3600.0
 # Devices within this share of the slowest end with it.
 _SLOWEST = 0.98
 # Where nothing bounds a plan from below.
 _UNBOUNDED = 1e9
 Split = Literal["bsp", "lb-bsp"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Knowledge:
-    """What is known about the job beside its placement problem; all of it may be empty."""
-
-    curves: Mapping[str, StepCurve] = field(default_factory=dict)
-    """Step time over batch size, by device type."""
-    models: Mapping[str, ThroughputParams] = field(default_factory=dict)
-    """Fitted throughput models, by device type."""
-    communication: Communication | None = None
-    layouts: Layouts | None = None
-    """What memory and time the job's model takes however it is sharded; None: the model cannot be traced here."""
-    rests_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of each step, or each worker's iteration, beside both, by device type: optimizer, loader."""
-    skew: float = 0.0
-    """What several that synchronise wait because none is always as fast, over their compute."""
-    drift: float = 0.0
-    """By what share a step of an earlier run may differ in another run, whatever decides it."""
-    seen: Mapping[str, int] = field(default_factory=dict)
-    """The devices of an earlier run."""
-    errors: Mapping[str, float] = field(default_factory=dict)
-    """Relative error of the compute times, by device type, where one is known."""
-    error_source: str = ""
-    remark: str = ""
-    """What a reader must know of the compute times beside their errors: some measured, some predicted."""
-    d2_eligible: bool | None = None
-    """Whether the model may have the same bits on devices of different types; None: not known."""
-
-    def other_s(self, devices: Iterable[str], skewed_s: float = 0.0) -> float:
-        """Return what a step has beside compute and communication on devices of some types.
-
-        ``skewed_s``: the compute of several that synchronise. Of a type that no run has seen it is the longest known.
-        """
-        longest = max(self.rests_s.values(), default=0.0)
-        return max((self.rests_s.get(name, longest) for name in devices), default=0.0) + self.skew * skewed_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +72,9 @@ def plan_by(strategy: str, problem: Problem, settings: Settings, curves: Mapping
     if strategy == "lb-bsp":
         return plan_lb_bsp(problem, curves)
     if strategy == "elastic-bsp":
-        return plan_elastic_bsp(problem, lookahead=settings.lookahead, max_gap=settings.max_gap)
+        return plan_elastic_bsp(
+            problem, lookahead=settings.lookahead, max_gap=settings.max_gap, limit_s=settings.limit_s
+        )
     from ddltool.analyzers.placement.est import DEFAULT_OBJECTIVE, solve_est  # it loads a solver
 
     return solve_est(
@@ -209,20 +176,16 @@ class Candidates:
             else:
                 made = self._est_by_bits(holding) if name == "est" else self._searched(name, holding)
             if self.knowledge.layouts is not None:
-                held = self.knowledge.layouts.whole_bytes(made.option.devices, _most_samples(made.plan, self.job))
+                chosen = made.plan.goodput  # else ESTs take turns, a mini-batch each
+                samples = self.job.batch_size if chosen is None else chosen.local_batch_size
+                held = self.knowledge.layouts.whole_bytes(made.option.devices, samples)
                 made = replace(made, option=made.option.model_copy(update={"memory_bytes": held}))
         return made
 
     def _searched(self, name: str, problem: Problem) -> Candidate:
         """Return a strategy's plan on the best numbers of devices, found by its figures on each."""
-        makers: dict[str, Callable[[Problem, bool], Candidate]] = {
-            "bsp": lambda narrow, quick: self._split("bsp", narrow, quick),
-            "lb-bsp": lambda narrow, quick: self._split("lb-bsp", narrow, quick),
-            "est": self._est,
-            "elastic-bsp": self._elastic_bsp,
-        }
-        make, samples = makers[name], name in ("bsp", "lb-bsp")
-        bounds = _Bounds(self, problem, name)
+        make = {"est": self._est, "elastic-bsp": self._elastic_bsp}.get(name, partial(self._split, name))
+        bounds = Bounds(self.knowledge, self.goal, problem, name)
 
         def value(counts: Counts, least: float) -> tuple[float, Candidate] | None:
             if bounds(counts, counts) >= least:
@@ -235,7 +198,7 @@ class Candidates:
                 return None
             return self.goal.value(made.option), made
 
-        most = problem.max_workers * (problem.batch_size if samples else 1)
+        most = problem.max_workers * (problem.batch_size if name in ("bsp", "lb-bsp") else 1)
         limit_s, spare = self.settings.limit_s / len(STRATEGIES), self.goal.objective != "cheapest"
         best = best_devices(problem, value, bounds, most=most, limit_s=limit_s, spare=spare)
         if best is None:
@@ -253,15 +216,8 @@ class Candidates:
 
     def _told(self, plan: Plan, problem: Problem, best: Best[Candidate]) -> Plan:
         """Return the plan with what is proven of its devices, and which of those offered are better left out."""
-        used = best.counts
-        out = {
-            device.name: device.count - used[kind]
-            for kind, device in enumerate(problem.devices)
-            if problem.allows([n + (kind == place) for place, n in enumerate(used)])
-        }
-        proven = best.gap == 0
-        update: dict[str, object] = {"status": "optimal" if proven else "feasible", "gap": min(best.gap, _UNBOUNDED)}
-        update["solve_seconds"] = best.seconds
+        out, proven = problem.spare(best.counts), best.gap == 0
+        update = {**_proof(best.gap), "solve_seconds": best.seconds}
         if plan.superstep is not None:
             update["superstep"] = plan.superstep.model_copy(update={"left_out": out if proven else {}})
         if plan.split is not None:
@@ -341,30 +297,7 @@ class Candidates:
         """Return samples per second, as far as known those that count like samples at the initial batch."""
         return option.throughput * self.job.batch_size if option.goodput_per_s is None else option.goodput_per_s
 
-    def error(self, devices: Mapping[str, int]) -> float | None:
-        """Return the largest relative error of the used types' compute times, given ones counted as exact; None for none."""
-        known = [self.knowledge.errors[name] for name in devices if name in self.knowledge.errors]
-        return max(known, default=None)
-
-    def gain_error(self, first: Option, second: Option) -> float | None:
-        """Return the relative error of one plan's rate over another's; None where no error is known.
-
-        The errors of different types are independent and add in squares, each by how much more one step leans on that type's
-        times than the other: one type's error alone scales both, and cancels. Where the host decides, the types' times do not,
-        and each counts in full.
-        """
-        types = {*first.devices, *second.devices}
-        known = {name: self.knowledge.errors[name] for name in types if name in self.knowledge.errors}
-        if not known:
-            return None
-        if len(types) > 1 and (first.host_bound or second.host_bound):
-            return math.hypot(*known.values())
-        lean = (
-            (first.leans_on.get(name, 0.0) - second.leans_on.get(name, 0.0), error) for name, error in known.items()
-        )
-        return math.hypot(*(more * error for more, error in lean if abs(more) > 1e-9))
-
-    def _split(self, strategy: Split, problem: Problem, quick: bool) -> Candidate:
+    def _split(self, strategy: str, problem: Problem, quick: bool) -> Candidate:
         curves = self.knowledge.curves
         plan = plan_bsp(problem, curves) if strategy == "bsp" else plan_lb_bsp(problem, curves, synchronise=False)
         return self._costed(plan, problem, self._synchronous(plan, plan.iteration_s, quick), "D0")
@@ -376,8 +309,7 @@ class Candidates:
         started = time.perf_counter()
         found, gap = layouts.search(problem, self.goal, equal=strategy == "bsp", limit_s=limit_s)
         made = self._laid_out(strategy, problem, found[0])
-        proof: dict[str, object] = {"status": "feasible" if gap > 1e-9 else "optimal", "gap": min(gap, _UNBOUNDED)}
-        plan = made.plan.model_copy(update={**proof, "solve_seconds": time.perf_counter() - started})
+        plan = made.plan.model_copy(update={**_proof(gap), "solve_seconds": time.perf_counter() - started})
         return replace(made, plan=plan, layouts=(made.layouts[0], *(other.layout for other in found[1:])))
 
     def _laid_out(self, strategy: Split, problem: Problem, found: Found, *, best: bool = True) -> Candidate:
@@ -401,7 +333,7 @@ class Candidates:
         ratio = made.option.iteration_s / (layout.step_s or 1.0)
         low_s, high_s = (None if end is None else end * ratio for end in (layout.low_s, layout.high_s))
         # Of times that the job gives nobody knows the error.
-        ends = {"low_s": low_s, "high_s": high_s} if self.error(layout.devices) is not None else {}
+        ends = {"low_s": low_s, "high_s": high_s} if self.knowledge.error(layout.devices) is not None else {}
         more = {
             "order_saves_s": saved or None,
             "memory_bytes": max(layout.memory_bytes.values()),
@@ -437,9 +369,6 @@ class Candidates:
         if sum(counts) > problem.max_workers or best_step(problem, counts) is None:
             raise Infeasible("these devices have no room for the workers")
         plan = plan_of(problem, evaluate(problem, counts), optimal=True, gap=0.0, solve_seconds=0.0)
-        return self._of_plan(problem, plan, quick)
-
-    def _of_plan(self, problem: Problem, plan: Plan, quick: bool = False) -> Candidate:
         capability = {device.name: device.capability_per_s for device in problem.devices}
         # Gradients travel during the last EST's pass, and the device that ends last decides when.
         last = max(
@@ -482,6 +411,8 @@ class Candidates:
     def _elastic_bsp(self, problem: Problem, quick: bool) -> Candidate:
         """Every iteration carries its worker's own transfers and the rest, and the barrier is chosen with them."""
         known, rest = self.knowledge.communication, self.knowledge.other_s(it.name for it in problem.devices)
+        settings = self.settings
+        make = partial(plan_elastic_bsp, lookahead=settings.lookahead, max_gap=settings.max_gap, all_devices=True)
         counts, each, slowed = {it.name: it.count for it in problem.devices}, dict[str, Exposed](), []
         for device in problem.devices:
             own = 1 / device.capability_per_s
@@ -489,8 +420,8 @@ class Candidates:
             seconds = own + Fraction(exposed.best_s) + Fraction(self.knowledge.other_s([device.name]))
             slowed.append(replace(device, capability_per_s=1 / seconds))
             each[device.name] = exposed
-        plan = plan_by("elastic-bsp", replace(problem, devices=tuple(slowed)), self.settings)
-        bare = plan if quick else plan_by("elastic-bsp", problem, self.settings)
+        plan = make(replace(problem, devices=tuple(slowed)))
+        bare = plan if quick else make(problem)
         worst = max(each.values(), key=lambda exposed: exposed.best_s)
         compute_s = min(bare.iteration_s, plan.iteration_s)
         added = plan.iteration_s - compute_s
@@ -543,7 +474,7 @@ class Candidates:
         step = compute + (0.0 if exposed is None else exposed.best_s) + other_s
         if exposed is not None and exposed.low_s is not None and exposed.high_s is not None:
             less, more = less + exposed.best_s - exposed.low_s, exposed.high_s - exposed.best_s
-        error = self.error(devices)
+        error = self.knowledge.error(devices)
         if error is not None:
             error = math.hypot(error, self.knowledge.drift)
         staleness = 0 if plan.superstep is None else plan.superstep.iteration_gap
@@ -569,7 +500,7 @@ class Candidates:
         prices = {device.name: device.price_micro for device in problem.devices}
         if all(prices.get(name) is not None for name in devices):
             hourly = sum((prices[name] or 0) * count for name, count in devices.items()) / 1e6
-            price = hourly / _SECONDS_PER_HOUR / (option.throughput * self.job.batch_size)
+            price = hourly / HOUR_S / (option.throughput * self.job.batch_size)
             option = option.model_copy(update={"price_per_sample": price})
         return Candidate(plan=plan, option=option, exposed=exposed)
 
@@ -613,111 +544,6 @@ def _leans_on(plan: Plan, problem: Problem, share: float) -> dict[str, float]:
     return {name: share * part / whole for name, part in parts.items()} if whole else {}
 
 
-def _most_samples(plan: Plan, job: Job) -> int:
-    """Return the most samples that a device of a plan has in memory at a time: its ESTs take turns."""
-    if plan.goodput is not None:
-        return plan.goodput.local_batch_size
-    return job.batch_size
-
-
-class _Bounds:
-    """What no numbers of devices between two corners are below, for one strategy: its computing, and bytes on the slowest link.
-
-    A step computes at least as long as if every device took what it can by then, whatever it exchanges; and a gradient
-    cannot be reduced over the nodes sooner than its bytes pass a link.
-    """
-
-    def __init__(self, maker: Candidates, problem: Problem, name: str) -> None:
-        self.maker, self.problem, self.name = maker, problem, name
-        curves = [maker.knowledge.curves.get(device.name, StepCurve()) for device in problem.devices]
-        size = problem.batch_size
-        self.rates = [float(device.capability_per_s) for device in problem.devices]
-        self.launch = [0.0] * len(curves)
-        self.least = [1] * len(curves)
-        self.total = problem.max_workers
-        if name in ("bsp", "lb-bsp"):
-            self.total *= size
-            self.launch = [curve.launch_s for curve in curves]
-            self.least = [max(1, curve.saturation) for curve in curves]
-            each = zip(self.rates, curves, strict=True)
-            self.rates = [
-                rate * max(size, curve.saturation)
-                if curve.per_sample_s is None
-                else 1 / curve.per_sample_s
-                if curve.per_sample_s
-                else math.inf
-                for rate, curve in each
-            ]
-        self._compute: dict[Counts, float] = {}
-
-    def __call__(self, low: Counts, high: Counts) -> float:
-        """Return the bound of a box, in what the goal compares."""
-        problem, used = self.problem, sum(low)
-        if not any(high) or used > self.total:
-            return math.inf
-        seconds = self._compute_s(high)
-        devices = {device.name: n for device, n in zip(problem.devices, low, strict=True) if n}
-        if self.name == "bsp":
-            share = self.total // min(self.total, sum(high))
-            seconds = max(seconds, max((self._takes(kind, share) for kind, n in enumerate(low) if n), default=0.0))
-        known, other_s = self.maker.knowledge.communication, 0.0
-        if self.name != "elastic-bsp":
-            other_s = self.maker.knowledge.other_s(devices, seconds if used > 1 else 0.0)
-        if known is not None and used > 1 and self.name != "elastic-bsp":
-            slowest = max((1 / rate for rate, n in zip(self.rates, high, strict=True) if n), default=0.0)
-            pass_s = slowest if self.name == "est" else seconds
-            most = {device.name: n for device, n in zip(problem.devices, high, strict=True) if n}
-            try:
-                seconds += known.least_s(devices, pass_s) if low == high else known.bound_s(devices, most, pass_s)
-            except Infeasible:  # exactly these hold no replica
-                return math.inf
-        seconds += other_s
-        cheapest = min(
-            (
-                float(device.price_micro or 0) / rate
-                for device, rate, n in zip(problem.devices, self.rates, high, strict=True)
-                if n
-            ),
-            default=0.0,
-        )
-        each = sum((device.price_micro or 0) * n for device, n in zip(problem.devices, low, strict=True))
-        price = max(each * seconds, cheapest * self.total) / 1e6 / _SECONDS_PER_HOUR
-        return self.maker.goal.of(seconds, max(used, 1), price)
-
-    def _takes(self, kind: int, samples: int) -> float:
-        return self.launch[kind] + max(samples, self.least[kind]) / self.rates[kind]
-
-    def _compute_s(self, high: Counts) -> float:
-        """Return the least seconds in which some of so many devices make the whole step's work, by whole samples or ESTs."""
-        if high in self._compute:
-            return self._compute[high]
-        if self.name == "elastic-bsp":  # iterations of its own: nobody waits for a whole step
-            made = self.total / sum(rate * n for rate, n in zip(self.rates, high, strict=True))
-            self._compute[high] = made
-            return made
-        kinds = [kind for kind, n in enumerate(high) if n]
-
-        def enough(seconds: float) -> bool:
-            takes = sorted(((self._within(kind, seconds), high[kind]) for kind in kinds), reverse=True)
-            left, made = self.total, 0
-            for size, n in takes:
-                n = min(n, left)
-                made, left = made + size * n, left - n
-            return made >= self.total
-
-        low, top = 0.0, min(self._takes(kind, self.total) for kind in kinds)
-        for _ in range(44):
-            middle = (low + top) / 2
-            low, top = (low, middle) if enough(middle) else (middle, top)
-        self._compute[high] = low
-        return low
-
-    def _within(self, kind: int, seconds: float) -> int:
-        """Return how many samples or ESTs a device makes by then, rounded up where rounding might cost one."""
-        left = seconds - self.launch[kind]
-        if left < 0:
-            return 0
-        if self.rates[kind] == math.inf:
-            return self.total
-        most = int(min(left * self.rates[kind] * (1 + 1e-12) + 1e-9, self.total))
-        return most if most >= self.least[kind] else 0
+def _proof(gap: float) -> dict[str, object]:
+    """Return what a plan says of its proof."""
+    return {"status": "feasible" if gap > 1e-9 else "optimal", "gap": min(gap, _UNBOUNDED)}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ddltool.analyzers.deciding.candidates import STRATEGIES, Candidate, Candidates, Knowledge, Settings
+from ddltool.analyzers.deciding.candidates import STRATEGIES, Candidate, Candidates, Settings
 from ddltool.analyzers.deciding.goal import Goal, Missed
+from ddltool.analyzers.deciding.knowledge import Knowledge
 from ddltool.analyzers.deciding.words import explained, why_not
 from ddltool.analyzers.placement.problem import Problem
-from ddltool.decision import Decision, Layout, Objective, Option
+from ddltool.decision import Decision, Layout, Option
 from ddltool.errors import Infeasible, InputError
 from ddltool.job import Job
 from ddltool.plans import BucketSetting, Plan, PrefetchSetting
@@ -25,25 +26,23 @@ def decide(
     problem: Problem,
     knowledge: Knowledge,
     *,
-    objective: Objective = "fastest",
     settings: Settings | None = None,
     goal: Goal | None = None,
     only: str | None = None,
 ) -> Plan:
-    """Return the plan of the best strategy on the best devices for ``objective``, with the comparison in ``decision``.
+    """Return the plan of the best strategy on the best devices for the goal, with the comparison in ``decision``.
 
     ``fastest``: most progress per second, goodput where a noise scale is known, else throughput. ``cheapest``: the lowest
     price per sample. ``same-bits``: the fastest plan whose results do not depend on the number of devices. ``least-memory``:
     the least on the fullest device. ``fewest-devices``: what keeps the deadline or the throughput with fewest. What is not
     better by more than ``LEAST_GAIN`` and by more than the error of the compute times is a tie, and the simplest is taken;
-    asynchronous workers, whose updates may be stale, only from ``STALENESS_MARGIN`` on. ``goal``: limits beside the
-    objective; ``only``: one strategy.
+    asynchronous workers, whose updates may be stale, only from ``STALENESS_MARGIN`` on. ``only``: one strategy.
 
     Raises Infeasible when no strategy has a plan, InputError when the objective lacks a price, a model or a limit.
     """
     least = problem.min_throughput
     aim = replace(
-        goal or Goal(objective=objective),
+        goal or Goal(),
         step_samples=job.max_workers * job.batch_size,
         slowest_step_s=math.inf if least is None else problem.max_workers / float(least),
     )
@@ -88,8 +87,8 @@ def decide(
         options=options,
         left_out=left_out,
         words=[],
-        error=maker.error(picked.option.devices),
-        gain_error=maker.gain_error(picked.option, usual[name]),
+        error=knowledge.error(picked.option.devices),
+        gain_error=knowledge.gain_error(picked.option, usual[name]),
         too_close=[it.option.strategy for it in ranked if it is not picked and choice.unsure(it, picked)],
         layouts=_listed(picked, ranked),
         run=aim.run(picked.option),
@@ -151,7 +150,7 @@ class _Choice:
 
     def unsure(self, one: Candidate, other: Candidate) -> bool:
         """Return whether the error of the compute times is more than what lies between two."""
-        error = self.maker.gain_error(one.option, other.option)
+        error = self.maker.knowledge.gain_error(one.option, other.option)
         values = self.value(one.option), self.value(other.option)
         if not error or min(values) <= 0 or self.goal.objective in ("least-memory", "fewest-devices"):
             return False

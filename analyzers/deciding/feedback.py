@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ddltool.analyzers.goodput.observations import WARMUP_STEPS
+from ddltool.arrays import Floats
 from ddltool.errors import InputError
 from ddltool.stages import Tell, log_remark
+from ddltool.tables import demand, numbers
 from ddltool.telemetry import last_run, runs_of
 
 if TYPE_CHECKING:
     import pandas as pd
-    from numpy.typing import NDArray
 
 # The hook writes nanoseconds; a step that takes less was never made. Nor does one take thirty years.
 _SHORTEST_S, _LONGEST_S = 1e-9, 1e9
@@ -129,43 +130,35 @@ def _numbers(frame: pd.DataFrame, where: str) -> pd.DataFrame:
     for name in _NEEDED:
         if name not in frame.columns:
             raise InputError(where, f"has no column {name!r}", "give the telemetry.jsonl that the hook wrote")
-
-    def refuse(wrong: pd.Series[Any], name: str, text: str, remedy: str, *shown: pd.Series[Any]) -> None:
-        if wrong.any():
-            row = int(wrong.to_numpy().argmax())
-            values = [column.iloc[row] for column in shown]
-            raise InputError(f"{where}:line {row + 1}:{name}", text.format(*values), remedy)
-
-    numeric = [name for name in _NEEDED if name != "device"]
-    numbers: pd.DataFrame = frame[numeric].apply(pd.to_numeric, errors="coerce").astype(float).reset_index(drop=True)
-    for name in numeric:
-        possible = numbers[name].between(0, np.inf, inclusive="left")
-        refuse(~possible, name, "is {}", "it must be a number >= 0", frame[name])
-        if name not in _TIMES:
-            refuse(numbers[name] % 1 > 0, name, "is {:g}", "it must be a whole number", numbers[name])
+    made: dict[str, Any] = {}
     for name in filter(frame.columns.__contains__, _MOST):
-        # An agent's columns may be empty: NaN is not above anything.
-        values = pd.to_numeric(frame[name], errors="coerce")
-        unit, most = " s" if name in _TIMES else "", _MOST[name]
-        refuse(values > most, name, f"is {{:g}}{unit}, too large", f"it must be <= {most:g}{unit}", values)
-    rank, size, batch = (numbers[name] for name in ("rank", "world_size", "batch"))
-    refuse(rank >= size, "rank", "is {:g} of {:g} processes", "ranks count from 0", rank, size)
+        needed, unit = name in _NEEDED, " s" if name in _TIMES else ""
+        remedy = f"it must be <= {_MOST[name]:g}{unit}"
+        values = numbers(
+            frame,
+            name,
+            where,
+            most=_MOST[name],
+            whole=needed and not unit,
+            missing=not needed,
+            remedy=remedy,
+            unit="line",
+        )
+        made |= {name: values} if needed else {}
+    demand(made["rank"] < made["world_size"], made["rank"], "rank", where, "below the number of processes", unit="line")
     for name in ("step_s", "compute_s"):
-        instant = (batch > 0) & (numbers[name] < _SHORTEST_S)
         remedy = "a step takes at least 1 ns; the run did not measure"
-        refuse(instant, name, "is {:g} s for {:g} samples", remedy, numbers[name], batch)
-    numbers["device"] = frame["device"].astype(str).to_numpy()
-    numbers["passes"] = 1.0
+        demand((made["batch"] == 0) | (made[name] >= _SHORTEST_S), made[name], name, where, remedy, unit="line")
+    made |= {"device": frame["device"].astype(str).to_numpy(), "passes": 1.0}
     if "passes" in frame.columns:
-        passes = pd.to_numeric(frame["passes"], errors="coerce").fillna(1.0).clip(lower=1.0)
-        numbers["passes"] = passes.to_numpy(dtype=float)
+        made["passes"] = pd.to_numeric(frame["passes"]).fillna(1.0).clip(lower=1.0).to_numpy(dtype=float)
     if "run" in frame.columns:
-        numbers["run"] = frame["run"].to_numpy()
-    return numbers
+        made["run"] = frame["run"].to_numpy()
+    return pd.DataFrame(made)
 
 
-def _last(numbers: pd.DataFrame, where: str, tell: Tell) -> pd.DataFrame:
-    found = last_run(numbers, where, tell)
+def _last(rows: pd.DataFrame, where: str, tell: Tell) -> pd.DataFrame:
+    found = last_run(rows, where, tell)
     if not (found["batch"] > 0).any():
         raise InputError(where, "holds no step with samples", "let the job train for more steps")
     return found
@@ -176,13 +169,13 @@ def read_run(frame: pd.DataFrame, where: str, tell: Tell = log_remark) -> Run:
 
     Raises InputError for what :func:`check_rows` refuses.
     """
-    numbers = _numbers(frame, where)
-    steady = _steady(_last(numbers, where, tell))
+    every = _numbers(frame, where)
+    steady = _steady(_last(every, where, tell))
     if steady.empty:
         raise InputError(where, "holds no step with samples", "let the job train for more steps")
     per_step = steady.groupby("step")
     slowest = per_step["step_s"].max()
-    runs = [_steady(rows) for _, rows in numbers.groupby(runs_of(numbers))]
+    runs = [_steady(rows) for _, rows in every.groupby(runs_of(every))]
     alike = [rows.groupby("step")["step_s"].max() for rows in runs if _shape(rows) == _shape(steady)]
     return Run(
         world_size=int(steady["world_size"].iloc[-1]),
@@ -211,7 +204,7 @@ def _shape(steady: pd.DataFrame) -> list[list[Any]]:
     return found
 
 
-def _parts(values: pd.Series[float]) -> list[NDArray[np.float64]]:
+def _parts(values: pd.Series[float]) -> list[Floats]:
     return np.array_split(values.to_numpy(dtype=float), min(_PARTS, len(values)))
 
 

@@ -10,7 +10,7 @@ from ddltool.decision import Objective, Option, RunFigures
 from ddltool.errors import Infeasible
 from ddltool.units import show_hours, show_money
 
-_HOUR = 3600.0
+HOUR_S = 3600.0
 
 
 class Missed(Infeasible):
@@ -111,8 +111,8 @@ class Goal:
         if run is None:
             return
         used = f"by {option.strategy} on {' + '.join(f'{count} {name}' for name, count in option.devices.items())}"
-        if run.hours * _HOUR > self.deadline_s * (1 + 1e-9):
-            allowed = self.deadline_s / _HOUR
+        if run.hours * HOUR_S > self.deadline_s * (1 + 1e-9):
+            allowed = self.deadline_s / HOUR_S
             raise Missed(
                 f"deadline: the whole run takes {show_hours(run.hours)} {used}, {show_hours(allowed)} allowed",
                 run.hours / max(allowed, 1e-9),
@@ -129,7 +129,7 @@ class Goal:
         if dear is None or slow is None or dear.price is None or dear.price <= self.budget:
             return
         text = f"the fastest plan costs {show_money(dear.price)}, {show_money(self.budget)} allowed"
-        text += f"; the cheapest takes {show_hours(slow.hours)}, {show_hours(self.deadline_s / _HOUR)} allowed"
+        text += f"; the cheapest takes {show_hours(slow.hours)}, {show_hours(self.deadline_s / HOUR_S)} allowed"
         raise Missed(f"budget and deadline: no plan keeps both: {text}", dear.price / self.budget)
 
     def run(self, option: Option) -> RunFigures | None:
@@ -139,8 +139,8 @@ class Goal:
         devices = sum(option.devices.values())
         lost = self.lost(devices)
         steps = self.samples / (self.step_samples if option.step_samples is None else option.step_samples)
-        hours = steps * option.iteration_s * lost / _HOUR
-        ends = [None if end is None else steps * end * lost / _HOUR for end in (option.low_s, option.high_s)]
+        hours = steps * option.iteration_s * lost / HOUR_S
+        ends = [None if end is None else steps * end * lost / HOUR_S for end in (option.low_s, option.high_s)]
         failures, used = self.failures, option.devices
         watts = sum(self.power_w[name] * n for name, n in used.items()) if used.keys() <= self.power_w.keys() else None
         return RunFigures(
@@ -152,5 +152,5 @@ class Goal:
             price=None if option.price_per_sample is None else option.price_per_sample * self.samples * lost,
             energy_kwh=None if watts is None else hours * watts / 1000,
             checkpoint_interval_s=None if failures is None else failures.interval_s(devices),
-            failures=None if failures is None else hours * _HOUR * devices / failures.mtbf_s,
+            failures=None if failures is None else hours * HOUR_S * devices / failures.mtbf_s,
         )

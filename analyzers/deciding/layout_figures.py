@@ -8,11 +8,12 @@ communicate in every pass. Start at :class:`LayoutFigures`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, cast
 
 from ddltool.analyzers.balancing.minmax import DeviceCurves, Row, spread
+from ddltool.analyzers.balancing.plan import equal_rows
 from ddltool.analyzers.communication.collectives import best_cuts, bucket_setting, default_cuts, finish_s, plan_ddp
 from ddltool.analyzers.communication.fsdp import plan_fsdp, prefetch_setting
 from ddltool.analyzers.communication.program import Program, program_of
@@ -20,7 +21,6 @@ from ddltool.analyzers.costs.memory import Checkpointing, Keeps, Kind, Sharding
 from ddltool.analyzers.costs.model import CostModel
 from ddltool.analyzers.costs.nccl import Communicator, Fabric
 from ddltool.analyzers.costs.predict import Placement, Setting, WorkCurve, own_update_s, step_of, timed_step
-from ddltool.analyzers.deciding.search import Counts
 from ddltool.analyzers.placement.problem import Problem
 from ddltool.decision import Layout
 from ddltool.errors import Infeasible
@@ -28,6 +28,7 @@ from ddltool.graph import Graph
 from ddltool.plans import Assignment, BucketSetting, Plan, PrefetchSetting, Recomputed, ShardingSetting
 from ddltool.units import counted, show_bytes
 
+Worth = Callable[[Layout], bool]
 WAYS: tuple[Checkpointing, ...] = ("none", "selective", "full")
 # Of a bound by the time of one sample more: larger batches take a little less each.
 SURE = 0.9
@@ -58,9 +59,8 @@ class Found:
     sharding: Sharding
     how: str
     """Key of what is computed again."""
-    names: tuple[str, ...] = ()
     rows: tuple[Row, ...] = ()
-    """Samples by device, whose ``kind`` counts ``names``. Empty where it does not fit."""
+    """Samples by device, whose ``kind`` counts the layout's types. Empty where it does not fit."""
     slowest: str = ""
     """The type whose devices end last."""
 
@@ -160,7 +160,7 @@ class LayoutFigures:
 
         Its step leaves out what communication is not hidden: see ``Layout.step_s``.
         """
-        layout, names = found.layout, found.names
+        layout, names = found.layout, list(found.layout.devices)
         size = max(row.size for row in found.rows)
         keeps = self._kept(found.how, -(-size // layout.passes))
         rows = []
@@ -179,32 +179,18 @@ class LayoutFigures:
                 )
             )
         compute_s = layout.compute_s or 0.0
-        throughput = problem.max_workers / compute_s
         made = (
             sum(row.devices * row.local_batch_size / (row.compute_s or math.inf) for row in rows) / problem.batch_size
         )
-        return Plan(
-            job=problem.job,
-            strategy=strategy,
-            max_workers=problem.max_workers,
-            batch_size=problem.batch_size,
-            iteration_s=compute_s,
-            throughput=throughput,
-            assignments=rows,
-            est_count=0,
-            waste=max(0.0, made - throughput),
-            overload_factor=compute_s,
-            status="feasible",
-            gap=0.0,
-            solve_seconds=0.0,
-            sharding=ShardingSetting(
-                kind="ddp" if layout.sharding == "none" else layout.sharding,
-                replicate=layout.replicate,
-                shard=layout.shard,
-                checkpointing=[Recomputed(module=module, keeps=list(kept)) for module, kept in keeps.items()],
-                memory_bytes=layout.memory_bytes,
-            ),
+        sharding = ShardingSetting(
+            kind="ddp" if layout.sharding == "none" else layout.sharding,
+            replicate=layout.replicate,
+            shard=layout.shard,
+            checkpointing=[Recomputed(module=module, keeps=list(kept)) for module, kept in keeps.items()],
+            memory_bytes=layout.memory_bytes,
         )
+        waste = max(0.0, made - problem.max_workers / compute_s)
+        return problem.plan(strategy, compute_s, rows, waste=waste, status="feasible", sharding=sharding)
 
     def communication(self, found: Found) -> tuple[BucketSetting | None, PrefetchSetting | None]:
         """Return DDP's buckets or FSDP2's units and prefetch of a layout that fits, as far as its memory allows."""
@@ -237,20 +223,16 @@ class LayoutFigures:
         least, most = (self._step(name, samples, "none").program.compute_s for samples in sizes)
         return max(min((most - least) / (sizes[1] - sizes[0]), least / sizes[0]), 1e-12)
 
-    def _names(self, problem: Problem) -> Iterator[str]:
-        return (device.name for device in problem.devices)
-
     def _hows(self) -> Sequence[str]:
         return WAYS if self.work.ledger(1).blocks else WAYS[:1]
 
     def _found(
         self,
-        problem: Problem,
-        counts: Counts,
+        used: Mapping[str, int],
         sharding: Sharding,
         how: str,
         equal: bool,
-        worth: Callable[[Layout], bool],
+        worth: Worth = lambda _: True,
         least: int = 1,
         limit: float = math.inf,
     ) -> Found | None:
@@ -258,51 +240,35 @@ class LayoutFigures:
 
         ``limit``: of seconds a step, which what is surely above need not be traced for.
         """
-        names = list(self._names(problem))
-        used = {name: count for name, count in zip(names, counts, strict=True) if count}
-        most = {name: self._most(sharding, how, name, 2 * -(-self.total // sum(counts))) for name in used}
+        devices, best = sum(used.values()), None
+        most = {name: self._most(sharding, how, name, 2 * -(-self.total // devices)) for name in used}
         if min(most.values()) < 1:
             return self._lacking(used, sharding, how)
-        best: Found | None = None
         room = sum(count * most[name] for name, count in used.items())
         fewest = max(least, -(-self.total // room))
         if equal or len(used) == 1:
-            fewest = max(fewest, math.ceil(math.ceil(self.total / sum(counts)) / min(most.values())))
+            fewest = max(fewest, math.ceil(math.ceil(self.total / devices) / min(most.values())))
         for passes in dict.fromkeys((fewest, fewest + 1, 2 * fewest) if len(used) > 1 and not equal else (fewest,)):
-            rows = self._split(names, counts, most, how, passes, equal)
+            rows = self._split(used, most, how, passes, equal)
             if rows is None or min(row.size for row in rows) < passes:
                 continue
-            if limit < math.inf and self._least_s(names, used, sharding, how, passes, rows) > limit:
+            if limit < math.inf and self._least_s(used, sharding, how, passes, rows) > limit:
                 continue
-            made = self._costed(names, used, sharding, how, passes, rows, worth)
+            made = self._costed(used, sharding, how, passes, rows, worth)
             if made is not None and (best is None or (made.layout.step_s or 0) < (best.layout.step_s or 0)):
                 best = made
         return best
 
     def _split(
-        self, names: Sequence[str], counts: Counts, most: Mapping[str, int], how: str, passes: int, equal: bool
+        self, used: Mapping[str, int], most: Mapping[str, int], how: str, passes: int, equal: bool
     ) -> tuple[Row, ...] | None:
         """Return the samples of each device: equal, or so that all end together; None where they do not fit."""
-        if equal or sum(map(bool, counts)) == 1:
-            share, left = divmod(self.total, sum(counts))
-            rows = []
-            for kind, count in enumerate(counts):
-                more = min(left, count)
-                left -= more
-                sizes = ((more, share + 1), (count - more, share))
-                rows += [Row(kind=kind, devices=devices, size=size) for devices, size in sizes if devices]
-            return tuple(rows)
-        per_pass = max(2, -(-self.total // (sum(counts) * passes)))
-        launch, slope = [], []
-        for name, count in zip(names, counts, strict=True):
-            if not count:
-                launch.append(0.0)
-                slope.append(1.0)
-                continue
-            launched_s, sample_s = self._line(name, per_pass, how)
-            slope.append(sample_s)
-            launch.append(launched_s * passes)
-        limits = [passes * most.get(name, 0) for name in names]
+        counts = list(used.values())
+        if equal or len(used) == 1:
+            return tuple(equal_rows(dict(enumerate(counts)), self.total))
+        lines = [self._line(name, max(2, -(-self.total // (sum(counts) * passes))), how) for name in used]
+        launch, slope = [launched_s * passes for launched_s, _ in lines], [sample_s for _, sample_s in lines]
+        limits = [passes * most[name] for name in used]
         return spread(DeviceCurves.of(launch_s=launch, per_sample_s=slope, memory_limit=limits), counts, self.total)
 
     def _line(self, name: str, size: int, how: str) -> tuple[float, float]:
@@ -315,16 +281,10 @@ class LayoutFigures:
         return max(one - sample_s, 0.0), sample_s
 
     def _least_s(
-        self,
-        names: Sequence[str],
-        used: Mapping[str, int],
-        sharding: Sharding,
-        how: str,
-        passes: int,
-        rows: tuple[Row, ...],
+        self, used: Mapping[str, int], sharding: Sharding, how: str, passes: int, rows: tuple[Row, ...]
     ) -> float:
         """Return what a step hardly takes less than: the slowest's passes, and all gradients after the first of them."""
-        compute_s = 0.0
+        names, compute_s = list(used), 0.0
         for row in rows:
             size = -(-row.size // passes)
             launched_s, sample_s = self._line(names[row.kind], size, how)
@@ -338,15 +298,15 @@ class LayoutFigures:
 
     def _costed(
         self,
-        names: Sequence[str],
         used: Mapping[str, int],
         sharding: Sharding,
         how: str,
         passes: int,
         rows: tuple[Row, ...],
-        worth: Callable[[Layout], bool],
+        worth: Worth = lambda _: True,
     ) -> Found | None:
         """Return the layout with its figures; None where even its compute alone is not ``worth`` it."""
+        names = list(used)
         sizes = {names[row.kind]: max(it.size for it in rows if it.kind == row.kind) for row in rows}
         parts = {name: self._step(name, -(-size // passes), how) for name, size in sizes.items()}
         compute = {name: passes * part.program.compute_s + part.own_update_s(sharding) for name, part in parts.items()}
@@ -381,7 +341,7 @@ class LayoutFigures:
         # A type that waits for its host takes no less time for a smaller share, and on a slower host it may.
         host_bound = any(part.host_share > _HOST_NEAR for part in parts.values())
         made = layout(step, low_s=low, high_s=high, host_bound=host_bound)
-        return Found(layout=made, sharding=sharding, how=how, names=tuple(names), rows=rows, slowest=slowest)
+        return Found(layout=made, sharding=sharding, how=how, rows=rows, slowest=slowest)
 
     def _chosen(self, found: Found) -> Found | None:
         """Return a layout with the cheapest recomputation that its devices' memory allows; None where none is cheaper."""
@@ -400,9 +360,7 @@ class LayoutFigures:
             return None
         key = f"chosen {len(self._keeps)}"
         self._keeps[key] = made.keeps
-        better = self._costed(
-            found.names, layout.devices, found.sharding, key, layout.passes, found.rows, lambda _: True
-        )
+        better = self._costed(layout.devices, found.sharding, key, layout.passes, found.rows)
         if better is None or (better.layout.step_s or 0) >= (layout.step_s or 0) * (1 - 1e-6):
             return None
         fits = all(size <= self.kinds[each].usable_bytes for each, size in better.layout.memory_bytes.items())

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from ddltool.analyzers.costs.memory import Sharding
 from ddltool.analyzers.deciding.goal import Goal
 from ddltool.analyzers.deciding.layout_figures import GIB, SURE, Found, LayoutFigures, gib
-from ddltool.analyzers.deciding.search import Counts, best_devices
+from ddltool.analyzers.placement.device_search import best_devices
 from ddltool.analyzers.placement.problem import Problem
+from ddltool.analyzers.placement.steps import Counts
 from ddltool.decision import Layout, NothingFits
 from ddltool.errors import Infeasible
 from ddltool.units import show_bytes
@@ -74,7 +75,7 @@ class Layouts(LayoutFigures):
             raise Infeasible("what fits is slower or dearer than the job allows")
         picked = self._picked(problem, fitting, lacking, goal, equal)
         picked = self._settled(picked, fitting, goal)
-        counts = tuple(picked.layout.devices.get(name, 0) for name in self._names(problem))
+        counts = problem.counts(picked.layout.devices)
         beside = self._on(problem, counts, equal, goal)[0]
         rest = sorted((it for it in [*beside, *fitting] if it.layout != picked.layout), key=lambda it: value(it.layout))
         mine = set(map(id, beside))
@@ -100,9 +101,8 @@ class Layouts(LayoutFigures):
                 fitting.remove(picked)
                 layout = picked.layout.model_copy(update={"missing_bytes": lack, "step_s": None})
                 lacking.append(replace(picked, layout=layout))
-                counts = tuple(picked.layout.devices.get(name, 0) for name in self._names(problem))
                 more = picked.layout.passes + 1
-                again = self._found(problem, counts, picked.sharding, picked.how, equal, lambda _: True, more)
+                again = self._found(picked.layout.devices, picked.sharding, picked.how, equal, least=more)
                 if again is not None and not again.layout.missing_bytes:
                     fitting.append(again)
                 continue
@@ -137,15 +137,13 @@ class Layouts(LayoutFigures):
         Under a limit, without those that compute more again than what fits in one pass.
         """
         value, limit_s = self.value(goal), limit if goal.objective == "fastest" else math.inf
-        used = {name: count for name, count in zip(self._names(problem), counts, strict=True) if count}
+        used = problem.named(counts)
         fit, short = list[Found](), list[Found]()
         for sharding in self._shardings(counts, problem):
             if self._above(used, sharding, goal, limit):
                 continue
             for how in self._hows():
-                made = self._found(
-                    problem, counts, sharding, how, equal, lambda layout: value(layout) <= limit, limit=limit_s
-                )
+                made = self._found(used, sharding, how, equal, lambda layout: value(layout) <= limit, limit=limit_s)
                 if made is not None:
                     (short if made.layout.missing_bytes else fit).append(made)
                     if limit < math.inf and made.layout.passes == 1 and not made.layout.missing_bytes:
@@ -211,15 +209,16 @@ class Layouts(LayoutFigures):
             return 0.0
         size = -(-self.total // sum(device.count for device in problem.devices))
         rate, price, least, quickest, card = 0.0, 0.0, math.inf, math.inf, math.inf
-        leaves = sum(map(bool, low)) > 1
-        for name, fewest, most in zip(self._names(problem), low, high, strict=True):
-            if most:
-                each = 1 / self._sample_s(name, size)
-                quickest = min(quickest, 1 / each)
-                hourly, fabric = self.kinds[name].price_per_hour or 0.0, self.kinds[name].fabric
-                if fewest and (leaves or fewest > fabric.gpus_per_node):
-                    card = min(card, math.inf if fabric.measured else fabric.between.bytes_per_s)
-                rate, price, least = rate + most * each, price + fewest * hourly, min(least, hourly / each)
+        below = problem.named(low)
+        leaves = len(below) > 1
+        for name, most in problem.named(high).items():
+            fewest = below.get(name, 0)
+            each = 1 / self._sample_s(name, size)
+            quickest = min(quickest, 1 / each)
+            hourly, fabric = self.kinds[name].price_per_hour or 0.0, self.kinds[name].fabric
+            if fewest and (leaves or fewest > fabric.gpus_per_node):
+                card = min(card, math.inf if fabric.measured else fabric.between.bytes_per_s)
+            rate, price, least = rate + most * each, price + fewest * hourly, min(least, hourly / each)
         # Samples are whole: somebody takes the mean of them, rounded up.
         step_s = SURE * max(self.total / rate, quickest * math.ceil(self.total / min(sum(high), self.total)))
         step_s = max(step_s, SURE * self._exchanged_bytes(problem.devices[0].name) / card)
@@ -231,7 +230,7 @@ class Layouts(LayoutFigures):
         if n == 1:
             return [Sharding(kind="none")]
         used = [count for count in counts if count]
-        per_node = [self.kinds[name].fabric.gpus_per_node for name in self._names(problem)]
+        per_node = [self.kinds[device.name].fabric.gpus_per_node for device in problem.devices]
         common = math.gcd(*used)
         sizes = {2**power for power in range(1, n.bit_length())} | {*used, *per_node}
         kinds: list[Sharding] = [Sharding(kind="ddp")]

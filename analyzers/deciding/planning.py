@@ -218,7 +218,7 @@ def complete(made: Plan, job: Job, job_file: Path, given: Given) -> Plan:
     if graph is not None:
         fabrics = fabrics_of(job, job_file.parent, given)
         settings = {} if made.decision is not None else data_parallel(graph, made, fabrics)
-        made = made.model_copy(update={"parameters": ordered_parameters(graph), **settings})
+        made = made.model_copy(update={"parameters": parameters_of(graph), **settings})
     if given.compress is not None and made.world_size == 1:
         given.tell("note: --compress: the plan is for one device, which sends no gradients")
     elif given.compress is not None:
@@ -261,25 +261,20 @@ def _devices_per_node(job: Job, job_file: Path, made: Plan, given: Given) -> dic
     return found or None
 
 
-def ordered_parameters(graph: Graph) -> list[ParameterRecord]:
-    """Return the graph's parameters in the order in which they should travel: TAC's, or TIC's for an untimed graph."""
-    schedule = tac(graph) if graph.timed else tic(graph)
-    place = {graph.names[position]: int(position) for position in graph.of_kind(RECV)}
+def parameters_of(graph: Graph, *, ordered: bool = True) -> list[ParameterRecord]:
+    """Return the graph's parameters in the order in which they should travel: TAC's, or TIC's for an untimed graph.
+
+    Not ``ordered``: in the graph's own, for what is sharded travels block by block.
+    """
+    schedule = None if not ordered else tac(graph) if graph.timed else tic(graph)
+    place = {graph.names[position]: position for position in graph.of_kind(RECV).tolist()}
     return [
         ParameterRecord(
             name=graph.parameter[place[name]] or name,
             size_bytes=int(graph.size_bytes[place[name]]),
-            priority=schedule.priority[name],
+            priority=None if schedule is None else schedule.priority[name],
         )
-        for name in schedule.order
-    ]
-
-
-def plain_parameters(graph: Graph) -> list[ParameterRecord]:
-    """Return the graph's parameters in its own order: what is sharded travels block by block."""
-    return [
-        ParameterRecord(name=graph.parameter[place] or graph.names[place], size_bytes=int(graph.size_bytes[place]))
-        for place in graph.of_kind(RECV).tolist()
+        for name in (place if schedule is None else schedule.order)
     ]
 
 
@@ -334,8 +329,7 @@ def auto_plan(job: Job, job_file: Path, given: Given, only: str | None = None) -
     made = decide(job, from_job(job, capabilities), knowledge, goal=given.goal, settings=settings, only=only)
     if given.graph is None and isinstance(knowledge.communication, GraphCommunication):
         graph = knowledge.communication.graph
-        parameters = ordered_parameters(graph) if made.sharding is None else plain_parameters(graph)
-        made = made.model_copy(update={"parameters": parameters})
+        made = made.model_copy(update={"parameters": parameters_of(graph, ordered=made.sharding is None)})
     if settings.top_k > 1 and made.strategy != "est":
         given.tell(f"note: --top-k lists EST plans; the plan picked is {made.strategy}")
     return with_compute(made, capabilities)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ddltool.analyzers.balancing.plan import StepCurve
-from ddltool.analyzers.deciding.candidates import Knowledge
 from ddltool.analyzers.deciding.feedback import RankRun, Run
+from ddltool.analyzers.deciding.knowledge import Knowledge
 from ddltool.analyzers.goodput.throughput import ThroughputParams, sync_time_s
 
 # Of measured rates that are this many times off their prediction, the prediction of other types is off as well.

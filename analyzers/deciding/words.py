@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ddltool.analyzers.deciding.candidates import Knowledge
 from ddltool.analyzers.deciding.communication import FITTED, MEASURED
+from ddltool.analyzers.deciding.goal import HOUR_S
+from ddltool.analyzers.deciding.knowledge import Knowledge
 from ddltool.analyzers.placement.problem import Problem
 from ddltool.decision import Decision, Option, RunFigures
 from ddltool.job import Job
@@ -19,7 +20,6 @@ _STARVED = 0.5
 _SHOWN = 0.005
 # A gain below this is none.
 _WORTH_SAYING = 0.02
-_HOUR = 3600.0
 _BETTER = {
     "cheapest": ("cheaper per sample", "dearer per sample"),
     "least-memory": ("less memory", "more memory"),
@@ -155,7 +155,7 @@ def _run(run: RunFigures | None) -> str:
     text += "" if run.price is None else f" and costs {show_money(run.price)}"
     text += "" if run.energy_kwh is None else f", at most {run.energy_kwh:,.3g} kWh"
     if run.failures is not None and run.checkpoint_interval_s is not None:
-        every = show_hours(run.checkpoint_interval_s / _HOUR)
+        every = show_hours(run.checkpoint_interval_s / HOUR_S)
         text += f", with {run.failures:.2g} failures to expect and a checkpoint every {every} (Daly)"
     return f"{text}."
 
@@ -230,56 +230,48 @@ def _sure(
     rival: Option | None,
 ) -> tuple[str, str]:
     """Return how sure the answer is, and the command that would make it surer; empty: nothing is open."""
-    mixed = f"; {knowledge.remark}" if knowledge.remark else ""
-    if decision.error is None:
-        return (
-            "How sure: as sure as the capabilities in the job, which come without an error; profile and fit the devices, "
-            f"or give the telemetry of an earlier run, to know it{mixed}."
-        ), ""
+    mixed, measure, of_gain = f"; {knowledge.remark}" if knowledge.remark else "", "", decision.gain_error
     source = f" ({decision.error_source})" if decision.error_source else ""
-    known = f"known to within {decision.error:.0%}{source}"
-    apart = decision.error if decision.gain_error is None else decision.gain_error
+    known = "" if decision.error is None else f"known to within {decision.error:.0%}{source}"
+    apart = decision.error if of_gain is None else of_gain
     between = ""
-    if decision.gain_error and abs(gain) >= _SHOWN:
-        low, high = (1 + gain) / (1 + decision.gain_error), (1 + gain) * (1 + decision.gain_error)
+    if of_gain and abs(gain) >= _SHOWN:
+        low, high = (1 + gain) / (1 + of_gain), (1 + gain) * (1 + of_gain)
         ends = f"{low - 1:+.0%}", f"{high - 1:+.0%}"
         if low >= 2:
             ends = f"{low:.3g}", f"{high:.3g} times as fast"
         between = "" if ends[0] == ends[1] else f"; the gain lies between {ends[0]} and {ends[1]}"
-    if rival is not None:
-        name = _least_known({**rival.devices, **picked.devices}, knowledge.errors)
+    if decision.error is None or apart is None:
+        text = "as sure as the capabilities in the job, which come without an error; profile and fit the devices, "
+        text += f"or give the telemetry of an earlier run, to know it{mixed}"
+    elif rival is not None:
+        measure = _measure({**rival.devices, **picked.devices}, knowledge, job)
         mix = " + ".join(f"{count} {each}" for each, count in rival.devices.items())
         lead = value(rival) / value(picked) - 1 if value(picked) else 0.0
         text = f"a tie, so the simpler one: compute times are {known}, and {rival.strategy} on {mix} is {lead:+.0%} by them"
-        return f"How sure: {text}{between}{mixed}.", _measure(name, job)
-    if picked.devices == decision.baseline.devices and abs(gain) < _WORTH_SAYING:
-        return f"How sure: compute times are {known}; no other plan comes near enough to matter{mixed}.", ""
-    if abs(gain) <= apart and decision.gain_error != 0:
-        name = _least_known({**decision.baseline.devices, **picked.devices}, knowledge.errors)
-        return (
-            f"How sure: too close to call; compute times are {known}, more than the difference{between}{mixed}."
-        ), _measure(name, job)
-    if decision.gain_error == 0:
-        if picked.communication_s and abs(picked.compute_s / decision.baseline.compute_s - 1) < 0.0005:
-            return (
-                f"How sure: the gain is communication alone, whose error is not known; the devices' compute times, {known}, "
-                f"are the same in both: measure it with ddltool network{mixed}."
-            ), ""
-        return (
-            f"How sure: the devices are the same in both, so the error of their compute times ({decision.error:.0%}{source}) "
-            f"is no error of the gain{mixed}."
-        ), ""
-    if knowledge.remark:
-        said = f"less than its error says, compute times {known}: {knowledge.remark}{between}"
-        return f"How sure: {said}; measure all types before you rely on it.", ""
-    return f"How sure: compute times are {known}, less than the difference{between}.", ""
+        text += between + mixed
+    elif picked.devices == decision.baseline.devices and abs(gain) < _WORTH_SAYING:
+        text = f"compute times are {known}; no other plan comes near enough to matter{mixed}"
+    elif abs(gain) <= apart and of_gain != 0:
+        measure = _measure({**decision.baseline.devices, **picked.devices}, knowledge, job)
+        text = f"too close to call; compute times are {known}, more than the difference{between}{mixed}"
+    elif of_gain == 0 and picked.communication_s and abs(picked.compute_s / decision.baseline.compute_s - 1) < 0.0005:
+        text = f"the gain is communication alone, whose error is not known; the devices' compute times, {known}, "
+        text += f"are the same in both: measure it with ddltool network{mixed}"
+    elif of_gain == 0:
+        text = f"the devices are the same in both, so the error of their compute times ({decision.error:.0%}{source}) "
+        text += f"is no error of the gain{mixed}"
+    elif knowledge.remark:
+        text = f"less than its error says, compute times {known}: {knowledge.remark}{between}"
+        text += "; measure all types before you rely on it"
+    else:
+        text = f"compute times are {known}, less than the difference{between}"
+    return f"How sure: {text}.", measure
 
 
-def _least_known(devices: Mapping[str, int], errors: Mapping[str, float]) -> str:
-    return max(devices, key=lambda name: (errors.get(name, 0.0), name))
-
-
-def _measure(name: str, job: Job) -> str:
+def _measure(devices: Mapping[str, int], knowledge: Knowledge, job: Job) -> str:
+    """Return the command that measures the least known of some device types."""
+    name = max(devices, key=lambda name: (knowledge.errors.get(name, 0.0), name))
     sizes = ",".join(str(size) for size in sorted({max(1, job.batch_size // 2), job.batch_size, 2 * job.batch_size}))
     where = "" if name.lower().startswith(("cpu", "xeon", "epyc")) else " --device cuda"
     return f"ddltool profile {job.model or 'MODEL'} --batch-sizes {sizes}{where} --device-name {name} -o {name}.csv"

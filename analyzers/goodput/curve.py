@@ -17,10 +17,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import nnls
 from scipy.special import bdtr
 
+from ddltool.arrays import Floats
 from ddltool.results import DeviceCurve
 
 if TYPE_CHECKING:
@@ -69,12 +69,12 @@ def summarise(
     return found
 
 
-def _saturation(batches: NDArray[np.float64], times: NDArray[np.float64]) -> int:
+def _saturation(batches: Floats, times: Floats) -> int:
     speed = batches / times
     return int(batches[np.flatnonzero(speed >= SATURATED * speed.max())[0]])
 
 
-def _linear_part(batches: NDArray[np.float64], times: NDArray[np.float64]) -> tuple[int, float] | None:
+def _linear_part(batches: Floats, times: Floats) -> tuple[int, float] | None:
     """Return the first batch from which on one line holds all times, and the line's slope."""
     for first in range(len(batches) - 2):
         base, each = line(batches[first:], times[first:])
@@ -83,16 +83,14 @@ def _linear_part(batches: NDArray[np.float64], times: NDArray[np.float64]) -> tu
     return None
 
 
-def line(batches: NDArray[np.float64], values: NDArray[np.float64]) -> tuple[float, float]:
+def line(batches: Floats, values: Floats) -> tuple[float, float]:
     """Return intercept and slope, both >= 0, of the line with the least relative squared error; arrays of shape (n,)."""
     weighted = np.stack([np.ones_like(batches), batches], axis=1) / values[:, None]
     solution, _ = nnls(weighted, np.ones_like(values))
     return float(solution[0]), float(solution[1])
 
 
-def _memory_limit(
-    batches: NDArray[np.float64], memory: NDArray[np.float64] | None, limit_bytes: float | None
-) -> int | None:
+def _memory_limit(batches: Floats, memory: Floats | None, limit_bytes: float | None) -> int | None:
     if memory is None or limit_bytes is None or len(batches) < 2 or not (np.isfinite(memory) & (memory > 0)).all():
         return None
     base, each = line(batches, memory)
@@ -179,7 +177,7 @@ def dependence(samples: Sequence[float]) -> float:
     return min(_monotone_sum((alike + bias) / (1 + bias)), count)
 
 
-def _monotone_sum(alike: NDArray[np.float64]) -> float:
+def _monotone_sum(alike: Floats) -> float:
     """Return 1 + 2 sum of autocorrelations (n,) from lag 0 on by Geyer's rule, at least 1."""
     pairs = alike[: len(alike) // 2 * 2].reshape(-1, 2).sum(axis=1)
     positive = pairs[: int(np.argmax(pairs <= 0)) if (pairs <= 0).any() else None]

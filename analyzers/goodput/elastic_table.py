@@ -13,13 +13,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddltool.analyzers.goodput.lr_rules import GradientStatistics, rule
+from ddltool.arrays import Ints
 from ddltool.errors import InputError
 from ddltool.plans import ElasticSetting
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,19 +27,16 @@ from functools import lru_cache
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import least_squares
 from scipy.special import stdtrit
 
 from ddltool.analyzers.goodput.curve import line
 from ddltool.analyzers.goodput.observations import Observations, check
 from ddltool.analyzers.goodput.throughput import NAMES, ThroughputParams, iteration_time_s, log_times
+from ddltool.arrays import Flags, Floats, Ints
 from ddltool.errors import InputError, NotProven
 from ddltool.goodput_model import FitError
 
-Array = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Mask = NDArray[np.bool_]
 SLOPE_SPREAD = 0.05
 # How much an error of T_grad counts beside one of the step, by the number of configurations: all measured times alike when
 # they are few. When they are many the step speaks for itself and must not pay for how T_grad bends (chosen with the prior).
@@ -71,11 +68,11 @@ class FitResult:
     error: FitError
     fit_seconds: float
     undetermined: tuple[str, ...]
-    left_out: Mask = field(compare=False)
+    left_out: Flags = field(compare=False)
     """(n,) the rows that were left out of the fit."""
 
 
-def predict(params: ThroughputParams, rows: Observations) -> Array:
+def predict(params: ThroughputParams, rows: Observations) -> Floats:
     """Return the predicted step time of each row in seconds, shape (n,)."""
     at = (rows.num_nodes, rows.num_replicas, rows.local_batch_size, rows.accumulation_steps)
     return np.asarray(iteration_time_s(params, *at))
@@ -146,7 +143,7 @@ def refit(rows: Observations, before: ThroughputParams | None = None) -> Through
     return problem.params(point)
 
 
-def _quick_descent(problem: Problem, point: Array) -> Array:
+def _quick_descent(problem: Problem, point: Floats) -> Floats:
     """Return a point near the local minimum: Levenberg-Marquardt, clipped to the bounds."""
     places, damping = np.flatnonzero(problem.free), 1e-3
     errors, slopes = problem.residuals(point)
@@ -173,7 +170,7 @@ def _quick_descent(problem: Problem, point: Array) -> Array:
     return point
 
 
-def _scored_out(problem: Problem, point: Array) -> bool:
+def _scored_out(problem: Problem, point: Floats) -> bool:
     """Return whether the rows alone would leave a minimum with the prior, by what a Gauss-Newton step gains them."""
     pulls, problem.pulls = problem.pulls, np.zeros(2)
     errors, slopes = problem.residuals(point)
@@ -220,13 +217,13 @@ class Problem:
         self.free = np.array([True, *(bool(which.any()) for which in spoken)])
         self.low, self.high = self._bounds()
 
-    def _means(self, values: Array, weights: Array) -> tuple[Array, Array, float]:
+    def _means(self, values: Floats, weights: Floats) -> tuple[Floats, Floats, float]:
         """Return weighted means and sums of weights by configuration, and the weighted squares about the means."""
         total = np.bincount(self.member, weights).astype(np.float64)
         mean = np.bincount(self.member, weights * values) / np.where(total > 0, total, 1.0)
         return mean, total, float(weights @ (values - mean[self.member]) ** 2)
 
-    def _bounds(self) -> tuple[Array, Array]:
+    def _bounds(self) -> tuple[Floats, Floats]:
         times = np.append(self.log_step, self.log_grad[self.grads > 0])
         low, high = np.full(7, times.min() + np.log(_LEAST_SHARE)), np.full(7, self.log_step.max() + np.log(10.0))
         low[1] -= np.log(self.batch.max())
@@ -239,7 +236,7 @@ class Problem:
         """The number of different (nodes, replicas) of more than one replica."""
         return len(np.unique(np.stack([self.nodes, self.replicas])[:, self.shared], axis=1).T)
 
-    def start(self, gamma: float) -> Array:
+    def start(self, gamma: float) -> Floats:
         """Return a start from the data: a line through T_grad, synchronisation from what the step takes longer."""
         step = np.exp(self.log_step)
         grad = np.where(self.grads > 0, np.exp(self.log_grad), step / (self.passes + 1.0))
@@ -253,29 +250,29 @@ class Problem:
             values += [typical, 0.1 * typical]
         return self.point([*values, gamma])
 
-    def start_from(self, params: ThroughputParams) -> Array:
+    def start_from(self, params: ThroughputParams) -> Floats:
         """Return the point of given parameters. A zero has no logarithm and near it nothing moves: a small value instead."""
         known = np.array([getattr(params, name) for name in NAMES])
         return self.point(np.where(known > 0, known, np.exp(self.start(2.0)) * 1e-3))
 
-    def point(self, values: Array | list[float]) -> Array:
+    def point(self, values: Floats | list[float]) -> Floats:
         """Return the logarithms of seven values within the bounds, 0 where a parameter is not free."""
         return np.where(self.free, np.clip(np.log(values), self.low, self.high), 0.0)
 
-    def values(self, point: Array) -> Array:
+    def values(self, point: Floats) -> Floats:
         """Return the parameters at a point; those that are not free have their priors: 0, and 1 for gamma."""
-        made: Array = np.where(self.free, np.exp(point), 0.0)
+        made: Floats = np.where(self.free, np.exp(point), 0.0)
         made[GAMMA] = max(made[GAMMA], 1.0)
         return made
 
-    def params(self, point: Array) -> ThroughputParams:
+    def params(self, point: Floats) -> ThroughputParams:
         """Return the parameters at a point; a time at the lower bound is zero."""
         values = self.values(point)
         values[:GAMMA][point[:GAMMA] <= self.low[:GAMMA] + 0.01] = 0.0
         values[GAMMA] = min(values[GAMMA], 10.0)
         return ThroughputParams(**dict(zip(NAMES, values.tolist(), strict=True)))
 
-    def residuals(self, point: Array) -> tuple[Array, Array]:
+    def residuals(self, point: Floats) -> tuple[Floats, Floats]:
         """Return residuals (r,), whose squares sum to the loss, and their Jacobian (r, 7) by the logarithms."""
         values = self.values(point)
         log_grad, log_step, by_grad, by_step = log_times(values, self.nodes, self.replicas, self.batch, self.passes)
@@ -294,13 +291,13 @@ class Problem:
                 slopes.append(slope)
         return np.concatenate(errors), np.concatenate(slopes)
 
-    def step_errors(self, point: Array) -> Array:
+    def step_errors(self, point: Floats) -> Floats:
         """Return predicted less observed log step time of each row, shape (n,)."""
         log_step = log_times(self.values(point), self.nodes, self.replicas, self.batch, self.passes)[1]
-        made: Array = log_step[self.member] - np.log(self.rows.step_time_s)
+        made: Floats = log_step[self.member] - np.log(self.rows.step_time_s)
         return made
 
-    def scatter(self, point: Array) -> float | None:
+    def scatter(self, point: Floats) -> float | None:
         """Return the standard deviation of the rows' log step times about the model; None when they are too few to tell."""
         errors, freedom = self.step_errors(point), len(self.rows) - int(self.free.sum())
         return math.sqrt(float(errors @ errors) / freedom) if freedom >= 1 else None
@@ -317,7 +314,7 @@ class Problem:
         return math.sqrt(squares / freedom) if freedom >= 1 else math.inf, freedom
 
 
-def _distinct(keys: Array) -> tuple[Ints, Ints]:
+def _distinct(keys: Floats) -> tuple[Ints, Ints]:
     """Return the place of the first of each distinct column of keys (k, n), and (n,) which distinct one each column is."""
     order = np.lexsort(keys)
     fresh = np.concatenate([[True], (np.diff(keys[:, order]) != 0).any(axis=0)])
@@ -330,13 +327,13 @@ def _distinct(keys: Array) -> tuple[Ints, Ints]:
 class Descent:
     """Where a descent ended: the point, its loss, and whether no direction within the bounds leads further down."""
 
-    point: Array
+    point: Floats
     loss: float
     converged: bool
 
 
 def descend(
-    problem: Problem, start: Array, *, fixed: int | None = None, loss: Literal["linear", "soft_l1"] = "linear"
+    problem: Problem, start: Floats, *, fixed: int | None = None, loss: Literal["linear", "soft_l1"] = "linear"
 ) -> Descent:
     """Return the local minimum near ``start``, one parameter held when ``fixed`` is given."""
     moving = problem.free.copy()
@@ -348,15 +345,15 @@ def descend(
         return Descent(point=point, loss=float(errors @ errors), converged=True)
 
     @lru_cache(maxsize=2)  # the gradient is asked for where the errors were
-    def at(values: bytes) -> tuple[Array, Array]:
+    def at(values: bytes) -> tuple[Floats, Floats]:
         point[places] = np.frombuffer(values)
         errors, slopes = problem.residuals(point)
         return errors, slopes[:, places]
 
-    def errors_at(values: Array) -> Array:
+    def errors_at(values: Floats) -> Floats:
         return at(values.tobytes())[0]
 
-    def slopes_at(values: Array) -> Array:
+    def slopes_at(values: Floats) -> Floats:
         return at(values.tobytes())[1]
 
     found = least_squares(
@@ -406,7 +403,7 @@ def _with_prior(problem: Problem, free: Descent) -> Descent:
     return found
 
 
-def _excluded(problem: Problem, free: Descent, point: Array, place: int) -> bool:
+def _excluded(problem: Problem, free: Descent, point: Floats, place: int) -> bool:
     """Return whether the rows' own 90 % interval excludes a parameter's value: what uncertainty.py would find."""
     beside = free.point.copy()
     beside[place] = point[place]
@@ -417,7 +414,7 @@ def _excluded(problem: Problem, free: Descent, point: Array, place: int) -> bool
     return (least - free.loss) * len(problem.rows) > (float(stdtrit(max(freedom, 1.0), 0.95)) * error) ** 2
 
 
-def _outliers(rows: Observations, slope_spread: float, grad_weight: float | None) -> Mask:
+def _outliers(rows: Observations, slope_spread: float, grad_weight: float | None) -> Flags:
     """Return which rows to leave out, shape (n,): none when they are many or carry a parameter alone."""
     problem, none = Problem(rows, grad_weight=grad_weight, slope_spread=slope_spread), np.zeros(len(rows), dtype=bool)
     if len(rows) < max(FEWEST_ROWS, int(problem.free.sum()) + 1):

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddltool.analyzers.goodput.lr_rules import GradientStatistics
+from ddltool.arrays import Ints
 from ddltool.errors import InputError
 
 # Effective number of past observations: 1 / (1 - smoothing).
@@ -33,7 +33,7 @@ class NoiseTerms:
     var_per_sample: float
 
 
-def small_batch(batch_sizes: Sequence[int] | NDArray[np.int64]) -> float:
+def small_batch(batch_sizes: Sequence[int] | Ints) -> float:
     """Return B_small for gradients of unequal batches, their harmonic mean: the mean of ``S / B_i`` is ``S / B_small``.
 
     Raises InputError when there is none or one is below 1.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ddltool.arrays import Flags, Floats, Ints
 from ddltool.errors import InputError, did_you_mean
 from ddltool.profiles import LARGEST_COUNT, TIMES_S, check_profile
 from ddltool.tables import demand, numbers
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
     from ddltool.analyzers.oracle.kineto import TraceSteps
 
-Array = NDArray[np.float64]
 # The first steps after a start allocate, compile and fill caches; they are no steady state.
 WARMUP_STEPS = 3
 Kind = Literal["profile", "placements", "scalability", "telemetry"]
@@ -45,15 +45,15 @@ class Observations:
     of one pass. ``row`` counts from 1 in the table that the row came from, ``part`` tells which table that was.
     """
 
-    num_nodes: Array
-    num_replicas: Array
-    local_batch_size: Array
-    step_time_s: Array
-    grad_time_s: Array
-    accumulation_steps: Array = field(default_factory=lambda: np.zeros(0))
+    num_nodes: Floats
+    num_replicas: Floats
+    local_batch_size: Floats
+    step_time_s: Floats
+    grad_time_s: Floats
+    accumulation_steps: Floats = field(default_factory=lambda: np.zeros(0))
     device: NDArray[np.object_] = field(default_factory=lambda: np.zeros(0, dtype=object))
-    row: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    part: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    row: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    part: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     def __post_init__(self) -> None:
         """Fill in what most tables do not say: no accumulation, one device without a name, rows in order."""
@@ -71,7 +71,7 @@ class Observations:
     def __len__(self) -> int:
         return len(self.step_time_s)
 
-    def take(self, rows: NDArray[np.bool_] | NDArray[np.int64]) -> Observations:
+    def take(self, rows: Flags | Ints) -> Observations:
         """Return the rows that a mask (n,) or indices choose."""
         return Observations(**{f.name: getattr(self, f.name)[rows] for f in fields(Observations)})
 

@@ -21,7 +21,7 @@ from ddltool.analyzers.goodput.throughput import ThroughputParams, efficiency, i
 from ddltool.analyzers.goodput.tuning import BatchLimits, Frontier, frontier
 from ddltool.errors import Infeasible
 from ddltool.job import GoodputSection, Job
-from ddltool.plans import Assignment, ElasticSetting, GoodputChoice, Plan, ScalingRow
+from ddltool.plans import Assignment, GoodputChoice, Plan, ScalingRow
 
 PAYS_SHARE = 0.5
 BATCH = ("local_batch_size", "accumulation_steps", "total_batch_size")
@@ -34,41 +34,38 @@ def plan_goodput(job: Job, section: GoodputSection, models: Mapping[str, Through
     """
     started = time.perf_counter()
     initial = section.initial_batch_size or job.max_workers * job.batch_size
-    limits = BatchLimits(
-        initial_batch_size=initial,
-        max_batch_size=section.max_batch_size,
-        max_local_batch_size=section.max_local_batch_size,
-    )
     phi = math.inf if section.noise_scale is None else section.noise_scale
-    best: tuple[float, str, int, Frontier] | None = None
-    for offer in job.devices:
-        most = min(offer.count, job.constraints.max_devices or offer.count)
-        if job.constraints.max_price_per_hour is not None and offer.price_per_hour:
-            most = min(most, int(job.constraints.max_price_per_hour // offer.price_per_hour))
-        if offer.type not in models or most < 1:
-            continue
-        with suppress(Infeasible):
-            found = frontier(
-                models[offer.type],
-                most,
-                limits,
-                noise_scale=phi,
-                replicas_per_node=section.devices_per_node,
-                threshold=PAYS_SHARE,
-            )
-            place = int(found.tuned.goodput_per_s.argmax())
-            reached = float(found.tuned.goodput_per_s[place])
-            if best is None or reached > best[0]:
-                best = reached, offer.type, place, found
-    if best is None:
-        total = f"a total batch of {initial} to {limits.max_batch_size}"
-        raise Infeasible(f"no number of the offered devices allows {total}")
-    reached, device, place, found = best
-    choice = _choice(section, initial, phi, device, place, found)
+    device, place, found = _best(job, section, models, initial, phi)
+
+    def row(at: int) -> dict[str, Any]:
+        batch = {name: int(getattr(found.tuned, name)[at]) for name in BATCH}
+        speed = {"goodput_per_s": float(found.tuned.goodput_per_s[at]), "speedup": float(found.speedup[at])}
+        return {"num_replicas": int(found.num_replicas[at]), "num_nodes": int(found.num_nodes[at]), **batch, **speed}
+
+    chosen = row(place)
+    known = None if math.isinf(phi) else GradientStatistics.from_noise_scale(phi, initial)
+    choice = GoodputChoice(
+        device_type=device,
+        **chosen,
+        efficiency=float(efficiency(phi, chosen["total_batch_size"], initial)),
+        pays_until=found.pays_until,
+        pays_share=PAYS_SHARE,
+        scaling=[ScalingRow(**row(at)) for at in np.flatnonzero(found.efficient).tolist()],
+        elastic=elastic_table(
+            chosen["total_batch_size"],
+            range(1, len(found.num_replicas) + 1),
+            ElasticLimits(max_local_batch_size=section.max_local_batch_size),
+            epoch_samples=section.epoch_samples,
+            initial_batch_size=initial,
+            learning_rate=section.learning_rate,
+            rules=[name for name in rule_names() if name != "constant" and (known is not None or name != "adascale")],
+            statistics=known,
+        ),
+    )
     where = choice.num_nodes, choice.num_replicas, choice.local_batch_size, choice.accumulation_steps
     step_s = float(iteration_time_s(models[device], *where))
     local = choice.local_batch_size * (choice.accumulation_steps + 1)
-    row = Assignment(device_type=device, devices=choice.num_replicas, ests_per_device=0, local_batch_size=local)
+    assigned = Assignment(device_type=device, devices=choice.num_replicas, ests_per_device=0, local_batch_size=local)
     return Plan(
         job=job.name,
         strategy="goodput",
@@ -76,7 +73,7 @@ def plan_goodput(job: Job, section: GoodputSection, models: Mapping[str, Through
         batch_size=job.batch_size,
         iteration_s=step_s,
         throughput=choice.total_batch_size / step_s / job.batch_size,
-        assignments=[row],
+        assignments=[assigned],
         est_count=0,
         waste=0.0,
         overload_factor=step_s,
@@ -87,40 +84,26 @@ def plan_goodput(job: Job, section: GoodputSection, models: Mapping[str, Through
     )
 
 
-def _choice(
-    section: GoodputSection, initial: int, phi: float, device: str, place: int, found: Frontier
-) -> GoodputChoice:
-    """Return the record of the frontier's entry at ``place``, and of what other numbers of devices would do."""
-
-    def row(at: int) -> dict[str, Any]:
-        batch = {name: int(getattr(found.tuned, name)[at]) for name in BATCH}
-        speed = {"goodput_per_s": float(found.tuned.goodput_per_s[at]), "speedup": float(found.speedup[at])}
-        return {"num_replicas": int(found.num_replicas[at]), "num_nodes": int(found.num_nodes[at]), **batch, **speed}
-
-    chosen = row(place)
-    total = chosen["total_batch_size"]
-    return GoodputChoice(
-        device_type=device,
-        **chosen,
-        efficiency=float(efficiency(phi, total, initial)),
-        pays_until=found.pays_until,
-        pays_share=PAYS_SHARE,
-        scaling=[ScalingRow(**row(at)) for at in np.flatnonzero(found.efficient).tolist()],
-        elastic=_elastic(section, initial, phi, total, len(found.num_replicas)),
-    )
-
-
-def _elastic(section: GoodputSection, initial: int, phi: float, total: int, most: int) -> list[ElasticSetting]:
-    """Return what keeps the total batch on 1 to ``most`` devices."""
-    known = None if math.isinf(phi) else GradientStatistics.from_noise_scale(phi, initial)
-    rules = [name for name in rule_names() if name != "constant" and (known is not None or name != "adascale")]
-    return elastic_table(
-        total,
-        range(1, most + 1),
-        ElasticLimits(max_local_batch_size=section.max_local_batch_size),
-        epoch_samples=section.epoch_samples,
+def _best(
+    job: Job, section: GoodputSection, models: Mapping[str, ThroughputParams], initial: int, phi: float
+) -> tuple[str, int, Frontier]:
+    """Return the device type of highest goodput, the place of its best number of devices, and goodput over these."""
+    limits = BatchLimits(
         initial_batch_size=initial,
-        learning_rate=section.learning_rate,
-        rules=rules,
-        statistics=known,
+        max_batch_size=section.max_batch_size,
+        max_local_batch_size=section.max_local_batch_size,
     )
+    each, budget, found = section.devices_per_node, job.constraints.max_price_per_hour, []
+    for offer in job.devices:
+        most = min(offer.count, job.constraints.max_devices or offer.count)
+        if budget is not None and offer.price_per_hour:
+            most = min(most, int(budget // offer.price_per_hour))
+        if offer.type in models and most >= 1:
+            with suppress(Infeasible):
+                model, noise = models[offer.type], {"noise_scale": phi, "threshold": PAYS_SHARE}
+                made = frontier(model, most, limits, replicas_per_node=each, **noise)
+                found.append((offer.type, int(made.tuned.goodput_per_s.argmax()), made))
+    if not found:
+        total = f"a total batch of {initial} to {limits.max_batch_size}"
+        raise Infeasible(f"no number of the offered devices allows {total}")
+    return max(found, key=lambda best: float(best[2].tuned.goodput_per_s[best[1]]))

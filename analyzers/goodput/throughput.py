@@ -14,25 +14,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ddltool.arrays import Floats
 from ddltool.goodput_model import ThroughputParams as ThroughputParams
 
-Array = NDArray[np.float64]
 _TINY = 1e-300
 NAMES = tuple(ThroughputParams.model_fields)
 
 
-def _shaped(value: Array, *inputs: ArrayLike) -> Array | float:
+def _shaped(value: Floats, *inputs: ArrayLike) -> Floats | float:
     """Return a float when every input was a scalar."""
     return float(value) if all(np.ndim(item) == 0 for item in inputs) else value
 
 
-def grad_time_s(params: ThroughputParams, local_batch_size: ArrayLike) -> Array | float:
+def grad_time_s(params: ThroughputParams, local_batch_size: ArrayLike) -> Floats | float:
     """Return the time of one forward and backward pass over ``local_batch_size`` samples."""
     made = params.alpha_grad_s + params.beta_grad_s * np.asarray(local_batch_size, dtype=np.float64)
     return _shaped(made, local_batch_size)
 
 
-def sync_time_s(params: ThroughputParams, num_nodes: ArrayLike, num_replicas: ArrayLike) -> Array | float:
+def sync_time_s(params: ThroughputParams, num_nodes: ArrayLike, num_replicas: ArrayLike) -> Floats | float:
     """Return the time of one gradient synchronisation."""
     nodes, replicas = np.broadcast_arrays(np.asarray(num_nodes), np.asarray(num_replicas))
     more = np.maximum(replicas - 2, 0)
@@ -42,7 +42,7 @@ def sync_time_s(params: ThroughputParams, num_nodes: ArrayLike, num_replicas: Ar
     return _shaped(made, num_nodes, num_replicas)
 
 
-def overlapped(first: ArrayLike, second: ArrayLike, gamma: float) -> Array:
+def overlapped(first: ArrayLike, second: ArrayLike, gamma: float) -> Floats:
     """Return ``(first^gamma + second^gamma)^(1/gamma)`` for times >= 0, without overflow, exact when one is 0."""
     one, two = np.broadcast_arrays(np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64))
     with np.errstate(divide="ignore"):
@@ -56,7 +56,7 @@ def iteration_time_s(
     num_replicas: ArrayLike,
     local_batch_size: ArrayLike,
     accumulation_steps: ArrayLike = 0,
-) -> Array | float:
+) -> Floats | float:
     """Return the time of one step (optimizer update); ``accumulation_steps`` s = 0 means none."""
     grad = np.asarray(grad_time_s(params, local_batch_size))
     sync = np.asarray(sync_time_s(params, num_nodes, num_replicas))
@@ -70,14 +70,14 @@ def throughput_per_s(
     num_replicas: ArrayLike,
     local_batch_size: ArrayLike,
     accumulation_steps: ArrayLike = 0,
-) -> Array | float:
+) -> Floats | float:
     """Return samples per second: total batch ``K m (s + 1)`` over the step time."""
     total = np.asarray(num_replicas) * np.asarray(local_batch_size) * (np.asarray(accumulation_steps) + 1.0)
     step = iteration_time_s(params, num_nodes, num_replicas, local_batch_size, accumulation_steps)
     return _shaped(total / step, num_nodes, num_replicas, local_batch_size, accumulation_steps)
 
 
-def efficiency(noise_scale: ArrayLike, total_batch_size: ArrayLike, initial_batch_size: ArrayLike) -> Array | float:
+def efficiency(noise_scale: ArrayLike, total_batch_size: ArrayLike, initial_batch_size: ArrayLike) -> Floats | float:
     """Return the statistical efficiency ``(phi + M0) / (phi + M)`` (Pollux, Equation 7); phi in samples, may be infinite."""
     phi, total, first = (
         np.asarray(item, dtype=np.float64) for item in (noise_scale, total_batch_size, initial_batch_size)
@@ -96,7 +96,7 @@ def goodput_per_s(
     *,
     noise_scale: ArrayLike,
     initial_batch_size: ArrayLike,
-) -> Array | float:
+) -> Floats | float:
     """Return goodput: throughput times statistical efficiency, in useful samples per second."""
     total = np.asarray(num_replicas) * np.asarray(local_batch_size) * (np.asarray(accumulation_steps) + 1.0)
     speed = throughput_per_s(params, num_nodes, num_replicas, local_batch_size, accumulation_steps)
@@ -105,8 +105,8 @@ def goodput_per_s(
 
 
 def log_times(
-    values: Array, nodes: NDArray[Any], replicas: NDArray[Any], batch: NDArray[Any], passes: Array | float = 0.0
-) -> tuple[Array, Array, Array, Array]:
+    values: Floats, nodes: NDArray[Any], replicas: NDArray[Any], batch: NDArray[Any], passes: Floats | float = 0.0
+) -> tuple[Floats, Floats, Floats, Floats]:
     """Return log T_grad, log T_iter, both of shape (n,), and their Jacobians of shape (n, 7).
 
     ``values`` are the seven parameters in the order of :data:`NAMES`; ``nodes``,

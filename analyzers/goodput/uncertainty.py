@@ -20,18 +20,17 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.optimize import brentq
 from scipy.special import ndtri, stdtrit
 
 from ddltool.analyzers.goodput.fit import ASSUMED_ERROR, GAMMA, SLOPES, Descent, Problem, descend
 from ddltool.analyzers.goodput.observations import Observations
 from ddltool.analyzers.goodput.throughput import NAMES, ThroughputParams, log_times
+from ddltool.arrays import Floats, Ints
 from ddltool.errors import InputError
 from ddltool.goodput_model import ParameterInterval
 
-Array = NDArray[np.float64]
-Ints = NDArray[np.int64]
 _UNSEEN = {
     "beta_grad_s": "all rows have one local batch size",
     "alpha_sync_local_s": "no row has two or more replicas on one node",
@@ -169,7 +168,7 @@ class Suggestion:
     variance_before: float
     """Mean over the targets of the variance of the predicted log step time."""
     variance_after: float
-    reductions: Array
+    reductions: Floats
     """Fall of that variance by each candidate."""
 
 
@@ -239,7 +238,7 @@ def suggest_next(
     measured = np.stack(both, axis=1)
     spread = np.einsum("cri,ij,csj->crs", measured, covariance, measured) + error**2 * np.eye(2)
     gains = np.einsum("cri,ij,csj->crs", measured, weight, measured)
-    reductions: Array = np.einsum("crs,csr->c", np.linalg.inv(spread), gains)
+    reductions: Floats = np.einsum("crs,csr->c", np.linalg.inv(spread), gains)
     best = int(np.argmax(reductions))
     return Suggestion(
         num_nodes=int(candidates.num_nodes[best]),
@@ -251,7 +250,7 @@ def suggest_next(
     )
 
 
-def _plausible(params: ThroughputParams, rows: Observations) -> Array:
+def _plausible(params: ThroughputParams, rows: Observations) -> Floats:
     """Return the parameters, with a value that matters for each of which the rows cannot speak."""
     values = np.array([getattr(params, name) for name in NAMES])
     shared = rows.num_replicas > 1

@@ -15,7 +15,7 @@ from ddltool.analyzers.balancing.plan import StepCurve, checked_total, memory_li
 from ddltool.analyzers.communication.collectives import DEFAULT_CAP_MIB, Compression
 from ddltool.analyzers.costs.model import cost_model, estimate
 from ddltool.analyzers.costs.nccl import Fabric
-from ddltool.analyzers.deciding.candidates import Knowledge, Settings
+from ddltool.analyzers.deciding.candidates import Settings
 from ddltool.analyzers.deciding.communication import (
     Communication,
     FittedCommunication,
@@ -24,6 +24,7 @@ from ddltool.analyzers.deciding.communication import (
 )
 from ddltool.analyzers.deciding.feedback import Run, read_run
 from ddltool.analyzers.deciding.goal import Goal
+from ddltool.analyzers.deciding.knowledge import Knowledge
 from ddltool.analyzers.goodput.throughput import ThroughputParams
 from ddltool.analyzers.loading.fabrics import BANDWIDTH, between_nodes, own_link, tests_in
 from ddltool.analyzers.loading.sources import is_graph_file, is_onnx_file, load_graph, scan_source

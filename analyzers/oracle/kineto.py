@@ -27,14 +27,10 @@ from typing import IO, Any
 
 import ijson
 import numpy as np
-from numpy.typing import NDArray
 
+from ddltool.arrays import Flags, Floats, Indices, Ints, Places
 from ddltool.artifacts import opened
 from ddltool.errors import InputError, one_line
-
-Floats = NDArray[np.float64]
-Indices = NDArray[np.int32]
-Flags = NDArray[np.bool_]
 
 # Times that were cut to whole microseconds let a child stand out of its parent by as much.
 _OVERHANG_S = 1.0e-6
@@ -57,9 +53,7 @@ class Spans:
     """The spans of each depth that have a parent, shallowest first."""
 
     @classmethod
-    def build(
-        cls, key: Indices, thread: Indices, start_s: Floats, duration_s: Floats
-    ) -> tuple[Spans, NDArray[np.intp]]:
+    def build(cls, key: Indices, thread: Indices, start_s: Floats, duration_s: Floats) -> tuple[Spans, Places]:
         """Return the sorted spans, and the order that sorts other columns likewise. O(m log m)."""
         order = np.lexsort((-duration_s, start_s, thread))
         key, thread, start_s, duration_s = key[order], thread[order], start_s[order], duration_s[order]
@@ -122,19 +116,20 @@ def _nest(thread: Indices, start_s: Floats, end_s: Floats) -> tuple[Indices, Ind
     return parents, depths
 
 
-def busy_s(start_s: Floats, duration_s: Floats) -> float:
-    """Return the length of the union of intervals, seconds; shapes (k,) and (k,). O(k log k).
+def union(intervals: Floats) -> Floats:
+    """Return the union of intervals, start and end (2, n) seconds, as disjoint intervals (2, m) by time. O(n log n)."""
+    if not intervals.size:
+        return np.zeros((2, 0))
+    start, end = intervals[:2, np.argsort(intervals[0], kind="stable")]
+    reach = np.maximum.accumulate(end)
+    new = np.concatenate([[True], start[1:] > reach[:-1]])
+    return np.stack([start[new], np.append(reach[:-1][new[1:]], reach[-1])])
 
-    Overlapping intervals (several streams) count once.
-    """
-    if not len(start_s):
-        return 0.0
-    order = np.argsort(start_s, kind="stable")
-    start = start_s[order]
-    reach = np.maximum.accumulate(start + duration_s[order])
-    # Each interval adds what reaches beyond everything before it.
-    before = np.concatenate([start[:1], reach[:-1]])
-    return float(np.maximum(reach - np.maximum(start, before), 0.0).sum())
+
+def clipped(intervals: Floats, low: float, high: float) -> Floats:
+    """Return what of ordered, disjoint intervals (2, n) lies within a window."""
+    first, last = np.searchsorted(intervals[1], low, side="right"), np.searchsorted(intervals[0], high, side="left")
+    return np.clip(intervals[:, first:last], low, high)
 
 
 _WHAT = "a torch profiler trace: the JSON file of export_chrome_trace, plain or gzip"
@@ -308,7 +303,7 @@ def read_steps(path: str | Path) -> TraceSteps:
     for compute, communication in rows.busy(spans, steps.end_s):
         kinds = (compute, communication, np.concatenate([compute, communication], axis=1))
         for place, (start, length) in enumerate(kinds):
-            found[place] += _busy_within(start, length, steps.start_s, steps.until_s)
+            found[place] += busy_within(start, length, steps.start_s, steps.until_s)
     header = _header(path)
     name, size = header.get("deviceProperties.item.name"), header.get("distributedInfo.world_size")
     return TraceSteps(
@@ -354,7 +349,7 @@ def read_rank(path: str | Path) -> RankTrace:
     )
 
 
-def _launchers(rows: _Rows, spans: Spans, order: NDArray[np.intp]) -> Indices:
+def _launchers(rows: _Rows, spans: Spans, order: Places) -> Indices:
     """Return (k,) the innermost span that launched each GPU activity, -1 where none was recorded."""
     correlation, external = rows.table("activities")[4:6]
     identity, thread, time = rows.table("launches")
@@ -367,7 +362,7 @@ def _launchers(rows: _Rows, spans: Spans, order: NDArray[np.intp]) -> Indices:
     return found
 
 
-def _lookup(ids: Floats, asked: Floats) -> NDArray[np.int64]:
+def _lookup(ids: Floats, asked: Floats) -> Ints:
     """Return where each asked id stands in ``ids``, -1 where it does not."""
     if not len(ids):
         return np.full(len(asked), -1, dtype=np.int64)
@@ -381,17 +376,11 @@ def _sums(place: Indices, amount: Floats, size: int) -> Floats:
     return np.bincount(place, weights=amount, minlength=size).astype(np.float64)
 
 
-def _busy_within(start: Floats, duration: Floats, begin: Floats, end: Floats) -> Floats:
-    """Return (k,) the busy time inside each window [begin, end); the windows do not overlap. O(n log n + k)."""
-    order = np.argsort(start, kind="stable")
-    start, stop = start[order], (start + duration)[order]
-    reach = np.maximum.accumulate(stop) if len(stop) else stop
-    found = np.zeros(len(begin))
-    for window, (low, high) in enumerate(zip(begin.tolist(), end.tolist(), strict=True)):
-        first, last = np.searchsorted(reach, low, side="right"), np.searchsorted(start, high, side="left")
-        left = np.clip(start[first:last], low, high)
-        found[window] = busy_s(left, np.maximum(np.clip(stop[first:last], low, high) - left, 0.0))
-    return found
+def busy_within(start: Floats, duration: Floats, begin: Floats, end: Floats) -> Floats:
+    """Return (k,) the busy time inside each window [begin, end), overlapping intervals counted once. O(n log n + k)."""
+    busy = union(np.stack([start, start + duration]))
+    windows = zip(begin.tolist(), end.tolist(), strict=True)
+    return np.array([float(np.diff(clipped(busy, low, high), axis=0).sum()) for low, high in windows])
 
 
 class _Rows:
@@ -492,7 +481,7 @@ class _Rows:
         """Return (width, n) the columns of the n rows of one kind."""
         return np.frombuffer(self._rows[kind]).reshape(-1, self.WIDTH[kind]).T
 
-    def spans(self) -> tuple[Spans, NDArray[np.intp]]:
+    def spans(self) -> tuple[Spans, Places]:
         """Return the spans, nested, and the order that sorts other columns of spans likewise."""
         name, thread, _, start, duration = self.table("ranges")
         return Spans.build(name.astype(np.int32), thread.astype(np.int32), start * 1e-6, duration * 1e-6)

@@ -11,10 +11,10 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ddltool.analyzers.oracle.kineto import Flags, Floats, ProfilerTrace
+from ddltool.analyzers.oracle.kineto import ProfilerTrace
 from ddltool.analyzers.tracing.op_rules import normal_type
+from ddltool.arrays import Flags, Floats, Indices, Places
 from ddltool.errors import InputError
 from ddltool.graph import COMPUTE, Estimate, Graph
 
@@ -29,7 +29,6 @@ _OUTSIDE = (
 
 LEAST_MATCHED_TIME = 0.45
 """A trace in which less of the time is the graph's is of another model."""
-Rows = NDArray[np.intp]
 Names = tuple[str, ...]
 
 
@@ -146,7 +145,7 @@ def with_measured(fallback: Graph, durations: Floats, measured: Flags) -> Graph:
     return fallback.with_durations(made, marks)
 
 
-def _calls(graph: Graph, wanted: Rows, trace: ProfilerTrace) -> Rows:
+def _calls(graph: Graph, wanted: Places, trace: ProfilerTrace) -> Places:
     """Return the spans that may be ops of the graph, by start: the outermost of its types, in steps if there are any."""
     types = {normal_type(graph.op_type[op]) for op in wanted}
     fits = trace.is_operator & trace.marked(lambda name: normal_type(name) in types)
@@ -159,7 +158,7 @@ def _calls(graph: Graph, wanted: Rows, trace: ProfilerTrace) -> Rows:
 
 
 def _by_type(
-    graph: Graph, wanted: Rows, trace: ProfilerTrace, calls: Rows, durations: Floats
+    graph: Graph, wanted: Places, trace: ProfilerTrace, calls: Places, durations: Floats
 ) -> tuple[int, Names, Floats]:
     """Fill in times type by type, k-th op from k-th call of a step.
 
@@ -189,7 +188,7 @@ def _by_type(
     return trace.steps or int(step.max(initial=0)) + 1, tuple(inexact), agreement
 
 
-def _repetitions(ops: Rows, types: Rows) -> NDArray[np.int32]:
+def _repetitions(ops: Places, types: Places) -> Indices:
     """Return the repetition of each call, for a trace that marks no steps.
 
     There are as many as most types' counts say, where these are whole multiples of the graph's; a type that does not
@@ -206,7 +205,7 @@ def _repetitions(ops: Rows, types: Rows) -> NDArray[np.int32]:
     return found
 
 
-def _rest(trace: ProfilerTrace, taken: Rows, agreement: Floats) -> tuple[tuple[tuple[str, int, float], ...], float]:
+def _rest(trace: ProfilerTrace, taken: Places, agreement: Floats) -> tuple[tuple[tuple[str, int, float], ...], float]:
     """Return the operators that no op took with their calls and seconds, and the share of time that was taken.
 
     Of a composite call only what its taken parts leave is counted. Calls outside the steps are not. In a trace with

@@ -13,7 +13,8 @@ import numpy as np
 import pandas as pd
 
 from ddltool.analyzers.placement.problem import Problem, check_capability, exact
-from ddltool.analyzers.placement.steps import Ints, StepTable, deal, step_table, whole
+from ddltool.analyzers.placement.steps import StepTable, deal, step_table, whole
+from ddltool.arrays import Ints
 from ddltool.companion import CompanionDevice, CompanionMeta, CompanionPlan
 from ddltool.errors import InputError, did_you_mean
 

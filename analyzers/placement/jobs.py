@@ -25,17 +25,8 @@ from ortools.sat.python import cp_model
 
 from ddltool.analyzers.placement.est import limit_devices, run, solve_est, solver_for
 from ddltool.analyzers.placement.problem import DeviceType, Problem
-from ddltool.analyzers.placement.steps import (
-    Counts,
-    Floats,
-    Ints,
-    best_step,
-    counts_of,
-    evaluate,
-    plan_of,
-    reach,
-    step_table,
-)
+from ddltool.analyzers.placement.steps import Counts, best_step, counts_of, evaluate, plan_of, reach, step_table
+from ddltool.arrays import Floats, Ints
 from ddltool.errors import Infeasible, InputError, NotProven
 from ddltool.graph import natural_key
 from ddltool.job import LARGEST

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ddltool.errors import Infeasible, InputError, did_you_mean
 from ddltool.graph import COMPUTE, Graph, natural_key
 from ddltool.job import Constraints, DeviceOffer, Job
+from ddltool.plans import Assignment, Plan, Strategy
 
 if TYPE_CHECKING:  # read tables alone need it
     import pandas as pd
@@ -95,6 +96,41 @@ class Problem:
             and all(0 <= count <= device.count for device, count in zip(self.devices, counts, strict=True))
             and (self.max_price_micro is None or price <= self.max_price_micro)
             and not (self.single_type and sum(map(bool, counts)) > 1)
+        )
+
+    def named(self, counts: Sequence[int]) -> dict[str, int]:
+        """Return numbers of devices by type, those that are used."""
+        return {device.name: n for device, n in zip(self.devices, counts, strict=True) if n}
+
+    def counts(self, used: Mapping[str, int]) -> tuple[int, ...]:
+        """Return numbers of devices by type as one for each of the problem's types."""
+        return tuple(used.get(device.name, 0) for device in self.devices)
+
+    def spare(self, counts: Sequence[int]) -> dict[str, int]:
+        """Return how many of each type are left out of which the constraints would allow one more."""
+        return {
+            device.name: device.count - counts[kind]
+            for kind, device in enumerate(self.devices)
+            if self.allows([n + (kind == place) for place, n in enumerate(counts)])
+        }
+
+    def offering(self, counts: Sequence[int]) -> Problem:
+        """Return the problem with so many devices of each type offered; types without any stay."""
+        devices = tuple(replace(it, count=n) for it, n in zip(self.devices, counts, strict=True))
+        return replace(self, devices=devices)
+
+    def plan(self, strategy: Strategy, iteration_s: float, assignments: list[Assignment], **more: Any) -> Plan:
+        """Return a plan with a step of so many seconds; ``more``: what is not as in a proven plan without ESTs or waste."""
+        usual: dict[str, Any] = {"throughput": self.max_workers / iteration_s, "overload_factor": iteration_s}
+        usual |= {"est_count": 0, "waste": 0.0, "status": "optimal", "gap": 0.0, "solve_seconds": 0.0, **more}
+        return Plan(
+            job=self.job,
+            strategy=strategy,
+            max_workers=self.max_workers,
+            batch_size=self.batch_size,
+            iteration_s=iteration_s,
+            assignments=assignments,
+            **usual,
         )
 
     def filled(self, kinds: Iterable[int], limit: int, numbers: Sequence[int] | None = None) -> list[int]:

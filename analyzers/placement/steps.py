@@ -16,14 +16,12 @@ from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddltool.analyzers.placement.problem import Problem
+from ddltool.arrays import Floats, Ints
 from ddltool.errors import InputError
 from ddltool.plans import Alternative, Assignment, Plan
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 # How many devices of each type of a problem are used.
 Counts = tuple[int, ...]
 # A larger table takes seconds to make and gigabytes to keep.
@@ -257,8 +255,7 @@ def device_counts(plan: Plan | Alternative) -> dict[str, int]:
 
 def counts_of(problem: Problem, plan: Plan) -> Counts:
     """Return how many devices of each type of the problem a plan uses."""
-    used = device_counts(plan)
-    return tuple(used.get(device.name, 0) for device in problem.devices)
+    return problem.counts(device_counts(plan))
 
 
 def reach(problem: Problem, counts: Counts) -> Fraction:
@@ -298,16 +295,9 @@ def evaluate(problem: Problem, counts: Counts) -> Alternative:
 
 def plan_of(problem: Problem, made: Alternative, *, optimal: bool, gap: float, solve_seconds: float) -> Plan:
     """Return the est plan of figures that were evaluated."""
-    return Plan(
-        job=problem.job,
-        strategy="est",
-        max_workers=problem.max_workers,
-        batch_size=problem.batch_size,
-        **{name: getattr(made, name) for name in Alternative.model_fields},
-        status="optimal" if optimal else "feasible",
-        gap=gap,
-        solve_seconds=solve_seconds,
-    )
+    figures = {name: getattr(made, name) for name in Alternative.model_fields}
+    status = "optimal" if optimal else "feasible"
+    return problem.plan("est", **figures, status=status, gap=gap, solve_seconds=solve_seconds)
 
 
 def verify(problem: Problem, assignments: Sequence[Assignment]) -> Fraction:

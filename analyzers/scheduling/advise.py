@@ -16,17 +16,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.special import ndtri
 
 from ddltool.analyzers.goodput.tuning import BatchLimits, tune, tune_one
+from ddltool.arrays import Floats
 from ddltool.artifacts import load
 from ddltool.errors import InputError
 from ddltool.goodput_model import Goodput
 from ddltool.job_state import JobState
 from ddltool.simulation_results import AdviceResult, JobNow, ResizeOption
 
-Floats = NDArray[np.float64]
 # Quantiles at which the distributions are summed: the grid has 199 x 39 x at most 16 points.
 _REMAINING, _GAIN, _RESTARTS = 199, 39, 16
 _LARGEST = 1e15

@@ -15,15 +15,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, count_gpus
 from ddltool.analyzers.scheduling.job import SimulatedJob
 from ddltool.analyzers.scheduling.search import Choice, flat, pack, search
+from ddltool.arrays import Floats, Ints
 
-Floats = NDArray[np.float64]
 # Above this many binaries the integer program gives way to its relaxation.
 _MOST_BINARIES = 20_000
 # Up to this many options the integer program runs over all that could be best, not over the hulls alone.
@@ -45,11 +44,11 @@ class Assignment:
 class _Options:
     """All ``o`` options, by job: arrays (o,) of job, type, count and cost; the first of a job is nothing."""
 
-    job: NDArray[np.int64]
-    kind: NDArray[np.int64]
-    count: NDArray[np.int64]
+    job: Ints
+    kind: Ints
+    count: Ints
     cost: Floats
-    first: NDArray[np.int64]
+    first: Ints
 
 
 def assign(costs: Sequence[Sequence[Floats]], capacity: Sequence[int], *, exact: bool = True) -> Assignment:
@@ -125,7 +124,7 @@ def _hull(cost: Floats) -> list[int]:
     return made[1:]
 
 
-def _solved(options: _Options, room: Floats, exact: bool) -> tuple[NDArray[np.int64], float]:
+def _solved(options: _Options, room: Floats, exact: bool) -> tuple[Ints, float]:
     """Return each job's option (n,) by HiGHS, and a bound on the cost; jobs that a relaxation splits get the lesser count."""
     amount, jobs = len(options.job), len(options.first)
     columns = np.arange(amount)

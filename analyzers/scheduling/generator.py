@@ -13,14 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddltool.analyzers.scheduling.cluster import ClusterSpec, packed
 from ddltool.analyzers.scheduling.truth import Application
+from ddltool.arrays import Floats, Places
 from ddltool.errors import InputError, did_you_mean
 from ddltool.simulation_results import JobSpec
 
-Floats = NDArray[np.float64]
 SIZE_CLASSES: Mapping[str, float] = {"small": 1.0, "medium": 10.0, "large": 100.0, "xlarge": math.inf}
 """Upper ends in GPU-hours (Pollux, section 5.1; its xlarge ends at 1,000, here it is open)."""
 CLASS_SHARES: Mapping[str, float] = {"small": 0.72, "medium": 0.20, "large": 0.06, "xlarge": 0.02}
@@ -88,7 +87,7 @@ def size_class(gpu_hours: float) -> str:
     return next((name for name, end in SIZE_CLASSES.items() if gpu_hours < end), "xlarge")
 
 
-def class_indices(gpu_hours: Floats) -> NDArray[np.intp]:
+def class_indices(gpu_hours: Floats) -> Places:
     """Return for n total GPU times the index (n,) of their class in :data:`SIZE_CLASSES`."""
     return np.searchsorted(np.array(list(SIZE_CLASSES.values())[:-1]), gpu_hours, side="right")
 
@@ -122,7 +121,7 @@ def generate(pattern: Pattern, templates: Sequence[Template] = POLLUX) -> list[J
 
 
 def make_specs(
-    times: Floats, kinds: NDArray[np.intp], templates: Sequence[Template], chance: np.random.Generator, prefix: str
+    times: Floats, kinds: Places, templates: Sequence[Template], chance: np.random.Generator, prefix: str
 ) -> list[JobSpec]:
     """Return n jobs of ``templates[kinds]`` (n,) submitted at ``times`` (n,) s; requests drawn evenly per template."""
     counts = np.array([len(template.requests) for template in templates])

@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from ddltool.analyzers.goodput.observations import split_placements
 from ddltool.analyzers.scheduling.cluster import KINDS, ClusterSpec, NodeEvent
@@ -46,6 +45,7 @@ from ddltool.analyzers.scheduling.truth import (
     assumptions,
     fitted_application,
 )
+from ddltool.arrays import Floats
 from ddltool.artifacts import load, opened, read_text
 from ddltool.errors import InputError, did_you_mean
 from ddltool.goodput_model import Goodput
@@ -53,7 +53,6 @@ from ddltool.job import Cluster
 from ddltool.simulation_results import JobSpec, WorkloadResult
 from ddltool.tables import demand, demand_distinct_jobs, numbers, read_columns, read_table, texts
 
-Floats = NDArray[np.float64]
 WORKLOAD = ("name", "time", "application", "num_replicas", "batch_size")
 _EVENTS = ("time", "node", "event")
 _PLACEMENTS = ("placement", "local_bsz", "step_time", "sync_time")

@@ -16,7 +16,6 @@ from enum import Enum
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddltool.analyzers.goodput.fit import predict, refit
 from ddltool.analyzers.goodput.observations import Observations
@@ -24,11 +23,11 @@ from ddltool.analyzers.goodput.tuning import BatchLimits, Tuned, tune
 from ddltool.analyzers.placement.proposals import best_throughput
 from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, count_gpus, packed
 from ddltool.analyzers.scheduling.truth import Application
+from ddltool.arrays import Floats
 from ddltool.errors import InputError
 from ddltool.goodput_model import ThroughputParams
 from ddltool.simulation_results import JobSpec
 
-Floats = NDArray[np.float64]
 _EPSILON = 1e-8
 # A model is fitted anew when a new (nodes, replicas) was seen or the rows have grown by this share: more say little more.
 _GROWTH = 0.25

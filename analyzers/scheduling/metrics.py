@@ -6,17 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddltool.analyzers.scheduling.cluster import ClusterSpec, packed
 from ddltool.analyzers.scheduling.generator import POLLUX, SIZE_CLASSES, size_class
 from ddltool.analyzers.scheduling.job import JobResult
 from ddltool.analyzers.scheduling.simulator import SimulationResult
 from ddltool.analyzers.scheduling.truth import Application
+from ddltool.arrays import Floats, Places
 from ddltool.errors import InputError, did_you_mean
 from ddltool.simulation_results import ClassFigures, Fairness, PolicyRecord, ReplayCost, ReplayedJob, UsageRecord
 
-Floats = NDArray[np.float64]
 _MOST_PRICE = 1e6
 _BLOCK = 256
 
@@ -204,9 +203,7 @@ def _by_class(
     return {name: _figures(result.jobs, at, jct, queueing, fairness) for name, at in rows.items() if len(at)}
 
 
-def _figures(
-    jobs: Sequence[JobResult], rows: NDArray[np.intp], jct: Floats, queueing: Floats, fairness: Floats
-) -> ClassFigures:
+def _figures(jobs: Sequence[JobResult], rows: Places, jct: Floats, queueing: Floats, fairness: Floats) -> ClassFigures:
     """Return the figures of the jobs at ``rows``; the other arrays are (n,)."""
     return ClassFigures(
         jobs=len(rows),

@@ -11,14 +11,14 @@ and no accuracy is said. What is compared is how the scheduler serves that patte
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, replace
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, Failures
-from ddltool.analyzers.scheduling.inputs import FittedModel, Truth, read_cluster, read_jobs, read_templates, read_truth
+from ddltool.analyzers.scheduling.inputs import FittedModel, read_cluster, read_jobs, read_templates, read_truth
 from ddltool.analyzers.scheduling.job import SimulatedJob
 from ddltool.analyzers.scheduling.metrics import IsolatedTimes, check_prices, summarize
 from ddltool.analyzers.scheduling.policies import policies
@@ -40,8 +40,24 @@ from ddltool.stages import Stage, Tell, log_remark, quietly
 
 OnRound = Callable[[int, float], None]
 """What may be called each round: with the finished jobs and the simulated seconds."""
-Watch = Callable[[str], AbstractContextManager[OnRound | None]]
-"""Given a policy's name: what surrounds its replay, and yields what is called each round."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """What replays share; ``models``: fitted ones in place of traces; ``prices``: per GPU hour, by type."""
+
+    cluster: Path
+    traces: Sequence[Path]
+    options: Options
+    models: Sequence[FittedModel] = ()
+    prices: Mapping[str, float] | None = None
+    power: float = -1.0
+
+    def resolved(self) -> Setup:
+        """Return the setup with whole paths, which mean the same wherever it is replayed."""
+        models = tuple(replace(model, file=model.file.resolve()) for model in self.models)
+        traces = tuple(folder.resolve() for folder in self.traces)
+        return replace(self, cluster=self.cluster.resolve(), traces=traces, models=models)
 
 
 class Replay(NamedTuple):
@@ -52,11 +68,6 @@ class Replay(NamedTuple):
     summary: PolicyRecord
 
 
-def unwatched(_policy: str) -> AbstractContextManager[OnRound | None]:
-    """Show nothing of a replay."""
-    return nullcontext()
-
-
 def replays(
     jobs: Sequence[JobSpec],
     applications: dict[str, Application],
@@ -65,7 +76,7 @@ def replays(
     options: Options,
     *,
     prices: Mapping[str, float] | None = None,
-    watch: Watch = unwatched,
+    stage: Stage = quietly,
 ) -> Iterator[Replay]:
     """Yield the jobs under every policy, each as soon as it is there.
 
@@ -76,42 +87,19 @@ def replays(
     for make in makers.values():
         check_runs(jobs, applications, cluster, make())
     for policy, make in makers.items():
-        with watch(policy) as on_round:
+        with _watched(policy, stage, len(jobs)) as on_round:
             result = play(jobs, applications, cluster, make(), options, on_round=on_round)
             summary = summarize(result, isolated, options.restart_delay_s, prices=prices)
         yield Replay(policy, result, summary)
 
 
-def simulation(
-    workload: str,
-    remark: str,
-    truth: Truth,
-    cluster: ClusterSpec,
-    found: Sequence[Replay],
-    options: Options,
-    seed: int,
-    prices: Mapping[str, float] | None,
-) -> SimulationDocument:
-    """Return the record of one workload under all policies; ``remark`` says how a cluster's trace became one."""
-    lost = options.failures
-    more: dict[str, Any] = {
-        "failures": lost and ReplayFailures(**{**asdict(lost), "events": len(lost.events)}),
-        "prices_per_gpu_hour": None if prices is None else dict(prices),
-        "assumptions": list(truth.assumed) or None,
-        "conversion": remark or None,
-    }
-    return SimulationDocument(
-        workload=workload,
-        jobs=len(found[0].result.jobs),
-        gpus=cluster.total_gpus,
-        interval_s=options.interval_s,
-        restart_delay_s=options.restart_delay_s,
-        interference=options.interference,
-        seed=seed,
-        truth=truth.source,
-        **{name: value for name, value in more.items() if value is not None},
-        policies={each.policy: each.summary for each in found},
-    )
+@contextmanager
+def _watched(title: str, stage: Stage, jobs: int) -> Iterator[OnRound]:
+    """Show how far a replay of ``jobs`` jobs is."""
+    with stage(title, jobs) as advance:
+        yield lambda finished, now_s: advance(
+            finished, f"{finished} of {jobs} jobs, {now_s / 3600:,.1f} simulated hours"
+        )
 
 
 class AsProposed:
@@ -176,7 +164,7 @@ def search_trials(
     options: Options,
     *,
     local_batch_sizes: Sequence[int] = (),
-    watch: Watch = unwatched,
+    stage: Stage = quietly,
 ) -> SearchResult:
     """Return the baseline and each policy on the same search.
 
@@ -186,7 +174,7 @@ def search_trials(
     asked = [(f"fixed-{size}", search.model_copy(update={"local_batch_size": size}), None) for size in sizes]
     found: dict[str, SearchFigures] = {}
     for name, one, make in [*asked, *((name, search, make) for name, make in policies.items())]:
-        with watch(name) as on_round:
+        with _watched(name, stage, search.trials) as on_round:
             jobs = run_search(one, applications, cluster, make() if make else None, options, on_round).jobs
         found[name] = SearchFigures(
             avg_jct_s=sum(job.jct_s for job in jobs) / len(jobs),
@@ -234,49 +222,46 @@ def simulate(
     if prices is not None:
         check_prices(dict(prices), machines, "prices")
     folders = [Path(one) for one in ([traces] if isinstance(traces, (str, Path)) else traces)]
-    return study(
-        Path(workload),
-        machines,
-        makers,
-        options,
-        folders=folders,
-        models=models,
-        prices=prices,
-        seed=seed,
-        tell=tell,
-        stage=stage,
-    )
+    setup = Setup(cluster=Path(cluster), traces=folders, options=options, models=models, prices=prices)
+    return study(Path(workload), machines, makers, setup, seed=seed, tell=tell, stage=stage)
 
 
 def study(
     workload: Path,
     machines: ClusterSpec,
     makers: Mapping[str, Callable[[], Policy]],
-    options: Options,
+    setup: Setup,
     *,
-    folders: Sequence[Path],
-    models: Sequence[FittedModel],
-    prices: Mapping[str, float] | None,
     seed: int,
     tell: Tell = log_remark,
     stage: Stage = quietly,
 ) -> SimulationDocument:
     """Return the record of a workload, or of all jobs of a cluster's trace, under policies."""
     with stage(f"reading {workload.name}"):
-        drawn_from = partial(read_templates, folders, machines)
+        drawn_from = partial(read_templates, setup.traces, machines)
         specs, remark = read_jobs(workload, drawn_from, jobs=None, hours=None, seed=seed)
-        truth = read_truth(specs, folders, models)
+        truth = read_truth(specs, setup.traces, setup.models)
     for text in filter(None, [remark, *truth.assumed]):
         tell(text)
-    watch = partial(watched, stage=stage, jobs=len(specs))
-    done = list(replays(specs, truth.applications, machines, makers, options, prices=prices, watch=watch))
-    return simulation(str(workload), remark, truth, machines, done, options, seed, prices)
-
-
-@contextmanager
-def watched(title: str, *, stage: Stage, jobs: int) -> Iterator[OnRound]:
-    """Show how far a replay of ``jobs`` jobs is."""
-    with stage(title, jobs) as advance:
-        yield lambda finished, now_s: advance(
-            finished, f"{finished} of {jobs} jobs, {now_s / 3600:,.1f} simulated hours"
-        )
+    options, prices = setup.options, setup.prices
+    done = replays(specs, truth.applications, machines, makers, options, prices=prices, stage=stage)
+    found = {each.policy: each.summary for each in done}
+    lost = options.failures
+    more: dict[str, Any] = {
+        "failures": lost and ReplayFailures(**{**asdict(lost), "events": len(lost.events)}),
+        "prices_per_gpu_hour": None if prices is None else dict(prices),
+        "assumptions": list(truth.assumed) or None,
+        "conversion": remark or None,
+    }
+    return SimulationDocument(
+        workload=str(workload),
+        jobs=len(specs),
+        gpus=machines.total_gpus,
+        interval_s=options.interval_s,
+        restart_delay_s=options.restart_delay_s,
+        interference=options.interference,
+        seed=seed,
+        truth=truth.source,
+        **{name: value for name, value in more.items() if value is not None},
+        policies=found,
+    )

@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddltool.analyzers.scheduling.cluster import Allocation, count_gpus
+from ddltool.arrays import Floats, Places
 
-Floats = NDArray[np.float64]
 # A gain below this share of the cost is rounding.
 _GAIN = 1e-9
 # Jobs that fell short of their count that one pass of local search looks at, and its passes.
@@ -54,7 +53,7 @@ def choose_counts(costs: Sequence[Floats], gpus: int) -> tuple[list[int], float]
     Exact: dynamic programming over jobs and GPUs, O(n gpus max_k).
     """
     best, every = np.zeros(gpus + 1), np.arange(gpus + 1)
-    picks: list[NDArray[np.intp]] = []
+    picks: list[Places] = []
     for cost in costs:
         kept = cost[: gpus + 1]
         padded = np.concatenate([np.full(len(kept) - 1, np.inf), best])

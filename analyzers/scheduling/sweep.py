@@ -26,7 +26,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from importlib import import_module
 from multiprocessing import get_context
@@ -37,15 +37,14 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pandas as pd
 from filelock import FileLock, Timeout
-from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 from ddltool.analyzers.scheduling.cluster import ClusterSpec
 from ddltool.analyzers.scheduling.inputs import FittedModel, read_cluster, read_truth, read_workload
 from ddltool.analyzers.scheduling.policies import policies as policies_of
-from ddltool.analyzers.scheduling.replay import Replay, replays
-from ddltool.analyzers.scheduling.simulator import Options
+from ddltool.analyzers.scheduling.replay import Replay, Setup, replays
 from ddltool.analyzers.scheduling.truth import Application
+from ddltool.arrays import Floats
 from ddltool.artifacts import check_writable, load, read_text, save, write_text
 from ddltool.errors import InputError, MissingExtra, did_you_mean, one_line
 from ddltool.simulation_results import (
@@ -65,24 +64,6 @@ _MOST_CELLS = 1_000_000
 # Settings that hold one value per file or application: a file of other ones may be taken up, not of changed ones.
 _BY_NAME = ("workloads", "traces", "assumptions")
 _PATIENCE_S = 0.5
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Setup:
-    """What all cells share; ``models``: fitted ones in place of traces; ``prices``: per GPU hour, by type."""
-
-    cluster: Path
-    traces: Sequence[Path]
-    options: Options
-    models: Sequence[FittedModel] = ()
-    prices: Mapping[str, float] | None = None
-    power: float = -1.0
-
-    def resolved(self) -> Setup:
-        """Return the setup with whole paths, which mean the same wherever a cell is replayed."""
-        models = tuple(replace(model, file=model.file.resolve()) for model in self.models)
-        traces = tuple(folder.resolve() for folder in self.traces)
-        return replace(self, cluster=self.cluster.resolve(), traces=traces, models=models)
 
 
 Key = tuple[str, str, int]
@@ -418,7 +399,6 @@ def sole_writer(output: Path | None) -> Iterator[None]:
         lock.release()
 
 
-Floats = NDArray[np.float64]
 MEASURES = ("avg_jct_s", "p99_jct_s", "worst_fairness", "makespan_s", "gpu_seconds", "cost")
 """What is compared, the cost where every replay has one above 0; less is better for all of them."""
 

@@ -20,12 +20,11 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddltool.analyzers.goodput.throughput import ThroughputParams, grad_time_s, iteration_time_s
+from ddltool.arrays import Floats
 from ddltool.errors import InputError, did_you_mean
 
-Floats = NDArray[np.float64]
 Placement = tuple[int, ...]
 Curve = tuple[Floats, Floats]
 ANY_TYPE = "*"

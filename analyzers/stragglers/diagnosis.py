@@ -13,15 +13,14 @@ from typing import Literal
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from ddltool.analyzers.balancing.replay import default_warm_up
 from ddltool.analyzers.stragglers.ranks import COMPUTE, RankSteps
+from ddltool.arrays import Flags, Floats
 from ddltool.results import Drawn, RankSplit, StragglerFinding, StragglersResult
 from ddltool.telemetry import TelemetryRow
 from ddltool.units import show_seconds
 
-Floats = NDArray[np.float64]
 Pattern = Literal["persistent", "periodic", "transient"]
 LEAST_GAIN = 0.05
 """Share of the run that a rank must cost before it is named."""
@@ -216,14 +215,14 @@ def _surely(gains: Floats, row: int, step: Floats) -> float:
     return float(np.quantile(more / step[drawn].sum(axis=1), 1 - SURE))
 
 
-def _onset(slow: NDArray[np.bool_]) -> int:
+def _onset(slow: Flags) -> int:
     """Return the step from which most are slow: the first slow one from which on the share of slow ones is largest."""
     first = np.flatnonzero(slow)
     score = [slow[at:].mean() * np.sqrt(slow[at:].sum()) for at in first]
     return int(first[int(np.argmax(score))])
 
 
-def _pattern(slow: NDArray[np.bool_], since: int) -> tuple[Pattern, int | None]:
+def _pattern(slow: Flags, since: int) -> tuple[Pattern, int | None]:
     places = np.flatnonzero(slow)
     if slow[since:].mean() >= _PERSISTENT and slow[since:].sum() >= _FEWEST_STEPS:
         return "persistent", None
@@ -237,7 +236,7 @@ def _kind(
     run: RankSteps,
     row: int,
     excess: Floats,
-    slow: NDArray[np.bool_],
+    slow: Flags,
     pattern: str,
     part: str,
 ) -> str:

@@ -21,13 +21,12 @@ from typing import Any
 import networkx as nx
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
+from ddltool.arrays import Flags, Floats, Ints
 from ddltool.errors import InputError
 from ddltool.results import StragglerFinding, StragglersResult
 from ddltool.tables import demand_columns
 
-Floats = NDArray[np.float64]
 Op = tuple[str, int, int]
 """Kind, number within the stage's step, stage."""
 COLUMNS = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration", "seq_id", "mc", "gmc")
@@ -58,7 +57,7 @@ class Operations:
     """(n, D, K)"""
     start_s: Floats
     """(n, D, K)"""
-    rank: NDArray[np.int64]
+    rank: Ints
     """(D, stages)"""
     chunk: dict[Op, tuple[int, int]]
     """The model chunk of the stage and of the model that an operation belongs to."""
@@ -295,13 +294,13 @@ def what_if(operations: Operations) -> StragglersResult:
     ideal = ideal_s(operations, real)
     actual_s, ideal_step_s = float(pipeline.play(real).mean()), float(pipeline.play(ideal).mean())
 
-    def alone(rows: NDArray[np.bool_] | slice, replica: int | slice = slice(None)) -> float:
+    def alone(rows: Flags | slice, replica: int | slice = slice(None)) -> float:
         """Return the slowdown with all but some operations ideal."""
         length = ideal.copy()
         length[rows, replica] = real[rows, replica]
         return float(pipeline.play(length).mean()) / ideal_step_s
 
-    def explained(rows: NDArray[np.bool_], replica: int | slice = slice(None)) -> float:
+    def explained(rows: Flags, replica: int | slice = slice(None)) -> float:
         """Return the share of the slowdown that goes with some operations ideal."""
         length = real.copy()
         length[rows, replica] = ideal[rows, replica]

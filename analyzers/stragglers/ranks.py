@@ -7,13 +7,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from ddltool.analyzers.deciding.feedback import check_rows
+from ddltool.arrays import Floats, Ints
 from ddltool.errors import InputError
 from ddltool.stages import Tell, log_remark
 
-Floats = NDArray[np.float64]
 COMPUTE = ("forward", "backward", "compute")
 """The parts that grow with a batch."""
 TELEMETRY = ("step", "compute_s", "wait_s", "sync_s", "step_s", "batch")
@@ -27,7 +26,7 @@ class RankSteps:
     ranks: tuple[int, ...]
     nodes: tuple[str, ...]
     """(R,) the machine of each rank, empty where nobody says."""
-    steps: NDArray[np.int64]
+    steps: Ints
     """(K,)"""
     parts: Mapping[str, Floats]
     """What a rank did itself: input, forward, backward, optimizer and host; of telemetry compute and host."""

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ddltool.analyzers.oracle.kineto import Flags, Floats, Indices, RankTrace, read_rank
+from ddltool.analyzers.oracle.kineto import RankTrace, clipped, read_rank, union
 from ddltool.analyzers.stragglers.ranks import RankSteps
+from ddltool.arrays import Flags, Floats, Indices
 from ddltool.errors import InputError
 from ddltool.graph import natural_key
 
@@ -95,8 +96,8 @@ def _split(trace: RankTrace) -> _Rank:
 
     inputs, optimizers, backwards, operators = map(spans_of, (_INPUT, _OPTIMIZER, _BACKWARD, _OPERATOR))
     device = trace.kernels.shape[1] > 0
-    busy = _union(trace.kernels[:2] if device else operators)
-    inputs, optimizers = _union(inputs), _union(optimizers)
+    busy = union(trace.kernels[:2] if device else operators)
+    inputs, optimizers = union(inputs), union(optimizers)
     called = np.sort(trace.collectives[1])
     order = np.argsort(trace.collectives[1], kind="stable")
     counts: dict[tuple[int, str], int] = {}
@@ -114,8 +115,8 @@ def _split(trace: RankTrace) -> _Rank:
     middle = operators.mean(axis=0)  # what begins where something else ends is not in it
     forward_calls = operators[:, ~_inside(middle, inputs) & ~_inside(middle, optimizers)]
     for k, (low, high) in enumerate(zip(steps.start_s.tolist(), ends.tolist(), strict=True)):
-        own_busy = _clipped(busy, low, high)
-        gaps = _clipped(_complement(own_busy, low, high), low, high)
+        own_busy = clipped(busy, low, high)
+        gaps = np.clip([np.append(low, own_busy[1]), np.append(own_busy[0], high)], low, high)
         gaps = gaps[:, gaps[1] - gaps[0] > 1e-6]
         held = _blocked(gaps, trace.collectives, device)
         blocked += [(k, *row) for row in held]
@@ -126,8 +127,8 @@ def _split(trace: RankTrace) -> _Rank:
             (_HOST, np.array([[low], [high]])),
             (_FORWARD, np.array([[ahead.min() if ahead.size else first], [first]])),
             (_BACKWARD_PART, np.array([[first], [last]])),
-            (_OPTIMIZER_PART, _clipped(optimizers, low, high)),
-            (_INPUT_PART, _clipped(inputs, low, high)),
+            (_OPTIMIZER_PART, clipped(optimizers, low, high)),
+            (_INPUT_PART, clipped(inputs, low, high)),
             (_BLOCKED, np.array([[row[0] for row in held], [row[1] for row in held]]).reshape(2, -1)),
         ]
         edges, label = _labelled(windows, low, high)
@@ -136,7 +137,7 @@ def _split(trace: RankTrace) -> _Rank:
         for after, (begin, end) in enumerate(((low, met), (met, high))):
             pieces = _labelled(windows, begin, end)
             if device:
-                parts[after, :, k] = _device_parts(trace.kernels, _clipped(own_busy, begin, end), *pieces)
+                parts[after, :, k] = _device_parts(trace.kernels, clipped(own_busy, begin, end), *pieces)
             elif end > begin:
                 parts[after, :, k] = np.bincount(pieces[1], weights=np.diff(pieces[0]), minlength=6)[:5]
             quiet = (
@@ -326,26 +327,6 @@ def _labelled(windows: list[tuple[int, Floats]], low: float, high: float) -> tup
     for name, window in windows:
         label[_inside(middle, window)] = name
     return edges, label
-
-
-def _union(intervals: Floats) -> Floats:
-    """Return the union of intervals (2, n) as intervals (2, m) by time."""
-    if not intervals.size:
-        return np.zeros((2, 0))
-    start, end = intervals[:2, np.argsort(intervals[0], kind="stable")]
-    reach = np.maximum.accumulate(end)
-    new = np.concatenate([[True], start[1:] > reach[:-1]])
-    return np.stack([start[new], np.append(reach[:-1][new[1:]], reach[-1])])
-
-
-def _clipped(intervals: Floats, low: float, high: float) -> Floats:
-    """Return what of ordered, disjoint intervals (2, n) lies within a window."""
-    first, last = np.searchsorted(intervals[1], low, side="right"), np.searchsorted(intervals[0], high, side="left")
-    return np.clip(intervals[:, first:last], low, high)
-
-
-def _complement(intervals: Floats, low: float, high: float) -> Floats:
-    return np.stack([np.append(low, intervals[1]), np.append(intervals[0], high)])
 
 
 def _inside(time: Floats, intervals: Floats) -> Flags:

@@ -5,7 +5,7 @@ any number of GPUs from one on. Each round, jobs propose scale-outs by one type 
 cluster grants greedily by speedup per GPU, more GPUs first on a tie (section 3.4), until nothing is free or asked for. A
 scale-out after which the job measured slower is taken back, and the job asks for nothing more until it has been made
 smaller. Jobs that hold nothing while nothing is free get one GPU each from jobs that hold several, where it costs least
-speed per GPU: the minimum is 0 GPUs in the paper, which does not say who gives; ``reclaims=False`` leaves this out.
+speed per GPU: the minimum is 0 GPUs in the paper, which does not say who gives.
 """
 
 from __future__ import annotations
@@ -28,17 +28,13 @@ _TOP_K = 3
 
 
 class EasyScale:
-    """A job may hold several types; ``mixable``: only jobs of these applications (None: all).
-
-    Jobs whose kernels depend on the hardware (convolutions, section 3.3) stay on one type in the published system.
-    """
+    """A job may hold several types; in the published system not one whose kernels depend on the hardware (section 3.3)."""
 
     name = "easyscale-heter"
     tuning = Tuning.LOGICAL
     heterogeneous = True
 
-    def __init__(self, *, mixable: Collection[str] | None = None, reclaims: bool = True) -> None:
-        self.mixable, self.reclaims = mixable, reclaims
+    def __init__(self) -> None:
         # Per job: the allocation before its last scale-out, and its steps per second there.
         self._before: dict[int, tuple[Allocation, float]] = {}
         self._content: set[int] = set()
@@ -53,8 +49,7 @@ class EasyScale:
             if job.index in made and (back := self._fall_back(job, now_s)):
                 made[job.index] = back
         free = free_gpus(cluster, made.values())
-        if self.reclaims:
-            self._reclaim(jobs, made, free, cluster)
+        self._reclaim(jobs, made, free, cluster)
         names = {str(job.index): job for job in jobs}
         asking = [job for job in jobs if job.index not in self._content and job.running_from_s <= now_s]
         while any(free):
@@ -79,11 +74,10 @@ class EasyScale:
         capability = job.capabilities()
         held = cluster.by_type(made.get(job.index, ()))
         usable = {name: count for name, count in left.items() if name in capability}
-        mixes = self.heterogeneous and (self.mixable is None or job.application.name in self.mixable)
         room = job.spec.num_replicas - held.total()
         if room <= 0:
             return []
-        found = proposals(capability, held, usable, job.spec.num_replicas, _TOP_K, not mixes)
+        found = proposals(capability, held, usable, job.spec.num_replicas, _TOP_K, not self.heterogeneous)
         return [one for one in found if one.count <= room]
 
     def _reclaim(

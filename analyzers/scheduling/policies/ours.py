@@ -25,14 +25,12 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddltool.analyzers.scheduling.assign import Offer, Offers, assign, offers, place_on_type, tables
 from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec
 from ddltool.analyzers.scheduling.job import SimulatedJob, Tuning
 from ddltool.analyzers.scheduling.search import Choice
 
-Floats = NDArray[np.float64]
 # Completion times below a minute are as good as one.
 _LEAST_S = 60.0
 # Above this many (job, node) pairs the packing is not improved by local search: it would take longer than the round.

@@ -6,14 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, count_gpus
 from ddltool.analyzers.scheduling.job import SimulatedJob, Tuning
 from ddltool.analyzers.scheduling.search import Choice, search
+from ddltool.arrays import Floats
 from ddltool.errors import InputError
 
-Floats = NDArray[np.float64]
 # Keeps the power of a job without GPUs finite; the published simulator's number.
 _OFFSET = 1e-3
 # Beyond it the summands of speedups from _OFFSET to 100,000 overflow; nearer to 0 they differ by rounding alone, and the

@@ -13,15 +13,14 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddltool.analyzers.scheduling.assign import Offer, Offers, assign, offers, place_on_type, tables
 from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec
 from ddltool.analyzers.scheduling.job import SimulatedJob, Tuning
 from ddltool.analyzers.scheduling.search import Choice
+from ddltool.arrays import Flags
 from ddltool.errors import InputError
 
-Floats = NDArray[np.float64]
 # The cost of no GPUs over that of the least that a job may have; more than 1, so that no job waits beside idle GPUs.
 _IDLE = 1.1
 
@@ -72,9 +71,7 @@ class Sia:
             choice.within[0] = choice.across[0] = _IDLE * max(worst, 1.0)
         return made
 
-    def _choice(
-        self, one: Offer, allowed: NDArray[np.bool_], least: float, factor: float, size: int, job: SimulatedJob
-    ) -> Choice:
+    def _choice(self, one: Offer, allowed: Flags, least: float, factor: float, size: int, job: SimulatedJob) -> Choice:
         gain = one.speedup[:, : len(allowed)] / least
         with np.errstate(divide="ignore"):
             cost = np.where(allowed & (gain > 0), (gain * factor) ** self.exponent, np.inf)

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from ddltool.analyzers.placement.problem import Problem
+from ddltool.analyzers.placement.steps import Counts
 
-Counts = tuple[int, ...]
 Found = TypeVar("Found")
 # Values closer than this are equal: fewer devices are taken.
 _EQUAL = 1e-9
@@ -129,7 +129,7 @@ def _largest(problem: Problem, most: int) -> Iterator[Counts]:
 
 def _corner(problem: Problem, low: Counts, high: Counts, most: int) -> Counts:
     """Return the most devices of a box that the constraints allow, the fastest first."""
-    part = replace(problem, devices=tuple(replace(it, count=n) for it, n in zip(problem.devices, high, strict=True)))
+    part = problem.offering(high)
     return tuple(part.filled(part.fastest_first, most, low))
 
 
