@@ -3,58 +3,40 @@
 Everything is loaded, and torch with it, when it is first asked for.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddltool.runtime.agent import GoodputAgent
-    from ddltool.runtime.balancing import BalanceOptions, balance
-    from ddltool.runtime.elastic import ElasticTrainer, RunRecorder, first_difference
-    from ddltool.runtime.hook import Hook, apply_prefetch, attach, bucket_report, ddp_arguments, prefetch_units, shard
-    from ddltool.runtime.hook.watching import watch_ranks
-    from ddltool.runtime.servers import TransferPlan, Worker
+    from ddltool.runtime.agent import GoodputAgent as GoodputAgent
+    from ddltool.runtime.balancing import BalanceOptions as BalanceOptions
+    from ddltool.runtime.balancing import balance as balance
+    from ddltool.runtime.elastic import ElasticTrainer as ElasticTrainer
+    from ddltool.runtime.elastic import RunRecorder as RunRecorder
+    from ddltool.runtime.elastic import first_difference as first_difference
+    from ddltool.runtime.hook import Hook as Hook
+    from ddltool.runtime.hook import apply_prefetch as apply_prefetch
+    from ddltool.runtime.hook import attach as attach
+    from ddltool.runtime.hook import bucket_report as bucket_report
+    from ddltool.runtime.hook import ddp_arguments as ddp_arguments
+    from ddltool.runtime.hook import prefetch_units as prefetch_units
+    from ddltool.runtime.hook import shard as shard
+    from ddltool.runtime.hook.watching import watch_ranks as watch_ranks
+    from ddltool.runtime.servers import TransferPlan as TransferPlan
+    from ddltool.runtime.servers import Worker as Worker
 
-# The package that each name comes from.
-_HOMES = {
-    "BalanceOptions": "balancing",
-    "ElasticTrainer": "elastic",
-    "GoodputAgent": "agent",
-    "Hook": "hook",
-    "RunRecorder": "elastic",
-    "TransferPlan": "servers",
-    "Worker": "servers",
-    "apply_prefetch": "hook",
-    "attach": "hook",
-    "balance": "balancing",
-    "bucket_report": "hook",
-    "ddp_arguments": "hook",
-    "first_difference": "elastic",
-    "prefetch_units": "hook",
-    "shard": "hook",
-    "watch_ranks": "hook.watching",
+_NAMES = {
+    "agent": ("GoodputAgent",),
+    "balancing": ("BalanceOptions", "balance"),
+    "elastic": ("ElasticTrainer", "RunRecorder", "first_difference"),
+    "hook": ("Hook", "apply_prefetch", "attach", "bucket_report", "ddp_arguments", "prefetch_units", "shard"),
+    "hook.watching": ("watch_ranks",),
+    "servers": ("TransferPlan", "Worker"),
 }
-__all__ = [
-    "BalanceOptions",
-    "ElasticTrainer",
-    "GoodputAgent",
-    "Hook",
-    "RunRecorder",
-    "TransferPlan",
-    "Worker",
-    "apply_prefetch",
-    "attach",
-    "balance",
-    "bucket_report",
-    "ddp_arguments",
-    "first_difference",
-    "prefetch_units",
-    "shard",
-    "watch_ranks",
-]
+_HOMES = {name: package for package, names in _NAMES.items() for name in names}
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

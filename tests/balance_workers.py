@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
     bf16_compress_wrapper,
     fp16_compress_wrapper,
 )
@@ -27,12 +28,10 @@ from torch.utils.data import TensorDataset
 
 from ddltool.analyzers.balancing import algorithm2
 from ddltool.errors import DdlToolError, InputError
-from ddltool.runtime.balancing.control import BalanceOptions, Balancer, balance
+from ddltool.runtime.balancing.control import BalanceOptions, Balancer, balance, compress
 from ddltool.runtime.balancing.partitioned import PartitionedData
 from ddltool.runtime.hook import telemetry, weighing
-from ddltool.runtime.hook.gradients import TimedAverage
 from ddltool.runtime.hook.job import Job
-from ddltool.runtime.hook.telemetry import Exchange, stamp
 from ddltool.runtime.hook.weighing import Weigher
 from tests.runtime_workers import furthest, gradients, loss_of, make_data, make_model
 
@@ -85,7 +84,7 @@ def broken_migration(rank: int) -> str:
     data = PartitionedData((torch.arange(40),), threshold=0.2)
 
     def fail(migration: Any) -> None:
-        migration.failure = "the wire is cut"
+        migration.received.set_exception(RuntimeError("the wire is cut"))
 
     data._migrate = fail  # type: ignore[method-assign]
     try:
@@ -338,13 +337,6 @@ def refusal(rank: int, case: str) -> str:
     return "accepted"
 
 
-class Unheard:
-    """Wants no times."""
-
-    def begin_exchange(self, samples: int, total: int) -> Exchange:
-        return Exchange(samples, total, stamp(False), False)
-
-
 def chained_gradients(rank: int, case: dict[str, Any]) -> float:
     """Return the largest gradient error of unequal batches in some combination of DDP's features.
 
@@ -356,14 +348,12 @@ def chained_gradients(rank: int, case: dict[str, Any]) -> float:
     wrapped = DistributedDataParallel(model, find_unused_parameters=True, **case.get("ddp", {}))
     weigher = Weigher(Job.this(), "test", lambda: (3, 13))
     weigher.open(wrapped)
-    compress = torch.bfloat16 if case["compress"] == "ours" else None
-    timed = Unheard()
-    average = TimedAverage(weigher.hand.take_tally, wrapped.process_group, timed, compress=compress)
-    around = {"bf16": bf16_compress_wrapper, "fp16": fp16_compress_wrapper}.get(case["compress"])
-    hook = average.reduce if around is None else around(average.reduce)
-    if around is not None:
+    if case["compress"] == "ours":
+        compress(wrapped)
+    elif (around := {"bf16": bf16_compress_wrapper, "fp16": fp16_compress_wrapper}.get(case["compress"])) is not None:
+        hook = around(allreduce_hook)
         hook.__name__ = "chained"  # by its name, DDP refuses torch's bf16 hook without NCCL, which the tests do without
-    wrapped.register_comm_hook(None, hook)
+        wrapped.register_comm_hook(None, hook)
     sizes, passes = (3, 13), case["passes"]
     features, labels = make_data(sum(sizes) * passes)
     errors = []
@@ -388,10 +378,7 @@ def chained_gradients(rank: int, case: dict[str, Any]) -> float:
 def migrate(rank: int, sizes: tuple[int, int], steps: int, threshold: float) -> dict[str, Any]:
     """Return partitions, what each held before and after, and how often each sample was used since the change."""
     numbers = torch.arange(40) + 40 * rank
-    resets = []
-    data = PartitionedData(
-        (numbers, numbers.float()[:, None].repeat(1, 3)), threshold=threshold, seed=2, on_reset=lambda: resets.append(1)
-    )
+    data = PartitionedData((numbers, numbers.float()[:, None].repeat(1, 3)), threshold=threshold, seed=2)
     used: list[int] = []
     changed, gap, beside = [], 0.0, 0
     for step in range(steps):
@@ -404,7 +391,7 @@ def migrate(rank: int, sizes: tuple[int, int], steps: int, threshold: float) -> 
         if data.moving:  # three steps beside what moves, then one that lasts until all has come
             beside += 1
             if beside > 3:
-                data._migration.thread.join(60.0)  # type: ignore[union-attr]
+                data._migration.received.exception(60.0)  # type: ignore[union-attr]
         else:
             gap = max(gap, max(data.counts) - min(data.counts))
     return {
@@ -412,7 +399,6 @@ def migrate(rank: int, sizes: tuple[int, int], steps: int, threshold: float) -> 
         "held": data.tensors[0].tolist(),
         "used": np.bincount(np.array(used), minlength=80).tolist(),
         "changed": changed,
-        "resets": len(resets),
         "gap": gap,
     }
 

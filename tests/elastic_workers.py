@@ -30,12 +30,12 @@ from torch.utils.data import Dataset
 from ddltool.errors import InputError
 from ddltool.runtime.elastic import checkpoint as elastic_checkpoint
 from ddltool.runtime.elastic import contexts, ordered_mean
-from ddltool.runtime.elastic.contexts import seed_streams
-from ddltool.runtime.elastic.digests import digest, leaves
 from ddltool.runtime.elastic.ordered_mean import OrderedMean
 from ddltool.runtime.elastic.processes import Processes
 from ddltool.runtime.elastic.recording import RunRecorder
 from ddltool.runtime.elastic.trainer import ElasticTrainer
+from ddltool.runtime.hook.digests import digest, leaves
+from ddltool.runtime.hook.random_streams import seed_streams
 from tests.runtime_workers import Crew
 
 WORKERS = 4
@@ -206,7 +206,7 @@ def by_hand(trainer: ElasticTrainer, epoch: int) -> Iterator[Any]:
 BROKEN: dict[str, Callable[[], Any]] = {
     "": contextlib.nullcontext,
     "shared random streams": lambda: mock.patch.object(contexts.RandomStreams, "restore"),
-    "shared buffers": lambda: mock.patch.object(contexts.Buffers, "install"),
+    "shared buffers": lambda: mock.patch.object(contexts.OwnState, "install"),
     "torch stream not restored": lambda: mock.patch.object(torch, "set_rng_state"),
 }
 

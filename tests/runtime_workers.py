@@ -343,6 +343,8 @@ def refusal(rank: int, config: str, case: str) -> str:
         case "part of the ranks":
             groups = [dist.new_group([0]), dist.new_group([1])]
             model = DistributedDataParallel(make_model(), process_group=groups[rank])
+        case "twice":
+            runtime.attach(config, model=model, optimizer=optimizer, dataset=dataset)
         case "unsized":
             dataset = Unsized()
         case "small":

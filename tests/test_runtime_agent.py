@@ -284,7 +284,7 @@ def test_state_that_is_none_is_refused_and_nothing_taken() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"overhead": 0.0}, "overhead: is 0.0; give a finite number above 0"),
+        ({"overhead": 0.0}, "overhead: is 0.0; give a number above 0"),
         ({"interval_s": math.nan}, "interval_s: is nan"),
         ({"interval_steps": 0}, "interval_steps: is 0"),
         ({"noise_every": -1}, "noise_every: is -1"),

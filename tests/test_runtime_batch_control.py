@@ -185,7 +185,7 @@ def test_accumulation_over_batches_of_changing_sizes(passes: int, workers: bool,
         ("timeout", "timeout_s: is -1"),
         ("unknown predictor", "unknown predictor 'emma'"),
         ("different sizes", "batch sizes: differs between rank 0"),
-        ("no DDP", "model: is a Linear; wrap it in DistributedDataParallel first"),
+        ("no DDP", "model: is a Linear, not a DistributedDataParallel; give the model that"),
         ("data workers differ", "dataloader: differs between rank 0 (0 steps ahead"),
         ("sizes of one's own", "sizes: are chosen by speed in this job"),
         ("own batch size", "dataloader: batch_size is the balancer's to choose"),
@@ -223,7 +223,7 @@ def test_partitions_move_until_all_are_traversed_equally_often() -> None:
     assert (len(one["held"]), len(other["held"])) == (60, 20)
     assert sorted(one["held"] + other["held"]) == list(range(80))
     assert one["changed"] == other["changed"]
-    assert len(one["changed"]) == one["resets"] == other["resets"] == 1
+    assert len(one["changed"]) == 1
     used = np.array(one["used"]) + np.array(other["used"])
     assert used.max() - used.min() <= 1
     assert one["gap"] < 0.5 + 6 / 40 + 0.01

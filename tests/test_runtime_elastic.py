@@ -23,10 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ddltool.artifacts import save
 from ddltool.errors import InputError
 from ddltool.runtime.elastic import checkpoint as elastic_checkpoint
-from ddltool.runtime.elastic.digests import digest
 from ddltool.runtime.elastic.processes import divide
 from ddltool.runtime.elastic.run_difference import compare_runs, first_difference
 from ddltool.runtime.elastic.trainer import ElasticTrainer
+from ddltool.runtime.hook.digests import digest
 from tests.conftest import write_lines
 from tests.elastic_workers import (
     WORKERS,

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddltool.runtime.elastic.digests import digest
 from ddltool.runtime.elastic.ordered_mean import OrderedMean
 from ddltool.runtime.elastic.processes import Processes
+from ddltool.runtime.hook.digests import digest
 from tests.elastic_workers import PARAMETERS, SHAPES, chained, gradient_of, on, twice
 
 COUNTS = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)

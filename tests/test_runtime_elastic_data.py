@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, default_collate
 
 from ddltool.errors import InputError
-from ddltool.runtime.elastic.digests import digest
 from ddltool.runtime.elastic.run_difference import first_difference
 from ddltool.runtime.elastic.sample_feed import SampleFeed, Task
+from ddltool.runtime.hook.digests import digest
 from tests.elastic_workers import BATCH, SAMPLES, WORKERS, Digits, bits, fed, on
 
 UNTIL = 12  # of ten steps an epoch

@@ -17,9 +17,9 @@ from torch.utils.data import TensorDataset
 from ddltool.errors import InputError
 from ddltool.runtime.elastic import checkpoint as elastic_checkpoint
 from ddltool.runtime.elastic import contexts
-from ddltool.runtime.elastic.digests import digest, leaves
 from ddltool.runtime.elastic.trainer import ElasticTrainer
 from ddltool.runtime.hook import stopping
+from ddltool.runtime.hook.digests import digest, leaves
 from tests.elastic_workers import on
 
 
@@ -100,7 +100,7 @@ def test_what_turns_leave_in_attributes_is_the_workers_own(habit: str, tmp_path:
 
 
 def test_turns_are_looked_at_ever_less_often() -> None:
-    with mock.patch.object(contexts.PlainState, "_attributes", autospec=True, return_value=()) as looks:
+    with mock.patch.object(contexts.OwnState, "_attributes", autospec=True, return_value=()) as looks:
         for _ in trainer_of(net()).epoch(0):
             pass
     assert looks.call_count == 2 * len({1, 2, 3, 4, 8, 16, 32})
@@ -197,20 +197,6 @@ def test_a_compiled_models_checkpoint_fits_the_model_as_it_is(compiled: bool, tm
     trained(tmp_path / "run.pt", compiled, 2)
     assert trained(tmp_path / "run.pt", not compiled, 4) == whole
     assert not any("_orig_mod" in name for name in whole)
-
-
-def test_older_checkpoints_of_compiled_models_have_their_names(tmp_path: Path) -> None:
-    """They hold ``_orig_mod.``; what this version wrote is renamed here as they have it."""
-    whole = trained(tmp_path / "whole.pt", False, 4)
-    trained(tmp_path / "run.pt", False, 2)
-    content = elastic_checkpoint.read(tmp_path / "run.pt")
-    content["parameters"] = {f"_orig_mod.{name}": value for name, value in content["parameters"].items()}
-    content["buckets"] = [[f"_orig_mod.{name}" for name in bucket] for bucket in content["buckets"]]
-    for worker in content["workers"]:
-        worker["buffers"] = {f"_orig_mod.{name}": value for name, value in worker["buffers"].items()}
-    (tmp_path / "run.pt").unlink()
-    elastic_checkpoint.write(tmp_path / "run.pt", content)
-    assert trained(tmp_path / "run.pt", False, 4) == whole
 
 
 @pytest.fixture

@@ -22,9 +22,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import default_collate
 
 from ddltool.errors import InputError
-from ddltool.runtime.elastic.contexts import seed_streams
-from ddltool.runtime.elastic.digests import digest
 from ddltool.runtime.elastic.trainer import ElasticTrainer
+from ddltool.runtime.hook.digests import digest
+from ddltool.runtime.hook.random_streams import seed_streams
 from tests.elastic_workers import on
 from tests.training_patterns import PATTERNS, Pattern, network, ordinary
 

@@ -91,13 +91,12 @@ def test_every_rank_refuses_in_the_same_words(config: str, case: str, message: s
     assert crew().run(refusal, config, case) == [message.replace("CONFIG", config)] * 2
 
 
-def test_telemetry_needs_the_communication_hook(tmp_path: Path) -> None:
-    """Weights do not: they enter at the loss, so a hook of the script's own (compression) stays."""
-    save(enforcement([3, 13]), tmp_path / "plain.json")
-    assert crew().run(refusal, str(tmp_path / "plain.json"), "hooked") == ["attached"] * 2
+def test_a_communication_hook_of_the_scripts_own_stays(tmp_path: Path) -> None:
+    """Weights enter at the loss, and times are taken where the gradients are complete."""
     save(enforcement([3, 13], telemetry=str(tmp_path / "rows.jsonl")), tmp_path / "rows.json")
-    message = "model: already has a communication hook; attach once per model, and register no other communication hook"
-    assert crew().run(refusal, str(tmp_path / "rows.json"), "hooked") == [message] * 2
+    assert crew().run(refusal, str(tmp_path / "rows.json"), "hooked") == ["attached"] * 2
+    message = "model: is attached to already; attach, balance or make an agent once per model"
+    assert crew().run(refusal, str(tmp_path / "rows.json"), "twice") == [message] * 2
 
 
 def test_the_wrong_number_of_processes(tmp_path: Path) -> None:

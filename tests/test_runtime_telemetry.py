@@ -268,12 +268,12 @@ def moment(host_s: float) -> Stamp:
 def test_a_step_is_split_where_the_ranks_meet(
     arrived_s: float | None, done_s: float, split: tuple[float, float, float]
 ) -> None:
-    exchange = Exchange(3, None, moment(0.0), False, moment(2.0), arrived_s, moment(done_s))
+    exchange = Exchange(3, 3, moment(0.0), False, moment(2.0), arrived_s, moment(done_s))
     assert exchange.split() == split
 
 
 def test_an_exchange_that_never_came_about_has_no_length() -> None:
-    assert Exchange(3, None, moment(5.0), False).split() == (0.0, 0.0, 0.0)
+    assert Exchange(3, 3, moment(5.0), False).split() == (0.0, 0.0, 0.0)
 
 
 @dataclasses.dataclass
@@ -348,7 +348,7 @@ def test_the_first_step_of_an_epoch_begins_with_its_forward_pass(
 def test_rows_wait_no_longer_than_writing_is_worth(tmp_path: Path) -> None:
     file = RowFile(tmp_path / "rows.jsonl", Identity(rank=0, world_size=1, num_nodes=1, device="cpu"))
     file.open()
-    exchange = Exchange(1, None, moment(0.0), False)
+    exchange = Exchange(1, 1, moment(0.0), False)
     longest_s = file._write_s / telemetry.WRITING_SHARE
     early, late = (moment(file._written_s + part * longest_s) for part in (0.5, 1.01))
     file.add(Step(number=0, exchanges=[exchange], begin=moment(0.0), end=early, memory_bytes=1))
@@ -365,7 +365,7 @@ def test_a_forked_data_worker_does_not_write_its_parents_rows(tmp_path: Path) ->
     file.add(
         Step(
             number=0,
-            exchanges=[Exchange(1, None, moment(0.0), False)],
+            exchanges=[Exchange(1, 1, moment(0.0), False)],
             begin=moment(0.0),
             end=moment(file._written_s),
             memory_bytes=1,

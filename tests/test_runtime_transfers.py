@@ -111,7 +111,7 @@ def test_equal_priorities_make_one_total_order_per_channel() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"priority": {NAMES[0]: 0}}, "transfer plan:priority: misses body.0.bias, body.2.bias, body.2.weight (and 4"),
+        ({"priority": {NAMES[0]: 0}}, "transfer plan:priority: misses body.0.bias, body.2.bias, body.2.weight and 4"),
         ({"priority": dict.fromkeys([*NAMES, "heads.2.weight"], 0)}, "has unknown heads.2.weight; it must name each"),
         ({"priority": dict.fromkeys(NAMES, 0), "random_seed": 1}, "has both priorities and a random seed"),
         ({"workers": 0}, "0 workers and 1 servers"),
@@ -161,7 +161,7 @@ def test_a_missing_gradient_ends_the_run_with_the_names_of_both() -> None:
     told, waits = outcomes[2].error.split(", and others waited for it: ")
     assert re.match(r"TransferError: server 0 \(rank 2\): worker 1 \(rank 1\) was silent for \d", told)
     assert waits == (
-        "body.0.weight for worker 0 (rank 0) (body.0.bias, body.2.weight, body.2.bias (and 4 more) wait behind it) "
+        "body.0.weight for worker 0 (rank 0) (body.0.bias, body.2.weight, body.2.bias and 4 more wait behind it) "
         "waits for its gradient of step 0 from worker 1 (rank 1)"
     )
     for worker in outcomes[:2]:

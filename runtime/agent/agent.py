@@ -25,22 +25,22 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Generator, Iterator, Mapping
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Dataset
 
 from ddltool.analyzers.goodput.lr_rules import rule as lr_rule
 from ddltool.analyzers.goodput.noise_scale import SMOOTHING, NoiseScaleEstimator
 from ddltool.analyzers.goodput.tuning import BatchLimits
+from ddltool.artifacts import parse_record
 from ddltool.errors import InputError
 from ddltool.runtime.agent.choosing import Chooser, Decision, Policy, TimedStep, split_near
-from ddltool.runtime.agent.noise_sampling import AgentReduction, NoiseSampler
-from ddltool.runtime.hook.attaching import register
+from ddltool.runtime.agent.noise_sampling import NoiseSampler
 from ddltool.runtime.hook.batches import Pass, VariableBatchSampler
 from ddltool.runtime.hook.job import (
     Job,
@@ -48,10 +48,11 @@ from ddltool.runtime.hook.job import (
     count_nodes,
     dataset_length,
     demand_same_samples,
+    demand_wrapped,
 )
 from ddltool.runtime.hook.roll_call import is_broken
 from ddltool.runtime.hook.stopping import refuse_in_one_line
-from ddltool.runtime.hook.telemetry import Exchange, RowFile, Stamp, Step, peak_memory, stamp
+from ddltool.runtime.hook.telemetry import Exchange, RowFile, Stamp, StepRecorder, Watcher, device_of, is_cuda, stamp
 from ddltool.runtime.hook.weighing import Reduction, Weigher
 
 OFF, HOLD = "DDLTOOL_OFF", "DDLTOOL_HOLD"
@@ -59,17 +60,8 @@ WARMUP_STEPS = 3
 """Steps after a start whose times are left out: they allocate and fill caches."""
 FIRST_NOISE_EVERY = 10
 """The noise is sampled every so many steps until what that costs is known."""
-STEPS_PER_MEMORY_READING = 50
 ALIASES = {"square-root": "sqrt", "square_root": "sqrt"}
 log = logging.getLogger(__name__)
-
-
-class Scheduler(Protocol):
-    """A learning-rate schedule."""
-
-    def step(self) -> Any:
-        """Go on by a step."""
-        ...
 
 
 class Batches:
@@ -96,7 +88,7 @@ class Batches:
             self._source.close()
 
 
-class GoodputAgent:
+class GoodputAgent(Watcher):
     """Tunes one job's batch while it trains. All ranks make the same one, after DDP and before the first step.
 
     Args:
@@ -144,7 +136,7 @@ class GoodputAgent:
         max_local_batch_size: int,
         min_local_batch_size: int = 1,
         max_accumulation_steps: int | None = None,
-        scheduler: Scheduler | Literal["by hand"] | None = None,
+        scheduler: LRScheduler | Literal["by hand"] | None = None,
         rule: str = "adascale",
         warmup_epochs: float = 0.0,
         interval_s: float = 30.0,
@@ -169,19 +161,15 @@ class GoodputAgent:
             max_accumulation_steps=max_accumulation_steps,
         )
         self.is_off = _is_set(OFF)
-        policy = Policy(
-            interval_s=interval_s,
-            interval_steps=interval_steps,
-            overhead=overhead,
-            noise_every=noise_every,
-            min_gain=min_gain,
-            adapt=adapt and not _is_set(HOLD),
-            background=background,
-            warmup_epochs=warmup_epochs,
-        )
-        if job.world_size > 1 and not isinstance(model, DistributedDataParallel):
-            remedy = "give the model that torch.nn.parallel.DistributedDataParallel(model) returns"
-            raise InputError("model", f"is a {type(model).__name__}, not a DistributedDataParallel", remedy)
+        chosen = {
+            "interval_s": interval_s,
+            "interval_steps": interval_steps,
+            "overhead": overhead,
+            "min_gain": min_gain,
+        }
+        chosen |= {"noise_every": noise_every, "warmup_epochs": warmup_epochs, "background": background}
+        policy = parse_record({**chosen, "adapt": adapt and not _is_set(HOLD)}, Policy, "GoodputAgent")
+        demand_wrapped(job, model)
         optimizer = bare_optimizer(optimizer)
         self._rule = lr_rule(ALIASES.get(rule, rule))
         self._job, self._model, self._limits, self._warmup_epochs = job, model, limits, warmup_epochs
@@ -194,7 +182,7 @@ class GoodputAgent:
         self.sampler = VariableBatchSampler(samples, start, job.rank, shuffle, seed, whole=True)
         self.progress = 0.0
         """Steps at the initial batch that the steps made are worth (with AdaScale its scale-invariant steps)."""
-        self._cuda = any(parameter.is_cuda for parameter in model.parameters())
+        self._cuda = is_cuda(model)
         self._current: Pass | None = None
         self._done_backward: Pass | None = None
         self._kept: tuple[nn.Parameter, Tensor, int] | None = None
@@ -204,7 +192,7 @@ class GoodputAgent:
         self._base_rates: list[Any] | None = None
         self._rates_seen: tuple[int, list[Any]] | None = None
         self._by_hand = scheduler == "by hand"
-        self._scheduler = None if self._by_hand else cast("Scheduler | None", scheduler)
+        self._scheduler = None if self._by_hand else cast("LRScheduler | None", scheduler)
         self._scheduled = 0
         self._counts: list[float] = []
         self._correction = 1.0
@@ -216,13 +204,12 @@ class GoodputAgent:
         self._trained = trained = [parameter for part in optimizer.param_groups for parameter in part["params"]]
         every = FIRST_NOISE_EVERY if noise_every is None else noise_every
         self._noise = NoiseSampler(trained, optimizer, job.world_size, group, 0 if self.is_off else every)
-        self._reduction = AgentReduction(self._noise, group) if group is not None else None
-        if self._synchronised is not None and self._reduction is not None:
-            register(self._synchronised, self._reduction)
         nodes = count_nodes(job.world_size)
         estimator = NoiseScaleEstimator(smoothing)
         self._chooser = Chooser(job, nodes, limits, policy, self.sampler, self._noise, estimator)
-        self._rows = None if telemetry is None or self.is_off else _Rows(telemetry, job, self._cuda)
+        self._recorder: StepRecorder | None = None
+        if telemetry is not None and not self.is_off:
+            self._recorder = StepRecorder(RowFile.of(telemetry, job, device_of(model)), cuda=self._cuda)
         optimizer.register_step_pre_hook(self._before_update)
         self._weigher.open(model, optimizer)
         optimizer.register_step_post_hook(self._after_update)
@@ -272,7 +259,7 @@ class GoodputAgent:
                 first = False
                 self._end_pass()
         finally:
-            self._leave_pass()
+            self._current = None
             if others is not None:
                 others.remove()
 
@@ -350,30 +337,29 @@ class GoodputAgent:
         """Let the gradients of the step be divided by what all ranks counted in all passes, in place of the samples."""
         if len(self._counts) != taken.passes:
             raise InputError("backward", "was given a count in some passes of a step only", "give it in all of them")
-        total = torch.tensor([sum(self._counts)], dtype=torch.float64)
-        if self._job.side is not None:
-            dist.all_reduce(total, group=self._job.side)
-        correction = taken.step_samples / float(total) if float(total) else 1.0
-        if self._reduction is not None:
-            self._reduction.correction = correction
-        else:
-            self._correction = correction
+        total = sum(each for (each,) in self._job.numbers(sum(self._counts)))
+        self._correction = taken.step_samples / total if total else 1.0
 
     # What the weigher tells of backward passes.
 
-    def begin_forward(self) -> None:
-        """A forward pass begins: the agent's own times begin with the batch."""
-
     def begin_backward(self) -> None:
         """A backward pass begins. Raises InputError where the gradients of the passes before it are not what they were."""
+        taken = self._current
+        if taken is None and self._synchronised is not None:
+            raise InputError("backward", "no batch is under way", "call it inside for ... in agent.batches(epoch)")
+        if taken is not None and taken.is_last:
+            self._noise.begin_last_backward()
         if self._kept is not None:
             parameter, gradient, version = self._kept
             if parameter.grad is not gradient or gradient._version != version:
                 problem = "were changed or cleared before the step's last pass"
                 raise InputError("gradients", problem, "clear and clip them where agent.complete is true")
 
-    def pause(self, seconds: float) -> None:
-        """This rank has waited so long for what the others count: that is synchronisation."""
+    def note_complete(self) -> None:
+        """This rank's gradients are complete, and DDP waits for the others'."""
+        if self._current is not None and self._timed is not None and self._synchronised is not None:
+            self._timed.exchanges[-1].note_ready()
+            self._noise.complete(self._current, self._correction)
 
     def end_backward(self) -> None:
         """A backward pass is over, the exchange of its gradients included."""
@@ -449,8 +435,8 @@ class GoodputAgent:
 
     def close(self) -> None:
         """Write telemetry that is held back and end the agent's thread; also happens at exit. Idempotent."""
-        if self._rows is not None:
-            self._rows.close()
+        if self._recorder is not None:
+            self._recorder.close()
         self._chooser.close()
         self._weigher.close()
 
@@ -464,9 +450,7 @@ class GoodputAgent:
         self._weigher.hand.drop(self.sampler, unused=True)
         self._weigher.hand.draw(self.sampler, taken)
         if taken.number == 0:
-            self._counts = []
-        if self._reduction is not None:
-            self._reduction.taken, self._reduction.correction, self._reduction.exchange = taken, 1.0, None
+            self._counts, self._correction = [], 1.0
         if self._synchronised is not None:
             self._synchronised.require_backward_grad_sync = taken.is_last  # as no_sync() does around both passes
         if self.is_off:
@@ -475,9 +459,7 @@ class GoodputAgent:
         if taken.number == 0:
             self._timed = TimedStep(taken=taken, exchanges=[])
         if self._timed is not None:
-            self._timed.exchanges.append(Exchange(taken.samples, None, start, self._cuda))
-            if self._reduction is not None:
-                self._reduction.exchange = self._timed.exchanges[-1]
+            self._timed.exchanges.append(Exchange(taken.samples, taken.samples, start, self._cuda))
 
     def _note_backward(self, taken: Pass, timed: TimedStep) -> None:
         exchange = timed.exchanges[-1]
@@ -499,12 +481,7 @@ class GoodputAgent:
         taken = self._current
         if taken is not None and taken.is_last and self._made is not taken:
             self._finish_step(taken, updated=False)
-        self._leave_pass()
-
-    def _leave_pass(self) -> None:
         self._current = None
-        if self._reduction is not None:
-            self._reduction.taken = None
 
     def _before_update(
         self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...] = (), named: Mapping[str, Any] = {}
@@ -583,12 +560,21 @@ class GoodputAgent:
             return
         timed.end = end
         self._chooser.largest_tried = max(self._chooser.largest_tried, taken.step_samples)
-        if self._rows is not None:
-            self._rows.add(timed, learning_rate_factor=factor, noise_scale=self.noise_scale)
+        if self._recorder is not None:
+            self._record(self._recorder, timed, end, learning_rate_factor=factor, noise_scale=self.noise_scale)
         if taken.is_full and taken.step >= self._started + WARMUP_STEPS:
             self._chooser.add(timed)
         if self.sampler.step >= self._chooser.look_at:
             self._chooser.look()
+
+    def _record(self, recorder: StepRecorder, timed: TimedStep, end: Stamp, **more: Any) -> None:
+        """Write a step's row. Waiting for the slowest rank, which would take a collective to tell, is part of ``sync_s``."""
+        for exchange in timed.exchanges:
+            exchange.arrived_s = exchange.ready.host_s if exchange.ready is not None else None
+        if not timed.taken.step_start:
+            recorder.begin_epoch()
+        more |= {"total_batch": timed.taken.step_samples, "passes": len(timed.exchanges)}
+        recorder.add(timed.taken.step, timed.exchanges, end, **more)
 
     def _factor(self, total: int) -> float:
         """Return the learning rate's factor at ``total`` samples; a smaller last step of an epoch keeps the base rate."""
@@ -610,41 +596,3 @@ class GoodputAgent:
 
 def _is_set(name: str) -> bool:
     return os.environ.get(name, "") not in ("", "0")
-
-
-class _Rows:
-    """Writes one row per step, as the hook does; see :class:`ddltool.telemetry.TelemetryRow`.
-
-    Waiting for the slowest rank is not told apart from synchronisation (that would take a collective per step): ``wait_s``
-    is 0 and ``sync_s`` holds both.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], job: Job, cuda: bool) -> None:
-        self._cuda = cuda
-        self._file = RowFile.of(path, job, torch.cuda.get_device_name() if cuda else "cpu")
-        self._memory_bytes = 0
-        self._previous_end: Stamp | None = None
-        self.close = self._file.close
-
-    def add(self, timed: TimedStep, **more: Any) -> None:
-        """Take a step that was made, and fields of its row."""
-        taken, start, end = timed.taken, timed.exchanges[0].start, timed.end
-        if end is None:
-            return
-        if taken.step % STEPS_PER_MEMORY_READING == 0 or not self._memory_bytes:
-            self._memory_bytes = peak_memory(self._cuda)
-        for exchange in timed.exchanges:
-            exchange.arrived_s = exchange.ready.host_s if exchange.ready is not None else None
-        begin = self._previous_end if self._previous_end is not None and taken.step_start else start
-        self._previous_end = end
-        more |= {"total_batch": taken.step_samples, "passes": len(timed.exchanges)}
-        self._file.add(
-            Step(
-                number=taken.step,
-                exchanges=timed.exchanges,
-                begin=begin,
-                end=end,
-                memory_bytes=self._memory_bytes,
-                more=more,
-            )
-        )

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 
 from ddltool.analyzers.goodput.elastic_table import Split, find_split
 from ddltool.analyzers.goodput.fit import fit
@@ -30,6 +31,7 @@ from ddltool.analyzers.goodput.noise_scale import NoiseScaleEstimator
 from ddltool.analyzers.goodput.observations import Observations
 from ddltool.analyzers.goodput.throughput import ThroughputParams, goodput_per_s
 from ddltool.analyzers.goodput.tuning import BatchLimits, tune_one
+from ddltool.artifacts import Record
 from ddltool.errors import Infeasible, InputError
 from ddltool.runtime.agent.noise_sampling import NoiseSampler, affordable_interval
 from ddltool.runtime.hook.agreement import Agreement
@@ -205,31 +207,17 @@ class TimedStep:
         return seconds_between(self.exchanges[0].start, end)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Policy:
-    """How often to look and when to change; the arguments of the same names of the agent.
+class Policy(Record):
+    """How often to look and when to change; the arguments of the same names of the agent."""
 
-    Raises InputError for a setting that cannot be.
-    """
-
-    interval_s: float
-    interval_steps: int | None
-    overhead: float
-    noise_every: int | None
-    min_gain: float
+    interval_s: float = Field(gt=0)
+    interval_steps: int | None = Field(ge=1)
+    overhead: float = Field(gt=0)
+    noise_every: int | None = Field(ge=0)
+    min_gain: float = Field(ge=0)
     adapt: bool
     background: bool
-    warmup_epochs: float
-
-    def __post_init__(self) -> None:
-        for name in ("interval_s", "overhead", "min_gain", "warmup_epochs"):
-            value, above = getattr(self, name), name in ("interval_s", "overhead")
-            if not (math.isfinite(value) and (value > 0 if above else value >= 0)):
-                raise InputError(name, f"is {value}", f"give a finite number{' above 0' if above else ', 0 or more'}")
-        if self.interval_steps is not None and self.interval_steps < 1:
-            raise InputError("interval_steps", f"is {self.interval_steps}", "give 1 or more")
-        if self.noise_every is not None and self.noise_every < 0:
-            raise InputError("noise_every", f"is {self.noise_every}", "give 0 (never) or more")
+    warmup_epochs: float = Field(ge=0)
 
 
 class _Setting(NamedTuple):

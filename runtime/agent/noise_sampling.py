@@ -2,15 +2,16 @@
 
 Two batch sizes make the two equations of :mod:`ddltool.analyzers.goodput.noise_scale`; which two depends on the job:
 
-- K > 1 replicas: each rank's own gradient, seen as the flat bucket before the reduction, against the reduced gradient.
+- K > 1 replicas: each rank's own gradient, seen as it is accumulated and before DDP takes it, against the reduced gradient.
 - one replica with accumulation: the gradient after the first pass against that of the whole step.
 - one replica without: the gradients of two consecutive steps, which needs a copy of one for the time of a step.
 
-There are no backward hooks. A step that is not sampled costs a comparison of integers; a sampled one reads each gradient
-twice, and sends one number beside the gradients. How often to sample follows from what that was measured to cost.
+There are hooks on parameters in sampled steps alone. A step that is not sampled costs a comparison of integers; a sampled one
+reads each gradient twice, and sends one number beside the gradients. How often to sample follows from what that was measured
+to cost.
 """
 
-# No `from __future__ import annotations` here: DDP compares the annotations of a communication hook with real types.
+from __future__ import annotations
 
 import math
 import statistics
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from ddltool.analyzers.goodput.noise_scale import NoiseScaleEstimator, differenced_terms, noise_terms, small_batch
 from ddltool.errors import InputError
 from ddltool.runtime.hook.batches import Pass
-from ddltool.runtime.hook.telemetry import Exchange, Stamp, seconds_between, stamp
+from ddltool.runtime.hook.telemetry import Stamp, seconds_between, stamp
 
 SAMPLES_HELD = 256
 """Norms are read from the device when a decision wants them, or when there are this many."""
@@ -155,14 +156,15 @@ class NoiseSampler:
         self._costs: deque[list[tuple[Stamp, Stamp]]] = deque(maxlen=9)
         self._spent_s = 0.0
         self._previous: _Previous | None = None
+        self._watched: list[Any] = []
         self._forget_step()
 
     def _forget_step(self) -> None:
         self._active = False
+        self._look_no_more()
         self._local: list[Tensor] = []
-        self._small: tuple[Tensor, float] | None = (
-            None  # squared norm, and samples behind it; no samples: not to be used
-        )
+        # Squared norm, and samples behind it; no samples: not to be used.
+        self._small: tuple[Tensor, float] | None = None
         self._reducing: dist.Work | None = None
         self._preconditioner.forget()
 
@@ -188,23 +190,38 @@ class NoiseSampler:
                 first = int(taken.split.sizes_of(taken.step_samples)[0, 0])
                 self._small = squared_norm(*self._gradients()) / taken.weight**2, first
 
-    def before_reduction(self, bucket: "dist.GradBucket", taken: Pass) -> None:  # type: ignore[name-defined]
-        """A bucket of this rank is complete, weighted, and not reduced yet."""
-        if not self._active:
-            return
+    def begin_last_backward(self) -> None:
+        """The last backward pass of a step begins: look at each of this rank's gradients before DDP averages it."""
+        if self._active and self._group is not None:
+            self._local = []
+            trained = [value for value in self._parameters if value.requires_grad]
+            self._watched = [value.register_post_accumulate_grad_hook(self._look) for value in trained]
+
+    def _look(self, parameter: Tensor) -> None:
         with self._timed():
             try:
-                scales = self._preconditioner.scales(bucket.parameters())
-                tensors = [bucket.buffer()] if scales is None else bucket.gradients()
-                self._local.append(squared_norm(tensors, scales))
+                assert isinstance(parameter, nn.Parameter)
+                gradients = [] if parameter.grad is None else [parameter.grad]
+                self._local.append(squared_norm(gradients, self._preconditioner.scales([parameter])))
             except Exception:  # the other ranks wait for this one's number: say that there is none
-                self._local.append(torch.full((), math.nan, device=bucket.buffer().device))
-            if bucket.is_last():
+                self._local.append(torch.full((), math.nan, device=parameter.device))
+
+    def complete(self, taken: Pass, correction: float) -> None:
+        """This rank's gradients are complete and weighted; ``correction``: what they are multiplied by when averaged."""
+        if self._active and self._group is not None:
+            with self._timed():
+                self._look_no_more()
                 sizes = taken.split.sizes_of(taken.step_samples).sum(axis=1)
                 mine = float(sizes[dist.get_rank(self._group)]) / taken.step_samples
-                small = torch.stack(self._local).sum() / (mine**2 * self._world_size)
+                found = torch.stack(self._local).sum() if self._local else torch.full((), math.nan)
+                small = found * correction**2 / (mine**2 * self._world_size**3)
                 self._small = small, small_batch(sizes) if sizes.min() else 0.0
                 self._reducing = dist.all_reduce(small, group=self._group, async_op=True)
+
+    def _look_no_more(self) -> None:
+        for each in self._watched:
+            each.remove()
+        self._watched = []
 
     def finish(self, taken: Pass) -> None:
         """The step's gradients are complete and the optimizer has not used them yet: make the observation."""
@@ -296,48 +313,3 @@ def affordable_interval(cost_s: float, step_s: float, share: float, most: int = 
         return 1
     wanted = cost_s / (step_s * share)
     return most if not math.isfinite(wanted) else max(1, min(most, math.ceil(wanted * (1 - 1e-12))))
-
-
-class AgentReduction:
-    """DDP's communication hook: the average over the ranks, as without one, and the norms of what goes into it by the way.
-
-    The losses were multiplied by N times their share of the step's samples, so the average is the gradient of the mean over
-    all of them, whatever the split (LB-BSP, weighted aggregation).
-    """
-
-    def __init__(self, noise: NoiseSampler, group: dist.ProcessGroup) -> None:
-        self._noise = noise
-        self._group = group
-        self._ranks = dist.get_world_size(group)
-        self.taken: Pass | None = None
-        """The pass that is under way; None outside of ``agent.batches``."""
-        self.exchange: Exchange | None = None
-        self.correction = 1.0
-        """What the gradients are to be multiplied by, where losses were counted otherwise than by samples."""
-
-    def reduce(
-        self,
-        state: object,
-        bucket: dist.GradBucket,  # type: ignore[name-defined]  # exported only where torch.distributed is available
-    ) -> torch.futures.Future[Tensor]:
-        """Average one bucket over the ranks. Raises InputError outside of ``agent.batches``."""
-        if self.taken is None:
-            raise InputError("backward", "no batch is under way", "call it inside for ... in agent.batches(epoch)")
-        buffer = bucket.buffer().mul_(self.correction / self._ranks)
-        self._noise.before_reduction(bucket, self.taken)
-        if bucket.is_last() and self.exchange is not None:
-            self.exchange.note_ready()
-        work = dist.all_reduce(buffer, group=self._group, async_op=True)
-        future: torch.futures.Future[Tensor] = work.get_future().then(_first)
-        return future
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _NotReduced, ()  # a copy of the model is not trained
-
-
-class _NotReduced:
-    reduce = None
-
-
-def _first(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-    return future.value()[0]

@@ -15,6 +15,7 @@ all samples whatever the sizes. A worker's step is never interrupted: sizes chan
 
 from __future__ import annotations
 
+import atexit
 import logging
 import operator
 import os
@@ -26,6 +27,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -38,20 +40,19 @@ from ddltool.analyzers.balancing.sizing import equal
 from ddltool.artifacts import kind_of
 from ddltool.errors import InputError
 from ddltool.runtime.hook.agreement import Agreement
-from ddltool.runtime.hook.attaching import register
 from ddltool.runtime.hook.batches import VariableBatchSampler, fitting_sizes
 from ddltool.runtime.hook.checking import begin_check
-from ddltool.runtime.hook.gradients import TimedAverage
 from ddltool.runtime.hook.job import (
     Job,
     bare_optimizer,
     dataset_length,
     demand_same_samples,
+    demand_wrapped,
     is_reference,
 )
 from ddltool.runtime.hook.loader import CountedLoader
-from ddltool.runtime.hook.stopping import refuse_in_one_line
-from ddltool.runtime.hook.telemetry import Exchange, PassClock, new_run, prepare
+from ddltool.runtime.hook.stopping import pause_before_exit, refuse_in_one_line
+from ddltool.runtime.hook.telemetry import Exchange, LineFile, PassClock, is_cuda, new_run
 from ddltool.runtime.hook.weighing import Reduction, Weigher
 from ddltool.runtime.measuring.share import available_memory, expected_cpu
 from ddltool.telemetry import BalanceEvent
@@ -120,15 +121,13 @@ class BalanceOptions:
 class _StepClock(PassClock):
     """What this rank did in a step: samples, seconds of its own computation, and how much memory is left.
 
-    The seconds run from the first forward pass to the moment at which DDP has this rank's last bucket of gradients ready;
-    what the exchange takes, and waiting for others, is not the rank's speed. On CUDA both ends are events on the device's
-    timeline.
+    The seconds run from the first forward pass to the moment at which this rank's gradients are complete; what the exchange
+    takes, and waiting for others, is not the rank's speed. On CUDA both ends are events on the device's timeline.
+
+    ``readings``: whether the CPU that can be expected is wanted, which takes a millisecond to find out.
     """
 
-    def __init__(self, cuda: bool, readings: bool) -> None:
-        """``readings``: whether the CPU that can be expected is wanted, which takes a millisecond to find out."""
-        super().__init__(cuda)
-        self._readings = readings
+    readings = False
 
     def row(self, exchanges: list[Exchange]) -> Floats:
         """Return (5,) samples, seconds, and as shares memory in use, CPU that can be expected, and memory available.
@@ -146,7 +145,7 @@ class _StepClock(PassClock):
         used = 1.0 - available
         if self._cuda:
             used = torch.cuda.max_memory_allocated() / torch.cuda.get_device_properties().total_memory
-        cpu = expected_cpu() if self._readings else 1.0
+        cpu = expected_cpu() if self.readings else 1.0
         return np.array([samples, max(seconds, 1e-9), used, cpu, available], dtype=np.float64)
 
 
@@ -355,23 +354,44 @@ def balance(
     optimizer = job.together(lambda: bare_optimizer(optimizer))
     job.demand_same("batch sizes", f"{start}, at least {fewest}", "give every rank the same sizes and the same least")
     demand_same_samples(job, dataset)
-    cuda = any(parameter.is_cuda for parameter in model.parameters())
-    clock = _StepClock(cuda, chosen.predictor in predict.READING)
     agreement = None
     if job.world_size > 1:
         many = chosen.cluster == "gpu" or job.world_size > MOST_BLOCKING
         behind = many if chosen.background is None else chosen.background
-        paced = Paced(manager, 0.0 if behind else chosen.interval_s)
-        agreement = Agreement(job, paced, timeout_s=chosen.timeout_s, behind=chosen.enabled and behind)
-    weigher = Weigher(job, "balancer", lambda: balancer.sizes, always=chosen.enabled, watcher=clock)
+        manager.interval_s = 0.0 if behind else chosen.interval_s
+        agreement = Agreement(job, manager.paced, timeout_s=chosen.timeout_s, behind=chosen.enabled and behind)
+    weigher = Weigher(job, "balancer", lambda: balancer.sizes, always=chosen.enabled)
+    weigher.watcher = clock = _StepClock(is_cuda(model), weigher.hand.take_tally)
+    clock.readings = chosen.predictor in predict.READING
     begin_check(job, model, optimizer)
     balancer = Balancer(job, dataset, start, fewest, weigher, clock, agreement, manager, chosen.enabled)
     weigher.open(model, optimizer)
-    if job.side is not None:
-        compress = torch.bfloat16 if chosen.compress == "bf16" else None
-        register(model, TimedAverage(weigher.hand.take_tally, model.process_group, clock, compress=compress))
+    if job.side is not None and chosen.compress == "bf16":
+        compress(model)
     optimizer.register_step_post_hook(balancer.after_step)
     return balancer
+
+
+def compress(model: DistributedDataParallel) -> None:
+    """Let gradients travel as bfloat16; they are divided in their own type, so that only the travelling sum is rounded.
+
+    Raises InputError for a model that has a communication hook already.
+    """
+    group = model.process_group
+
+    def average(bucket: Any) -> torch.futures.Future[Tensor]:
+        buffer = bucket.buffer().div_(dist.get_world_size(group))
+        future = dist.all_reduce(buffer.to(torch.bfloat16), group=group, async_op=True).get_future()
+        averaged: torch.futures.Future[Tensor] = future.then(lambda done: buffer.copy_(done.value()[0]))
+        return averaged
+
+    try:
+        model.register_comm_hook(None, lambda _, bucket: average(bucket))  # DDP minds annotations
+    except RuntimeError as error:
+        if "can only be called once" not in str(error):
+            raise
+        raise InputError("model", "already has a communication hook", "leave out compress, or that one") from None
+    atexit.register(pause_before_exit)
 
 
 def _prepare(
@@ -385,8 +405,7 @@ def _prepare(
     events: Path | None,
 ) -> tuple[tuple[int, ...], int, Manager]:
     """Return the first sizes, the least ones, and what chooses the next. Raises InputError for what does not fit."""
-    if job.world_size > 1 and not isinstance(model, DistributedDataParallel):
-        raise InputError("model", f"is a {type(model).__name__}", "wrap it in DistributedDataParallel first")
+    demand_wrapped(job, model)
     options.check()
     total_batch = None if total_batch is None else _whole_samples("total_batch", total_batch)
     sizes = None if sizes is None else [_whole_samples("sizes", size) for size in sizes]
@@ -465,19 +484,6 @@ def local_batch_norm(model: nn.Module) -> str | None:
     return None
 
 
-class Paced:
-    """Chooses sizes, and after how many steps the ranks report again: what one agreement costs counts in short steps."""
-
-    def __init__(self, manager: Manager, interval_s: float) -> None:
-        self._manager, self._interval_s = manager, interval_s
-
-    def __call__(self, rows: Floats) -> Floats:
-        """Return (n + 1,) sizes and steps, from (n, 5) rows as the manager takes them."""
-        steps = max(rows[:, 0].sum() / self._manager.total, 1.0)
-        longest_s = max(float(rows[:, 1].max()) / steps, 1e-9)
-        return np.append(self._manager(rows), min(max(self._interval_s // longest_s, 1), MOST_STEPS_UNREPORTED))
-
-
 log = logging.getLogger(__name__)
 
 
@@ -490,8 +496,7 @@ class Manager:
 
     Args:
         policy: what chooses.
-        events: JSON Lines file to which what happens is appended; one that cannot be written later on ends the events, not the
-            training.
+        events: JSON Lines file to which what happens is appended.
         skip: first steps that are not judged.
 
     Raises InputError for a file that cannot be written or holds something other than events.
@@ -499,14 +504,20 @@ class Manager:
 
     def __init__(self, policy: Policy, events: Path | None = None, skip: int = 1) -> None:
         self._policy = policy
-        self._events, self._run = events, new_run()
+        self._events, self._run = LineFile(events, kind_of(BalanceEvent), "balancing events"), new_run()
         self._skip = skip
         self._step = 0
         self._advised: int | None = None
         self._lock = threading.Lock()
         self.total = int(policy.sizes.sum())
-        if events is not None:
-            prepare(events, kind_of(BalanceEvent), "balancing events")
+        self.interval_s = 0.0
+        """Ranks report again after so many seconds, for what one agreement costs counts in short steps."""
+
+    def paced(self, rows: Floats) -> Floats:
+        """Return (n + 1,) sizes, and after how many steps ranks report again, from (n, 5) rows."""
+        steps = max(rows[:, 0].sum() / self.total, 1.0)
+        longest_s = max(float(rows[:, 1].max()) / steps, 1e-9)
+        return np.append(self(rows), min(max(self.interval_s // longest_s, 1), MOST_STEPS_UNREPORTED))
 
     def __call__(self, rows: Floats) -> Floats:
         """Return (n,) sizes from (n, 5) rows of samples, seconds, memory in use, CPU and memory available."""
@@ -545,16 +556,11 @@ class Manager:
         seconds: Floats,
         rank: int | None = None,
     ) -> None:
-        if self._events is None:  # a line about 96 ranks takes longer to make than their sizes to choose
+        if not self._events.is_open:  # a line about 96 ranks takes longer to make than their sizes to choose
             return
         shown = [float(f"{value:.4g}") for value in seconds]
         row = BalanceEvent(run=self._run, event=event, step=step, sizes=list(sizes), seconds=shown, rank=rank)
-        try:
-            with self._events.open("ab", buffering=0) as file:
-                file.write(row.model_dump_json().encode() + b"\n")
-        except OSError as error:
-            log.warning("%s: balancing events stop, training goes on (%s)", self._events, error.strerror)
-            self._events = None
+        self._events.write([row.model_dump_json()])
 
     def state_dict(self) -> dict[str, Any]:
         """Return what Algorithm 2 has found out; empty for predictors, which learn anew."""

@@ -9,18 +9,17 @@ take over the new ones at the same step, start their loaders anew and count from
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ddltool.analyzers.balancing.partitions import THRESHOLD, Move, Traversals
-from ddltool.errors import DdlToolError, InputError
+from ddltool.errors import DdlToolError, InputError, one_line
 from ddltool.runtime.hook.job import Job
-
-_GOING, _DONE, _FAILED = 1.0, 2.0, 0.0
 
 
 @dataclass(slots=True)
@@ -30,9 +29,7 @@ class _Migration:
     moves: list[Move]
     given: Tensor
     """Places in this rank's partition of the samples that it gives away."""
-    thread: threading.Thread | None = None
-    received: list[tuple[Tensor, ...]] | None = None
-    failure: str | None = None
+    received: Future[list[tuple[Tensor, ...]]] = field(default_factory=Future)
 
 
 class PartitionedData:
@@ -42,7 +39,6 @@ class PartitionedData:
         tensors: this rank's samples; dim 0 counts them, everything else is alike on all ranks. On the host.
         threshold: traversals by which one partition may lead another before samples move.
         seed: of the order of samples and of the choice of those that move; the same on every rank.
-        on_reset: called on every rank when its partition has changed; make loaders of your own anew there.
 
     Call it on every rank. Raises InputError where partitions do not fit together.
     """
@@ -53,13 +49,11 @@ class PartitionedData:
         *,
         threshold: float = THRESHOLD,
         seed: int = 0,
-        on_reset: Callable[[], None] | None = None,
     ) -> None:
         self.tensors = tuple(tensor.contiguous() for tensor in tensors)
         self.generation = 0
         """How often partitions have changed."""
         self._seed = seed
-        self._on_reset = on_reset
         self._job = Job.this()
         self._tag = self._job.new_tag()
         self._migration: _Migration | None = None
@@ -79,9 +73,7 @@ class PartitionedData:
         mine = self._job.together(check)
         shapes = "; ".join(f"{tensor.dtype} {tuple(tensor.shape[1:])}" for tensor in self.tensors)
         self._job.demand_same("partition", shapes, "give all ranks the same types and shapes")
-        rows = [torch.zeros(1, dtype=torch.int64) for _ in range(self._job.world_size)]
-        dist.all_gather(rows, torch.tensor([mine]), group=self._job.side)
-        return [int(row) for row in rows]
+        return [int(samples) for (samples,) in self._job.numbers(mine)]
 
     @property
     def partitions(self) -> tuple[int, ...]:
@@ -128,12 +120,8 @@ class PartitionedData:
     def _start(self, moves: list[Move]) -> None:
         leaving = sum(move.samples for move in moves if move.source == self._job.rank)
         generator = torch.Generator().manual_seed(hash((self._seed, self.generation, -1, self._job.rank)))
-        migration = _Migration(moves=moves, given=torch.randperm(len(self), generator=generator)[:leaving])
-        migration.thread = threading.Thread(
-            target=self._migrate, args=(migration,), name="ddltool-migrate", daemon=True
-        )
-        self._migration = migration
-        migration.thread.start()
+        self._migration = _Migration(moves=moves, given=torch.randperm(len(self), generator=generator)[:leaving])
+        threading.Thread(target=self._migrate, args=(self._migration,), name="ddltool-migrate", daemon=True).start()
 
     def _migrate(self, migration: _Migration) -> None:
         """Send and receive. All ranks go through the moves in one order, so nobody waits for somebody who waits."""
@@ -150,24 +138,21 @@ class PartitionedData:
                     for part in parts:
                         dist.recv(part, move.source, group=self._job.side, tag=self._tag)
                     received.append(parts)
-            migration.received = received
+            migration.received.set_result(received)
         except Exception as error:
-            migration.failure = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            migration.received.set_exception(error)
 
     def _finish_together(self, migration: _Migration) -> bool:
-        state = _FAILED if migration.failure is not None else _GOING if migration.received is None else _DONE
-        least = torch.tensor([state])
-        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._job.side)
-        if least.item() == _FAILED:
-            own = f" ({migration.failure})" if migration.failure else ""
+        error = migration.received.exception() if migration.received.done() else None
+        told = self._job.numbers(migration.received.done(), error is not None)
+        if any(failed for _, failed in told):
+            own = "" if error is None else f" ({one_line(str(error)) or type(error).__name__})"
             raise DdlToolError(f"rank {self._job.rank}: moving samples between ranks has failed{own}")
-        if least.item() == _GOING:
+        if not all(done for done, _ in told):
             return False
-        if migration.thread is not None:
-            migration.thread.join()
         stays = torch.ones(len(self), dtype=torch.bool)
         stays[migration.given] = False
-        received = migration.received or []
+        received = migration.received.result()
         self.tensors = tuple(
             torch.cat([tensor[stays], *(parts[place] for parts in received)])
             for place, tensor in enumerate(self.tensors)
@@ -176,6 +161,4 @@ class PartitionedData:
         self._migration = None
         self.generation += 1
         self._order, self._passes = [], 0
-        if self._on_reset is not None:
-            self._on_reset()
         return True

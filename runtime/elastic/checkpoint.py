@@ -11,7 +11,7 @@ import hashlib
 import io
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,16 @@ import torch
 from ddltool.errors import InputError
 from ddltool.file_lock import try_lock
 from ddltool.runtime.elastic.contexts import plain_name
-from ddltool.runtime.elastic.digests import digest, leaves
+from ddltool.runtime.hook.digests import digest, leaves
 
 KIND = "elastic-checkpoint"
 SCHEMA_VERSION = 1
 READABLE = "keep to tensors, numbers, strings, lists and dicts in the states of optimizer and extras"
+_PARTS = (
+    *("settings", "environment", "position", "buckets", "parameters"),
+    *("optimizer", "optimizer_class", "extras", "workers"),
+)
+_CONTINUED = "give the settings of the run that is continued"
 _BUILD = "build the optimizer that was saved"
 _WRITTEN = "give a checkpoint that ElasticTrainer.save wrote"
 # What a learning-rate scheduler changes as it goes: there only the value that it started from is the user's choice.
@@ -56,17 +61,6 @@ def content_digest(content: dict[str, Any]) -> str:
         value = digest(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf)
         hasher.update(f"{name}={value}\n".encode())
     return hasher.hexdigest()
-
-
-def uncompiled(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's content with plain names, so that it fits the model compiled and as it is."""
-
-    def plain(values: dict[str, Any]) -> dict[str, Any]:
-        return {plain_name(name): value for name, value in values.items()}
-
-    buckets = content["buckets"] and [[plain_name(name) for name in bucket] for bucket in content["buckets"]]
-    workers = [worker | {"buffers": plain(worker["buffers"])} for worker in content["workers"]]
-    return content | {"parameters": plain(content["parameters"]), "buckets": buckets, "workers": workers}
 
 
 def encode(path: str | os.PathLike[str], content: dict[str, Any]) -> bytes:
@@ -203,23 +197,23 @@ def _read_one(path: Path) -> dict[str, Any]:
     return content
 
 
-def demand_equal(where: str, saved: Mapping[str, Any], present: Mapping[str, Any], remedy: str) -> None:
+def _demand_equal(where: str, saved: Mapping[str, Any], present: Mapping[str, Any], remedy: str) -> None:
     """Raise InputError for the first field in which ``present`` is not what was ``saved``."""
     for name, value in present.items():
         if saved.get(name) != value:
             raise InputError(f"{where}:{name}", f"is {saved.get(name)} there and {value} here", remedy)
 
 
-def demand_same_optimizer(
-    where: str, saved: Mapping[str, Any], saved_class: str | None, optimizer: torch.optim.Optimizer
+def _demand_same_optimizer(
+    where: str, saved: Mapping[str, Any], saved_class: str, optimizer: torch.optim.Optimizer
 ) -> list[str]:
     """Check a saved state against ``optimizer`` before anything is loaded; return the options that have other values.
 
-    Those (a learning rate, say) are continued with as saved. Raises InputError for another class of optimizer
-    (``saved_class``; None: not recorded), other parameter groups or other options.
+    Those (a learning rate, say) are continued with as saved. Raises InputError for another class of optimizer, other parameter
+    groups or other options.
     """
     here_class = type(optimizer).__name__
-    if saved_class not in (None, here_class):
+    if saved_class != here_class:
         raise InputError(where, f"is {saved_class} there and {here_class} here", _BUILD)
     there, here = saved["param_groups"], optimizer.state_dict()["param_groups"]
     if len(there) != len(here):
@@ -239,3 +233,36 @@ def demand_same_optimizer(
             if one[name] != other[name]
         ]
     return told
+
+
+def continued(
+    path: str | os.PathLike[str],
+    settings: Mapping[str, Any],
+    device: torch.device,
+    parameters: Mapping[str, torch.Tensor],
+    extras: Collection[str],
+    optimizer: torch.optim.Optimizer,
+) -> tuple[dict[str, Any], list[str]]:
+    """Return a checkpoint's content, and which options of the optimizer have other values there.
+
+    Raises InputError unless a run of these settings, parameters and extras can continue it with equal bits.
+    """
+    content, where = read(path), os.fspath(path)
+    if missing := [name for name in _PARTS if name not in content]:
+        raise InputError(where, f"has no {missing[0]}", _WRITTEN)
+    _demand_equal(where, content["settings"], settings, _CONTINUED)
+    remedy = "equal bits need the same: torch.set_num_threads, torch's version, the type of device"
+    _demand_equal(where, content["environment"], environment(device), remedy)
+    saved = {name: _form(value) for name, value in content["parameters"].items()}
+    present = {plain_name(name): _form(value) for name, value in parameters.items()}
+    absent = dict.fromkeys(present | saved, "missing")
+    _demand_equal(f"{where}:parameters", absent | saved, absent | present, "build the model that was saved")
+    if missing := sorted(set(content["extras"]) ^ set(extras)):
+        raise InputError(f"{where}:extras", f"{missing[0]} is only on one side", _CONTINUED)
+    told = _demand_same_optimizer(f"{where}:optimizer", content["optimizer"], content["optimizer_class"], optimizer)
+    return content, told
+
+
+def _form(value: torch.Tensor) -> str:
+    """Return a tensor's type and shape in words."""
+    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"

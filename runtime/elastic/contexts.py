@@ -13,23 +13,21 @@ import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ddltool.errors import InputError
-from ddltool.runtime.elastic.digests import digest
+from ddltool.runtime.hook.digests import digest
+from ddltool.runtime.hook.random_streams import Document, RandomStreams
 
-Document = dict[str, Any]
-"""Nested dicts of tensors, numbers, strings and None: what ``torch.load(weights_only=True)`` takes."""
 LOSS = "(loss)."
 """Before the names of what the loss has."""
+BUFFERS = "_buffers"
 ABSENT = object()
 """In place of an attribute that a worker does not have."""
 Key = tuple[str, str]
@@ -43,101 +41,6 @@ _NOT_OURS = frozenset({"torch", "logging", "threading", "builtins", "functools"}
 def plain_name(name: str) -> str:
     """Return a parameter's or buffer's name without what ``torch.compile`` puts before it."""
     return name.replace("_orig_mod.", "")
-
-
-@dataclass(frozen=True, slots=True)
-class RandomStreams:
-    """The generators that training code draws from without saying so: those that are global.
-
-    Python's, NumPy's, torch's on the host, and torch's on a device. NumPy's is held as the object itself, for a swap costs
-    a hundredth of what reading and writing its 624 words does; the half of a pair of normal draws that NumPy may have kept
-    does not belong to that object, so it is here.
-    """
-
-    python: tuple[Any, ...]
-    numpy: Any
-    half_pair: tuple[int, float]
-    torch_cpu: Tensor  # (5056,) bytes
-    device: Tensor | None  # None where the model is on the host
-
-    @classmethod
-    def present(cls, device: torch.device) -> RandomStreams:
-        """Return this process's streams; they stay as they are once others are restored."""
-        on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        state = np.random.get_state(legacy=False)  # noqa: NPY002  # user code draws from it
-        half_pair = int(state["has_gauss"]), float(state["gauss"])
-        return cls(random.getstate(), get_bit_generator(), half_pair, torch.get_rng_state(), on_device)
-
-    @classmethod
-    def seeded(cls, seed: int, virtual_rank: int, device: torch.device) -> RandomStreams:
-        """Return the streams that a logical worker starts with; they depend on ``seed`` and ``virtual_rank`` only."""
-        with kept(device):
-            seed_streams(seed, virtual_rank, device)
-            return cls.present(device)
-
-    def restore(self, device: torch.device) -> None:
-        """Make these the streams of this process: what is drawn now moves them on."""
-        random.setstate(self.python)
-        set_bit_generator(self.numpy)
-        if self.half_pair[0]:
-            state = np.random.get_state(legacy=False)  # noqa: NPY002  # user code draws from it
-            state["has_gauss"], state["gauss"] = self.half_pair
-            np.random.set_state(state)  # noqa: NPY002  # user code draws from it
-        torch.set_rng_state(self.torch_cpu)
-        if self.device is not None and device.type == "cuda":
-            torch.cuda.set_rng_state(self.device, device)
-
-    def to_document(self) -> Document:
-        """Return the states as tensors and numbers."""
-        version, words, gauss = self.python
-        state, (has_gauss, cached) = self.numpy.state["state"], self.half_pair
-        numbers = {"position": int(state["pos"]), "has_gauss": has_gauss, "cached": cached}
-        return {
-            "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
-            "numpy": {"key": torch.from_numpy(state["key"].astype(np.int64))} | numbers,
-            "torch_cpu": self.torch_cpu,
-            "device": self.device,
-        }
-
-    @classmethod
-    def from_document(cls, document: Document) -> RandomStreams:
-        """Return the streams that :meth:`to_document` described."""
-        python, numpy = document["python"], document["numpy"]
-        generator = np.random.MT19937(0)
-        key = numpy["key"].numpy().astype(np.uint32)
-        generator.state = {"bit_generator": "MT19937", "state": {"key": key, "pos": numpy["position"]}}
-        return cls(
-            (python["version"], tuple(python["words"].tolist()), python["gauss"]),
-            generator,
-            (numpy["has_gauss"], numpy["cached"]),
-            document["torch_cpu"],
-            document["device"],
-        )
-
-
-@contextmanager
-def kept(device: torch.device) -> Iterator[None]:
-    """Keep what is drawn, and seeded, within the block from this process's streams."""
-    present = RandomStreams.present(device)
-    set_bit_generator(np.random.MT19937(0))
-    try:
-        yield
-    finally:
-        present.restore(device)
-
-
-def seed_streams(seed: int, virtual_rank: int, device: torch.device | None = None) -> None:
-    """Seed this process's global generators as logical worker ``virtual_rank`` of a run with ``seed`` starts.
-
-    For a plain DDP script that is to be compared with an elastic run: call it with the process's rank.
-    """
-    words = np.random.SeedSequence([seed, virtual_rank]).generate_state(4, np.uint64).tolist()
-    random.seed(words[0])
-    np.random.seed(words[1] % 2**32)  # noqa: NPY002  # user code draws from it
-    torch.default_generator.manual_seed(words[2])
-    if device is not None and device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(words[3])
 
 
 def modules_of(model: nn.Module, loss: Any) -> dict[str, Any]:
@@ -160,91 +63,35 @@ def modules_of(model: nn.Module, loss: Any) -> dict[str, Any]:
     return found
 
 
-class Buffers:
-    """All buffers of modules. A set of values is swapped in by exchanging the modules' own dicts: nothing is copied.
-
-    So a buffer that a forward pass registers, or takes away, is its worker's too. A tensor that is registered in two places
-    stays one tensor in every set of values.
-    """
-
-    def __init__(self, modules: Mapping[str, Any]) -> None:
-        self._places = {prefix: each for prefix, each in modules.items() if isinstance(each, nn.Module)}
-        for prefix, module in self._places.items():
-            if isinstance(module, torch.jit.ScriptModule) and list(module.buffers(recurse=False)):
-                what = f"model:{prefix.removesuffix('.')}"
-                raise InputError(what, "is a ScriptModule, whose buffers cannot be swapped", "give the Python module")
-
-    def current(self) -> list[dict[str, Tensor | None]]:
-        """Return the dicts that the modules hold now, by module."""
-        return [module._buffers for module in self._places.values()]
-
-    def named(self, values: Sequence[dict[str, Tensor | None]] | None = None) -> dict[str, Tensor | None]:
-        """Return values (None: those that the modules hold now) by name."""
-        taken = self.current() if values is None else values
-        return {prefix + name: v for prefix, each in zip(self._places, taken, strict=True) for name, v in each.items()}
-
-    def tensors(self) -> list[Tensor]:
-        """Return the tensors that the modules hold now, each once."""
-        return list({id(value): value for value in self.named().values() if value is not None}.values())
-
-    def copy(self) -> list[dict[str, Tensor | None]]:
-        """Return copies of the values that the modules hold now."""
-        memo: dict[int, Tensor] = {}
-        return [
-            {
-                name: None if value is None else memo.setdefault(id(value), value.detach().clone())
-                for name, value in each.items()
-            }
-            for each in self.current()
-        ]
-
-    def install(self, values: Sequence[dict[str, Tensor | None]]) -> None:
-        """Let the modules hold ``values``."""
-        for module, each in zip(self._places.values(), values, strict=True):
-            module.__dict__["_buffers"] = each
-
-    def loaded(self, saved: Mapping[str, Tensor | None], device: torch.device) -> list[dict[str, Tensor | None]]:
-        """Return a set of values with the ``saved`` ones by name, tied where the present ones are.
-
-        Raises InputError for a module that is not there; a buffer of the model that is not saved is one.
-        """
-        present = self.named()
-        memo: dict[int, Tensor] = {}
-        made: dict[str, dict[str, Tensor | None]] = {
-            prefix: {name: None for name, value in module._buffers.items() if value is None}
-            for prefix, module in self._places.items()
-        }
-        homes = {plain_name(prefix): prefix for prefix in self._places}
-        old_of = {plain_name(name): value for name, value in present.items() if value is not None}
-        if lacking := sorted(old_of.keys() - saved.keys()):
-            raise InputError("buffers", f"{lacking[0]} is only in the model", "build the model that was saved")
-        for name, value in saved.items():
-            if value is None:  # older files have these
-                continue
-            place, _, last = name.rpartition(".")
-            prefix = f"{place}." if place else ""
-            if prefix not in homes:  # a forward pass may have registered it, on a module that there is
-                raise InputError("buffers", f"{name} is only in the checkpoint", "build the model that was saved")
-            moved = value.to(device)
-            made[homes[prefix]][last] = memo.setdefault(id(old_of[name]), moved) if name in old_of else moved
-        return list(made.values())
+def named_buffers(modules: Mapping[str, Any]) -> dict[str, Tensor | None]:
+    """Return the buffers that modules hold now, by name."""
+    held = {prefix: each._buffers for prefix, each in modules.items() if isinstance(each, nn.Module)}
+    return {prefix + name: value for prefix, each in held.items() for name, value in each.items()}
 
 
-class PlainState:
-    """Plain attributes of modules (and of a loss that is none) which turns change: ``self.calls += 1``, a list, a tensor.
+class OwnState:
+    """What each logical worker here has of modules (and of a loss that is none) for itself; values are swapped, not copied.
 
-    They become each logical worker's own, as its buffers are: every worker begins with what was there before the first turn.
+    From the beginning that are the modules' dicts of buffers, so a buffer that a forward pass registers, or takes away, is its
+    worker's too; a tensor that is registered in two places stays one tensor. Then plain attributes which turns change
+    (``self.calls += 1``, a list, a tensor): every worker begins with what was there before the first turn.
     What turns change is found by comparing all attributes before and after them, in the first turns of each worker here and
     later in every turn whose number is a power of two. Numbers, strings, tensors, arrays and collections of them can be a
     worker's own; ``training`` is the user's.
 
-    Raises InputError, in :meth:`leave`, for an attribute that cannot: an object with a state, a random generator of its own,
-    a module that a turn adds, or one whose changes were found when others may have been overlooked already.
+    Raises InputError for buffers that cannot be swapped, and in :meth:`leave` for an attribute that cannot be a worker's own:
+    an object with a state, a random generator of its own, a module that a turn adds, or one whose changes were found when
+    others may have been overlooked already.
     """
 
-    def __init__(self, modules: Mapping[str, Any], local: Sequence[int]) -> None:
+    def __init__(self, modules: dict[str, Any], local: Sequence[int]) -> None:
         self._modules, self._local = modules, local
-        self._values: dict[int, dict[Key, Any]] = {rank: {} for rank in local}
+        for prefix, module in modules.items():
+            if isinstance(module, torch.jit.ScriptModule) and list(module.buffers(recurse=False)):
+                what = f"model:{prefix.removesuffix('.')}"
+                raise InputError(what, "is a ScriptModule, whose buffers cannot be swapped", "give the Python module")
+        held = {(prefix, BUFFERS): each._buffers for prefix, each in modules.items() if isinstance(each, nn.Module)}
+        self._values: dict[int, dict[Key, Any]] = {rank: _all_copied(held) for rank in local}
         self._before: dict[Key, tuple[Any, Any]] | None = None
         self._turns = 0
 
@@ -295,23 +142,48 @@ class PlainState:
 
     def copies(self, rank: int) -> dict[Key, Any]:
         """Return copies of a worker's own values."""
-        return {key: _copied(value) for key, value in self._values[rank].items()}
+        return _all_copied(self._values[rank])
 
-    def to_document(self, rank: int) -> Document:
-        """Return a worker's own values by name, without their history; what is absent is left out."""
-        return {plain_name(key[0]) + key[1]: _copied(v) for key, v in self._values[rank].items() if v is not ABSENT}
+    def to_documents(self, rank: int) -> dict[str, Document]:
+        """Return a worker's own values by name, buffers as they are and attributes without their history; none is absent."""
+        own = [(plain_name(prefix), name, value) for (prefix, name), value in self._values[rank].items()]
+        dicts = [(prefix, value) for prefix, name, value in own if name == BUFFERS]
+        return {
+            "buffers": {p + name: v for p, each in dicts for name, v in each.items() if v is not None},
+            "attributes": {p + name: _copied(v) for p, name, v in own if name != BUFFERS and v is not ABSENT},
+        }
 
     def load(self, documents: Sequence[Document], device: torch.device) -> None:
-        """Take the local workers' values from the documents of all workers. Raises InputError for an unknown module."""
-        prefixes = {plain_name(prefix): prefix for prefix in self._modules}
-        keys: dict[str, Key] = {}
-        for name in (name for document in documents for name in document):
-            place, _, last = name.rpartition(".")
-            if (prefix := f"{place}." if place else "") not in prefixes:
-                raise InputError("attributes", f"{name} is only in the checkpoint", "build the model that was saved")
-            keys[name] = (prefixes[prefix], last)
+        """Take the local workers' values from the documents of all workers. Raises InputError where they do not fit."""
+        present = {plain_name(name): v for name, v in named_buffers(self._modules).items() if v is not None}
+        names = dict.fromkeys(name for document in documents for name in document["attributes"])
+        keys = {name: self._key(name, "attributes") for name in names}
+        loaded: dict[int, dict[Key, Any]] = {}
         for rank in self._local:
-            self._values[rank] = {key: _copied(documents[rank].get(name, ABSENT), device) for name, key in keys.items()}
+            saved, memo = documents[rank]["buffers"], dict[int, Tensor]()
+            if lacking := sorted(present.keys() - saved.keys()):
+                raise InputError("buffers", f"{lacking[0]} is only in the model", "build the model that was saved")
+            own = loaded[rank] = {
+                (prefix, BUFFERS): {name: None for name, value in each._buffers.items() if value is None}
+                for prefix, each in self._modules.items()
+                if isinstance(each, nn.Module)
+            }
+            for name, value in saved.items():  # a forward pass may have registered it; tied as the present ones are
+                prefix, last = self._key(name, "buffers")
+                moved = value.to(device)
+                own[prefix, BUFFERS][last] = memo.setdefault(id(present[name]), moved) if name in present else moved
+            values = documents[rank]["attributes"]
+            own |= {key: _copied(values.get(name, ABSENT), device) for name, key in keys.items()}
+        self._values = loaded
+
+    def _key(self, name: str, what: str) -> Key:
+        """Return where a saved name belongs. Raises InputError for a module that is not there."""
+        place, _, last = name.rpartition(".")
+        wanted = f"{place}." if place else ""
+        for prefix in reversed(self._modules):  # what is inside of what torch.compile puts around it
+            if plain_name(prefix) == wanted:
+                return prefix, last
+        raise InputError(what, f"{name} is only in the checkpoint", "build the model that was saved")
 
     def _holder(self, key: Key) -> dict[str, Any]:
         held: dict[str, Any] = vars(self._modules[key[0]])
@@ -374,6 +246,19 @@ def _can_be_own(value: Any) -> bool:
     if type(value) in (dict, OrderedDict, defaultdict):
         return all(_can_be_own(key) and _can_be_own(each) for key, each in value.items())
     return type(value) in (list, tuple, deque, set, frozenset, torch.Size) and all(map(_can_be_own, value))
+
+
+def _all_copied(values: Mapping[Key, Any]) -> dict[Key, Any]:
+    """Return copies, of a tensor that is in several dicts of buffers one."""
+    memo: dict[int, Tensor] = {}
+
+    def once(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else memo.setdefault(id(tensor), tensor.detach().clone())
+
+    return {
+        key: {name: once(each) for name, each in value.items()} if key[1] == BUFFERS else _copied(value)
+        for key, value in values.items()
+    }
 
 
 def _copied(value: Any, device: torch.device | None = None) -> Any:
@@ -456,23 +341,20 @@ class Contexts:
     first local worker (on the process of virtual rank 0 those of that one, whose buffers plain DDP would keep).
     """
 
-    def __init__(self, modules: Mapping[str, Any], local: Sequence[int], seed: int, device: torch.device) -> None:
-        self._model_buffers = Buffers(modules)
-        self._plain = PlainState(modules, local)
+    def __init__(self, modules: dict[str, Any], local: Sequence[int], seed: int, device: torch.device) -> None:
+        self._modules, self._own = modules, OwnState(modules, local)
         self.strangers = Strangers(modules, 2 * len(local))
         self._device, self._local = device, local
         self._streams = {rank: RandomStreams.seeded(seed, rank, device) for rank in local}
-        self._buffers = {rank: self._model_buffers.copy() for rank in local}
         self._outside: RandomStreams | None = None  # the process's own, while a step is under way
         self.active: int | None = None
-        self._model_buffers.install(self._buffers[local[0]])
+        self._install_first()
 
     def enter(self, virtual_rank: int) -> None:
         """Switch ``virtual_rank`` in; no other worker is."""
         if self._outside is None:
             self._outside = RandomStreams.present(self._device)
-        self._model_buffers.install(self._buffers[virtual_rank])
-        self._plain.enter(virtual_rank)
+        self._own.enter(virtual_rank)
         self.strangers.begin()
         self._streams[virtual_rank].restore(self._device)
         self.active = virtual_rank
@@ -480,13 +362,13 @@ class Contexts:
     def leave(self, last: bool = True) -> None:
         """Switch out the worker that is in; after the ``last`` one of a step, the process's own streams come back.
 
-        Raises InputError for what a turn changed and no worker can have for itself (:class:`PlainState`).
+        Raises InputError for what a turn changed and no worker can have for itself (:class:`OwnState`).
         """
         if self.active is None:
             return
         self._streams[self.active] = RandomStreams.present(self._device)
         self.strangers.end()
-        self._plain.leave(self.active)
+        self._own.leave(self.active)
         self.active = None
         if last and self._outside is not None:
             self._outside.restore(self._device)
@@ -494,14 +376,12 @@ class Contexts:
             self._install_first()
 
     def _install_first(self) -> None:
-        self._model_buffers.install(self._buffers[self._local[0]])
-        self._plain.install(self._plain.of(self._local[0]))
+        self._own.install(self._own.of(self._local[0]))
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Let the block change buffers and attributes without a trace."""
-        self._model_buffers.install(self._model_buffers.copy())
-        self._plain.install(self._plain.copies(self._local[0]))
+        self._own.install(self._own.copies(self._local[0]))
         try:
             yield
         finally:
@@ -509,34 +389,21 @@ class Contexts:
 
     def seen(self) -> tuple[Document, dict[str, Tensor | None]]:
         """Return the random streams and the model's buffers that code draws from and changes now, whosever they are."""
-        buffers = {name: v for name, v in self._model_buffers.named().items() if not name.startswith(LOSS)}
+        buffers = {name: v for name, v in named_buffers(self._modules).items() if not name.startswith(LOSS)}
         return RandomStreams.present(self._device).to_document(), buffers
 
     def to_documents(self) -> list[Document]:
         """Return the local workers' contexts in virtual-rank order, for a checkpoint; buffers are no copies."""
         return [
-            {
-                "virtual_rank": rank,
-                "streams": self._streams[rank].to_document(),
-                "buffers": {
-                    plain_name(name): value
-                    for name, value in self._model_buffers.named(self._buffers[rank]).items()
-                    if value is not None
-                },
-                "attributes": self._plain.to_document(rank),
-            }
+            {"virtual_rank": rank, "streams": self._streams[rank].to_document(), **self._own.to_documents(rank)}
             for rank in self._local
         ]
 
     def load(self, documents: list[Document], where: str) -> None:
         """Take the local workers' contexts from those of all workers. Raises InputError when they do not fit the model."""
         try:
-            buffers = {
-                rank: self._model_buffers.loaded(documents[rank]["buffers"], self._device) for rank in self._local
-            }
-            self._plain.load([document.get("attributes", {}) for document in documents], self._device)
+            self._own.load(documents, self._device)
         except InputError as error:
             raise InputError(f"{where}:{error.where}", error.problem, error.remedy) from None
-        self._buffers = buffers
         self._streams = {rank: RandomStreams.from_document(documents[rank]["streams"]) for rank in self._local}
         self._install_first()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -111,3 +112,28 @@ class Processes:
         gathered = [torch.empty_like(mine) for _ in self.runs]
         dist.all_gather(gathered, mine, group=self.job.side)
         return torch.cat([part[: len(run)] for part, run in zip(gathered, self.runs, strict=True)])[order]
+
+
+def broadcast(tensors: list[Tensor], source: int) -> None:
+    """Give every process the values of process ``source``."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        with torch.no_grad():
+            for value in tensors:
+                dist.broadcast(value.data, src=source)
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """Return ``batch`` with its tensors on ``device``, inside lists, tuples and mappings."""
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {key: moved(value, device) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return [moved(value, device) for value in batch]
+    return batch
+
+
+def collectives() -> int:
+    """Return how many collectives the default process group has run; ours have groups of their own."""
+    group: Any = dist.group.WORLD if dist.is_initialized() else None
+    return 0 if group is None else int(group._get_sequence_number_for_group())

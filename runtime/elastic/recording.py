@@ -20,8 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddltool.artifacts import check_writable
 from ddltool.errors import InputError
 from ddltool.runtime.elastic.checkpoint import environment
-from ddltool.runtime.elastic.contexts import Buffers, RandomStreams, modules_of
-from ddltool.runtime.elastic.digests import digest, digests
+from ddltool.runtime.elastic.contexts import modules_of, named_buffers
 from ddltool.runtime.elastic.run_difference import (
     BEFORE,
     WORKER_CAUSES,
@@ -31,7 +30,9 @@ from ddltool.runtime.elastic.run_difference import (
     StepReader,
     WorkerKind,
 )
+from ddltool.runtime.hook.digests import digest, digests
 from ddltool.runtime.hook.job import Job
+from ddltool.runtime.hook.random_streams import RandomStreams
 
 T = TypeVar("T")
 
@@ -193,7 +194,7 @@ class RunRecorder:
         self._job = Job.this()
         known = environment(self._device) | {"processes": self._job.world_size} | dict(settings or {})
         self._recorder = Recorder(bare, self._job, path, known)
-        self._buffers = Buffers(modules_of(bare, None))
+        self._modules = modules_of(bare, None)
         self._gradients: dict[str, Tensor] = {}
         self._epoch = 0
         self._open = False
@@ -220,7 +221,7 @@ class RunRecorder:
             begun = not self._open
             if begun:
                 streams = RandomStreams.present(self._device).to_document()
-                self._recorder.begin(self._job.rank, streams, self._buffers.named())
+                self._recorder.begin(self._job.rank, streams, named_buffers(self._modules))
                 self._gradients, self._open = {}, True
             try:
                 batch = next(source)
@@ -237,7 +238,7 @@ class RunRecorder:
     def _before_update(self, *_: object) -> None:
         if not self._open:
             raise InputError("RunRecorder", "the optimizer steps without a batch", "take them from recorder.batches")
-        self._recorder.end(self._gradients, self._buffers.named())
+        self._recorder.end(self._gradients, named_buffers(self._modules))
         self._recorder.combined(first=self.step == 0)
         self._open = False
 

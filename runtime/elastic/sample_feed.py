@@ -9,10 +9,8 @@ of data workers does not matter.
 
 from __future__ import annotations
 
-import random
 import signal
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -20,12 +18,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
 from ddltool.errors import InputError
+from ddltool.runtime.hook.random_streams import seed_streams
+from ddltool.runtime.measuring.children import soon
 
 DYING_S = 2.0  # from the moment that a broken connection shows until the process counts as ended
 PREFETCHED = 2  # batches that each data worker makes ahead
@@ -49,11 +48,7 @@ class _Batches(Dataset[Any]):
         self._dataset, self._collate, self._seed = dataset, collate, seed
 
     def __getitem__(self, task: Task) -> Any:
-        place = [self._seed, task.virtual_rank, task.epoch, task.step, task.micro_batch]
-        words = np.random.SeedSequence(place).generate_state(3, np.uint64).tolist()
-        random.seed(words[0])
-        np.random.seed(words[1] % 2**32)  # noqa: NPY002  # user code draws from it
-        torch.default_generator.manual_seed(words[2])
+        seed_streams(self._seed, task.virtual_rank, task.epoch, task.step, task.micro_batch)
         return self._collate([self._dataset[index] for index in task.indices])
 
 
@@ -129,13 +124,8 @@ class SampleFeed:
     def _dead(self) -> tuple[int, Any]:
         """Return a data worker that has ended and its number, (0, None) where there is none."""
         processes = getattr(getattr(self._loader, "_iterator", None), "_workers", [])
-        deadline = time.monotonic() + DYING_S
-        while processes and time.monotonic() < deadline:
-            for number, process in enumerate(processes):
-                if process.exitcode is not None:
-                    return number, process
-            time.sleep(0.01)
-        return 0, None
+        dead = lambda: next((each for each in enumerate(processes) if each[1].exitcode is not None), None)  # noqa: E731
+        return soon(DYING_S if processes else 0.0, dead) or (0, None)
 
     def close(self) -> None:
         """End the data workers; they start again when they are needed."""

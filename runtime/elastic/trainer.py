@@ -16,7 +16,6 @@ are. Each has its data shard, its random streams and its module buffers, and the
 
 from __future__ import annotations
 
-import inspect
 import os
 import signal
 import warnings
@@ -24,64 +23,30 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from pydantic import Field
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import Dataset, default_collate
 
-from ddltool.artifacts import Record, load, parse_record
 from ddltool.errors import InputError
-from ddltool.plans import Enforcement
 from ddltool.runtime.elastic import checkpoint
-from ddltool.runtime.elastic.contexts import LOSS, Buffers, Contexts, kept, modules_of, plain_name
+from ddltool.runtime.elastic.contexts import LOSS, Contexts, modules_of, named_buffers, plain_name
 from ddltool.runtime.elastic.ordered_mean import MIB, OrderedMean
-from ddltool.runtime.elastic.processes import Processes
+from ddltool.runtime.elastic.processes import Processes, broadcast, collectives, moved
 from ddltool.runtime.elastic.recording import Recorder
 from ddltool.runtime.elastic.sample_feed import SampleFeed, Task
+from ddltool.runtime.elastic.settings import check_model, check_optimizer, check_parameters, settings_of
 from ddltool.runtime.hook.batches import VariableBatchSampler
-from ddltool.runtime.hook.data_parallel import config_path
-from ddltool.runtime.hook.job import (
-    bare_optimizer,
-    check_parameters,
-    check_plan,
-    dataset_length,
-    demand_same_samples,
-)
+from ddltool.runtime.hook.job import bare_optimizer, dataset_length, demand_same_samples, planned_for
+from ddltool.runtime.hook.random_streams import kept
 from ddltool.runtime.hook.stopping import StopSignals, refuse_in_one_line
 from ddltool.runtime.hook.telemetry import Exchange, RowFile, StepRecorder
 
-_PARTS = ("settings", "environment", "position", "buckets", "parameters", "optimizer", "extras", "workers")
-BUILD_THE_SAME = "give the settings of the run that is continued"
-
-
-class Stateful(Protocol):
-    """What has a state of plain numbers and tensors: a learning-rate scheduler, say."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Take a state."""
-        ...
-
-
-class Settings(Record):
-    """What the bits of a run depend on and the user chooses; a checkpoint is continued with the same."""
-
-    max_workers: int = Field(ge=1)
-    batch_size: int = Field(ge=1)
-    accumulation: int = Field(ge=1)
-    seed: int = Field(ge=0, lt=2**63)
-    dataset_size: int
-    sample_streams: Literal["turn", "batch"]
-    """What augmentations draw from: the worker's streams in its ``turn``, or a state of its own for each ``batch``."""
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,16 +126,16 @@ class ElasticTrainer:
         record: str | os.PathLike[str] | None = None,
     ) -> None:
         refuse_in_one_line()
-        _check_model(model, loss_fn)
+        check_model(model, loss_fn)
         inner = bare_optimizer(optimizer)
         self.model, self.optimizer, self.loss_fn, self.dataset = model, optimizer, loss_fn, dataset
         self._parameters: dict[str, nn.Parameter] = {}
         self._layout: tuple[Any, ...] = ()
         self._look_for_parameters()
-        _check_parameters(self._parameters)
-        _check_optimizer(inner)
+        check_parameters(self._parameters)
+        check_optimizer(inner)
         self.device = next(model.parameters()).device
-        self.settings = _settings(
+        self.settings = settings_of(
             max_workers=max_workers,
             batch_size=batch_size,
             accumulation=accumulation,
@@ -187,7 +152,8 @@ class ElasticTrainer:
         known = ", ".join(f"{name} {value}" for name, value in here.items())
         self.processes.job.demand_same("environment", known, "give all processes the same: torch.set_num_threads")
         modules = modules_of(model, loss_fn)
-        _broadcast([*self._parameters.values(), *Buffers(modules).tensors()], 0)
+        buffers = {id(value): value for value in named_buffers(modules).values() if value is not None}
+        broadcast([*self._parameters.values(), *buffers.values()], 0)
         local, self._first = self.processes.local, self.processes.owners[0]
         self._samplers = {
             rank: VariableBatchSampler(
@@ -202,8 +168,7 @@ class ElasticTrainer:
         self._feed = None
         if data_workers is not None:
             self._feed = SampleFeed(dataset, self._collate, seed=seed, workers=data_workers)
-        self._telemetry: StepRecorder | None = None
-        self._rows: RowFile | None = None
+        self._watch(None, self.device.type)
         self._recorder = None
         if record is not None:
             self._recorder = Recorder(model, self.processes.job, record, self.settings.model_dump() | here)
@@ -238,10 +203,7 @@ class ElasticTrainer:
         On another number of processes than planned they are spread evenly, with the same bits. With the plan's processes the
         config's telemetry is written, a row per process and step. Raises InputError for a plan without logical workers.
         """
-        path = config_path(config)
-        planned = load(path, Enforcement)
-        check_plan(path, planned.plan_sha256, os.environ.get("DDLTOOL_PLAN_SHA256"))
-        check_parameters(path, planned.parameters, model)
+        path, planned = planned_for(config, model)
         sizes = {entry.local_batch_size / max(entry.ests, 1) for entry in planned.ranks}
         size = int(min(sizes))
         if len(sizes) != 1 or size not in sizes or not all(entry.ests for entry in planned.ranks):
@@ -253,12 +215,11 @@ class ElasticTrainer:
         made = cls(
             model, optimizer, loss_fn, dataset, max_workers=sum(ests), batch_size=size, placement=placement, **options
         )
-        if as_planned and planned.telemetry is not None:
-            made._watch(planned.telemetry, planned.ranks[made.processes.rank].device_type)
+        made._watch(planned.telemetry if as_planned else None, planned.ranks[made.processes.rank].device_type)
         return made
 
-    def _watch(self, path: str, device: str) -> None:
-        """Write telemetry of this process's steps."""
+    def _watch(self, path: str | None, device: str) -> None:
+        """Write telemetry of this process's steps, or none."""
         self._rows = RowFile.of(path, self.processes.job, device)
         self._telemetry = StepRecorder(self._rows, cuda=self.device.type == "cuda")
 
@@ -368,20 +329,18 @@ class ElasticTrainer:
         if epoch > self.epoch_number:
             self.epoch_number, self.step_in_epoch = epoch, 0
         source = self._fetched(epoch)
-        if self._telemetry is not None:
-            self._telemetry.begin_epoch()
+        self._telemetry.begin_epoch()
         others = register_optimizer_step_post_hook(self._note_other)
         try:
             while self.step_in_epoch < self.steps_per_epoch:
                 for rank in self.processes.local:
                     self._begin_turn(rank)
                     for _ in range(self.settings.accumulation):
-                        batch = _moved(next(source), self.device)
+                        batch = moved(next(source), self.device)
                         if self._recorder is not None:
                             self._recorder.batch(batch)
                         before = self._micro_batches
-                        if self._telemetry is not None:
-                            self._telemetry.begin_forward()
+                        self._telemetry.begin_forward()
                         yield batch
                         if self._micro_batches == before:
                             problem = "a batch was not followed by turn_done"
@@ -389,8 +348,7 @@ class ElasticTrainer:
         finally:
             others.remove()
             self._contexts.strangers.close()
-            if self._rows is not None:
-                self._rows.flush()
+            self._rows.flush()
 
     def _fetched(self, epoch: int) -> Iterator[Any]:
         """Yield the batches of the rest of the epoch in the order of the turns, each fetched when it is asked for."""
@@ -421,7 +379,7 @@ class ElasticTrainer:
         self._mean.clear()
         self._mean.begin(rank)
         self._contexts.enter(rank)
-        self._collectives = _collectives()
+        self._collectives = collectives()
         if self._recorder is not None:
             self._recorder.begin(rank, *self._contexts.seen())
 
@@ -429,7 +387,7 @@ class ElasticTrainer:
         """Take in, where a step begins, what was frozen, unfrozen or added; within one nothing may change."""
         self._versions = sum(value._version for value in self._parameters.values())
         if self._layout != self._present_layout():
-            _broadcast(self._look_for_parameters(), 0)
+            broadcast(self._look_for_parameters(), 0)
             self._mean.clear()
             self._mean.close()
             self._mean = self._new_mean(None)
@@ -456,23 +414,22 @@ class ElasticTrainer:
             return False
         if self._recorder is not None:
             self._recorder.end(None, self._contexts.seen()[1])
-        if self._collectives != _collectives():
+        if self._collectives != collectives():
             remedy = "keep what the workers of a turn compute to themselves"
             raise InputError("the turn", "ran a collective of all processes, whose number must not matter", remedy)
         last = rank == self.processes.local[-1]
         self._contexts.leave(last)
-        exchange = self._exchange() if last else None
+        if not last:
+            self._mean.take(rank)
+            return False
+        exchange = self._exchange()
         self._mean.take(rank)
-        if last:
-            self._finish_step()
-        if exchange is not None:
-            exchange.note_done()
-        return last
+        self._finish_step()
+        exchange.note_done()
+        return True
 
-    def _exchange(self) -> Exchange | None:
+    def _exchange(self) -> Exchange:
         """Return the telemetry of what remains of a step's exchange, which begins now."""
-        if self._telemetry is None:
-            return None
         samples = self.settings.batch_size * self.settings.accumulation
         exchange = self._telemetry.begin_exchange(
             samples * len(self.processes.local), samples * self.settings.max_workers
@@ -529,8 +486,7 @@ class ElasticTrainer:
         """Note that the optimizer made its step, and write the step's fingerprints."""
         if self._recorder is not None and self._awaits_update:
             self._recorder.write(self.steps_made - 1, self.epoch_number)
-        if self._telemetry is not None:
-            self._telemetry.after_update()
+        self._telemetry.after_update()
         self._awaits_update = False
 
     def stop_on(self, *numbers: signal.Signals) -> None:
@@ -548,7 +504,7 @@ class ElasticTrainer:
         self._demand_between_steps("evaluating")
         was_training = self.model.training
         with self._contexts.aside():
-            _broadcast(list(self.model.buffers()), self._first)
+            broadcast(list(self.model.buffers()), self._first)
             self.model.eval()
             try:
                 yield self.model
@@ -594,15 +550,16 @@ class ElasticTrainer:
                     "settings": self.settings.model_dump(),
                     "environment": checkpoint.environment(self.device),
                     "position": {"epoch": self.epoch_number, "step": self.step_in_epoch, "steps_made": self.steps_made},
-                    "buckets": self._mean.bucket_names,
-                    "parameters": {name: value.detach() for name, value in self._parameters.items()},
+                    # Plain names fit the model compiled and as it is.
+                    "buckets": [[plain_name(name) for name in bucket] for bucket in self._mean.bucket_names or ()],
+                    "parameters": {plain_name(name): value.detach() for name, value in self._parameters.items()},
                     "optimizer": self.optimizer.state_dict(),
                     "optimizer_class": type(self.optimizer).__name__,
                     "extras": documents[first]["extras"],
                     "workers": workers,
                 }
                 place = Path(path).absolute()
-                self._stamps[place] = checkpoint.write(path, checkpoint.uncompiled(content), self._stamps.get(place))
+                self._stamps[place] = checkpoint.write(path, content, self._stamps.get(place))
 
         job.together(write)
 
@@ -625,7 +582,14 @@ class ElasticTrainer:
         """Continue from a checkpoint, as :meth:`resume`. Raises InputError when there is none."""
         self._demand_between_steps("load")
         mark = checkpoint.stamp(path)
-        content = self.processes.job.together(lambda: self._checked(path))
+        content, told = self.processes.job.together(
+            lambda: checkpoint.continued(
+                path, self.settings.model_dump(), self.device, self._parameters, self._extras, self.optimizer
+            )
+        )
+        if told and self.processes.rank == 0:
+            text = f"{os.fspath(path)}:optimizer: {'; '.join(told)}; the saved values are continued with"
+            warnings.warn(text, stacklevel=2)
         self.processes.job.demand_same(os.fspath(path), checkpoint.content_digest(content), "use a folder that all see")
         names = {plain_name(name): name for name in self._parameters}
         with torch.no_grad():
@@ -639,112 +603,8 @@ class ElasticTrainer:
         self.steps_made = position["steps_made"]
         self._mean.clear()
         self._mean.close()
-        self._mean = self._new_mean([[names[name] for name in bucket] for bucket in content["buckets"] or []] or None)
+        self._mean = self._new_mean([[names[name] for name in bucket] for bucket in content["buckets"]] or None)
         self._contexts.load(content["workers"], os.fspath(path))
         self._stamps[Path(path).absolute()] = mark
         if self._recorder is not None:
             self._recorder.reopen()
-
-    def _checked(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Return a checkpoint's content. Raises InputError unless this run can continue it."""
-        content, where = checkpoint.read(path), os.fspath(path)
-        if missing := [name for name in _PARTS if name not in content]:
-            raise InputError(where, f"has no {missing[0]}", "give a checkpoint that ElasticTrainer.save wrote")
-        content = checkpoint.uncompiled(content)  # older files may have the names of a compiled model
-        settings = {"sample_streams": "turn"} | content["settings"]  # older files do not say
-        checkpoint.demand_equal(where, settings, self.settings.model_dump(), BUILD_THE_SAME)
-        remedy = "equal bits need the same: torch.set_num_threads, torch's version, the type of device"
-        checkpoint.demand_equal(where, content["environment"], checkpoint.environment(self.device), remedy)
-        saved = {name: _form(value) for name, value in content["parameters"].items()}
-        present = {plain_name(name): _form(value) for name, value in self._parameters.items()}
-        names = present | saved
-        checkpoint.demand_equal(
-            f"{where}:parameters",
-            {name: saved.get(name, "missing") for name in names},
-            {name: present.get(name, "missing") for name in names},
-            "build the model that was saved",
-        )
-        if missing := sorted(set(content["extras"]) ^ set(self._extras)):
-            raise InputError(f"{where}:extras", f"{missing[0]} is only on one side", BUILD_THE_SAME)
-        told = checkpoint.demand_same_optimizer(
-            f"{where}:optimizer", content["optimizer"], content.get("optimizer_class"), self.optimizer
-        )
-        if told and self.processes.rank == 0:
-            text = f"{where}:optimizer: {'; '.join(told)}; the saved values are continued with"
-            warnings.warn(text, stacklevel=2)
-        return content
-
-
-def _settings(**given: Any) -> Settings:
-    settings = parse_record(given, Settings, "ElasticTrainer")
-    if settings.dataset_size < (needed := settings.max_workers * settings.batch_size * settings.accumulation):
-        what = f"has {settings.dataset_size} samples, one step takes max_workers x batch_size x accumulation = {needed}"
-        raise InputError("dataset", what, "give a smaller batch_size or max_workers")
-    return settings
-
-
-def _form(value: Tensor) -> str:
-    """Return a tensor's type and shape in words."""
-    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-
-
-def _broadcast(tensors: list[Tensor], source: int) -> None:
-    """Give every process the values of process ``source``."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        with torch.no_grad():
-            for value in tensors:
-                dist.broadcast(value.data, src=source)
-
-
-def _moved(batch: Any, device: torch.device) -> Any:
-    """Return ``batch`` with its tensors on ``device``, inside lists, tuples and mappings."""
-    if isinstance(batch, Tensor):
-        return batch.to(device)
-    if isinstance(batch, Mapping):
-        return {key: _moved(value, device) for key, value in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        return [_moved(value, device) for value in batch]
-    return batch
-
-
-def _collectives() -> int:
-    """Return how many collectives the default process group has run; ours have groups of their own."""
-    group: Any = dist.group.WORLD if dist.is_initialized() else None
-    return 0 if group is None else int(group._get_sequence_number_for_group())
-
-
-def _check_model(model: nn.Module, loss_fn: Any) -> None:
-    """Raise InputError for a model, or a loss, whose bits would depend on the placement."""
-    if isinstance(model, DistributedDataParallel):
-        remedy = "give the bare module: the logical workers are averaged here"
-        raise InputError("model", "is a DistributedDataParallel", remedy)
-    for prefix, module in modules_of(model, loss_fn).items():
-        if isinstance(module, nn.SyncBatchNorm):
-            problem = "is a SyncBatchNorm, whose sums depend on the placement"
-            raise InputError(f"model:{prefix.removesuffix('.')}", problem, "use BatchNorm")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise InputError("model", "has no parameter that requires gradients", "give the model that is trained")
-
-
-def _check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise InputError for a parameter that no process holds whole."""
-    for name, value in parameters.items():
-        if isinstance(value, nn.parameter.UninitializedParameter):
-            raise InputError(f"model:{name}", "has no shape yet", "run the model on a batch first")
-        if isinstance(value, DTensor):
-            raise InputError(
-                f"model:{name}", "is sharded (FSDP2, a DTensor)", "give the bare module: each process holds it"
-            )
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise InputError for one whose update needs more than the mean gradient, or whose state is spread over processes."""
-    kind = type(optimizer).__name__
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        problem = f"is {kind}, which computes the loss itself, of one logical worker's batch"
-        raise InputError("optimizer", problem, "use one whose step() needs no closure")
-    if any(parent.__name__ == "ZeroRedundancyOptimizer" for parent in type(optimizer).__mro__):
-        raise InputError(
-            "optimizer", f"is {kind}, whose state is spread over processes", "use the optimizer that it wraps"
-        )

@@ -4,12 +4,4 @@ from ddltool.runtime.hook.attaching import Hook, attach
 from ddltool.runtime.hook.data_parallel import apply_prefetch, bucket_report, ddp_arguments, prefetch_units
 from ddltool.runtime.hook.sharding import shard
 
-__all__ = [
-    "Hook",
-    "apply_prefetch",
-    "attach",
-    "bucket_report",
-    "ddp_arguments",
-    "prefetch_units",
-    "shard",
-]
+__all__ = ["Hook", "apply_prefetch", "attach", "bucket_report", "ddp_arguments", "prefetch_units", "shard"]

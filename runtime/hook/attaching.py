@@ -14,13 +14,11 @@ DDP's buckets travel is left to DDP, and the logical workers of an EST plan run 
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import os
 import weakref
-from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -35,18 +33,18 @@ from ddltool.runtime.hook.batches import Sizes, VariableBatchSampler, fitting_si
 from ddltool.runtime.hook.checking import begin_check
 from ddltool.runtime.hook.data_parallel import config_path
 from ddltool.runtime.hook.given import GivenLoader
-from ddltool.runtime.hook.gradients import TimedAverage
 from ddltool.runtime.hook.job import (
     Job,
     bare_optimizer,
-    check_trained,
+    check_model,
+    check_parameters,
     dataset_length,
     demand_same_samples,
     load_and_check,
 )
 from ddltool.runtime.hook.loader import CountedLoader, StreamLoader
-from ddltool.runtime.hook.stopping import pause_before_exit, refuse_in_one_line
-from ddltool.runtime.hook.telemetry import RowFile, StepRecorder
+from ddltool.runtime.hook.stopping import refuse_in_one_line
+from ddltool.runtime.hook.telemetry import RowFile, StepRecorder, device_of, is_cuda
 from ddltool.runtime.hook.trained import leave_alone
 from ddltool.runtime.hook.weighing import Observer, Reduction, Weigher
 
@@ -62,13 +60,15 @@ class Hook:
         recorder: what writes this rank's steps down, where anything does.
     """
 
-    def __init__(self, dataset: Dataset[Any] | None, rank: int, world_size: int) -> None:
+    def __init__(
+        self, dataset: Dataset[Any] | None, rank: int, world_size: int, weigher: Weigher | None = None
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.local_batch_size: int | None = None
         self.accumulation_steps, self.passes = 0, 1
         self.recorder: StepRecorder | None = None
-        self._dataset = dataset
+        self._dataset, self._weigher = dataset, weigher
         self._samplers: weakref.WeakSet[DistributedSampler[Any] | VariableBatchSampler] = weakref.WeakSet()
         self._epoch: int | None = None
 
@@ -116,6 +116,8 @@ class Hook:
 
     def call(self, name: str) -> Self:
         """Return this hook, which messages speak of as ``name`` from now on."""
+        if self._weigher is not None:
+            self._weigher.name = name
         return self
 
     def turn_to_next_batch(self, skip: int = 0, *, passed: Any = None) -> None:
@@ -124,15 +126,22 @@ class Hook:
         For trainers that fetch several batches before they compute the first; loops that take one after the other need not.
         ``passed``: the batch, where the model's forward pass is not called.
         """
+        if self._weigher is not None:
+            self._weigher.hand.turn_to_next(skip)
+            if passed is not None:
+                self._weigher.begin_forward(None, (passed,))
 
     def is_divided_by(self, loss: Tensor, number: float) -> bool:
-        """Return whether ``loss`` is a sum divided by ``number``, as read from its graph on all ranks; all ask together."""
-        return False
+        """Return whether ``loss`` is a sum divided by ``number``, as read from its graph on all ranks; all ask together.
+
+        Raises InputError where its graph does not tell.
+        """
+        return self._weigher is not None and self._weigher.is_divided_by(loss, number)
 
     @property
     def last_weight(self) -> float:
         """What the gradients of the last loss were multiplied by: with it the average of the ranks' losses is that of all."""
-        return 1.0
+        return 1.0 if self._weigher is None else self._weigher.last_weight
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch's order of samples in all loaders made here, before and after; the same number on every rank.
@@ -149,17 +158,19 @@ class Hook:
         """Let the next forward pass stand for ``samples`` samples. Call before each forward pass.
 
         Needed only with a loader that the hook has not made, where dim 0 of the model's first tensor argument is something
-        else than the samples.
+        else than the samples. Raises InputError when negative.
         """
+        if self._weigher is not None:
+            self._weigher.hand.announce(samples)
 
     def loss(self, loss: Tensor, *, count: float | Tensor | None = None, reduction: Reduction = "mean") -> Tensor:
         """Return ``loss``, of the same value, with gradients that weigh by ``count``: what it is a mean over on this rank.
 
         Needed where a loss is no mean over the samples of the batch: tokens of texts of different lengths (``count``), a sum
         (``reduction="sum"``), or one that counts all ranks already (``"average"``). See
-        :meth:`~ddltool.runtime.hook.weighing.Weigher.loss`.
+        :meth:`~ddltool.runtime.hook.weighing.Weigher.loss`. Raises InputError, on all ranks, where it cannot be.
         """
-        return loss
+        return loss if self._weigher is None else self._weigher.loss(loss, count=count, reduction=reduction)
 
     def close(self) -> None:
         """Write what telemetry is still held back; also happens at exit. Gradients stay weighted. Idempotent."""
@@ -200,24 +211,14 @@ class EnforcingHook(Hook):
     """The hook of a process that follows an enforcement config, of file ``path``."""
 
     def __init__(self, path: str, enforcement: Enforcement, dataset: Dataset[Any] | None, job: Job) -> None:
-        super().__init__(dataset, job.rank, enforcement.world_size)
+        self._sizes, mine = [entry.local_batch_size for entry in enforcement.ranks], enforcement.ranks[job.rank]
+        self._weigher: Weigher = Weigher(job, "hook", lambda: self._sizes, passes=mine.accumulation_steps + 1)
+        super().__init__(dataset, job.rank, enforcement.world_size, self._weigher)
         self.enforcement = enforcement
-        self.local_batch_size = enforcement.ranks[job.rank].local_batch_size
-        self.accumulation_steps = enforcement.ranks[job.rank].accumulation_steps
+        self.local_batch_size, self.accumulation_steps = mine.local_batch_size, mine.accumulation_steps
         self.passes = max(entry.accumulation_steps for entry in enforcement.ranks) + 1
         self._path, self._job = path, job
-        self._weigher = Weigher(
-            job,
-            "hook",
-            lambda: [entry.local_batch_size for entry in enforcement.ranks],
-            passes=enforcement.ranks[job.rank].accumulation_steps + 1,
-        )
         self._weigher.hand.missing = "call hook.bind(model, optimizer) when both are there"
-
-    def call(self, name: str) -> Self:
-        """Return this hook, which messages speak of as ``name`` from now on."""
-        self._weigher.name = name
-        return self
 
     def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer, *others: torch.optim.Optimizer) -> None:
         """Weigh and record what is trained. Raises InputError, on every rank, where it does not fit the plan."""
@@ -225,11 +226,11 @@ class EnforcingHook(Hook):
             raise InputError("bind", "was called already", "attach once for each model")
         job = self._job
         trained = job.together(lambda: [bare_optimizer(each) for each in (optimizer, *others)])
-        job.together(lambda: check_trained(self._path, self.enforcement, job, model))
+        job.together(lambda: check_model(model, job))
+        job.together(lambda: check_parameters(self._path, self.enforcement.parameters, model))
         file = None
         if self.enforcement.telemetry is not None:
-            device = self.enforcement.ranks[job.rank].device_type
-            file = RowFile.of(self.enforcement.telemetry, job, device)
+            file = RowFile.of(self.enforcement.telemetry, job, self.enforcement.ranks[job.rank].device_type)
         self.recorder = _record(file, job, model, trained[0], self._weigher)
         begin_check(job, model, trained[0])
         if job.side is not None or self.recorder is not None:
@@ -264,34 +265,16 @@ class EnforcingHook(Hook):
             return self._streamed(given.dataset, shared=shared, drop_last=given.drop_last, **given.options)
         if given.dataset is not self._dataset:
             demand_same_samples(self._job, given.dataset)
-        sizes = [entry.local_batch_size for entry in self.enforcement.ranks]
-        split = Sizes(fitting_sizes(sizes, len(sizes), sum(sizes), passes), passes, passes)
+        split = Sizes(fitting_sizes(self._sizes, len(self._sizes), sum(self._sizes), passes), passes, passes)
         sampler = VariableBatchSampler(given.samples, split, self.rank, drop_last=given.drop_last, order=given.order)
         self._follow_epoch(sampler)
         made = CountedLoader(given.dataset, sampler, self._weigher, **given.options)
-        object.__setattr__(
-            made, "sampler", given.sampler
-        )  # which scripts tell the epoch; DataLoader lets nobody set it
+        # Scripts tell it the epoch; DataLoader lets nobody set it.
+        object.__setattr__(made, "sampler", given.sampler)
         return made
 
     def _streamed(self, stream: Any, **options: Any) -> DataLoader[Any]:
-        sizes = Sizes(tuple(entry.local_batch_size for entry in self.enforcement.ranks))
-        return StreamLoader(stream, sizes, self._job, self._weigher, **options)
-
-    def turn_to_next_batch(self, skip: int = 0, *, passed: Any = None) -> None:
-        """Let what is computed now be the next batch that the loader has given."""
-        self._weigher.hand.turn_to_next(skip)
-        if passed is not None:
-            self._weigher.begin_forward(None, (passed,))
-
-    def is_divided_by(self, loss: Tensor, number: float) -> bool:
-        """Return whether ``loss`` is a sum divided by ``number``. Raises InputError where its graph does not tell."""
-        return self._weigher.is_divided_by(loss, number)
-
-    @property
-    def last_weight(self) -> float:
-        """What the gradients of the last loss were multiplied by."""
-        return self._weigher.last_weight
+        return StreamLoader(stream, Sizes(tuple(self._sizes)), self._job, self._weigher, **options)
 
     def batch_sampler(
         self, *, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False
@@ -302,40 +285,26 @@ class EnforcingHook(Hook):
         return sampler
 
     def _sampler(self, shuffle: bool, seed: int, drop_last: bool) -> VariableBatchSampler:
-        sizes = [entry.local_batch_size for entry in self.enforcement.ranks]
         size = dataset_length(self._given_dataset({}))
-        sampler = VariableBatchSampler(size, sizes, self.rank, shuffle, seed, drop_last)
+        sampler = VariableBatchSampler(size, self._sizes, self.rank, shuffle, seed, drop_last)
         self._follow_epoch(sampler)
         return sampler
-
-    def count_samples(self, samples: int) -> None:
-        """Let the next forward pass stand for ``samples`` samples. Raises InputError when negative."""
-        self._weigher.hand.announce(samples)
-
-    def loss(self, loss: Tensor, *, count: float | Tensor | None = None, reduction: Reduction = "mean") -> Tensor:
-        """Return ``loss`` with gradients that weigh by ``count``. Raises InputError, on all ranks, where it cannot be."""
-        return self._weigher.loss(loss, count=count, reduction=reduction)
 
 
 class ObservingHook(Hook):
     """The hook of a process in which nothing is enforced, and that writes telemetry to a file ``path``."""
 
     def __init__(self, path: str, dataset: Dataset[Any] | None, job: Job) -> None:
-        super().__init__(dataset, job.rank, job.world_size)
+        self._observer = Observer(job, "hook")
+        super().__init__(dataset, job.rank, job.world_size, self._observer)
         self._path, self._job = path, job
 
     def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer, *others: torch.optim.Optimizer) -> None:
         """Record what is trained. Raises InputError, on every rank, where the file cannot be written."""
         first = self._job.together(lambda: bare_optimizer(optimizer))
-        self._observer = observer = Observer(self._job, "hook")
-        file = RowFile.of(self._path, self._job, torch.cuda.get_device_name() if _is_cuda(model) else "cpu")
-        self.recorder = _record(file, self._job, model, first, observer)
-        observer.open(model)
-
-    def turn_to_next_batch(self, skip: int = 0, *, passed: Any = None) -> None:
-        """Take note of a batch that goes through no forward pass."""
-        if passed is not None:
-            self._observer.begin_forward(None, (passed,))
+        file = RowFile.of(self._path, self._job, device_of(model))
+        self.recorder = _record(file, self._job, model, first, self._observer)
+        self._observer.open(model)
 
 
 def attach(
@@ -397,64 +366,15 @@ def attach(
     return hook
 
 
-def _is_cuda(model: nn.Module) -> bool:
-    return any(parameter.is_cuda for parameter in model.parameters())
-
-
 def _record(
     file: RowFile | None, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, weigher: Weigher
 ) -> StepRecorder | None:
     """Record the steps of ``optimizer`` in ``file``, if there is one."""
     if file is None:
         return None
-    wrapped = model if job.side is not None and isinstance(model, DistributedDataParallel) else None
-    take_samples = weigher.hand.take_tally if wrapped is None else None
-    recorder = weigher.watcher = StepRecorder(file, cuda=_is_cuda(model), take_samples=take_samples)
+    side = job.side if isinstance(model, DistributedDataParallel) else None
+    recorder = StepRecorder(file, cuda=is_cuda(model), take_samples=weigher.hand.take_tally, side=side)
+    weigher.watcher = recorder
     optimizer.register_step_pre_hook(recorder.before_update)
     optimizer.register_step_post_hook(recorder.after_update)
-    if wrapped is not None:
-        register(wrapped, TimedAverage(weigher.hand.take_tally, wrapped.process_group, recorder, job.side))
     return recorder
-
-
-HAS_HOOK = "already has a communication hook"
-ONE_HOOK = "attach once per model, and register no other communication hook"
-
-
-class Averaging(Protocol):
-    """What reduces DDP's buckets."""
-
-    def reduce(self, state: object, bucket: dist.GradBucket, /) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-        """Start to reduce one bucket."""
-        ...
-
-
-def register(model: DistributedDataParallel, average: Averaging) -> None:
-    """Make ``average`` the model's communication hook. Raises InputError when it already has one.
-
-    One that the script registers later is timed where ``average`` can be put around it, and refused otherwise.
-    """
-    atexit.unregister(pause_before_exit)  # once is enough, however many models were attached to
-    atexit.register(pause_before_exit)
-    try:
-        DistributedDataParallel.register_comm_hook(model, None, average.reduce)
-    except RuntimeError as error:
-        if "can only be called once" not in str(error):
-            raise
-        raise InputError("model", HAS_HOOK, ONE_HOOK) from None
-    setattr(model, "register_comm_hook", _Later(average))  # noqa: B010  # what the script calls from now on
-
-
-class _Later:
-    """Stands in for a model's ``register_comm_hook``."""
-
-    def __init__(self, average: Averaging | None = None) -> None:
-        self._average = average
-
-    def __call__(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
-        around = getattr(self._average, "go_around", None)
-        if around is None or not around(state, hook):
-            raise InputError("model", HAS_HOOK, ONE_HOOK)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Later, ()  # a copy of the model is not trained

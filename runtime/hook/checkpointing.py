@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -26,7 +26,7 @@ def checkpoint_modules(model: nn.Module, plan: Sequence[Recomputed]) -> None:
         if entry.module not in found:
             problem = f"the model has no module {entry.module!r}"
             raise InputError("checkpointing", problem, "trace and plan this model")
-        if _is_checkpointed(found[entry.module]):
+        if getattr(found[entry.module].forward, "func", None) is checkpoint:
             raise InputError("checkpointing", f"{entry.module!r} is checkpointed already", "name each module once")
     for entry in plan:
         module = found[entry.module]
@@ -36,16 +36,8 @@ def checkpoint_modules(model: nn.Module, plan: Sequence[Recomputed]) -> None:
         module.forward = functools.partial(checkpoint, module.forward, **options)
 
 
-def _is_checkpointed(module: nn.Module) -> bool:
-    return isinstance(module.forward, functools.partial) and module.forward.func is checkpoint
-
-
 def _contexts(keeps: frozenset[int]) -> Any:
-    return create_selective_checkpoint_contexts(_policy(keeps))
-
-
-def _policy(keeps: frozenset[int]) -> Callable[..., CheckpointPolicy]:
-    """Return what to do with the ops of one forward pass: it counts the products of the pass and of its repetition."""
+    """Return what decides on the ops of one forward pass: it counts the products of the pass and of its repetition."""
     seen: Counter[bool] = Counter()
 
     def policy(context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
@@ -55,4 +47,4 @@ def _policy(keeps: frozenset[int]) -> Callable[..., CheckpointPolicy]:
         seen[context.is_recompute] += 1
         return CheckpointPolicy.MUST_SAVE if place in keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return policy
+    return create_selective_checkpoint_contexts(policy)

@@ -40,7 +40,9 @@ class GivenLoader:
         if self.is_stream:
             if type(self.dataset).__module__.startswith("accelerate."):
                 self.dataset = self.dataset.dataset  # type: ignore[attr-defined]  # the stream before its sharding
-                self._no_batches(self.dataset, loader.batch_size)
+                if loader.batch_size is None:
+                    problem = f"gives whole batches of a {type(self.dataset).__name__}"
+                    raise InputError("loader", problem, "let it give single samples, with batch_size=1 or more")
             return
         batches: Any = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
         while isinstance(inner := getattr(batches, "batch_sampler", None), BatchSampler):
@@ -50,22 +52,14 @@ class GivenLoader:
             raise InputError("loader", f"takes whole batches from a {type(batches).__name__}", remedy)
         self.drop_last = self.drop_last or batches.drop_last
         self.sampler: Any = batches.sampler
-        self.samples = self._length()
-
-    @staticmethod
-    def _no_batches(dataset: object, batch_size: int | None) -> None:
-        if batch_size is None:
-            problem = f"gives whole batches of a {type(dataset).__name__}"
-            raise InputError("loader", problem, "let it give single samples, with batch_size=1 or more")
-
-    def _length(self) -> int:
-        if isinstance(self.sampler, DistributedSampler):
-            if type(self.sampler) is not DistributedSampler:
-                problem = f"is shared out by a {type(self.sampler).__name__}"
-                raise InputError("loader", problem, "leave that to the hook (Lightning: use_distributed_sampler=False)")
-            self.drop_last = self.drop_last or self.sampler.drop_last
-            return dataset_length(self.dataset)
-        return len(self.sampler)
+        if not isinstance(self.sampler, DistributedSampler):
+            self.samples = len(batches.sampler)  # type: ignore[arg-type]
+            return
+        if type(self.sampler) is not DistributedSampler:
+            problem = f"is shared out by a {type(self.sampler).__name__}"
+            raise InputError("loader", problem, "leave that to the hook (Lightning: use_distributed_sampler=False)")
+        self.drop_last = self.drop_last or self.sampler.drop_last
+        self.samples = dataset_length(self.dataset)
 
     def order(self, epoch: int) -> Tensor:
         """Return the indices of an epoch's samples in order, shape (samples,), the same on all ranks.

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from ddltool.runtime.hook.batches import Sizes, VariableBatchSampler
+from ddltool.runtime.hook.batches import Pass, Sizes, VariableBatchSampler
 from ddltool.runtime.hook.in_hand import Share
 from ddltool.runtime.hook.job import Job
-from ddltool.runtime.hook.streams import Block, Collated, SharedStream, same_streams, together
+from ddltool.runtime.hook.streams import Block, SharedStream, collate, together
 from ddltool.runtime.hook.weighing import Weigher
 
 
@@ -26,18 +27,27 @@ class _TellingLoader(DataLoader[Any]):
     end_of_dataloader = False
     remainder = -1
     _left_early = False
+    _weigher: Weigher
+    _source: Hashable
+    """What the weigher knows the batches by."""
 
-    def _told(self) -> Iterator[tuple[Any, bool]]:
-        """Yield each batch, which the weigher knows of now, and whether it is the last one."""
+    def _given(self) -> Iterator[tuple[Any, Pass | Share, bool]]:
+        """Yield each batch, what is in it, and whether it is the last one."""
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield the batches of the epoch, or of what is left of it."""
-        self.end_of_dataloader = False
+        """Yield the batches of the epoch, or of what is left of it; the weigher knows of each."""
+        self.end_of_dataloader, hand = False, self._weigher.hand
+        if self._left_early:
+            hand.drop(self._source, unused=True)
+        self._left_early = True
         with _accelerated(self) as placed:
-            for batch, is_last in self._told():
+            for batch, drawn, is_last in self._given():
+                hand.draw(self._source, drawn)
                 self.end_of_dataloader = is_last
                 yield placed(batch)
+        hand.end(self._source)  # a loop that fetched ahead has its last batches still to use
+        self._left_early = False
 
 
 @contextlib.contextmanager
@@ -60,25 +70,20 @@ class CountedLoader(_TellingLoader):
 
     def __init__(self, dataset: Dataset[Any], sampler: VariableBatchSampler, weigher: Weigher, **options: Any) -> None:
         super().__init__(dataset, batch_sampler=sampler, **options)
-        self._variable, self._weigher = sampler, weigher
+        self._variable = self._source = sampler
+        self._weigher = weigher
         weigher.hand.follow(sampler, loose=True)  # as long as somebody else iterates: accelerate's skip_first_batches
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch's order of samples."""
         self._variable.set_epoch(epoch)
 
-    def _told(self) -> Iterator[tuple[Any, bool]]:
-        if self._left_early:
-            self._weigher.hand.drop(self._variable, unused=True)
-        self._left_early = True
+    def _given(self) -> Iterator[tuple[Any, Pass | Share, bool]]:
         self._weigher.hand.follow(self._variable)
-        for batch in super(_TellingLoader, self).__iter__():
+        for batch in DataLoader.__iter__(self):
             taken = self._variable.issued.popleft()
-            self._weigher.hand.draw(self._variable, taken)
-            yield batch, self._variable.ends_with(taken)
-        self._weigher.hand.end(self._variable)  # a loop that fetched ahead has its last batches still to use
+            yield batch, taken, self._variable.ends_with(taken)
         self._weigher.hand.follow(self._variable, loose=True)
-        self._left_early = False
 
 
 class StreamLoader(_TellingLoader):
@@ -108,28 +113,19 @@ class StreamLoader(_TellingLoader):
     ) -> None:
         own = SharedStream(stream, sizes if shared else Sizes((sizes.sizes[job.rank],)), job.rank if shared else 0)
         own.drop_last, own.least = drop_last and shared, job.world_size if shared else 1
-        collated: Any = Collated(collate_fn)
+        collated: Any = functools.partial(collate, collate_fn)
         super().__init__(own, batch_size=None, collate_fn=collated, **options)
-        self._job, self._weigher, self._shared, self._seen = job, weigher, shared, False
-        weigher.hand.follow(self)
+        self._job, self._weigher, self._source, self._shared, self._seen = job, weigher, self, shared, False
 
-    def _told(self) -> Iterator[tuple[Any, bool]]:
-        blocks: Iterator[tuple[Block, int]]
-        if self._shared:
-            blocks = ((block, block.total) for block in super(_TellingLoader, self).__iter__())
-        else:
-            blocks = together(self._job, super(_TellingLoader, self).__iter__())
-        if self._left_early:
-            self._weigher.hand.drop(self, unused=True)
-        self._left_early = True
+    def _given(self) -> Iterator[tuple[Any, Pass | Share, bool]]:
+        source: Iterator[Block] = DataLoader.__iter__(self)
+        blocks = ((block, block.total) for block in source) if self._shared else together(self._job, source)
         present = next(blocks, None)
         if present is not None and self._shared and not self._seen:
-            same_streams(self._job, present[0])
+            remedy = "give every rank the whole stream, or say that each has its own: dataloader(..., shared=False)"
+            self._job.demand_same("dataset: first sample of the stream", present[0].digest, remedy)
             self._seen = True
         while present is not None:
             (block, total), present = present, next(blocks, None)
-            even = total == block.samples * self._job.world_size if self._shared else False
-            self._weigher.hand.draw(self, Share(block.samples, total, even))
-            yield block.batch, present is None
-        self._weigher.hand.end(self)
-        self._left_early = False
+            even = self._shared and total == block.samples * self._job.world_size
+            yield block.batch, Share(block.samples, total, even), present is None

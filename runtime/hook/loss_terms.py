@@ -60,8 +60,8 @@ class Reach:
 
     marks: tuple[Mark, ...]
     """The forward passes that it comes from, past no weighed term."""
-    weighed: bool
-    """Whether there is a term that was weighed explicitly."""
+    weighed: tuple[Any, ...]
+    """Who has weighed a term of it explicitly."""
     leaves: tuple[Tensor, ...]
     """Parameters that it comes from, past all marks."""
 
@@ -95,7 +95,7 @@ def mark(values: Iterable[Any], sign: Mark) -> None:
 def reach(roots: Iterable[Node]) -> Reach:
     """Return whose outputs, and whether weighed terms, lie behind the nodes; the search ends at them."""
     marks: dict[int, Mark] = {}
-    weighed, seen, leaves = False, set[Node](), list[Tensor]()
+    weighed, seen, leaves = dict[Any, None](), set[Node](), list[Tensor]()
     waiting = [node for node in roots if node is not None]
     while waiting and len(seen) < _MOST_NODES:
         node = waiting.pop()
@@ -103,14 +103,14 @@ def reach(roots: Iterable[Node]) -> Reach:
             continue
         seen.add(node)
         if node.name() == WEIGHED:
-            weighed = True
+            weighed[node.owner] = None
         elif (sign := node.metadata.get(MARK)) is not None:
             marks[id(sign)] = sign
         elif (leaf := getattr(node, "variable", None)) is not None:
             leaves.append(leaf)
         else:
             waiting += [after for after, _ in node.next_functions if after is not None]
-    return Reach(tuple(marks.values()), weighed, tuple(leaves))
+    return Reach(tuple(marks.values()), tuple(weighed), tuple(leaves))
 
 
 def terms_of(root: Tensor) -> list[Terms]:

@@ -7,18 +7,16 @@ ranks tell each other how many they had, until none has any.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from ddltool.errors import InputError
 from ddltool.runtime.hook.batches import Sizes
-from ddltool.runtime.hook.job import Job, parts_of
+from ddltool.runtime.hook.digests import fingerprint
+from ddltool.runtime.hook.job import Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,26 +60,14 @@ class SharedStream(IterableDataset[Any]):
         shares = self.sizes.sizes_of(len(held)).sum(axis=1)
         begin, size = int(shares[: self.rank].sum()), int(shares[self.rank])
         mine = held[begin : begin + size] if size else held[:1]
-        digest = "" if self._told else hashlib.sha256(b"".join(parts_of(held[0]))).hexdigest()[:12]
+        digest = "" if self._told else fingerprint(held[0])[:12]
         self._told = True
         return Block(mine, size, len(held), digest)
 
 
-class Collated:
-    """Makes a batch of a block's samples."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self._collate = collate
-
-    def __call__(self, block: Block) -> Block:
-        """Return the block with a batch in place of its samples."""
-        return replace(block, batch=self._collate(block.batch))
-
-
-def same_streams(job: Job, block: Block) -> None:
-    """Raise InputError on all ranks where their streams begin with other samples."""
-    remedy = "give every rank the whole stream, or say that each has its own: dataloader(..., shared=False)"
-    job.demand_same("dataset: first sample of the stream", block.digest, remedy)
+def collate(samples: Callable[[list[Any]], Any], block: Block) -> Block:
+    """Return the block with a batch in place of its samples."""
+    return replace(block, batch=samples(block.batch))
 
 
 def together(job: Job, blocks: Iterator[Block]) -> Iterator[tuple[Block, int]]:
@@ -93,16 +79,11 @@ def together(job: Job, blocks: Iterator[Block]) -> Iterator[tuple[Block, int]]:
     while True:
         block = next(blocks, None)
         mine = 0 if block is None else block.samples
-        counts = [torch.zeros(2, dtype=torch.int64) for _ in range(job.world_size)]
-        told = torch.tensor([mine, int(block is None and last is None)])
-        if job.side is None:
-            counts = [told]
-        else:
-            dist.all_gather(counts, told, group=job.side)
-        total = sum(int(count[0]) for count in counts)
+        counts = job.numbers(mine, block is None and last is None)
+        total = int(sum(samples for samples, _ in counts))
         if not total:
             return
-        if empty := [rank for rank, count in enumerate(counts) if count[1]]:
+        if empty := [rank for rank, (_, is_empty) in enumerate(counts) if is_empty]:
             raise InputError("dataset", f"has no sample on rank {empty[0]}", "give every rank a part of the stream")
         if block is not None:
             last = block

@@ -12,6 +12,7 @@ synchronisation per step); *wait* is then what the host saw, at most the whole e
 
 from __future__ import annotations
 
+import atexit
 import errno
 import json
 import logging
@@ -22,15 +23,18 @@ import stat
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Self
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from ddltool.artifacts import check_writable, kind_of
 from ddltool.errors import InputError
 from ddltool.runtime.hook.job import Job, count_nodes
+from ddltool.runtime.hook.stopping import pause_before_exit
 from ddltool.telemetry import TelemetryRow
 
 ROWS_HELD = 50
@@ -38,6 +42,7 @@ SECONDS_HELD = 5.0
 WRITING_SHARE = 0.005
 # Reading the peak takes 10 us and more, and it moves little after the first steps: later it is read every so often.
 STEPS_PER_MEMORY_READING = 10
+EXCHANGES_PER_BEACON = 10
 # Whole lines up to this size go out in one write: appends of several processes to one file then never mix.
 WRITE_BYTES = 4096
 LONGEST_ROW = 1 << 20
@@ -76,8 +81,8 @@ class Exchange:
     """One backward pass of this rank and the exchange of its gradients, filled in as things happen."""
 
     samples: int
-    total: int | None
-    """Samples of all ranks; None: as this rank's."""
+    total: int
+    """Samples of all ranks."""
     start: Stamp
     cuda: bool
     ready: Stamp | None = None
@@ -118,10 +123,6 @@ class Exchange:
         paused_s = min(self.paused_s, compute_s)
         return compute_s - paused_s, paused_s + wait_s, exchange_s - wait_s
 
-    def total_batch(self) -> int:
-        """Return the samples of all ranks together."""
-        return self.samples if self.total is None else self.total
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
@@ -159,7 +160,7 @@ class Identity:
             num_nodes=self.num_nodes,
             device=self.device,
             batch=sum(exchange.samples for exchange in step.exchanges),
-            total_batch=sum(exchange.total_batch() for exchange in step.exchanges),
+            total_batch=sum(exchange.total for exchange in step.exchanges),
             compute_s=round(compute_s, 9),
             wait_s=round(wait_s, 9),
             sync_s=round(sync_s, 9),
@@ -184,6 +185,16 @@ def whole_lines(lines: list[str], limit: int = WRITE_BYTES) -> Iterator[bytes]:
         block += data
     if block:
         yield block
+
+
+def is_cuda(model: nn.Module) -> bool:
+    """Return whether a model is on CUDA."""
+    return any(parameter.is_cuda for parameter in model.parameters())
+
+
+def device_of(model: nn.Module) -> str:
+    """Return what telemetry calls a model's device."""
+    return torch.cuda.get_device_name() if is_cuda(model) else "cpu"
 
 
 def new_run() -> str:
@@ -224,50 +235,87 @@ def _end_last_line(file: IO[bytes]) -> None:
         file.truncate(size - len(line))
 
 
+class LineFile:
+    """Appends whole lines to a JSON Lines file of ``kind``, in the process that has opened it.
+
+    What a file holds already stays. When writing fails, one warning is logged and training goes on without ``what``. One
+    without a path is closed, and takes nothing. Raises InputError when the file cannot be written or holds something else.
+    """
+
+    def __init__(self, path: Path | None = None, kind: str = "", what: str = "") -> None:
+        self._path, self._what, self._process = path, what, os.getpid()
+        self._descriptor: int | None = None
+        if path is None:
+            return
+        prepare(path, kind, what)
+        try:
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise InputError(str(path), f"cannot be written ({error.strerror})", WRITABLE) from None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether lines can be written here; a forked data worker inherits the file, but it is not its own."""
+        return self._descriptor is not None and os.getpid() == self._process
+
+    def write(self, lines: list[str]) -> None:
+        """Write lines at once, so that a process that is killed loses none of them."""
+        if self._descriptor is None:
+            return
+        try:
+            for block in whole_lines(lines):
+                if os.write(self._descriptor, block) != len(block):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            log.warning("%s: %s stops, training goes on (%s)", self._path, self._what, error.strerror)
+            self.close()
+
+    def close(self) -> None:
+        """Close the file; more calls do nothing."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
 @dataclass(slots=True)
 class RowFile:
     """Appends rows to a JSON Lines file that several processes share.
 
-    Each process opens the file before any of them writes, and appends to what earlier runs have left there. Rows are held
-    back as long as writing would take more than :data:`WRITING_SHARE` of the time (a device's ``SECONDS_HELD``, for reading its
-    clock waits for it), at most ``ROWS_HELD``. So a process that is killed loses the last one, on a slow disk some more; what
-    is in the file are whole lines. Appends do not mix on a local file system; over NFS give each node its own working
-    folder. When writing fails, one warning is logged and training goes on without telemetry.
+    Each process opens the file before any of them writes. Rows are held back as long as writing would take more than
+    :data:`WRITING_SHARE` of the time (a device's ``SECONDS_HELD``, for reading its clock waits for it), at most ``ROWS_HELD``.
+    So a process that is killed loses the last one, on a slow disk some more; what is in the file are whole lines. Appends do
+    not mix on a local file system; over NFS give each node its own working folder.
     """
 
     path: Path
     identity: Identity
-    _descriptor: int | None = None
+    _file: LineFile = field(default_factory=LineFile)
     _held: list[Step] = field(default_factory=list)
     _written_s: float = 0.0
     _write_s: float = 1.0 * WRITING_SHARE
     """The shortest time that a write took."""
-    _process: int = 0
 
     @classmethod
-    def of(cls, path: str | os.PathLike[str], job: Job, device: str) -> Self:
-        """Return this rank's file, opened for one run of a job; all ranks call this together, and refuse together."""
-        run, nodes = job.gather(new_run().encode())[0].decode(), count_nodes(job.world_size)
-        about = Identity(rank=job.rank, world_size=job.world_size, num_nodes=nodes, device=device, run=run)
-        file = cls(Path(path), about)
+    def of(cls, path: str | os.PathLike[str] | None, job: Job, device: str) -> Self:
+        """Return this rank's file, opened for one run of a job; all ranks call this together, and refuse together.
+
+        None: one that is not open, and takes nothing.
+        """
+        about = Identity(rank=job.rank, world_size=job.world_size, num_nodes=count_nodes(job.world_size), device=device)
+        if path is None:
+            return cls(Path(os.devnull), about)
+        file = cls(Path(path), replace(about, run=job.gather(new_run().encode())[0].decode()))
         job.together(file.open)
         return file
 
     def open(self) -> None:
         """Keep the file open for appending. Raises InputError when it cannot be written."""
-        prepare(self.path)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        try:
-            self._descriptor = os.open(self.path, flags, 0o666)
-        except OSError as error:
-            problem = f"cannot be written ({error.strerror})"
-            raise InputError(str(self.path), problem, WRITABLE) from None
+        self._file = LineFile(self.path, kind_of(TelemetryRow), "telemetry")
         self._written_s = time.perf_counter()
-        self._process = os.getpid()
 
     def add(self, step: Step) -> None:
         """Take a step; write when enough have come together. Does nothing once closed."""
-        if self._descriptor is None:
+        if not self._file.is_open:
             return
         self._held.append(step)
         longest_s = self._write_s / WRITING_SHARE if step.end.event is None else SECONDS_HELD
@@ -276,63 +324,91 @@ class RowFile:
             self.flush(but=1)  # of the last step the slowest rank's arrival may not be known yet
 
     def flush(self, but: int = 0) -> None:
-        """Write the rows held back, but so many. A failure is logged once and ends telemetry, not training."""
-        if self._descriptor is None or os.getpid() != self._process:
-            return  # a forked data worker inherits the rows, but they are not its own
+        """Write the rows held back, but so many."""
+        if not self._file.is_open:
+            return
         rest = len(self._held) - but
         held, self._held = self._held[:rest], self._held[rest:]
         lines = [self.identity.row(step).model_dump_json() for step in held]
         begin_s = time.monotonic()
-        try:
-            for block in whole_lines(lines):
-                if os.write(self._descriptor, block) != len(block):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            if lines:
-                self._write_s = min(self._write_s, time.monotonic() - begin_s)
-        except OSError as error:
-            log.warning("%s: telemetry stops, training goes on (%s)", self.path, error.strerror)
-            self._close_file()
+        self._file.write(lines)
+        if lines:
+            self._write_s = min(self._write_s, time.monotonic() - begin_s)
 
     def close(self) -> None:
         """Write what is left and close the file; more calls do nothing."""
         self.flush()
-        self._close_file()
-
-    def _close_file(self) -> None:
-        descriptor, self._descriptor = self._descriptor, None
         self._held = []
-        if descriptor is not None:
-            os.close(descriptor)
+        self._file.close()
 
 
-class PassClock:
+class Watcher:
+    """Who wants to know when passes begin and when gradients are complete: telemetry, or what chooses batch sizes."""
+
+    def begin_forward(self) -> None:
+        """A forward pass of the model in training mode begins."""
+
+    def begin_backward(self) -> None:
+        """A backward pass by way of the model begins."""
+
+    def note_complete(self) -> None:
+        """This rank's gradients are complete, in a backward pass that averages them; DDP waits for the others from now on."""
+
+    def pause(self, seconds: float) -> None:
+        """This rank has waited so long for what the others had to say."""
+
+    def end_backward(self) -> None:
+        """A backward pass is over, the exchange of its gradients included."""
+
+
+class PassClock(Watcher):
     """Stamps the passes of one rank: from the first forward pass since the last exchange to that of the gradients.
 
     Args:
         cuda: whether the model is on a CUDA device, on whose timeline things are then stamped.
+        take_samples: returns the samples of this rank and of all ranks behind the gradients.
+        side: a gloo group of the same ranks: every tenth exchange learns on it when the slowest rank is ready; None: never.
     """
 
-    def __init__(self, cuda: bool) -> None:
-        self._cuda = cuda
+    def __init__(
+        self,
+        cuda: bool,
+        take_samples: Callable[[], tuple[int, int]] | None = None,
+        side: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._cuda, self._take_samples, self._side = cuda, take_samples, side
         self._start: Stamp | None = None
         self._paused_s = 0.0
         self._exchanges: list[Exchange] = []
         self._listened: Exchange | None = None
+        self._completed = 0
+        self._beacon = torch.zeros(1)
+        if side is not None:
+            atexit.unregister(pause_before_exit)  # once is enough, however many models were attached to
+            atexit.register(pause_before_exit)
 
     def begin_forward(self) -> None:
         """A forward pass begins; the first since the last exchange starts the clock of *compute*."""
         if self._start is None:
             self._start = stamp(self._cuda)
 
-    def begin_backward(self) -> None:
-        """A backward pass begins: the clock runs already."""
+    def note_complete(self) -> None:
+        """This rank's gradients are complete: *compute* ends."""
+        if self._take_samples is None:
+            return
+        exchange = self.begin_exchange(*self._take_samples())
+        exchange.note_ready()
+        if self._side is not None and self._completed % EXCHANGES_PER_BEACON == 0:
+            exchange.listened = True
+            dist.all_reduce(self._beacon, group=self._side, async_op=True).get_future().then(exchange.note_arrival)
+        self._completed += 1
 
     def pause(self, seconds: float) -> None:
         """This rank has waited for the others so long; on a device it may have gone on computing."""
         if not self._cuda:
             self._paused_s += seconds
 
-    def begin_exchange(self, samples: int, total: int | None) -> Exchange:
+    def begin_exchange(self, samples: int, total: int) -> Exchange:
         """Return the record of a backward pass whose gradients are about to be exchanged; ``total``: of all ranks."""
         start = self._start if self._start is not None else stamp(self._cuda)
         exchange = Exchange(samples, total, start, self._cuda, like=self._listened, paused_s=self._paused_s)
@@ -358,17 +434,19 @@ class StepRecorder(PassClock):
 
     Args:
         file: where the rows go.
-        cuda: whether the model is on a CUDA device.
-        take_samples: where no exchange of gradients can be seen (one process, FSDP2), what tells how many samples a step
-            had, here and on all ranks.
+        cuda, take_samples, side: as for a :class:`PassClock`.
     """
 
     def __init__(
-        self, file: RowFile, *, cuda: bool = False, take_samples: Callable[[], tuple[int, int]] | None = None
+        self,
+        file: RowFile,
+        *,
+        cuda: bool = False,
+        take_samples: Callable[[], tuple[int, int]] | None = None,
+        side: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(cuda)
+        super().__init__(cuda, take_samples, side)
         self._file = file
-        self._take_samples = take_samples
         self._number = 0
         self._memory_bytes = 0
         self._previous_end: Stamp | None = None
@@ -379,26 +457,33 @@ class StepRecorder(PassClock):
         """Is given every step as well; what it takes is not part of the next."""
 
     def before_update(self, *_: object) -> None:
-        """The optimizer begins its update; with one process this is when the gradients are complete."""
-        if self._take_samples is not None and self._start is not None:
+        """The optimizer begins its update; where no exchange can be seen (one process, FSDP2) gradients are complete now."""
+        if self._take_samples is not None and self._start is not None and not self._completed:
             self.begin_exchange(*self._take_samples()).note_ready()
 
     def after_update(self, *_: object) -> None:
         """The optimizer has made its update: the step is complete."""
         end = stamp(self._cuda)
         self.before_update()  # for an optimizer that is given its forward pass as a closure
-        exchanges = self.take()
-        if exchanges:  # an update without a backward pass before it is no training step
-            begin = self._previous_end if self._previous_end is not None else exchanges[0].start
-            if self._number < STEPS_PER_MEMORY_READING or self._number % STEPS_PER_MEMORY_READING == 0:
-                self._memory_bytes = peak_memory(self._cuda)
-            step = Step(number=self._number, exchanges=exchanges, begin=begin, end=end, memory_bytes=self._memory_bytes)
-            self._number += 1
-            self._file.add(step)
-            if self.watch is not None:
-                self.watch(step)
-                end = stamp(self._cuda)
+        if exchanges := self.take():  # an update without a backward pass before it is no training step
+            self.add(self._number, exchanges, end)
+        else:
+            self._previous_end = end
+
+    def add(self, number: int, exchanges: list[Exchange], end: Stamp, **more: Any) -> None:
+        """Take a step of these passes, complete at ``end``; ``more``: further fields of its row."""
+        begin = self._previous_end if self._previous_end is not None else exchanges[0].start
+        if self._number < STEPS_PER_MEMORY_READING or self._number % STEPS_PER_MEMORY_READING == 0:
+            self._memory_bytes = peak_memory(self._cuda)
+        self._number += 1
+        step = Step(
+            number=number, exchanges=exchanges, begin=begin, end=end, memory_bytes=self._memory_bytes, more=more
+        )
+        self._file.add(step)
         self._previous_end = end
+        if self.watch is not None:
+            self.watch(step)
+            self._previous_end = stamp(self._cuda)
 
     def begin_epoch(self) -> None:
         """Let the next step begin with its forward pass: what came between the epochs belongs to no step."""

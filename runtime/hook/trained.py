@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import hashlib
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -15,13 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddltool.errors import InputError
+from ddltool.runtime.hook.digests import digests
 from ddltool.runtime.hook.job import Job
 
-UPDATES_WITH_BUFFERS = PASSES_WITH_HOOKS = 2
+EARLY = 2
+"""In so many first updates buffers and parameters are looked at, and in so many first passes the hooks on gradients."""
 _guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models whose losses are weighed, or that the script has said are trained by themselves."""
-
-
 _watched: list[weakref.ref[TrainedParameters]] = []
 
 
@@ -55,75 +54,36 @@ class Guard:
                     f"{name.removeprefix('module.')} has max_norm, by which each rank changes rows of its own batch"
                 )
                 raise InputError("model", problem, "leave it out, and shorten long rows after the optimizer's step")
-        self._gradients = GradientHooks(model) if isinstance(model, DistributedDataParallel) else None
+        self._job, self._model = job, weakref.ref(model)
+        self._is_averaged = isinstance(model, DistributedDataParallel)
         self._trained = TrainedParameters(model, *optimizers)
         for each in optimizers:
             job.together(functools.partial(self._trained.check, each))
         if not _watched:  # once, and for good: torch goes through these hooks while models may be collected
             register_optimizer_step_pre_hook(_check_all)
         _watched.append(weakref.ref(self._trained))
-        self._state = LateState(job, model)
-        for each in optimizers:
-            each.register_step_pre_hook(self._state.check)
-        _guarded.add(model)
-
-    def begin_forward(self) -> None:
-        """A forward pass with gradients begins."""
-        self._state.begin_forward()
-
-    def end_forward(self) -> None:
-        """It is over."""
-        self._state.end_forward()
-
-    def demand_weighed(self, leaves: Collection[int]) -> None:
-        """Raise InputError where a loss that does not come from the model ends at what is trained together with it."""
-        for model in self._trained.beside if self._trained.uneven else ():
-            if any(id(value) in leaves for value in model.parameters()):
-                raise unweighed(type(model.module).__name__)
-
-    def begin_backward(self, leaves: Collection[Tensor] = ()) -> None:
-        """A backward pass by way of the model begins, and of ``leaves`` beside it."""
-        self._trained.linked = [weakref.ref(leaf) for leaf in leaves]
-        if self._gradients is not None:
-            self._gradients.check()
-            self._trained.averaging = True
-
-    def note_uneven(self) -> None:
-        """Its loss weighs otherwise on this rank than on others."""
-        self._trained.uneven += 1
-
-    def end_backward(self) -> None:
-        """It is over: the gradients are averaged."""
-        self._trained.averaging = False
-
-
-class LateState:
-    """What forward passes make or change and DDP does not keep alike: buffers that they make, parameters."""
-
-    def __init__(self, job: Job, model: nn.Module) -> None:
-        self._job, self._model = job, weakref.ref(model)
         self._known = {name for name, _ in model.named_buffers()}
         self._before: dict[str, int] = {}
         self._changed: set[str] = set()
-        self._updates = 0
+        self._updates = self._passes = 0
+        for each in optimizers:
+            each.register_step_pre_hook(self._check_state)
+        _guarded.add(model)
 
     def begin_forward(self) -> None:
-        """Note which values parameters have."""
-        model = self._model()
-        if model is not None and self._updates < UPDATES_WITH_BUFFERS:
+        """A forward pass with gradients begins: note which values parameters have."""
+        if self._updates < EARLY and (model := self._model()) is not None:
             self._before = {name: value._version for name, value in model.named_parameters()}
 
     def end_forward(self) -> None:
-        """Note which have others now."""
-        model = self._model()
-        if model is not None and self._updates < UPDATES_WITH_BUFFERS:
-            now = model.named_parameters()
-            self._changed |= {name for name, value in now if value._version != self._before.get(name, value._version)}
+        """It is over: note which have others now."""
+        if self._updates < EARLY and (model := self._model()) is not None:
+            now, before = model.named_parameters(), self._before
+            self._changed |= {name for name, value in now if value._version != before.get(name, value._version)}
 
-    def check(self, *_: object) -> None:
-        """Raise InputError on all ranks where one is not alike after the first two passes; all ranks come here together."""
-        model = self._model()
-        if model is None or self._updates == UPDATES_WITH_BUFFERS:
+    def _check_state(self, *_: object) -> None:
+        """Raise InputError on all ranks where buffers that forward passes make, or parameters that they change, differ."""
+        if self._updates == EARLY or (model := self._model()) is None:
             return
         self._updates += 1
         made = {name: value for name, value in model.named_buffers() if name not in self._known}
@@ -134,39 +94,41 @@ class LateState:
         self._demand("{}, changed by a forward pass,", changed, remedy)
 
     def _demand(self, what: str, values: Mapping[str, Tensor], remedy: str) -> None:
-        told = {name: _digest(value) for name, value in values.items()}
-        name = next(iter(sorted(told)), "")
-        self._job.demand_same("model: " + what.format(name), " ".join(told.values()), remedy)
+        told = digests(values)
+        self._job.demand_same("model: " + what.format(min(told, default="")), " ".join(told.values()), remedy)
 
+    def demand_weighed(self, leaves: Collection[int]) -> None:
+        """Raise InputError where a loss that does not come from the model ends at what is trained together with it."""
+        for model in self._trained.beside if self._trained.uneven else ():
+            if any(id(value) in leaves for value in model.parameters()):
+                raise unweighed(type(model.module).__name__)
 
-def _digest(value: torch.Tensor) -> str:
-    if value.is_meta:
-        return "meta"
-    return hashlib.sha256(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()[
-        :8
-    ]
+    def begin_backward(self, leaves: Collection[Tensor] = ()) -> None:
+        """A backward pass by way of the model begins, and of ``leaves`` beside it.
 
-
-class GradientHooks:
-    """What the script changes gradients by on their way (``Tensor.register_hook``): each rank's own, before the average."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        self._passes = 0
-
-    def check(self) -> None:
-        """Raise InputError, in the first two passes, for a hook that does not commute with an average of gradients."""
-        model = self._model()
-        if model is None or self._passes == PASSES_WITH_HOOKS:
+        Raises InputError, in the first passes, for a hook of the script's on a gradient that does not commute with an average.
+        """
+        self._trained.linked = [weakref.ref(leaf) for leaf in leaves]
+        self._trained.averaging = self._is_averaged
+        if not self._is_averaged or self._passes == EARLY or (model := self._model()) is None:
             return
         self._passes += 1
         own = getattr(model, "_accum_grad_hooks", None)  # where DDP averages in Python
         for name, value in model.named_parameters():
             late = value._post_accumulate_grad_hooks and not own
             if late or not all(_is_linear(hook, value) for hook in (value._backward_hooks or {}).values()):
+                self._trained.averaging = False
                 problem = "is changed by a hook on each rank by itself, before the ranks' gradients are averaged"
                 remedy = "change .grad between backward and the optimizer's step"
                 raise InputError(f"gradient of {name.removeprefix('module.')}", problem, remedy)
+
+    def note_uneven(self) -> None:
+        """Its loss weighs otherwise on this rank than on others."""
+        self._trained.uneven += 1
+
+    def end_backward(self) -> None:
+        """It is over: the gradients are averaged."""
+        self._trained.averaging = False
 
 
 def _is_linear(hook: Callable[[torch.Tensor], torch.Tensor | None], like: torch.Tensor) -> bool:

@@ -17,10 +17,9 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddltool.errors import InputError
@@ -28,6 +27,7 @@ from ddltool.runtime.hook.in_hand import InHand, Share
 from ddltool.runtime.hook.job import Job
 from ddltool.runtime.hook.loss_terms import Mark, mark, mixing, reach, terms_of
 from ddltool.runtime.hook.roll_call import RollCall
+from ddltool.runtime.hook.telemetry import Watcher
 from ddltool.runtime.hook.trained import Guard
 
 Reduction = Literal["mean", "sum", "average"]
@@ -37,22 +37,8 @@ _PLAIN = torch.autograd.backward
 _inside = False
 _open: weakref.WeakSet[Weigher] = weakref.WeakSet()
 _backwards, _begun = 0, 0
-
-
-class Watcher(Protocol):
-    """Who wants to know when a pass begins and when its gradients are complete: telemetry, or what chooses batch sizes."""
-
-    def begin_forward(self) -> None:
-        """A forward pass of the model in training mode begins."""
-
-    def begin_backward(self) -> None:
-        """A backward pass by way of the model begins."""
-
-    def pause(self, seconds: float) -> None:
-        """This rank has waited so long for what the others had to say."""
-
-    def end_backward(self) -> None:
-        """A backward pass is over, the exchange of its gradients included."""
+_waiting: list[Watcher] = []
+"""Who watches the backward pass that is under way."""
 
 
 def begun() -> int:
@@ -99,14 +85,19 @@ class Weigher:
         self._made = 0
         self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self._guard: Guard | None = None
+        self._model: Callable[[], nn.Module | None] = lambda: None
 
     # What a model and its loaders tell.
 
     def open(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
         """Weigh what is trained through ``model`` from now on, until :meth:`close`.
 
-        Raises InputError, on all ranks, where the optimizers train what nobody averages over the ranks.
+        Raises InputError, on all ranks, where the optimizers train what nobody averages over the ranks, and where somebody
+        watches the model already.
         """
+        watched = [each._model() for each in (_open if self._job.world_size > 1 else ()) if each.watcher is not None]
+        if self.watcher is not None and any(each is model for each in watched):
+            raise InputError("model", "is attached to already", "attach, balance or make an agent once per model")
         self._model = found = weakref.ref(model)
         self.hand.trains = lambda: getattr(found(), "training", True)
         self._optimizers = optimizers
@@ -156,17 +147,19 @@ class Weigher:
 
         Raises InputError for a second one, which DDP leaves out of its average.
         """
-        if self.watcher is not None:
-            self.watcher.begin_backward()
-        synchronises = getattr(self._model(), "require_backward_grad_sync", False)
         if mark.spent and self._job.world_size > 1:
             remedy = "add the losses and call backward once, or pass through the model again"
             raise InputError(
                 "backward", "comes again by one forward pass, whose gradients DDP averages once only", remedy
             )
-        mark.spent = bool(synchronises)
+        mark.spent = self.averages
         if self._guard is not None:
             self._guard.begin_backward(leaves)
+
+    @property
+    def averages(self) -> bool:
+        """Whether DDP averages the gradients of a backward pass now."""
+        return bool(getattr(self._model(), "require_backward_grad_sync", False))
 
     def end_backward(self) -> None:
         """A backward pass is over: what comes now belongs to another one."""
@@ -226,7 +219,7 @@ class Weigher:
             factor = float(ranks) if reduction == "sum" else 1.0
             self.hand.use(_backwards)
         self.last_weight = factor
-        weighed: Tensor = _Weighed.apply(loss, factor)  # type: ignore[no-untyped-call]
+        weighed: Tensor = _Weighed.apply(loss, factor, self)  # type: ignore[no-untyped-call]
         return weighed
 
     def is_divided_by(self, loss: Tensor, number: float) -> bool:
@@ -243,11 +236,11 @@ class Weigher:
             unknown = next((term.unknown for term in terms if term.unknown), "")
             fits = number == 0 or all(term.count is not None and _alike(term.count, number) for term in terms)
             told = self._exchange(float(fits), float(bool(unknown)))
-            if any(told[1::2]):
+            if any(row[1] for row in told):
                 remedy = f"say {self.name}.loss(loss, count=...) in a compute_loss of your own"
                 problem = f"what it is a mean over cannot be read from its graph ({unknown or 'on another rank'})"
                 raise InputError("loss", problem, remedy)
-            self._divided = all(told[::2])
+            self._divided = all(row[0] for row in told)
         return self._divided
 
     def weight(self, roots: Sequence[Tensor]) -> float:
@@ -266,21 +259,16 @@ class Weigher:
     def _weight_of(self, count: float, of: float | None = None) -> float:
         if not count >= 0:
             raise InputError("count", f"is {count:g}", "give what the loss is a mean over, 0 or more")
-        total = sum(self._exchange(count)) if of is None else of
+        total = sum(each for (each,) in self._exchange(count)) if of is None else of
         self.hand.use(_backwards)
         if self._guard is not None:
             self._guard.note_uneven()
         return self._job.world_size * count / total if total else 1.0
 
-    def _exchange(self, *mine: float) -> list[float]:
-        """Return all ranks' numbers, one rank's after another's."""
+    def _exchange(self, *mine: float) -> list[list[float]]:
+        """Return all ranks' numbers."""
         begin_s = time.perf_counter()
-        rows = torch.zeros(self._job.world_size, len(mine), dtype=torch.float64)
-        rows[self._job.rank] = torch.tensor(mine, dtype=torch.float64)
-        dist.all_reduce(
-            rows, group=self._job.side
-        )  # a third of the time that gloo takes for an all_gather of so little
-        numbers: list[float] = rows.flatten().tolist()
+        numbers = self._job.numbers(*mine)
         if self.watcher is not None:
             self.watcher.pause(time.perf_counter() - begin_s)
         return numbers
@@ -290,7 +278,7 @@ class Weigher:
         planned = None if self._sizes is None else self._sizes()[self._job.rank]
         alone = self._job.world_size == 1
         samples = sum(self.hand.told or self.hand.passed) if alone else self._count(planned)
-        counts = [samples] if alone else [int(each) for each in self._exchange(samples)]
+        counts = [samples] if alone else [int(each) for (each,) in self._exchange(samples)]
         if min(counts) < 0:
             seen = ", ".join(map(str, self.hand.told or self.hand.passed)) or "missing"
             problem = f"the batch cannot be counted by dimension 0 of the model's arguments ({seen})"
@@ -338,8 +326,7 @@ class Weigher:
         mixed = next((note.mixed for note in notes if note.mixed), "")
         kind = max(2.0 if note.is_sum else 1.0 if note.unknown else 0.0 for note in notes)
         rate = sum(float(group["lr"]) for each in self._optimizers for group in each.param_groups)
-        told = self._exchange(max(note.samples for note in notes), kind, low, high, float(bool(mixed)), rate)
-        rows = [told[start : start + 6] for start in range(0, len(told), 6)]
+        rows = self._exchange(max(note.samples for note in notes), kind, low, high, float(bool(mixed)), rate)
         kinds = {row[1] for row in rows}
         name = self.name
         if 2.0 in kinds:
@@ -423,6 +410,10 @@ class Observer(Weigher):
         """Return the loss."""
         return loss
 
+    def is_divided_by(self, loss: Tensor, number: float) -> bool:
+        """Return False: it is left as it is."""
+        return False
+
     def spend(self, mark: Mark, leaves: Collection[Tensor] = ()) -> None:
         """A backward pass comes by a forward pass, which nobody minds."""
 
@@ -439,13 +430,13 @@ class _Weighed(torch.autograd.Function):
     """The same value; gradients on their way back are multiplied by a weight."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, weight: float) -> Tensor:
-        ctx.weight = weight
+    def forward(ctx: Any, value: Tensor, weight: float, owner: Weigher) -> Tensor:
+        ctx.weight, ctx.owner = weight, owner
         return value.clone()  # not a view, which could not be changed in place
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.weight, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient * ctx.weight, None, None
 
 
 class _Nothing:
@@ -477,6 +468,32 @@ class _After(_Before):
             self.weigher.end_forward(output)
 
 
+def _at_end(roots: Sequence[Any], calls: Sequence[Callable[[], None]]) -> Any:
+    """Let a backward pass from ``roots`` call these when all gradients are there, and before DDP waits for other ranks'."""
+    # The engine calls in the order in which it was asked, and DDP asks when its last bucket is ready.
+    root = next((root for root in roots if isinstance(root, Tensor) and root.grad_fn is not None), None)
+
+    def begin(_: Tensor) -> None:
+        for call in calls:
+            torch.autograd.Variable._execution_engine.queue_callback(call)
+
+    return None if root is None or not calls else root.register_hook(begin)
+
+
+def _within(roots: Sequence[Any], run: Callable[[], None]) -> None:
+    """Run a backward pass within another one: should DDP have all gradients before its end, it waits for the others there."""
+    if not _waiting:
+        run()
+        return
+    done_s: list[float] = []
+    handle = _at_end(roots, [lambda: done_s.append(time.perf_counter())])
+    run()
+    for watcher in _waiting if done_s else []:
+        watcher.pause(time.perf_counter() - done_s[-1])
+    if handle is not None:
+        handle.remove()
+
+
 def _backward(
     tensors: Any,
     grad_tensors: Any = None,
@@ -491,7 +508,7 @@ def _backward(
     grad_tensors = grad_variables if grad_tensors is None else grad_tensors
     roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     if _inside or not all(isinstance(root, Tensor) for root in roots):  # checkpointing has a backward in backward
-        _PLAIN(tensors, grad_tensors, **rest)
+        _within(roots, lambda: _PLAIN(tensors, grad_tensors, **rest))
         return
     _begun += 1
     found = reach(root.grad_fn for root in roots)
@@ -503,6 +520,9 @@ def _backward(
     owners: list[Weigher] = list(dict.fromkeys(mark.owner for mark in marks))
     for each in marks:
         each.owner.spend(each, found.leaves)
+    watched = [each for each in (*owners, *found.weighed) if each in _open and each.watcher is not None]
+    for each in watched:
+        each.watcher.begin_backward()
     for weigher in [] if found.marks or found.weighed else list(_open):
         weigher.demand_averaged(found.leaves)
     if owners and found.weighed:
@@ -519,10 +539,13 @@ def _backward(
             for root, gradient in zip(roots, given, strict=True)
         ]
         tensors = roots
-    _inside = True
+    _inside, _waiting[:] = True, [each.watcher for each in watched]
+    handle = _at_end(roots, [each.watcher.note_complete for each in watched if each.averages])
     try:
         _PLAIN(tensors, grad_tensors, **rest)
     finally:
-        _inside = False
+        if handle is not None:
+            handle.remove()
+        _inside, _waiting[:] = False, []
         for weigher in owners or list(_open):
             weigher.end_backward()

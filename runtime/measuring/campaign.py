@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -27,6 +27,7 @@ from ddltool.errors import InputError
 from ddltool.profiles import read_profile, write_profile
 from ddltool.results import SkippedConfiguration
 from ddltool.runtime.measuring.children import Children, meeting_place
+from ddltool.runtime.measuring.torchrun_job import Job
 from ddltool.runtime.measuring.worker import FEWEST_FOR_AN_INTERVAL, Outcome, Subject, Task, replica
 
 RELIABLE_SPREAD, SHORTEST_STEP_S, FEWEST_REPEATS = 0.1, 1e-3, 3
@@ -99,22 +100,10 @@ class Measured:
     spent_s: float = 0.0
 
 
-class Executor(Protocol):
-    """Runs tasks: a pool of own processes, or torchrun's job."""
-
-    def run(self, task: Task) -> Outcome:
-        """Return the times of a task."""
-        ...
-
-    def nodes_of(self, replicas: int) -> int:
-        """Return on how many nodes so many replicas run."""
-        ...
-
-
 def campaign(
     request: MeasureRequest,
     *,
-    executor: Executor | None = None,
+    executor: Job | None = None,
     known: pd.DataFrame | None = None,
     on_rows: Callable[[pd.DataFrame], None] | None = None,
     progress: Callable[[int, str], None] = lambda done, remark: None,
@@ -149,7 +138,7 @@ class _Campaign:
     """The state of a campaign: what was timed so far, and what that makes of the rest."""
 
     def __init__(
-        self, request: MeasureRequest, executor: Executor, known: pd.DataFrame | None, largest_batch: int
+        self, request: MeasureRequest, executor: Pool | Job, known: pd.DataFrame | None, largest_batch: int
     ) -> None:
         self.request, self.executor, self.limit = request, executor, largest_batch
         self.said = request.said()

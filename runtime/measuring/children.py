@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, TypeVar
 
 from ddltool.errors import DdlToolError, InputError, one_line
 
@@ -26,6 +26,7 @@ _GRACE_S = 0.5
 # In a child: where it meets the others.
 _folder = ""
 
+T = TypeVar("T")
 GONE = object()
 """Stands for a message where none will come: the process has ended, or closed its pipe."""
 
@@ -103,14 +104,19 @@ class Children:
             raise DdlToolError(f"{silent} for {SILENCE_LIMIT_S:.0f} s")
         return found
 
-    def gather(self, ranks: Sequence[int], where: str, who: str) -> list[Any]:
-        """Return one answer of each rank; None is a sign of life and no answer. Raises what :meth:`failure` says."""
+    def gather(
+        self, ranks: Sequence[int], where: str, who: str, is_note: Callable[[Any], bool] = lambda answer: answer is None
+    ) -> list[Any]:
+        """Return one answer of each rank; what ``is_note`` is a sign of life and no answer.
+
+        Raises what :meth:`failure` says.
+        """
         answers: dict[int, Any] = {}
         while left := [rank for rank in ranks if rank not in answers]:
             for rank, answer in self.receive(left, f"{where}: the {who}es were silent"):
                 if failure := self.failure(answer, f"{where}: a {who}"):
                     raise failure
-                if answer is not None:
+                if not is_note(answer):
                     answers[rank] = answer
         return [answers[rank] for rank in ranks]
 
@@ -118,15 +124,18 @@ class Children:
         """Return why this answer is none: ``WHO died`` where a process did, else what it refused; None for an answer."""
         if answer is not GONE and not isinstance(answer, InputError):
             return None
-        deadline = time.monotonic() + (_GRACE_S if answer is GONE or len(self.processes) > 1 else 0.0)
-        while True:
-            for process in self.processes:
-                if process.exitcode:
-                    return DdlToolError(f"{who} {how_it_ended(process.exitcode)}")
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(0.02)
+        patience_s = _GRACE_S if answer is GONE or len(self.processes) > 1 else 0.0
+        if code := soon(patience_s, lambda: next((each.exitcode for each in self.processes if each.exitcode), None)):
+            return DdlToolError(f"{who} {how_it_ended(code)}")
         return answer if isinstance(answer, InputError) else DdlToolError(f"{who} went away")
+
+
+def soon(seconds: float, look: Callable[[], T | None]) -> T | None:
+    """Return what ``look`` finds within so many seconds, None where there is nothing; it looks once at least."""
+    deadline = time.monotonic() + seconds
+    while (found := look()) is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
 
 
 def meeting_place(use: str = "all") -> str:

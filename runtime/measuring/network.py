@@ -119,21 +119,17 @@ def measure_network(
 def _measure_local(
     processes: int, sizes: Sequence[int], rounds: int, timeout_s: float, progress: Progress
 ) -> list[NetworkPair]:
+    def is_progress(answer: Any) -> bool:
+        if isinstance(answer, str):
+            raise DdlToolError(answer)
+        if isinstance(answer, tuple):
+            progress(*answer)
+        return isinstance(answer, tuple)
+
     arguments = [(rank, processes, sizes, rounds, timeout_s) for rank in range(processes)]
-    found: dict[int, list[NetworkPair]] = {}
     with Children(_child, arguments) as children:
-        while 0 not in found:
-            waiting = [rank for rank in range(processes) if rank not in found]
-            for rank, answer in children.receive(waiting, "the measuring processes were silent"):
-                if failure := children.failure(answer, "a measuring process"):
-                    raise failure
-                if isinstance(answer, str):
-                    raise DdlToolError(answer)
-                if isinstance(answer, tuple):
-                    progress(*answer)
-                else:
-                    found[rank] = answer
-    return found[0]
+        found: list[NetworkPair] = children.gather(range(processes), "network", "measuring process", is_progress)[0]
+        return found
 
 
 def _child(rank: int, processes: int, sizes: Sequence[int], rounds: int, timeout_s: float, results: Connection) -> None:

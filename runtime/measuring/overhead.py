@@ -76,8 +76,7 @@ def measure_overhead(
     one run under torchrun. ``limit``: a share of a step, for the verdict. Raises InputError for a script that fails, makes
     too few steps or takes longer than ``timeout_s``.
     """
-    if not Path(command[0]).is_file():
-        raise InputError(command[0], "is no file", "name a training script")
+    demand_script(command)
     warmup = min(10, max(steps // 4, 1))
     made: dict[bool, list[OverheadRun]] = {True: [], False: []}
     for pair in range(pairs):
@@ -107,13 +106,10 @@ def measure_overhead(
 def _run(command: Sequence[str], turn: bool, steps: int, warmup: int, replicas: int, timeout_s: float) -> OverheadRun:
     environment = {name: value for name, value in os.environ.items() if name not in ("DDLTOOL_OFF", "DDLTOOL_HOLD")}
     environment["DDLTOOL_HOLD" if turn else "DDLTOOL_OFF"] = "1"
-    launch = [sys.executable]
-    if replicas > 1:
-        launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(replicas)]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "times")
-        launch += ["-m", "ddltool.runtime.measuring.overhead", str(file), str(steps), *command]
-        code, errors = finish(launch, environment, command[0], timeout_s)
+        clock = ("-m", "ddltool.runtime.measuring.overhead", str(file), str(steps), *command)
+        code, errors = finish(clock, replicas, environment, command[0], timeout_s)
         times = [file.with_name(f"{file.name}.{rank}") for rank in range(replicas)]
         if code or not all(path.exists() for path in times):
             last = " ".join(errors.strip().splitlines()[-ERROR_LINES:])
@@ -129,10 +125,20 @@ def _run(command: Sequence[str], turn: bool, steps: int, warmup: int, replicas: 
     return OverheadRun(steps=made, wall_s=max(spans[0]) / count, cpu_s=sum(spans[1]) / count)
 
 
-def finish(launch: Sequence[str], environment: dict[str, str], name: str, timeout_s: float) -> tuple[int, str]:
-    """Return the exit code and stderr of a process; whatever happens, it is gone afterwards."""
+def demand_script(command: Sequence[str]) -> None:
+    """Raise InputError unless the command is one of a script that is there."""
+    if not Path(command[0]).is_file():
+        raise InputError(command[0], "is no file", "name a training script")
+
+
+def finish(
+    command: Sequence[str], replicas: int, environment: dict[str, str], name: str, timeout_s: float
+) -> tuple[int, str]:
+    """Return the exit code and stderr of a Python command, of ``replicas`` under torchrun; they are gone afterwards."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(replicas))
+    launch = [sys.executable, *(torchrun if replicas > 1 else ()), *command]
     child = subprocess.Popen(
-        list(launch), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, errors="replace"
+        launch, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, errors="replace"
     )
     try:
         _, errors = child.communicate(timeout=timeout_s)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 from ddltool.errors import InputError
 from ddltool.results import ScriptCheck
 from ddltool.runtime.hook.checking import CHECK, RESULT
-from ddltool.runtime.measuring.overhead import ERROR_LINES, finish
+from ddltool.runtime.measuring.overhead import ERROR_LINES, demand_script, finish
 
 
 def check_script(command: Sequence[str], replicas: int = 2, timeout_s: float = 900.0) -> ScriptCheck:
@@ -21,18 +20,11 @@ def check_script(command: Sequence[str], replicas: int = 2, timeout_s: float = 9
 
     Raises InputError for a script that fails before that, that takes longer, or in which nothing of ddltool's is attached.
     """
-    if not Path(command[0]).is_file():
-        raise InputError(command[0], "is no file", "name a training script")
-    launch = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        "--nproc-per-node",
-        str(replicas),
-        *command,
-    ]
+    demand_script(command)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
         environment = {**os.environ, CHECK: "end", RESULT: str(result)}
-        code, errors = finish(launch, environment, command[0], timeout_s)
+        code, errors = finish(command, replicas, environment, command[0], timeout_s)
         if result.exists():
             return ScriptCheck(script=shlex.join(command), replicas=replicas, **json.loads(result.read_text("utf-8")))
     own = [line for line in errors.splitlines() if line.startswith("error: ")]

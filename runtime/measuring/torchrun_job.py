@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 from ddltool.errors import DdlToolError, InputError, one_line
-from ddltool.runtime.measuring.children import as_input_error
+from ddltool.runtime.measuring.children import as_input_error, soon
 from ddltool.runtime.measuring.worker import START_LIMIT, Outcome, Subject, Task, Worker, replica
 
 START_LIMIT_S = START_LIMIT.total_seconds()
@@ -189,14 +189,15 @@ class Job:
 
     def _reason(self, error: Exception) -> DdlToolError:
         """Return why this rank cannot go on: what another rank posted, else its own error."""
-        deadline = time.monotonic() + (_GRACE_S if isinstance(error, RuntimeError) else 0.0)
-        while True:
+
+        def posted() -> DdlToolError | None:
             with contextlib.suppress(RuntimeError):
                 if self._store.check(["end"]):
                     return _as_error(json.loads(self._store.get("end")))
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(0.02)
+            return None
+
+        if told := soon(_GRACE_S if isinstance(error, RuntimeError) else 0.0, posted):
+            return told
         if isinstance(error, RuntimeError) and _is_lost(error):
             return DdlToolError(f"{self.where}: a process of the job ended")
         return as_input_error(error, self.subject.source)

@@ -22,9 +22,9 @@ from typing import Any
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
-from ddltool.errors import InputError, one_line
+from ddltool.errors import InputError, listed, one_line
 from ddltool.runtime.servers.policies import Policy
-from ddltool.runtime.servers.transfers import TransferError, TransferPlan, listing
+from ddltool.runtime.servers.transfers import TransferError, TransferPlan
 from ddltool.runtime.servers.wire import BEAT_S, Message, Peer, Wire
 
 log = logging.getLogger(__name__)
@@ -213,7 +213,7 @@ def gather(
     try:
         while missing := [rank for rank in range(meeting.size or plan.world_size) if rank not in hellos]:
             now = time.monotonic()
-            names = listing([plan.title(rank) for rank in missing])
+            names = listed([plan.title(rank) for rank in missing], 3)
             if now - begin > meeting.limit_s:
                 raise TransferError(f"{plan.title(mine.rank)}: {names} did not come within {meeting.limit_s:g} s")
             if now - told > REMIND_S:
@@ -259,7 +259,7 @@ def _demand_agreement(hellos: Mapping[int, Hello]) -> None:
         if hello.refusal:
             raise InputError(f"rank {rank}", hello.refusal)
     if other := [str(rank) for rank, hello in sorted(hellos.items()) if hello.plan != first.plan]:
-        problem = f"differs from rank 0's on rank{'s' if other[1:] else ''} {listing(other, 8)}"
+        problem = f"differs from rank 0's on rank{'s' if other[1:] else ''} {listed(other, 8)}"
         raise InputError("transfer plan", problem, "give every rank the same plan and model")
     for rank, hello in sorted(hellos.items()):
         if hello.policy != first.policy:

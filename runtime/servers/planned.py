@@ -14,13 +14,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from ddltool.artifacts import load
 from ddltool.errors import InputError
 from ddltool.plans import Enforcement
-from ddltool.runtime.hook.data_parallel import config_path
-from ddltool.runtime.hook.job import check_parameters, check_plan, count_nodes, dataset_length
+from ddltool.runtime.hook.job import count_nodes, dataset_length, planned_for
 from ddltool.runtime.hook.stopping import refuse_in_one_line
-from ddltool.runtime.hook.telemetry import Identity, RowFile, StepRecorder
+from ddltool.runtime.hook.telemetry import Identity, RowFile, StepRecorder, is_cuda
 from ddltool.runtime.servers.policies import ElasticBSP
 from ddltool.runtime.servers.server import Server
 from ddltool.runtime.servers.transfers import TransferPlan
@@ -52,16 +50,13 @@ def follow(
     Raises InputError where config and job do not fit, TransferError when the server is lost.
     """
     refuse_in_one_line()
-    path = config_path(config)
-    planned = load(path, Enforcement)
+    path, planned = planned_for(config, model)
     if planned.strategy != "elastic-bsp" or planned.superstep is None:
         raise InputError(
             f"{path}:strategy", f"is {planned.strategy}", "give it to runtime.attach; this is elastic-bsp's"
         )
     if not epochs > 0:
         raise InputError("epochs", f"is {epochs}", "give a number above 0")
-    check_plan(path, planned.plan_sha256, os.environ.get("DDLTOOL_PLAN_SHA256"))
-    check_parameters(path, planned.parameters, model)
     known = {record.name: record.priority for record in planned.parameters if record.priority is not None}
     names = {name for name, _ in model.named_parameters()}
     plan = TransferPlan.for_model(
@@ -82,10 +77,8 @@ def follow(
     updates = math.ceil(epochs * samples / size)
     file = _opened(planned, rank)
     with Worker(model, plan, policy, checkpoint=checkpoint) as worker:
-        recorder = None
-        if file is not None:
-            file.identity = replace(file.identity, run=worker.run)
-            recorder = StepRecorder(file, cuda=any(value.is_cuda for value in model.parameters()))
+        file.identity = replace(file.identity, run=worker.run)
+        recorder = StepRecorder(file, cuda=is_cuda(model))
         for epoch in itertools.count():  # who is faster begins with the next
             shares = worker.batches(samples, size, epoch=epoch, seed=seed, drop_last=True)
             loader = DataLoader(dataset, batch_sampler=[share.tolist() for share in shares], **options)
@@ -95,29 +88,24 @@ def follow(
                     return
                 left = False
                 with worker.step():
-                    if recorder is not None:
-                        recorder.begin_forward()
+                    recorder.begin_forward()
                     waited_s = worker.waited_s
                     try:
                         yield batch
                     except GeneratorExit:  # the script has left its loop, after this step
                         left = True
-                    if recorder is not None:
-                        recorder.pause(worker.waited_s - waited_s)
-                        recorder.begin_exchange(size, size * plan.workers).note_ready()
-                if recorder is not None:
-                    recorder.after_update()
+                    recorder.pause(worker.waited_s - waited_s)
+                    recorder.begin_exchange(size, size * plan.workers).note_ready()
+                recorder.after_update()
                 if left:
                     return
 
 
-def _opened(planned: Enforcement, rank: int) -> RowFile | None:
-    """Return the file of telemetry, which all open before any writes; a row is one iteration of one worker."""
-    if planned.telemetry is None:
-        return None
-    entry = planned.ranks[rank]
-    size, device = planned.world_size, entry.device_type
-    nodes = count_nodes(size + 1)
-    file = RowFile(Path(planned.telemetry), Identity(rank=rank, world_size=size, num_nodes=nodes, device=device))
-    file.open()
+def _opened(planned: Enforcement, rank: int) -> RowFile:
+    """Return the file of telemetry, if there is one, which all open before any writes; a row is an iteration of a worker."""
+    size, device = planned.world_size, planned.ranks[rank].device_type
+    about = Identity(rank=rank, world_size=size, num_nodes=count_nodes(size + 1), device=device)
+    file = RowFile(Path(planned.telemetry or os.devnull), about)
+    if planned.telemetry is not None:
+        file.open()
     return file

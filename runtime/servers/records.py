@@ -9,11 +9,9 @@ import logging
 import time
 from collections import Counter
 from pathlib import Path
-from typing import IO
 
 from ddltool.artifacts import kind_of
-from ddltool.errors import InputError
-from ddltool.runtime.hook.telemetry import new_run, prepare
+from ddltool.runtime.hook.telemetry import LineFile, new_run
 from ddltool.sync_rows import Row, StepRow, SummaryRow
 
 log = logging.getLogger(__name__)
@@ -36,18 +34,11 @@ class SyncLog:
         self.staleness: Counter[int] = Counter()
         self.dropped = [0] * workers
         self._began_s = time.monotonic()
-        self._file: IO[bytes] | None = None
+        self._file = LineFile()
 
     def open(self) -> None:
         """Open the file, to append to it. Raises InputError when it cannot be written or holds something else."""
-        if self.path is None:
-            return
-        prepare(self.path, kind_of(Row), "sync telemetry")
-        try:
-            self._file = self.path.open("ab", buffering=0)
-        except OSError as error:
-            problem = f"cannot be written ({error.strerror})"
-            raise InputError(str(self.path), problem, "name a file in a writable folder") from None
+        self._file = LineFile(self.path, kind_of(Row), "sync telemetry")
 
     def start(self) -> None:
         """Times count from here."""
@@ -65,16 +56,8 @@ class SyncLog:
                 self.dropped[row.worker] += 1
             else:
                 self.staleness[row.staleness] += 1
-        if self._file is None:
-            return
-        line = row.model_copy(update={"run": self.run}).model_dump_json().encode() + b"\n"
-        try:
-            if self._file.write(line) != len(line):
-                raise OSError(0, "no space left")
-        except OSError as error:
-            log.warning("%s: telemetry stops, training goes on (%s)", self.path, error.strerror)
-            self._file.close()
-            self._file = None
+        if self._file.is_open:
+            self._file.write([row.model_copy(update={"run": self.run}).model_dump_json()])
 
     def close(self, policy: str, steps: list[int], updates: int) -> None:
         """Write the summary and close the file."""
@@ -91,6 +74,4 @@ class SyncLog:
                 dropped=self.dropped,
             )
         )
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._file.close()

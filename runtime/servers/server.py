@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddltool.errors import DdlToolError, InputError
+from ddltool.errors import DdlToolError, InputError, listed
 from ddltool.runtime.hook.stopping import StopSignals, refuse_in_one_line
 from ddltool.runtime.servers.meeting import Hello, Meeting, address_towards, call, gather
 from ddltool.runtime.servers.policies import BSP, Book, Policy, Update
 from ddltool.runtime.servers.records import SyncLog, log
-from ddltool.runtime.servers.transfers import TransferError, TransferPlan, listing, named
+from ddltool.runtime.servers.transfers import TransferError, TransferPlan, named
 from ddltool.runtime.servers.wire import BEAT_S, CLOSED, STOOD_STILL_S, Message, Peer, Wire, fill
 from ddltool.sync_rows import JoinedRow, LeftRow, StepRow
 
@@ -132,7 +132,7 @@ class Server:
             raise InputError("lost_after_s", f"is {self._lost_after_s}", "give seconds above 0")
         held = {id(value) for group in self._optimizer.param_groups for value in group["params"]}
         if left_out := [name for name in names if id(self._parameters[name]) not in held]:
-            raise InputError("optimizer", f"lacks {listing(left_out)}", "make it with this model's parameters")
+            raise InputError("optimizer", f"lacks {listed(left_out, 3)}", "make it with this model's parameters")
         if plan.late and self.policy.fixed:
             problem = f"is {plan.late} under {self.policy.describe()}"
             raise InputError("transfer plan:late", problem, "give another policy")
@@ -437,9 +437,9 @@ class Server:
         seat, title = self._seats[worker], self.plan.title
         assert seat.waits is not None
         clock, name = seat.waits
-        missing = listing([title(self.plan.rank_of_worker(other)) for other in blockers])
+        missing = listed([title(self.plan.rank_of_worker(other)) for other in blockers], 3)
         behind = [self.plan.slots[index].name for index in list(seat.queue)[1:]]
-        more = f" ({listing(behind)} wait behind it)" if behind else ""
+        more = f" ({listed(behind, 3)} wait behind it)" if behind else ""
         for_whom = title(self.plan.rank_of_worker(worker))
         return f"{name} for {for_whom}{more} waits for its gradient of step {clock - 1} from {missing}"
 

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from torch import nn
 
-from ddltool.artifacts import load
-from ddltool.errors import DdlToolError, InputError, one_line
+from ddltool.errors import DdlToolError, InputError, listed, one_line
 from ddltool.graph import natural_key, spread
-from ddltool.plans import Enforcement
+from ddltool.runtime.hook.data_parallel import Config, loaded
 
 
 class TransferError(DdlToolError):
@@ -85,7 +83,7 @@ class TransferPlan:
         names = dict.fromkeys(slot.name for slot in slots)
         if priority is not None:
             wrong = {"misses": names.keys() - priority.keys(), "has unknown": priority.keys() - names.keys()}
-            if parts := [f"{what} {listing(sorted(odd, key=natural_key))}" for what, odd in wrong.items() if odd]:
+            if parts := [f"{what} {listed(sorted(odd, key=natural_key), 3)}" for what, odd in wrong.items() if odd]:
                 remedy = "it must name each of the model's parameters once"
                 raise InputError("transfer plan:priority", " and ".join(parts), remedy)
         return cls(
@@ -100,7 +98,7 @@ class TransferPlan:
     def check(self, model: nn.Module) -> None:
         """Raise InputError unless the plan was made from this model."""
         if odd := sorted({slot.name for slot in {*self.slots} ^ {*_slots(model, self.servers)}}, key=natural_key):
-            problem = f"was made from another model: {listing(odd)} are not the same"
+            problem = f"was made from another model: {listed(odd, 3)} are not the same"
             raise InputError("transfer plan", problem, "make it from this model")
 
     @property
@@ -171,19 +169,12 @@ def _slots(model: nn.Module, servers: int) -> tuple[Slot, ...]:
     )
 
 
-def listing(names: Sequence[str], most: int = 3) -> str:
-    """Return the first ``most`` names and how many more there are."""
-    more = f" (and {len(names) - most} more)" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
-def planned_priority(config: str | os.PathLike[str] | Enforcement) -> dict[str, int]:
+def planned_priority(config: Config) -> dict[str, int]:
     """Return the priority numbers of an enforcement config's parameters, for :meth:`TransferPlan.for_model`.
 
     Raises InputError when the config lists no parameters with a number: such a plan was made without a graph.
     """
-    path = "config" if isinstance(config, Enforcement) else os.fspath(config)
-    enforcement = config if isinstance(config, Enforcement) else load(path, Enforcement)
+    enforcement, path = loaded(config)
     numbers = {entry.name: entry.priority for entry in enforcement.parameters if entry.priority is not None}
     if not numbers:
         raise InputError(f"{path}:parameters", "hold no priority", "make the plan with --graph")

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +16,9 @@ def digest(value: Tensor | bytes) -> str:
     hasher = hashlib.blake2b(digest_size=8)
     if isinstance(value, Tensor):
         hasher.update(f"{value.dtype} {tuple(value.shape)} ".encode())
-        value = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        value = (
+            b"" if value.is_meta else value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        )
     hasher.update(value)
     return hasher.hexdigest()
 
@@ -38,7 +41,19 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def digests(value: Any) -> dict[str, str]:
-    """Return the fingerprint of everything in a nested value, by name; what is no tensor goes by its ``repr``."""
-    return {
-        name: digest(leaf if isinstance(leaf, (Tensor, bytes)) else repr(leaf).encode()) for name, leaf in leaves(value)
-    }
+    """Return the fingerprint of everything in a nested value, by name; of things that are not known the type's alone."""
+    return {name: digest(leaf if isinstance(leaf, Tensor) else _content(leaf)) for name, leaf in leaves(value)}
+
+
+def _content(leaf: Any) -> bytes:
+    if isinstance(leaf, np.ndarray):
+        return f"{leaf.dtype} {leaf.shape}".encode() + leaf.tobytes()
+    if not isinstance(leaf, (bytes, np.generic)) and hasattr(leaf, "tobytes"):  # an image
+        return bytes(leaf.tobytes())
+    text = leaf if isinstance(leaf, bytes) else repr(leaf).encode()
+    return type(leaf).__name__.encode() if b" at 0x" in text and not isinstance(leaf, (bytes, str)) else text
+
+
+def fingerprint(value: Any) -> str:
+    """Return one fingerprint of everything in a nested value, names included."""
+    return digest(repr(digests(value)).encode())

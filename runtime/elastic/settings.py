@@ -1,0 +1,75 @@
+"""What an elastic run may consist of: its settings, and models, parameters and optimizers whose bits do not depend on where."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ddltool.artifacts import Record, parse_record
+from ddltool.errors import InputError
+from ddltool.runtime.elastic.contexts import modules_of
+
+
+class Settings(Record):
+    """What the bits of a run depend on and the user chooses; a checkpoint is continued with the same."""
+
+    max_workers: int = Field(ge=1)
+    batch_size: int = Field(ge=1)
+    accumulation: int = Field(ge=1)
+    seed: int = Field(ge=0, lt=2**63)
+    dataset_size: int
+    sample_streams: Literal["turn", "batch"]
+    """What augmentations draw from: the worker's streams in its ``turn``, or a state of its own for each ``batch``."""
+
+
+def settings_of(**given: Any) -> Settings:
+    """Return the settings. Raises InputError for those that cannot be, and for a dataset that is too small."""
+    settings = parse_record(given, Settings, "ElasticTrainer")
+    if settings.dataset_size < (needed := settings.max_workers * settings.batch_size * settings.accumulation):
+        what = f"has {settings.dataset_size} samples, one step takes max_workers x batch_size x accumulation = {needed}"
+        raise InputError("dataset", what, "give a smaller batch_size or max_workers")
+    return settings
+
+
+def check_model(model: nn.Module, loss_fn: Any) -> None:
+    """Raise InputError for a model, or a loss, whose bits would depend on the placement."""
+    if isinstance(model, DistributedDataParallel):
+        remedy = "give the bare module: the logical workers are averaged here"
+        raise InputError("model", "is a DistributedDataParallel", remedy)
+    for prefix, module in modules_of(model, loss_fn).items():
+        if isinstance(module, nn.SyncBatchNorm):
+            problem = "is a SyncBatchNorm, whose sums depend on the placement"
+            raise InputError(f"model:{prefix.removesuffix('.')}", problem, "use BatchNorm")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError("model", "has no parameter that requires gradients", "give the model that is trained")
+
+
+def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise InputError for a parameter that no process holds whole."""
+    for name, value in parameters.items():
+        if isinstance(value, nn.parameter.UninitializedParameter):
+            raise InputError(f"model:{name}", "has no shape yet", "run the model on a batch first")
+        if isinstance(value, DTensor):
+            raise InputError(
+                f"model:{name}", "is sharded (FSDP2, a DTensor)", "give the bare module: each process holds it"
+            )
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raise InputError for one whose update needs more than the mean gradient, or whose state is spread over processes."""
+    kind = type(optimizer).__name__
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        problem = f"is {kind}, which computes the loss itself, of one logical worker's batch"
+        raise InputError("optimizer", problem, "use one whose step() needs no closure")
+    if any(parent.__name__ == "ZeroRedundancyOptimizer" for parent in type(optimizer).__mro__):
+        raise InputError(
+            "optimizer", f"is {kind}, whose state is spread over processes", "use the optimizer that it wraps"
+        )
