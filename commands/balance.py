@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ddltool.analyzers.balancing.predict import PREDICTORS, check_names
+from ddltool.analyzers.balancing.predict import PREDICTORS
 from ddltool.analyzers.balancing.replay import BATCH_PER_WORKER
 from ddltool.analyzers.balancing.replay import balance as replayed
 from ddltool.analyzers.reporting.result_sections import balance_section
@@ -36,7 +36,6 @@ def balance(
     as_json: Json = False,
 ) -> None:
     """Replay recorded worker speeds: predict each next one, size the batches by it, and time the iterations."""
-    check_names(PREDICTORS if predictor == "all" else (predictor,))
     check_outputs([trace], {"-o": output})
     found = replayed(
         trace,

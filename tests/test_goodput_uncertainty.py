@@ -149,7 +149,6 @@ def test_seen_but_without_weight_is_undetermined_too() -> None:
 def test_too_few_rows_assume_an_error() -> None:
     seen = measured([(1, 1, 8), (1, 1, 32)], 0.01, 0, with_grad=False)
     found = parameter_intervals(seen, fit(seen).params)
-    assert found.error_is_assumed
     assert found.error == ASSUMED_ERROR
     for bad in (0.0, 1.0):
         with pytest.raises(InputError, match="level"):

@@ -29,6 +29,7 @@ from ddltool.arrays import Floats
 from ddltool.errors import InputError
 
 MEMORY_SHARE = 0.95
+"""Of its memory in use, above which a worker takes no more samples."""
 
 
 class Phase(StrEnum):
@@ -48,8 +49,6 @@ class Settings:
     """Iterations in which the leader must have been the faster one, in the fast approach."""
     fine_step: int = 1
     fine_window: int = 20
-    memory_share: float = MEMORY_SHARE
-    """Share of the memory in use above which a worker takes no more samples."""
     strict: bool = False
     """Advise to remove a straggler as the listing does, also in the fast approach."""
     renew: bool = False
@@ -59,8 +58,6 @@ class Settings:
         for name in ("step", "window", "fine_step", "fine_window"):
             if getattr(self, name) < 1:
                 raise InputError(name, f"is {getattr(self, name)}", "give a whole number >= 1")
-        if not 0 < self.memory_share <= 1:
-            raise InputError("memory_share", f"is {self.memory_share:g}", "give a share above 0, up to 1")
 
 
 class Decision(NamedTuple):
@@ -150,7 +147,7 @@ class Algorithm2:
 
     def _leader(self, seconds: Floats, memory: Floats) -> int | None:
         """Return the fastest worker that may take one more step of samples."""
-        room = (memory <= self.settings.memory_share) & (self.sizes + self._step <= self.limits)
+        room = (memory <= MEMORY_SHARE) & (self.sizes + self._step <= self.limits)
         return int(np.argmin(np.where(room, seconds, np.inf))) if room.any() else None
 
     @property

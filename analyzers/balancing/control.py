@@ -74,7 +74,6 @@ class SpeedPolicy:
         limits: (n,) most samples of each worker; None: memory use alone limits them.
         predictor: see :data:`~ddltool.analyzers.balancing.predict.PREDICTORS`.
         settings: how trained predictors learn.
-        memory_share: share of the memory in use above which a worker takes no more samples than it has.
         tolerance: share by which the longest predicted time must fall for sizes to change; 0: always the best ones, as the
             paper has it; None: as far as predictions were off of late, so that sizes follow speeds and not their noise.
         least: samples that each worker gets whatever its speed.
@@ -86,7 +85,6 @@ class SpeedPolicy:
         limits: Sequence[int] | None = None,
         predictor: str = "ema",
         settings: Settings | None = None,
-        memory_share: float = MEMORY_SHARE,
         tolerance: float | None = 0.0,
         least: int = 1,
     ) -> None:
@@ -96,7 +94,6 @@ class SpeedPolicy:
         self.limits = checked_limits(limits, len(self.sizes), self.total, least)
         if (self.limits < self.sizes).any():
             raise InputError("limits", f"is {limits}", f"give each of {len(self.sizes)} workers at least its batch")
-        self.memory_share = memory_share
         self.tolerance = tolerance
         self._predictor: Predictor = make(predictor, len(self.sizes), settings)
         self._asked = False
@@ -117,7 +114,7 @@ class SpeedPolicy:
             return Choice(sizes=tuple(self.sizes.tolist()))
         self._predicted = speeds
         # Who may not grow may still shrink, and the others can always take what he has: the present sizes fit.
-        limits = np.where(report.memory > self.memory_share, np.minimum(self.limits, self.sizes), self.limits)
+        limits = np.where(report.memory > MEMORY_SHARE, np.minimum(self.limits, self.sizes), self.limits)
         best = proportional(speeds, self.total, limits, self.least)
         least_gain = self.tolerance
         if least_gain is None:  # of the errors their median: a change that lasts makes few of them, then it is followed

@@ -12,7 +12,6 @@ import logging
 import threading
 import warnings
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -20,7 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from ddltool.arrays import Floats
-from ddltool.errors import InputError, did_you_mean, known
+from ddltool.errors import InputError, known
 
 log = logging.getLogger(__name__)
 
@@ -264,7 +263,7 @@ def _estimate(series: Floats) -> Floats:
     return found if np.isfinite(found).all() and abs(found[2]) <= 1 else walk
 
 
-__all__ = ["PREDICTORS", "READING", "Ema", "Last", "Predictor", "Settings", "check_names", "make"]
+__all__ = ["PREDICTORS", "READING", "Ema", "Last", "Predictor", "Settings", "make"]
 
 PREDICTORS = ("last", "ema", "arima", "rnn", "lstm", "narx")
 READING = ("narx",)
@@ -313,10 +312,3 @@ def make(name: str, workers: int, settings: Settings | None = None) -> Predictor
     from ddltool.analyzers.balancing.networks import Network
 
     return Network(name, workers, chosen)
-
-
-def check_names(names: Sequence[str]) -> None:
-    """Raise InputError for a name that is no predictor's."""
-    for name in names:
-        if name not in PREDICTORS:
-            raise InputError("--predictor", f"unknown predictor {name!r}", did_you_mean(name, (*PREDICTORS, "all")))

@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from ddltool.analyzers.balancing.predict import PREDICTORS, Predictor, Settings, check_names, make
+from ddltool.analyzers.balancing.predict import PREDICTORS, Predictor, Settings, make
 from ddltool.analyzers.balancing.sizing import equal, proportional
 from ddltool.analyzers.balancing.trace import MOST_SPEED, SpeedTrace
 from ddltool.analyzers.loading.worker_tables import read_speeds
 from ddltool.arrays import Floats, Ints
-from ddltool.errors import InputError
+from ddltool.errors import InputError, known
 from ddltool.results import BalanceResult, PredictorFigures, SchemeFigures, SplitTime
 from ddltool.stages import Stage, Tell, log_remark, quietly
 
@@ -123,8 +123,8 @@ def balance(
     ``warm_up`` iterations come before the first training; ``schemes`` adds BSP, ASP, SSP and others. LB-BSP, sections 3 and 4.
     Raises InputError for what cannot be read and for more warm-up than the trace has.
     """
+    predictor = known("--predictor", predictor, (*PREDICTORS, "all"))
     chosen: tuple[str, ...] = PREDICTORS if predictor == "all" else (predictor,)
-    check_names(chosen)
     if predictor == "all" and importlib.util.find_spec("statsmodels") is None:
         tell("arima is left out: pip install statsmodels")
         chosen = tuple(name for name in chosen if name != "arima")

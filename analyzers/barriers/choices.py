@@ -15,7 +15,7 @@ from ddltool.analyzers.barriers.predict import PREDICTORS, predict_ends
 from ddltool.analyzers.barriers.tradeoff import OBJECTIVES, best_barrier, tradeoff
 from ddltool.analyzers.barriers.zipline import full_gridscan, gridscan, zipline
 from ddltool.analyzers.loading.worker_tables import read_predicted, read_recorded
-from ddltool.errors import InputError, did_you_mean
+from ddltool.errors import InputError, known
 from ddltool.results import BarrierChoice, BarrierFigures, BarrierResult, TradeoffFigures
 from ddltool.stages import Tell, log_remark
 
@@ -48,12 +48,8 @@ def barrier(
     the next iteration's length: last, ema or mean; ``max_gap`` bounds the iteration gap of the exact barriers. Raises
     InputError for what cannot be read, for unknown names and for more than five million ends.
     """
-    for option, name, known in (
-        ("--algorithm", algorithm, (*PUBLISHED, "all")),
-        ("--predictor", predictor, PREDICTORS),
-    ):
-        if name not in known:
-            raise InputError(option, f"unknown {option[2:]} {name!r}", did_you_mean(name, known))
+    algorithm = known("--algorithm", algorithm, (*PUBLISHED, "all"))
+    predictor = known("--predictor", predictor, list(PREDICTORS))
     if predicted:
         names, rows = read_predicted(Path(times), lookahead)
         ends = EndTimes.of(rows)

@@ -23,20 +23,11 @@ from typing import Literal
 
 import numpy as np
 
+from ddltool.analyzers.communication import shop
 from ddltool.analyzers.communication.dependencies import as_matrix, time_scale
 from ddltool.analyzers.communication.order import Schedule, tac, tic
 from ddltool.analyzers.communication.program import CLEAR_GAIN, SMALL_GAIN
-from ddltool.analyzers.communication.shop import (
-    ShopProblem,
-    expand,
-    list_schedule,
-    lower_bound,
-    numberings,
-    order_of,
-    reduce,
-    run_order,
-    unreduced,
-)
+from ddltool.analyzers.communication.shop import ShopProblem
 from ddltool.analyzers.communication.timeline import Simulator, Timeline
 from ddltool.arrays import Ints, Places
 from ddltool.graph import COMPUTE, RECV, Graph, natural_key
@@ -62,7 +53,7 @@ def improve(
     ``problem``: the reduced graph, where they are at hand. Raises InputError for ops without a duration.
     """
     first = replace(tac(graph) if start is None else start, name="improved")
-    problem = reduce(graph) if problem is None else problem
+    problem = shop.reduce(graph) if problem is None else problem
     orders = {first.order: first}
     for order in (tic(graph).order, *(_by_joins(graph, problem, by_load=each) for each in (True, False))):
         rank = {name: place for place, name in enumerate(order)}
@@ -78,7 +69,7 @@ def improve(
     if graph.mode == "inference":
         return best
     # With numbers for every op hardly anything is left to chance: one run each tells the best.
-    numbers = numberings(problem)
+    numbers = shop.numberings(problem)
     pairs = itertools.product(orders.values(), numbers)
     wholes = [replace(order, priority=_with_compute(graph, problem, order, each)) for order, each in pairs]
     whole = min(wholes, key=lambda each: simulator.run(each.priority, seed).makespan_s)
@@ -164,11 +155,11 @@ def solve_exact(
     InputError for ops without a duration.
     """
     started = time.perf_counter()
-    problem = reduce(graph) if problem is None else problem
+    problem = shop.reduce(graph) if problem is None else problem
     order = start if start is not None else tac(graph)
-    starts = [list_schedule(problem, numbers) for numbers in _block_priorities(graph, problem, order.priority)]
+    starts = [shop.list_schedule(problem, numbers) for numbers in _block_priorities(graph, problem, order.priority)]
     best = min(starts, key=lambda entry: _makespan(problem, entry))
-    bound = lower_bound(problem)
+    bound = shop.lower_bound(problem)
     if bound < _makespan(problem, best):
         found, proven = _solve(problem, best, bound, time_limit_s, workers, seed)
         bound = max(bound, proven)
@@ -195,10 +186,10 @@ def solve_exact(
 
 def _as_timeline(graph: Graph, problem: ShopProblem, block_starts: Sequence[int]) -> Timeline:
     """Return the timeline in which every resource follows the order of a reduced schedule."""
-    whole = unreduced(graph)
+    whole = shop.unreduced(graph)
     ops = [op for (op,) in whole.members]
     starts = np.empty(len(graph), dtype=np.int64)
-    starts[ops] = run_order(whole, expand(problem, whole, block_starts), whole.times)
+    starts[ops] = shop.run_order(whole, shop.expand(problem, whole, block_starts), whole.times)
     ends = starts.copy()
     ends[ops] += np.array(whole.times)
     scale = time_scale(graph)
@@ -209,7 +200,7 @@ def _block_priorities(graph: Graph, problem: ShopProblem, priority: Mapping[str,
     """Return numbers for the blocks, several to try: recvs by their priority and before the sends."""
     first, most = {block: graph.names[problem.members[block][0]] for block in problem.of_kind(RECV)}, len(graph)
     recvs = {block: priority.get(name, most) - 2 * most for block, name in first.items()}
-    return [[recvs.get(block, number) for block, number in enumerate(numbers)] for numbers in numberings(problem)]
+    return [[recvs.get(block, number) for block, number in enumerate(numbers)] for numbers in shop.numberings(problem)]
 
 
 def _makespan(problem: ShopProblem, starts: Sequence[int]) -> int:
@@ -239,7 +230,7 @@ def _solve(
         if not problem.consumers[op]:
             model.add(span >= starts[op] + times[op])
     # The hint's sequence in the solver's units; below, the solver's sequence in whole ones.
-    for op, value in enumerate(run_order(problem, order_of(problem, hint, problem.times), times)):
+    for op, value in enumerate(shop.run_order(problem, shop.order_of(problem, hint, problem.times), times)):
         model.add_hint(starts[op], value)
     model.minimize(span)
     solver = cp_model.CpSolver()
@@ -252,8 +243,8 @@ def _solve(
     proven = math.ceil(solver.best_objective_bound - 1e-6) * unit
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return hint, proven
-    found = order_of(problem, [solver.value(start) for start in starts], times)
-    return run_order(problem, found, problem.times), proven
+    found = shop.order_of(problem, [solver.value(start) for start in starts], times)
+    return shop.run_order(problem, found, problem.times), proven
 
 
 # Loads this close are as good as equal.
@@ -392,7 +383,7 @@ def compare(
 
     first = tac(graph)
     simulate({"random": None, "tic": tic(graph), "tac": first})
-    problem = reduce(graph)
+    problem = shop.reduce(graph)
     better = improve(graph, seed=seed, start=first, problem=problem)
     by_tac = improved = found.schedules["tac"]
     if better.priority != first.priority:
@@ -402,7 +393,7 @@ def compare(
         better, improved = first, by_tac
     orders_compute = len(better.priority) > len(better.order)
     found.schedules["improved"] = improved.model_copy(update={"orders_compute": orders_compute})
-    bound = lower_bound(problem) / time_scale(graph)
+    bound = shop.lower_bound(problem) / time_scale(graph)
     known = [figures.makespan_min_s or 0.0 for figures in found.schedules.values()]
     if exact_s is not None:
         exact = solve_exact(graph, time_limit_s=exact_s, seed=seed, start=better, problem=problem)

@@ -143,7 +143,9 @@ def units_of(program: Program) -> tuple[Unit, list[Unit]] | None:
     rooted = [use for use, name in uses if not name and starts[-1] < use < 1e300]
     ends = [*starts[1:], min([*rooted, program.backward_s])]
     by_backward = sorted(names, key=lambda name: (last[name], name))
-    before = max(program.backward_s, _head_end(program, trained, last[by_backward[0]]))
+    # The root's own gradients before the first block's are the model's head's.
+    limit_s, times = last[by_backward[0]], zip(program.ready_s.tolist(), trained, strict=True)
+    before = max([program.backward_s, *(at for at, name in times if not name and at < limit_s)])
     backward: dict[str, float] = {}
     for name in by_backward:
         backward[name] = max(0.0, last[name] - before)
@@ -161,12 +163,6 @@ def units_of(program: Program) -> tuple[Unit, list[Unit]] | None:
         backward_s=max(0.0, program.compute_s - total - starts[0]),
     )
     return root, units
-
-
-def _head_end(program: Program, block: Sequence[str], limit_s: float) -> float:
-    """Return when the root's own gradients that come before the first block's are ready (the model's head)."""
-    early = [float(t) for t, name in zip(program.ready_s, block, strict=True) if not name and t < limit_s]
-    return max(early, default=0.0)
 
 
 def simulate_fsdp(

@@ -23,12 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ddltool.analyzers.communication.dependencies import (
-    Dependencies,
-    bits_of,
-    find_dependencies,
-    whole_times,
-)
+from ddltool.analyzers.communication.dependencies import Dependencies, bits_of, find_dependencies, whole_times
 from ddltool.arrays import Flags, Ints, Places
 from ddltool.graph import Graph, natural_key
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
@@ -127,10 +128,8 @@ class Candidates:
             # Of one type whose layouts are known an uneven split is the equal one.
             for part in [] if name == "lb-bsp" and self.knowledge.layouts is not None else alone(problem):
                 if len(every.option.devices) > 1 or self.goal.objective != "fastest":
-                    try:
+                    with suppress(Infeasible):
                         found.append(self.best(name, part))
-                    except Infeasible:
-                        continue
         # On one type the shares of a layout are equal whatever they are called, and the search may have found more by one name.
         return [
             *found,
@@ -164,22 +163,19 @@ class Candidates:
             self.goal.demand_both(fastest, cheapest)
 
     def _made(self, name: str, problem: Problem) -> Candidate:
-        laid_out = self.knowledge.layouts is not None and name in ("bsp", "lb-bsp")
-        if laid_out:
-            made = self._best_layout(cast(Split, name), problem)
-        else:
-            if name == "goodput" and self.job.goodput is None:
-                raise Infeasible("the job has no goodput section")
-            holding = problem if name in ("bsp", "lb-bsp") else self._holding(problem)
-            if name == "goodput":
-                made = self._goodput(holding)
-            else:
-                made = self._est_by_bits(holding) if name == "est" else self._searched(name, holding)
-            if self.knowledge.layouts is not None:
-                chosen = made.plan.goodput  # else ESTs take turns, a mini-batch each
-                samples = self.job.batch_size if chosen is None else chosen.local_batch_size
-                held = self.knowledge.layouts.whole_bytes(made.option.devices, samples)
-                made = replace(made, option=made.option.model_copy(update={"memory_bytes": held}))
+        splits = name in ("bsp", "lb-bsp")
+        if (layouts := self.knowledge.layouts) is not None and splits:
+            return self._best_layout(cast(Split, name), problem)
+        if name == "goodput" and self.job.goodput is None:
+            raise Infeasible("the job has no goodput section")
+        holding = problem if splits else self._holding(problem)
+        make = {"goodput": self._goodput, "est": self._est_by_bits}.get(name, partial(self._searched, name))
+        made = make(holding)
+        if layouts is not None:
+            chosen = made.plan.goodput  # else ESTs take turns, a mini-batch each
+            samples = self.job.batch_size if chosen is None else chosen.local_batch_size
+            held = layouts.whole_bytes(made.option.devices, samples)
+            made = replace(made, option=made.option.model_copy(update={"memory_bytes": held}))
         return made
 
     def _searched(self, name: str, problem: Problem) -> Candidate:
@@ -221,11 +217,10 @@ class Candidates:
         if plan.superstep is not None:
             update["superstep"] = plan.superstep.model_copy(update={"left_out": out if proven else {}})
         if plan.split is not None:
-            try:
-                equal_s = plan_bsp(problem, self.knowledge.curves).iteration_s
-            except Infeasible:
-                equal_s = None
-            update["split"] = plan.split.model_copy(update={"dropped": out, "equal_s": equal_s})
+            split: dict[str, object] = {"dropped": out, "equal_s": None}
+            with suppress(Infeasible):
+                split["equal_s"] = plan_bsp(problem, self.knowledge.curves).iteration_s
+            update["split"] = plan.split.model_copy(update=split)
         return plan.model_copy(update=update)
 
     def _holding(self, problem: Problem) -> Problem:
@@ -251,17 +246,14 @@ class Candidates:
         Over all devices, and over all of each type alone. Of a model whose memory is known, it is sharded and checkpointed as
         little as it must be; what does not fit is left out.
         """
-        named = {"all": problem} | {part.devices[0].name: part for part in alone(problem)}
         found: dict[str, Option] = {}
-        for part in named.values():
-            try:
+        for part in (problem, *alone(problem)):
+            with suppress(Infeasible):
                 option = self._usual(part)
-            except Infeasible:
-                continue
-            count = sum(option.devices.values())
-            mix = " + ".join(f"{number} {name}" for name, number in option.devices.items())
-            several = len(problem.devices) > 1 and len(option.devices) == len(problem.devices)
-            found.setdefault(f"all {count}, equally" if several else f"{mix}, equally", option)
+                mix = " + ".join(f"{number} {name}" for name, number in option.devices.items())
+                if len(problem.devices) > 1 and len(option.devices) == len(problem.devices):
+                    mix = f"all {sum(option.devices.values())}"
+                found.setdefault(f"{mix}, equally", option)
         return found
 
     def _usual(self, problem: Problem) -> Option:
@@ -281,11 +273,9 @@ class Candidates:
         for kind, device in enumerate(problem.devices):
             powers = {2**power for power in range(device.count.bit_length())} | {device.count}
             for counts in (tuple(n * (kind == place) for place in range(len(problem.devices))) for n in sorted(powers)):
-                try:
-                    if problem.allows(counts):
+                if problem.allows(counts):
+                    with suppress(Infeasible):
                         made.append(self._alike(problem, counts).option)
-                except Infeasible:
-                    continue
         return made
 
     def _alike(self, problem: Problem, counts: Counts) -> Candidate:
@@ -426,15 +416,14 @@ class Candidates:
         compute_s = min(bare.iteration_s, plan.iteration_s)
         added = plan.iteration_s - compute_s
         other_s = added * rest / (rest + worst.best_s) if rest else 0.0
-        update: dict[str, object] = {"order": worst.setting, "order_saves_s": worst.default_s - worst.best_s}
+        update: dict[str, object] = {}
         exposed_s = None
         if known is not None:
+            update = {"order": worst.setting, "order_saves_s": worst.default_s - worst.best_s}
             best_s = max(0.0, added - other_s)
             share = best_s / worst.best_s if worst.best_s else 1.0
             low_s, high_s = (None if end is None else share * end for end in (worst.low_s, worst.high_s))
             exposed_s = replace(worst, best_s=best_s, low_s=low_s, high_s=high_s)
-        if known is None:
-            update = {}
         made = self._costed(plan, problem, exposed_s, "none", compute_s=compute_s, other_s=other_s, update=update)
         return replace(made, exposed=None)  # settings for DDP are none for its servers
 
@@ -465,18 +454,18 @@ class Candidates:
         """
         compute = plan.iteration_s if compute_s is None else compute_s
         devices = device_counts(plan)
-        less, more = 0.0, 0.0
+        less, more, waits = 0.0, 0.0, exposed or Exposed(default_s=0.0, best_s=0.0)
         if other_s is None:
             skewed_s = compute if sum(devices.values()) > 1 else 0.0
             other_s = self.knowledge.other_s(devices, skewed_s)
             # Other devices may wait less for each other than those of the earlier run.
             less = self.knowledge.skew * skewed_s if devices != self.knowledge.seen else 0.0
-        step = compute + (0.0 if exposed is None else exposed.best_s) + other_s
-        if exposed is not None and exposed.low_s is not None and exposed.high_s is not None:
-            less, more = less + exposed.best_s - exposed.low_s, exposed.high_s - exposed.best_s
-        error = self.knowledge.error(devices)
-        if error is not None:
-            error = math.hypot(error, self.knowledge.drift)
+        step = compute + waits.best_s + other_s
+        if waits.low_s is not None and waits.high_s is not None:
+            less, more = less + waits.best_s - waits.low_s, waits.high_s - waits.best_s
+        error, ends = self.knowledge.error(devices), dict[str, float]()
+        if error is not None and (error := math.hypot(error, self.knowledge.drift)) < math.inf:
+            ends = {"low_s": (step - less) * max(0.0, 1 - error), "high_s": (step + more) * (1 + error)}
         staleness = 0 if plan.superstep is None else plan.superstep.iteration_gap
         option = Option(
             strategy=plan.strategy,
@@ -486,15 +475,13 @@ class Candidates:
             other_s=other_s,
             iteration_s=step,
             throughput=problem.max_workers / step,
-            low_s=None if error is None or error == math.inf else (step - less) * max(0.0, 1 - error),
-            high_s=None if error is None or error == math.inf else (step + more) * (1 + error),
+            low_s=ends.get("low_s"),
+            high_s=ends.get("high_s"),
             goodput_per_s=self._goodput_per_s(problem.max_workers / step, staleness),
             staleness=staleness,
             determinism=kept,
-            order="" if exposed is None else exposed.setting,
-            order_saves_s=max(0.0, exposed.default_s - exposed.best_s)
-            if exposed is not None and exposed.setting
-            else None,
+            order=waits.setting,
+            order_saves_s=max(0.0, waits.default_s - waits.best_s) if waits.setting else None,
             leans_on=_leans_on(plan, problem, compute / step),
         ).model_copy(update=update)
         prices = {device.name: device.price_micro for device in problem.devices}

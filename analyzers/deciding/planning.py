@@ -20,24 +20,8 @@ from ddltool.analyzers.deciding.goal import Failures, Goal
 from ddltool.analyzers.deciding.rescaling import combine, measured_speeds, with_run
 from ddltool.analyzers.goodput.plan import plan_goodput
 from ddltool.analyzers.goodput.throughput import ThroughputParams
-from ddltool.analyzers.loading.job_inputs import (
-    Given,
-    Tell,
-    capabilities_of,
-    fabrics_of,
-    fitted_models,
-    graph_communication,
-    graph_of,
-    knowledge_of,
-    powers,
-    read_with_specs,
-    run_of,
-    samples_of,
-    scanned,
-    slowest_memory,
-    step_curves,
-    traceable,
-)
+from ddltool.analyzers.loading import job_inputs
+from ddltool.analyzers.loading.job_inputs import Given, Tell
 from ddltool.analyzers.placement.problem import Problem, demand_throughput, from_job
 from ddltool.analyzers.placement.steps import device_counts
 from ddltool.artifacts import load, save
@@ -93,17 +77,17 @@ def plan(
     """
     known("--strategy", strategy, ("auto", *STRATEGIES))
     job_file = Path(job.name) if isinstance(job, Job) else Path(job)
-    read = read_with_specs(job if isinstance(job, Job) else job_file, devices_file, allow_code=allow_code)
+    read = job_inputs.read_with_specs(job if isinstance(job, Job) else job_file, devices_file, allow_code=allow_code)
     check_outputs(_named(read, job_file.parent), {"-o": output})
-    traced = graph_of(read, job_file.parent, None if graph is None else Path(graph))
-    read = scanned(read, traced, tell)
+    traced = job_inputs.graph_of(read, job_file.parent, None if graph is None else Path(graph))
+    read = job_inputs.scanned(read, traced, tell)
     goal = Goal(
         objective=objective,
-        samples=samples_of(read, traced, tokens) if samples is None else samples,
+        samples=job_inputs.samples_of(read, traced, tokens) if samples is None else samples,
         deadline_s=deadline_s,
         budget=budget,
         failures=failures,
-        power_w=powers(read, str(job_file)),
+        power_w=job_inputs.powers(read, str(job_file)),
     )
     _demand_length(goal)
     given = Given(
@@ -150,18 +134,20 @@ def solve(strategy: str, job: Job, job_file: Path, given: Given) -> Plan:
     try:
         with naming(job_file, type(job).model_fields):
             # Of a model that can be traced, or a run, a split of the batch has a network, too, and transfers take time.
-            more = strategy in ("bsp", "lb-bsp", "elastic-bsp") and (traceable(job) or given.telemetry is not None)
+            more = strategy in ("bsp", "lb-bsp", "elastic-bsp") and (
+                job_inputs.traceable(job) or given.telemetry is not None
+            )
             if strategy == "auto" or more:
                 return auto_plan(job, job_file, given, None if strategy == "auto" else strategy)
             if strategy == "goodput":
                 made = goodput_plan(job, job_file)
                 demand_throughput(made.throughput, job.constraints.min_throughput)
                 return made
-            capabilities = capabilities_of(job, job_file.parent, str(job_file), given.tell)
+            capabilities = job_inputs.capabilities_of(job, job_file.parent, str(job_file), given.tell)
             if strategy == "est" and job.network is not None:
                 made = _on_nodes(job, job_file, from_job(job, capabilities), given)
                 return with_compute(made, capabilities)
-            curves = step_curves(job, job_file)
+            curves = job_inputs.step_curves(job, job_file)
             return make_plan(job, capabilities, strategy, given.settings, curves=curves)
     except NothingFits as error:
         raise NothingFits(f"{job_file}: {error}", error.layouts) from None
@@ -205,7 +191,7 @@ def goodput_plan(job: Job, job_file: Path) -> Plan:
     if job.goodput is None:
         remedy = "add goodput: {max_batch_size: N, max_local_batch_size: N, noise_scale: PHI}"
         raise InputError(f"{job_file}:goodput", "is missing", remedy)
-    models = fitted_models(job, job_file)
+    models = job_inputs.fitted_models(job, job_file)
     if not models:
         problem = "no device has a fitted throughput model"
         raise InputError(f"{job_file}:devices", problem, "add goodput: goodput.json (made by ddltool fit) to a device")
@@ -216,7 +202,7 @@ def complete(made: Plan, job: Job, job_file: Path, given: Given) -> Plan:
     """Return a plan with its parameters in order, its data-parallel settings and the shape of its nodes, where known."""
     graph = given.graph
     if graph is not None:
-        fabrics = fabrics_of(job, job_file.parent, given)
+        fabrics = job_inputs.fabrics_of(job, job_file.parent, given)
         settings = {} if made.decision is not None else data_parallel(graph, made, fabrics)
         made = made.model_copy(update={"parameters": parameters_of(graph), **settings})
     if given.compress is not None and made.world_size == 1:
@@ -230,12 +216,14 @@ def complete(made: Plan, job: Job, job_file: Path, given: Given) -> Plan:
 
 def _compressed(made: Plan, job: Job, job_file: Path, given: Given, compression: Compression) -> CompressionFigures:
     """Return what compressing would bring the plan's devices. Raises InputError without a graph, links or known devices."""
-    source = graph_communication(job, job_file.parent, given, fabrics_of(job, job_file.parent, given))
+    source = job_inputs.graph_communication(
+        job, job_file.parent, given, job_inputs.fabrics_of(job, job_file.parent, given)
+    )
     counts = device_counts(made)
     if source is None:
         remedy = "give --bandwidth or name links, and a model or --graph"
         raise InputError("--compress", "nothing is known of the gradients and their network", remedy)
-    rate = slowest_memory(job, str(job_file), counts)
+    rate = job_inputs.slowest_memory(job, str(job_file), counts)
     pass_s = max((row.compute_s or 0.0) / (row.accumulation_steps + 1) for row in made.assignments)
     return source.compressed(counts, pass_s or made.iteration_s, compression, rate)
 
@@ -248,7 +236,7 @@ def _devices_per_node(job: Job, job_file: Path, made: Plan, given: Given) -> dic
     used = {row.device_type for row in made.assignments}
     found: dict[str, int] = {}
     if job.cluster is None:
-        assumed = fabrics_of(job, job_file.parent, replace(given, tell=lambda _: None)) or {}
+        assumed = job_inputs.fabrics_of(job, job_file.parent, replace(given, tell=lambda _: None)) or {}
         for offer in job.devices:
             each = offer.per_node or (assumed[offer.type].gpus_per_node if offer.type in assumed else 1)
             if offer.type in used and (offer.per_node is not None or each > 1):
@@ -305,8 +293,8 @@ def auto_plan(job: Job, job_file: Path, given: Given, only: str | None = None) -
     """Return the picked plan with the comparison in ``decision``; ``only``: of one strategy. Raises InputError, Infeasible."""
     # Several strategies call the solver, each with a share of the time.
     settings = replace(given.settings, limit_s=given.settings.limit_s / 2)
-    run = run_of(given.telemetry, given.tell)
-    known = knowledge_of(job, job_file, given, run)
+    run = job_inputs.run_of(given.telemetry, given.tell)
+    known = job_inputs.knowledge_of(job, job_file, given, run)
     measured, off = ({}, {}) if run is None else measured_speeds(run, job.batch_size, known.curves)
     offered = {offer.type for offer in job.devices}
     unknown = sorted(set(measured) - offered)
@@ -315,7 +303,7 @@ def auto_plan(job: Job, job_file: Path, given: Given, only: str | None = None) -
         raise InputError(str(given.telemetry), problem, f"types there: {', '.join(sorted(offered))}")
     rest = job.model_copy(update={"devices": [offer for offer in job.devices if offer.type not in measured]})
     told = job if job.model or all(it.capability_per_s or it.profile or it.goodput for it in job.devices) else rest
-    predicted = capabilities_of(told, job_file.parent, str(job_file), given.tell) if rest.devices else {}
+    predicted = job_inputs.capabilities_of(told, job_file.parent, str(job_file), given.tell) if rest.devices else {}
     combined = combine(measured, predicted)
     capabilities = combined.capabilities
     factors = {name: predicted[name] / capabilities[name] for name in combined.errors}
@@ -346,7 +334,9 @@ def _on_nodes(job: Job, job_file: Path, problem: Problem, given: Given) -> Plan:
         raise InputError(f"{job_file}:network", "needs cluster: beside it", "name the cluster.yaml with the nodes")
     nodes = load(job_file.parent / job.cluster, Cluster).nodes
     if job.network == LINKS:
-        source = graph_communication(job, job_file.parent, given, fabrics_of(job, job_file.parent, given))
+        source = job_inputs.graph_communication(
+            job, job_file.parent, given, job_inputs.fabrics_of(job, job_file.parent, given)
+        )
         if source is None:
             remedy = "name the model, or --graph, and link and nic of the cluster's nodes"
             raise InputError(f"{job_file}:network", f"{LINKS} need a graph and links", remedy)
@@ -375,7 +365,7 @@ def plan_together(
             raise InputError(f"{file}:network", "is not part of a joint plan", "leave it out, or plan the job alone")
         try:
             with naming(file, Job.model_fields):
-                problem = from_job(job, capabilities_of(job, file.parent, str(file), tell))
+                problem = from_job(job, job_inputs.capabilities_of(job, file.parent, str(file), tell))
         except Infeasible as error:
             raise Infeasible(f"{file}: {error}") from None
         # Files tell jobs apart where names may not.

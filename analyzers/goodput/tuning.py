@@ -289,9 +289,6 @@ class Frontier:
     """Goodput over that of the fewest GPUs that can run the job; 0 where it cannot run."""
     efficient: NDArray[np.bool_]
     """True where no smaller number of GPUs has at least this goodput."""
-    marginal_per_gpu: Array
-    """On the frontier: goodput gained per GPU since the last efficient number, as a share of the goodput per GPU of the
-    fewest GPUs that can run the job (the first entry is 1); NaN elsewhere."""
     pays_until: int
     """The number of GPUs from which on more cost more than they bring at the threshold."""
     threshold: float
@@ -330,10 +327,6 @@ def frontier(
     before = np.concatenate([[0.0], np.maximum.accumulate(goodput)[:-1]])
     efficient = goodput > before
     per_gpu = goodput[first] / replicas[first]
-    marginal = np.full(max_replicas, np.nan)
-    chosen = np.flatnonzero(efficient)
-    gained, added = np.diff(goodput[chosen], prepend=0.0), np.diff(replicas[chosen], prepend=0)
-    marginal[chosen] = gained / added / per_gpu
     worth = np.where(tuned.feasible, goodput - threshold * per_gpu * replicas, -math.inf)
     return Frontier(
         num_replicas=replicas,
@@ -341,7 +334,6 @@ def frontier(
         tuned=tuned,
         speedup=goodput / goodput[first],
         efficient=efficient,
-        marginal_per_gpu=marginal,
         pays_until=int(replicas[np.flatnonzero(worth == worth.max())[-1]]),
         threshold=threshold,
     )

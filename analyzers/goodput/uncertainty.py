@@ -52,7 +52,6 @@ class Uncertainty:
     level: float
     error: float
     """Standard deviation of a measured log time about the model (so, relative error)."""
-    error_is_assumed: bool
     intervals: dict[str, ParameterInterval]
 
     @property
@@ -91,7 +90,7 @@ def parameter_intervals(
         if profile.best.loss >= best.loss - 1e-6 * size**2 / len(rows):
             break
         best = descend(problem, profile.best.point)
-    return Uncertainty(level=level, error=size, error_is_assumed=assumed, intervals=intervals)
+    return Uncertainty(level=level, error=size, intervals=intervals)
 
 
 class _Profile:

@@ -27,7 +27,7 @@ from ddltool.analyzers.placement.problem import (
     requirements,
 )
 from ddltool.analyzers.placement.steps import Counts, best_step, evaluate, plan_of, reach
-from ddltool.errors import Infeasible, InputError, NotProven, did_you_mean
+from ddltool.errors import Infeasible, InputError, NotProven, known
 from ddltool.plans import Plan
 
 # What can be optimised, one after the other.
@@ -140,9 +140,8 @@ def check_objective(problem: Problem, objective: Sequence[str]) -> tuple[str, ..
     Raises InputError for a name that is unknown or stands twice, ``waste`` before ``throughput`` (waste is capability
     in use less throughput, so it has no smallest value on its own), ``price`` without prices.
     """
+    objective = [known("objective", name, OBJECTIVES) for name in objective]
     for place, name in enumerate(objective):
-        if name not in OBJECTIVES:
-            raise InputError("objective", f"unknown objective {name!r}", did_you_mean(name, OBJECTIVES))
         if name in objective[:place]:
             raise InputError("objective", f"{name!r} stands twice", "name each objective once")
         if name == "waste" and "throughput" not in objective[:place]:

@@ -19,6 +19,7 @@ import numpy as np
 from scipy.special import ndtri
 
 from ddltool.analyzers.goodput.tuning import BatchLimits, tune, tune_one
+from ddltool.analyzers.scheduling.cluster import fewest_nodes
 from ddltool.arrays import Floats
 from ddltool.artifacts import load
 from ddltool.errors import InputError
@@ -118,14 +119,8 @@ def placements(held: Sequence[int], free: Sequence[int], most: int) -> Iterator[
     room = [one + other for one, other in zip(held, free, strict=True)]
     order = sorted(range(len(room)), key=lambda node: (-room[node], -held[node], node))
     for count in range(1, min(sum(room), most) + 1):
-        gpus, left = [0] * len(room), count
-        for place, node in enumerate(order):
-            if room[node] >= left:  # the roomiest that is left, so else none holds it
-                tight = [other for other in order[place:] if room[other] >= left]
-                gpus[min(tight, key=lambda other: (room[other], -held[other], other))] = left
-                break
-            gpus[node] = room[node]
-            left -= room[node]
+        taken = dict(fewest_nodes(room, order, count))
+        gpus = [taken.get(node, 0) for node in range(len(room))]
         if count != sum(held) or _nodes(gpus) < _nodes(held):
             yield tuple(gpus)
 

@@ -19,6 +19,8 @@ from ddltool.analyzers.scheduling.truth import ANY_TYPE, Application
 from ddltool.errors import InputError
 from ddltool.simulation_results import AutoscalingResult, ScaledEpoch, ScaledTraining
 
+PRICE_PER_H = 1.0
+"""Of a node: costs are in its price."""
 UPPER, LOWER = 2 / 3, 1 / 2
 """Pollux's U and L."""
 FIXED = (1, 4, 16)
@@ -57,7 +59,7 @@ class NodeSpeeds:
         return max((total / step, total, step) for total, step, _ in plain)
 
 
-def scale(speeds: NodeSpeeds, rule: str, *, price_per_h: float = 1.0, restart_delay_s: float = 30.0) -> ScaledTraining:
+def scale(speeds: NodeSpeeds, rule: str, *, restart_delay_s: float = 30.0) -> ScaledTraining:
     """Return a whole training under ``rule``: "goodput", "throughput", or "fixed-N" nodes with batches by goodput.
 
     Every change of the number of nodes and the first start cost ``restart_delay_s``, for which the new nodes are paid.
@@ -88,7 +90,7 @@ def scale(speeds: NodeSpeeds, rule: str, *, price_per_h: float = 1.0, restart_de
     return ScaledTraining(
         seconds=now_s,
         node_seconds=node_seconds,
-        cost=node_seconds / 3600 * price_per_h,
+        cost=node_seconds / 3600 * PRICE_PER_H,
         efficiency=useful / samples,
         restarts=sum(one.nodes != other.nodes for one, other in pairwise(epochs)),
         first_nodes=epochs[0].nodes,
@@ -102,12 +104,11 @@ def autoscale(
     *,
     gpus: int = 4,
     most: int = 16,
-    price_per_h: float = 1.0,
     restart_delay_s: float = 30.0,
 ) -> AutoscalingResult:
     """Return the goodput scaler, the throughput scaler and fixed clusters, on at most ``most`` nodes of ``gpus`` GPUs.
 
-    ``price_per_h``: of a node. Raises InputError as :class:`NodeSpeeds`.
+    Raises InputError as :class:`NodeSpeeds`.
     """
     speeds = NodeSpeeds(application, gpus, most)
     rules = ("throughput", "goodput", *(f"fixed-{count}" for count in FIXED if count <= most))
@@ -115,9 +116,9 @@ def autoscale(
         application=application.name,
         gpus_per_node=gpus,
         most_nodes=most,
-        price_per_h=price_per_h,
+        price_per_h=PRICE_PER_H,
         upper=UPPER,
         lower=LOWER,
         restart_delay_s=restart_delay_s,
-        rules={rule: scale(speeds, rule, price_per_h=price_per_h, restart_delay_s=restart_delay_s) for rule in rules},
+        rules={rule: scale(speeds, rule, restart_delay_s=restart_delay_s) for rule in rules},
     )

@@ -117,6 +117,21 @@ def take_most_free(free: list[int], wanted: int, nodes: Sequence[int] | None = N
     return tuple(made)
 
 
+def fewest_nodes(free: Sequence[int], order: Sequence[int], count: int) -> Allocation:
+    """Return ``count`` of the ``free`` (N,) GPUs on nodes in ``order``, roomiest first, the last on the tightest.
+
+    () if there are too few. Of equally tight nodes the first in order.
+    """
+    made: list[tuple[int, int]] = []
+    for place, node in enumerate(order):
+        if free[node] >= count:  # the last piece goes where it leaves least behind
+            tightest = min((n for n in order[place:] if free[n] >= count), key=free.__getitem__)
+            return tuple(sorted([*made, (tightest, count)]))
+        made.append((node, free[node]))
+        count -= free[node]
+    return ()
+
+
 def free_by_type(cluster: ClusterSpec, free: Sequence[int]) -> dict[str, int]:
     """Return how many of the ``free`` (N,) GPUs are of each type, in the order of the cluster's types."""
     return {name: sum(free[node] for node in cluster.nodes_of(name)) for name in cluster.type_names}

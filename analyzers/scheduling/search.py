@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ddltool.analyzers.scheduling.cluster import Allocation, count_gpus
+from ddltool.analyzers.scheduling.cluster import Allocation, count_gpus, fewest_nodes
 from ddltool.arrays import Floats, Places
 
 # A gain below this share of the cost is rounding.
@@ -204,16 +204,7 @@ class _Packing:
         """Return ``count`` GPUs over as few nodes as possible that no other spanning job uses; () if there are not."""
         free = self.free
         nodes = [n for n in range(len(free)) if free[n] and not (self.avoid_sharing and self.spanning[n])]
-        nodes.sort(key=lambda n: (-free[n], n))
-        made: list[tuple[int, int]] = []
-        for place, node in enumerate(nodes):
-            if free[node] >= count:  # the last piece goes where it leaves least behind
-                fits = [n for n in nodes[place:] if free[n] >= count]
-                made.append((min(fits, key=lambda n: (free[n], n)), count))
-                return tuple(sorted(made))
-            made.append((node, free[node]))
-            count -= free[node]
-        return ()
+        return fewest_nodes(free, sorted(nodes, key=lambda n: -free[n]), count)
 
     def reinsert(self, job: int) -> bool:
         """Put one job where it is best off given all others, and return whether that helped."""

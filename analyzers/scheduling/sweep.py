@@ -42,11 +42,11 @@ from scipy.special import stdtrit
 from ddltool.analyzers.scheduling.cluster import ClusterSpec
 from ddltool.analyzers.scheduling.inputs import FittedModel, read_cluster, read_truth, read_workload
 from ddltool.analyzers.scheduling.policies import policies as policies_of
-from ddltool.analyzers.scheduling.replay import Replay, Setup, replays
+from ddltool.analyzers.scheduling.replay import Setup, replays
 from ddltool.analyzers.scheduling.truth import Application
 from ddltool.arrays import Floats
 from ddltool.artifacts import check_writable, load, read_text, save, write_text
-from ddltool.errors import InputError, MissingExtra, did_you_mean, one_line
+from ddltool.errors import InputError, MissingExtra, known, one_line
 from ddltool.simulation_results import (
     ComparedMeasure,
     JobSpec,
@@ -120,8 +120,7 @@ def sweep(
     InputError before anything runs for input that cannot be read, for an ``output`` of other settings and for one that
     another sweep is writing.
     """
-    if engine not in ENGINES:
-        raise InputError("--engine", f"unknown engine {engine!r}", did_you_mean(engine, ENGINES))
+    engine = known("--engine", engine, ENGINES)
     if jobs < 1:
         raise InputError("--jobs", f"is {jobs}", "at least 1")
     names = _names(workloads)
@@ -179,14 +178,14 @@ def run_cell(task: Task) -> SweepCell:
     """Return the record of one cell; a problem is a record too."""
     begin = time.process_time()
     try:
-        figures = _figures(_replay(*task))
+        figures = _replayed(*task)
     except Exception as error:  # a cell may fail in any way, and the others are to go on
         return task.record(error=str(error) or type(error).__name__)
     return task.record(figures=figures, cpu_s=time.process_time() - begin)
 
 
-def _replay(key: Key, workload: Path, setup: Setup) -> Replay:
-    """Return one replay. Each seed draws failures of its own, the same for every policy."""
+def _replayed(key: Key, workload: Path, setup: Setup) -> SweepFigures:
+    """Return one replay's figures, a cost where there are prices. Each seed draws failures of its own for all policies."""
     _, policy, seed = key
     jobs, machines, applications = _inputs(workload, setup.cluster, tuple(setup.traces), tuple(setup.models))
     options = setup.options
@@ -194,8 +193,12 @@ def _replay(key: Key, workload: Path, setup: Setup) -> Replay:
         options = replace(options, failures=replace(options.failures, seed=options.failures.seed + seed))
     mixed = len(machines.type_names) > 1
     makers = policies_of(policy, setup.power, options.restart_delay_s, seed, mixed=mixed)
-    (found,) = replays(jobs, applications, machines, makers, options, prices=setup.prices)
-    return found
+    ((_, _, summary),) = replays(jobs, applications, machines, makers, options, prices=setup.prices)
+    own = {name: getattr(summary, name) for name in FIGURES if hasattr(summary, name) and name != "cost"}
+    own |= {"jobs": len(summary.jobs), "gpu_seconds": sum(job.gpu_seconds for job in summary.jobs)}
+    own |= {} if summary.cost is None else {"cost": summary.cost.jobs}
+    fair = summary.finish_time_fairness
+    return SweepFigures.model_validate({**own, "worst_fairness": fair.max, "fair_share": fair.share_below_1})
 
 
 @lru_cache(maxsize=4)
@@ -204,18 +207,9 @@ def _inputs(
 ) -> tuple[list[JobSpec], ClusterSpec, dict[str, Application]]:
     """Return the workload, the cluster and the applications, read once for the cells of a workload."""
     jobs = read_workload(workload)
-    known = {job.application for job in jobs}
-    mine = [model for model in models if model.application in known]  # the others are of other workloads
+    named = {job.application for job in jobs}
+    mine = [model for model in models if model.application in named]  # the others are of other workloads
     return jobs, read_cluster(cluster), read_truth(jobs, traces, mine).applications
-
-
-def _figures(found: Replay) -> SweepFigures:
-    """Return the figures of one replay, with a cost where there are prices."""
-    summary, fair = found.summary, found.summary.finish_time_fairness
-    own = {name: getattr(summary, name) for name in FIGURES if hasattr(summary, name) and name != "cost"}
-    own |= {"jobs": len(summary.jobs), "gpu_seconds": sum(job.gpu_seconds for job in summary.jobs)}
-    cost = {} if summary.cost is None else {"cost": summary.cost.jobs}
-    return SweepFigures.model_validate({**own, "worst_fairness": fair.max, "fair_share": fair.share_below_1, **cost})
 
 
 # Where cells are replayed.

@@ -5,13 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 
-from ddltool.analyzers.scheduling.cluster import (
-    Allocation,
-    ClusterSpec,
-    count_gpus,
-    free_gpus,
-    take_most_free,
-)
+from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, count_gpus, free_gpus, take_most_free
 from ddltool.analyzers.scheduling.job import SimulatedJob, Tuning
 
 
