@@ -11,13 +11,10 @@ from beginning to end. Printed are the losses of both and whether the bits are e
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import random
 import sys
 import tempfile
-import threading
 import time
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +22,10 @@ import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from torch.multiprocessing import spawn
 from torch.utils.data import Dataset
 
 from ddltool.runtime.elastic import ElasticTrainer, digest
-from ddltool.runtime.measuring import children
 
 # Logical workers and slowness (seconds added to every forward pass) of each device.
 FOUR = ((1, 0.0), (1, 0.0), (1, 0.0), (1, 0.0))
@@ -64,7 +61,6 @@ def network() -> nn.Module:
 
 def job(rank: int, devices: tuple[tuple[int, float], ...], store: str, path: str, until: int, workers: int) -> None:
     """Be one device of a job: train up to step ``until`` and save; process 0 leaves the losses in ``path``.losses."""
-    threading.Thread(target=children.follow_parent, daemon=True).start()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=len(devices))
     model, slowness_s = network(), devices[rank][1]
@@ -93,20 +89,8 @@ def job(rank: int, devices: tuple[tuple[int, float], ...], store: str, path: str
 
 def train(devices: tuple[tuple[int, float], ...], path: Path, until: int, workers: int) -> tuple[list[Any], str]:
     """Run a job; return each step's losses (one per logical worker) and a digest of the parameters."""
-    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (devices, f"{folder}/store", str(path), until, workers)
-        running = [context.Process(target=job, args=(rank, *arguments)) for rank in range(len(devices))]
-        try:
-            children.start(running)  # they do not hear a Ctrl-C: this process ends them
-            left = list(running)
-            while left:
-                wait([each.sentinel for each in left])
-                if failed := [each.exitcode for each in left if each.exitcode]:
-                    raise SystemExit(f"a device {children.how_it_ended(failed[0])}")
-                left = [each for each in left if each.exitcode is None]
-        finally:
-            children.stop(running)
+        spawn(job, (devices, f"{folder}/store", str(path), until, workers), nprocs=len(devices))
     return torch.load(f"{path}.losses"), torch.load(f"{path}.bits")
 
 
