@@ -129,8 +129,6 @@ def mixed(repeat: int, order: str, only: str) -> None:
         "srtf": Srtf,
         "easyscale-homo": EasyScaleHomo,
         "easyscale-heter": EasyScale,
-        "heter, no giving back": lambda: EasyScale(reclaims=False),
-        "heter, bert mixes": lambda: EasyScale(mixable={"bert"}),
         "sia": Sia,
         "ours": Ours,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -93,6 +94,22 @@ def module_name(path: Path) -> str:
     parts = list(path.relative_to(ROOT).with_suffix("").parts)
     parts = (["ddltool"] if parts[0] == "toolkit" else ["ddltool", parts[0]]) + parts[1:]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def test_examples_and_benchmarks_use_what_is_there() -> None:
+    """Most run seldom; nothing else tells that a module lost what they call."""
+    modules = {module_name(path) for path in sources()}
+    for path in (*(ROOT / "examples").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")):
+        nodes = list(ast.walk(tree_of(path)))
+        taken = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module in modules]
+        names = {alias.asname or alias.name: (str(node.module), alias.name) for node in taken for alias in node.names}
+        whole = {here: ".".join(full) for here, full in names.items() if ".".join(full) in modules}
+        used = {full for here, full in names.items() if here not in whole}
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in whole:
+                used.add((whole[node.value.id], node.attr))
+        for module, name in used:
+            assert hasattr(importlib.import_module(module), name), f"{path.name} uses {module}.{name}"
 
 
 def test_every_folder_is_packaged() -> None:
