@@ -11,12 +11,11 @@ import heapq
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from ddltool.analyzers.communication.dependencies import bits_of, time_scale, whole_times
+from ddltool.analyzers.communication.dependencies import time_scale, whole_times
 from ddltool.arrays import Floats
 from ddltool.graph import KINDS, Graph, natural_key
 
@@ -32,6 +31,8 @@ class Timeline:
 
 # Later than every event; whole times add up to less (dependencies.time_scale).
 _NEVER = 2**62
+# What a resource without an op does: it waits for one, or is about to pick.
+_FREE, _CALLED = -1, -2
 
 
 class Ready:
@@ -91,19 +92,18 @@ def play(
     unnumbered, numbered = [lane.free for lane in ready], [lane.order for lane in ready]
     draw = chance.random
     starts, ends = [0] * len(times), [0] * len(times)
-    running, until = [-1 for _ in lanes], [_NEVER for _ in lanes]
+    running, until = [_CALLED for _ in lanes], [_NEVER for _ in lanes]
     for op, count in enumerate(pending):
         if count == 0:
             ready[resource[op]].add(op, numbers[op])
-    now, awake = 0, tuple(lanes)
+    now, called = 0, list(lanes)
     while True:
-        for lane in awake:
-            if running[lane] >= 0:
-                continue
+        for lane in called:
             waiting = unnumbered[lane]
             if numbered[lane]:
                 op = ready[lane].pick(chance)
             elif not waiting:
+                running[lane] = _FREE
                 continue
             else:
                 op = waiting.pop()
@@ -117,30 +117,25 @@ def play(
         last, now = now, min(until)
         if now == _NEVER:
             return starts, ends, last
-        woken, ending = 0, True  # resources that may pick: those that were freed, and those of ops that became ready
+        called, ending = [], True
         while ending:
             lane = until.index(now)
-            woken |= 1 << lane
-            op, running[lane], until[lane] = running[lane], -1, _NEVER
+            called.append(lane)
+            op, running[lane], until[lane] = running[lane], _CALLED, _NEVER
             for successor in following[op]:
                 left = pending[successor] - 1
                 pending[successor] = left
                 if not left:
                     target = resource[successor]
-                    if target != lane:
-                        woken |= 1 << target
+                    if running[target] == _FREE:
+                        running[target] = _CALLED
+                        called.append(target)
                     if numbers[successor] < 0:
                         unnumbered[target].append(successor)
                     else:
                         ready[target].add(successor, numbers[successor])
             ending = now in until
-        awake = _lanes(woken)
-
-
-@lru_cache(maxsize=4096)
-def _lanes(woken: int) -> tuple[int, ...]:
-    """Return the set bits in ascending order; few patterns ever occur."""
-    return tuple(bits_of(woken))
+        called.sort()
 
 
 class Simulator:
