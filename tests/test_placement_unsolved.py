@@ -173,8 +173,8 @@ def test_one_job_is_optimal_only_with_every_proof(monkeypatch: pytest.MonkeyPatc
 
 def test_no_answer_in_time_is_not_called_a_conflict(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the solver gives up a little before the deadline."""
-    # The greedy guess takes the fastest, which the money does not buy.
-    dear = one_job.problem((9.0, 1.0), (4, 4), 4, prices=(10, 1), max_price_micro=4, min_throughput=Fraction(4))
+    # The greedy guesses take one of the first type, which is too slow; the money buys two of the other.
+    dear = one_job.problem((6.0, 4.0), (4, 4), 4, prices=(6, 5), max_price_micro=10, min_throughput=Fraction(7))
     assert solve_est(dear).status == "optimal"
     monkeypatch.setattr(est, "solve", lambda *_: (None, False, 0))
     with pytest.raises(NotProven, match="no plan was found within 10 s"):

@@ -204,27 +204,60 @@ def _fastest(search: Search) -> Solution | None:
     """Return a solution with the smallest step time (``proven``, unless time ran out); None when there is no other."""
     problem = search.problem
     capabilities = [device.capability_per_s for device in problem.devices]
-    lower = search.found[-1].step_s if search.found and not search.fixed else best_step(problem)
+    lower = search.found[-1].step_s if search.found and not search.fixed else _lower_bound(problem)
     if lower is None or lower > problem.slowest_step:
         return None
-    if (counts := fit(search, lower)) is not None:
-        return Solution(counts=counts, step_s=lower, bound_s=lower, proven=True)
-    if (counts := fit(search, problem.slowest_step)) is None:
-        return None
-    step, trial = reach(problem, counts), lower
-    better: Counts | None = None
+    counts = _guess(search)
+    if counts is None or (search.found and reach(problem, counts) > lower):
+        if (exact := fit(search, lower)) is not None:
+            return Solution(counts=exact, step_s=lower, bound_s=lower, proven=True)
+        lower = _next(capabilities, lower)
+        if (counts := counts or fit(search, problem.slowest_step)) is None:
+            return None
+    step = reach(problem, counts)
     try:
-        while True:
-            if better is None:
-                lower = min((int(capability * trial) + 1) / capability for capability in capabilities)  # the next
+        while (middle := _middle(capabilities, lower, step)) is not None:
+            if (better := fit(search, middle)) is None:
+                lower = _next(capabilities, middle)
             else:
                 counts, step = better, reach(problem, better)
-            middle = _middle(capabilities, lower, step)
-            if middle is None:
-                return Solution(counts=counts, step_s=step, bound_s=step, proven=True)
-            trial, better = middle, fit(search, middle)
     except OutOfTime:
         return Solution(counts=counts, step_s=step, bound_s=min(lower, step), proven=False)
+    return Solution(counts=counts, step_s=step, bound_s=step, proven=True)
+
+
+def _next(capabilities: Sequence[Fraction], step: Fraction) -> Fraction:
+    """Return the least step time k / C above ``step``."""
+    return min((int(capability * step) + 1) / capability for capability in capabilities)
+
+
+def _lower_bound(problem: Problem) -> Fraction | None:
+    """Return a step time that no plan beats: without regard to money, or of the most capability for it; None: no room."""
+    step, left, most = best_step(problem), Fraction(problem.max_price_micro or 0), Fraction(0)
+    if step is None or not problem.max_price_micro:
+        return step
+    for device in (problem.devices[kind] for kind in problem.cheapest_first):  # parts of devices allowed
+        count = min(Fraction(device.count), left / device.price_micro) if device.price_micro else device.count
+        most += count * device.capability_per_s
+        left -= count * (device.price_micro or 0)
+    return max(step, problem.max_workers / most)
+
+
+def _guess(search: Search) -> Counts | None:
+    """Return devices that are nearly the best: most capability for the money, or one more or less than in the last solution."""
+    problem = search.problem
+    if search.fixed or not (search.found or problem.max_price_micro):
+        return None
+    if search.found:
+        last = search.found[-1].counts
+        ways = [(*last[:at], last[at] + more, *last[at + 1 :]) for at in range(len(last)) for more in (1, -1)]
+    else:
+        orders = problem.cheapest_first, problem.fastest_first
+        ways = [tuple(problem.filled(order, problem.device_limit)) for order in orders]
+    known = {solution.counts for solution in search.found}
+    steps = [(best_step(problem, way), way) for way in ways if problem.allows(way) and way not in known]
+    _, best = min(((step, way) for step, way in steps if step and step <= problem.slowest_step), default=(None, None))
+    return best
 
 
 def _middle(capabilities: Sequence[Fraction], lower: Fraction, upper: Fraction) -> Fraction | None:

@@ -156,6 +156,12 @@ class Problem:
         """The places of the device types, fastest first; equal ones stay in the order of their names."""
         return sorted(range(len(self.devices)), key=lambda kind: -self.devices[kind].capability_per_s)
 
+    @property
+    def cheapest_first(self) -> list[int]:
+        """The places of the device types by the price of what they can do."""
+        value = [(device.price_micro or 0) / device.capability_per_s for device in self.devices]
+        return sorted(range(len(value)), key=value.__getitem__)
+
     def room(self, device: DeviceType, step_s: Fraction) -> int:
         """Return how many ESTs one device has room for in a step of ``step_s`` seconds."""
         most = self.max_workers if device.most_ests is None else min(device.most_ests, self.max_workers)
