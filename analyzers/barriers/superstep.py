@@ -8,11 +8,13 @@ one superstep. All supersteps are alike, because all workers start together afte
 Which devices take part is chosen too, for a slow one can cost more than it brings. At a barrier time T a worker's
 iterations grow with its speed, also when they are clipped to the fewest plus a bound on the gap. So without a price the
 best devices are the fastest ones, down to some type: one candidate per type, and the best of them is optimal. That bounds
-every choice with a limit on the price, which is found by branch and bound. Start at :func:`plan_elastic_bsp`.
+every choice with a limit on the price, as what its money buys at most does; that is found by branch and bound.
+Start at :func:`plan_elastic_bsp`.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -56,7 +58,7 @@ def plan_elastic_bsp(
     *,
     lookahead: int = DEFAULT_LOOKAHEAD,
     max_gap: int | None = None,
-    limit_s: float = 5.0,
+    limit_s: float = 2.0,
     all_devices: bool = False,
 ) -> Plan:
     """Return the plan with a barrier among each worker's next ``lookahead`` iterations, and the best devices for it.
@@ -116,9 +118,17 @@ def choose(problem: Problem, lookahead: int, max_gap: int | None, limit_s: float
 
     At least one device must be affordable (:func:`~ddltool.analyzers.placement.problem.check_affordable`).
     """
-    order = problem.fastest_first
+    order, budget = problem.fastest_first, problem.max_price_micro
     groups = [[kind] for kind in order] if problem.single_type else [order]
     firsts = [group[:last] for group in groups for last in range(1, len(group) + 1)]
+    speeds = [float(device.capability_per_s) for device in problem.devices]
+    prices = [device.price_micro or 0 for device in problem.devices]
+    by_value = sorted(order, key=lambda kind: prices[kind] / speeds[kind])
+    # Types one after the other while money lasts, the fastest and those of most speed for their price first.
+    parts = list(itertools.combinations(range(len(order) + 1), 2)) if budget is not None else []
+    guesses = (
+        problem.filled(kinds[first:last], problem.device_limit) for kinds in (order, by_value) for first, last in parts
+    )
 
     @cache
     def of(counts: Counts) -> tuple[float, Met]:
@@ -127,13 +137,25 @@ def choose(problem: Problem, lookahead: int, max_gap: int | None, limit_s: float
 
     @cache
     def least(high: Counts) -> float:
-        """Return the seconds of a mini-batch on the best of so many devices, whatever they cost."""
+        """Return the seconds of a mini-batch on the best of so many devices, whatever they cost, or while all compute."""
         unpriced = replace(problem.offering(high), max_price_micro=None)
         fastest = {tuple(unpriced.filled(first, unpriced.device_limit)) for first in firsts}
-        return min((of(counts)[0] for counts in fastest if any(counts)), default=math.inf)
+        free_s = min((of(counts)[0] for counts in fastest if any(counts)), default=math.inf)
+        if budget is None:
+            return free_s
+        left, most = float(budget), 0.0
+        for kind in by_value:
+            number = min(high[kind], left / prices[kind]) if prices[kind] else high[kind]
+            left, most = left - number * prices[kind], most + number * speeds[kind]
+        return max(free_s, (1 - 1e-9) / most) if most else math.inf
 
     best = best_devices(
-        problem, lambda counts, _: of(counts), lambda _, high: least(high), most=problem.max_workers, limit_s=limit_s
+        problem,
+        lambda counts, _: of(counts),
+        lambda _, high: least(high),
+        most=problem.max_workers,
+        limit_s=limit_s,
+        first=map(tuple, guesses),
     )
     assert best is not None  # a device can be afforded
     return best

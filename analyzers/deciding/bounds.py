@@ -36,6 +36,7 @@ class Bounds:
             else math.inf
             for device, curve in zip(problem.devices, curves, strict=True)
         ]
+        self.prices = [device.price_micro or 0 for device in problem.devices]
         self._compute_s = cache(self._computing_s)
 
     def __call__(self, low: Counts, high: Counts) -> float:
@@ -44,7 +45,7 @@ class Bounds:
         if not any(high) or used > self.total:
             return math.inf
         seconds, apart = self._compute_s(high), self.name == "elastic-bsp"
-        devices, most = problem.named(low), problem.named(high)
+        devices = problem.named(low)
         if self.name == "bsp":
             share = self.total // min(self.total, sum(high))
             seconds = max(seconds, max((self._takes(kind, share) for kind, n in enumerate(low) if n), default=0.0))
@@ -53,14 +54,14 @@ class Bounds:
             slowest = max((1 / rate for rate, n in zip(self.rates, high, strict=True) if n), default=0.0)
             pass_s = slowest if self.name == "est" else seconds
             try:
+                most = problem.named(high)
                 seconds += known.least_s(devices, pass_s) if low == high else known.bound_s(devices, most, pass_s)
             except Infeasible:  # exactly these hold no replica
                 return math.inf
         seconds += other_s
-        prices = [device.price_micro or 0 for device in problem.devices]
-        priced = zip(prices, self.rates, high, strict=True)
+        priced = zip(self.prices, self.rates, high, strict=True)
         cheapest = min((price / rate for price, rate, n in priced if n), default=0.0)
-        each = sum(price * n for price, n in zip(prices, low, strict=True))
+        each = sum(price * n for price, n in zip(self.prices, low, strict=True))
         price = max(each * seconds, cheapest * self.total) / 1e6 / HOUR_S
         return self.goal.of(seconds, max(used, 1), price)
 

@@ -73,9 +73,7 @@ def plan_by(strategy: str, problem: Problem, settings: Settings, curves: Mapping
     if strategy == "lb-bsp":
         return plan_lb_bsp(problem, curves)
     if strategy == "elastic-bsp":
-        return plan_elastic_bsp(
-            problem, lookahead=settings.lookahead, max_gap=settings.max_gap, limit_s=settings.limit_s
-        )
+        return plan_elastic_bsp(problem, lookahead=settings.lookahead, max_gap=settings.max_gap)
     from ddltool.analyzers.placement.est import DEFAULT_OBJECTIVE, solve_est  # it loads a solver
 
     return solve_est(

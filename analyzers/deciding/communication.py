@@ -31,7 +31,6 @@ from ddltool.analyzers.costs.nccl import Fabric, Floor
 from ddltool.analyzers.goodput.throughput import ThroughputParams, overlapped, sync_time_s
 from ddltool.errors import Infeasible
 from ddltool.graph import COMPUTE, Graph
-from ddltool.graph_results import FsdpFigures
 from ddltool.plans import BucketSetting, CompressionFigures, PrefetchSetting
 from ddltool.units import show_bytes
 
@@ -107,7 +106,8 @@ class GraphCommunication(Communication):
         self.graph = graph
         self.program = program_of(graph)
         self.fabrics = fabrics
-        self.memory_gib = memory_gib
+        self.memory_bytes = {name: size * 2**30 for name, size in memory_gib.items() if size is not None}
+        self.state_bytes = STATES * graph.parameter_bytes
         self._asynchronous: dict[tuple[float, float, float], Exposed] = {}
         self._least: dict[tuple[float, tuple[tuple[str, int], ...]], float] = {}
 
@@ -132,11 +132,14 @@ class GraphCommunication(Communication):
             found = plan_fsdp(program, group)
             if found is None:
                 raise Infeasible(
-                    f"a replica needs {show_bytes(self._state_bytes)} for weights, gradients and Adam's moments, more "
+                    f"a replica needs {show_bytes(self.state_bytes)} for weights, gradients and Adam's moments, more "
                     "than its device has, and the parameters' names show no blocks to shard"
                 )
             best, default = found.best, found.default
-            if self._fits_gathered(devices, found) and found.without_reshard.step_s < best.step_s:
+            # All gathered parameters beside a share of the states, where it is known that there is room.
+            held = self.state_bytes / replicas + found.without_reshard.gathered_bytes
+            roomy = all(held <= self.memory_bytes.get(name, 0.0) for name in devices)
+            if roomy and found.without_reshard.step_s < best.step_s:
                 best = found.without_reshard
             kept = "" if best.reshard_after_forward else ", reshard_after_forward=False"
             return Exposed(
@@ -172,7 +175,7 @@ class GraphCommunication(Communication):
 
     def bound_s(self, devices: Mapping[str, int], most: Mapping[str, int], pass_s: float) -> float:
         """Return what the best buckets leave exposed on the floor of what these and others make of the network."""
-        if self._may_shard(devices):
+        if self.state_bytes > self._least_memory(devices)[0]:
             return 0.0
         used = Fabric.joined(self.fabrics, devices)
         if (floor := Floor.of(used, list(self.fabrics.values()), Fabric.joined(self.fabrics, most).nodes)) is None:
@@ -180,13 +183,10 @@ class GraphCommunication(Communication):
         program = stretched(self.program, pass_s)
         return max(0.0, finish_s(program, floor, best_cuts(program, floor)) - pass_s)
 
-    def _leaves_node(self, devices: Mapping[str, int]) -> bool:
-        return any(count > self.fabrics[name].gpus_per_node for name, count in devices.items())
-
     def demand_whole(self, name: str) -> None:
         """Raise Infeasible where a device of a type cannot hold weights, gradients and Adam's moments."""
-        needed, size = self._state_bytes, self.memory_gib.get(name)
-        if size is not None and needed > (has := size * 2**30):
+        needed, has = self.state_bytes, self.memory_bytes.get(name, math.inf)
+        if needed > has:
             raise Infeasible(
                 f"memory: a whole model in each process takes {show_bytes(needed)} for weights, gradients and "
                 f"Adam's moments; each {name} has {show_bytes(has)}, {show_bytes(needed - has)} missing"
@@ -200,38 +200,24 @@ class GraphCommunication(Communication):
         default_s = max(pass_s, finish_s(program, group, default_cuts(program)))
         return compressed_ddp(self.graph, program, group, compression, memory_bytes_per_s, default_s)
 
-    @property
-    def _state_bytes(self) -> float:
-        return STATES * self.graph.parameter_bytes
-
     def _sharded(self, devices: Mapping[str, int]) -> bool:
         """Return whether the model states must be sharded. Raises Infeasible when even that is too much."""
-        if not self._may_shard(devices):
-            return False
-        known = {name: size * 2**30 for name in devices if (size := self.memory_gib.get(name)) is not None}
-        replicas = sum(devices.values())
-        smallest = min(known, key=lambda name: known[name])
-        if self._state_bytes / replicas > known[smallest]:
+        has, smallest = self._least_memory(devices)
+        if self.state_bytes / (replicas := sum(devices.values())) > has:
             raise Infeasible(
-                f"memory: weights, gradients and Adam's moments are {show_bytes(self._state_bytes)}; "
-                f"{replicas} devices hold {show_bytes(known[smallest])} each ({smallest})"
+                f"memory: weights, gradients and Adam's moments are {show_bytes(self.state_bytes)}; "
+                f"{replicas} devices hold {show_bytes(has)} each ({smallest})"
             )
-        return True
+        return self.state_bytes > has
 
-    def _may_shard(self, devices: Mapping[str, int]) -> bool:
-        known = [size for name in devices if (size := self.memory_gib.get(name)) is not None]
-        return bool(known) and self._state_bytes > min(known) * 2**30
-
-    def _fits_gathered(self, devices: Mapping[str, int], plan: FsdpFigures) -> bool:
-        """Return whether every device has room for all gathered parameters beside its share of the states."""
-        sizes = [self.memory_gib.get(name) for name in devices]
-        needed = self._state_bytes / sum(devices.values()) + plan.without_reshard.gathered_bytes
-        return all(size is not None and needed <= size * 2**30 for size in sizes)
+    def _least_memory(self, devices: Mapping[str, int]) -> tuple[float, str]:
+        return min((self.memory_bytes.get(name, math.inf), name) for name in devices)
 
     def asynchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
         """Return the exposure of TAC's order over a random one, simulated on the graph."""
         fabrics = [self.fabrics[name] for name in devices]
-        if len(devices) < 2 and not self._leaves_node(devices):  # nor do the servers
+        leaves = any(count > self.fabrics[name].gpus_per_node for name, count in devices.items())
+        if len(devices) < 2 and not leaves:  # nor do the servers
             rate, delay = fabrics[0].inside.bytes_per_s, fabrics[0].inside.latency_s
         else:
             rate, delay = min((it.between.bytes_per_s / it.gpus_per_node, it.between.latency_s) for it in fabrics)

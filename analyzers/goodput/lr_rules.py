@@ -67,38 +67,35 @@ def checked_scale(scale: float) -> float:
     return float(scale)
 
 
-class Constant(LrRule):
+class _Constant(LrRule):
     """The learning rate stays as it is."""
 
     name = "constant"
 
     def factor(self, scale: float, statistics: GradientStatistics | None = None) -> float:
-        """Return 1."""
         checked_scale(scale)
         return 1.0
 
 
-class Linear(LrRule):
+class _Linear(LrRule):
     """Linear scaling, S (Goyal et al. 2017, section 2.1): S small steps move as far as one large one."""
 
     name = "linear"
 
     def factor(self, scale: float, statistics: GradientStatistics | None = None) -> float:
-        """Return S."""
         return checked_scale(scale)
 
 
-class SquareRoot(LrRule):
+class _SquareRoot(LrRule):
     """Square root scaling (Krizhevsky 2014, section 5): keeps the variance of the update; usual with Adam."""
 
     name = "sqrt"
 
     def factor(self, scale: float, statistics: GradientStatistics | None = None) -> float:
-        """Return the square root of S."""
         return math.sqrt(checked_scale(scale))
 
 
-class AdaScale(LrRule):
+class _AdaScale(LrRule):
     """AdaScale (Johnson et al. 2020, section 3): the gain r, between 1 and S, from the gradient's noise at M0.
 
     ``r = (var + sqr) / (var / S + sqr)``: S where noise is all, 1 where there is none. A step of batch M makes the
@@ -109,7 +106,6 @@ class AdaScale(LrRule):
     needs_statistics = True
 
     def factor(self, scale: float, statistics: GradientStatistics | None = None) -> float:
-        """Return the gain r. Raises InputError without statistics."""
         if statistics is None:
             raise InputError("adascale", "needs gradient statistics", "measure them, or choose linear or sqrt")
         var, sqr = statistics.var, statistics.sqr
@@ -120,13 +116,12 @@ class AdaScale(LrRule):
         return self.factor(scale, statistics)
 
 
-class Legw(SquareRoot):
+class _Legw(_SquareRoot):
     """LEGW (You et al. 2019): square root scaling, and S times the epochs of warm-up."""
 
     name = "legw"
 
     def warmup_epochs(self, scale: float, epochs_at_initial: float) -> float:
-        """Return S times the epochs at M0."""
         return checked_scale(scale) * epochs_at_initial
 
 
@@ -154,5 +149,5 @@ def rule_names() -> tuple[str, ...]:
     return tuple(_RULES)
 
 
-for _rule in (Constant(), Linear(), SquareRoot(), AdaScale(), Legw()):
+for _rule in (_Constant(), _Linear(), _SquareRoot(), _AdaScale(), _Legw()):
     register(_rule)
