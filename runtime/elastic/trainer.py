@@ -263,12 +263,13 @@ class ElasticTrainer:
 
     def _present_layout(self) -> tuple[Any, ...]:
         """Return what changes when parameters are frozen, unfrozen or given to the optimizer."""
-        return (
-            *map(len, (group["params"] for group in self.optimizer.param_groups)),
-            *[value.requires_grad for value in self._parameters.values()],
-        )
+        sizes = (len(group["params"]) for group in self.optimizer.param_groups)
+        return *sizes, *(value.requires_grad for value in self._parameters.values())
 
-    def _new_mean(self, buckets: list[list[str]] | None) -> OrderedMean:
+    def _new_mean(self, buckets: list[list[str]] | None, before: OrderedMean | None = None) -> OrderedMean:
+        if before is not None:
+            before.clear()
+            before.close()
         trained = [name for name, value in self._parameters.items() if value.requires_grad]
         if buckets is not None and sorted(name for bucket in buckets for name in bucket) != sorted(trained):
             buckets = None  # frozen or unfrozen since; they decide what travels together and no bits
@@ -388,9 +389,7 @@ class ElasticTrainer:
         self._versions = sum(value._version for value in self._parameters.values())
         if self._layout != self._present_layout():
             broadcast(self._look_for_parameters(), 0)
-            self._mean.clear()
-            self._mean.close()
-            self._mean = self._new_mean(None)
+            self._mean = self._new_mean(None, self._mean)
 
     def turn_done(self, loss: Tensor | None = None) -> bool:
         """Say that the backward pass of a micro-batch is over; return whether the step's gradients are complete.
@@ -599,11 +598,9 @@ class ElasticTrainer:
         for name, extra in self._extras.items():
             extra.load_state_dict(content["extras"][name])
         position = content["position"]
-        self.epoch_number, self.step_in_epoch = position["epoch"], position["step"]
-        self.steps_made = position["steps_made"]
-        self._mean.clear()
-        self._mean.close()
-        self._mean = self._new_mean([[names[name] for name in bucket] for bucket in content["buckets"]] or None)
+        self.epoch_number, self.step_in_epoch, self.steps_made = (position[n] for n in ("epoch", "step", "steps_made"))
+        buckets = [[names[name] for name in bucket] for bucket in content["buckets"]] or None
+        self._mean = self._new_mean(buckets, self._mean)
         self._contexts.load(content["workers"], os.fspath(path))
         self._stamps[Path(path).absolute()] = mark
         if self._recorder is not None:

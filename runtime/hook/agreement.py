@@ -167,16 +167,13 @@ class Agreement:
             except RuntimeError as error:
                 if "timeout" not in str(error).lower():
                     raise
-            if missing := self._missing(step):
+            if missing := [rank for rank in self._ranks if not self._store.check([f"row/{step}/{rank}"])]:
                 break  # else all have come by now, and rank 0 is choosing, or has gone just before
         self._say(self._store, step, _MISSING + ",".join(map(str, missing or [0])).encode())
         return self._values(keys)
 
     def _values(self, keys: Sequence[str]) -> list[bytes]:
         return list(self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys))
-
-    def _missing(self, step: int) -> list[int]:
-        return [rank for rank in self._ranks if not self._store.check([f"row/{step}/{rank}"])]
 
     def _say(self, store: KeyStore, step: int, text: bytes) -> bytes:
         """Say how a round ends unless somebody has said so before; return what holds, of which all that wait learn."""

@@ -64,16 +64,13 @@ class Sizes:
 
     def sizes_of(self, samples: int) -> NDArray[np.int64]:
         """Return (n, passes) samples, in proportion to the sizes; in a smaller step nobody gets more than in a full one."""
-        whole = self._whole_sizes(samples)[:, None]
-        return whole // self.passes + (np.arange(self.passes) < whole % self.passes)
+        whole = np.array(self.sizes, dtype=np.int64)
+        if samples != self.total_batch_size:
+            from ddltool.analyzers.balancing.sizing import proportional  # to attach the hook loads no analyzer
 
-    def _whole_sizes(self, samples: int) -> NDArray[np.int64]:
-        if samples == self.total_batch_size:
-            return np.array(self.sizes, dtype=np.int64)
-        from ddltool.analyzers.balancing.sizing import proportional  # to attach the hook loads no analyzer
-
-        limits = self.sizes if samples < self.total_batch_size else None
-        return proportional(self.sizes, samples, limits, self.least)
+            limits = self.sizes if samples < self.total_batch_size else None
+            whole = proportional(self.sizes, samples, limits, self.least)
+        return whole[:, None] // self.passes + (np.arange(self.passes) < whole[:, None] % self.passes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -41,9 +41,7 @@ class TelemetryCallback(TrainerCallback):
         self._telemetry = telemetry
         self._hook: Hook | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
         """Model and optimizer are there: record them."""
         if self._hook is None:
             self._hook = attach(None, telemetry=self._telemetry)
@@ -51,16 +49,12 @@ class TelemetryCallback(TrainerCallback):
             wrapper = next((each for each in wrapped() if each.module is model), model)
             self._hook.bind(wrapper, kwargs["optimizer"])
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_begin(self, *_: Any, **kwargs: Any) -> None:
         """What came between epochs belongs to no step."""
         if self._hook is not None:
             self._hook.set_epoch(0)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         """Write what is held back."""
         if self._hook is not None:
             self._hook.close()
@@ -161,7 +155,5 @@ class _Following(TrainerCallback):
     ) -> None:
         self._trainer.hook.set_epoch(state.global_step // self._trainer._updates(kwargs["train_dataloader"]))
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         self._trainer.hook.close()

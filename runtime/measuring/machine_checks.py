@@ -71,8 +71,9 @@ def examine() -> tuple[list[MachineCheck], Machine]:
     return [*checks, check_clock(), *_check_folders(), check_shared_memory(), *_check_extras()], machine
 
 
-def _check(name: str, found: str, status: str = "ok", remedy: str = "") -> MachineCheck:
-    return MachineCheck(name=name, status=status, found=found, remedy=remedy)
+def _check(name: str, found: str, status: str = "ok", remedy: str = "", *, fine: bool = False) -> MachineCheck:
+    """Return a check's outcome; ``fine``: it is ok, and ``status`` and ``remedy`` are for when it is not."""
+    return MachineCheck(name=name, status="ok" if fine else status, found=found, remedy="" if fine else remedy)
 
 
 def machine_figures() -> Machine:
@@ -152,10 +153,8 @@ def check_load(machine: Machine) -> MachineCheck:
     """Return whether other programs keep the machine busy."""
     busy = os.getloadavg()[0]
     found = f"{machine.cpu_count} core(s), {machine.memory_gib} GiB of memory, load {busy:.1f}"
-    if busy <= machine.cpu_count:
-        return _check("machine", found)
     remedy = "other programs keep it busy: measured times will be noisy (profile says how sure each is)"
-    return _check("machine", found, "warning", remedy)
+    return _check("machine", found, "warning", remedy, fine=busy <= machine.cpu_count)
 
 
 def check_cuda(machine: Machine) -> MachineCheck:
@@ -178,11 +177,9 @@ def check_clock() -> MachineCheck:
         if now > before:
             smallest = min(smallest, now - before)
         before = now
-    found = f"steps of {smallest * 1e9:,.0f} ns"
-    if smallest <= COARSE_CLOCK_S:
-        return _check("clock", found)
     remedy = "measured times will be coarse: profile with larger batches, or mend the clock source of the machine"
-    return _check("clock", found, "warning", remedy)
+    found = f"steps of {smallest * 1e9:,.0f} ns"
+    return _check("clock", found, "warning", remedy, fine=smallest <= COARSE_CLOCK_S)
 
 
 def check_store_port() -> MachineCheck:
@@ -199,9 +196,8 @@ def check_store_port() -> MachineCheck:
                 problem = "connected, nothing received"
     except OSError as error:
         problem = error.strerror or str(error)
-    if problem:
-        return _check("store port", f"127.0.0.1: {problem}", "failed", remedy)
-    return _check("store port", "127.0.0.1 listens and connects")
+    found = f"127.0.0.1: {problem}" if problem else "127.0.0.1 listens and connects"
+    return _check("store port", found, "failed", remedy, fine=not problem)
 
 
 def check_folder(name: str, folder: str | Path, *, required: bool, remedy: str) -> MachineCheck:
@@ -218,7 +214,7 @@ def check_folder(name: str, folder: str | Path, *, required: bool, remedy: str) 
     except OSError as error:
         return _check(name, f"{folder}: {error.strerror or error}", "failed" if required else "warning", remedy)
     found = f"{folder}, {free / 2**30:,.1f} GiB free"
-    return _check(name, found) if free >= FREE_BYTES else _check(name, found, "warning", "make room, or " + remedy)
+    return _check(name, found, "warning", "make room, or " + remedy, fine=free >= FREE_BYTES)
 
 
 def _check_folders() -> list[MachineCheck]:
@@ -242,11 +238,9 @@ def check_shared_memory(folder: str = "/dev/shm") -> MachineCheck:
         total = shutil.disk_usage(folder).total
     except OSError:
         return _check("shared memory", "not limited here")
-    found = f"{folder}, {total / 2**20:,.0f} MiB"
-    if total >= SHARED_MEMORY_BYTES:
-        return _check("shared memory", found)
     remedy = "loaders with num_workers may die of it: start the container with --shm-size 1g"
-    return _check("shared memory", found, "warning", remedy)
+    found = f"{folder}, {total / 2**20:,.0f} MiB"
+    return _check("shared memory", found, "warning", remedy, fine=total >= SHARED_MEMORY_BYTES)
 
 
 def _check_extras() -> list[MachineCheck]:
@@ -254,7 +248,7 @@ def _check_extras() -> list[MachineCheck]:
     browser = shutil.which("chromium") or shutil.which("chromium-browser")
     wanted["chromium"] = (browser, "only the tests that look at reports need it: apt-get install chromium")
     return [
-        _check(name, found) if found else _check(name, "not installed", "optional", remedy)
+        _check(name, found or "not installed", "optional", remedy, fine=bool(found))
         for name, (found, remedy) in wanted.items()
     ]
 
