@@ -162,7 +162,8 @@ def frozen_noise(rank: int, samples: int, batch: int, passes: int, adam: bool, e
     dataset = digits(samples)
     options = {"noise_every": 1, "smoothing": 0.9999, "adapt": False, "max_local_batch_size": batch}
     module = network()
-    model = DistributedDataParallel(module) if dist.is_initialized() else module
+    # Gradients that DDP averages where they are, and others that it copies.
+    model = DistributedDataParallel(module, gradient_as_bucket_view=adam) if dist.is_initialized() else module
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     if adam:
         optimizer = torch.optim.Adam(model.parameters(), eps=1e-3)

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from ddltool import runtime
@@ -412,13 +413,18 @@ class Sleepy(nn.Module):
 def observed_training(rank: int, config: str, folder: str, options: dict[str, Any]) -> None:
     """Train in ``folder`` with the hook's loader over 3 + 13 samples a step, sleeping in each forward pass.
 
-    Options: ``steps``, ``sleep_s`` (of each rank), ``bucket_cap_mb``, ``micro_batches``.
+    Options: ``steps``, ``sleep_s`` (of each rank), ``bucket_cap_mb``, ``micro_batches``; ``nested``: DDP has all gradients
+    within a backward pass of checkpointing, and averages there.
     """
     steps, micro_batches = options.get("steps", 6), options.get("micro_batches", 1)
     with contextlib.chdir(folder):
         module = Sleepy(options.get("sleep_s", (0.0, 0.0))[rank])
         cap = options.get("bucket_cap_mb", 25.0)
-        model = DistributedDataParallel(module, bucket_cap_mb=cap, find_unused_parameters=True)
+        if nested := options.get("nested", False):
+            del module.inner.heads[1]
+            whole = module.forward
+            module.forward = lambda values: checkpoint(whole, values.requires_grad_(), use_reentrant=True)  # type: ignore[method-assign]
+        model = DistributedDataParallel(module, bucket_cap_mb=cap, find_unused_parameters=not nested)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         dataset = TensorDataset(*make_data(16 * steps * micro_batches))
         with runtime.attach(config, model=model, optimizer=optimizer, dataset=dataset) as hook:

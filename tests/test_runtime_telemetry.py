@@ -99,13 +99,18 @@ def arrivals_noted(rank: int, config: str, folder: str, options: dict[str, Any])
 
 
 @pytest.mark.parametrize(
-    ("slow", "bucket_cap_mb"),
-    [(1, 25.0), pytest.param(1, 0.001, marks=pytest.mark.slow), pytest.param(0, 0.001, marks=pytest.mark.slow)],
-    ids=["the second", "the second, several buckets", "the first, several buckets"],
+    ("slow", "options"),
+    [
+        (1, {}),
+        pytest.param(1, {"bucket_cap_mb": 0.001}, marks=pytest.mark.slow),
+        pytest.param(0, {"bucket_cap_mb": 0.001}, marks=pytest.mark.slow),
+        pytest.param(1, {"nested": True}, marks=pytest.mark.slow),
+    ],
+    ids=["the second", "the second, several buckets", "the first, several buckets", "averaged within checkpointing"],
 )
-def test_the_others_wait_for_the_slow_rank(tmp_path: Path, slow: int, bucket_cap_mb: float) -> None:
+def test_the_others_wait_for_the_slow_rank(tmp_path: Path, slow: int, options: dict[str, Any]) -> None:
     sleep_s = (LONG_S, 0.0) if slow == 0 else (0.0, LONG_S)
-    ranks = observed(tmp_path, sleep_s=sleep_s, bucket_cap_mb=bucket_cap_mb, steps=5)
+    ranks = observed(tmp_path, sleep_s=sleep_s, steps=5, **options)
     slow_rows, other_rows = ranks[slow], ranks[1 - slow]
     other_wait_s = statistics.median(row.wait_s for row in other_rows)
     assert min(row.compute_s for row in slow_rows) >= LONG_S
