@@ -25,8 +25,8 @@ from ddltool.analyzers.tracing.step import TrainingStep
 from ddltool.errors import InputError
 from ddltool.plans import Recomputed
 from ddltool.runtime import attach, shard
-from ddltool.runtime.hook.checkpointing import checkpoint_modules
 from ddltool.runtime.hook.data_parallel import loaded
+from ddltool.runtime.hook.sharding import checkpoint_modules
 
 LENGTH, WORDS = 16, 64
 

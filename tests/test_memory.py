@@ -32,7 +32,7 @@ from ddltool.analyzers.tracing.step import TrainingStep
 from ddltool.analyzers.tracing.torch_adapter import trace_any_batch, trace_step
 from ddltool.errors import InputError
 from ddltool.plans import Recomputed
-from ddltool.runtime.hook.checkpointing import checkpoint_modules
+from ddltool.runtime.hook.sharding import checkpoint_modules
 from tests.sharding_workers import gpt
 
 REPO = Path(__file__).resolve().parents[1]

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddltool.errors import InputError
 from ddltool.plans import Recomputed, is_product
-from ddltool.runtime.hook.checkpointing import checkpoint_modules
+from ddltool.runtime.hook.sharding import checkpoint_modules
 
 
 class Products(TorchDispatchMode):

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddltool.artifacts import Record, parse_record
 from ddltool.errors import InputError
+from ddltool.plans import Enforcement
 from ddltool.runtime.elastic.contexts import modules_of
 
 
@@ -36,6 +37,16 @@ def settings_of(**given: Any) -> Settings:
         what = f"has {settings.dataset_size} samples, one step takes max_workers x batch_size x accumulation = {needed}"
         raise InputError("dataset", what, "give a smaller batch_size or max_workers")
     return settings
+
+
+def workers_of(path: str, planned: Enforcement) -> tuple[list[int], int]:
+    """Return a plan's logical workers by process, and the batch of each. Raises InputError where they are not equal."""
+    sizes = {entry.local_batch_size / max(entry.ests, 1) for entry in planned.ranks}
+    size = int(min(sizes))
+    if len(sizes) != 1 or size not in sizes or not all(entry.ests for entry in planned.ranks):
+        problem = f"of a plan of strategy {planned.strategy} are no equal logical workers"
+        raise InputError(f"{path}:ranks", problem, "plan with --strategy est, or give it to runtime.attach")
+    return [entry.ests for entry in planned.ranks], size
 
 
 def check_model(model: nn.Module, loss_fn: Any) -> None:

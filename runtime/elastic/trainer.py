@@ -38,7 +38,7 @@ from ddltool.runtime.elastic.ordered_mean import MIB, OrderedMean
 from ddltool.runtime.elastic.processes import Processes, broadcast, collectives, moved
 from ddltool.runtime.elastic.recording import Recorder
 from ddltool.runtime.elastic.sample_feed import SampleFeed, Task
-from ddltool.runtime.elastic.settings import check_model, check_optimizer, check_parameters, settings_of
+from ddltool.runtime.elastic.settings import check_model, check_optimizer, check_parameters, settings_of, workers_of
 from ddltool.runtime.hook.batches import VariableBatchSampler
 from ddltool.runtime.hook.job import bare_optimizer, dataset_length, demand_same_samples, planned_for
 from ddltool.runtime.hook.random_streams import kept
@@ -204,12 +204,7 @@ class ElasticTrainer:
         config's telemetry is written, a row per process and step. Raises InputError for a plan without logical workers.
         """
         path, planned = planned_for(config, model)
-        sizes = {entry.local_batch_size / max(entry.ests, 1) for entry in planned.ranks}
-        size = int(min(sizes))
-        if len(sizes) != 1 or size not in sizes or not all(entry.ests for entry in planned.ranks):
-            problem = f"of a plan of strategy {planned.strategy} are no equal logical workers"
-            raise InputError(f"{path}:ranks", problem, "plan with --strategy est, or give it to runtime.attach")
-        ests = [entry.ests for entry in planned.ranks]
+        ests, size = workers_of(path, planned)
         as_planned = (dist.get_world_size() if dist.is_initialized() else 1) == len(ests)
         placement = ests if as_planned else None
         made = cls(
@@ -235,11 +230,8 @@ class ElasticTrainer:
 
     def _note_other(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Note an optimizer that trains our parameters, and whose state nobody saves."""
-        saved = [
-            bare_optimizer(each)
-            for each in (self.optimizer, *self._extras.values())
-            if isinstance(each, torch.optim.Optimizer)
-        ]
+        ours = (self.optimizer, *self._extras.values())
+        saved = [bare_optimizer(each) for each in ours if isinstance(each, torch.optim.Optimizer)]
         known = set(map(id, self._parameters.values()))
         trained = [id(value) for group in optimizer.param_groups for value in group["params"]]
         if all(optimizer is not each for each in saved) and not known.isdisjoint(trained):

@@ -32,7 +32,6 @@ from ddltool.plans import Enforcement
 from ddltool.runtime.hook.batches import Sizes, VariableBatchSampler, fitting_sizes
 from ddltool.runtime.hook.checking import begin_check
 from ddltool.runtime.hook.data_parallel import config_path
-from ddltool.runtime.hook.given import GivenLoader
 from ddltool.runtime.hook.job import (
     Job,
     bare_optimizer,
@@ -42,7 +41,7 @@ from ddltool.runtime.hook.job import (
     demand_same_samples,
     load_and_check,
 )
-from ddltool.runtime.hook.loader import CountedLoader, StreamLoader
+from ddltool.runtime.hook.loader import CountedLoader, GivenLoader, StreamLoader
 from ddltool.runtime.hook.stopping import refuse_in_one_line
 from ddltool.runtime.hook.telemetry import RowFile, StepRecorder, device_of, is_cuda
 from ddltool.runtime.hook.trained import leave_alone

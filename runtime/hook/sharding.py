@@ -11,6 +11,9 @@ FSDP2 averages gradients over all processes, as DDP does; losses that weigh by t
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,10 +22,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ddltool.errors import InputError
-from ddltool.plans import ShardingSetting
-from ddltool.runtime.hook.checkpointing import checkpoint_modules
+from ddltool.plans import Recomputed, ShardingSetting, is_product
 from ddltool.runtime.hook.data_parallel import Config, apply_prefetch, ddp_arguments, loaded
 
 
@@ -76,3 +79,39 @@ def _mesh(model: nn.Module, plan: ShardingSetting) -> DeviceMesh:
     if plan.kind == "fsdp":
         return init_device_mesh(kind, (plan.shard,), mesh_dim_names=("shard",))
     return init_device_mesh(kind, (plan.replicate, plan.shard), mesh_dim_names=("replicate", "shard"))
+
+
+def checkpoint_modules(model: nn.Module, plan: Sequence[Recomputed]) -> None:
+    """Let each named module compute its activations again in the backward pass (``torch.utils.checkpoint``).
+
+    Only ``forward`` of these modules changes: names of parameters, and so checkpoints, stay. Call it before
+    ``fully_shard`` and ``DistributedDataParallel``. The random state is kept, so dropout drops the same again. All or
+    nothing. Raises InputError for a module that the model does not have, and for one that is checkpointed already.
+    """
+    found = dict(model.named_modules())
+    for entry in plan:
+        if entry.module not in found:
+            problem = f"the model has no module {entry.module!r}"
+            raise InputError("checkpointing", problem, "trace and plan this model")
+        if getattr(found[entry.module].forward, "func", None) is checkpoint:
+            raise InputError("checkpointing", f"{entry.module!r} is checkpointed already", "name each module once")
+    for entry in plan:
+        module = found[entry.module]
+        options: dict[str, Any] = {"use_reentrant": False}
+        if entry.keeps:
+            options["context_fn"] = functools.partial(_contexts, frozenset(entry.keeps))
+        module.forward = functools.partial(checkpoint, module.forward, **options)
+
+
+def _contexts(keeps: frozenset[int]) -> Any:
+    """Return what decides on the ops of one forward pass: it counts the products of the pass and of its repetition."""
+    seen: Counter[bool] = Counter()
+
+    def policy(context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        if not is_product(op.overloadpacket.__name__):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        place = seen[context.is_recompute]
+        seen[context.is_recompute] += 1
+        return CheckpointPolicy.MUST_SAVE if place in keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)

@@ -34,7 +34,7 @@ GONE = object()
 class Children:
     """Processes of this machine with a pipe each, in which ``body(*arguments, pipe)`` runs; a ``with`` block ends them.
 
-    What a body raises arrives as an InputError, as :func:`as_input_error` tells it of ``source``.
+    What a body raises arrives as :func:`in_one_line` tells it of ``source``.
     """
 
     def __init__(self, body: Callable[..., None], arguments: Sequence[tuple[Any, ...]], source: str = "") -> None:
@@ -122,12 +122,12 @@ class Children:
 
     def failure(self, answer: Any, who: str) -> DdlToolError | None:
         """Return why this answer is none: ``WHO died`` where a process did, else what it refused; None for an answer."""
-        if answer is not GONE and not isinstance(answer, InputError):
+        if answer is not GONE and not isinstance(answer, DdlToolError):
             return None
         patience_s = _GRACE_S if answer is GONE or len(self.processes) > 1 else 0.0
         if code := soon(patience_s, lambda: next((each.exitcode for each in self.processes if each.exitcode), None)):
             return DdlToolError(f"{who} {how_it_ended(code)}")
-        return answer if isinstance(answer, InputError) else DdlToolError(f"{who} went away")
+        return answer if isinstance(answer, DdlToolError) else DdlToolError(f"{who} went away")
 
 
 def soon(seconds: float, look: Callable[[], T | None]) -> T | None:
@@ -153,7 +153,7 @@ def _run(body: Callable[..., None], arguments: tuple[Any, ...], pipe: Connection
         body(*arguments, pipe)
     except Exception as error:
         with contextlib.suppress(OSError):  # the parent has gone
-            pipe.send(as_input_error(error, source))
+            pipe.send(in_one_line(error, source))
     finally:
         with contextlib.suppress(OSError):
             pipe.close()
@@ -183,9 +183,9 @@ def _interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)  # a Ctrl-C of the meantime is delivered here
 
 
-def as_input_error(error: Exception, source: str) -> InputError:
-    """Return what a model raised as one line about its SOURCE."""
-    if isinstance(error, InputError):
+def in_one_line(error: Exception, source: str) -> DdlToolError:
+    """Return what a model raised as one line about its SOURCE, and errors of ours as they are."""
+    if isinstance(error, DdlToolError):
         return error
     text = one_line(f"{type(error).__name__}: {error}")[:300]
     return InputError(source, f"a training step failed ({text})", "it must train on its example inputs")

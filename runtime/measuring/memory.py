@@ -86,50 +86,45 @@ def measure_limit(
     if subject.device == "cpu" and budget_bytes > (free := psutil.virtual_memory().available):
         problem = f"{budget_bytes / 2**30:.3g} GiB is more than the {free / 2**30:.3g} GiB that are free"
         raise InputError("--memory", problem, "give less, or stop other programs")
-    with _Tries(subject, budget_bytes) as tries:
+    child: Children | None = (
+        None  # tries one batch after another; a new one does after each that went beyond the budget
+    )
 
-        def attempt(batch: int) -> float | None:
-            peak = tries.attempt(batch)
-            progress(f"batch {batch} {'does not fit' if peak is None else 'fits'}")
-            return peak
+    def end() -> None:
+        nonlocal child
+        if child is not None:
+            child.close()
+        child = None
 
-        return search_limit(attempt, budget_bytes)
-
-
-class _Tries:
-    """A child process that tries one batch after another; a new one after each that went beyond the budget."""
-
-    def __init__(self, subject: Subject, budget_bytes: float) -> None:
-        self.subject, self.budget_bytes = subject, budget_bytes
-        self._child: Children | None = None
-
-    def __enter__(self) -> _Tries:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._child is not None:
-            self._child.close()
-        self._child = None
-
-    def attempt(self, batch: int) -> float | None:
+    def attempt(batch: int) -> float | None:
         """Return the peak bytes of a training step, None when it did not fit."""
-        if self._child is None:
-            self._child = Children(_serve, [(self.subject, self.budget_bytes)], self.subject.source)
-        child, who = self._child, f"memory of batch {batch}: the process"
+        nonlocal child
+        child = child or Children(_serve, [(subject, budget_bytes)], subject.source)
+        who = f"memory of batch {batch}: the process"
         child.send(0, batch)
-        watched = psutil.Process(child.processes[0].pid) if self.subject.device == "cpu" else None
+        watched = psutil.Process(child.processes[0].pid) if subject.device == "cpu" else None
         while not (found := child.receive([0], f"{who} was silent", _LOOK_EVERY_S)):
             with contextlib.suppress(psutil.NoSuchProcess):
-                if watched is not None and watched.memory_info().rss > self.budget_bytes:
-                    self.__exit__()
+                if watched is not None and watched.memory_info().rss > budget_bytes:
+                    end()
                     return None
         [(_, answer)] = found
         if failure := child.failure(answer, who):
             raise failure
         peak, again = answer
-        if not again or peak > self.budget_bytes:  # after an exception of the allocator all was given back
-            self.__exit__()
-        return float(peak) if 0 < peak <= self.budget_bytes else None
+        if not again or peak > budget_bytes:  # after an exception of the allocator all was given back
+            end()
+        return float(peak) if 0 < peak <= budget_bytes else None
+
+    def told(batch: int) -> float | None:
+        peak = attempt(batch)
+        progress(f"batch {batch} {'does not fit' if peak is None else 'fits'}")
+        return peak
+
+    try:
+        return search_limit(told, budget_bytes)
+    finally:
+        end()
 
 
 def _serve(subject: Subject, budget_bytes: float, pipe: Connection) -> None:

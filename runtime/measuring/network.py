@@ -120,8 +120,6 @@ def _measure_local(
     processes: int, sizes: Sequence[int], rounds: int, timeout_s: float, progress: Progress
 ) -> list[NetworkPair]:
     def is_progress(answer: Any) -> bool:
-        if isinstance(answer, str):
-            raise DdlToolError(answer)
         if isinstance(answer, tuple):
             progress(*answer)
         return isinstance(answer, tuple)
@@ -133,7 +131,7 @@ def _measure_local(
 
 
 def _child(rank: int, processes: int, sizes: Sequence[int], rounds: int, timeout_s: float, results: Connection) -> None:
-    """Be one local process, and send its result (a list), or what became of it (a text); rank 0 tells its progress."""
+    """Be one local process, and send its result; rank 0 tells its progress."""
     import torch
 
     torch.set_num_threads(1)
@@ -143,12 +141,7 @@ def _child(rank: int, processes: int, sizes: Sequence[int], rounds: int, timeout
         if rank == 0:
             results.send((done, total))
 
-    try:
-        results.send(_between(rank, processes, sizes, rounds, timeout_s, tell, init_method=meeting_place()))
-    except InputError:
-        raise
-    except DdlToolError as error:
-        results.send(str(error))
+    results.send(_between(rank, processes, sizes, rounds, timeout_s, tell, init_method=meeting_place()))
 
 
 @contextlib.contextmanager

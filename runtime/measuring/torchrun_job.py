@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 from ddltool.errors import DdlToolError, InputError, one_line
-from ddltool.runtime.measuring.children import as_input_error, soon
+from ddltool.runtime.measuring.children import in_one_line, soon
 from ddltool.runtime.measuring.worker import START_LIMIT, Outcome, Subject, Task, Worker, replica
 
 START_LIMIT_S = START_LIMIT.total_seconds()
@@ -200,7 +200,7 @@ class Job:
             return told
         if isinstance(error, RuntimeError) and _is_lost(error):
             return DdlToolError(f"{self.where}: a process of the job ended")
-        return as_input_error(error, self.subject.source)
+        return in_one_line(error, self.subject.source)
 
     def _post(self, reason: dict[str, Any]) -> None:
         self._store.compare_set("end", "", json.dumps(reason))  # the first reason is the reason
