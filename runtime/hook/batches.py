@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -20,25 +20,14 @@ from torch.utils.data import Sampler
 
 from ddltool.errors import InputError
 
+if TYPE_CHECKING:  # to attach the hook loads no analyzer
+    from ddltool.analyzers.goodput.elastic_table import Split
+
+    Shares: TypeAlias = "Sizes | Split"
+    """How the ranks share a step: unequal sizes, or the agent's equal ones in passes."""
+
 # Loaders fetch far fewer batches ahead; where nobody takes the passes from :attr:`issued` no more are kept.
 PASSES_KEPT = 10_000
-
-
-class Shares(Protocol):
-    """How the ranks share a step: unequal :class:`Sizes`, or equal ones in passes (the agent's ``Split``). Hashable."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-
-    @property
-    def total_batch_size(self) -> int:
-        """Samples of all ranks and passes in a full step."""
-
-    def sizes_of(self, samples: int) -> NDArray[np.int64]:
-        """Return samples by (rank, pass) of a step that has so many in all."""
-
-    def __hash__(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,16 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ddltool.errors import InputError
-from ddltool.runtime.hook.batches import Pass, Shares, Sizes, VariableBatchSampler
+from ddltool.runtime.hook.batches import Pass, Sizes, VariableBatchSampler
+
+if TYPE_CHECKING:
+    from ddltool.runtime.hook.batches import Shares
 
 _PASSES_KEPT = 4096
 
