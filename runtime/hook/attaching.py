@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import os
 import weakref
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -179,9 +178,7 @@ class Hook:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _given_dataset(self, options: dict[str, Any]) -> Dataset[Any]:
