@@ -118,17 +118,12 @@ def choose(problem: Problem, lookahead: int, max_gap: int | None, limit_s: float
 
     At least one device must be affordable (:func:`~ddltool.analyzers.placement.problem.check_affordable`).
     """
-    order, budget = problem.fastest_first, problem.max_price_micro
+    order = problem.fastest_first
     groups = [[kind] for kind in order] if problem.single_type else [order]
     firsts = [group[:last] for group in groups for last in range(1, len(group) + 1)]
-    speeds = [float(device.capability_per_s) for device in problem.devices]
-    prices = [device.price_micro or 0 for device in problem.devices]
-    by_value = sorted(order, key=lambda kind: prices[kind] / speeds[kind])
-    # Types one after the other while money lasts, the fastest and those of most speed for their price first.
-    parts = list(itertools.combinations(range(len(order) + 1), 2)) if budget is not None else []
-    guesses = (
-        problem.filled(kinds[first:last], problem.device_limit) for kinds in (order, by_value) for first, last in parts
-    )
+    # With a limit on the price: types one after the other while money lasts, the fastest and the cheapest first.
+    parts = [] if problem.max_price_micro is None else list(itertools.combinations(range(len(order) + 1), 2))
+    guesses = (kinds[first:last] for kinds in (order, problem.cheapest_first) for first, last in parts)
 
     @cache
     def of(counts: Counts) -> tuple[float, Met]:
@@ -138,16 +133,15 @@ def choose(problem: Problem, lookahead: int, max_gap: int | None, limit_s: float
     @cache
     def least(high: Counts) -> float:
         """Return the seconds of a mini-batch on the best of so many devices, whatever they cost, or while all compute."""
-        unpriced = replace(problem.offering(high), max_price_micro=None)
+        if not any(high):
+            return math.inf
+        offered = problem.offering(high)
+        unpriced = replace(offered, max_price_micro=None)
         fastest = {tuple(unpriced.filled(first, unpriced.device_limit)) for first in firsts}
-        free_s = min((of(counts)[0] for counts in fastest if any(counts)), default=math.inf)
-        if budget is None:
-            return free_s
-        left, most = float(budget), 0.0
-        for kind in by_value:
-            number = min(high[kind], left / prices[kind]) if prices[kind] else high[kind]
-            left, most = left - number * prices[kind], most + number * speeds[kind]
-        return max(free_s, (1 - 1e-9) / most) if most else math.inf
+        seconds = min((of(counts)[0] for counts in fastest if any(counts)), default=math.inf)
+        if problem.max_price_micro is None or not offered.bought:
+            return seconds
+        return max(seconds, float(1 / offered.bought) * (1 - 1e-12))
 
     best = best_devices(
         problem,
@@ -155,7 +149,7 @@ def choose(problem: Problem, lookahead: int, max_gap: int | None, limit_s: float
         lambda _, high: least(high),
         most=problem.max_workers,
         limit_s=limit_s,
-        first=map(tuple, guesses),
+        first=(tuple(problem.filled(kinds, problem.device_limit)) for kinds in guesses),
     )
     assert best is not None  # a device can be afforded
     return best

@@ -233,14 +233,8 @@ def _next(capabilities: Sequence[Fraction], step: Fraction) -> Fraction:
 
 def _lower_bound(problem: Problem) -> Fraction | None:
     """Return a step time that no plan beats: without regard to money, or of the most capability for it; None: no room."""
-    step, left, most = best_step(problem), Fraction(problem.max_price_micro or 0), Fraction(0)
-    if step is None or not problem.max_price_micro:
-        return step
-    for device in (problem.devices[kind] for kind in problem.cheapest_first):  # parts of devices allowed
-        count = min(Fraction(device.count), left / device.price_micro) if device.price_micro else device.count
-        most += count * device.capability_per_s
-        left -= count * (device.price_micro or 0)
-    return max(step, problem.max_workers / most)
+    step = best_step(problem)
+    return max(step, problem.max_workers / problem.bought) if step is not None and problem.max_price_micro else step
 
 
 def _guess(search: Search) -> Counts | None:

@@ -162,6 +162,16 @@ class Problem:
         value = [(device.price_micro or 0) / device.capability_per_s for device in self.devices]
         return sorted(range(len(value)), key=value.__getitem__)
 
+    @property
+    def bought(self) -> Fraction:
+        """The most mini-batches per second that the limit on the price buys, parts of devices allowed."""
+        left, most = Fraction(self.max_price_micro or 0), Fraction(0)
+        for device in (self.devices[kind] for kind in self.cheapest_first):
+            count = min(Fraction(device.count), left / device.price_micro) if device.price_micro else device.count
+            most += count * device.capability_per_s
+            left -= count * (device.price_micro or 0)
+        return most
+
     def room(self, device: DeviceType, step_s: Fraction) -> int:
         """Return how many ESTs one device has room for in a step of ``step_s`` seconds."""
         most = self.max_workers if device.most_ests is None else min(device.most_ests, self.max_workers)
