@@ -22,7 +22,7 @@ from ddltool.runtime.balancing import BalanceOptions
 from ddltool.runtime.hook.agreement import Agreement
 from ddltool.runtime.hook.weighing import FIRST_READINGS
 from ddltool.runtime.measuring import overhead
-from ddltool.runtime.measuring.overhead import measure_overhead, ratio_interval, verdict
+from ddltool.runtime.measuring.overhead import failed, measure_overhead, ratio_interval, verdict
 from tests.runtime_workers import crew
 
 MEASURED = 40
@@ -172,6 +172,25 @@ def test_a_script_that_cannot_be_measured(tmp_path: Path, cli: Callable[..., Any
     result = cli("doctor", "--overhead", script, "--pairs", "1", "--steps", "12")
     assert result.code == 2
     assert message in result.error_line
+
+
+@pytest.mark.parametrize(
+    ("errors", "said"),
+    [
+        (
+            "[rank0]: Traceback:\n[rank0]: KeyError: 'x'\nfoo.ChildFailedError: \n  error_file: <N/A>\n=====",
+            "KeyError: 'x'",
+        ),
+        ("ValueError: first\nerror: loss: cannot be read\nRuntimeError: torchrun's", "error: loss: cannot be read"),
+        ("killed\nout of memory\n", "out of memory"),
+        ("", ""),
+    ],
+)
+def test_a_failed_script_is_told_by_its_own_exception(errors: str, said: str) -> None:
+    assert (
+        str(failed(["train.py"], 1, errors))
+        == f"train.py: failed with exit code 1: {said}; see to it that it runs by itself"
+    )
 
 
 def test_options_that_cannot_be(cli: Callable[..., Any]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import shlex
 import subprocess
@@ -28,7 +29,7 @@ from ddltool.errors import InputError
 from ddltool.results import OverheadInterval, OverheadResult, OverheadRun
 
 CONFIDENCE = 0.95
-ERROR_LINES = 3
+_ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?((?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt|Exit)\b.*)", re.MULTILINE)
 ENDING_S = 40.0
 PATIENCE_S = 1.0
 """How long a rank that is done stays, for others to receive what it has sent."""
@@ -112,9 +113,7 @@ def _run(command: Sequence[str], turn: bool, steps: int, warmup: int, replicas: 
         code, errors = finish(clock, replicas, environment, command[0], timeout_s)
         times = [file.with_name(f"{file.name}.{rank}") for rank in range(replicas)]
         if code or not all(path.exists() for path in times):
-            last = " ".join(errors.strip().splitlines()[-ERROR_LINES:])
-            problem = f"failed with exit code {code}: {last}"
-            raise InputError(command[0], problem, "see to it that it runs by itself")
+            raise failed(command, code, errors)
         stamps = [json.loads(path.read_text(encoding="utf-8")) for path in times]
     made = min(len(rank) for rank in stamps)
     if made < warmup + 2:
@@ -129,6 +128,14 @@ def demand_script(command: Sequence[str]) -> None:
     """Raise InputError unless the command is one of a script that is there."""
     if not Path(command[0]).is_file():
         raise InputError(command[0], "is no file", "name a training script")
+
+
+def failed(command: Sequence[str], code: int, errors: str) -> InputError:
+    """Return what a script ended by: ddltool's own line, else the last exception's that is not torchrun's."""
+    raised = [line for line in _ERROR.findall(errors) if "ChildFailedError" not in line]
+    own = [line for line in errors.splitlines() if line.startswith("error: ")]
+    said = next(iter((*own, *raised[-1:], *errors.strip().splitlines()[-1:])), "")
+    return InputError(command[0], f"failed with exit code {code}: {said}", "see to it that it runs by itself")
 
 
 def finish(

@@ -12,7 +12,7 @@ from pathlib import Path
 from ddltool.errors import InputError
 from ddltool.results import ScriptCheck
 from ddltool.runtime.hook.checking import CHECK, RESULT
-from ddltool.runtime.measuring.overhead import ERROR_LINES, demand_script, finish
+from ddltool.runtime.measuring.overhead import demand_script, failed, finish
 
 
 def check_script(command: Sequence[str], replicas: int = 2, timeout_s: float = 900.0) -> ScriptCheck:
@@ -27,10 +27,8 @@ def check_script(command: Sequence[str], replicas: int = 2, timeout_s: float = 9
         code, errors = finish(command, replicas, environment, command[0], timeout_s)
         if result.exists():
             return ScriptCheck(script=shlex.join(command), replicas=replicas, **json.loads(result.read_text("utf-8")))
-    own = [line for line in errors.splitlines() if line.startswith("error: ")]
-    last = own[0] if own else " ".join(errors.strip().splitlines()[-ERROR_LINES:])
     if code:
-        raise InputError(command[0], f"failed with exit code {code}: {last}", "see to it that it runs by itself")
+        raise failed(command, code, errors)
     problem = "ran to its end without a check"
     raise InputError(
         command[0], problem, "attach the hook or the balancer with uneven batches in it, for 3 updates or more"
