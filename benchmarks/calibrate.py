@@ -22,9 +22,10 @@ from truth_models import Trace, Work, traced
 from truth_networks import write_section
 from truth_page import write_page
 
-from ddltool.analyzers.costs.fitting import Belief, Case, fit, host_bound, steps_s
+from ddltool.analyzers.costs.fitting import Belief, Case, fit, host_bound, library_bound, steps_s
 from ddltool.analyzers.costs.kernel_times import ARITHMETIC, FEED, TRAFFIC, UNITS, Constants, demand_of
 from ddltool.analyzers.costs.model import BRANCHES, OPTIMIZERS, cost_model
+from ddltool.analyzers.tracing.op_rules import CLASS
 from ddltool.artifacts import save
 from ddltool.calibration import CalibrationTable, Residuals
 from ddltool.fixtures.loading import devices
@@ -46,9 +47,10 @@ def _slow(name: str) -> bool:
 
 
 # What was believed before any row was read: kernels reach three quarters to four fifths of a datasheet's rates, give or take
-# a quarter; a few microseconds lie between two kernels, and between two steps of a recurrent layer; today's hosts take some
-# ten for an op, forward or backward, and for a tensor of a fused update. Older ones, with a loop over the parameters, took
-# more: what the rows say of that is theirs.
+# a quarter; a few microseconds lie between two kernels, and between two steps of a recurrent layer; hosts take some twenty for
+# an op, forward or backward: a desktop of 2024 less than 15 (timm's smallest model on an RTX 4090), Megatron on DGX A100 about
+# 30 (vTrain's steps of one sequence), Lucid's server 45 (steps that take as long for 64 samples as for 32). A tensor of a fused
+# update takes ten. Older hosts, with a loop over the parameters, took more: what the rows say of that is theirs.
 _HOSTS = 0.5
 """How far one host's time per op is from another's: the standard deviation of its logarithm."""
 PRIOR = Belief(
@@ -58,7 +60,7 @@ PRIOR = Belief(
         feed=dict.fromkeys(FEED, 4000.0),
         start_s=5e-6,
         cache=0.4,
-        issue_s=10e-6,
+        issue_s=20e-6,
         update_s=10e-6,
         turn_s=5e-6,
     ),
@@ -95,12 +97,13 @@ class Judged:
 
     cells: Sequence[Cell]
     predicted_s: np.ndarray
-    host_bound: np.ndarray
+    bound: Sequence[str]
+    """What each step is bound by: ``device``, ``library`` or ``host``."""
 
-    def chosen(self, keep: Callable[[Row], bool], *, host: bool | None = False) -> list[tuple[Row, float]]:
-        """Return (row, predicted seconds) of the rows to keep; ``host``: of steps that wait for the host, None: of all."""
-        parts = zip(self.cells, self.predicted_s.tolist(), self.host_bound.tolist(), strict=True)
-        return [(row, time) for cell, time, bound in parts if host in (None, bound) for row in cell.rows if keep(row)]
+    def chosen(self, keep: Callable[[Row], bool], *bound: str) -> list[tuple[Row, float]]:
+        """Return (row, predicted seconds) of the rows to keep, of steps ``bound`` by these; of all where none is given."""
+        parts = zip(self.cells, self.predicted_s.tolist(), self.bound, strict=True)
+        return [(row, time) for cell, time, by in parts if not bound or by in bound for row in cell.rows if keep(row)]
 
 
 def chip(device: str) -> str:
@@ -144,6 +147,8 @@ def _case(rows: Sequence[Row], work: Work, beside: int) -> Case:
     if row.precision == "amp":  # a model that is traced in bfloat16 ran in float16
         kernels = replace(kernels, dtype=tuple(name.replace("bfloat16", "float16") for name in kernels.dtype))
     demand = demand_of(kernels, device, precision=row.precision, channels_last=row.trace.channels_last)
+    grouped = bool((kernels.kind == CLASS["grouped_convolution"]).any())
+    today = [each.measured_s for each in rows if not (grouped and each.dated)]
     return Case(
         demand=replace(demand, traffic_s=source.traffic * demand.traffic_s),
         count=work.count,
@@ -152,8 +157,8 @@ def _case(rows: Sequence[Row], work: Work, beside: int) -> Case:
         update_traffic_s=traffic_s if training else 0.0,
         tensors=work.tensors if training else 0,
         generation=device.branch,
-        measured_s=math.exp(float(np.median([math.log(each.measured_s) for each in rows]))),
-        weight=source.weight / math.sqrt(beside),
+        measured_s=math.exp(float(np.median(np.log(today or [each.measured_s for each in rows])))),
+        weight=source.weight / math.sqrt(beside) if today else 0.0,
         error=source.error,
         setting=f"{row.source}, {row.model}" if source.adds else "",
     )
@@ -175,7 +180,7 @@ def table_of(belief: Belief, **more: object) -> CalibrationTable:
             "generations": {name: _rounded(belief.generations[name]) for name in known},
             "devices": [],
             "judged": [],
-            "residuals": dict.fromkeys(("device", "generation", "unknown", "host"), once),
+            "residuals": dict.fromkeys(("device", "generation", "unknown", "host", "library"), once),
             "provenance": [],
             **more,
         }  # type: ignore[arg-type]
@@ -202,7 +207,12 @@ def without(cells: Sequence[Cell], left_out: Callable[[Row], bool], whole: Belie
     # What a setting adds is a nuisance: what is left out is judged with that of the fit to all rows.
     belief = replace(belief, generations=factors, settings=whole.settings)
     cases = [cell.case for cell in judged]
-    return Judged(cells=judged, predicted_s=steps_s(cases, belief), host_bound=host_bound(cases, belief))
+    by_host, by_library = host_bound(cases, belief), library_bound(cases, belief)
+    bound = [
+        "host" if host else "library" if library else "device"
+        for host, library in zip(by_host, by_library, strict=True)
+    ]
+    return Judged(cells=judged, predicted_s=steps_s(cases, belief), bound=bound)
 
 
 def joined(parts: Sequence[Judged]) -> Judged:
@@ -210,7 +220,7 @@ def joined(parts: Sequence[Judged]) -> Judged:
     return Judged(
         cells=[cell for part in parts for cell in part.cells],
         predicted_s=np.concatenate([part.predicted_s for part in parts]),
-        host_bound=np.concatenate([part.host_bound for part in parts]),
+        bound=[bound for part in parts for bound in part.bound],
     )
 
 
@@ -268,7 +278,7 @@ def residuals_of(judged: Sequence[tuple[Row, float]], what: str) -> Residuals:
 
 def _host(judged: Judged) -> Residuals:
     """Return those of steps that wait for the host: few were measured, so at least what was believed of hosts."""
-    rows = judged.chosen(lambda _: True, host=True)
+    rows = judged.chosen(lambda _: True, "host")
     believed = math.exp(_TENTH * _HOSTS)
     what = "what is expected of other hosts"
     expected = Residuals(
@@ -315,15 +325,18 @@ def main() -> None:
     own = lambda row: not SOURCES[row.source].adds  # noqa: E731
     # timm's rows are of two GPUs: without the one nothing tells of most layers, and the other would stand for all GPUs.
     plain = lambda row: own(row) and not row.source.startswith("timm")  # noqa: E731
-    device = residuals_of(families.chosen(own), "the model's family")
+    device = residuals_of(families.chosen(own, "device"), "the model's family")
     # A model of the fit on another GPU is judged by these: a user's model may be another one as well.
-    generation = _combined(residuals_of(known.chosen(plain), "the GPU"), device)
-    unknown_too = _combined(residuals_of(unknown.chosen(plain), "any GPU of its generation"), device)
+    generation = _combined(residuals_of(known.chosen(plain, "device", "library"), "the GPU"), device)
+    unknown_too = _combined(
+        residuals_of(unknown.chosen(plain, "device", "library"), "any GPU of its generation"), device
+    )
     residuals = {
         "device": device,
         "generation": generation,
         "unknown": _wider(unknown_too, generation),
         "host": _host(families),
+        "library": _wider(residuals_of(families.chosen(own, "library"), "the model's family"), device),
     }
     provenance = [
         f"{name}: {source.title}, {sum(row.source == name for cell in cells for row in cell.rows)} rows; {source.remark}"

@@ -36,6 +36,8 @@ class Row:
     precision: str
     optimizer: str
     measured_s: float
+    dated: bool = False
+    """Whether its cuDNN, before 8.3, lacks kernels for grouped convolutions in channels_last."""
     params_m: float = 0.0
     """Millions of parameters as the source says; 0 where it does not."""
 
@@ -59,7 +61,8 @@ class Source:
 SOURCES = {
     "timm": Source(
         title="timm's training benchmark", error=0.08, weight=1.0,
-        remark="torch 1.10 to 1.12, eager attention",
+        remark="torch 1.10 to 1.12, eager attention; the constants of grouped convolutions in channels_last are torch 1.12's, "
+        "older ones had no kernels for them",
     ),
     "timm-inference": Source(
         title="timm's inference benchmark", error=0.1, weight=0.5, traffic=0.72,
@@ -153,6 +156,7 @@ def _timm(path: Path, excluded: Counter[str]) -> Iterator[Row]:
             source="timm", model=name, family=_timm_family(name), trace=Trace(model, "amp", layout),
             batch=_number(cells, "batch_per_gpu"), device="RTX3090", precision="amp", optimizer="momentum",
             measured_s=float(cells["step_time_ms"]) / 1e3, params_m=float(cells["params_m"]),
+            dated=layout and "torch 1.12" not in cells["note"],
         )  # fmt: skip
 
 

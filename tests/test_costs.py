@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ddltool.analyzers.costs.kernel_times import ARITHMETIC, FEED, TRAFFIC, Constants
 from ddltool.analyzers.costs.kernels import INPUT_GRADIENT, WEIGHT_GRADIENT, compiled, kernels_of
 from ddltool.analyzers.costs.memory import Kind, Sharding
-from ddltool.analyzers.costs.model import CostModel, cost_model, estimate, time_step, update_s
+from ddltool.analyzers.costs.model import CostModel, StepTime, cost_model, estimate, time_step, update_s
 from ddltool.analyzers.costs.nccl import Fabric
 from ddltool.analyzers.costs.predict import (
     Placement,
@@ -704,11 +704,26 @@ def test_intervals_widen_with_what_was_not_seen() -> None:
     seen, generation, unknown = (model(name).interval(1.0) for name in ("V100", "A30", "MI300X"))
     for narrow, wide in ((seen, generation), (generation, unknown)):
         assert wide[0] <= narrow[0] <= 1 <= narrow[1] <= wide[1]
-    shares = [model("V100").interval(1.0, host_share=share) for share in (0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 2.0)]
-    assert [low for low, _ in shares] == sorted((low for low, _ in shares), reverse=True)
-    assert [high for _, high in shares] == sorted(high for _, high in shares)
-    assert shares[1] == seen
-    assert shares[2][1] < 1.3 * shares[1][1]  # it widens bit by bit
+    for key, none, some in (("host_share", 0.5, 0.6), ("library_share", 0.0, 0.1)):
+        shares = [model("V100").interval(1.0, **{key: share}) for share in (0.0, none, some, 0.7, 0.8, 0.9, 2.0)]
+        assert [low for low, _ in shares] == sorted((low for low, _ in shares), reverse=True)
+        assert [high for _, high in shares] == sorted(high for _, high in shares)
+        assert shares[1] == seen
+        assert seen[1] < shares[2][1] < 1.3 * seen[1]  # it widens bit by bit
+
+
+def test_convolutions_by_channel_run_in_the_library_that_torch_asks_and_grouped_ones_are_less_sure() -> None:
+    def step(groups: int, *numerics: object) -> StepTime:
+        module = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1, groups=groups), nn.Flatten(), nn.Linear(64 * 28 * 28, 2))
+        build = partial(step_of, module, torch.zeros(2, 64, 28, 28))
+        traced = trace_any_batch(build, mode="training", numerics=Numerics(*numerics))  # type: ignore[arg-type]
+        return model("A100").step(traced.at(64))
+
+    # channels_first: cuDNN in float16 alone; channels_last: cuDNN in either
+    assert step(64, "bf16").device_s > 1.2 * step(64, "amp").device_s
+    assert step(64, "bf16", True).device_s < step(64, "amp", True).device_s
+    assert step(16, "amp", True).library_share > 0.1
+    assert step(16, "amp").library_share == step(64, "amp", True).library_share == 0.0
 
 
 def test_no_device_is_faster_than_its_datasheet() -> None:

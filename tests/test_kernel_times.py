@@ -82,6 +82,18 @@ def occupied(gemm: tuple[float, ...], processors: int, edge: float) -> float:
     return min(found)
 
 
+def asks_cudnn(kernel: Mapping[str, object]) -> bool:
+    """Whether torch asks cuDNN for a depthwise convolution in channels_first."""
+    channels, *sides = (float(side) for side in kernel["gemm"])  # type: ignore[attr-defined]
+    taps, positions = {
+        FORWARD: (sides[2], sides[0]),
+        INPUT_GRADIENT: (sides[1], sides[0]),
+        WEIGHT_GRADIENT: (sides[1], sides[2]),
+    }[kernel["direction"]]  # type: ignore[index]
+    one_to_one = float(kernel["bytes"]) / 4 <= 3 * channels * positions  # type: ignore[arg-type]
+    return kernel["dtype"] == "float16" and channels >= 32 and taps in (1, 9, 25) and (one_to_one or channels >= 512)
+
+
 def by_hand(kernel: Mapping[str, object], device: Device, precision: str, layout: str, constants: Constants) -> float:
     """Return the seconds of one kernel, in words of the class's own rules."""
     kind, gemm = str(kernel["kind"]), tuple(float(side) for side in kernel["gemm"])  # type: ignore[attr-defined]
@@ -112,7 +124,12 @@ def by_hand(kernel: Mapping[str, object], device: Device, precision: str, layout
     elif grouped:
         share = rate = f"{kind}/{layout}"
         if kind == "grouped_convolution" and layout == "channels_last":
-            share = rate = f"{share}/narrow" if gemm[0] % 32 == 0 and min(gemm[2:]) <= 32 else share
+            channels = gemm[1] if kernel["direction"] == WEIGHT_GRADIENT else min(gemm[2:])
+            share = rate = f"{share}/narrow" if gemm[0] % 32 == 0 and channels <= 32 else share
+        if share == "depthwise_convolution/channels_first" and not asks_cudnn(kernel):
+            share = rate = f"{share}/torch"
+            if kernel["direction"] == WEIGHT_GRADIENT:  # six blocks fill a multiprocessor
+                flops *= max(1.0, 6 * device.multiprocessors / max(gemm[0] * gemm[2], 1.0))
         if kernel["direction"] == WEIGHT_GRADIENT and f"{share}/weights" in ARITHMETIC:
             share = f"{share}/weights"
     arithmetic = 0.0
@@ -131,7 +148,7 @@ def by_hand(kernel: Mapping[str, object], device: Device, precision: str, layout
     return constants.start_s + (constants.turn_s * gemm[0] if kind == "recurrent" else 0.0) + together
 
 
-side = st.sampled_from([1.0, 7.0, 8.0, 31.0, 32.0, 33.0, 64.0, 100.0, 256.0, 512.0, 4096.0])
+side = st.sampled_from([1.0, 7.0, 8.0, 9.0, 31.0, 32.0, 33.0, 64.0, 100.0, 256.0, 512.0, 4096.0])
 kernel = st.fixed_dictionaries(
     {
         "kind": st.sampled_from(CLASSES),

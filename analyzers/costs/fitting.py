@@ -23,9 +23,19 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from ddltool.analyzers.costs.kernel_times import ARITHMETIC, FEED, TRAFFIC, UNITS, Constants, Demand, demand_of, seconds
+from ddltool.analyzers.costs.kernel_times import (
+    ARITHMETIC,
+    FEED,
+    TRAFFIC,
+    UNITS,
+    Constants,
+    Demand,
+    by_library,
+    demand_of,
+    seconds,
+)
 from ddltool.analyzers.costs.kernels import kernels_of
-from ddltool.analyzers.costs.model import HOST_BOUND, OPTIMIZERS, VIEW, CostModel, cost_model
+from ddltool.analyzers.costs.model import HOST_BOUND, LIBRARY_BOUND, OPTIMIZERS, VIEW, CostModel, cost_model
 from ddltool.calibration import CalibrationTable, DeviceFit, Residuals
 from ddltool.device import Device
 from ddltool.errors import InputError
@@ -253,6 +263,15 @@ def host_bound(cases: Sequence[Case], belief: Belief) -> NDArray[np.bool_]:
     """Return (cases,) whether the host needs about as long as the device, or longer."""
     stack = _Stack(cases)
     made: NDArray[np.bool_] = stack.host_s(belief) > HOST_BOUND * stack.device_s(belief)
+    return made
+
+
+def library_bound(cases: Sequence[Case], belief: Belief) -> NDArray[np.bool_]:
+    """Return (cases,) whether kernels that differ by the library's version say how far off a step is."""
+    stack = _Stack(cases)
+    kernels_s = stack._kernels_s(stack._constants(belief))
+    chosen = stack._per_case(kernels_s * by_library(stack.demand))
+    made: NDArray[np.bool_] = chosen > LIBRARY_BOUND * stack._per_case(kernels_s)
     return made
 
 

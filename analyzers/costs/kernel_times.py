@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.costs.kernels import WEIGHT_GRADIENT, Kernels
+from ddltool.analyzers.costs.kernels import FORWARD, WEIGHT_GRADIENT, Kernels
 from ddltool.analyzers.tracing.op_rules import CLASS, CLASSES
 from ddltool.calibration import UNITS as UNITS
 from ddltool.device import Device
@@ -60,9 +60,15 @@ _LAYOUTS = ("channels_first", "channels_last")
 # The gradient of the weights of these is a kernel of its own kind, far slower than the others.
 _OWN_WEIGHTS = (
     "grouped_convolution/channels_last",
+    "grouped_convolution/channels_last/narrow",
     "depthwise_convolution/channels_first",
+    "depthwise_convolution/channels_first/torch",
     "depthwise_convolution/channels_last",
 )
+# In channels_first torch asks cuDNN for a depthwise convolution in float16 alone, from so many channels on, for these filters,
+# and with a stride only from so many channels on (ConvParams::use_cudnn_depthwise); the rest are kernels of its own. There the
+# gradient of a weight is one block of 256 threads per channel and tap, of which so many fill a multiprocessor.
+_CUDNN_CHANNELS, _CUDNN_TAPS, _CUDNN_STRIDED, _FILLING = 32, (1, 9, 25), 512, 6.0
 
 
 def _names() -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -74,6 +80,7 @@ def _names() -> tuple[tuple[str, ...], tuple[str, ...]]:
         "grouped_convolution/channels_last",
         "grouped_convolution/channels_last/narrow",
         *(f"depthwise_convolution/{layout}" for layout in _LAYOUTS),
+        "depthwise_convolution/channels_first/torch",
     ]
     arithmetic += [f"{name}/weights" for name in _OWN_WEIGHTS]
     traffic = [name for name in CLASSES if name not in _BY_LAYOUT]
@@ -174,6 +181,9 @@ def demand_of(kernels: Kernels, device: Device, *, precision: str = "fp32", chan
         one = kernels.gemm[turning] * [0.0, 1.0, 1.0, 1.0] + [1.0, 0.0, 0.0, 0.0]
         flops[turning] *= tiled_flops(one, device.multiprocessors, edge[turning]) / (2.0 * one.prod(axis=1))
     arithmetic_of, traffic_of = _constants_of(kernels, tensor, layout)
+    own = arithmetic_of == _ARITHMETIC["depthwise_convolution/channels_first/torch/weights"]
+    blocks = kernels.gemm[own, 0] * kernels.gemm[own, 2]
+    flops[own] *= np.maximum(1.0, _FILLING * device.multiprocessors / np.maximum(blocks, 1.0))
     product = arithmetic_of >= 0
     sized = np.maximum(kernels.moved_bytes, 1.0)
     cycles_per_s = held * (device.multiprocessors * device.clock_hz or np.inf)
@@ -225,6 +235,12 @@ def seconds(demand: Demand, constants: Constants) -> Array:
         demand.serial, arithmetic + traffic, longer * (1.0 + ratio**_SOFTNESS) ** (1.0 / _SOFTNESS)
     )
     return constants.start_s + constants.turn_s * demand.turns + together
+
+
+def by_library(demand: Demand) -> NDArray[np.bool_]:
+    """Return (k,) which kernels' time is the library's version's more than the device's."""
+    chosen = [name.startswith(("grouped_convolution/channels_last", "recurrent")) for name in ARITHMETIC]
+    return (demand.arithmetic_of >= 0) & np.array(chosen)[demand.arithmetic_of]
 
 
 def tiled_flops(gemm: Array, multiprocessors: int, edge: Array | float) -> Array:
@@ -285,13 +301,28 @@ def _constants_of(
         arithmetic[misaligned] = _ARITHMETIC["convolution/misaligned"]
         traffic[misaligned] = _TRAFFIC["convolution/misaligned"]
     grouped = kind == CLASS["grouped_convolution"]
-    narrow = (gemm[:, 0] % _WARP == 0) & (np.minimum(gemm[:, 2], gemm[:, 3]) <= _NARROW)
+    channels = np.where(kernels.direction == WEIGHT_GRADIENT, gemm[:, 1], np.minimum(gemm[:, 2], gemm[:, 3]))
+    narrow = (gemm[:, 0] % _WARP == 0) & (channels <= _NARROW)
     for name, chosen in (
         (f"grouped_convolution/{layout}", grouped),
         ("grouped_convolution/channels_last/narrow", grouped & narrow & (layout == "channels_last")),
         (f"depthwise_convolution/{layout}", kind == CLASS["depthwise_convolution"]),
+        ("depthwise_convolution/channels_first/torch", _of_torch(kernels) & (layout == "channels_first")),
     ):
         arithmetic[chosen], traffic[chosen] = _ARITHMETIC[name], _TRAFFIC[name]
         if name in _OWN_WEIGHTS:
             arithmetic[chosen & (kernels.direction == WEIGHT_GRADIENT)] = _ARITHMETIC[f"{name}/weights"]
     return arithmetic, traffic
+
+
+def _of_torch(kernels: Kernels) -> NDArray[np.bool_]:
+    """Return (k,) whether a depthwise convolution in channels_first runs in torch's own kernels."""
+    gemm = kernels.gemm
+    channels, forward = gemm[:, 0], kernels.direction == FORWARD
+    taps = np.where(forward, gemm[:, 3], gemm[:, 2])
+    positions = np.where(kernels.direction == WEIGHT_GRADIENT, gemm[:, 3], gemm[:, 1])
+    strided = kernels.moved_bytes / kernels.width > 3.0 * channels * positions  # what goes in beside what comes out
+    half = np.array([name == "float16" for name in kernels.dtype], dtype=bool)
+    asked = half & (channels >= _CUDNN_CHANNELS) & np.isin(taps, _CUDNN_TAPS)
+    asked &= ~strided | (channels >= _CUDNN_STRIDED)
+    return (kernels.kind == CLASS["depthwise_convolution"]) & ~asked

@@ -15,7 +15,7 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.costs.kernel_times import DATASHEET, UNITS, Constants, demand_of, seconds
+from ddltool.analyzers.costs.kernel_times import DATASHEET, UNITS, Constants, by_library, demand_of, seconds
 from ddltool.analyzers.costs.kernels import kernels_of
 from ddltool.calibration import CalibrationTable, Residuals
 from ddltool.device import GIVEN, Device, Generation, Network, name_key
@@ -27,6 +27,8 @@ Array = NDArray[np.float64]
 HOST_BOUND = 0.9
 # A host that takes up to this share of the device's time does not show in the step.
 _HIDDEN = 0.5
+# From this share of the device's time on, kernels that differ by the library's version say how far off a step is.
+LIBRARY_BOUND = 0.3
 # A view is no kernel, but the host makes it: measured beside ops that launch one.
 VIEW = 0.25
 # The optimizer of whoever names none: predictions, plans and traces then speak of the same step.
@@ -75,6 +77,8 @@ class StepTime:
     update_s: float
     update_host_s: float
     """What of the update is the host's, per tensor: no shorter where the tensors are sharded."""
+    library_s: float = 0.0
+    """What of ``device_s`` are kernels that differ by the library's version."""
 
     @property
     def pass_s(self) -> float:
@@ -92,6 +96,11 @@ class StepTime:
         return self.host_s / self.device_s if self.device_s > 0 else 0.0
 
     @property
+    def library_share(self) -> float:
+        """What kernels take that differ by the library's version, as a share of what the device takes."""
+        return self.library_s / self.device_s if self.device_s > 0 else 0.0
+
+    @property
     def host_bound(self) -> bool:
         """Whether the host needs about as long as the device, or longer."""
         return self.host_share > HOST_BOUND
@@ -105,7 +114,8 @@ def time_step(graph: Graph, device: Device, constants: Constants, *, optimizer: 
     kernels = kernels_of(graph)
     precision, channels_last = str(graph.meta.get("precision", "fp32")), bool(graph.meta.get("channels_last", False))
     demand = demand_of(kernels, device, precision=precision, channels_last=channels_last)
-    op_s = kernels.per_op(seconds(demand, constants))
+    kernels_s = seconds(demand, constants)
+    op_s = kernels.per_op(kernels_s)
     compute = graph.kind == COMPUTE
     # What costs nothing in an ONNX file (constants, shapes, reshapes) is folded before it runs.
     folded = np.array([op_type.startswith("onnx.") for op_type in graph.op_type], dtype=bool)
@@ -123,6 +133,7 @@ def time_step(graph: Graph, device: Device, constants: Constants, *, optimizer: 
         end_s=end_s,
         update_s=update_s(graph, device, constants, optimizer) if graph.mode == "training" else 0.0,
         update_host_s=_update_host_s(graph, constants, optimizer) if graph.mode == "training" else 0.0,
+        library_s=float(kernels_s[by_library(demand)].sum()),
     )
 
 
@@ -139,7 +150,7 @@ def _update_host_s(graph: Graph, constants: Constants, optimizer: str) -> float:
     return constants.update_s * len(graph.of_kind(SEND)) if OPTIMIZERS[optimizer].passes else 0.0
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class CostModel:
     """Times on one device."""
 
@@ -149,20 +160,27 @@ class CostModel:
     """Of a step that is bound by the device."""
     host_residuals: Residuals
     """Of a step that is bound by the host."""
+    library_residuals: Residuals
+    """Of a step whose kernels differ by the library's version."""
 
     def step(self, graph: Graph, *, optimizer: str = "none") -> StepTime:
         """Return the predicted time of one step of a traced graph on this device."""
         return time_step(graph, self.device, self.constants, optimizer=optimizer)
 
-    def interval(self, step_s: float, *, host_share: float = 0.0) -> tuple[float, float]:
+    def interval(self, step_s: float, *, host_share: float = 0.0, library_share: float = 0.0) -> tuple[float, float]:
         """Return where 80 % of measurements are expected to lie: the wider, the more of the step the host has a part in.
 
         ``host_share``: what the host takes beside the device; up to half of it is hidden, from ``HOST_BOUND`` on all counts.
+        ``library_share``: of kernels that differ by the library's version; from ``LIBRARY_BOUND`` on all counts.
         """
-        weight = min(1.0, max(0.0, (host_share - _HIDDEN) / (HOST_BOUND - _HIDDEN)))
         low, high = self.residuals.low, self.residuals.high  # the prediction lies between them
-        low *= min(self.host_residuals.low / low, 1.0) ** weight
-        high *= max(self.host_residuals.high / high, 1.0) ** weight
+        for less_sure, share in (
+            (self.library_residuals, library_share / LIBRARY_BOUND),
+            (self.host_residuals, (host_share - _HIDDEN) / (HOST_BOUND - _HIDDEN)),
+        ):
+            weight = min(1.0, max(0.0, share))
+            low *= min(less_sure.low / low, 1.0) ** weight
+            high *= max(less_sure.high / high, 1.0) ** weight
         return step_s * low, step_s * high
 
     @property
@@ -173,12 +191,12 @@ class CostModel:
 
 def cost_model(device: Device, calibration: CalibrationTable) -> CostModel:
     """Return the cost model of a device: with its own fit where a user gave one, else with its generation's factors."""
-    host = calibration.residuals["host"]
+    less_sure = calibration.residuals["host"], calibration.residuals["library"]
     own = device.fitted
     if own is not None:
         constants = _constants(calibration, dict(own.units))
         constants = replace(constants, issue_s=own.issue_s, start_s=own.start_s, update_s=own.update_s)
-        return CostModel(device=device, constants=constants, residuals=own.residuals, host_residuals=host)
+        return CostModel(device, constants, own.residuals, *less_sure)
     if device.architecture == "CPU":
         return datasheet(device)
     known = {name_key(name) for name in calibration.devices}
@@ -188,7 +206,7 @@ def cost_model(device: Device, calibration: CalibrationTable) -> CostModel:
     if device.architecture not in get_args(Generation):
         residuals = _ANOTHER_MAKER
     units = _units(device.branch, calibration)
-    return CostModel(device=device, constants=_constants(calibration, units), residuals=residuals, host_residuals=host)
+    return CostModel(device, _constants(calibration, units), residuals, *less_sure)
 
 
 # Of other makers no row is known: kernels are believed to reach from 45 % to 170 % of what they reach on NVIDIA's, as shares.
@@ -204,7 +222,7 @@ _UNCALIBRATED = Residuals(low=1.0, high=4.0, median_error=0.6, rows=1, what="the
 
 def datasheet(device: Device) -> CostModel:
     """Return the cost model of a device that reaches its datasheet and has no host beside it: how CPUs are estimated."""
-    return CostModel(device=device, constants=DATASHEET, residuals=_UNCALIBRATED, host_residuals=_UNCALIBRATED)
+    return CostModel(device, DATASHEET, _UNCALIBRATED, _UNCALIBRATED, _UNCALIBRATED)
 
 
 def _constants(calibration: CalibrationTable, units: dict[str, float]) -> Constants:
@@ -239,7 +257,7 @@ def estimate(graph: Graph, model: CostModel, network: Network, *, optimizer: str
     """
     graph = assign_channels(graph, network.parameter_servers)
     step = model.step(graph, optimizer=optimizer)
-    error_low, error_high = model.interval(1.0, host_share=step.host_share)
+    error_low, error_high = model.interval(1.0, host_share=step.host_share, library_share=step.library_share)
     is_compute = graph.kind == COMPUTE
     transfer = network.latency_s + graph.size_bytes / network.bandwidth_bytes_per_s
     durations = np.where(is_compute, np.diff(step.end_s, prepend=0.0), transfer)
@@ -255,6 +273,7 @@ def estimate(graph: Graph, model: CostModel, network: Network, *, optimizer: str
         "update_s": step.update_s,
         "update_host_s": step.update_host_s,
         "host_share": step.host_share,
+        "library_share": step.library_share,
         "error_low": error_low,
         "error_high": error_high,
     }

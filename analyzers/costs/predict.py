@@ -376,7 +376,8 @@ def _row(
     sharding = setting.sharded(placement.num_replicas)
     update_s, host_share = own_update_s(graph, sharding), float(graph.meta.get("host_share") or 0.0)
     step_s = step_of(program, setting, placement, sharding, update_s)
-    low_s, high_s = model.interval(step_s, host_share=host_share)
+    library_share = float(graph.meta.get("library_share") or 0.0)
+    low_s, high_s = model.interval(step_s, host_share=host_share, library_share=library_share)
     samples, tokens = placement.num_replicas * size * setting.accumulation, graph.meta.get("tokens_per_sample")
     held = curve.held(size, sharding, setting.optimizer, made.keeps)
     if held is None:

@@ -71,6 +71,7 @@ class _Timed:
     graph: Graph
     slower: float
     host_share: float
+    library_share: float
 
     def own_update_s(self, sharding: Sharding) -> float:
         return own_update_s(self.graph, sharding) * self.slower
@@ -337,7 +338,9 @@ class LayoutFigures:
             seconds = step_of(part.program, setting, place, sharding, part.own_update_s(sharding))
             if seconds > step:
                 step, slowest = seconds, name
-        low, high = self.kinds[slowest].model.interval(step, host_share=parts[slowest].host_share)
+        part = parts[slowest]
+        shares = {"host_share": part.host_share, "library_share": part.library_share}
+        low, high = self.kinds[slowest].model.interval(step, **shares)
         # A type that waits for its host takes no less time for a smaller share, and on a slower host it may.
         host_bound = any(part.host_share > _HOST_NEAR for part in parts.values())
         made = layout(step, low_s=low, high_s=high, host_bound=host_bound)
@@ -427,6 +430,7 @@ class LayoutFigures:
                 graph=timed,
                 slower=kind.slower,
                 host_share=float(timed.meta.get("host_share") or 0.0),
+                library_share=float(timed.meta.get("library_share") or 0.0),
             )
         return self._timed[key]
 
