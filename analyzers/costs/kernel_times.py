@@ -240,7 +240,8 @@ def seconds(demand: Demand, constants: Constants) -> Array:
 def by_library(demand: Demand) -> NDArray[np.bool_]:
     """Return (k,) which kernels' time is the library's version's more than the device's."""
     chosen = [name.startswith(("grouped_convolution/channels_last", "recurrent")) for name in ARITHMETIC]
-    return (demand.arithmetic_of >= 0) & np.array(chosen)[demand.arithmetic_of]
+    made: NDArray[np.bool_] = (demand.arithmetic_of >= 0) & np.array(chosen)[demand.arithmetic_of]
+    return made
 
 
 def tiled_flops(gemm: Array, multiprocessors: int, edge: Array | float) -> Array:
@@ -325,4 +326,5 @@ def _of_torch(kernels: Kernels) -> NDArray[np.bool_]:
     half = np.array([name == "float16" for name in kernels.dtype], dtype=bool)
     asked = half & (channels >= _CUDNN_CHANNELS) & np.isin(taps, _CUDNN_TAPS)
     asked &= ~strided | (channels >= _CUDNN_STRIDED)
-    return (kernels.kind == CLASS["depthwise_convolution"]) & ~asked
+    made: NDArray[np.bool_] = (kernels.kind == CLASS["depthwise_convolution"]) & ~asked
+    return made
