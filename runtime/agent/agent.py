@@ -49,6 +49,7 @@ from ddltool.runtime.hook.job import (
     dataset_length,
     demand_same_samples,
     demand_wrapped,
+    is_set,
 )
 from ddltool.runtime.hook.roll_call import is_broken
 from ddltool.runtime.hook.stopping import refuse_in_one_line
@@ -160,7 +161,7 @@ class GoodputAgent(Watcher):
             min_local_batch_size=min_local_batch_size,
             max_accumulation_steps=max_accumulation_steps,
         )
-        self.is_off = _is_set(OFF)
+        self.is_off = is_set(OFF)
         chosen = {
             "interval_s": interval_s,
             "interval_steps": interval_steps,
@@ -168,7 +169,7 @@ class GoodputAgent(Watcher):
             "min_gain": min_gain,
         }
         chosen |= {"noise_every": noise_every, "warmup_epochs": warmup_epochs, "background": background}
-        policy = parse_record({**chosen, "adapt": adapt and not _is_set(HOLD)}, Policy, "GoodputAgent")
+        policy = parse_record({**chosen, "adapt": adapt and not is_set(HOLD)}, Policy, "GoodputAgent")
         demand_wrapped(job, model)
         optimizer = bare_optimizer(optimizer)
         self._rule = lr_rule(ALIASES.get(rule, rule))
@@ -592,7 +593,3 @@ class GoodputAgent(Watcher):
         if scale <= 1 or (self._rule.needs_statistics and statistics is None):
             return min(scale, 1.0)
         return self._rule.steps_at_initial(scale, statistics)
-
-
-def _is_set(name: str) -> bool:
-    return os.environ.get(name, "") not in ("", "0")

@@ -38,6 +38,7 @@ from ddltool.runtime.hook.job import (
     check_parameters,
     dataset_length,
     demand_same_samples,
+    is_set,
     load_and_check,
 )
 from ddltool.runtime.hook.loader import CountedLoader, GivenLoader, StreamLoader
@@ -336,8 +337,7 @@ def attach(
     """
     if config is None and model is not None:
         leave_alone(model)
-    is_off = os.environ.get("DDLTOOL_OFF", "") not in ("", "0")
-    if is_off or (config is None and telemetry is None):
+    if is_set("DDLTOOL_OFF") or (config is None and telemetry is None):
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         return Hook(dataset, rank, world_size)
     refuse_in_one_line()

@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from ddltool.artifacts import write_text
-from ddltool.runtime.hook.job import REFERENCE, Job, is_reference
+from ddltool.runtime.hook.job import REFERENCE, Job, is_reference, is_set
 
 CHECK, RESULT = "DDLTOOL_CHECK", "DDLTOOL_CHECK_RESULT"
 UPDATES = 3
@@ -37,14 +37,9 @@ _LAUNCHER = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "RANK", "WORLD_SIZE",
 Arrays = dict[str, NDArray[Any]]
 
 
-def is_checked() -> bool:
-    """Whether this run is to be checked."""
-    return os.environ.get(CHECK, "") not in ("", "0") and not is_reference()
-
-
 def begin_check(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Check this run where that was asked for; all ranks call this, once the model is wrapped and before the first step."""
-    if not is_reference() and not (is_checked() and job.world_size > 1):
+    if not is_reference() and not (is_set(CHECK) and job.world_size > 1):
         return
     _leave_out_dropout(model)
     run: _Recorded = _Reference(job, model) if is_reference() else _Checked(job, model)

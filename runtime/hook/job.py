@@ -180,6 +180,11 @@ def is_reference() -> bool:
     return bool(os.environ.get(REFERENCE))
 
 
+def is_set(name: str) -> bool:
+    """Whether an environment variable is there, and neither empty nor 0."""
+    return os.environ.get(name, "") not in ("", "0")
+
+
 def _alone(enforcement: Enforcement) -> Enforcement:
     """Return the config of one process that takes the batches of all ranks together."""
     first = enforcement.ranks[0].model_copy(update={"local_batch_size": enforcement.total_batch_size})

@@ -105,8 +105,9 @@ class Weigher:
             self._guard = Guard(self._job, model, *optimizers)
             for each in optimizers:
                 each.register_step_post_hook(self.check_update)
-        model.register_forward_pre_hook(_Before(self), with_kwargs=True)
-        model.register_forward_hook(_After(self))
+        before = _Hook(lambda module, args, kwargs: self.begin_forward(module, (*args, *kwargs.values())))
+        model.register_forward_pre_hook(before, with_kwargs=True)
+        model.register_forward_hook(_Hook(lambda _, __, output: self.end_forward(output)))
         _open.add(self)
         if self._job.world_size > 1:
             RollCall.of_this_job().passes = begun
@@ -439,33 +440,21 @@ class _Weighed(torch.autograd.Function):
         return gradient * ctx.weight, None, None
 
 
-class _Nothing:
-    """What a copy of a hook does."""
+class _Hook:
+    """What happens before or after each forward pass with gradients.
 
-    def __call__(self, *_: object) -> None:
-        return None
+    Copies of the model (moving averages) are not trained: theirs do nothing.
+    """
 
+    def __init__(self, act: Callable[..., None] | None = None) -> None:
+        self._act = act
 
-class _Before:
-    """What happens before each forward pass. Copies of the model (moving averages) are not trained: theirs do nothing."""
-
-    def __init__(self, weigher: Weigher) -> None:
-        self.weigher = weigher
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled():
-            self.weigher.begin_forward(module, (*args, *kwargs.values()))
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], other: Any) -> None:
+        if self._act is not None and torch.is_grad_enabled():
+            self._act(module, args, other)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Nothing, ()
-
-
-class _After(_Before):
-    """What happens after each forward pass."""
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
-            self.weigher.end_forward(output)
+        return _Hook, ()
 
 
 def _at_end(roots: Sequence[Any], calls: Sequence[Callable[[], None]]) -> Any:
