@@ -24,8 +24,7 @@ from ddltool.analyzers.communication.timeline import Simulator
 from ddltool.analyzers.loading.timed_graph import timed_graph
 from ddltool.errors import MissingExtra
 from ddltool.fixtures.loading import folder
-from ddltool.graph import RECV, Graph
-from ddltool.graph_io import read_graph
+from ddltool.graph import RECV, Graph, read_graph
 
 STRAIGHTFORWARD_LIMIT = 2500  # ops
 

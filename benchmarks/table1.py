@@ -16,7 +16,7 @@ from ddltool.analyzers.costs.model import cost_model, estimate
 from ddltool.device import Network
 from ddltool.fixtures.loading import calibration, devices, folder
 from ddltool.fixtures.zoo import ZOO
-from ddltool.graph_io import read_graph
+from ddltool.graph import read_graph
 from ddltool.units import parse_bandwidth
 
 ORDERS = ("random", "tic", "tac", "improved")

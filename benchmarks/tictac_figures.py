@@ -23,8 +23,7 @@ from ddltool.analyzers.communication.order import Schedule, tac, tic
 from ddltool.analyzers.costs.model import cost_model, estimate
 from ddltool.device import Device, Network
 from ddltool.fixtures.loading import calibration, devices, folder
-from ddltool.graph import COMPUTE, Graph, Mode
-from ddltool.graph_io import read_graph
+from ddltool.graph import COMPUTE, Graph, Mode, read_graph
 
 TABLE_1 = (
     *("alexnet_v2", "inception_v1", "inception_v2", "inception_v3", "resnet50_v1", "resnet101_v1"),

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from ddltool.analyzers.reporting.sweep_section import autoscaling_section
+from pathlib import Path
+
+from ddltool.analyzers.reporting.simulation_section import autoscaling_section
 from ddltool.analyzers.scheduling.autoscale import autoscale as rent
 from ddltool.analyzers.scheduling.inputs import read_applications
 from ddltool.analyzers.scheduling.simulator import Options
+from ddltool.artifacts import check_outputs
 from ddltool.commands import replays
-from ddltool.commands.options import Json, Output
 from ddltool.commands.output import finish, progress
-from ddltool.commands.values import as_options
-from ddltool.outputs import check_outputs
 
 
-@as_options(replays.OPTIONS)
 def autoscale(
     application: replays.Application,
-    traces: replays.Traces = None,
-    restart_delay: replays.RestartDelay = 30.0,
-    output: Output = None,
-    as_json: Json = False,
+    traces: list[Path] | None = None,
+    restart_delay: float = 30.0,
+    output: Path | None = None,
+    as_json: bool = False,
 ) -> None:
     """Rent nodes for one job in a cloud, by goodput or by throughput, and compare time and cost."""
     folders = traces or replays.shipped_traces()

@@ -11,50 +11,25 @@ from ddltool.analyzers.barriers.choices import LOOKAHEAD, PUBLISHED
 from ddltool.analyzers.barriers.choices import barrier as chosen
 from ddltool.analyzers.barriers.predict import PREDICTORS
 from ddltool.analyzers.reporting.result_sections import barrier_section
-from ddltool.commands.options import Json, Output, is_given, one_of
-from ddltool.commands.output import finish, note
+from ddltool.commands.declaring import called
+from ddltool.commands.options import is_given, one_of, within
+from ddltool.commands.output import finish
 from ddltool.errors import InputError
-from ddltool.outputs import check_outputs
 
 
 def barrier(
     context: typer.Context,
-    times: Annotated[
-        Path,
-        typer.Argument(
-            metavar="TIMES.csv", help="Columns worker,iteration,end_s; or telemetry, the hook's or a server's."
-        ),
-    ],
-    lookahead: Annotated[
-        int | None,
-        typer.Option(
-            help=f"Iterations to predict per worker (default {LOOKAHEAD}; with --predicted all in the file).",
-            min=1,
-            max=100_000,
-        ),
-    ] = None,
-    algorithm: Annotated[str, typer.Option(**one_of(*PUBLISHED, "all", help="How it is chosen."))] = "zipline",
-    predicted: Annotated[
-        bool, typer.Option("--predicted", help="The rows are predictions themselves: make none from them.")
-    ] = False,
-    predictor: Annotated[str, typer.Option(**one_of(*PREDICTORS, help="Of the next iteration lengths."))] = "ema",
-    max_gap: Annotated[
-        int | None, typer.Option(help="Bound on the iteration gap of the exact barriers.", min=0)
-    ] = None,
-    output: Output = None,
-    as_json: Json = False,
+    times: Path,
+    lookahead: Annotated[int | None, within(1, 100_000), {"show_default": f"{LOOKAHEAD}, with --predicted all"}] = None,
+    algorithm: Annotated[str, one_of(*PUBLISHED, "all")] = "zipline",
+    predicted: bool = False,
+    predictor: Annotated[str, one_of(*PREDICTORS)] = "ema",
+    max_gap: Annotated[int | None, within(0)] = None,
+    output: Path | None = None,
+    as_json: bool = False,
 ) -> None:
     """Choose the next barrier: how many iterations each worker makes until all synchronise."""
     if predicted and is_given(context, "predictor"):
         raise InputError("--predictor", "has no part in --predicted", "leave it out: the rows are predictions already")
-    check_outputs([times], {"-o": output})
-    found = chosen(
-        times,
-        lookahead=lookahead,
-        algorithm=algorithm,
-        predicted=predicted,
-        predictor=predictor,
-        max_gap=max_gap,
-        tell=note,
-    )
+    found = called(context, chosen)
     finish(found, lambda: barrier_section(found, times.name), output, as_json)

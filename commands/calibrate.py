@@ -7,69 +7,40 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import typer
 
 from ddltool.analyzers.costs.fitting import Measured, Updated, update
-from ddltool.analyzers.costs.model import OPTIMIZERS
 from ddltool.analyzers.costs.predict import WorkCurve
 from ddltool.analyzers.loading.fabrics import bus_bandwidth, is_nccl_log
-from ddltool.analyzers.loading.imported_rows import import_files
-from ddltool.analyzers.loading.measured_rows import measured_rows
+from ddltool.analyzers.loading.imported_rows import import_files, measured_rows
 from ddltool.analyzers.loading.sources import work_of
 from ddltool.analyzers.tracing.dialect import Numerics
 from ddltool.artifacts import ending, read_text, save
-from ddltool.commands.options import (
-    AllowCode,
-    ChannelsLast,
-    DevicesFile,
-    Json,
-    Output,
-    Precision,
-    SequenceLength,
-    device_names,
-    one_of,
-)
+from ddltool.commands.options import DEVICES, OPTIMIZER, Precision, within
 from ddltool.commands.output import note, print_json, progress, say
 from ddltool.device import MEASURED, Device, DeviceTable
-from ddltool.errors import InputError, did_you_mean
+from ddltool.errors import InputError
 from ddltool.fixtures.loading import calibration, known_devices
 from ddltool.job import is_code
-from ddltool.outputs import check_outputs
 from ddltool.units import show_seconds
 
 _TABLES = (".csv", ".json", ".jsonl", ".ndjson")
 
 
 def calibrate(
-    rows: Annotated[
-        list[Path],
-        typer.Argument(metavar="ROWS...", help="profile.csv, telemetry.jsonl, profiler trace, or an nccl-tests log."),
-    ],
-    device: Annotated[
-        str, typer.Option(metavar="NAME", autocompletion=device_names, help="The device that was measured.")
-    ],
-    model: Annotated[
-        str | None, typer.Option(metavar="SOURCE", help="What was trained, for rows that do not say.")
-    ] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Local batch size of a profiler trace.", min=1)] = None,
+    rows: list[Path],
+    device: Annotated[str, DEVICES],
+    model: str | None = None,
+    batch_size: Annotated[int | None, within(1)] = None,
     precision: Precision = "fp32",
-    channels_last: ChannelsLast = False,
-    optimizer: Annotated[
-        str | None,
-        typer.Option(
-            **one_of("none", "sgd", "momentum", "adam", "adamw", help="Default: adam, sgd for rows of `profile`.")
-        ),
-    ] = None,
-    sequence_length: SequenceLength = None,
-    devices_file: DevicesFile = None,
-    allow_code: AllowCode = False,
-    output: Output = None,
-    as_json: Json = False,
+    channels_last: bool = False,
+    optimizer: Annotated[str | None, OPTIMIZER] = None,
+    sequence_length: Annotated[int | None, within(1)] = None,
+    devices_file: Path | None = None,
+    allow_code: bool = False,
+    output: Path | None = None,
+    as_json: bool = False,
 ) -> None:
     """Fit one device's constants to your own measurements, the shipped ones as prior; `--devices-file` reads the result."""
-    check_outputs(rows, {"-o": output})
-    if optimizer is not None and optimizer not in OPTIMIZERS:
-        raise InputError("--optimizer", f"unknown {optimizer!r}", did_you_mean(optimizer, OPTIMIZERS))
     known = known_devices(devices_file)
     found = known.gpu(device)
     others = [path for path in rows if ending(path) not in _TABLES]

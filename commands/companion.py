@@ -8,8 +8,6 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from ddltool.analyzers.deciding.feedback import check_rows
 from ddltool.analyzers.emitting.kubernetes import train_job_patch
 from ddltool.analyzers.emitting.layout import NodeGroup
@@ -18,12 +16,10 @@ from ddltool.analyzers.placement.companion import build, disagreeing, measured_c
 from ddltool.analyzers.placement.problem import from_job
 from ddltool.analyzers.placement.proposals import Proposal, proposals
 from ddltool.artifacts import write_text
-from ddltool.commands.options import AllowCode, DevicesFile, Json, Output
+from ddltool.commands.options import device_counts, number, within
 from ddltool.commands.output import note, out, print_json, say, table
-from ddltool.commands.values import device_counts, number
 from ddltool.companion import Companion, CompanionPlan, is_companion, write_companion
 from ddltool.errors import Infeasible, InputError
-from ddltool.outputs import check_outputs
 from ddltool.tables import read_table
 from ddltool.units import show_seconds
 
@@ -31,50 +27,27 @@ _Text = str | None
 
 
 def companion(
-    source: Annotated[Path, typer.Argument(metavar="JOB.yaml|FILE.db", help="The job, or a database made before.")],
-    lookup: Annotated[
-        _Text, typer.Option("--lookup", metavar="TYPE=N,...", help="The best plan for these devices.")
-    ] = None,
-    free: Annotated[
-        _Text, typer.Option("--free", metavar="TYPE=N,...", help="With --lookup: what more of these would bring.")
-    ] = None,
-    patch: Annotated[
-        Path | None,
-        typer.Option(
-            "--patch", metavar="FILE", help="With --lookup: make a TrainJob as large as is best, by this patch."
-        ),
-    ] = None,
-    per_node: Annotated[int, typer.Option(help="With --patch: devices of a node.", min=1, max=1024)] = 8,
-    resource: Annotated[
-        str, typer.Option(metavar="NAME", help="With --patch: a device's resource; none: says no resources.")
-    ] = "nvidia.com/gpu",
-    top_k: Annotated[int, typer.Option(help="With --free: how many proposals.", min=1, max=1000)] = 3,
-    measured: Annotated[
-        Path | None,
-        typer.Option("--measured", metavar="TELEMETRY", help="telemetry.jsonl to compare the capabilities with."),
-    ] = None,
-    threshold: Annotated[
-        float,
-        typer.Option(
-            help="With --measured: the share by which a capability must be off; 0 to 10.",
-            parser=number("--threshold", 0.0, 10.0),
-            metavar="SHARE",
-        ),
-    ] = 0.1,
-    devices_file: DevicesFile = None,
-    allow_code: AllowCode = False,
-    output: Output = None,
-    as_json: Json = False,
+    source: Path,
+    lookup: str | None = None,
+    free: str | None = None,
+    patch: Path | None = None,
+    per_node: Annotated[int, within(1, 1024)] = 8,
+    resource: str = "nvidia.com/gpu",
+    top_k: Annotated[int, within(1, 1000)] = 3,
+    measured: Path | None = None,
+    threshold: Annotated[float, number(0.0, 10.0)] = 0.1,
+    devices_file: Path | None = None,
+    allow_code: bool = False,
+    output: Path | None = None,
+    as_json: bool = False,
 ) -> None:
     """Keep the best plan for every number of available devices, look one up, correct it by what was measured."""
     document: dict[str, Any] = {}
     lines: list[str] = []
     if free is not None and lookup is None:
         raise InputError("--free", "needs --lookup", "say what the job holds, for example --lookup V100=2")
-    if patch is not None:
-        if lookup is None:
-            raise InputError("--patch", "needs --lookup", "say what is free, for example --lookup V100=6")
-        check_outputs([source, measured], {"--patch": patch})
+    if patch is not None and lookup is None:
+        raise InputError("--patch", "needs --lookup", "say what is free, for example --lookup V100=6")
     if not is_companion(source):
         if source.suffix in (".db", ".sqlite"):
             Companion(source).close()  # says what is wrong with it
@@ -90,11 +63,11 @@ def companion(
             document["recalibrated"] = _recalibrate(base, measured, threshold, lines)
         shown = [*lines]
         if lookup is not None:
-            held = device_counts("--lookup", lookup)
+            held = device_counts(lookup, "--lookup")
             plan = _looked_up(base, held)
             if not plan.ests and free is None:
                 raise Infeasible(f"{base.meta.job} cannot run on {lookup}: no room for all of its logical workers")
-            found = None if free is None else _proposals(base, plan, held, device_counts("--free", free), top_k)
+            found = None if free is None else _proposals(base, plan, held, device_counts(free, "--free"), top_k)
             document |= _plan_document(plan, found)
             if patch is not None:
                 document["patch"], text = _patch(base, held, per_node, None if resource == "none" else resource)
@@ -121,7 +94,6 @@ def _build(
     job_file: Path, output: Path, devices_file: Path | None, allow_code: bool, lines: list[str]
 ) -> dict[str, Any]:
     """Make the database of a job; what to say of it goes to ``lines``."""
-    check_outputs([job_file, devices_file], {"-o": output})
     job = read_with_specs(job_file, devices_file, allow_code=allow_code)
     if job.network is not None:
         raise InputError(f"{job_file}:network", "is not kept in a companion database", "leave it out, or use plan")

@@ -10,15 +10,9 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import psutil
-import typer
-
-from ddltool.analyzers.communication.efficiency import Comparison, compare
-from ddltool.analyzers.communication.result import trace_result
-from ddltool.analyzers.communication.timeline import to_chrome_trace
-from ddltool.analyzers.costs.model import cost_model, coverage, estimate
+from ddltool.analyzers.communication.result import trace
 from ddltool.analyzers.deciding.candidates import Settings
 from ddltool.analyzers.deciding.planning import make_plan, parameters_of
 from ddltool.analyzers.emitting.enforcement import to_enforcement
@@ -26,18 +20,17 @@ from ddltool.analyzers.goodput.observations import WARMUP_STEPS
 from ddltool.analyzers.goodput.throughput import iteration_time_s
 from ddltool.analyzers.loading.fitted_models import fit
 from ddltool.analyzers.loading.job_inputs import capabilities_of
-from ddltool.analyzers.loading.timed_graph import timed_graph
-from ddltool.artifacts import load, read_document, save, to_json, write_text
-from ddltool.commands.options import Json, Seed
+from ddltool.artifacts import load, make_folder, read_document, save, write_text
+from ddltool.commands.options import Seed
 from ddltool.commands.output import err, note, out, print_json, progress, say, table
-from ddltool.device import Network
-from ddltool.errors import DdlToolError, InputError
-from ddltool.fixtures.loading import calibration, devices, folder
+from ddltool.errors import DdlToolError
+from ddltool.fixtures.loading import folder
 from ddltool.goodput_model import Goodput
-from ddltool.graph import Graph
-from ddltool.graph_io import read_graph, write_graph
+from ddltool.graph import read_graph
+from ddltool.graph_results import TraceResult
 from ddltool.job import read_job
 from ddltool.plans import Enforcement, Plan
+from ddltool.runtime.measuring.overhead import finish
 from ddltool.tables import read_table
 from ddltool.units import show_bytes, show_seconds
 
@@ -55,22 +48,15 @@ Finding = tuple[str, dict[str, Any]]
 
 
 def demo(
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Folder for the artifacts.")] = Path(
-        "ddltool-demo"
-    ),
+    output: Path = Path("ddltool-demo"),
     seed: Seed = 0,
-    as_json: Json = False,
+    as_json: bool = False,
 ) -> None:
     """Trace, order, profile, fit, plan, enforce a real two-process training run, and report. About a minute."""
     for package in ("altair", "vl_convert", "sklearn"):  # of the last steps: told before the first
         if importlib.util.find_spec(package) is None:
             raise ModuleNotFoundError(name=package)
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            str(output), f"cannot be made ({error.strerror})", "give a folder in a writable place"
-        ) from None
+    make_folder(output)
     rows: list[tuple[str, str, str]] = []
     document: dict[str, Any] = {"kind": "ddltool.demo", "schema_version": 1}
     started = time.perf_counter()
@@ -104,18 +90,17 @@ def _announced(title: str, *, spinner: bool) -> Iterator[None]:
 
 
 def _trace(place: Path, seed: int) -> Finding:
-    graph = timed_graph(MODEL, batch_size=8, device="V100")
-    shipped = read_graph(folder() / "graphs" / f"{CONTRAST}.graph.json.gz")
-    contrast = estimate(shipped, cost_model(devices().device(CONTRAST_DEVICE), calibration()), Network())
-    write_graph(graph, place / "graph.json")
-    write_graph(contrast, place / "contrast-graph.json")
-    found, other = (compare(one, samples=SAMPLES, seed=seed) for one in (graph, contrast))
-    timeline = to_chrome_trace(graph, found.timelines["tac"], found.schedules["tac"].priority)
-    write_text(place / "timeline.perfetto.json", to_json(timeline, indent=None))
-    size, known = show_bytes(graph.parameter_bytes), coverage(graph).rule_time
-    words = [f"{len(graph)} ops, {size}; {known:.0%} of the time by rule", _gain(graph, found), _gain(contrast, other)]
-    made = trace_result(graph, found).model_dump(mode="json")
-    return "\n".join(words), {"trace": {name: made[name] for name in ("graph", "bounds", "verdict", "coverage")}}
+    shipped = folder() / "graphs" / f"{CONTRAST}.graph.json.gz"
+    runs: dict[str, Any] = {"samples": SAMPLES, "seed": seed, "tell": note}
+    timeline: dict[str, Any] = {"output": place / "graph.json", "perfetto": place / "timeline.perfetto.json"}
+    found = trace(MODEL, batch_size=8, device="V100", **timeline, **runs)
+    again: dict[str, Any] = {"device": CONTRAST_DEVICE, "oracle": "roofline", "output": place / "contrast-graph.json"}
+    other = trace(shipped, **again, **runs)
+    known = found.coverage.rule_time if found.coverage is not None else 0.0
+    words = f"{found.graph.ops} ops, {show_bytes(found.graph.parameter_bytes)}; {known:.0%} of the time by rule"
+    made = found.model_dump(mode="json")
+    part = {name: made[name] for name in ("graph", "bounds", "verdict", "coverage")}
+    return "\n".join([words, _gain(found), _gain(other)]), {"trace": part}
 
 
 def _profile(place: Path, seed: int) -> Finding:
@@ -177,10 +162,10 @@ def _train(place: Path, seed: int) -> Finding:
         *(str(place / "enforce.json"), str(result)),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
-    with log.open("w", encoding="utf-8") as stream:
-        code = _run(command, environment, stream)
+    code, said = finish(command, environment, "the training run", TRAINING_LIMIT_S)
+    write_text(log, said)
     if code != 0:
-        lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if "rror" in line]
+        lines = [line for line in said.splitlines() if "rror" in line]
         raise DdlToolError(
             f"the training run failed with exit code {code} ({lines[0] if lines else 'no message'}); see {log}"
         )
@@ -190,26 +175,6 @@ def _train(place: Path, seed: int) -> Finding:
         f"{len(training['losses'])} steps of {slowest} on {made.world_size} processes (measured)\n{_learned(training)}"
     )
     return words, {"training": {**training, "ranks": ranks}}
-
-
-def _run(command: list[str], environment: dict[str, str], stream: Any) -> int:
-    """Run the launcher; an interruption or a time-out ends it and its ranks before it is passed on.
-
-    Ranks have sessions of their own, so that no group signal reaches them.
-    """
-    child = psutil.Popen(command, env=environment, stdout=stream, stderr=stream, start_new_session=True)
-    try:
-        return int(child.wait(timeout=TRAINING_LIMIT_S))
-    except psutil.TimeoutExpired:
-        return 124
-    finally:
-        family = child.children(recursive=True) if child.is_running() else []
-        with contextlib.suppress(psutil.Error):
-            child.terminate()  # torchrun ends its ranks by itself
-        _, alive = psutil.wait_procs([child, *family], timeout=5)
-        for process in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
 
 
 def _measured_steps(place: Path, made: Enforcement) -> list[dict[str, Any]]:
@@ -270,7 +235,8 @@ STEPS = {
 }
 
 
-def _gain(graph: Graph, comparison: Comparison) -> str:
+def _gain(found: TraceResult) -> str:
     """Return what an order gains on one graph, for the table."""
-    times = " -> ".join(show_seconds(comparison.schedules[name].makespan_s) for name in ("random", "tac"))
-    return f"{graph.name}, {graph.meta.get('device')}: TAC {times} ({comparison.gain:.1%}, simulated)"
+    chance, ordered = (found.schedules[name].makespan_s for name in ("random", "tac"))
+    times = f"{show_seconds(chance)} -> {show_seconds(ordered)}"
+    return f"{found.graph.name}, {found.graph.device}: TAC {times} ({1 - ordered / chance:.1%}, simulated)"

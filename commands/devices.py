@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from ddltool.commands.options import DevicesFile, Json, device_names
+from ddltool.commands.options import DEVICES
 from ddltool.commands.output import out, print_json, say, table
 from ddltool.device import Device, DeviceTable
 from ddltool.fixtures.loading import known_devices
@@ -18,12 +17,9 @@ _CAPTION = (
 
 
 def devices(
-    name: Annotated[
-        str | None,
-        typer.Argument(metavar="NAME", autocompletion=device_names, help="One device in full; all by default."),
-    ] = None,
-    devices_file: DevicesFile = None,
-    as_json: Json = False,
+    name: Annotated[str | None, DEVICES] = None,
+    devices_file: Path | None = None,
+    as_json: bool = False,
 ) -> None:
     """List the device types that are known: memory, rates and links, by datasheet; or one of them with its sources."""
     known = known_devices(devices_file)

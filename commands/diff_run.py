@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from ddltool.commands.options import Json
 from ddltool.commands.output import print_json, say
 from ddltool.errors import CheckFailed
 from ddltool.results import RunDifference
 
 
 def diff_run(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A record of steps (.jsonl, .jsonl.gz).")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
-    whole: Annotated[
-        bool, typer.Option("--whole", help="Records of different length or steps count as different, too.")
-    ] = False,
-    as_json: Json = False,
+    a: Path,
+    b: Path,
+    whole: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Compare two recorded training runs bit by bit; exit 1 names the first step, worker and tensor that differ.
 

@@ -5,69 +5,45 @@ from __future__ import annotations
 import statistics
 from typing import Annotated
 
-import typer
-
 from ddltool import __version__
-from ddltool.commands.options import Json
+from ddltool.commands.options import percent, within, words
 from ddltool.commands.output import out, print_json, progress, say, table
-from ddltool.commands.values import words
 from ddltool.errors import CheckFailed, InputError
 from ddltool.results import DoctorResult, OverheadResult
 from ddltool.runtime.measuring.machine_checks import OPTIONAL, PACKAGES, examine, installed
 from ddltool.runtime.measuring.overhead import measure_overhead
 from ddltool.runtime.measuring.script_check import check_script
-from ddltool.units import parse_share, show_seconds
+from ddltool.units import show_seconds
 
 
 def doctor(
-    overhead: Annotated[
-        str | None,
-        typer.Option(
-            metavar='"SCRIPT ARGS"',
-            help="Measure instead what ddltool costs this training script, on and off in turns.",
-        ),
-    ] = None,
-    check: Annotated[
-        str | None,
-        typer.Option(
-            metavar='"SCRIPT ARGS"', help="Hold the first steps of this training script against those of one process."
-        ),
-    ] = None,
-    max_overhead: Annotated[
-        str, typer.Option(metavar="SHARE", help="With --overhead: exit 1 when it is above, such as 1%.")
-    ] = "",
-    pairs: Annotated[int, typer.Option(help="With --overhead: pairs of runs.", min=1, max=1000)] = 10,
-    steps: Annotated[int, typer.Option(help="With --overhead: optimizer steps of each run.", min=4)] = 60,
-    replicas: Annotated[
-        int | None,
-        typer.Option(
-            help="Processes, under torchrun; 1 with --overhead, 2 with --check if not given.", min=1, max=4096
-        ),
-    ] = None,
-    as_json: Json = False,
+    overhead: str | None = None,
+    check: str | None = None,
+    max_overhead: Annotated[float | None, percent] = None,
+    pairs: Annotated[int, within(1, 1000)] = 10,
+    steps: Annotated[int, within(4)] = 60,
+    replicas: Annotated[int | None, within(1, 4096)] = None,
+    as_json: bool = False,
 ) -> None:
     """Try what ddltool needs of this machine; or what it costs a script, or whether a script trains right with it."""
     if check is not None:
         _check(check, replicas or 2, as_json)
         return
     if overhead is None:
-        if max_overhead:
+        if max_overhead is not None:
             raise InputError("--max-overhead", "needs a script", "add --overhead SCRIPT")
         _look(as_json)
         return
-    limit = parse_share(max_overhead) if max_overhead else None
-    if limit is not None and not 0 <= limit <= 10:
-        raise InputError("--max-overhead", f'is "{max_overhead}"', "give a share such as 1%")
     command = words(overhead, "--overhead")
     with progress("runs", 2 * pairs) as advance:
         asked = {"pairs": pairs, "steps": steps, "replicas": replicas or 1}
-        found = measure_overhead(command, **asked, limit=limit, progress=lambda done: advance(done, ""))
+        found = measure_overhead(command, **asked, limit=max_overhead, progress=lambda done: advance(done, ""))
     if as_json:
         print_json(found)
     else:
         _show_overhead(found, command[0])
     if found.verdict == "above":
-        raise CheckFailed(f"the overhead of ddltool is above {max_overhead} of a step")
+        raise CheckFailed(f"the overhead of ddltool is above {max_overhead:.3%} of a step")
 
 
 def _check(script: str, replicas: int, as_json: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, cast, get_args
+from typing import Annotated, get_args
 
 import typer
 
@@ -13,12 +13,10 @@ from ddltool.analyzers.emitting.enforcement import Target, not_expressed, to_enf
 from ddltool.analyzers.emitting.kubernetes import assumptions, manifest_text, manifests
 from ddltool.analyzers.emitting.layout import Kind, LaunchSettings, Layout, layout, plan_hash
 from ddltool.analyzers.emitting.scripts import CORES, ddp_module, fsdp2_module, gres_type, slurm_script, torchrun_script
-from ddltool.artifacts import load, to_json, write_text
-from ddltool.commands.options import Json, demand_part, is_given, one_of
+from ddltool.artifacts import check_outputs, load, to_json, write_text
+from ddltool.commands.options import demand_part, device_counts, integers, is_given, one_of, pairs, words
 from ddltool.commands.output import note, print_json, say
-from ddltool.commands.values import device_counts, words
-from ddltool.errors import InputError, did_you_mean, known, shortened
-from ddltool.outputs import check_outputs
+from ddltool.errors import InputError, known, shortened
 from ddltool.plans import Enforcement, Plan
 from ddltool.results import EmitResult
 
@@ -45,101 +43,70 @@ _SLURM_NAME = r"[A-Za-z0-9_.,/-]+"
 
 def emit(
     context: typer.Context,
-    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, written by ddltool plan -o.")],
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o", "--output", metavar="FILE", help="File to write (a name that fits the target); - is stdout."
-        ),
-    ] = None,
-    target: Annotated[
-        str, typer.Option(**one_of(*_OUTPUTS, help="What will read it; hook: ddltool.runtime."))
-    ] = "hook",
-    telemetry: Annotated[
-        str, typer.Option(metavar="FILE", help="File the hook writes measurements to; 'none' for no telemetry.")
-    ] = "telemetry.jsonl",
-    script: Annotated[
-        str, typer.Option(help='torchrun, kubernetes, slurm: "train.py --its options".', metavar="SCRIPT")
-    ] = "train.py",
-    devices_per_node: Annotated[
-        _Text, typer.Option(help="torchrun, kubernetes, slurm: 8, or by type V100=8,T4=1.", metavar="COUNT")
-    ] = None,
-    queue: Annotated[
-        _Text, typer.Option(metavar="NAME", help="kubernetes: Kueue's LocalQueue; slurm: partition.")
-    ] = None,
-    resource: Annotated[
-        _Text,
-        typer.Option(
-            help="kubernetes: a device's resource (nvidia.com/gpu); slurm: its GRES (gpu); 'none' asks for none.",
-            metavar="NAME",
-        ),
-    ] = None,
-    image: Annotated[
-        _Text, typer.Option(metavar="NAME", help="kubernetes: container image with the script, torch and ddltool.")
-    ] = None,
-    kind: Annotated[
-        _Text,
-        typer.Option(**one_of(*get_args(Kind), help="kubernetes: by default the first that can say the plan.")),
-    ] = None,
-    node_label: Annotated[
-        str, typer.Option(help="kubernetes: node label that holds the device type.", metavar="KEY")
-    ] = "ddltool/device-type",
-    label_value: Annotated[
-        str, typer.Option(help="kubernetes: its values, where they are not the types.", metavar="TYPE=VALUE,...")
-    ] = "",
-    as_json: Json = False,
+    plan_file: Path,
+    output: Path | None = None,
+    target: Annotated[Target, one_of(*_OUTPUTS)] = "hook",
+    telemetry: str = "telemetry.jsonl",
+    script: str = "train.py",
+    devices_per_node: Annotated[dict[str, int] | int | None, _per_node] = None,
+    queue: str | None = None,
+    resource: str | None = None,
+    image: str | None = None,
+    kind: Annotated[Kind | None, one_of(*get_args(Kind))] = None,
+    node_label: str = "ddltool/device-type",
+    label_value: str = "",
+    as_json: bool = False,
 ) -> None:
     """Write the enforcement config, launch script, manifest or settings that make a job follow a plan."""
-    chosen = cast(Target, known("--target", target, tuple(_OUTPUTS)))
-    demand_part(context, f"--target {chosen}", _ALL | _MORE.get(chosen, set()))
-    path = output or Path(_OUTPUTS[chosen])
+    demand_part(context, f"--target {target}", _ALL | _MORE.get(target, set()))
+    path = output or Path(_OUTPUTS[target])
     if as_json and str(path) == "-":
         raise InputError("--json", "cannot share stdout with -o -", "give -o a file name")
     if not (telemetry.strip() and telemetry.isprintable()):
         problem = f"is {telemetry!r}, which is no name of a file"
         raise InputError("--telemetry", problem, "give a file such as telemetry.jsonl, or none")
     paths = [path]
-    if chosen in ("torchrun", "slurm") and str(path) != "-":  # a manifest holds it, the hook's target is it
+    if target in ("torchrun", "slurm") and str(path) != "-":  # a manifest holds it, the hook's target is it
         paths.append(path.with_name("enforce.json"))
     check_outputs([plan_file], dict(zip(("-o", "enforce.json"), paths, strict=False)))
     plan = load(plan_file, Plan)
     if plan.group is not None:
         problem = f"each device is a group of {plan.group.text}, whose own processes no plan starts"
         raise InputError(f"{plan_file}:group", problem, "take each group's batch and passes from the plan")
-    if plan.strategy == "elastic-bsp" and chosen not in _SERVED:
+    if plan.strategy == "elastic-bsp" and target not in _SERVED:
         problem = f"has no parameter server, which {plan_file}, an elastic-bsp plan, needs"
-        raise InputError(f"--target {chosen}", problem, f"give --target {' or '.join(_SERVED)}")
+        raise InputError(f"--target {target}", problem, f"give --target {' or '.join(_SERVED)}")
     enforcement = to_enforcement(plan, telemetry=None if telemetry == "none" else telemetry)
-    if chosen in _MORE:
-        device = _name("--resource", resource or ("gpu" if chosen == "slurm" else "nvidia.com/gpu"), chosen)
+    if target in _MORE:
+        device = _name("--resource", resource or ("gpu" if target == "slurm" else "nvidia.com/gpu"), target)
         settings = LaunchSettings(
             script=words(script, "--script"),
-            image=None if image is None else _name("--image", image, chosen),
+            image=None if image is None else _name("--image", image, target),
             resource=None if device == "none" else device,
             node_label=_name("--node-label", node_label, "kubernetes"),
             label_values=_label_values(label_value, [row.device_type for row in plan.assignments]),
-            queue=None if queue is None else _name("--queue", queue, chosen),
-            kind=None if kind is None else cast(Kind, known("--kind", kind, get_args(Kind))),
+            queue=None if queue is None else _name("--queue", queue, target),
+            kind=kind,
         )
-        placed = layout(plan, _per_node(devices_per_node))
-        here = is_given(context, "script") or chosen == "kubernetes"
+        placed = layout(plan, devices_per_node)
+        here = is_given(context, "script") or target == "kubernetes"
         here = here or any((folder / script).exists() for folder in (Path(), path.parent))
         missing = [] if here else [f"script: {script} is started, and there is none here (--script names yours)"]
-        text, gaps = _launcher(plan, enforcement, chosen, placed, settings, missing)
+        text, gaps = _launcher(plan, enforcement, target, placed, settings, missing)
     else:
-        gaps = not_expressed(plan, chosen)
+        gaps = not_expressed(plan, target)
         modules = {"ddp": ddp_module, "fsdp2": fsdp2_module}
-        text = to_json(enforcement) if chosen == "hook" else modules[chosen](plan, gaps=gaps)
+        text = to_json(enforcement) if target == "hook" else modules[target](plan, gaps=gaps)
     for brought in paths[1:]:
         write_text(brought, to_json(enforcement))
     write_text(path, text)
     if as_json:
         names = [str(each) for each in paths]
         sha, size = plan_hash(plan), plan.world_size
-        print_json(EmitResult(target=chosen, paths=names, world_size=size, plan_sha256=sha, not_expressed=gaps))
+        print_json(EmitResult(target=target, paths=names, world_size=size, plan_sha256=sha, not_expressed=gaps))
         return
     for gap in gaps:
-        note(f"not expressed by {chosen}: {gap}")
+        note(f"not expressed by {target}: {gap}")
     if str(path) != "-":
         sizes = [str(rank.local_batch_size) for rank in enforcement.ranks]
         batches = ", ".join([*sizes[:16], *(["..."] if len(sizes) > 16 else [])])
@@ -171,28 +138,15 @@ def _launcher(
 
 def _label_values(text: str, types: Sequence[str]) -> dict[str, str]:
     """Return ``T4=Tesla-T4,V100=Tesla-V100`` by device type. Raises InputError for a type that the plan has not."""
-    made: dict[str, str] = {}
-    for part in filter(None, text.split(",")):
-        name, equals, value = (each.strip() for each in part.partition("="))
-        if not (equals and value):
-            raise InputError("--label-value", f"{shortened(part, 80)!r} is not TYPE=VALUE", "for example T4=Tesla-T4")
-        if name not in types:
-            raise InputError("--label-value", f"the plan has no {name!r}", did_you_mean(name, types))
-        if not re.fullmatch(_NODE_VALUE, value):
-            raise InputError(
-                "--label-value", f"{shortened(value, 80)!r} is no label's value", f"expected {_NODE_VALUE}"
-            )
-        made[name] = value
+    made = pairs(text, "--label-value", "TYPE=VALUE", "T4=Tesla-T4", _NODE_VALUE)
+    for name in made:
+        known("--label-value", name, types)
     return made
 
 
-def _per_node(text: str | None) -> dict[str, int] | int | None:
+def _per_node(text: str, option: str) -> dict[str, int] | int:
     """Return ``8`` or ``V100=8,T4=1`` as numbers."""
-    if text is None or "=" in text:
-        return None if text is None else device_counts("--devices-per-node", text)
-    if not re.fullmatch(r"[0-9]{1,6}", text):
-        raise InputError("--devices-per-node", f"is {text!r}", "give a count such as 8, or by type V100=8,T4=1")
-    return int(text)
+    return device_counts(text, option) if "=" in text else integers(text, option, most=999_999)[0]
 
 
 def _name(option: str, text: str, target: str) -> str:

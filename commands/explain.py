@@ -7,9 +7,7 @@ import tomllib
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from ddltool.commands.options import Json
+from ddltool.commands.options import completed
 from ddltool.commands.output import out, print_json
 from ddltool.errors import InputError, did_you_mean
 
@@ -17,15 +15,9 @@ GLOSSARY: dict[str, str] = tomllib.loads(Path(__file__).with_name("glossary.toml
 """By term, one or two sentences; the site lists them."""
 
 
-def _complete(begun: str) -> list[str]:
-    return [term for term in GLOSSARY if term.lower().startswith(begun.lower())]
-
-
 def explain(
-    term: Annotated[
-        str, typer.Argument(metavar="[TERM]", help="A word of the reports; none: list all.", autocompletion=_complete)
-    ] = "",
-    as_json: Json = False,
+    term: Annotated[str, completed(GLOSSARY)] = "",
+    as_json: bool = False,
 ) -> None:
     """Say what a term means: goodput, EST, makespan, D1, ...
 

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -20,11 +19,10 @@ from ddltool.analyzers.gating.metrics import show as show_figure
 from ddltool.analyzers.gating.verdict import CONFIG_NAME, GateConfig, baselines_of, figures_of, read_config
 from ddltool.analyzers.gating.verdict import gate as judged
 from ddltool.analyzers.reporting.result_sections import gate_section
-from ddltool.artifacts import save, write_text
-from ddltool.commands.options import Json, Seed, demand_part
+from ddltool.artifacts import check_outputs, save, write_text
+from ddltool.commands.options import Seed, demand_part
 from ddltool.commands.output import out, print_json, show, table
 from ddltool.errors import CheckFailed, InputError
-from ddltool.outputs import check_outputs
 from ddltool.results import GateMetrics, GateResult, MetricFigure
 
 _NAMED = 8
@@ -32,37 +30,17 @@ _NAMED = 8
 
 def gate(
     context: typer.Context,
-    current: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="CURRENT...",
-            help="An artifact of a kind that 'ddltool schema' says gate reads; several are repeats.",
-        ),
-    ],
-    baseline: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE|DIR", help="What to compare with; repeatable. A folder: the file of the same name."),
-    ] = None,
-    rule: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="RULE", help="Such as 'iteration_s <= 0.5', 'throughput >= -5%', 'ops increase <= 3'; repeatable."
-        ),
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Rules by kind; ./ddltool.toml where it is there.")
-    ] = None,
-    level: Annotated[
-        float | None, typer.Option(help="Share of false alarms from noise, for the whole gate (default 0.05).")
-    ] = None,
-    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML.")] = None,
-    sarif: Annotated[Path | None, typer.Option(metavar="FILE", help="Write SARIF 2.1.0.")] = None,
-    github: Annotated[
-        bool, typer.Option("--github", help="GitHub annotations on stderr, and the step summary.")
-    ] = False,
-    metrics: Annotated[bool, typer.Option("--metrics", help="Only list the metrics that CURRENT has.")] = False,
+    current: list[Path],
+    baseline: list[Path] | None = None,
+    rule: list[str] | None = None,
+    config: Path | None = None,
+    level: float | None = None,
+    junit: Path | None = None,
+    sarif: Path | None = None,
+    github: bool = False,
+    metrics: bool = False,
     seed: Seed = 0,
-    as_json: Json = False,
+    as_json: bool = False,
 ) -> None:
     """Hold an artifact against limits and a baseline; exit 1 names each check that failed.
 

@@ -5,32 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from ddltool.analyzers.loading.imported_rows import import_files
-from ddltool.commands.options import Json, Output
+from ddltool.commands.options import within
 from ddltool.commands.output import note, out, print_json, say, table, tell_written
-from ddltool.outputs import check_outputs
 from ddltool.profiles import records, write_profile
 from ddltool.results import ProfileResult
 
 
 def import_(
-    files: Annotated[
-        list[Path],
-        typer.Argument(metavar="FILE...", help="AdaptDL table, profiler trace, telemetry.jsonl or profile.csv."),
-    ],
-    device_name: Annotated[str | None, typer.Option(metavar="NAME", help="The device of all rows.")] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Local batch size of a profiler trace.")] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of a profiler trace that does not say.")] = None,
-    replicas: Annotated[
-        int | None, typer.Option(min=1, help="Processes of a profiler trace that does not say.")
-    ] = None,
-    output: Output = None,
-    as_json: Json = False,
+    files: list[Path],
+    device_name: str | None = None,
+    batch_size: Annotated[int | None, within(1)] = None,
+    nodes: Annotated[int | None, within(1)] = None,
+    replicas: Annotated[int | None, within(1)] = None,
+    output: Path | None = None,
+    as_json: bool = False,
 ) -> None:
     """Read measurements made elsewhere: AdaptDL tables, profiler traces, telemetry; write one profile."""
-    check_outputs(files, {"-o": output})
     frame, sources = import_files(
         files, device=device_name or None, batch_size=batch_size, num_nodes=nodes, num_replicas=replicas
     )

@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from ddltool.analyzers.loading.machines import first_files, read_nodes
-from ddltool.artifacts import write_text
-from ddltool.commands.options import Json
+from ddltool.artifacts import check_outputs, make_folder, write_text
 from ddltool.commands.output import note, print_json, say
 from ddltool.errors import InputError
 from ddltool.job import is_code
-from ddltool.outputs import check_outputs
 from ddltool.results import InitResult
 from ddltool.runtime.measuring.machine_checks import machine_nodes
 from ddltool.units import counted
 
 
 def init(
-    model: Annotated[
-        str | None, typer.Option(metavar="SOURCE", help="The job's model: train.py:make_model, zoo:NAME, ...")
-    ] = None,
-    nodes: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE",
-            help="Output of nvidia-smi -q -x, scontrol show node or kubectl get nodes -o json; - is stdin; repeat for "
-            "more. By default: this machine.",
-        ),
-    ] = None,
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Folder for the two files.")] = Path(),
-    force: Annotated[
-        bool, typer.Option("--force", help="Write over a job.yaml and cluster.yaml that are there.")
-    ] = False,
-    as_json: Json = False,
+    model: str | None = None,
+    nodes: list[Path] | None = None,
+    output: Path = Path(),
+    force: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Write job.yaml and cluster.yaml from what this machine, nvidia-smi, Slurm or Kubernetes shows."""
     if model is not None and not (model.strip() and model.isprintable()):
@@ -45,12 +29,7 @@ def init(
         raise InputError(str(there[0]), "is there already", "give --force to write over it, or -o another folder")
     found = read_nodes(nodes) if nodes else machine_nodes()
     texts, remarks = first_files(found, model, output)
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            str(output), f"cannot be made ({error.strerror})", "give a folder in a writable place"
-        ) from None
+    make_folder(output)
     paths = {name: output / name for name in texts}
     check_outputs(nodes or [], paths)
     for name, text in texts.items():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
 import time
 import tomllib
@@ -24,7 +23,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from ddltool import __version__
-from ddltool.commands.options import VOICE, Quiet, Verbose
+from ddltool.commands.options import VOICE, Quiet, Verbose, is_follower
 from ddltool.errors import DdlToolError, one_line
 
 COMMANDS: dict[str, dict[str, Any]] = tomllib.loads(
@@ -42,14 +41,14 @@ def load(name: str) -> TyperCommand:
     words = [f"{word}_" if iskeyword(word) else word for word in name.replace("-", "_").split()]
     function = getattr(import_module(f"ddltool.commands.{words[0]}"), "_".join(words))
     example = COMMANDS[name].get("example")
+    panels = {option: title for title, options in COMMANDS[name].get("panels", {}).items() for option in options}
+    from ddltool.commands.declaring import declared  # `--help` needs none of it
+
     single = typer.Typer(add_completion=False)
-    single.command(name=name, cls=_Command, epilog=f"Example: {example}" if example else None)(function)
+    register = single.command(name=name, cls=_Command, epilog=f"Example: {example}" if example else None)
+    register(declared(function, name, panels))
     command = cast("TyperCommand", get_command(single))
     command.params += [one for one in get_command(app).params if one.name in ("quiet", "verbose")]
-    panels = {option: title for title, options in COMMANDS[name].get("panels", {}).items() for option in options}
-    for parameter in command.params:
-        if title := panels.get(parameter.name or ""):
-            parameter.rich_help_panel = title  # type: ignore[attr-defined]
     return command
 
 
@@ -67,8 +66,7 @@ class _PlainHelp:
 def _type_shown(parameter: Any, ctx: Any) -> str | None:
     if parameter.param_type_name == "argument" or getattr(parameter, "is_flag", False):
         return None
-    shown = type(parameter).display_type_rich(parameter, ctx) or ""
-    return re.sub("<(int|float)( range)?>", "N", shown).replace("<str>", "TEXT")
+    return (type(parameter).display_type_rich(parameter, ctx) or "").replace("<str>", "TEXT")
 
 
 class _Command(_PlainHelp, TyperCommand):
@@ -107,13 +105,6 @@ for _name, _about in COMMANDS.items():
 _UsageProblem: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 _INTERRUPTED = 130
-# What typer (by way of pydantic) says of numbers, and what we say.
-_WANTED = {
-    "^Input should be greater than or equal to ": "must be at least ",
-    "^Input should be less than or equal to ": "must be at most ",
-    "^Input should be a valid integer.*": "must be a whole number",
-    "^Input should be a valid number.*": "must be a number",
-}
 
 
 def _show_version(value: bool) -> None:
@@ -197,26 +188,16 @@ def _how_to_get(package: str) -> str:
 def _usage_text(error: Exception) -> str:
     """Return a usage problem as one line, with where help stands."""
     text = getattr(error, "format_message", lambda: str(error))().rstrip(".")
-    text = _in_words(text)
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "ddltool"
     return f"{text}; see {command} --help" if text else f"see {command} --help"
 
 
-def _in_words(text: str) -> str:
-    """Return what typer says of an option's value as the other errors put it: the option, then what is wanted."""
-    match = re.fullmatch(r"Invalid value for (?:'-\w' / )?'(?P<option>[\w-]+)': (?P<problem>.*)", text, re.DOTALL)
-    if match is None:
-        return text
-    problem = match["problem"]
-    for sign, words in _WANTED.items():
-        problem = re.sub(sign, words, problem)
-    return f"{match['option']}: {problem}"
-
-
 def _fail(text: str, code: int) -> int:
     with contextlib.suppress(AttributeError, OSError):  # stdout may be closed, or its disk full
         sys.stdout.flush()
+    if is_follower():
+        return code
     if VOICE.verbose and not isinstance(sys.exception(), DdlToolError | _UsageProblem | KeyboardInterrupt | None):
         traceback.print_exc()
     print(f"error: {one_line(text)}", file=sys.stderr)  # noqa: T201 - this is the one place that reports errors

@@ -1,49 +1,61 @@
-"""Options that several subcommands share, so that one thing has one name and one help text; which have a part in a mode."""
+"""What the types of options say, and how their texts are read: each error names the option; which have a part in a mode."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import math
+import os
+import re
+import shlex
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ddltool.errors import InputError
+from ddltool.errors import InputError, known, shortened
 from ddltool.links import DATASHEET
+from ddltool.units import parse_duration, parse_share
 
-_SHORT = 26
-"""So many letters of choices fit beside an option's name in --help; more stand in its text."""
-
-
-def one_of(*names: str, help: str) -> dict[str, Any]:
-    """Return what makes an option name its choices in --help and in completion; a wrong one is refused by who reads it."""
-    return _choices(names, help, "NAME", lambda: list(names))
+Remark = dict[str, Any]
+"""What a parameter's type says beside it (``Annotated[int, within(1)]``), in the words of ``typer.Option``."""
 
 
-def device_names(begun: str) -> list[str]:
-    """Complete the last of a list of device types that ship."""
+def within(least: int, most: int | None = None) -> Remark:
+    """Return the ends of a whole number."""
+    ends = f"[{least}<=x<={most}]" if most is not None else f"[x>={least}]"
+    return {"metavar": f"N {ends}", "reader": number(least, math.inf if most is None else most, whole=True)}
+
+
+def completed(names: Iterable[str]) -> Remark:
+    """Return what completes a word by names."""
+    return {"autocompletion": lambda: [*names]}
+
+
+def one_of(*names: str) -> Remark:
+    """Return what makes an option name its choices, in --help and in completion, and refuse any other."""
+    return {"choices": names, **completed(names), "reader": lambda text, option: known(option, text, names)}
+
+
+def some_of(*names: str) -> Remark:
+    """Return the choices of a list of names separated by commas: completion goes on after the last comma."""
+    return {"choices": names, "metavar": "NAME[,NAME]", **after_comma(lambda: names)}
+
+
+def after_comma(names: Callable[[], Iterable[str]]) -> Remark:
+    """Return what completes the last of a list of names."""
+
+    def complete(begun: str) -> list[str]:
+        before, comma, _ = begun.rpartition(",")
+        return [f"{before}{comma}{name}" for name in names()]
+
+    return {"autocompletion": complete}
+
+
+def _device_names() -> list[str]:
     from ddltool.fixtures.loading import known_devices  # `ddltool --help` reads this module, and no table
 
-    before, comma, _ = begun.rpartition(",")
-    return [f"{before}{comma}{device.name}" for device in known_devices().devices]
-
-
-def some_of(*names: str, help: str) -> dict[str, Any]:
-    """Return the same for a list of names separated by commas: completion goes on after the last comma."""
-
-    def complete(incomplete: str) -> list[str]:
-        before, comma, _ = incomplete.rpartition(",")
-        return [f"{before}{comma}{name}" for name in names]
-
-    return _choices(names, help, "NAME[,NAME]", complete)
-
-
-def _choices(names: Sequence[str], text: str, metavar: str, complete: Callable[..., list[str]]) -> dict[str, Any]:
-    short = "|".join(names)
-    if metavar == "NAME" and len(short) <= _SHORT:
-        return {"metavar": short, "help": text, "autocompletion": complete}
-    return {"metavar": metavar, "help": f"{text} One of: {', '.join(names)}.", "autocompletion": complete}
+    return [device.name for device in known_devices().devices]
 
 
 @dataclass
@@ -68,6 +80,13 @@ class Voice:
 
 
 VOICE = Voice()
+
+
+def is_follower() -> bool:
+    """Return whether this process is one of a torchrun job for which rank 0 speaks."""
+    return "WORLD_SIZE" in os.environ and os.environ.get("RANK", "0") != "0"
+
+
 _EVERYWHERE: dict[str, Any] = {"expose_value": False, "is_eager": True, "rich_help_panel": "How much it says"}
 Quiet = Annotated[
     bool,
@@ -83,51 +102,6 @@ Verbose = Annotated[
         callback=VOICE.set("verbose"),
         help="The seconds of each stage on stderr; a traceback for an internal error.",
         **_EVERYWHERE,
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout; all else goes to stderr.")]
-Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the artifact here.")]
-DevicesFile = Annotated[
-    Path | None, typer.Option("--devices-file", metavar="FILE", help="Device types of your own, YAML or JSON.")
-]
-AllowCode = Annotated[
-    bool, typer.Option("--allow-code", help="Import and run the file.py:f or package.module:f that a file names.")
-]
-Precision = Annotated[
-    str,
-    typer.Option(
-        **one_of("fp32", "tf32", "amp", "bf16", help="fp32: torch's default, convolutions may use TF32; amp: float16.")
-    ),
-]
-ChannelsLast = Annotated[bool, typer.Option("--channels-last", help="Images in channels_last.")]
-SequenceLength = Annotated[int | None, typer.Option(help="Tokens of a sample; the source's own by default.", min=1)]
-Compress = Annotated[
-    str | None, typer.Option(metavar="NAME", help="What compressed gradients would bring DDP: bf16 or powersgd:RANK.")
-]
-NcclTests = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--nccl-tests", metavar="FILE", help="A log of nccl-tests, which overrides the model; repeat for more."
-    ),
-]
-LocalLink = Annotated[
-    str | None,
-    typer.Option(
-        "--link",
-        metavar="NAME",
-        autocompletion=lambda: [*DATASHEET],
-        help="Inside a node: nvlink3, pcie4, ..., or a rate as 240GB/s.",
-    ),
-]
-Nic = Annotated[
-    str | None, typer.Option("--nic", metavar="RATE", help="A node's RDMA cards by datasheet, e.g. 8x200Gbit.")
-]
-Seed = Annotated[int, typer.Option("--seed", help="Seed of everything random.", min=0)]
-Source = Annotated[
-    str,
-    typer.Argument(
-        metavar="SOURCE",
-        help="model.onnx, package.module:factory, file.py:factory, zoo:NAME, transformers:NAME, timm:NAME or graph.json.",
     ),
 ]
 
@@ -151,3 +125,137 @@ def demand_part(context: typer.Context, mode: str, allowed: Collection[str], *, 
         is_option = parameter.param_type_name == "option"
         shown = parameter.opts[-1] if is_option else getattr(parameter, "metavar", None) or name.upper()
         raise InputError(shown, f"has no part in {mode}", instead)
+
+
+_LONGEST_BUDGET_S = 30 * 86400.0
+_MOST_NUMBERS = 1000
+
+
+@contextmanager
+def as_options(names: Mapping[str, str]) -> Iterator[None]:
+    """Name the option in an InputError of the code inside: library functions name their own fields.
+
+    ``names``: the option by the field. Also decorates a command.
+    """
+    try:
+        yield
+    except InputError as error:
+        if error.where in names:
+            field, error.where = error.where, names[error.where]
+            # what was added to the line since, such as the rows that are kept, stays
+            error.args = (error.where + str(error).removeprefix(field),)
+        raise
+
+
+def number(least: float = -math.inf, most: float = math.inf, *, whole: bool = False) -> Callable[[str, str], float]:
+    """Return what reads a number from ``least`` to ``most`` in a text of an option."""
+    kind = "whole number" if whole else "number"
+
+    def read(text: str, where: str) -> float:
+        try:
+            value = int(text) if whole else float(text)
+        except ValueError:
+            raise InputError(where, f"{shortened(text, 60)!r} is no {kind}", f"give a {kind}") from None
+        if math.isnan(value):
+            raise InputError(where, "is nan", "give a number")
+        if not least <= value <= most:
+            limits = f"from {least:.15g} to {most:.15g}" if most < math.inf else f"of at least {least:.15g}"
+            raise InputError(where, f"is {value:.15g}", f"give a {kind} {limits}")
+        return value
+
+    return read
+
+
+def integers(
+    text: str, where: str, least: int = 1, most: int | None = None, *, ordered: bool = True, once: bool = True
+) -> tuple[int, ...]:
+    """Return the numbers in ``1,2,4``; ``once``: each once, ``ordered``: by size, else as they stand.
+
+    Raises InputError for anything that is no whole number from ``least`` to ``most``.
+    """
+    remedy = "write for example 1,2,4" if least else "write for example 0,1,4"
+    try:
+        values = tuple(int(part) for part in text.split(","))
+    except ValueError:  # also a number of thousands of digits
+        shown = text if len(text) <= 60 else f"{text[:60]}..."
+        raise InputError(where, f"{shown!r} is not a list of whole numbers", remedy) from None
+    if min(values) < least:
+        raise InputError(where, f"{min(values)} is below {least}", f"write whole numbers >= {least}")
+    if most is not None and max(values) > most:
+        raise InputError(where, f"has {max(values)}", f"give whole numbers up to {most}")
+    if len(values) > _MOST_NUMBERS:
+        raise InputError(where, f"holds {len(values)} numbers", f"give at most {_MOST_NUMBERS}")
+    return (tuple(sorted(set(values)) if ordered else dict.fromkeys(values))) if once else values
+
+
+def pairs(text: str, where: str, form: str, example: str, value: str = ".+") -> dict[str, str]:
+    """Return ``NAME=VALUE,NAME=VALUE`` by name. Raises InputError where one is not of the ``form``, or comes twice.
+
+    ``value``: the pattern that values match.
+    """
+    made: dict[str, str] = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, _, given = (each.strip() for each in part.rpartition("="))
+        if not (name and re.fullmatch(value, given, re.ASCII)):
+            raise InputError(where, f"{shortened(part, 80)!r} is not {form}", f"for example {example}")
+        if name in made:
+            raise InputError(where, f"gives {name} twice", "give it once")
+        made[name] = given
+    return made
+
+
+def device_counts(text: str, option: str) -> dict[str, int]:
+    """Return ``V100=2,T4=1`` as numbers by device type. Raises InputError for anything else."""
+    found = pairs(text, option, "TYPE=N", "V100=2,T4=1", "[0-9]{1,9}")
+    if not found:
+        raise InputError(option, f"{text!r} is not TYPE=N", "for example V100=2,T4=1")
+    return {name: int(count) for name, count in found.items()}
+
+
+def share(text: str, where: str) -> float:
+    """Return the share that ``5%`` or ``0.05`` means. Raises InputError unless it lies above 0 and below 1."""
+    value = parse_share(text)
+    if not 0 < value < 1:
+        raise InputError(where, f"{text!r} is not a share", "write for example 5% or 0.05")
+    return value
+
+
+def percent(text: str, where: str) -> float:
+    """Return ``15%`` or ``0.15`` as 0.15.
+
+    Raises InputError for anything else, negative or not finite, and for a bare number above 1: who writes 15 means 15%.
+    """
+    value = parse_share(text)
+    if not (math.isfinite(value) and value >= 0):
+        raise InputError(where, f"{text!r} is no share", "write for example 15% or 0.15")
+    if value > 1 and not text.strip().endswith("%"):
+        raise InputError(where, f"{text!r} would be {100 * value:g}%", f"write {value:g}% or {value / 100:g}")
+    return value
+
+
+def budget(text: str, where: str) -> float:
+    """Return the seconds that ``60s`` or ``5min`` means. Raises InputError for 0, and for more than thirty days."""
+    seconds = parse_duration(text, where)
+    if not 0 < seconds <= _LONGEST_BUDGET_S:
+        raise InputError(where, f"{text!r} is not a usable time", "write a time above 0 and up to 720h, such as 60s")
+    return seconds
+
+
+def words(text: str, option: str) -> list[str]:
+    """Return a script and its arguments. Raises InputError naming the option where there are none."""
+    try:
+        found = shlex.split(text)
+    except ValueError as error:
+        raise InputError(option, f"cannot be split into words ({error})", "mind the quotes") from None
+    if not found or not text.isprintable():
+        raise InputError(option, "names no script, or holds a line break", 'give "train.py --its options"')
+    if not found[0] or found[0].startswith("-"):
+        raise InputError(option, f"begins with {found[0]!r}, which is no script", 'give "train.py --its options"')
+    return found
+
+
+Seed = Annotated[int, within(0)]
+DEVICES = after_comma(_device_names)
+Precision = Annotated[str, one_of("fp32", "tf32", "amp", "bf16")]
+OPTIMIZER = one_of("none", "sgd", "momentum", "adam", "adamw")
+LocalLink = Annotated[str | None, completed(DATASHEET)]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 import threading
 import time
@@ -23,7 +21,7 @@ from rich.text import Text
 from ddltool.analyzers.reporting.section import Section, Table
 from ddltool.artifacts import save
 from ddltool.commands.options import VOICE
-from ddltool.errors import DdlToolError, visible
+from ddltool.errors import visible
 
 # A stage tells, where no bar can be drawn, after the first and then every so many seconds.
 _FIRST_LINE_S, _NEXT_LINES_S = 10.0, 10.0
@@ -108,7 +106,8 @@ def show(section: Section, *written: Path | None) -> None:
             continue
         made = _table_of(numbers)
         for name in numbers.spare:
-            if name in numbers.header and _width(console, made) > console.width:
+            width = console.measure(made, options=console.options.update(width=1000)).maximum  # nothing wrapped
+            if name in numbers.header and width > console.width:
                 numbers = numbers.without(name)
                 made = _table_of(numbers)
         console.print(made)
@@ -119,15 +118,15 @@ def finish(found: BaseModel, section: Callable[[], Section], output: Path | None
     """Write a result where it was asked for, and print it: as one JSON document, or as its section."""
     if output is not None:
         save(found, output)
+    answer(found, section, as_json, output)
+
+
+def answer(found: BaseModel, section: Callable[[], Section], as_json: bool, *written: Path | None) -> None:
+    """Print a result: as one JSON document, or as its section and which files it was written to."""
     if as_json:
         print_json(found)
     else:
-        show(section(), output)
-
-
-def _width(console: Console, made: Grid) -> int:
-    """Return how wide a table would be if nothing in it were wrapped."""
-    return console.measure(made, options=console.options.update(width=1000)).maximum
+        show(section(), *written)
 
 
 def _table_of(numbers: Table) -> Grid:
@@ -178,16 +177,3 @@ def progress(title: str, total: int | None = None) -> Iterator[Callable[[int, st
             over.set()
     if VOICE.verbose:
         note(f"{title}: {time.monotonic() - begin_s:.1f} s")
-
-
-@contextmanager
-def rank_0_speaks() -> Iterator[None]:
-    """Let the errors of a torchrun job's ranks other than 0 end the process without a word, with their exit code."""
-    if "WORLD_SIZE" not in os.environ or os.environ.get("RANK", "0") == "0":
-        yield
-        return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal tells rank 0 as well, and it ends all
-    try:
-        yield
-    except DdlToolError as error:
-        raise SystemExit(error.exit_code) from None

@@ -8,16 +8,16 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
-from ddltool.commands import values
-from ddltool.commands.options import Json, Output, Seed, Source, is_given, one_of
-from ddltool.commands.output import note, out, print_json, progress, rank_0_speaks, table, tell_written
+from ddltool.commands.declaring import called
+from ddltool.commands.options import Seed, budget, integers, is_given, one_of, share, within
+from ddltool.commands.output import note, out, print_json, progress, table, tell_written
 from ddltool.errors import DdlToolError, InputError
-from ddltool.outputs import check_outputs
 from ddltool.results import ProfileResult
 from ddltool.runtime.measuring.campaign import (
     LARGEST_BATCH,
@@ -31,87 +31,56 @@ from ddltool.runtime.measuring.profiling import BUDGET_S, RESOLVER, device_memor
 from ddltool.runtime.measuring.torchrun_job import Job, Place, job_from_environment
 from ddltool.units import counted, parse_bytes, show_bytes, show_seconds
 
+_replicas = partial(integers, most=MOST_REPLICAS)
+_accumulation = partial(integers, least=0, most=MOST_STEPS)
 
-@values.as_options({"replicas": "--replicas"})
+
+def _sizes(text: str, where: str) -> tuple[int, ...]:
+    return () if text == "auto" else integers(text, where, most=LARGEST_BATCH)
+
+
 def profile(
     context: typer.Context,
-    source: Source,
-    batch_sizes: Annotated[
-        str,
-        typer.Option(
-            metavar="N,N,...|auto",
-            help="Local batch sizes, 1,2,4,8 by default; auto searches where throughput saturates.",
-        ),
-    ] = "",
-    replicas: Annotated[
-        str,
-        typer.Option(
-            metavar="N,N,...", help="How many processes to measure with; 1, and all of a torchrun job, by default."
-        ),
-    ] = "",
-    accumulation: Annotated[
-        str, typer.Option(metavar="N,N,...", help="Accumulation steps before the one that synchronises; 0 is none.")
-    ] = "0",
-    device: Annotated[str, typer.Option(**one_of("cpu", "cuda", help="Where it trains."))] = "cpu",
-    device_name: Annotated[
-        str, typer.Option(metavar="NAME", help="Name to write in the device column; cpu or cuda by default.")
-    ] = "",
-    precision: Annotated[str, typer.Option(metavar="SHARE", help="How well to know every step time.")] = "5%",
-    budget: Annotated[
-        str, typer.Option(metavar="TIME", help="Stop measuring after this long; 60s by default without --repeats.")
-    ] = "",
-    repeats: Annotated[
-        int | None, typer.Option(help="Timed steps per configuration, in place of --precision.", min=1, max=MOST_STEPS)
-    ] = None,
-    warmup: Annotated[int, typer.Option(help="Untimed steps before them.", min=0, max=MOST_STEPS)] = 2,
-    threads: Annotated[int, typer.Option(help="Threads of each process; 0 shares the cores.", min=0, max=4096)] = 0,
-    memory: Annotated[
-        str, typer.Option(metavar="SIZE|all", help="Search the largest batch that fits, by trying; all is a whole GPU.")
-    ] = "",
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Keep the rows of -o FILE; measure what is missing.")
-    ] = False,
-    output: Output = None,
+    source: str,
+    batch_sizes: Annotated[tuple[int, ...], _sizes] = (1, 2, 4, 8),
+    replicas: Annotated[tuple[int, ...] | None, _replicas] = None,
+    accumulation: Annotated[tuple[int, ...], _accumulation] = (0,),
+    device: Annotated[str, one_of("cpu", "cuda")] = "cpu",
+    device_name: str = "",
+    precision: Annotated[float, share] = 0.05,
+    budget_s: Annotated[float | None, budget] = None,
+    repeats: Annotated[int | None, within(1, MOST_STEPS)] = None,
+    warmup: Annotated[int, within(0, MOST_STEPS)] = 2,
+    threads: Annotated[int, within(0, 4096)] = 0,
+    memory: str = "",
+    resume: bool = False,
+    output: Path | None = None,
     seed: Seed = 0,
-    as_json: Json = False,
+    as_json: bool = False,
 ) -> None:
     """Measure training steps here: step time, synchronisation and memory by batch size and number of processes."""
-    with rank_0_speaks():
-        check_outputs([], {"-o": output})
-        sizes: tuple[int, ...] = (1, 2, 4, 8)
-        if batch_sizes:
-            auto = batch_sizes == "auto"
-            sizes = () if auto else values.integers(batch_sizes, "--batch-sizes", most=LARGEST_BATCH)
-        counts = values.integers(replicas, "--replicas", most=MOST_REPLICAS) if replicas else None
-        if repeats is not None and is_given(context, "precision"):
-            problem = "has no part beside --repeats, which takes its place"
-            raise InputError("--precision", problem, "give one of the two")
-        if repeats is not None and not sizes:
-            raise InputError("--batch-sizes", "auto searches with --precision", "leave --repeats out")
-        if device not in ("cpu", "cuda"):
-            raise InputError("--device", f"unknown device {device!r}", "cpu or cuda")
-        place = job_from_environment()
-        if resume and not threads and place is None and output is not None and output.is_file():
-            # The default depends on the numbers of replicas, and what is missing may be fewer than were measured.
-            threads = threads_of(output)
-        otherwise_s = math.inf if repeats is not None else BUDGET_S
-        request = MeasureRequest(
-            source=source,
-            resolver=RESOLVER,
-            batch_sizes=sizes,
-            replicas=counts or tuple(sorted({1, place.world_size if place is not None else 1})),
-            accumulation=values.integers(accumulation, "--accumulation", least=0, most=MOST_STEPS),
-            device=device,
-            device_name=device_name or device,
-            threads=threads,
-            processes=place.local_world_size if place is not None else 0,
-            warmup=warmup,
-            repeats=repeats,
-            precision=values.share(precision, "--precision"),
-            budget_s=values.budget(budget, "--budget") if budget else otherwise_s,
-            seed=seed,
-        )
-        _measure(request, place, memory, output, resume=resume, as_json=as_json)
+    if repeats is not None and is_given(context, "precision"):
+        problem = "has no part beside --repeats, which takes its place"
+        raise InputError("--precision", problem, "give one of the two")
+    if repeats is not None and not batch_sizes:
+        raise InputError("--batch-sizes", "auto searches with --precision", "leave --repeats out")
+    place = job_from_environment()
+    if resume and not threads and place is None and output is not None and output.is_file():
+        # The default depends on the numbers of replicas, and what is missing may be fewer than were measured.
+        threads = threads_of(output)
+    request = called(
+        context,
+        MeasureRequest,
+        resolver=RESOLVER,
+        batch_sizes=batch_sizes,
+        replicas=replicas or tuple(sorted({1, place.world_size if place is not None else 1})),
+        device_name=device_name or device,
+        threads=threads,
+        processes=place.local_world_size if place is not None else 0,
+        repeats=repeats,
+        budget_s=budget_s or (math.inf if repeats is not None else BUDGET_S),
+    )
+    _measure(request, place, memory, output, resume=resume, as_json=as_json)
 
 
 def _measure(

@@ -63,7 +63,7 @@ def ddltool_dir(pytestconfig: pytest.Config) -> Path:
 @pytest.fixture(scope="session")
 def ddltool_graph(ddltool_dir: Path) -> Callable[[str], Graph]:
     """Read a graph of the folder by name: ``ddltool_graph("resnet50.graph.json.gz")``."""
-    from ddltool.graph_io import read_graph
+    from ddltool.graph import read_graph
 
     return lambda name: _told(lambda: read_graph(_inside(ddltool_dir, name)))
 

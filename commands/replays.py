@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,75 +15,26 @@ from ddltool.analyzers.scheduling.policies import POLICIES, policies
 from ddltool.analyzers.scheduling.replay import Setup
 from ddltool.analyzers.scheduling.simulator import Options, Policy
 from ddltool.analyzers.scheduling.truth import FittedJob
-from ddltool.commands.options import is_given, some_of
+from ddltool.artifacts import check_outputs
+from ddltool.commands.options import as_options, integers, is_given, number, pairs, some_of, within
 from ddltool.commands.output import note
-from ddltool.errors import InputError, did_you_mean
+from ddltool.errors import InputError, known
 from ddltool.fixtures.loading import folder
-from ddltool.outputs import check_outputs
 from ddltool.units import parse_duration
 
-_on_nodes = partial(typer.Option, rich_help_panel="Nodes that fail")
-
-ClusterFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--cluster", metavar="CLUSTER.yaml", help="Nodes and their GPUs; 4 nodes of 4 that ship, without --traces."
-    ),
-]
-Traces = Annotated[
-    list[Path] | None,
-    typer.Option(
-        metavar="DIR",
-        help="Folder with one folder of measurements per application; repeatable; without it the two that ship.",
-    ),
-]
-PolicyNames = Annotated[str, typer.Option("--policy", **some_of(*POLICIES, "all", help="Which to replay."))]
-Interval = Annotated[float, typer.Option(help="Seconds between scheduling rounds.")]
-RestartDelay = Annotated[float, typer.Option(help="Seconds that a start or restart costs.")]
-Power = Annotated[float, typer.Option(help="p of Pollux's fitness, -50 to 50: lower is fairer.")]
-Interference = Annotated[float, typer.Option(help="Share of speed lost by jobs across nodes that share a node.")]
-React = Annotated[
-    bool, typer.Option("--react", help="Also schedule whenever a job arrives or ends, or a node goes or comes.")
-]
-WholeSeconds = Annotated[
-    bool, typer.Option("--whole-seconds", help="End epochs at whole seconds, as the published simulator does.")
-]
-Price = Annotated[str, typer.Option(metavar="PRICE|TYPE=PRICE,...", help="Price of a GPU hour.")]
-FittedModels = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--goodput",
-        metavar="APP=FILE,noise=N,...",
-        help="A fitted goodput.json in place of an application's traces; needs noise=, samples= and batch= (M0); "
-        "also max-batch=, max-local=; repeatable.",
-    ),
-]
-Mtbf = Annotated[str, _on_nodes(metavar="TIME", help="Mean time between failures of one node, such as 48h.")]
-Repair = Annotated[str, _on_nodes(metavar="TIME", help="How long a failed node is down.")]
-CheckpointInterval = Annotated[
-    str, _on_nodes(metavar="TIME", help="Training between checkpoints; a failure undoes what came after.")
-]
-NodeEvents = Annotated[
-    Path | None, _on_nodes("--failures", metavar="FILE.csv", help="Node events: time,node,event (fail, leave, join).")
-]
-FailureSeed = Annotated[int, _on_nodes(min=0, help="Seed of the drawn failures.")]
+PolicyNames = Annotated[str, some_of(*POLICIES, "all")]
 
 
-def _named(text: str) -> str:
+FailureSeed = Annotated[int, within(0)]
+
+
+def _named(text: str, where: str) -> str:
     if not text:
-        raise InputError("APP", "is empty", "name an application that has a folder in --traces")
+        raise InputError(where, "is empty", "name an application that has a folder in --traces")
     return text
 
 
-Application = Annotated[
-    str, typer.Argument(metavar="APP", parser=_named, help="An application that has a folder in --traces.")
-]
-
-OPTIONS = {
-    name: f"--{name.replace(' ', '-')}"
-    for name in ("interval", "restart delay", "interference", "power", "mtbf", "repair", "checkpoint interval")
-}
-"""What the library calls these options in its errors."""
+Application = Annotated[str, _named]
 
 
 def read_setup(context: typer.Context) -> tuple[Setup, ClusterSpec, Mapping[str, Callable[[], Policy]]]:
@@ -154,33 +103,14 @@ def _check_partners(context: typer.Context) -> None:
         raise InputError("--power", problem, "leave it out, or replay pollux, which alone reads it")
 
 
-# The texts that options take.
-
-
-def _fields(text: str, where: str, readers: Mapping[str, Callable[[str], Any]]) -> dict[str, Any]:
+def _fields(text: str, where: str, readers: Mapping[str, Callable[[str, str], Any]]) -> dict[str, Any]:
     """Return the values of ``key=value,key=value``. Raises InputError for unknown or repeated keys and bad values."""
-    made: dict[str, Any] = {}
-    for part in filter(None, (each.strip() for each in text.split(","))):
-        key, equals, value = part.partition("=")
-        if not equals or key not in readers:
-            raise InputError(where, f"unknown field {part!r}", f"KEY=VALUE; {did_you_mean(key, readers)}")
-        if key in made:
-            raise InputError(where, f"gives {key} twice", "give it once")
-        try:
-            made[key] = readers[key](value)
-        except (ValueError, OverflowError):
-            kind = "a whole number" if readers[key] is int else "a number"
-            raise InputError(f"{where}:{key}", f"is {value!r}", kind) from None
-    return made
+    found = pairs(text, where, "KEY=VALUE", ",".join(f"{key}=1" for key in readers))
+    return {key: readers[known(where, key, list(readers))](value, f"{where}:{key}") for key, value in found.items()}
 
 
-@contextmanager
-def _inside(where: str) -> Iterator[None]:
-    """Name the option in front of the field in an InputError of the code inside."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(f"{where}:{error.where}", error.problem, error.remedy) from None
+def _whole(text: str, where: str) -> int:
+    return integers(text, where)[0]
 
 
 def _fitted(texts: Sequence[str]) -> list[FittedModel]:
@@ -197,12 +127,12 @@ def _fitted(texts: Sequence[str]) -> list[FittedModel]:
         if name in made:
             raise InputError("--goodput", f"gives {name} twice", "one model per application")
         where = f"--goodput {name}"
-        readers = {"noise": float, "samples": float, "batch": int, "max-batch": int, "max-local": int}
+        readers = {"noise": number(), "samples": number(), "batch": _whole, "max-batch": _whole, "max-local": _whole}
         fields = _fields(given, where, readers)
         for key in ("noise", "samples", "batch"):
             if key not in fields:
                 raise InputError(where, f"lacks {key}", "noise=SAMPLES,samples=TOTAL,batch=M0 are needed")
-        with _inside(where):
+        with as_options({name: f"{where}:{name}" for name in readers}):
             job = FittedJob(
                 noise_scale=fields["noise"],
                 total_samples=fields["samples"],
@@ -232,11 +162,8 @@ def _prices(text: str, cluster: ClusterSpec) -> dict[str, float] | None:
     if not text:
         return None
     if "=" in text:
-        made = _fields(text, "--price", dict.fromkeys(cluster.type_names, float))
+        made = _fields(text, "--price", dict.fromkeys(cluster.type_names, number()))
     else:
-        try:
-            made = dict.fromkeys(cluster.type_names, float(text))
-        except ValueError:
-            raise InputError("--price", f"is {text!r}", "a number per GPU hour, or TYPE=NUMBER,...") from None
+        made = dict.fromkeys(cluster.type_names, number()(text, "--price"))
     check_prices(made, cluster, "--price")
     return made

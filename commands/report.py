@@ -5,36 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from ddltool.commands.options import Json
+from ddltool.commands.options import number
 from ddltool.commands.output import out, print_json, progress, say, table
-from ddltool.commands.values import number
 
 _MOST_SAMPLES = 1e15
 
 
 def report(
-    artifacts: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="ARTIFACT...", help="Files of the kinds that 'ddltool schema' lists for report; .gz accepted."
-        ),
-    ],
-    output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="FILE.html", help="Where to write the page.")
-    ] = Path("report.html"),
-    title: Annotated[str, typer.Option(help="The page's title.")] = "ddltool report",
-    noise_scale: Annotated[
-        float | None,
-        typer.Option(
-            help="Gradient noise scale in samples for goodput maps; by default telemetry's, else none.",
-            metavar="SAMPLES",
-            parser=number("--noise-scale", 0, _MOST_SAMPLES),
-            show_default=False,
-        ),
-    ] = None,
-    as_json: Json = False,
+    artifacts: list[Path],
+    output: Path = Path("report.html"),
+    title: str = "ddltool report",
+    noise_scale: Annotated[float | None, number(0, _MOST_SAMPLES)] = None,
+    as_json: bool = False,
 ) -> None:
     """Show artifacts as one page: pictures with their numbers, for screen, phone and print.
 

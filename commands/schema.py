@@ -10,26 +10,24 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from pydantic import BaseModel, TypeAdapter
 
 from ddltool import graph_results, results, simulation_results
 from ddltool.artifacts import kind_of, save
 from ddltool.calibration import CalibrationTable
-from ddltool.commands.options import Json, Output
+from ddltool.commands.options import completed
 from ddltool.commands.output import out, print_json, table
 from ddltool.companion import CompanionMeta
 from ddltool.device import DeviceTable
 from ddltool.errors import InputError, did_you_mean
 from ddltool.goodput_model import Goodput
-from ddltool.graph_io import GraphDocument
+from ddltool.graph import GraphDocument
 from ddltool.job import Cluster, Job
 from ddltool.job_state import JobState
 from ddltool.plans import Enforcement, Plan
 from ddltool.profiles import ProfileRow
 from ddltool.results import KindsResult, ListedKind
-from ddltool.sync_rows import SyncRow
-from ddltool.telemetry import BalanceEvent, TelemetryRow
+from ddltool.telemetry import BalanceEvent, SyncRow, TelemetryRow
 
 FILES, RESULTS = (
     [ListedKind(name=name, form=form, written_by=by, read_by=to) for name, (form, by, to) in kinds.items()]
@@ -78,16 +76,9 @@ def schema_of(kind: str) -> dict[str, Any]:
 
 
 def schema(
-    kind: Annotated[
-        str,
-        typer.Argument(
-            metavar="[KIND]",
-            autocompletion=lambda: [*KINDS],
-            help="graph, profile, goodput, cluster, job, plan, enforcement, telemetry, ...; none: list all kinds.",
-        ),
-    ] = "",
-    output: Output = None,
-    as_json: Json = False,
+    kind: Annotated[str, completed(KINDS)] = "",
+    output: Path | None = None,
+    as_json: bool = False,
 ) -> None:
     """Print the JSON Schema of a kind of document (of one row, for tables), or list the kinds."""
     if not kind:

@@ -5,17 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from ddltool.analyzers.reporting.stragglers_section import stragglers_section
+from ddltool.analyzers.reporting.telemetry_section import stragglers_section
 from ddltool.analyzers.stragglers import diagnosis, operations
 from ddltool.analyzers.stragglers.ranks import RankSteps, of_telemetry
 from ddltool.analyzers.stragglers.traces import of_traces
-from ddltool.artifacts import to_json, write_text
-from ddltool.commands.options import Json, Output
+from ddltool.artifacts import check_outputs, demand_once, to_json, write_text
+from ddltool.commands.options import within
 from ddltool.commands.output import finish, note, progress
 from ddltool.errors import InputError
-from ddltool.outputs import check_outputs, demand_once
 from ddltool.tables import read_table
 
 MOST_TRACES = 4096
@@ -23,21 +20,11 @@ _ROWS = (".jsonl", ".ndjson")
 
 
 def stragglers(
-    sources: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="TRACE...", help="A profiler trace for each rank, a folder of them, telemetry.jsonl, or .parquet."
-        ),
-    ],
-    batch_size: Annotated[
-        int, typer.Option(help="Samples of a rank in a step, for the speeds; traces do not say.", min=1)
-    ] = 1,
-    feed: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Write speeds.csv (balance), ends.csv (barrier), telemetry.jsonl (plan)."),
-    ] = None,
-    output: Output = None,
-    as_json: Json = False,
+    sources: list[Path],
+    batch_size: Annotated[int, within(1)] = 1,
+    feed: Path | None = None,
+    output: Path | None = None,
+    as_json: bool = False,
 ) -> None:
     """Read the traces of all ranks: which one holds the others up, since when, why, and what to do."""
     paths = _files(sources)

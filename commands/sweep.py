@@ -7,45 +7,40 @@ from typing import Annotated
 
 import typer
 
-from ddltool.analyzers.reporting.sweep_section import sweep_section
+from ddltool.analyzers.reporting.simulation_section import sweep_section
 from ddltool.analyzers.scheduling import sweep as sweeps
 from ddltool.commands import replays
-from ddltool.commands.options import Json, Output, one_of
+from ddltool.commands.options import one_of, within
 from ddltool.commands.output import note, print_json, progress, show
-from ddltool.commands.values import as_options
 from ddltool.errors import CheckFailed, InputError
 
 
-@as_options(replays.OPTIONS)
 def sweep(
     context: typer.Context,
-    workloads: Annotated[
-        list[Path],
-        typer.Argument(metavar="WORKLOAD.csv...", help="Columns name, time, application, num_replicas, batch_size."),
-    ],
-    cluster: replays.ClusterFile = None,
-    traces: replays.Traces = None,
+    workloads: list[Path],
+    cluster: Path | None = None,
+    traces: list[Path] | None = None,
     policy: replays.PolicyNames = "pollux",
-    interval: replays.Interval = 60.0,
-    restart_delay: replays.RestartDelay = 30.0,
-    interference: replays.Interference = 0.0,
-    power: replays.Power = -1.0,
-    react: replays.React = False,
-    whole_seconds: replays.WholeSeconds = False,
-    goodput: replays.FittedModels = None,
-    price: replays.Price = "",
-    mtbf: replays.Mtbf = "",
-    repair: replays.Repair = "30m",
-    checkpoint_interval: replays.CheckpointInterval = "10m",
-    failures: replays.NodeEvents = None,
+    interval: float = 60.0,
+    restart_delay: float = 30.0,
+    interference: float = 0.0,
+    power: float = -1.0,
+    react: bool = False,
+    whole_seconds: bool = False,
+    goodput: list[str] | None = None,
+    price: str = "",
+    mtbf: str = "",
+    repair: str = "30m",
+    checkpoint_interval: str = "10m",
+    failures: Path | None = None,
     failure_seed: replays.FailureSeed = 0,
-    seeds: Annotated[int, typer.Option(min=1, max=100_000, help="Replay each with seeds 0 to N-1.")] = 1,
-    jobs: Annotated[int, typer.Option(min=1, max=4096, help="Local processes.")] = 1,
-    engine: Annotated[str, typer.Option(**one_of("local", "ray", help="ray: a Ray cluster."))] = "local",
-    compare: Annotated[str, typer.Option(metavar="A,B", help="Compare two policies in pairs, with intervals.")] = "",
-    csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="One row per replay.")] = None,
-    output: Output = None,
-    as_json: Json = False,
+    seeds: Annotated[int, within(1, 100_000)] = 1,
+    jobs: Annotated[int, within(1, 4096)] = 1,
+    engine: Annotated[str, one_of("local", "ray")] = "local",
+    compare: str = "",
+    csv: Path | None = None,
+    output: Path | None = None,
+    as_json: bool = False,
 ) -> None:
     """Replay several workloads, or one with several seeds, and compare policies by means and intervals."""
     setup, _, policies = replays.read_setup(context)

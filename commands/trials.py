@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
 
 import typer
 
-from ddltool.analyzers.reporting.sweep_section import search_section
+from ddltool.analyzers.reporting.simulation_section import search_section
 from ddltool.analyzers.scheduling.inputs import read_applications, read_cluster
 from ddltool.analyzers.scheduling.replay import search_trials
 from ddltool.analyzers.scheduling.simulator import Options
+from ddltool.artifacts import check_outputs
 from ddltool.commands import replays
-from ddltool.commands.options import Json, Output, Seed
+from ddltool.commands.options import Seed, integers
 from ddltool.commands.output import finish, progress
-from ddltool.commands.values import as_options, integers
-from ddltool.outputs import check_outputs
 from ddltool.simulation_results import TrialSearch
 
 
-@as_options(replays.OPTIONS)
 def trials(
     context: typer.Context,
     application: replays.Application,
-    cluster: replays.ClusterFile = None,
-    traces: replays.Traces = None,
+    cluster: Path | None = None,
+    traces: list[Path] | None = None,
     policy: replays.PolicyNames = "pollux",
-    local_batch: Annotated[
-        str, typer.Option(metavar="N,...", help="Fixed samples per GPU of the baseline; further ones beside it.")
-    ] = "128",
-    interval: replays.Interval = 60.0,
-    restart_delay: replays.RestartDelay = 30.0,
-    power: replays.Power = -1.0,
+    local_batch: str = "128",
+    interval: float = 60.0,
+    restart_delay: float = 30.0,
+    power: float = -1.0,
     seed: Seed = 0,
-    output: Output = None,
-    as_json: Json = False,
+    output: Path | None = None,
+    as_json: bool = False,
 ) -> None:
     """Replay a search of hyper-parameters, 100 trials of one application, under scheduling policies."""
     nodes, folders = replays.shipped_or(cluster, traces)

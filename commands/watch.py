@@ -2,46 +2,39 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ddltool.commands import values
-from ddltool.commands.options import Json, Output, Seed, Source
+from ddltool.commands.declaring import called
+from ddltool.commands.options import Seed, integers, within
 from ddltool.commands.output import out, print_json, progress, say, table
 from ddltool.errors import DdlToolError
-from ddltool.outputs import check_outputs
 from ddltool.results import WatchResult
 from ddltool.runtime.measuring.campaign import LARGEST_BATCH
 from ddltool.runtime.measuring.profiling import RESOLVER
 from ddltool.runtime.measuring.watch import WatchLost, WatchRequest, record, summarise, write_rows
 from ddltool.units import show_seconds
 
+_cores = partial(integers, least=0, ordered=False, once=False)
 
-@values.as_options({"replicas": "--replicas", "cores": "--cores", "watch": "--iterations"})
+
 def watch(
-    source: Source,
-    iterations: Annotated[int, typer.Option(min=1, help="How many to record.")] = 200,
-    batch_size: Annotated[int, typer.Option(min=1, max=LARGEST_BATCH, help="Samples of each process.")] = 8,
-    replicas: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
-    cores: Annotated[str, typer.Option(metavar="N,N,...", help="The core that each process stays on.")] = "",
-    output: Output = None,
+    context: typer.Context,
+    source: str,
+    iterations: Annotated[int, within(1)] = 200,
+    batch_size: Annotated[int, within(1, LARGEST_BATCH)] = 8,
+    replicas: Annotated[int, within(1)] = 2,
+    cores: Annotated[tuple[int, ...] | None, _cores] = None,
+    output: Path | None = None,
     seed: Seed = 0,
-    as_json: Json = False,
+    as_json: bool = False,
 ) -> None:
     """Train in local processes in lockstep and record speed, CPU and memory of each, for balance."""
-    check_outputs([], {"-o": output})
-    pinned = values.integers(cores, "--cores", least=0, ordered=False, once=False) if cores else None
-    request = WatchRequest(
-        source=source,
-        resolver=RESOLVER,
-        batch=batch_size,
-        workers=replicas,
-        iterations=iterations,
-        cores=pinned,
-        seed=seed,
-    )
+    sizes = {"batch": batch_size, "workers": replicas, "iterations": iterations}
+    request = called(context, WatchRequest, resolver=RESOLVER, **sizes)
     watch_workers(request, output, as_json)
 
 

@@ -6,60 +6,46 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from ddltool.analyzers.scheduling.cluster import ClusterSpec
 from ddltool.analyzers.scheduling.generator import PATTERNS, Pattern
 from ddltool.analyzers.scheduling.inputs import generated, read_cluster, read_jobs, read_templates, workload_csv
 from ddltool.artifacts import write_text
-from ddltool.commands.options import Json, Output, Seed, one_of
+from ddltool.commands.options import Seed, one_of
 from ddltool.commands.output import note, print_json, progress
-from ddltool.commands.replays import ClusterFile, Traces, shipped_or
-from ddltool.commands.values import as_options
+from ddltool.commands.replays import shipped_or
 from ddltool.errors import InputError
-from ddltool.outputs import check_outputs
 from ddltool.simulation_results import WorkloadResult
 
-_Pollux = Annotated[
-    bool, typer.Option("--pollux", help="Draw Pollux's six applications, whose traces do not ship; its shares of each.")
-]
 
-
-@as_options({name: f"--{name}" for name in ("jobs", "hours", "pattern")})
 def workload_generate(
-    jobs: Annotated[int, typer.Option(help="How many.")] = 160,
-    hours: Annotated[float, typer.Option(help="Over how long they arrive.")] = 8.0,
-    pattern: Annotated[str, typer.Option(**one_of(*PATTERNS, help="How they arrive."))] = "diurnal",
-    cluster: ClusterFile = None,
-    traces: Traces = None,
-    pollux: _Pollux = False,
+    jobs: int = 160,
+    hours: float = 8.0,
+    pattern: Annotated[str, one_of(*PATTERNS)] = "diurnal",
+    cluster: Path | None = None,
+    traces: list[Path] | None = None,
+    pollux: bool = False,
     seed: Seed = 0,
-    output: Output = None,
-    as_json: Json = False,
+    output: Path | None = None,
+    as_json: bool = False,
 ) -> None:
     """Write a synthetic workload: jobs of the applications that have traces, or of Pollux's."""
-    check_outputs([cluster], {"-o": output})
     asked = Pattern(jobs=jobs, hours=hours, pattern=pattern, seed=seed)
     machines, folders = _drawn_from(cluster, traces, pollux)
     _write(generated(asked, folders, machines), output, as_json)
 
 
-@as_options({name: f"--{name}" for name in ("jobs", "hours")})
 def workload_convert(
-    trace: Annotated[
-        Path, typer.Argument(metavar="TRACE", help="The trace of a cluster: Philly, Helios, Acme, Alibaba.")
-    ],
-    jobs: Annotated[int | None, typer.Option(help="Take so many, drawn with the seed; all by default.")] = None,
-    hours: Annotated[float | None, typer.Option(help="Take the busiest so many hours; all by default.")] = None,
-    cluster: ClusterFile = None,
-    traces: Traces = None,
-    pollux: _Pollux = False,
+    trace: Path,
+    jobs: int | None = None,
+    hours: float | None = None,
+    cluster: Path | None = None,
+    traces: list[Path] | None = None,
+    pollux: bool = False,
     seed: Seed = 0,
-    output: Output = None,
-    as_json: Json = False,
+    output: Path | None = None,
+    as_json: bool = False,
 ) -> None:
     """Write the trace of a cluster as a workload: each job stands for an application of its size class."""
-    check_outputs([trace, cluster], {"-o": output})
     machines, folders = _drawn_from(cluster, traces, pollux)
     with progress(f"reading {trace.name}"):
         templates = partial(read_templates, folders, machines)

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from ddltool.analyzers.loading.timed_graph import timed_graph
-from ddltool.commands.options import Json
+from ddltool.artifacts import make_folder
 from ddltool.commands.output import out, print_json, progress, say, table
 from ddltool.fixtures.loading import folder, graph_files
 from ddltool.fixtures.zoo import ZOO, entry
-from ddltool.graph import COMPUTE, RECV, Mode
-from ddltool.graph_io import read_graph, write_graph
+from ddltool.graph import COMPUTE, RECV, Mode, read_graph, write_graph
 from ddltool.graph_results import ZooModel, ZooResult
 
 MODES: dict[str, Mode] = {"inference": "inference", "training": "training"}
 
 
 def zoo(
-    write: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Write the fixture graphs (zoo and papers' toys) here.")
-    ] = None,
-    as_json: Json = False,
+    write: Path | None = None,
+    as_json: bool = False,
 ) -> None:
     """List the built-in models: parameters, size and ops in both modes, beside the figures of TicTac's Table 1."""
     if write is not None:
@@ -41,7 +35,7 @@ def zoo(
 
 def _write(to: Path, as_json: bool) -> None:
     """Write the shipped graphs: the zoo traced anew, the others (the papers' toys, and what TAC gets wrong) as they are."""
-    to.mkdir(parents=True, exist_ok=True)
+    make_folder(to)
     written: list[Path] = []
     with progress("tracing", len(ZOO) * len(MODES)) as advance:
         for path in graph_files():

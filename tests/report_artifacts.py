@@ -15,8 +15,7 @@ import numpy as np
 from ddltool.commands.main import run
 from ddltool.fixtures.loading import folder
 from ddltool.results import NetworkPair, NetworkResult
-from ddltool.sync_rows import BarrierRow, LeftRow, StepRow, SummaryRow
-from ddltool.telemetry import TelemetryRow
+from ddltool.telemetry import BarrierRow, LeftRow, StepRow, SummaryRow, TelemetryRow
 
 STRATEGIES = ("est", "bsp", "lb-bsp", "elastic-bsp", "auto")
 JOB = """

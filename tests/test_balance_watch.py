@@ -120,7 +120,7 @@ def test_each_worker_stays_on_the_core_asked_for() -> None:
         (("--cores", "0,-1"), "--cores: -1 is below 0"),
         (("--cores", "0"), "--cores: names 1 cores"),
         (("--cores", f"{max(os.sched_getaffinity(0))},99999"), "--cores: 99999 is not here; usable: "),
-        (("--iterations", "0"), "--iterations: must be at least 1"),
+        (("--iterations", "0"), "--iterations: is 0; give a whole number of at least 1"),
         (("--replicas", "4000"), "--replicas: is 4000; watch at most 256 local processes"),
         (("-o", "/nowhere/at/all.csv"), "/nowhere/at/all.csv"),
     ],

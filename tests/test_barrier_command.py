@@ -190,7 +190,7 @@ TWO = ["a,1,1.0", "a,2,2.0", "b,1,1.5", "b,2,3.0"]
         (TWO, ("--lookahead", "100001"), "--lookahead: "),
         (TWO, ("--predicted", "--predictor", "ema"), "--predictor: has no part in --predicted; leave it out"),
         (TWO, ("--lookahead", "0"), "--lookahead: "),
-        (TWO, ("--max-gap", "-1"), "--max-gap: must be at least 0; see ddltool barrier --help"),
+        (TWO, ("--max-gap", "-1"), "--max-gap: is -1; give a whole number of at least 0"),
         (TWO, ("-o", "/nowhere/barrier.json"), "/nowhere/barrier.json: cannot be written"),
     ],
 )

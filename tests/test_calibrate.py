@@ -17,7 +17,7 @@ from ddltool.analyzers.costs.fitting import Measured, Updated, merged, update
 from ddltool.analyzers.costs.model import CostModel, cost_model
 from ddltool.analyzers.costs.predict import WorkCurve
 from ddltool.analyzers.loading.fabrics import bus_bandwidth
-from ddltool.analyzers.loading.measured_rows import measured_rows
+from ddltool.analyzers.loading.imported_rows import measured_rows
 from ddltool.analyzers.loading.sources import work_of
 from ddltool.analyzers.tracing.dialect import Numerics
 from ddltool.device import Device
@@ -374,7 +374,12 @@ def test_telemetry_and_tables_of_others_take_the_device_given(cli: Cli, tmp_path
         ("rows.csv", f"{HEADER}\nA10,1,1,8,0.1,0\n", (), "does not say which model"),
         ("rows.csv", f"{HEADER}\nA10,1,2,8,0.1,0\n", ("--model", "zoo:cifarnet"), "has no rows of one replica"),
         ("rows.csv", f"{HEADER}\nA10,1,1,8,0.1,0\n", ("--device", "cpu-core"), "--device: cpu-core is no GPU"),
-        ("rows.csv", f"{HEADER}\nA10,1,1,8,0.1,0\n", ("--optimizer", "adamx"), "--optimizer: unknown 'adamx'"),
+        (
+            "rows.csv",
+            f"{HEADER}\nA10,1,1,8,0.1,0\n",
+            ("--optimizer", "adamx"),
+            "--optimizer: unknown optimizer 'adamx'",
+        ),
         ("rows.csv", f"{HEADER}\nA10,1,1,8,0.1,0\n", ("--batch-size", "8"), "--batch-size: has no part in"),
         ("rows.csv", f"{HEADER},origin\nA10,1,1,8,0.1,0,predicted\n", (), "row 1:origin: is predicted"),
         ("trace.json", "{}", (), "does not say the batch size; give it with --batch-size N"),

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from ddltool.commands import output
 from ddltool.commands.main import run
-from ddltool.graph_io import read_graph, to_document
+from ddltool.graph import read_graph, to_document
 from ddltool.profiles import read_profile
 from tests.conftest import Result
 
@@ -219,7 +219,11 @@ def test_bad_graphs(cli: Cli, folder: Path) -> None:
             "--device: unknown device 'V1000'; did you mean \"V100\"",
         ),
         (("trace", "FOLDER/graph.json", "--bandwidth", "fast"), 2, "--bandwidth: 'fast' is not a bandwidth"),
-        (("trace", "FOLDER/graph.json", "--mode", "test"), 2, "--mode: unknown mode 'test'; training or inference"),
+        (
+            ("trace", "FOLDER/graph.json", "--mode", "test"),
+            2,
+            "--mode: unknown mode 'test'; known: inference, training",
+        ),
         (("trace", "FOLDER/graph.json", "--mode", "inference"), 2, "holds a graph for training, not inference"),
         (
             ("trace", "FOLDER/graph.json", "--oracle", "moon"),
@@ -229,7 +233,7 @@ def test_bad_graphs(cli: Cli, folder: Path) -> None:
         (
             ("trace", "FOLDER/graph.json", "--batch-size", "0"),
             2,
-            "--batch-size: must be at least 1; see ddltool trace --help",
+            "--batch-size: is 0; give a whole number of at least 1",
         ),
         (("trace", "FOLDER/graph.json", "-o", "/proc/no/graph.json"), 2, "/proc/no/graph.json: cannot be written"),
         (("trace", "FOLDER/graph.json", "-o", "FOLDER"), 2, "is a folder; give a file name"),
@@ -238,7 +242,7 @@ def test_bad_graphs(cli: Cli, folder: Path) -> None:
         (
             ("trace", "FOLDER/graph.json", "--parameter-servers", "99999"),
             2,
-            "--parameter-servers: must be at most 10000; see",
+            "--parameter-servers: is 99999; give a whole number from 1 to 10000",
         ),
         (("trace",), 2, "Missing argument 'SOURCE'"),
         (("tarce", "x"), 2, "No such command 'tarce'"),
@@ -564,7 +568,7 @@ def test_what_no_check_foresees_is_one_line_too(cli: Cli, tmp_path: Path, monkey
     assert huge.code == 2
     assert "huge.json:ops[0].duration_s: is 1.7e+308, the sum up to it more than 1e+150" in huge.error_line
     graph, same = folder_graph(tmp_path, 1.0), tmp_path / "same.json"
-    assert "two different files" in cli("trace", graph, "-o", same, "--perfetto", same).error_line
+    assert "is written by -o too" in cli("trace", graph, "-o", same, "--perfetto", same).error_line
 
     def overflows(*_: object) -> None:
         raise OverflowError("too large")
@@ -596,7 +600,7 @@ def test_profile_network(cli: Cli, tmp_path: Path) -> None:
     assert document["bandwidth_bytes_per_s"] > 0
     assert document["latency_s"] >= 0
     assert cli("profile").error_line == "Missing argument 'SOURCE'; see ddltool profile --help"
-    assert cli("network", "--replicas", 1).error_line.startswith("--replicas: must be at least 2")
+    assert cli("network", "--replicas", 1).error_line.startswith("--replicas: is 1; give a whole number from 2 to")
 
 
 def test_run_returns_the_code() -> None:

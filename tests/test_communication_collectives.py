@@ -32,8 +32,7 @@ from ddltool.analyzers.tracing.torch_adapter import trace_torch
 from ddltool.device import Network
 from ddltool.errors import InputError
 from ddltool.fixtures.loading import devices, folder
-from ddltool.graph import Graph, Op
-from ddltool.graph_io import read_graph
+from ddltool.graph import Graph, Op, read_graph
 
 GROUP = Fabric.flat(1e9, 1e-4).over(4)
 NEAR = Fabric.flat(3e9, 1e-5).over(2)

@@ -24,8 +24,7 @@ from ddltool.analyzers.communication.shop import (
 )
 from ddltool.analyzers.communication.timeline import simulate
 from ddltool.fixtures.loading import folder
-from ddltool.graph import RECV, Graph, Op
-from ddltool.graph_io import read_graph
+from ddltool.graph import RECV, Graph, Op, read_graph
 from tests.strategies import timed_graphs
 
 

@@ -10,8 +10,7 @@ from ddltool.analyzers.communication.efficiency import improve, solve_exact
 from ddltool.analyzers.communication.order import tac
 from ddltool.analyzers.communication.timeline import Simulator
 from ddltool.fixtures.loading import folder
-from ddltool.graph import RECV, Graph
-from ddltool.graph_io import read_graph
+from ddltool.graph import RECV, Graph, read_graph
 from tests.strategies import timed_graphs
 from tests.test_communication_exact import training_graphs
 

@@ -35,8 +35,7 @@ from ddltool.decision import Option
 from ddltool.device import Network
 from ddltool.errors import Infeasible, InputError
 from ddltool.fixtures.loading import calibration, devices, folder
-from ddltool.graph import Graph
-from ddltool.graph_io import read_graph
+from ddltool.graph import Graph, read_graph
 from ddltool.job import GoodputSection, Job
 from ddltool.plans import Plan
 from tests.conftest import job, throughput

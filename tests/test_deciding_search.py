@@ -30,7 +30,7 @@ from ddltool.analyzers.placement.steps import best_step, device_counts
 from ddltool.device import Network
 from ddltool.errors import Infeasible, InputError
 from ddltool.fixtures.loading import calibration, devices, folder
-from ddltool.graph_io import read_graph
+from ddltool.graph import read_graph
 from ddltool.job import Job
 from ddltool.links import parse_link, parse_nic
 from tests.conftest import job

@@ -20,7 +20,7 @@ from ddltool.commands import demo as commands
 from ddltool.commands import demo_train
 from ddltool.commands.main import run
 from ddltool.goodput_model import Goodput
-from ddltool.graph_io import read_graph
+from ddltool.graph import read_graph
 from ddltool.plans import Enforcement, Plan
 from ddltool.profiles import read_profile
 from ddltool.tables import read_table
@@ -41,11 +41,11 @@ def demo(
         assert done.returncode == 0, done.stderr
         return folder, json.loads(done.stdout), done.stderr
 
-    def train(command: list[str], *_: object) -> int:
-        return max(abs(code or 0) for code, *_ in as_job(2, folder, forty_steps, *command[-2:]))
+    def train(command: list[str], *_: object) -> tuple[int, str]:
+        return max(abs(code or 0) for code, *_ in as_job(2, folder, forty_steps, *command[-2:])), ""
 
     with pytest.MonkeyPatch.context() as patch:
-        less = {"BATCH_SIZES": (1, 2, 3, 4), "REPLICAS": (1,), "REPEATS": 1, "SAMPLES": 2, "_run": train}
+        less = {"BATCH_SIZES": (1, 2, 3, 4), "REPLICAS": (1,), "REPEATS": 1, "SAMPLES": 2, "finish": train}
         for name, value in less.items():
             patch.setattr(commands, name, value)
         with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(io.StringIO()) as told:

@@ -14,7 +14,7 @@ from ddltool.analyzers.loading.sources import scan_source
 from ddltool.analyzers.placement.determinism import CLASSES, OPS, TORCH_VERSION, class_of, op_facts, scan
 from ddltool.analyzers.tracing.step import TrainingStep, default_loss
 from ddltool.analyzers.tracing.torch_adapter import trace_step
-from ddltool.commands.trace import show_determinism as determinism
+from ddltool.commands.main import load
 from ddltool.errors import InputError
 from ddltool.graph import Graph, Op
 
@@ -206,8 +206,12 @@ def test_the_level_is_the_lowest_of_its_ops() -> None:
         assert scan(graph_of(*chosen)).level == level
 
 
+def determinism(source: str, *more: str) -> None:
+    load("trace").main([source, "--determinism", *more], standalone_mode=False)
+
+
 def test_the_printed_document_and_table(capsys: pytest.CaptureFixture[str]) -> None:
-    determinism("zoo:cifarnet", as_json=True)
+    determinism("zoo:cifarnet", "--json")
     document = json.loads(capsys.readouterr().out)["determinism"]
     assert document["level"] == "none"
     assert document["d2_eligible"] is False

@@ -12,8 +12,7 @@ from ddltool.analyzers.costs.model import coverage
 from ddltool.analyzers.loading.timed_graph import timed_graph
 from ddltool.fixtures.loading import graph_files
 from ddltool.fixtures.zoo import ZOO
-from ddltool.graph import COMPUTE, RECV, SEND, Graph, Mode
-from ddltool.graph_io import read_graph
+from ddltool.graph import COMPUTE, RECV, SEND, Graph, Mode, read_graph
 from tests.toys import TOYS
 
 FILES = graph_files()

@@ -24,8 +24,7 @@ from ddltool.analyzers.gating.noise import Cell, cell_of, geometric_mean, past_l
 from ddltool.analyzers.gating.rules import default_rules, parse_rule
 from ddltool.analyzers.gating.verdict import judge
 from ddltool.errors import InputError
-from ddltool.graph import Graph, Op
-from ddltool.graph_io import to_document
+from ddltool.graph import Graph, Op, to_document
 from ddltool.results import GateResult
 
 Noise = Callable[[np.random.Generator, int], NDArray[np.float64]]

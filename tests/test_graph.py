@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddltool.errors import InputError
-from ddltool.graph import RECV, Graph, Op, natural_key
-from ddltool.graph_io import from_document, read_graph, to_document, write_graph
+from ddltool.graph import RECV, Graph, Op, from_document, natural_key, read_graph, to_document, write_graph
 
 
 def recv(name: str, **fields: object) -> Op:

@@ -199,7 +199,7 @@ BOMB = '<?xml version="1.0"?><!DOCTYPE x [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a
         ("", "is empty"),
         ("hello\n", "is no list of nodes that ddltool knows"),
         (BOMB, "declares XML entities"),
-        ("<a>" * 60 + "</a>" * 60, "is nested too deeply"),
+        ("<a>" * 60 + "</a>" * 60, "begins with <a>"),
         ("<nvidia_smi_log><gpu>", "line 1: is not whole XML"),
         ("<html></html>", "begins with <html>"),
         ("<nvidia_smi_log><gpu></gpu></nvidia_smi_log>", "without <product_name>"),

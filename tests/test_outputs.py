@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ddltool.artifacts import check_outputs
 from ddltool.errors import InputError
-from ddltool.outputs import check_outputs
 from tests.conftest import Result, write_lines
 from tests.test_verify import JOB, rows
 

@@ -260,7 +260,7 @@ def test_the_command_refuses_in_one_line(cli: Cli, tmp_path: Path) -> None:
         ((base, "-o", tmp_path / "x.db"), "--output: is for making a database"),
         ((base, "--lookup", "V100"), "--lookup: 'V100' is not TYPE=N"),
         ((base, "--lookup", "V100=-1"), "--lookup: 'V100=-1' is not TYPE=N"),
-        ((base, "--lookup", "V100=1,V100=2"), "--lookup: V100 stands twice"),
+        ((base, "--lookup", "V100=1,V100=2"), "--lookup: gives V100 twice"),
         ((base, "--lookup", "A100=1"), "devices.A100: is not in the database"),
         ((base, "--lookup", "V100=5"), "is 5, and plans are kept for at most 4"),
         ((base, "--free", "V100=1"), "--free: needs --lookup"),

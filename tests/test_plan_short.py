@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddltool.analyzers.loading.short_jobs import job_of
+from ddltool.analyzers.loading.job_inputs import job_of
 from ddltool.errors import InputError
 from tests.conftest import Result
 

@@ -11,8 +11,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from ddltool.graph import Graph, Op
-from ddltool.graph_io import write_graph
+from ddltool.graph import Graph, Op, write_graph
 from ddltool.plans import Plan
 
 pytest_plugins = ["pytester"]

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-import typer
 import vl_convert
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,7 +22,7 @@ from ddltool.analyzers.reporting.fit_sections import goodput_section
 from ddltool.analyzers.reporting.section import Picture
 from ddltool.analyzers.reporting.telemetry_section import binned
 from ddltool.analyzers.reporting.verdicts import verdict_of
-from ddltool.commands.report import report
+from ddltool.commands.main import load
 from ddltool.errors import InputError, shortened
 from ddltool.goodput_model import Goodput
 from ddltool.plans import Plan
@@ -31,12 +30,9 @@ from ddltool.units import show_seconds
 from tests.browser import Browser, chromium, needs_chromium
 from tests.report_artifacts import STRATEGIES, write_all, write_telemetry
 
-app = typer.Typer(pretty_exceptions_enable=False)
-app.command()(report)
-
 
 def made(*arguments: str | Path) -> None:
-    app([str(argument) for argument in arguments], standalone_mode=False)
+    load("report").main([str(argument) for argument in arguments], standalone_mode=False)
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +182,7 @@ def test_files_of_one_name_are_told_apart_by_their_folders() -> None:
 
 def test_the_order_of_the_toy_graph(artifacts: list[Path], page: Path) -> None:
     from ddltool.analyzers.communication.efficiency import compare
-    from ddltool.graph_io import read_graph
+    from ddltool.graph import read_graph
 
     comparison = compare(read_graph(named(artifacts, "toy.json.gz")), samples=20).schedules
     section = next(part for part in sections_of(page.read_text()).values() if "Graph: toy.json.gz" in part)
@@ -234,16 +230,18 @@ def test_unfinished_jobs_are_counted_as_by_hand(artifacts: list[Path], page: Pat
 @settings(deadline=None, max_examples=60)
 def test_bins_hold_every_value_once(items: list[tuple[int, float]], points: int) -> None:
     step, value = np.array([at for at, _ in items]), np.array([what for _, what in items])
-    found = binned(step, value, points)
-    assert len(found.step) <= points
+    found, width = binned("x", step, value, points, band=True)
+    assert len(found.x) <= points
     parts: dict[int, list[float]] = {}
     for at, what in items:
-        parts.setdefault((at - int(step.min())) // found.width, []).append(what)
-    assert len(parts) == len(found.step)
+        parts.setdefault((at - int(step.min())) // width, []).append(what)
+    assert found.low is not None
+    assert found.high is not None
+    assert len(parts) == len(found.x)
     for place, number in enumerate(sorted(parts)):
-        assert found.median[place] == pytest.approx(statistics.median(parts[number]))
-        assert found.low[place] <= found.median[place] <= found.high[place]
-    assert found.width == 1 or (found.width - 1) * points < step.max() - step.min() + 1
+        assert found.y[place] == pytest.approx(statistics.median(parts[number]))
+        assert found.low[place] <= found.y[place] <= found.high[place]
+    assert width == 1 or (width - 1) * points < step.max() - step.min() + 1
 
 
 @given(st.text(max_size=60), st.integers(3, 30))

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddltool.analyzers.goodput.throughput import ThroughputParams, goodput_per_s
-from ddltool.analyzers.reporting.sweep_section import advice_section
+from ddltool.analyzers.reporting.simulation_section import advice_section
 from ddltool.analyzers.scheduling.advise import advise, advise_job, placements, saved_seconds
 from ddltool.artifacts import save, to_json
 from ddltool.errors import DdlToolError

@@ -107,7 +107,7 @@ def test_the_command_replays_fitted_jobs_and_says_what_it_assumes(cli: Cli, tmp_
     assert record["cost"]["jobs"] == pytest.approx(sum(each["cost"] for each in record["jobs"]))
     for bad, message in [
         (f"mine={fitted},noise=900,samples=2e5", "--goodput mine: lacks batch"),
-        (f"mine={fitted},noise=x,samples=2e5,batch=64", "--goodput mine:noise: is 'x'; a number"),
+        (f"mine={fitted},noise=x,samples=2e5,batch=64", "--goodput mine:noise: 'x' is no number"),
         (f"mine={fitted},noise=nan,samples=2e5,batch=64", "--goodput mine:noise: is nan"),
         (f"mine={tmp_path / 'none.json'},noise=1,samples=2e5,batch=64", "none.json"),
         ("mine", "--goodput: is 'mine'; APP=FILE"),
@@ -142,8 +142,8 @@ def test_failures_and_tables_through_the_command(cli: Cli, tmp_path: Path) -> No
     for option, value, message in [
         ("--mtbf", "0", "mtbf: is 0 s"),
         ("--mtbf", "soon", "--mtbf: 'soon' is not a duration"),
-        ("--price", "x", "--price: is 'x'"),
-        ("--price", "V100=1", "--price: unknown field"),
+        ("--price", "x", "--price: 'x' is no number"),
+        ("--price", "V100=1", "--price: unknown price 'V100'"),
         ("--failures", FOLDER / "synthetic.csv", "node: no such column"),
     ]:
         failed = cli(*base, option, value)

@@ -102,7 +102,7 @@ def test_requests_of_given_applications_reach_50_to_80_percent_of_linear_speed_u
         ("--hours=1e308", "--hours: is 1e+308"),
         ("--pattern=dirunal", "unknown pattern 'dirunal'; did you mean \"diurnal\"?"),
         ("--jbos=5", "No such option: --jbos"),
-        ("--seed=-1", "--seed: must be at least 0"),
+        ("--seed=-1", "--seed: is -1; give a whole number of at least 0"),
     ],
 )
 def test_a_bad_pattern_is_named_and_nothing_is_written(cli: Cli, tmp_path: Path, text: str, message: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ddltool.errors import InputError, naming
-from ddltool.graph_io import from_document
+from ddltool.graph import from_document
 from ddltool.schema_words import in_words
 from ddltool.tables import read_table
 from tests.conftest import Result

@@ -148,7 +148,7 @@ def test_a_bad_row_is_named(run: Cli, tmp_path: Path, rows: list[str], message: 
         (("--failures", "f.csv", "--repair", "1h"), "--repair: needs --mtbf; events say themselves"),
         (("--checkpoint-interval", "1h"), "--checkpoint-interval: needs --mtbf or --failures"),
         (("--price", "-1"), "--price:gpu: is -1; per GPU hour"),
-        (("--price", "nan"), "--price:gpu: is nan; per GPU hour"),
+        (("--price", "nan"), "--price: is nan; give a number"),
         (
             ("--policy", "fifo", "--goodput", "visoin=gp.json,noise=1,samples=100,batch=1"),
             "--goodput: 'visoin' is no application of the workload; did you mean \"vision\"?",

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from benchmarks import bench_stragglers
 from ddltool.analyzers.loading.worker_tables import read_speeds
-from ddltool.analyzers.reporting.stragglers_section import stragglers_section
+from ddltool.analyzers.reporting.telemetry_section import stragglers_section
 from ddltool.analyzers.stragglers.diagnosis import diagnose, ends, speeds, telemetry
 from ddltool.analyzers.stragglers.operations import Pipeline, ideal_s, of_frame, read_operations, what_if
 from ddltool.analyzers.stragglers.ranks import RankSteps, of_telemetry

@@ -245,8 +245,8 @@ def test_a_second_symbolic_dimension(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "text", "message"),
     [
-        ("FILE", "length", "--bind: cannot read 'length'; give each name once: batch=8,sequence=128"),
-        ("FILE", "n=1,n=2", "--bind: cannot read 'n=2'; give each name once"),
+        ("FILE", "length", "--bind: 'length' is not NAME=SIZE; for example batch=8,sequence=128"),
+        ("FILE", "n=1,n=2", "--bind: gives n twice"),
         ("FILE", "n=2", "has dimensions without a size: length (x[1]); give them with --bind length=SIZE"),
         (
             "zoo:cifarnet",

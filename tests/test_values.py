@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddltool.commands.values import as_options, budget, integers, number, share, single
+from ddltool.commands.options import as_options, budget, integers, number, share
 from ddltool.errors import InputError
 from ddltool.units import parse_bytes
 from tests.conftest import Result
@@ -18,17 +18,6 @@ from tests.conftest import Result
 def test_integers_come_sorted_and_once(numbers: list[int]) -> None:
     text = ",".join(map(str, numbers))
     assert integers(text, "--replicas") == tuple(sorted(set(numbers)))
-
-
-def test_an_option_that_is_not_given_has_no_numbers() -> None:
-    assert single(None, "", "--replicas", "give one") is None
-
-
-@pytest.mark.parametrize(("numbers", "text"), [((1, 2), "1,2"), ((), "auto")])
-def test_single_refuses_several_numbers_and_none(numbers: tuple[int, ...], text: str) -> None:
-    assert single((8,), "8,8", "--batch-sizes", "give one") == 8
-    with pytest.raises(InputError, match=rf"^--batch-sizes: is {text}; give one$"):
-        single(numbers, text, "--batch-sizes", "give one")
 
 
 @pytest.mark.parametrize(
@@ -43,7 +32,7 @@ def test_single_refuses_several_numbers_and_none(numbers: tuple[int, ...], text:
         (parse_bytes, "0GiB", "'0GiB' is not a size"),
         (parse_bytes, "much", "'much' is not a size"),
         *(
-            (lambda text, where: number(where, 0.5, 1e9)(text), text, message)
+            (number(0.5, 1e9), text, message)
             for text, message in (
                 ("nan", "is nan; give a number"),
                 ("many", "'many' is no number; give a number"),
@@ -51,7 +40,7 @@ def test_single_refuses_several_numbers_and_none(numbers: tuple[int, ...], text:
                 ("0.4999", "is 0.4999; give a number from 0.5 to 1000000000"),
             )
         ),
-        (lambda text, where: number(where, 1)(text), "-inf", "is -inf; give a number of at least 1"),
+        (number(1), "-inf", "is -inf; give a number of at least 1"),
     ],
 )
 def test_errors_name_the_option_and_the_text(read: object, text: str, message: str) -> None:
@@ -74,7 +63,7 @@ def test_an_error_names_the_option_and_keeps_what_was_added() -> None:
 
 
 def test_sizes_and_shares_in_their_units() -> None:
-    assert number("--horizon", 0.5)("0.5") == 0.5
+    assert number(0.5)("0.5", "--horizon") == 0.5
     assert parse_bytes("2GiB", "--memory") == 2 * 2**30
     assert parse_bytes("500 MB", "--memory") == 500e6
     assert share("5%", "--precision") == share("0.05", "--precision") == pytest.approx(0.05)

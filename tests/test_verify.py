@@ -16,8 +16,7 @@ from ddltool.analyzers.deciding.rescaling import combine, measured_speeds
 from ddltool.analyzers.deciding.verification import error_text, verify
 from ddltool.analyzers.goodput.throughput import grad_time_s
 from ddltool.errors import InputError
-from ddltool.graph import Graph, Op
-from ddltool.graph_io import write_graph
+from ddltool.graph import Graph, Op, write_graph
 from ddltool.plans import Plan
 from tests.conftest import Result, throughput, write_lines
 

@@ -20,7 +20,7 @@ import tempfile
 import tomllib
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, TypeVar, cast
@@ -28,12 +28,13 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, TypeVar, cast
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ddltool.errors import InputError, did_you_mean
+from ddltool.errors import InputError, did_you_mean, shortened
 from ddltool.schema_words import UNKNOWN_FIELD, in_words
 from ddltool.units import show_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
+
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -493,3 +494,57 @@ def check_writable(path: str | Path) -> None:
         tempfile.TemporaryFile(dir=folder).close()  # asking for the permission is not enough: the disk may be read-only
     except (OSError, RuntimeError, ValueError) as error:
         raise _unwritable(path, error) from None
+
+
+_LONGEST_NAME = 160
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those that it is in. Raises InputError where it cannot be made."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(str(path), f"cannot be made ({error.strerror})", "give a folder in a writable place") from None
+
+
+def check_outputs(
+    inputs: Iterable[str | Path | None], outputs: Mapping[str, str | Path | None], remedy: str = "give another file"
+) -> None:
+    """Raise InputError where a file to write is one of those to read, or is written twice, or cannot be written.
+
+    ``outputs``: option -> file. None and ``-`` (the standard streams) are no files; neither are pipes and devices.
+    Files are told by what they are, not by their names: links, hard links and other spellings of a path count.
+    """
+    read = [Path(path) for path in inputs if path is not None and str(path) != "-"]
+    written: dict[str, Path] = {}
+    for option, given in outputs.items():
+        if given is None or str(given) == "-":
+            continue
+        path = Path(given)
+        shown = shortened(str(path), _LONGEST_NAME)
+        if any(_same(path, other) for other in read):
+            raise InputError(option, f"{shown} is one of the inputs", remedy)
+        twice = next((name for name, other in written.items() if _same(path, other)), None)
+        if twice is not None:
+            raise InputError(option, f"{shown} is written by {twice} too", remedy)
+        check_writable(path)
+        written[option] = path
+
+
+def demand_once(paths: Iterable[Path], remedy: str) -> None:
+    """Raise InputError for a path to a file that one before it names; loops of links are found by who reads them."""
+    seen: set[str] = set()
+    for path in paths:
+        if (real := os.path.realpath(path)) in seen:
+            raise InputError(str(path), "is given twice", remedy)
+        seen.add(real)
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Return whether two paths are one file; what cannot be looked at is another file, and is refused elsewhere."""
+    try:
+        if one.exists() and other.exists():
+            return one.is_file() and os.path.samefile(one, other)
+        return one.resolve() == other.resolve()
+    except (OSError, RuntimeError, ValueError):
+        return False

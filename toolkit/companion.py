@@ -16,11 +16,11 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, ValidationError
 
-from ddltool.artifacts import Artifact, NonNegative, Record, check_writable, parse
+from ddltool.artifacts import Artifact, AtLeastOne, NonNegative, Positive, Record, check_writable, parse
 from ddltool.errors import InputError, did_you_mean
 
 _MAGIC = b"SQLite format 3\x00"
@@ -36,18 +36,15 @@ _LOOKUP = """SELECT plans.document FROM vectors JOIN plans ON plans.id = vectors
 WHERE vectors.key = ? AND vectors.generation = ?"""
 
 
-Positive = Annotated[int, Field(ge=1)]
-
-
 class CompanionDevice(Record):
     """Devices of one type."""
 
     type: str = Field(min_length=1)
-    count: Positive = Field(description="plans are kept for 0 to so many")
-    capability_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+    count: AtLeastOne = Field(description="plans are kept for 0 to so many")
+    capability_per_s: Positive = Field(
         description="mini-batches per second of one EST alone; measured where telemetry disagreed"
     )
-    max_ests: Positive | None = None
+    max_ests: AtLeastOne | None = None
 
 
 class CompanionMeta(Artifact):
@@ -55,11 +52,11 @@ class CompanionMeta(Artifact):
 
     kind: Literal["ddltool.companion"] = "ddltool.companion"
     job: str
-    max_workers: Positive
-    batch_size: Positive
+    max_workers: AtLeastOne
+    batch_size: AtLeastOne
     homogeneous: bool = False
     devices: list[CompanionDevice] = Field(min_length=1)
-    generation: Positive = Field(
+    generation: AtLeastOne = Field(
         default=1,
         description="grows when a capability changes; plans of earlier generations are made again when asked for",
     )
@@ -97,7 +94,7 @@ class CompanionPlan(Record):
 
     throughput: NonNegative = Field(description="logical mini-batches per second; 0: the devices cannot run the job")
     step_s: NonNegative = Field(description="0 where throughput is")
-    ests: dict[str, list[tuple[Positive, Positive]]] = Field(description="device type to (devices, ESTs on each)")
+    ests: dict[str, list[tuple[AtLeastOne, AtLeastOne]]] = Field(description="device type to (devices, ESTs on each)")
 
     @property
     def used(self) -> dict[str, int]:

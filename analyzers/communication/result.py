@@ -13,12 +13,10 @@ from ddltool.analyzers.costs.model import coverage
 from ddltool.analyzers.loading.fabrics import fabric_of, own_link
 from ddltool.analyzers.loading.sources import Source, is_graph_file, name_of
 from ddltool.analyzers.loading.timed_graph import BANDWIDTH, DEVICE, LATENCY, known_devices, timed_graph
-from ddltool.artifacts import parse_record, to_json, write_text
+from ddltool.artifacts import check_outputs, parse_record, to_json, write_text
 from ddltool.errors import InputError
-from ddltool.graph import RECV, SEND, Graph, Mode
-from ddltool.graph_io import write_graph
+from ddltool.graph import RECV, SEND, Graph, Mode, write_graph
 from ddltool.graph_results import BucketFigures, CollectiveFigures, TraceBounds, TracedGraph, TraceResult
-from ddltool.outputs import check_outputs
 from ddltool.stages import Stage, Tell, log_remark, quietly
 
 

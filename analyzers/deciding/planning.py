@@ -24,13 +24,12 @@ from ddltool.analyzers.loading import job_inputs
 from ddltool.analyzers.loading.job_inputs import Given, Tell
 from ddltool.analyzers.placement.problem import Problem, demand_throughput, from_job
 from ddltool.analyzers.placement.steps import device_counts
-from ddltool.artifacts import load, save
+from ddltool.artifacts import check_outputs, load, save
 from ddltool.decision import NothingFits, Objective
 from ddltool.errors import Infeasible, InputError, known, naming
 from ddltool.goodput_model import Goodput
 from ddltool.graph import RECV, Graph
 from ddltool.job import LINKS, Cluster, Job
-from ddltool.outputs import check_outputs
 from ddltool.plans import Assignment, CompressionFigures, ParameterRecord, Plan
 from ddltool.results import JointPlan, Sharing
 from ddltool.stages import log_remark

@@ -23,8 +23,7 @@ from ddltool.analyzers.gating.noise import FEWEST_REPEATS, Cell, cell_of, geomet
 from ddltool.artifacts import Artifact, kind_of, parse
 from ddltool.errors import InputError, did_you_mean, one_line, shortened
 from ddltool.goodput_model import Goodput
-from ddltool.graph import RECV, SEND, Graph
-from ddltool.graph_io import from_document
+from ddltool.graph import RECV, SEND, Graph, from_document
 from ddltool.graph_results import TraceResult
 from ddltool.plans import Enforcement, Plan
 from ddltool.results import BalanceResult, BarrierResult, GateResult, NetworkResult, StragglersResult, Verification

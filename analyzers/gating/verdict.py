@@ -22,8 +22,7 @@ from ddltool.analyzers.gating.rules import Rule, check_unit, default_rules, pars
 from ddltool.analyzers.loading.artifact_files import checked_document, is_table, profile_document, read_artifact
 from ddltool.artifacts import Record, parse_record, read_text, read_toml, save, write_text
 from ddltool.errors import InputError, did_you_mean
-from ddltool.graph import Graph
-from ddltool.graph_io import to_document
+from ddltool.graph import Graph, to_document
 from ddltool.profiles import write_profile
 from ddltool.results import GateCheck, GateResult
 

@@ -14,13 +14,12 @@ from ddltool.analyzers.deciding.feedback import check_rows
 from ddltool.analyzers.gating.metrics import RECORDS
 from ddltool.artifacts import ending, parse, parse_record, read_document, read_lines
 from ddltool.errors import InputError, did_you_mean
-from ddltool.graph_io import from_document
+from ddltool.graph import from_document
 from ddltool.graph_results import MemoryTimeline
 from ddltool.profiles import check_profile, read_profile
 from ddltool.schema_words import in_words
-from ddltool.sync_rows import EVENTS
 from ddltool.tables import read_table
-from ddltool.telemetry import TelemetryRow, last_run
+from ddltool.telemetry import EVENTS, TelemetryRow, last_run
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
 
 from ddltool.analyzers.balancing.plan import StepCurve, checked_total, memory_limit
 from ddltool.analyzers.communication.collectives import DEFAULT_CAP_MIB, Compression
@@ -31,20 +34,20 @@ from ddltool.analyzers.loading.sources import is_graph_file, is_onnx_file, load_
 from ddltool.analyzers.placement.determinism import scan
 from ddltool.analyzers.placement.problem import capability_from_graph, capability_from_profile
 from ddltool.artifacts import load
-from ddltool.device import DeviceTable, Network
+from ddltool.device import Network
 from ddltool.errors import InputError, naming
 from ddltool.fixtures.loading import calibration, devices, devices_of, with_specs
 from ddltool.goodput_model import Goodput
-from ddltool.graph import SEND, Graph
-from ddltool.graph_io import read_graph
+from ddltool.graph import SEND, Graph, read_graph
 from ddltool.job import Cluster, DeviceOffer, Job, NodeGroup, read_job
 from ddltool.links import Link, parse_link
 from ddltool.profiles import read_profile
 from ddltool.tables import read_table
-from ddltool.units import parse_latency
+from ddltool.units import counted, parse_latency
 
-if TYPE_CHECKING:  # it loads torch
+if TYPE_CHECKING:
     from ddltool.analyzers.deciding.layouts import Layouts
+
 
 Tell = Callable[[str], None]
 # Modules with NVLink stand so many to a board.
@@ -237,7 +240,8 @@ def run_of(path: Path | None, tell: Tell) -> Run | None:
 
 def knowledge_of(job: Job, job_file: Path, given: Given, run: Run | None) -> Knowledge:
     """Return what is known beside capabilities: curves, fitted models, communication, errors, and fitness for D2."""
-    fitted = _fitted(job, job_file.parent)
+    named = {offer.type: job_file.parent / offer.goodput for offer in job.devices if offer.goodput is not None}
+    fitted = {name: load(path, Goodput) for name, path in named.items()}
     models = {name: model.params_of(name) for name, model in fitted.items()}
     errors, source = _errors(job, job_file.parent, fitted, run)
     fabrics = _fabrics(job, job_file.parent, given)
@@ -256,11 +260,6 @@ def knowledge_of(job: Job, job_file: Path, given: Given, run: Run | None) -> Kno
     )
 
 
-def _fitted(job: Job, folder: Path) -> dict[str, Goodput]:
-    """Return the goodput.json of each device type that names one."""
-    return {offer.type: load(folder / offer.goodput, Goodput) for offer in job.devices if offer.goodput is not None}
-
-
 def _errors(job: Job, folder: Path, fitted: Mapping[str, Goodput], run: Run | None) -> tuple[dict[str, float], str]:
     """Return the relative error of each type's compute times where one is known, and where it comes from."""
     found: dict[str, float] = {}
@@ -276,7 +275,8 @@ def _errors(job: Job, folder: Path, fitted: Mapping[str, Goodput], run: Run | No
                 spread = float((frame["step_time_spread_s"] / frame["step_time_s"]).median() / 2)
                 known.append((spread, "spread of the profile"))
         elif offer.capability_per_s is None and offer.type not in fitted:
-            known.append((_model_error(offer.type, table), "cost model, in cross-validation"))
+            model = cost_model(table.device(offer.type, "devices.type"), calibration())
+            known.append((model.relative_error, "cost model, in cross-validation"))
         if offer.type in fitted:  # its times, or at least how they grow with the batch, are the fit's
             mape = fitted[offer.type].devices.get(offer.type, fitted[offer.type]).mape
             known.append((mape, "error of the fit"))
@@ -284,11 +284,6 @@ def _errors(job: Job, folder: Path, fitted: Mapping[str, Goodput], run: Run | No
             found[offer.type], source = max(known)
             sources.append(source)
     return found, ", ".join(dict.fromkeys(sources))
-
-
-def _model_error(name: str, table: DeviceTable) -> float:
-    """Return half the width of the cost model's 80 % interval on a device type, as a share of the prediction."""
-    return cost_model(table.device(name, "devices.type"), calibration()).relative_error
 
 
 def _communication(
@@ -447,3 +442,83 @@ def _graph(job: Job, folder: Path) -> Graph:
     from ddltool.analyzers.loading.job_layouts import job_work  # it loads torch
 
     return job_work(job).traced.at(job.batch_size)
+
+
+_NODE = 8
+_OFFER = re.compile(r"(?P<type>[^=,@]+)=(?P<count>[0-9]{1,7})(@(?P<price>[0-9.]{1,12}))?")
+_FIELDS = {"batch_size": "--batch-size", "max_workers": "--batch-size", "devices": "--devices"}
+
+
+def job_of(
+    source: str,
+    devices: str,
+    *,
+    nodes: int | None = None,
+    batch_size: int | None = None,
+    link: str | None = None,
+    nic: str | None = None,
+    devices_file: Path | None = None,
+    **more: Any,
+) -> Job:
+    """Return the job of a model on ``devices`` such as ``A100=8,V100=4``, or ``A100=8@2.5`` with a price per hour.
+
+    ``batch_size``: samples of a step on all devices together; 8 of each by default. ``nodes``: of all types, each of one
+    type, in proportion to the devices; by default as few as hold 8. ``devices_file``: types of the user's own. ``more``:
+    precision, optimizer and sequence_length of the job. Raises InputError, which names the option.
+    """
+    offers = [_OFFER.fullmatch(part.strip()) for part in devices.split(",")]
+    if not offers or None in offers:
+        raise InputError(
+            "--devices", f"{devices!r} is not TYPE=N", "for example A100=8,V100=4, or A100=8@2.5 with a price"
+        )
+    counts: dict[str, int] = {}
+    prices: dict[str, float | None] = {}
+    for offer in offers:
+        assert offer is not None
+        counts[offer["type"]] = counts.get(offer["type"], 0) + int(offer["count"])
+        prices[offer["type"]] = float(offer["price"]) if offer["price"] else prices.get(offer["type"])
+    total = sum(counts.values())
+    if total == 0:
+        raise InputError("--devices", f"{devices!r} offers none", "for example A100=8,V100=4")
+    per_node = _per_node(counts, nodes)
+    samples = batch_size or 8 * total
+    workers = max(size for size in range(1, min(total, samples) + 1) if samples % size == 0)
+    known = {name: value for name, value in more.items() if value is not None}
+    try:
+        made = Job(
+            name=re.sub(r"[^\w.-]+", "-", source.rpartition(":")[2] or source).strip("-") or "job",
+            model=source,
+            max_workers=workers,
+            batch_size=samples // workers,
+            devices=[
+                DeviceOffer(
+                    type=name, count=count, per_node=per_node[name], link=link, nic=nic, price_per_hour=prices[name]
+                )
+                for name, count in counts.items()
+            ],
+            **known,
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = str(first["loc"][0]) if first["loc"] else "devices"
+        option = _FIELDS.get(field, "--" + field.replace("_", "-"))
+        raise InputError(option, first["msg"].removeprefix("Value error, "), "see ddltool plan --help") from None
+    table = devices_of(with_specs(made, "--devices", devices_file), "--devices")
+    for name in counts:
+        table.device(name, "--devices")
+    return made
+
+
+def _per_node(counts: dict[str, int], nodes: int | None) -> dict[str, int]:
+    """Return how many devices of each type stand on one of its nodes."""
+    used = {name: count for name, count in counts.items() if count}
+    if nodes is None:
+        return {name: max(1, min(count, _NODE)) for name, count in counts.items()}
+    if not len(used) <= nodes <= sum(used.values()):
+        problem = f"is {nodes}, for {counted(sum(used.values()), 'device')} of {counted(len(used), 'type')}"
+        raise InputError("--nodes", problem, "a node has devices of one type, and at least one")
+    given = dict.fromkeys(used, 1)
+    for _ in range(nodes - len(used)):  # the next node to the type whose nodes are fullest
+        fullest = max((name for name in used if given[name] < used[name]), key=lambda name: used[name] / given[name])
+        given[fullest] += 1
+    return {name: max(1, -(-count // given.get(name, 1))) for name, count in counts.items()}

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ddltool.analyzers.placement.determinism import op_facts, scan
 from ddltool.errors import InputError
-from ddltool.graph import RECV, Graph, Mode
-from ddltool.graph_io import read_graph
+from ddltool.graph import RECV, Graph, Mode, read_graph
 from ddltool.graph_results import DeterminismLevel
 
 if TYPE_CHECKING:

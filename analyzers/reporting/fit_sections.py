@@ -59,12 +59,8 @@ def profile_section(frame: pd.DataFrame, name: str, models: Sequence[tuple[str, 
     return Section(title=f"Profile: {name}", lead=lead, blocks=[picture])
 
 
-def memory_pictures(timelines: Mapping[str, MemoryTimeline]) -> list[Picture]:
-    """Return what a process holds over a pass, by device: areas of its parts, and the fullest moment of each part."""
-    return [_memory(device, held) for device, held in timelines.items()]
-
-
-def _memory(device: str, held: MemoryTimeline) -> Picture:
+def memory_picture(device: str, held: MemoryTimeline) -> Picture:
+    """Return what a process holds over a pass on a device: areas of its parts, and the fullest moment of each part."""
     time_ms, total = 1e3 * np.array(held.time_s), np.sum(list(held.parts.values()), axis=0)
     top = int(total.argmax())
     lines = [Line(label=part, x=time_ms, y=np.array(sizes) / 2**30) for part, sizes in held.parts.items()]

@@ -71,7 +71,11 @@ def _environment() -> Environment:
         loader=FileSystemLoader(TEMPLATE.parent), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
     )
     made.globals |= {"grid_of": _grid}
-    made.filters |= {"plain": visible, "sentence": _sentence, "title_of": _title}
+    made.filters |= {
+        "plain": visible,
+        "sentence": _sentence,
+        "title_of": lambda text: visible(shortened(text, _LONGEST_TITLE)),
+    }
     return made
 
 
@@ -96,10 +100,6 @@ def _sentence(text: str) -> Markup:
     """Return running text for the page: no line ends between a number and its unit, or within an option's name."""
     shown = str(escape(_UNITS.sub("\N{NO-BREAK SPACE}", visible(text))))
     return Markup(_OPTION.sub(r'<span class="option">\g<0></span>', shown))
-
-
-def _title(text: str) -> str:
-    return visible(shortened(text, _LONGEST_TITLE))
 
 
 Cell = tuple[str, Markup]

@@ -18,17 +18,15 @@ from ddltool.analyzers.reporting import (
     plan_section,
     result_sections,
     simulation_section,
-    sweep_section,
     telemetry_section,
 )
 from ddltool.analyzers.reporting.graph_section import graph_section
 from ddltool.analyzers.reporting.section import Section
-from ddltool.analyzers.reporting.stragglers_section import stragglers_section
+from ddltool.analyzers.reporting.telemetry_section import stragglers_section
 from ddltool.analyzers.reporting.verdicts import headline, verdict_of
-from ddltool.artifacts import write_text
+from ddltool.artifacts import check_outputs, write_text
 from ddltool.errors import InputError
 from ddltool.graph import Graph
-from ddltool.outputs import check_outputs
 from ddltool.results import ReportedSection, ReportResult
 from ddltool.stages import Stage, quietly
 
@@ -47,6 +45,8 @@ def report(
     ``noise_scale`` (samples) is for goodput maps; None: the last that telemetry among the artifacts knows. ``summary``:
     sentences on top. Raises InputError, before anything is written, for what is unknown, broken or empty.
     """
+    from ddltool.analyzers.reporting.page import render  # it loads the plotting library
+
     given = list(artifacts)
     check_outputs([one for one in given if isinstance(one, (str, Path))], {"-o": output})
     with stage("reading", len(given)) as advance:
@@ -54,7 +54,24 @@ def report(
         for place, one in enumerate(given):
             read.append(found_in(one))
             advance(place + 1, read[-1].name)
-    return write_report(read, Path(output), title=title, summary=summary, noise_scale=noise_scale, stage=stage)
+    found = told_apart(read)
+    noise = _noise(found) if noise_scale is None else noise_scale
+    counts: Counter[str] = Counter()
+    sections, listed = [], []
+    with stage("drawing", len(found)) as advance:
+        for place, one in enumerate(sorted(found, key=lambda one: ORDER.index(one.kind))):
+            advance(place, one.name)
+            counts[one.kind] += 1
+            section = section_of(one, found, noise)
+            verdict = section.verdict or verdict_of(one, found)
+            section = replace(section, anchor=f"{one.kind}-{counts[one.kind]}", verdict=verdict)
+            sections.append(section)
+            kind, file = f"ddltool.{one.kind}", str(one.path)
+            listed.append(ReportedSection(section=section.anchor, title=section.title, kind=kind, file=file))
+    said, by = [*summary, _summary(found)], f"ddltool {__version__}"
+    page = render(title, sections, summary=said, generated_by=by, first=headline(sections))
+    write_text(output, page)
+    return ReportResult(report=str(output), bytes=len(page.encode()), sections=listed)
 
 
 def found_in(given: Any) -> Found:
@@ -71,41 +88,6 @@ def found_in(given: Any) -> Found:
         raise InputError("artifact", f"a {type(given).__name__} has no section", remedy)
     content = pd.DataFrame([dict(row) for row in given.rows]) if kind == "profile" else given  # type: ignore[attr-defined]
     return Found(kind=kind, path=Path(kind), content=content)
-
-
-def write_report(
-    found: Sequence[Found],
-    path: Path,
-    *,
-    title: str,
-    summary: Sequence[str] = (),
-    noise_scale: float | None = None,
-    stage: Stage = quietly,
-) -> ReportResult:
-    """Write the page of some artifacts, in the order in which data flow.
-
-    ``noise_scale`` (samples) is for goodput maps; None: the last that telemetry among the files knows.
-    """
-    from ddltool.analyzers.reporting.page import render  # it loads the plotting library
-
-    found = told_apart(found)
-    noise = _noise(found) if noise_scale is None else noise_scale
-    counts: Counter[str] = Counter()
-    sections, listed = [], []
-    with stage("drawing", len(found)) as advance:
-        for place, one in enumerate(sorted(found, key=lambda one: ORDER.index(one.kind))):
-            advance(place, one.name)
-            counts[one.kind] += 1
-            section = section_of(one, found, noise)
-            verdict = section.verdict or verdict_of(one, found)
-            section = replace(section, anchor=f"{one.kind}-{counts[one.kind]}", verdict=verdict)
-            sections.append(section)
-            kind, file = f"ddltool.{one.kind}", str(one.path)
-            listed.append(ReportedSection(section=section.anchor, title=section.title, kind=kind, file=file))
-    said, by = [*summary, _summary(found)], f"ddltool {__version__}"
-    page = render(title, sections, summary=said, generated_by=by, first=headline(sections))
-    write_text(path, page)
-    return ReportResult(report=str(path), bytes=len(page.encode()), sections=listed)
 
 
 def _noise(found: Sequence[Found]) -> float | None:
@@ -127,8 +109,8 @@ def section_of(one: Found, found: Sequence[Found] = (), noise: float | None = No
             return graph_section(one.content, one.name, remark=one.remark)
         case "profile":
             section = fit_sections.profile_section(one.content, one.name, others("goodput"))
-            memory = fit_sections.memory_pictures(one.content.attrs.get("memory", {}))
-            return replace(section, blocks=[*section.blocks, *memory])
+            held = one.content.attrs.get("memory", {}).items()
+            return replace(section, blocks=[*section.blocks, *(fit_sections.memory_picture(*each) for each in held)])
         case "goodput":
             profile = next((content for _, content in others("profile")), None)
             return fit_sections.goodput_section(one.content, one.name, profile, noise)
@@ -148,7 +130,7 @@ _DRAWERS: dict[str, Callable[[Any, str], Section]] = {
     "balance": result_sections.balance_section,
     "verification": result_sections.verification_section,
     "simulation": simulation_section.simulation_section,
-    "sweep": sweep_section.sweep_section,
+    "sweep": simulation_section.sweep_section,
     "gate": result_sections.gate_section,
     "stragglers": stragglers_section,
 }

@@ -242,8 +242,9 @@ def verification_section(found: Verification, name: str) -> Section:
         "The prediction comes without an error of its own."
         if found.known_error is None
         else f"Predicted compute is known to within {found.known_error:.0%}, synchronisation without an error.",
-        *(_as_sentence(words) for words in few(found.refit) or ["nothing to fit again: the plan's figures hold"]),
     ]
+    again = few(found.refit) or ["nothing to fit again: the plan's figures hold"]
+    lead += [f"{words[:1].upper()}{words[1:].rstrip('.')}." for words in again]
     if found.max_error is not None:
         word = "within" if abs(step.error) <= found.max_error else "beyond"
         lead.append(f"Step time off by {abs(step.error):.1%}: {word} the limit of {100 * found.max_error:.3g}%.")
@@ -289,11 +290,6 @@ def verified_table(found: Verification, caption: str) -> Table:
     columns: dict[str, Column[VerifiedTime | VerifiedRank]] = {"predicted": "predicted_s", "measured": "measured_s"}
     columns["error"] = lambda times: error_text(times.predicted_s, times.measured_s)
     return tabled(caption, "measured", timed.values(), columns, names=("part of a step", timed))
-
-
-def _as_sentence(words: str) -> str:
-    """Return a remark as a sentence; names in lower case at its beginning are no names of files here."""
-    return f"{words[:1].upper()}{words[1:].rstrip('.')}."
 
 
 def gate_section(found: GateResult, name: str) -> Section:

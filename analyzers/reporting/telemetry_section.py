@@ -1,27 +1,25 @@
-"""The report's sections of telemetry: the hook's (or agent's) steps, and a synchronisation server's rows."""
+"""Sections of runs: telemetry of the hook (or agent), a synchronisation server's rows, and who holds the others up."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from ddltool.analyzers.deciding.feedback import read_run
 from ddltool.analyzers.deciding.verification import verify
 from ddltool.analyzers.goodput.observations import WARMUP_STEPS
-from ddltool.analyzers.reporting.figures import Bars, Line, Lines, Spans, stacked
+from ddltool.analyzers.reporting.figures import Bars, Line, Lines, Span, Spans, merged, stacked
 from ddltool.analyzers.reporting.result_sections import verified_table
 from ddltool.analyzers.reporting.section import Blocks, Column, Picture, Section, Table, pictured, some, tabled
 from ddltool.errors import InputError, few, shortened
 from ddltool.plans import Plan
+from ddltool.results import RankSplit, StragglersResult
 from ddltool.units import counted, show_seconds
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 Array = NDArray[np.float64]
 POINTS = 240
@@ -29,29 +27,23 @@ _RANKS_DRAWN, _BATCH_LINES = 24, 6
 _PHASES = ("compute_s", "wait_s", "sync_s")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Binned:
-    """Values over steps, in at most 240 equal bins: middle step, median, 5 % and 95 % quantile, each (b,)."""
+def binned(
+    label: str, step: NDArray[np.int64], value: Array, points: int = POINTS, *, band: bool = False
+) -> tuple[Line, int]:
+    """Return the median of ``value`` (n,) over ``step`` (n,), any order, in at most ``points`` bins of equal width; and that.
 
-    step: Array
-    median: Array
-    low: Array
-    high: Array
-    width: int
-    """Steps per bin."""
-
-
-def binned(step: NDArray[np.int64], value: Array, points: int = POINTS) -> Binned:
-    """Return ``value`` (n,) over ``step`` (n,), any order, in at most ``points`` bins of equal width."""
+    ``band``: from the 5 % to the 95 % quantile.
+    """
     first = int(step.min())
     width = max(1, -(-(int(step.max()) - first + 1) // points))
     bins = (step - first) // width
     order = np.argsort(bins, kind="stable")
     found, starts = np.unique(bins[order], return_index=True)
-    parts = np.split(value[order], starts[1:])
-    quantiles = np.array([np.quantile(part, (0.5, 0.05, 0.95)) for part in parts])
-    middle = np.asarray(first + found * width + (width - 1) / 2, dtype=np.float64)
-    return Binned(step=middle, median=quantiles[:, 0], low=quantiles[:, 1], high=quantiles[:, 2], width=width)
+    low, middle, high = np.array(
+        [np.quantile(part, (0.05, 0.5, 0.95)) for part in np.split(value[order], starts[1:])]
+    ).T
+    at = np.asarray(first + found * width + (width - 1) / 2, dtype=np.float64)
+    return Line(label=label, x=at, y=middle, low=low if band else None, high=high if band else None), width
 
 
 def telemetry_section(frame: pd.DataFrame, name: str, plans: Sequence[tuple[str, Plan]]) -> Section:
@@ -73,25 +65,29 @@ def telemetry_section(frame: pd.DataFrame, name: str, plans: Sequence[tuple[str,
     return Section(title=f"Telemetry: {name}", lead=lead + words, blocks=blocks)
 
 
-def _over(frame: pd.DataFrame, column: str) -> Binned:
-    """Return a column's values over the steps."""
-    return binned(frame["step"].to_numpy(dtype=np.int64), frame[column].to_numpy(dtype=float))
+def _over(label: str, frame: pd.DataFrame, column: str, *, band: bool = False) -> tuple[Line, int]:
+    """Return a column's values over the steps, and how many steps a point stands for."""
+    return binned(label, frame["step"].to_numpy(dtype=np.int64), frame[column].to_numpy(dtype=float), band=band)
 
 
 def _step_times(frame: pd.DataFrame, levels: list[tuple[str, float]]) -> Picture:
-    made, waiting = _over(frame, "step_s"), _over(frame, "wait_s")
-    lines = [
-        Line(label="step, median", x=made.step, y=made.median, low=made.low, high=made.high),
-        Line(label="of it waiting", x=waiting.step, y=waiting.median),
-    ]
-    figure = Lines(
-        lines=lines, xlabel="step", ylabel="time", title="Step time over time", levels=levels, seconds=True, whole="x"
+    (made, width), (waiting, _) = (
+        _over("step, median", frame, "step_s", band=True),
+        _over("of it waiting", frame, "wait_s"),
     )
-    per = "" if made.width == 1 else f" Each point stands for {made.width:,} steps."
-    names = ("step", "median_s", "low_s", "high_s", "wait_s")
-    points = zip(made.step, made.median, made.low, made.high, waiting.median, strict=True)
+    figure = Lines(
+        lines=[made, waiting],
+        xlabel="step",
+        ylabel="time",
+        title="Step time over time",
+        levels=levels,
+        seconds=True,
+        whole="x",
+    )
+    per = "" if width == 1 else f" Each point stands for {width:,} steps."
     columns = {"step": "step:,.0f", "median": "median_s", "5 %": "low_s", "95 %": "high_s", "waiting": "wait_s"}
-    rows = [dict(zip(names, point, strict=True)) for point in points]
+    points = {"step": made.x, "median_s": made.y, "low_s": made.low, "high_s": made.high, "wait_s": waiting.y}
+    rows = pd.DataFrame(points).to_dict("records")
     table = tabled("Step time over time, all ranks", "measured", rows, columns)
     return pictured(f"Step time of all ranks; the band holds nine of ten rows.{per}", table, figure)
 
@@ -122,11 +118,9 @@ def _batches(frame: pd.DataFrame) -> Blocks:
         return []
     parts = {str(rank): part for rank, part in frame.groupby("rank")}
     if len(parts) <= _BATCH_LINES:
-        found = {rank: _over(part, "batch") for rank, part in parts.items()}
-        lines = [Line(label=f"rank {rank}", x=made.step, y=made.median) for rank, made in found.items()]
+        lines = [_over(f"rank {rank}", part, "batch")[0] for rank, part in parts.items()]
     else:
-        parts, made = {"all": frame}, _over(frame, "batch")
-        lines = [Line(label="median of the ranks", x=made.step, y=made.median, low=made.low, high=made.high)]
+        parts, lines = {"all": frame}, [_over("median of the ranks", frame, "batch", band=True)[0]]
     title = "Batch size of each rank over time"
     figure = Lines(lines=lines, xlabel="step", ylabel="samples", title=title, draw="steps", whole="xy")
     rows = []
@@ -143,15 +137,12 @@ def _agent(frame: pd.DataFrame) -> Blocks:
     known = frame[frame["noise_scale"].notna()]
     if known.empty:
         return []
-    noise, total, factor = (_over(known, name) for name in ("noise_scale", "total_batch", "learning_rate_factor"))
-    lines = [
-        Line(label="gradient noise scale", x=noise.step, y=noise.median),
-        Line(label="total batch size", x=total.step, y=total.median),
-    ]
+    named = {"noise_scale": "gradient noise scale", "total_batch": "total batch size", "learning_rate_factor": ""}
+    noise, total, factor = (_over(label, known, column)[0] for column, label in named.items())
     title = "Noise scale and total batch over time"
-    figure = Lines(lines=lines, xlabel="step", ylabel="samples", title=title, whole="x")
-    rates = [None if np.isnan(rate) else rate for rate in factor.median]
-    rows = [*zip(noise.step, noise.median, total.median, rates, strict=True)]
+    figure = Lines(lines=[noise, total], xlabel="step", ylabel="samples", title=title, whole="x")
+    rates = [None if np.isnan(rate) else rate for rate in factor.y]
+    rows = [*zip(noise.x, noise.y, total.y, rates, strict=True)]
     columns = {"step": "0:,.0f", "noise scale": "1:,.0f", "total batch": "2:,.0f", "learning rate factor": "3:.3f"}
     table = tabled("What the agent knew and set", "measured", rows, columns)
     return [pictured("Gradient noise scale and the total batch that the agent set.", table, figure)]
@@ -245,3 +236,46 @@ def _sync_barriers(barriers: Sequence[Mapping[str, Any]]) -> Table:
         "ends, predicted against real": error,
     }
     return tabled("Supersteps", "measured", barriers, columns)
+
+
+_LANES_DRAWN = 16
+
+
+def stragglers_section(found: StragglersResult, name: str) -> Section:
+    """Return the section: the verdict, each finding, where the ranks' steps go, and their timeline."""
+    lead = [found.verdict, *(finding.sentence for finding in found.findings[1:])]
+    share = "" if found.m_w is None else f"; the slowest 3 % of the ranks explain {found.m_w:.0%} of that (M_W)"
+    lead.append(
+        f"A step takes {show_seconds(found.step_s)}, {found.slowdown:.3f} times the "
+        f"{show_seconds(found.ideal_step_s)} of equal ranks (slowdown S){share}."
+    )
+    blocks: Blocks = []
+    if found.splits:
+        blocks.append(_splits(found))
+    if found.classes:
+        rows = sorted((*found.classes.items(), *found.stages.items(), *found.workers.items()), key=lambda row: -row[1])
+        columns = {"operations": "0", "alone": "1:.3f"}
+        blocks.append(tabled("What the slowdown is of", "predicted", rows, columns))
+    return Section(title=f"Stragglers: {name}", lead=[*lead, *found.remarks], blocks=blocks)
+
+
+def _splits(found: StragglersResult) -> Picture:
+    columns: dict[str, Column[RankSplit]] = {"step": "step_s", "waiting": "wait_s", "if median": "step_if_median_s"}
+    columns |= {part: _seconds_of(part) for part in found.splits[0].parts_s}
+    columns["exposed"] = "exposed_s"
+    names = ("rank", [str(row.rank) for row in found.splits])
+    spare = ("optimizer", "exposed", "host", "input")
+    table = tabled("Where the ranks' steps go", "measured", found.splits, columns, names=names, spare=spare)
+    if found.timeline:
+        drawn = found.timeline[:_LANES_DRAWN]
+        whole = max((span[1] for one in drawn for span in one.spans), default=0.0)
+        lanes = [(one.rank, merged([Span(*span) for span in one.spans], whole)) for one in drawn]
+        figure = Spans(lanes=lanes, title="What each rank did")
+        return pictured(f"The first steps, on one clock.{some(_LANES_DRAWN, found.timeline, 'ranks')}", table, figure)
+    rows = [(f"rank {row.rank}", row.wait_s) for row in found.splits[:_LANES_DRAWN]]
+    bars = Bars(rows=rows, xlabel="waiting in a step", title="Waiting by rank", seconds=True)
+    return pictured(f"Who waits: a straggler does not.{some(_LANES_DRAWN, found.splits, 'ranks')}", table, bars)
+
+
+def _seconds_of(part: str) -> Column[RankSplit]:
+    return lambda row: show_seconds(row.parts_s[part])

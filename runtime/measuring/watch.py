@@ -140,7 +140,7 @@ class WatchRequest:
             raise InputError("replicas", f"is {self.workers}", f"watch at most {MOST_WORKERS} local processes")
         if self.workers * self.iterations > MOST_ROWS:
             problem = f"would make {self.workers * self.iterations} rows"
-            raise InputError("watch", problem, f"record at most {MOST_ROWS}")
+            raise InputError("iterations", problem, f"record at most {MOST_ROWS}")
         if self.cores is None:
             return
         if not hasattr(os, "sched_getaffinity"):

@@ -24,7 +24,7 @@ from ddltool.analyzers.barriers.predict import PREDICTORS, predict_ends
 from ddltool.analyzers.barriers.tradeoff import OBJECTIVES, Objective, best_barrier
 from ddltool.analyzers.barriers.zipline import zipline
 from ddltool.errors import InputError, did_you_mean
-from ddltool.sync_rows import BarrierRow
+from ddltool.telemetry import BarrierRow
 
 # Supersteps of one iteration before ElasticBSP's first prediction. The first iteration sets up connections and caches
 # and is too long to predict from, so it takes two.

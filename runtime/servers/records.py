@@ -1,6 +1,6 @@
 """What a server of a synchronisation model writes down: JSON Lines, and the same figures summed up in memory.
 
-Start at :class:`SyncLog`. One file per server, written by it alone; each line is a row of :mod:`ddltool.sync_rows`.
+Start at :class:`SyncLog`. One file per server, written by it alone; each line is a row of :mod:`ddltool.telemetry`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ddltool.artifacts import kind_of
 from ddltool.runtime.hook.telemetry import LineFile, new_run
-from ddltool.sync_rows import Row, StepRow, SummaryRow
+from ddltool.telemetry import Row, StepRow, SummaryRow
 
 log = logging.getLogger(__name__)
 

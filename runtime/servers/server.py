@@ -25,7 +25,7 @@ from ddltool.runtime.servers.policies import BSP, Book, Policy, Update
 from ddltool.runtime.servers.records import SyncLog, log
 from ddltool.runtime.servers.transfers import TransferError, TransferPlan, named
 from ddltool.runtime.servers.wire import BEAT_S, CLOSED, STOOD_STILL_S, Message, Peer, Wire, fill
-from ddltool.sync_rows import JoinedRow, LeftRow, StepRow
+from ddltool.telemetry import JoinedRow, LeftRow, StepRow
 
 
 @dataclass(slots=True)
