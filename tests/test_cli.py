@@ -11,11 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+import ddltool
 from ddltool.commands import output
 from ddltool.commands.main import run
 from ddltool.graph import read_graph, to_document
@@ -382,6 +385,18 @@ def test_explain_prints_the_glossary(cli: Cli) -> None:
     missed = cli("explain", "goodputt")
     assert missed.code == 2
     assert 'did you mean "goodput"?' in missed.err
+
+
+@pytest.mark.parametrize("name", ["predict", "trace", "plan", "balance", "barrier"])
+def test_a_command_and_its_function_have_the_same_defaults(name: str) -> None:
+    """An option that is not given is the function's own default, so what --help shows must be that."""
+    command, function = getattr(import_module(f"ddltool.commands.{name}"), name), getattr(ddltool, name)
+    same = {"auto": None, "1": 1, "10Gbit": None, "50us": None}  # as texts, and what the function makes of them
+    takes = signature(function).parameters
+    shown = {one.name.strip("_"): one.default for one in signature(command).parameters.values()}
+    for option in shown.keys() & takes.keys():
+        default = shown[option] or ()
+        assert (takes[option].default or ()) in (default, same.get(default) or ()), option
 
 
 def test_the_options_are_a_decision() -> None:
