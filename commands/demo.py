@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import os
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -156,13 +155,9 @@ def _emit(place: Path, seed: int) -> Finding:
 
 def _train(place: Path, seed: int) -> Finding:
     made, result, log = load(place / "enforce.json", Enforcement), place / "training.json", place / "training.log"
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(made.world_size), "-m", "ddltool.commands.demo_train"),
-        *(str(place / "enforce.json"), str(result)),
-    ]
+    command = ["-m", "ddltool.commands.demo_train", str(place / "enforce.json"), str(result)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
-    code, said = finish(command, environment, "the training run", TRAINING_LIMIT_S)
+    code, said = finish(command, made.world_size, environment, "the training run", TRAINING_LIMIT_S)
     write_text(log, said)
     if code != 0:
         lines = [line for line in said.splitlines() if "rror" in line]
