@@ -132,5 +132,5 @@ def test_what_cannot_be_watched(cli: Callable[..., Result], arguments: tuple[str
 
 
 def test_more_rows_than_can_be_kept_are_refused() -> None:
-    with pytest.raises(InputError, match="watch: would make 2000000000 rows"):
+    with pytest.raises(InputError, match="iterations: would make 2000000000 rows"):
         WatchRequest(source="zoo:mlp", resolver=RESOLVER, batch=8, iterations=10**9)
