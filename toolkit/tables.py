@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ddltool.arrays import Flags, Floats
 from ddltool.artifacts import read_lines, read_text
 from ddltool.errors import InputError, did_you_mean
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Floats = NDArray[np.float64]
 ABOVE_ZERO = math.ulp(0.0)
 # So many lines of JSON become a frame at a time: as objects they take ten times the memory.
 _LINES_AT_ONCE = 5_000
@@ -152,7 +152,7 @@ def numbers(
 
 
 def demand(
-    good: NDArray[np.bool_],
+    good: Flags,
     cells: pd.Series[Any] | NDArray[Any],
     name: str,
     where: str | Path,

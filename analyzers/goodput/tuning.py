@@ -30,14 +30,13 @@ import math
 from dataclasses import dataclass, fields
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from ddltool.analyzers.goodput.elastic_table import ElasticLimits
 from ddltool.analyzers.goodput.throughput import ThroughputParams, efficiency, iteration_time_s, sync_time_s
+from ddltool.arrays import Flags, Floats, Ints
 from ddltool.errors import Infeasible, InputError
 
-Array = NDArray[np.float64]
-Ints = NDArray[np.int64]
 _ROUNDING = 1e-12
 # Zero times make logarithms infinite; this one is zero beside any time that can be measured.
 _TINY = 1e-300
@@ -68,10 +67,10 @@ class Tuned:
     local_batch_size: Ints
     accumulation_steps: Ints
     total_batch_size: Ints
-    goodput_per_s: Array
+    goodput_per_s: Floats
 
     @property
-    def feasible(self) -> NDArray[np.bool_]:
+    def feasible(self) -> Flags:
         """Where a batch is allowed at all, shape (n,)."""
         return self.local_batch_size > 0
 
@@ -167,21 +166,21 @@ class _Search:
         self.low = np.ceil(limits.initial_batch_size / self.replicas)
         self.high = np.floor(limits.max_batch_size / self.replicas)
 
-    def overlapped(self, x: Array, rows: slice | Ints) -> Array:
+    def overlapped(self, x: Floats, rows: slice | Ints) -> Floats:
         """Return R(X), at least X."""
         # the cap keeps the power finite; it is reached only where T_sync is e^60 times X or more
         ratio = np.exp(np.minimum(self.gamma * (self.log_sync[rows] - np.log(x)), 600.0))
-        made: Array = x * np.exp(np.log(1.0 + ratio) / self.gamma)
+        made: Floats = x * np.exp(np.log(1.0 + ratio) / self.gamma)
         return made
 
-    def cost(self, m: Array, n: Array, rows: slice | Ints) -> Array:
+    def cost(self, m: Floats, n: Floats, rows: slice | Ints) -> Floats:
         """Return h(m, n) for m, n >= 1 (not checked against the limits)."""
         x = self.alpha + self.beta * m
         step = (n - 1.0) * x + self.overlapped(x, rows)
-        made: Array = (self.weight + self.share / (self.replicas[rows] * m * n)) * step
+        made: Floats = (self.weight + self.share / (self.replicas[rows] * m * n)) * step
         return made
 
-    def stationary(self, n: Array, rows: slice | Ints) -> Array:
+    def stationary(self, n: Floats, rows: slice | Ints) -> Floats:
         """Return the m > 0 of least h, infinite where h falls for ever.
 
         Newton on ``F(y) = 2 y - log(c / beta) - log(alpha + D)``, y = log m, whose slope lies in [2, 1 + gamma]; alone it
@@ -256,14 +255,14 @@ class _Search:
         rounded = (m >= self.smallest) & (m <= self.largest) & (n <= self.most_passes)
         self._take(slice(None), m, n, np.where(rounded & least, self.cost(m, n, slice(None)), np.inf))
 
-    def _take(self, rows: slice | Ints, m: Array, n: Array, cost: Array) -> None:
+    def _take(self, rows: slice | Ints, m: Floats, n: Floats, cost: Floats) -> None:
         """Keep the best of the points (rows, width), where it is better than the best so far."""
         pick = (np.arange(len(cost)), cost.argmin(axis=1))
         better = cost[pick] < self.cost_best[rows]
         for best, tried in ((self.cost_best, cost), (self.m_best, m), (self.n_best, n)):
             best[rows] = np.where(better, tried[pick], best[rows])
 
-    def _consider(self, n: Array, rows: slice | Ints) -> Array:
+    def _consider(self, n: Floats, rows: slice | Ints) -> Floats:
         """Try all m for each of the n, shape (rows, width); return the least h over real m, inf where none is allowed."""
         low, high = self.low[rows], self.high[rows]
         real_low, real_high = np.maximum(self.smallest, low / n), np.minimum(self.largest, high / n)
@@ -285,9 +284,9 @@ class Frontier:
     num_replicas: Ints
     num_nodes: Ints
     tuned: Tuned
-    speedup: Array
+    speedup: Floats
     """Goodput over that of the fewest GPUs that can run the job; 0 where it cannot run."""
-    efficient: NDArray[np.bool_]
+    efficient: Flags
     """True where no smaller number of GPUs has at least this goodput."""
     pays_until: int
     """The number of GPUs from which on more cost more than they bring at the threshold."""
@@ -347,7 +346,7 @@ def goodput_grid(
     limits: BatchLimits,
     *,
     noise_scale: float,
-) -> Array:
+) -> Floats:
     """Return goodput of shape (allocations, batches) at given total batches; NaN where the limits do not allow one.
 
     For each pair the fewest accumulation steps that fit into memory (fastest for a given batch), local batches as if they
@@ -363,5 +362,5 @@ def goodput_grid(
     allowed &= total <= limits.max_batch_size
     if limits.max_accumulation_steps is not None:
         allowed &= passes <= limits.max_accumulation_steps + 1
-    made: Array = np.where(allowed, total / step * share, np.nan)
+    made: Floats = np.where(allowed, total / step * share, np.nan)
     return made

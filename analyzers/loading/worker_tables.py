@@ -11,17 +11,16 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from ddltool.analyzers.balancing.trace import LEAST_SPEED, MOST_SPEED, SpeedTrace
 from ddltool.analyzers.stragglers.ranks import of_telemetry
+from ddltool.arrays import Floats
 from ddltool.errors import InputError
 from ddltool.graph import natural_key
 from ddltool.stages import Tell
 from ddltool.tables import demand_columns, numbers, read_table, texts
 from ddltool.telemetry import last_run
 
-Floats = NDArray[np.float64]
 SPEED_COLUMNS = ("iteration", "worker", "speed", "cpu", "memory")
 END_COLUMNS = ("worker", "iteration", "end_s")
 # Thirty million years: predictions from longer times could leave the range of floats, and mean nothing.

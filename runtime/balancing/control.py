@@ -28,7 +28,6 @@ from typing import Any, Literal, Self
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -37,6 +36,7 @@ from torch.utils.data import DataLoader, Dataset
 from ddltool.analyzers.balancing import algorithm2, predict
 from ddltool.analyzers.balancing.control import Policy, Report, SpeedPolicy, TrialPolicy
 from ddltool.analyzers.balancing.sizing import equal
+from ddltool.arrays import Floats
 from ddltool.artifacts import kind_of
 from ddltool.errors import InputError
 from ddltool.runtime.hook.agreement import Agreement
@@ -57,7 +57,6 @@ from ddltool.runtime.hook.weighing import Reduction, Weigher
 from ddltool.runtime.measuring.share import available_memory, expected_cpu
 from ddltool.telemetry import BalanceEvent
 
-Floats = NDArray[np.float64]
 Cluster = Literal["cpu", "gpu"]
 MOST_BLOCKING = 16
 MOST_STEPS_UNREPORTED = 20

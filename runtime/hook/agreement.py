@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch.distributed as dist
-from numpy.typing import NDArray
 
+from ddltool.arrays import Floats
 from ddltool.errors import DdlToolError
 from ddltool.runtime.hook.job import Job
 from ddltool.runtime.hook.roll_call import (
@@ -32,7 +32,6 @@ from ddltool.runtime.hook.roll_call import (
     wait_for_keys,
 )
 
-Floats = NDArray[np.float64]
 Choose = Callable[[Floats], Floats]
 Row = Callable[[], Floats]
 CHOOSING_S = 1.0
