@@ -9,6 +9,7 @@ import pytest
 
 from ddltool.analyzers.loading.job_inputs import job_of
 from ddltool.errors import InputError
+from ddltool.job import Job
 from tests.conftest import Result
 
 Cli = Callable[..., Result]
@@ -24,6 +25,25 @@ def test_nodes_are_shared_in_proportion_and_workers_divide_the_batch() -> None:
     assert (made.max_workers, made.batch_size, made.precision, made.name) == (8, 4, "bf16", "resnet32")
     assert [it.per_node for it in job_of("m", "A100=20,L4=3").devices] == [8, 3]
     assert job_of("m", "L4=2,L4=3").devices[0].count == 5  # two lines of one type
+
+
+def test_what_is_said_of_the_job_reaches_it(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Job] = []
+
+    def planned(job: Job) -> None:
+        seen.append(job)
+        raise InputError("job", "was seen", "that is all")
+
+    monkeypatch.setattr("ddltool.commands.plan.plan_job", planned)
+    said = ("--precision", "amp", "--optimizer", "sgd", "--sequence-length", 512, "--batch-size", 16)
+    assert cli("plan", "timm:resnet18", "--devices", "A100=8", *said).code == 2
+    job = seen[0]
+    assert (job.precision, job.optimizer, job.sequence_length, job.max_workers * job.batch_size) == (
+        "amp",
+        "sgd",
+        512,
+        16,
+    )
 
 
 @pytest.mark.parametrize(

@@ -458,13 +458,15 @@ def job_of(
     link: str | None = None,
     nic: str | None = None,
     devices_file: Path | None = None,
-    **more: Any,
+    precision: str | None = None,
+    optimizer: str | None = None,
+    sequence_length: int | None = None,
 ) -> Job:
     """Return the job of a model on ``devices`` such as ``A100=8,V100=4``, or ``A100=8@2.5`` with a price per hour.
 
     ``batch_size``: samples of a step on all devices together; 8 of each by default. ``nodes``: of all types, each of one
-    type, in proportion to the devices; by default as few as hold 8. ``devices_file``: types of the user's own. ``more``:
-    precision, optimizer and sequence_length of the job. Raises InputError, which names the option.
+    type, in proportion to the devices; by default as few as hold 8. ``devices_file``: types of the user's own. The
+    others are the job's. Raises InputError, which names the option.
     """
     offers = [_OFFER.fullmatch(part.strip()) for part in devices.split(",")]
     if not offers or None in offers:
@@ -483,7 +485,8 @@ def job_of(
     per_node = _per_node(counts, nodes)
     samples = batch_size or 8 * total
     workers = max(size for size in range(1, min(total, samples) + 1) if samples % size == 0)
-    known = {name: value for name, value in more.items() if value is not None}
+    of_job = {"precision": precision, "optimizer": optimizer, "sequence_length": sequence_length}
+    known: dict[str, Any] = {name: value for name, value in of_job.items() if value is not None}
     try:
         made = Job(
             name=re.sub(r"[^\w.-]+", "-", source.rpartition(":")[2] or source).strip("-") or "job",
