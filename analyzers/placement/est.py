@@ -215,12 +215,16 @@ def _fastest(search: Search) -> Solution | None:
         if (counts := counts or fit(search, problem.slowest_step)) is None:
             return None
     step = reach(problem, counts)
+    middle = _middle(capabilities, lower, step)
+    if middle and not search.found:  # the guess is often the best: ask first whether it can be beaten at all
+        middle = max((math.ceil(each * step) - 1) / each for each in capabilities)
     try:
-        while (middle := _middle(capabilities, lower, step)) is not None:
+        while middle is not None:
             if (better := fit(search, middle)) is None:
                 lower = _next(capabilities, middle)
             else:
                 counts, step = better, reach(problem, better)
+            middle = _middle(capabilities, lower, step)
     except OutOfTime:
         return Solution(counts=counts, step_s=step, bound_s=min(lower, step), proven=False)
     return Solution(counts=counts, step_s=step, bound_s=step, proven=True)
