@@ -514,7 +514,7 @@ class Manager:
 
     def paced(self, rows: Floats) -> Floats:
         """Return (n + 1,) sizes, and after how many steps ranks report again, from (n, 5) rows."""
-        steps = max(rows[:, 0].sum() / self.total, 1.0)
+        steps = max(float(rows[:, 0].sum()), 1.0) / self.total  # less than one at the end of an epoch
         longest_s = max(float(rows[:, 1].max()) / steps, 1e-9)
         return np.append(self(rows), min(max(self.interval_s // longest_s, 1), MOST_STEPS_UNREPORTED))
 
