@@ -166,7 +166,7 @@ def work(given: dict[str, Any]) -> None:
         name: variant(name, given, known(workers - 1, few) if name == "oracle" else None) for name in given["variants"]
     }
     for one in variants.values():  # what the first pass sets up is not to be paid under the limit
-        one.model.module(torch.zeros(total, 64)).sum().backward()  # type: ignore[operator,union-attr]
+        network(given["channels"])(torch.zeros(total, 64)).sum().backward()
         one.optimizer.zero_grad()
     join(group)
     compete = given.get("compete", False)

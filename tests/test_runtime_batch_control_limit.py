@@ -100,7 +100,7 @@ def test_sizes_follow_the_limit_to_another_worker() -> None:
             "steps": steps,
             "move_at": steps // 2,
             "total_batch": 128,
-            "channels": 32,
+            "channels": 128,
             "seed": 0,
         }
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -169,9 +169,9 @@ def mean_over_samples_accumulated(run: Run) -> Trainer:
 
 def in_passes(run: Run, *args: Any, passes: int = 2) -> Trainer:
     """A plan of two passes a step, made by a Trainer that accumulates as many batches; alone it is one."""
-    plan = load(run.folder / "enforce.json", Enforcement)
+    plan = load(run.file, Enforcement)
     ranks = [entry.model_copy(update={"accumulation_steps": 1}) for entry in plan.ranks]
-    save(plan.model_copy(update={"ranks": ranks}), run.folder / "enforce.json")
+    save(plan.model_copy(update={"ranks": ranks}), run.file)
     return trained(run, *args, gradient_accumulation_steps=1 if run.alone else passes)
 
 

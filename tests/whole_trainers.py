@@ -28,15 +28,16 @@ Found = tuple[dict[str, Any], list[dict[str, Any]]]
 class Run:
     """The process in which a cell runs: alone, or a rank that finds its plan in the folder."""
 
-    def __init__(self, alone: bool, folder: Path) -> None:
+    def __init__(self, alone: bool, folder: Path, rank: int) -> None:
         self.alone, self.folder = alone, folder
+        self.file = folder / f"enforce.{rank}.json"  # some cells change their rank's own
         self.starts: list[Tensor] = []
         self.losses: list[float] = []
-        save(enforcement(SIZES, telemetry=str(folder / "rows.jsonl")), folder / "enforce.json")
+        save(enforcement(SIZES, telemetry=str(folder / "rows.jsonl")), self.file)
 
     @property
     def plan(self) -> str | None:
-        return None if self.alone else str(self.folder / "enforce.json")
+        return None if self.alone else str(self.file)
 
     def begins(self, values: Iterable[Tensor]) -> None:
         """Note what the parameters are before training."""
@@ -56,7 +57,7 @@ def every_cell(rank: int, alone: bool, target: str, module: str, names: tuple[st
         torch.manual_seed(1)
         folder = Path(target).parent / f"{name}-{alone}"
         folder.mkdir(exist_ok=True)
-        run = Run(alone, folder)
+        run = Run(alone, folder, rank)
         try:
             ends = copies(cells[name](run))
         except BaseException:

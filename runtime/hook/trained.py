@@ -22,6 +22,9 @@ EARLY = 2
 _guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models whose losses are weighed, or that the script has said are trained by themselves."""
 _watched: list[weakref.ref[TrainedParameters]] = []
+_ended: list[object] = []
+"""Process groups of models that are gone. DDP's reducer ends its group while it holds Python's lock, which the group's own
+thread may be waiting for; Python gives the lock up for that."""
 
 
 def _check_all(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -56,6 +59,9 @@ class Guard:
                 raise InputError("model", problem, "leave it out, and shorten long rows after the optimizer's step")
         self._job, self._model = job, weakref.ref(model)
         self._is_averaged = isinstance(model, DistributedDataParallel)
+        _ended.clear()
+        if isinstance(model, DistributedDataParallel):
+            weakref.finalize(model, _ended.append, model.process_group).atexit = False
         self._trained = TrainedParameters(model, *optimizers)
         for each in optimizers:
             job.together(functools.partial(self._trained.check, each))
