@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import os
 import tempfile
 import time
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -20,6 +23,7 @@ from ddltool.artifacts import save
 from ddltool.runtime.agent import GoodputAgent
 from ddltool.runtime.balancing import balance
 from ddltool.runtime.elastic import ElasticTrainer
+from tests.processes import as_job
 from tests.runtime_workers import crew, enforcement
 
 FEW, MANY, MORE = 3, 25, 1.2
@@ -84,3 +88,24 @@ def threads(rank: int, way: str) -> tuple[int, int]:
 def test_threads_do_not_grow_with_what_was_attached(way: str) -> None:
     for few, many in crew().run(threads, way):
         assert many <= MORE * few
+
+
+def outlive(rank: int) -> None:
+    """Train in one process group after the other, each with a model that is collected after it."""
+    faulthandler.dump_traceback_later(60, exit=True)
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0)
+    data = TensorDataset(torch.arange(96.0).view(32, 3), torch.arange(32) % 2)
+    for number in range(8):  # some are collected in time by chance
+        dist.init_process_group("gloo", store=dist.PrefixStore(str(number), store), rank=rank, world_size=2)
+        layers = nn.Sequential(nn.Linear(3, 64), *(nn.Linear(64, 64) for _ in range(5)), nn.Linear(64, 2))
+        model = DistributedDataParallel(layers, bucket_cap_mb=0.01)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with balance(model, optimizer, data, total_batch=4) as balancer:
+            train(model, optimizer, balancer.dataloader())
+        dist.destroy_process_group()
+        del balancer, optimizer, model, layers
+        gc.collect()
+
+
+def test_a_model_may_outlive_its_process_group(tmp_path: Path) -> None:
+    assert as_job(2, tmp_path, outlive) == [(0, "", "")] * 2
