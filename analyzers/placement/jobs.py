@@ -57,6 +57,8 @@ _SCALE = 10**9
 _LONGEST = 1500
 # So many of a job's best columns are taken in a round, so many rounds are made.
 _COLUMNS_A_ROUND, _ROUNDS = 4, 60
+# The price of a job's own limit is found in so many halvings.
+_HALVINGS = 8
 
 
 @dataclass(kw_only=True, slots=True)
@@ -90,6 +92,14 @@ class JobTable:
             return False
         self.columns[counts] = self.weight * float(self.problem.max_workers / step) / self.alone
         return True
+
+    def shares(self) -> Floats:
+        """Return (2, T) what part of its limits, on devices and on what they cost in an hour, one device takes."""
+        made = np.zeros((2, len(self.available)))
+        made[0] = 1 / self.problem.device_limit
+        if limit := self.problem.max_price_micro:
+            made[1, list(self.places)] = [(device.price_micro or 0) / limit for device in self.problem.devices]
+        return made
 
     def modes(self) -> Iterator[Ints]:
         """Yield (T,) how many devices the job may use at once: of all types, or of one type where it keeps to one."""
@@ -338,10 +348,7 @@ def _serve(tables: Sequence[JobTable], counts: Ints, floor: float) -> tuple[Way 
     most = np.minimum([table.available for table in tables], needed) // unit * (rooms > 0)
     held = np.where(alone, workers * (rooms > 0), rooms)
     parts = np.hstack((np.maximum(held, 1), np.ones_like(workers)))
-    prices = np.zeros(shape)  # as shares of what the job may pay
-    for row, table in zip(prices, tables, strict=True):
-        if limit := table.problem.max_price_micro:
-            row[list(table.places)] = [(device.price_micro or 0) / limit for device in table.problem.devices]
+    prices = np.array([table.shares()[1] for table in tables])
     own = np.hstack((-held[:, None] // parts[:, :, None], np.ones_like(unit)[:, None], (prices * unit)[:, None]))
     devices = np.where(alone, 1, [[problem.device_limit] for problem in problems])
     limits = np.hstack((-workers // parts, devices, np.ones_like(workers)))
@@ -431,6 +438,8 @@ class _Lines:
     """(L, T)"""
     available: Ints
     """(L, T)"""
+    shares: Floats
+    """(2, L, T), of :meth:`JobTable.shares`."""
     workers: Ints
     values: Floats
     best_values: Floats
@@ -444,6 +453,7 @@ class _Lines:
             jobs=np.repeat([job for job, _, _ in parts], sizes),
             rooms=np.concatenate([table.rooms * (mode > 0) for _, table, mode in parts]),
             available=np.repeat([mode for _, _, mode in parts], sizes, axis=0),
+            shares=np.repeat(np.stack([table.shares() for _, table, _ in parts], axis=1), sizes, axis=1),
             workers=np.repeat([table.problem.max_workers for _, table, _ in parts], sizes),
             values=np.concatenate([table.values for _, table, _ in parts]),
             best_values=np.concatenate([table.best_values for _, table, _ in parts]),
@@ -453,9 +463,21 @@ class _Lines:
         """Return (J,) bounds on worth less cost of any column at ``prices`` (T,) of devices, and promising columns.
 
         For each step time the cheapest devices with room for every EST are taken: parts of devices allowed for the bound,
-        the last one rounded up for the column.
+        the last one rounded up for the column. Where these pass a limit of the job's own, the limit gets a price too, found
+        by bisection: whatever it is, what the devices then cost, less it, bounds what they cost within the limit (Lagrange).
         """
-        cost, counts, holds = cover(self.rooms, self.available, prices, self.workers)
+        cost, counts, holds = cover(self.rooms, self.available, np.broadcast_to(prices, self.rooms.shape), self.workers)
+        for shares in self.shares:
+            at = np.flatnonzero(holds & ((counts * shares).sum(axis=1) > 1 + _OPEN))
+            low, high = np.zeros(len(at)), self.best_values[at]
+            for _ in range(_HALVINGS if len(at) else 0):
+                middle = (low + high) / 2
+                priced = prices + middle[:, None] * shares[at]
+                least, taken, _ = cover(self.rooms[at], self.available[at], priced, self.workers[at])
+                cost[at] = np.maximum(cost[at], least - middle)
+                over = (taken * shares[at]).sum(axis=1) > 1 + _OPEN
+                counts[at[~over]] = taken[~over]
+                low, high = np.where(over, middle, low), np.where(over, high, middle)
         most = np.full(int(self.jobs.max(initial=-1)) + 1, -np.inf)
         np.maximum.at(most, self.jobs, self.best_values - cost)
         score = np.where(holds, self.values - (counts * prices).sum(axis=1), -np.inf)
@@ -468,7 +490,7 @@ class _Lines:
 def cover(rooms: Ints, available: Ints, prices: Floats, workers: Ints) -> tuple[Floats, Ints, NDArray[np.bool_]]:
     """Return (L,) the least cost of room for every EST, parts allowed; (L, T) whole devices; (L,) whether there is room.
 
-    ``rooms`` and ``available`` are (L, T), ``prices`` (T,), ``workers`` (L,).
+    ``rooms``, ``available`` and ``prices`` are (L, T), ``workers`` (L,).
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(rooms > 0, prices / rooms, np.inf)
@@ -479,7 +501,7 @@ def cover(rooms: Ints, available: Ints, prices: Floats, workers: Ints) -> tuple[
         room = rooms[lines, kind]
         needed = np.where(room > 0, left / np.maximum(room, 1), 0.0)
         taken = np.minimum(needed, available[lines, kind])
-        cost += taken * prices[kind]
+        cost += taken * prices[lines, kind]
         counts[lines, kind] = np.ceil(taken - _OPEN).astype(np.int64)
         left = np.maximum(left - taken * room, 0.0)
     holds = left <= _OPEN * workers
