@@ -43,7 +43,7 @@ def doctor(
     else:
         _show_overhead(found, command[0])
     if found.verdict == "above":
-        raise CheckFailed(f"the overhead of ddltool is above {max_overhead:.3%} of a step")
+        raise CheckFailed(f"the overhead of ddltool is above {100 * max_overhead:.6g}% of a step")
 
 
 def _check(script: str, replicas: int, as_json: bool) -> None:

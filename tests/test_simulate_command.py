@@ -85,7 +85,8 @@ def test_longer_restarts_cost_time(run: Cli) -> None:
 def test_the_table_has_a_row_per_policy_within_80_columns(run: Cli) -> None:
     result = run("--policy", "fifo,pollux")
     assert result.code == 0
-    assert "24 jobs on 16 GPUs, seconds (simulated from measured traces)" in result.out
+    said = " ".join(result.out.split())
+    assert "24 jobs of synthetic.csv on 16 GPUs, under 2 policies. Simulated from measured traces." in said
     rows = [line.split()[0] for line in result.out.splitlines() if line.strip()]
     assert "fifo" in rows
     assert "pollux" in rows
@@ -93,8 +94,8 @@ def test_the_table_has_a_row_per_policy_within_80_columns(run: Cli) -> None:
     widest = run("--policy", "fifo,easyscale-heter", "--restart-delay", 86_400)
     assert max(map(len, widest.out.splitlines())) <= 80
     figures = next(line for line in widest.out.splitlines() if line.strip().startswith("easyscale-heter")).split()
-    assert len(figures) == 8
-    assert float(figures[3].replace(",", "")) > 100_000
+    assert "Times in h" in widest.out
+    assert float(figures[3]) > 100  # hours
 
 
 @pytest.mark.parametrize(

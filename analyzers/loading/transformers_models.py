@@ -290,7 +290,7 @@ class _Maker:
         if not {"pixel_values", "pixel_values_videos", "grid_thw"}.intersection(self.takes):
             return [{}]
         channels = _hint((self.vision, self.config), "num_channels", "in_channels", "in_chans", default=3)
-        height, width = _image_size(self.vision, self.config)
+        height, width = _image_size(self.vision, self.config, _part(self.config, "backbone"))
         if _GRIDS.intersection(self.takes):
             patch = _hint((self.vision,), "patch_size", default=14)
             depth = _hint((self.vision,), "temporal_patch_size", default=1)
