@@ -86,6 +86,7 @@ class OwnState:
 
     def __init__(self, modules: dict[str, Any], local: Sequence[int]) -> None:
         self._modules, self._local = modules, local
+        self._held: dict[str, dict[str, Any]] = {prefix: vars(module) for prefix, module in modules.items()}
         for prefix, module in modules.items():
             if isinstance(module, torch.jit.ScriptModule) and list(module.buffers(recurse=False)):
                 what = f"model:{prefix.removesuffix('.')}"
@@ -115,7 +116,7 @@ class OwnState:
                 old_trace, old = before.get(key, (None, ABSENT))
                 if key not in self._values[rank] and old_trace != (_trace(now[key]) if key in now else None):
                     self._adopt(key, old, now.get(key, ABSENT))
-        self._values[rank] = {key: self._holder(key).get(key[1], ABSENT) for key in self._values[rank]}
+        self._values[rank] = {key: self._held[key[0]].get(key[1], ABSENT) for key in self._values[rank]}
 
     def _adopt(self, key: Key, old: Any, new: Any) -> None:
         where = f"model:{key[0]}{key[1]}"
@@ -130,11 +131,11 @@ class OwnState:
 
     def install(self, values: Mapping[Key, Any]) -> None:
         """Let the modules hold ``values``."""
-        for key, value in values.items():
+        for (prefix, name), value in values.items():
             if value is ABSENT:
-                self._holder(key).pop(key[1], None)
+                self._held[prefix].pop(name, None)
             else:
-                self._holder(key)[key[1]] = value
+                self._held[prefix][name] = value
 
     def of(self, rank: int) -> dict[Key, Any]:
         """Return a worker's own values."""
@@ -185,10 +186,6 @@ class OwnState:
                 return prefix, last
         raise InputError(what, f"{name} is only in the checkpoint", "build the model that was saved")
 
-    def _holder(self, key: Key) -> dict[str, Any]:
-        held: dict[str, Any] = vars(self._modules[key[0]])
-        return held
-
     def _submodules(self) -> set[str]:
         return {
             f"{prefix}{name}"
@@ -198,9 +195,9 @@ class OwnState:
         }
 
     def _attributes(self) -> Iterator[tuple[Key, Any]]:
-        for prefix, holder in self._modules.items():
-            if type(holder).__name__ != "OptimizedModule":  # what torch.compile puts around it
-                for name, value in vars(holder).items():
+        for prefix, held in self._held.items():
+            if type(self._modules[prefix]).__name__ != "OptimizedModule":  # what torch.compile puts around it
+                for name, value in held.items():
                     if name not in _OF_EVERY_MODULE:
                         yield (prefix, name), value
 
