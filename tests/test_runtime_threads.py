@@ -27,7 +27,7 @@ from tests.processes import as_job
 from tests.runtime_workers import crew, enforcement
 
 FEW, MANY, MORE = 3, 25, 1.2
-DATA = TensorDataset(torch.arange(24.0).view(8, 3), torch.arange(8) % 2)
+DATA, LONGER = (TensorDataset(torch.arange(3.0 * rows).view(rows, 3), torch.arange(rows) % 2) for rows in (8, 32))
 
 
 def hook(model: nn.Module, optimizer: Any) -> None:
@@ -37,8 +37,8 @@ def hook(model: nn.Module, optimizer: Any) -> None:
             train(model, optimizer, attached.dataloader(batch_size=4))
 
 
-def balanced(model: nn.Module, optimizer: Any) -> None:
-    with balance(model, optimizer, DATA, total_batch=4) as balancer:
+def balanced(model: nn.Module, optimizer: Any, data: TensorDataset = DATA) -> None:
+    with balance(model, optimizer, data, total_batch=4) as balancer:
         train(model, optimizer, balancer.dataloader())
 
 
@@ -94,16 +94,13 @@ def outlive(rank: int) -> None:
     """Train in one process group after the other, each with a model that is collected after it."""
     faulthandler.dump_traceback_later(60, exit=True)
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0)
-    data = TensorDataset(torch.arange(96.0).view(32, 3), torch.arange(32) % 2)
     for number in range(8):  # some are collected in time by chance
         dist.init_process_group("gloo", store=dist.PrefixStore(str(number), store), rank=rank, world_size=2)
         layers = nn.Sequential(nn.Linear(3, 64), *(nn.Linear(64, 64) for _ in range(5)), nn.Linear(64, 2))
         model = DistributedDataParallel(layers, bucket_cap_mb=0.01)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with balance(model, optimizer, data, total_batch=4) as balancer:
-            train(model, optimizer, balancer.dataloader())
+        balanced(model, torch.optim.SGD(model.parameters(), lr=0.1), LONGER)
         dist.destroy_process_group()
-        del balancer, optimizer, model, layers
+        del model, layers
         gc.collect()
 
 

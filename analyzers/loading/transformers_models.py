@@ -169,6 +169,7 @@ def _accept_any_grouped_product() -> torch.library.Library:
     def shape_of(
         left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
     ) -> Tensor:
+        """Return an empty tensor of the shape and type that a product of groups has."""
         if left.dim() == 2 and right.dim() == 2 and offs is not None:
             size = [offs.shape[0], left.shape[0], right.shape[1]]  # one product for each group of the inner dimension
         elif left.dim() == 3 and right.dim() == 2:
