@@ -39,7 +39,7 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p ddltool
-	$(BIN)/pytest tests/test_architecture.py
+	$(BIN)/pytest tests/house/test_architecture.py
 
 bench: setup
 	for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
@@ -50,7 +50,7 @@ docs: setup
 
 # Traces the zoo again: a change in tracing shows as a diff of fixtures/graphs.
 fixtures: setup
-	$(BIN)/ddltool zoo --write fixtures/graphs
+	$(BIN)/ddltool show zoo --write fixtures/graphs
 
 # Wheel and sdist of what is committed, with the same bytes whenever they are built from one commit. For a package index:
 # make dist REPOSITORY=https://HOST/OWNER/NAME, where README's links then lead.

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from ddltool.analyzers.balancing.sizing import proportional
+from ddltool.analyzers.job.balancing.sizing import proportional
 from ddltool.runtime.balancing.control import BalanceOptions, Balancer, balance
 
 TRAINED = 1437

@@ -22,11 +22,11 @@ from datetime import timedelta
 import numpy as np
 import torch.distributed as dist
 
-from ddltool.analyzers.balancing.control import Policy, SpeedPolicy, TrialPolicy
-from ddltool.analyzers.balancing.predict import Settings
+from ddltool.analyzers.job.balancing.control import Policy, SpeedPolicy, TrialPolicy
+from ddltool.analyzers.job.balancing.predict import PredictorSettings
 from ddltool.runtime.balancing.control import LIVE_LEARNING, Manager
-from ddltool.runtime.hook.agreement import Agreement
-from ddltool.runtime.hook.job import Job
+from ddltool.runtime.hook.consensus import Consensus
+from ddltool.runtime.hook.job import DistributedJob
 
 STEP_S = 0.1
 
@@ -37,7 +37,7 @@ def policy(name: str, workers: int) -> Policy:
     if name == "ema":
         return SpeedPolicy([32] * workers, settings=LIVE_LEARNING)
     return SpeedPolicy(
-        [32] * workers, predictor=name, settings=Settings(warm_up=60, refit_every=10**6, background=True)
+        [32] * workers, predictor=name, settings=PredictorSettings(warm_up=60, refit_every=10**6, background=True)
     )
 
 
@@ -68,14 +68,14 @@ def rounds_of(workers: int, rounds: int, port: int) -> float:
             break
         children.append(child)
     store = dist.TCPStore("127.0.0.1", port, workers, rank == 0, timedelta(seconds=60), wait_for_workers=False)
-    job = Job(rank=rank, world_size=workers, side=None)
-    agreement = Agreement(job, Manager(policy("ema", workers)), timeout_s=60, store=store)
+    job = DistributedJob(rank=rank, world_size=workers, side=None)
+    consensus = Consensus(job, Manager(policy("ema", workers)), timeout_s=60, store=store)
     chance, spent = np.random.default_rng(rank), []
     row = np.array([32.0, 0.0, 0.5, 1.0, 0.5])
     for _ in range(rounds):
         row[1] = 32 / chance.uniform(50, 100)
         begin = time.process_time()
-        chosen = agreement.propose(lambda: row)
+        chosen = consensus.propose(lambda: row)
         row[0] = 32 if chosen is None else chosen[rank]
         spent.append(time.process_time() - begin)
     if rank:
@@ -87,16 +87,14 @@ def rounds_of(workers: int, rounds: int, port: int) -> float:
 
 def hand_over(rounds: int) -> float:
     """Return the wall seconds per step that a training thread pays when sizes are chosen behind it (one worker)."""
-    agreement, spent = (
-        Agreement(Job(rank=0, world_size=1, side=None), Manager(policy("algorithm2", 1)), behind=True),
-        [],
-    )
+    job, spent = DistributedJob(rank=0, world_size=1, side=None), []
+    consensus = Consensus(job, Manager(policy("algorithm2", 1)), behind=True)
     for _ in range(rounds):
         begin = time.perf_counter()
-        agreement.propose(lambda: np.array([32, 0.5, 0.5, 1.0, 0.5]))
+        consensus.propose(lambda: np.array([32, 0.5, 0.5, 1.0, 0.5]))
         spent.append(time.perf_counter() - begin)
         time.sleep(0.005)
-    agreement.close()
+    consensus.close()
     return statistics.median(spent)
 
 

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import numpy as np
 
-from ddltool.analyzers.balancing import replay as schemes
-from ddltool.analyzers.balancing.minmax import DeviceCurves, Offer, choose
-from ddltool.analyzers.balancing.predict import PREDICTORS, make
-from ddltool.analyzers.balancing.replay import gain_kept, replay, replay_equal, replay_oracle
-from ddltool.analyzers.balancing.sizing import equal, proportional
-from ddltool.analyzers.reporting.charts import drawn
+from ddltool.analyzers.answers.reporting.charts import drawn
+from ddltool.analyzers.job.balancing import replay as schemes
+from ddltool.analyzers.job.balancing.minmax import DeviceCurves, Offer, choose
+from ddltool.analyzers.job.balancing.predict import PREDICTORS, make
+from ddltool.analyzers.job.balancing.replay import gain_kept, replay, replay_equal, replay_oracle
+from ddltool.analyzers.job.balancing.sizing import equal, proportional
 from ddltool.runtime.measuring.watch import SpeedRow, write_rows
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))

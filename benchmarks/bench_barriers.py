@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.barriers.ends import EndTimes
-from ddltool.analyzers.barriers.predict import predict_ends
-from ddltool.analyzers.barriers.tradeoff import best_barrier
-from ddltool.analyzers.barriers.zipline import full_gridscan, gridscan, zipline
+from ddltool.analyzers.job.barriers.ends import EndTimes
+from ddltool.analyzers.job.barriers.predict import predict_ends
+from ddltool.analyzers.job.barriers.tradeoff import best_barrier
+from ddltool.analyzers.job.barriers.zipline import full_gridscan, gridscan, zipline
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import published_barriers as published

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import numpy as np
 
-from ddltool.analyzers.costs.checkpointing import cheapest
-from ddltool.analyzers.costs.memory import Recomputation, Sharding, ledger_of
-from ddltool.analyzers.costs.model import cost_model, estimate
-from ddltool.analyzers.loading.sources import training_step
-from ddltool.analyzers.reporting.charts import drawn
-from ddltool.analyzers.reporting.figures import Line, Lines
-from ddltool.analyzers.tracing.dialect import Numerics
-from ddltool.analyzers.tracing.torch_adapter import trace_step
+from ddltool.analyzers.answers.reporting.charts import drawn
+from ddltool.analyzers.answers.reporting.figures import Line, Lines
+from ddltool.analyzers.step.costs.checkpointing import cheapest
+from ddltool.analyzers.step.costs.memory import Recomputation, Sharding, lifetimes_of
+from ddltool.analyzers.step.costs.model import cost_model, estimate
+from ddltool.analyzers.step.tracing.dialect import Numerics
+from ddltool.analyzers.step.tracing.sources import training_step
+from ddltool.analyzers.step.tracing.torch_adapter import trace_step
 from ddltool.device import Network
 from ddltool.errors import Infeasible
-from ddltool.fixtures.loading import calibration, devices
+from ddltool.shipped import calibration, devices
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = (
@@ -42,24 +42,26 @@ _PICTURED = 8
 
 def curve(source: str, batch: int) -> Line:
     """Return added time over budget, both in per cent of the step without checkpointing, and print the row."""
-    ledger = ledger_of(trace_step(lambda: training_step(source, batch), mode="training", numerics=Numerics("bf16")))
-    timed = estimate(ledger.traced.graph, cost_model(devices().device("A100"), calibration()), Network())
-    seconds, alone = ledger.seconds(timed), Sharding(kind="none")
-    none, full = (ledger.peak(alone, "adamw", ledger.every_block(how)).total_bytes for how in ("none", "full"))  # type: ignore[arg-type]
+    lifetimes = lifetimes_of(
+        trace_step(lambda: training_step(source, batch), mode="training", numerics=Numerics("bf16"))
+    )
+    timed = estimate(lifetimes.traced.graph, cost_model(devices().device("A100"), calibration()), Network())
+    seconds, alone = lifetimes.seconds(timed), Sharding(kind="none")
+    none, full = (lifetimes.peak(alone, "adamw", lifetimes.every_block(how)).total_bytes for how in ("none", "full"))  # type: ignore[arg-type]
     whole_s = seconds.sum()
     points, gap = [], 0.0
     for share in SHARES:
         budget = full + share * (none - full)
         try:
-            found = cheapest(ledger, seconds, alone, "adamw", budget)
+            found = cheapest(lifetimes, seconds, alone, "adamw", budget)
         except Infeasible:
             continue
         assert found.peak_bytes <= budget
         gap = max(gap, found.gap)
-        points.append((100 * budget / none, 100 * found.again_s / whole_s, 100 * found.bound_s / whole_s))
+        points.append((100 * budget / none, 100 * found.recompute_s / whole_s, 100 * found.bound_s / whole_s))
     table = np.array(points)
-    again = Recomputation(ledger, ledger.every_block("full"))
-    every = 100 * ledger.again_s(again, seconds).sum() / whole_s
+    recomputation = Recomputation(lifetimes, lifetimes.every_block("full"))
+    every = 100 * lifetimes.recompute_s(recomputation, seconds).sum() / whole_s
     middle = ", ".join(f"{budget:.0f} %: +{cost:.1f} %" for budget, cost, _ in points[:-1:2])
     print(
         f"| {source} | {batch} | {none / 2**30:.1f} GiB | {full / 2**30:.1f} GiB, +{every:.1f} % | {middle} | {gap:.2%} |",

@@ -32,7 +32,7 @@ from torch.utils.data import TensorDataset, default_collate
 from ddltool.runtime.elastic.contexts import Contexts
 from ddltool.runtime.elastic.ordered_mean import MIB, OrderedMean
 from ddltool.runtime.elastic.processes import Processes
-from ddltool.runtime.elastic.sample_feed import SampleFeed, Task
+from ddltool.runtime.elastic.sample_feed import BatchTask, SampleFeed
 from ddltool.runtime.elastic.trainer import ElasticTrainer
 
 
@@ -204,7 +204,7 @@ def whole_steps(rank: int, size: int, folder: str, steps: int) -> None:
 def first_batches(repeats: int = 5, workers: int = 8, each: int = 4) -> dict[str, float]:
     """Return the median seconds until all logical workers of a process have their first batch, from a fresh start."""
     dataset = TensorDataset(torch.randn(1024, 3, 32, 32), torch.arange(1024) % 10)
-    tasks = [Task(rank, 0, step, 0, tuple(range(8))) for step in range(4) for rank in range(workers)]
+    tasks = [BatchTask(rank, 0, step, 0, tuple(range(8))) for step in range(4) for rank in range(workers)]
     times: dict[str, list[float]] = {"shared": [], "one set per logical worker": []}
     for _ in range(repeats):
         for name, row in times.items():

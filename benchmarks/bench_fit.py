@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ddltool.analyzers.goodput.fit import GRAD_WEIGHT, SLOPE_SPREAD, evaluate, fit
-from ddltool.analyzers.goodput.observations import Observations, from_frame
+from ddltool.analyzers.job.goodput.fit import GRAD_WEIGHT, SLOPE_SPREAD, evaluate, fit
+from ddltool.analyzers.job.goodput.observations import Observations, from_frame
 from ddltool.errors import InputError
 from ddltool.tables import read_table
 

@@ -39,11 +39,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddltool.analyzers.communication.efficiency import solve_exact
-from ddltool.analyzers.communication.order import tac, tic
-from ddltool.analyzers.communication.timeline import Simulator
-from ddltool.analyzers.tracing.step import TrainingStep, default_loss
-from ddltool.analyzers.tracing.torch_adapter import trace_torch
+from ddltool.analyzers.step.tracing.step import TrainingStep, default_loss
+from ddltool.analyzers.step.tracing.torch_adapter import trace_torch
+from ddltool.analyzers.step.transfers.efficiency import solve_exact
+from ddltool.analyzers.step.transfers.order import tac, tic
+from ddltool.analyzers.step.transfers.timeline import Simulator
 from ddltool.graph import COMPUTE, RECV, Graph
 from ddltool.runtime.servers import BSP, Meeting, Server, TransferPlan, Worker
 

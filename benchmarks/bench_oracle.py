@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from ddltool.analyzers.loading.sources import resolve_step, training_step
-from ddltool.analyzers.oracle.measured import apply_times, measure_ops, time_call
-from ddltool.analyzers.tracing.step import TrainingStep
-from ddltool.analyzers.tracing.torch_adapter import trace_step
+from ddltool.analyzers.step.measured.measured import apply_times, measure_ops, time_call
+from ddltool.analyzers.step.tracing.sources import resolve_step, training_step
+from ddltool.analyzers.step.tracing.step import TrainingStep
+from ddltool.analyzers.step.tracing.torch_adapter import trace_step
 from ddltool.device import Network
 from ddltool.graph import COMPUTE
 

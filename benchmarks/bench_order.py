@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 from generated import deep_network
 
-from ddltool.analyzers.communication.dependencies import whole_times
-from ddltool.analyzers.communication.efficiency import compare
-from ddltool.analyzers.communication.order import tac, tic
-from ddltool.analyzers.communication.timeline import Simulator
-from ddltool.analyzers.loading.timed_graph import timed_graph
+from ddltool.analyzers.step.costs.timed_graph import timed_graph
+from ddltool.analyzers.step.transfers.efficiency import compare
+from ddltool.analyzers.step.transfers.order import tac, tic
+from ddltool.analyzers.step.transfers.timeline import Simulator
+from ddltool.dependencies import whole_times
 from ddltool.errors import MissingExtra
-from ddltool.fixtures.loading import folder
 from ddltool.graph import RECV, Graph, read_graph
+from ddltool.shipped import folder
 
 STRAIGHTFORWARD_LIMIT = 2500  # ops
 

@@ -17,9 +17,9 @@ from dataclasses import replace
 from fractions import Fraction
 from random import Random
 
-from ddltool.analyzers.placement.est import solve_est
-from ddltool.analyzers.placement.problem import DeviceType, Problem
-from ddltool.analyzers.placement.steps import best_step
+from ddltool.analyzers.job.placement.est import solve_est
+from ddltool.analyzers.job.placement.problem import DeviceType, Problem
+from ddltool.analyzers.job.placement.steps import best_step
 from ddltool.errors import Infeasible
 
 SIZES = ((1, 64), (3, 64), (3, 1_000), (8, 1_000), (8, 10_000), (32, 10_000))

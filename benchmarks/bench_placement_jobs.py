@@ -20,14 +20,14 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
-from ddltool.analyzers.goodput.throughput import ThroughputParams
-from ddltool.analyzers.placement.companion import build
-from ddltool.analyzers.placement.est import solve_est
-from ddltool.analyzers.placement.jobs import solve_jobs
-from ddltool.analyzers.placement.network import solve_on_nodes
-from ddltool.analyzers.placement.problem import DeviceType, Problem
-from ddltool.analyzers.placement.proposals import best_throughput, proposals
-from ddltool.analyzers.placement.steps import best_step
+from ddltool.analyzers.job.goodput.throughput import ThroughputParams
+from ddltool.analyzers.job.placement.companion import build
+from ddltool.analyzers.job.placement.est import solve_est
+from ddltool.analyzers.job.placement.jobs import solve_jobs
+from ddltool.analyzers.job.placement.network import solve_on_nodes
+from ddltool.analyzers.job.placement.problem import DeviceType, Problem
+from ddltool.analyzers.job.placement.proposals import best_throughput, proposals
+from ddltool.analyzers.job.placement.steps import best_step
 from ddltool.companion import Companion, CompanionDevice, CompanionMeta, write_companion
 from ddltool.job import NodeDevices, NodeGroup
 from ddltool.results import Sharing

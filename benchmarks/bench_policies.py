@@ -20,16 +20,16 @@ from typing import Any
 
 import numpy as np
 
-from ddltool.analyzers.scheduling.cluster import ClusterSpec
-from ddltool.analyzers.scheduling.inputs import read_applications, read_workload
-from ddltool.analyzers.scheduling.metrics import IsolatedTimes, summarize
-from ddltool.analyzers.scheduling.policies.easyscale import EasyScale, EasyScaleHomo
-from ddltool.analyzers.scheduling.policies.gangs import Fifo, Srtf, Tiresias
-from ddltool.analyzers.scheduling.policies.ours import Ours
-from ddltool.analyzers.scheduling.policies.pollux import Pollux
-from ddltool.analyzers.scheduling.policies.sia import Sia
-from ddltool.analyzers.scheduling.simulator import Options, simulate
-from ddltool.analyzers.scheduling.truth import Application
+from ddltool.analyzers.cluster.cluster import ClusterSpec
+from ddltool.analyzers.cluster.inputs import read_applications, read_workload
+from ddltool.analyzers.cluster.metrics import IsolatedTimes, summarize
+from ddltool.analyzers.cluster.policies.easyscale import EasyScale, EasyScaleHomo
+from ddltool.analyzers.cluster.policies.gangs import Fifo, Srtf, Tiresias
+from ddltool.analyzers.cluster.policies.ours import Ours
+from ddltool.analyzers.cluster.policies.pollux import Pollux
+from ddltool.analyzers.cluster.policies.sia import Sia
+from ddltool.analyzers.cluster.simulator import Options, simulate
+from ddltool.analyzers.cluster.truth import Application
 from ddltool.simulation_results import JobSpec, PolicyRecord
 
 ROOT = Path(__file__).resolve().parents[1]

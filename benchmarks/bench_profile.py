@@ -18,12 +18,12 @@ from collections import defaultdict
 import numpy as np
 import torch
 
-from ddltool.analyzers.goodput.curve import median_interval
-from ddltool.analyzers.goodput.fit import fit
-from ddltool.analyzers.goodput.observations import Observations
-from ddltool.analyzers.goodput.throughput import grad_time_s
+from ddltool.analyzers.job.goodput.curve import median_interval
+from ddltool.analyzers.job.goodput.fit import fit
+from ddltool.analyzers.job.goodput.observations import Observations
+from ddltool.analyzers.job.goodput.throughput import grad_time_s
 from ddltool.runtime.measuring import worker as measure_worker
-from ddltool.runtime.measuring.worker import Subject, Task, Worker
+from ddltool.runtime.measuring.worker import MeasureTask, StepTimer, Subject
 
 FITTED, BETWEEN, BEYOND = (1, 2, 4, 8, 16), (3, 6, 12), (32,)
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -33,16 +33,20 @@ SOURCES = ("zoo:resnet32", "zoo:cifarnet")
 def collect(source: str, rounds: int, seed: int) -> dict[tuple[str, int], list[float]]:
     """Return step times (seconds) by clock and batch."""
     subject = Subject(
-        source=source, resolver="ddltool.analyzers.loading.sources:training_step", device="cpu", threads=1, seed=seed
+        source=source,
+        resolver="ddltool.analyzers.step.tracing.sources:training_step",
+        device="cpu",
+        threads=1,
+        seed=seed,
     )
-    worker = Worker(subject, torch.device("cpu"))
+    worker = StepTimer(subject, torch.device("cpu"))
     order, found = random.Random(seed), defaultdict(list)
     for _ in range(rounds):
         visits = [(clock, batch) for clock in CLOCKS for batch in (*FITTED, *BETWEEN, *BEYOND)]
         order.shuffle(visits)
         for clock, batch in visits:
             measure_worker.now = lambda device, read=CLOCKS[clock]: read()
-            found[clock, batch] += worker.run(Task(replicas=1, batch=batch, warmup=1, most=3)).full
+            found[clock, batch] += worker.run(MeasureTask(replicas=1, batch=batch, warmup=1, most=3)).full
     return found
 
 

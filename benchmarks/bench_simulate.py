@@ -22,15 +22,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.scheduling.cluster import ClusterSpec
-from ddltool.analyzers.scheduling.inputs import read_applications, read_workload
-from ddltool.analyzers.scheduling.metrics import IsolatedTimes, summarize
-from ddltool.analyzers.scheduling.policies.gangs import Fifo, Srtf, Tiresias
-from ddltool.analyzers.scheduling.policies.optimus import Optimus
-from ddltool.analyzers.scheduling.policies.pollux import Pollux
-from ddltool.analyzers.scheduling.search import Choice, search
-from ddltool.analyzers.scheduling.simulator import Options, simulate
-from ddltool.analyzers.scheduling.truth import smallest_rotation
+from ddltool.analyzers.cluster.cluster import ClusterSpec
+from ddltool.analyzers.cluster.inputs import read_applications, read_workload
+from ddltool.analyzers.cluster.metrics import IsolatedTimes, summarize
+from ddltool.analyzers.cluster.policies.gangs import Fifo, Srtf, Tiresias
+from ddltool.analyzers.cluster.policies.optimus import Optimus
+from ddltool.analyzers.cluster.policies.pollux import Pollux
+from ddltool.analyzers.cluster.search import JobCosts, search
+from ddltool.analyzers.cluster.simulator import Options, simulate
+from ddltool.analyzers.cluster.truth import smallest_rotation
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get("DDLTOOL_DATA", ROOT / ".." / "shared" / "data")) / "pollux-osdi21"
@@ -81,7 +81,7 @@ class Recorder(Pollux):
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[tuple[list[int], list[Choice]]] = []
+        self.asked: list[tuple[list[int], list[JobCosts]]] = []
 
     def allocate(self, jobs: Any, cluster: ClusterSpec, now_s: float) -> Any:
         """Return Pollux's allocation, and keep the jobs and their choices."""
@@ -102,7 +102,7 @@ class Genetic:
         self.chance = np.random.default_rng(seed)
         self.previous: tuple[list[int], Ints] | None = None
 
-    def search(self, names: list[int], choices: list[Choice], gpus: Iterable[int]) -> float:
+    def search(self, names: list[int], choices: list[JobCosts], gpus: Iterable[int]) -> float:
         """Return the least total cost found; keeps the last population for the next round."""
         size = np.array(list(gpus))
         base = np.zeros((len(names), len(size)), dtype=np.int64)
@@ -145,7 +145,7 @@ class Genetic:
         drawn = self.chance.integers(np.minimum(states, size), size + 1)
         return np.where(chosen, drawn, states)
 
-    def repair(self, states: Ints, choices: list[Choice], size: Ints) -> Ints:
+    def repair(self, states: Ints, choices: list[JobCosts], size: Ints) -> Ints:
         """Return states that share no node between spanning jobs and exceed neither jobs' nor nodes' limits."""
         states = states.copy()
         spans = np.count_nonzero(states, axis=2) > 1
@@ -156,7 +156,7 @@ class Genetic:
         states = np.take_along_axis(np.diff(shuffled, axis=2, prepend=0), np.argsort(order, axis=2), axis=2)
         return np.diff(np.minimum(np.cumsum(states, axis=1), size), axis=1, prepend=0)
 
-    def evaluate(self, states: Ints, base: Ints, choices: list[Choice]) -> NDArray[np.float64]:
+    def evaluate(self, states: Ints, base: Ints, choices: list[JobCosts]) -> NDArray[np.float64]:
         """Return the total cost of each state."""
         counts, nodes = states.sum(axis=2), np.count_nonzero(states, axis=2)
         same = np.all(states == base, axis=2)

@@ -38,14 +38,14 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils.data import DataLoader, Dataset
 
 from ddltool import runtime
-from ddltool.analyzers.balancing.sizing import proportional
-from ddltool.analyzers.barriers.choices import LOOKAHEAD, barrier
-from ddltool.analyzers.stragglers.diagnosis import diagnose
-from ddltool.analyzers.stragglers.ranks import RankSteps, of_telemetry
-from ddltool.analyzers.stragglers.traces import of_traces
+from ddltool.analyzers.job.balancing.sizing import proportional
+from ddltool.analyzers.job.diagnosing.diagnosis import diagnose
+from ddltool.analyzers.job.diagnosing.traces import of_traces
+from ddltool.analyzers.step.measured.ranks import RankSteps, of_telemetry
 from ddltool.artifacts import save
+from ddltool.commands.barrier import LOOKAHEAD, barrier
 from ddltool.plans import Enforcement, RankEnforcement
-from ddltool.runtime.servers import BSP, ElasticBSP, Policy, Server, TransferPlan, Worker
+from ddltool.runtime.servers import BSP, ElasticBSP, Server, SyncPolicy, TransferPlan, Worker
 from ddltool.tables import read_table
 
 RANKS, WIDTH, BATCH, STEPS = 4, 128, 64, 18
@@ -292,13 +292,13 @@ def _synchronous(rank: int, folder: str, sample_s: Sequence[float], sizes: Seque
             optimizer.step()
 
 
-def served_rate(folder: Path, sample_s: Sequence[float], policy: Policy) -> float:
+def served_rate(folder: Path, sample_s: Sequence[float], policy: SyncPolicy) -> float:
     """Return the iterations a second of the ranks as workers of one server."""
     start(_served, RANKS + 1, "lo", str(folder), sample_s, policy)
     return sum(float(file.read_text()) for file in folder.glob("rate*"))
 
 
-def _served(rank: int, folder: str, sample_s: Sequence[float], policy: Policy) -> None:
+def _served(rank: int, folder: str, sample_s: Sequence[float], policy: SyncPolicy) -> None:
     model = nn.Linear(WIDTH, WIDTH)
     plan = TransferPlan.for_model(model, workers=RANKS, servers=1)
     if rank == RANKS:

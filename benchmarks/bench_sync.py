@@ -35,12 +35,10 @@ from ddltool.runtime.servers import (
     ASP,
     BSP,
     SSP,
-    BackupWorkers,
     ElasticBSP,
-    LocalSGD,
     Meeting,
-    Policy,
     Server,
+    SyncPolicy,
     TransferPlan,
     Worker,
     shard,
@@ -50,15 +48,13 @@ SLEEPS_S = (0.030, 0.036, 0.048, 0.090)
 JITTER = 0.1
 BATCH, TRAINED = 8, 1500
 SNAPSHOT_S = 0.05
-MODELS: dict[str, Policy] = {
+MODELS: dict[str, SyncPolicy] = {
     "bsp": BSP(),
     "asp": ASP(),
     "ssp3": SSP(3),
     "elastic15": ElasticBSP(15),
     "elastic30": ElasticBSP(30),
     "elastic60": ElasticBSP(60),
-    "local8": LocalSGD(8),
-    "backup1": BackupWorkers(1),
 }
 
 
@@ -75,14 +71,13 @@ def load_samples() -> tuple[Tensor, Tensor]:
     return torch.tensor(images[order], dtype=torch.float32) / 16, torch.tensor(targets[order])
 
 
-def work(model: nn.Module, plan: TransferPlan, policy: Policy, meeting: Meeting, run: dict[str, Any]) -> int:
+def work(model: nn.Module, plan: TransferPlan, policy: SyncPolicy, meeting: Meeting, run: dict[str, Any]) -> int:
     """Train until the time is over; return the number of steps."""
     features, labels = load_samples()
     rank, steps = meeting.rank, 0
     assert rank is not None
     chance = np.random.default_rng((run["seed"], rank))
-    local = torch.optim.SGD(model.parameters(), lr=run["lr"]) if policy.local_steps > 1 else None
-    with Worker(model, plan, policy, local_optimizer=local, meeting=meeting) as worker:
+    with Worker(model, plan, policy, meeting=meeting) as worker:
         begin_s = time.monotonic()
         for epoch in range(10**6):
             mine = torch.from_numpy(shard(TRAINED, worker.members(epoch), rank, epoch=epoch, seed=run["seed"]))
@@ -100,18 +95,17 @@ def work(model: nn.Module, plan: TransferPlan, policy: Policy, meeting: Meeting,
 
 
 def serve(
-    model: nn.Module, plan: TransferPlan, policy: Policy, meeting: Meeting, run: dict[str, Any]
+    model: nn.Module, plan: TransferPlan, policy: SyncPolicy, meeting: Meeting, run: dict[str, Any]
 ) -> dict[str, Any]:
     """Serve, and return figures of the run."""
-    lr = 1.0 if policy.local_steps > 1 else run["lr"]
-    server = Server(model, plan, torch.optim.SGD(model.parameters(), lr=lr), policy, meeting=meeting)
+    server = Server(model, plan, torch.optim.SGD(model.parameters(), lr=run["lr"]), policy, meeting=meeting)
     snapshots: list[tuple[float, int, dict[str, Tensor]]] = []
     over = threading.Event()
 
     def watch() -> None:
         begin_s = time.monotonic()
         while not over.wait(SNAPSHOT_S):
-            steps = sum(server.steps_made) * policy.local_steps
+            steps = sum(server.steps_made)
             # The values are replaced, never written to.
             snapshots.append((time.monotonic() - begin_s, steps, dict(server.values)))
 
@@ -133,11 +127,10 @@ def serve(
         "time_to_target_s": hit[0] if hit else None,
         "gradients_to_target": hit[1] if hit else None,
         "final_accuracy": accuracy(values),
-        "gradients": sum(server.steps_made) * policy.local_steps,
+        "gradients": sum(server.steps_made),
         "updates": server.updates,
         "wait_s": server.log.wait_s,
         "staleness": dict(server.log.staleness),
-        "dropped": sum(server.log.dropped),
         "lost": server.lost,
         "barriers": [
             {"iterations": one.iterations, "predicted_s": max(one.predicted_end_s), "actual_s": max(one.end_s)}
@@ -197,8 +190,7 @@ def show(name: str, rows: list[dict[str, Any]], seconds: float) -> None:
         f"{name:10} {median(times):>20} {median([n and float(n) for n in needed]):>24} "
         f"{median([100 * row['final_accuracy'] for row in rows]):>22} "
         f"{statistics.median(row['gradients'] for row in rows) / seconds:8.1f} "
-        f"{' '.join(f'{100 * wait:3.0f}' for wait in waits):>16} {mean:6.2f} {max(stale):4d} "
-        f"{sum(row['dropped'] for row in rows) / len(rows):6.0f}",
+        f"{' '.join(f'{100 * wait:3.0f}' for wait in waits):>16} {mean:6.2f} {max(stale):4d}",
         flush=True,
     )
     barriers = [barrier for row in rows for barrier in row["barriers"]]
@@ -241,7 +233,7 @@ def main() -> None:
     )
     print(
         f"{'':10} {'s to ' + format(options.target, 'g'):>20} {'gradients to it':>24} {'final accuracy %':>22} "
-        f"{'grad/s':>8} {'waiting %':>16} {'stale':>6} {'max':>4} {'dropped':>7}"
+        f"{'grad/s':>8} {'waiting %':>16} {'stale':>6} {'max':>4}"
     )
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in options.models.split(",")}
     for seed in range(options.seeds):  # the models take turns, so that other load on the machine meets all of them

@@ -31,16 +31,16 @@ from torch import nn
 
 from ddltool.errors import DdlToolError
 from ddltool.runtime.hook.stopping import Terminated
-from ddltool.runtime.servers import BSP, ElasticBSP, Meeting, Policy, Server, TransferPlan, Worker
+from ddltool.runtime.servers import BSP, ElasticBSP, Meeting, Server, SyncPolicy, TransferPlan, Worker
 
-MODELS: dict[str, Policy] = {"bsp": BSP(), "elastic": ElasticBSP(4)}
+MODELS: dict[str, SyncPolicy] = {"bsp": BSP(), "elastic": ElasticBSP(4)}
 FAULTS = ("kill-worker", "nan", "raise", "stall", "overflow", "kill-server", "kill-last", "term-all")
 WORKERS, CULPRIT, FAULT_AT, STEPS = 3, 1, 20, 60
 STEP_S = 0.02
 
 
 def work(
-    pipe: Connection, model: nn.Module, plan: TransferPlan, policy: Policy, meeting: Meeting, run: dict[str, Any]
+    pipe: Connection, model: nn.Module, plan: TransferPlan, policy: SyncPolicy, meeting: Meeting, run: dict[str, Any]
 ) -> None:
     """Train; send the time of every step."""
     rank = meeting.rank

@@ -16,8 +16,8 @@ from functools import partial
 import numpy as np
 from scipy.optimize import minimize_scalar
 
-from ddltool.analyzers.goodput.throughput import ThroughputParams, goodput_per_s
-from ddltool.analyzers.goodput.tuning import BatchLimits, tune, tune_one
+from ddltool.analyzers.job.goodput.throughput import ThroughputParams, goodput_per_s
+from ddltool.analyzers.job.goodput.tuning import BatchLimits, tune, tune_one
 
 PARAMS = ThroughputParams(
     alpha_grad_s=0.05,

@@ -22,13 +22,13 @@ from truth_models import Trace, Work, traced
 from truth_networks import write_section
 from truth_page import write_page
 
-from ddltool.analyzers.costs.fitting import Belief, Case, fit, host_bound, library_bound, steps_s
-from ddltool.analyzers.costs.kernel_times import ARITHMETIC, FEED, TRAFFIC, UNITS, Constants, demand_of
-from ddltool.analyzers.costs.model import BRANCHES, OPTIMIZERS, cost_model
-from ddltool.analyzers.tracing.op_rules import CLASS
+from ddltool.analyzers.step.costs.fitting import Belief, Case, fit, host_bound, library_bound, steps_s
+from ddltool.analyzers.step.costs.kernel_times import ARITHMETIC, FEED, TRAFFIC, UNITS, Constants, demand_of
+from ddltool.analyzers.step.costs.model import BRANCHES, OPTIMIZERS, cost_model
+from ddltool.analyzers.step.tracing.op_rules import CLASS
 from ddltool.artifacts import save
 from ddltool.calibration import CalibrationTable, Residuals
-from ddltool.fixtures.loading import devices
+from ddltool.shipped import devices
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDS = 5

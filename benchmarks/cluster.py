@@ -3,7 +3,7 @@
 Every worker runs the same graph; an iteration ends when the last worker has ended. A worker and a server have one
 channel, which carries one transfer at a time; the channels of a server share its network card, those of a worker the
 worker's: max-min fairness, one direction at a time (full duplex: recv ops and send ops do not compete). A resource picks
-its next op as in :mod:`ddltool.analyzers.communication.timeline`. Rates are multiples of a channel's nominal rate, at which
+its next op as in :mod:`ddltool.analyzers.step.transfers.timeline`. Rates are multiples of a channel's nominal rate, at which
 a transfer that is alone runs. Start at :func:`simulate_cluster`.
 """
 
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.communication.efficiency import Bounds, bounds
-from ddltool.analyzers.communication.order import Schedule
-from ddltool.analyzers.communication.timeline import Ready, Simulator
+from ddltool.analyzers.step.transfers.efficiency import MakespanBounds, bounds
+from ddltool.analyzers.step.transfers.order import Schedule
+from ddltool.analyzers.step.transfers.timeline import Ready, Simulator
 from ddltool.graph import COMPUTE, RECV, Graph
 
 Pair = tuple[int, int]
@@ -53,7 +53,7 @@ class ClusterRun:
     """Simulated iterations: I of them on W workers."""
 
     cluster: Cluster
-    bounds: Bounds
+    bounds: MakespanBounds
     """U, L and S of one worker's graph at the nominal, unshared rate."""
     finish_s: NDArray[np.float64]
     """(I, W) when each worker was done, seconds from the iteration's start."""

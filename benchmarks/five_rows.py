@@ -18,10 +18,10 @@ from calibrate import PRIOR, Cell, cells_of, chip, table_of
 from truth_cases import SOURCES, read
 from truth_models import Trace, traced
 
-from ddltool.analyzers.costs.fitting import OWN, Belief, fit, prior_of, refit, steps_s
-from ddltool.analyzers.costs.model import cost_model
+from ddltool.analyzers.step.costs.fitting import OWN, Belief, fit, prior_of, refit, steps_s
+from ddltool.analyzers.step.costs.model import cost_model
 from ddltool.calibration import CalibrationTable
-from ddltool.fixtures.loading import devices
+from ddltool.shipped import devices
 
 ROWS, DRAWS = 5, 20
 # Fewer rows beside the five judge nothing.

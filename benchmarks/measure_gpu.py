@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddltool.analyzers.loading.sources import resolve_step
-from ddltool.analyzers.tracing.step import TrainingStep, default_loss, with_batch_size
+from ddltool.analyzers.step.tracing.sources import resolve_step
+from ddltool.analyzers.step.tracing.step import TrainingStep, default_loss, with_batch_size
 from ddltool.errors import DdlToolError, one_line
 
 # The truth table's.

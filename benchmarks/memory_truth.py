@@ -22,23 +22,23 @@ from torch.fx import Node
 from torch.nn import functional as F
 from truth_models import Trace, build
 
-from ddltool.analyzers.costs.memory import (
+from ddltool.analyzers.step.costs.memory import (
     ACTIVATION,
     GRADIENT,
     Held,
-    Keeps,
     Kind,
-    Ledger,
     Recomputation,
+    SavedOps,
     Sharding,
-    ledger_of,
+    TensorLifetimes,
+    lifetimes_of,
 )
-from ddltool.analyzers.costs.predict import CONTEXT_BYTES, WorkCurve, measure_work, memory_range
-from ddltool.analyzers.loading.factories import imported
-from ddltool.analyzers.tracing.dialect import Numerics
-from ddltool.analyzers.tracing.step import TrainingStep
-from ddltool.analyzers.tracing.torch_adapter import trace_step
-from ddltool.analyzers.tracing.torch_costs import value_of
+from ddltool.analyzers.step.costs.predict import CONTEXT_BYTES, WorkCurve, measure_work, memory_range
+from ddltool.analyzers.step.tracing.dialect import Numerics
+from ddltool.analyzers.step.tracing.factories import imported
+from ddltool.analyzers.step.tracing.step import TrainingStep
+from ddltool.analyzers.step.tracing.torch_adapter import trace_step
+from ddltool.analyzers.step.tracing.torch_costs import value_of
 from ddltool.artifacts import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -107,15 +107,15 @@ def llama(batch: int, length: int) -> TrainingStep:
     return TrainingStep(name="llama", module=module, inputs=(torch.zeros(batch, length, dtype=torch.long),), loss=loss)
 
 
-def every_second(ledger: Ledger) -> Keeps:
+def every_second(lifetimes: TensorLifetimes) -> SavedOps:
     """Return torchtitan's selective checkpointing: attention and every second matrix product are kept."""
-    nodes = list(ledger.traced.fx.graph.nodes)
-    keeps = {}
-    for block in ledger.blocks:
+    nodes = list(lifetimes.traced.fx.graph.nodes)
+    saved_ops = {}
+    for block in lifetimes.blocks:
         products = [place for place, node in enumerate(block.products) if "mm" in str(nodes[node].target)]
         skipped = set(products[1::2])
-        keeps[block.name] = tuple(place for place in range(len(block.products)) if place not in skipped)
-    return keeps
+        saved_ops[block.name] = tuple(place for place in range(len(block.products)) if place not in skipped)
+    return saved_ops
 
 
 def torchtitan(path: Path) -> Iterator[Row]:
@@ -123,16 +123,18 @@ def torchtitan(path: Path) -> Iterator[Row]:
 
     Context parallel groups split the sequence, not the state. Compiled and float8 rows are predicted as eager bfloat16.
     """
-    ledgers: dict[tuple[int, int], Ledger] = {}
+    known_lifetimes: dict[tuple[int, int], TensorLifetimes] = {}
     for cells in csv.DictReader(path.read_text(encoding="utf-8").splitlines()):
         parallel = int(cells["strategy"].rpartition("CP ")[2]) if "CP " in cells["strategy"] else 1
         shape = int(cells["batch_per_gpu"]), int(float(cells["seq_len_or_img"])) // parallel
-        if shape not in ledgers:
-            ledgers[shape] = ledger_of(trace_step(partial(llama, *shape), mode="training", numerics=Numerics("bf16")))
-        ledger = ledgers[shape]
-        keeps = ledger.every_block("full") if cells["act_ckpt"] == "full" else every_second(ledger)
+        if shape not in known_lifetimes:
+            known_lifetimes[shape] = lifetimes_of(
+                trace_step(partial(llama, *shape), mode="training", numerics=Numerics("bf16"))
+            )
+        lifetimes = known_lifetimes[shape]
+        saved_ops = lifetimes.every_block("full") if cells["act_ckpt"] == "full" else every_second(lifetimes)
         sharding = Sharding(kind="fsdp", shard=int(cells["gpus"]))
-        held = ledger.held(Recomputation(ledger, keeps), sharding, "adamw", ledger.sizes())
+        held = lifetimes.held(Recomputation(lifetimes, saved_ops), sharding, "adamw", lifetimes.sizes())
         tensors, reserved = held.peak().total_bytes, float(held.reserved_bytes() or 0)
         least, most = memory_range(tensors, reserved, sharding, int(cells["gpus"]), 0.0)
         yield Row(
@@ -142,18 +144,18 @@ def torchtitan(path: Path) -> Iterator[Row]:
         )  # fmt: skip
 
 
-def as_before_1_11(ledger: Ledger) -> Ledger:
+def as_before_1_11(lifetimes: TensorLifetimes) -> TensorLifetimes:
     """Return what torch before 1.11 held: inputs of softmax and of ReLU until their backward ops read the outputs."""
-    nodes = list(ledger.traced.fx.graph.nodes)
-    place, died, born = {node: at for at, node in enumerate(nodes)}, ledger.died.copy(), ledger.born.copy()
-    for at, node in enumerate(nodes[ledger.backward :], start=ledger.backward):
+    nodes = list(lifetimes.traced.fx.graph.nodes)
+    place, free, alloc = {node: at for at, node in enumerate(nodes)}, lifetimes.free.copy(), lifetimes.alloc.copy()
+    for at, node in enumerate(nodes[lifetimes.backward :], start=lifetimes.backward):
         if (name := _op(node)) in _KEPT_INPUTS:
             forward = _maker(node.args[1])
             if _op(forward) == _KEPT_INPUTS[name]:
-                made = (ledger.born == place[_maker(forward.args[0])]) & (ledger.role == ACTIVATION)
-                died[made] = np.maximum(died[made], at)
-    born[ledger.role == GRADIENT] = 0  # zero_grad fills them with zeros
-    return replace(ledger, died=died, born=born)
+                made = (lifetimes.alloc == place[_maker(forward.args[0])]) & (lifetimes.role == ACTIVATION)
+                free[made] = np.maximum(free[made], at)
+    alloc[lifetimes.role == GRADIENT] = 0  # zero_grad fills them with zeros
+    return replace(lifetimes, free=free, alloc=alloc)
 
 
 def _op(node: Node) -> str:
@@ -179,8 +181,10 @@ def _curve(model: str, precision: str) -> WorkCurve:
 
 def _held(model: str, precision: str, batch: int, kind: Kind, optimizer: str) -> Held:
     curve = _curve(model, precision)
-    ledger = as_before_1_11(curve.ledger(batch))
-    return ledger.held(Recomputation(ledger, {}), Sharding(kind=kind), optimizer, ledger.sizes(curve.scaled(batch)))
+    lifetimes = as_before_1_11(curve.lifetimes(batch))
+    return lifetimes.held(
+        Recomputation(lifetimes, {}), Sharding(kind=kind), optimizer, lifetimes.sizes(curve.scaled(batch))
+    )
 
 
 def lucid(path: Path) -> Iterator[Row]:

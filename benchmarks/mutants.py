@@ -36,27 +36,27 @@ from cosmic_ray.work_item import MutationSpec
 ROOT = Path(__file__).parents[1]
 ROOMS = ("toolkit", "commands", "analyzers", "runtime", "fixtures")
 CORES = {
-    "analyzers/communication/order.py": "test_communication_order.py",
-    "analyzers/communication/efficiency.py": (
-        "test_communication_order.py test_communication_exact.py test_communication_improve.py test_communication_timeline.py"
+    "analyzers/step/transfers/order.py": "step/transfers/test_order.py",
+    "analyzers/step/transfers/efficiency.py": (
+        "step/transfers/test_order.py step/transfers/test_exact.py step/transfers/test_shop.py step/transfers/test_timeline.py"
     ),
-    "analyzers/goodput/noise_scale.py": "test_noise_scale.py",
-    "analyzers/goodput/throughput.py": "test_fit.py test_goodput.py",
-    "analyzers/goodput/lr_rules.py": "test_lr_rules.py",
-    "analyzers/balancing/minmax.py": "test_balancing_plan.py test_balancing.py test_balancing_shortest.py",
-    "analyzers/balancing/sizing.py": "test_balancing_algorithm2.py test_balancing.py",
-    "analyzers/barriers/zipline.py": "test_barriers.py",
-    "analyzers/barriers/superstep.py": "test_superstep.py test_barrier_auto.py",
-    "analyzers/placement/est.py": "test_placement.py test_placement_model.py",
-    "analyzers/costs/nccl.py": "test_nccl.py",
-    "analyzers/costs/kernel_times.py": "test_kernel_times.py",
+    "analyzers/job/goodput/noise_scale.py": "job/goodput/test_noise_scale.py",
+    "analyzers/job/goodput/throughput.py": "job/goodput/test_fit.py job/goodput/test_throughput.py",
+    "analyzers/job/goodput/lr_rules.py": "job/goodput/test_lr_rules.py",
+    "analyzers/job/balancing/minmax.py": "job/planning/test_split.py job/balancing",
+    "analyzers/job/balancing/sizing.py": "job/balancing/test_algorithm2.py job/balancing/test_sizing.py",
+    "analyzers/job/barriers/zipline.py": "job/barriers/test_zipline.py",
+    "analyzers/job/planning/superstep.py": "job/planning/test_superstep.py job/barriers/test_tradeoff.py",
+    "analyzers/job/placement/est.py": "job/placement/test_est.py job/placement/test_est_limits.py",
+    "analyzers/step/communication/nccl.py": "step/communication/test_nccl.py",
+    "analyzers/step/costs/kernel_times.py": "step/costs/test_kernel_times.py",
 }
 """By module, the tests that are its own."""
 
 _NO_SIZE = "no test has 2^30 ends; below, 32 bits hold every place"
 _ALIKE = "both have as many by construction"
 EQUIVALENT: dict[str, dict[str, str]] = {
-    "analyzers/barriers/zipline.py": {
+    "analyzers/job/barriers/zipline.py": {
         "place = np.empty(size, dtype=np.int32 if size < 3**31 else np.int64)": _NO_SIZE,
         "place = np.empty(size, dtype=np.int32 if size < 2%31 else np.int64)": "64 bits hold what 32 hold",
         "place = np.empty(size, dtype=np.int32 if size < 2** 30 else np.int64)": "64 bits hold what 32 hold",
@@ -64,7 +64,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
             "the least of one row is that row"
         ),
     },
-    "analyzers/communication/efficiency.py": {
+    "analyzers/step/transfers/efficiency.py": {
         "if not span_of_hint // unit > _LARGEST_HORIZON:": "units of other sizes cost the solver time, not the answer",
         "orders_compute = len(better.priority) != len(better.order)": "every recv has a number",
         'return TraceVerdict(worth_it=gain > SMALL_GAIN, text=f"{first} {second} {third}")': (
@@ -73,29 +73,26 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "if gain > CLEAR_GAIN:": "1 - x is a multiple of 2^-54, and 0.05 is none",
         "elif gain > SMALL_GAIN:": "1 - x is a multiple of 2^-54, and 0.01 is none",
     },
-    "analyzers/communication/order.py": {
+    "analyzers/step/transfers/order.py": {
         "for needed, time in zip(self._needs, self.recv_time, strict=False):": _ALIKE,
         "if here <= earliest[source]:": "an equal value takes its own place",
         "level, earliest = [ 1] * len(graph), [_NEVER] * len(graph)": "levels are compared with each other, one more or less",
     },
-    "analyzers/costs/nccl.py": {
+    "analyzers/step/communication/nccl.py": {
         'near_us = self._hop_us(self.fabric.inside, "ring", protocol) if self._per_node > 0 else 0.0': (
             "of one process per node no step stays inside, so it counts no times"
         ),
     },
-    "analyzers/costs/kernel_times.py": {
+    "analyzers/step/costs/kernel_times.py": {
         "unfed = demand.on_tensor & (demand.fed_s <= 0.0)": "no time is below 0",
     },
-    "analyzers/balancing/minmax.py": {
+    "analyzers/job/balancing/minmax.py": {
         "if int(numbers.sum()) * total >= 2** 63:": "sums below 2^63 fit in 64 bits too",
         "if int(numbers.sum()) * total >= 2** 61:": "both ways are exact for sums below 2^62",
         'numbers = roomiest(found.sizes, np.argsort(~found.sizes, kind="stable"), found.number)': "~x is -x - 1: one order",
         "for count, price, size in zip(offer.counts, offer.prices, sizes.tolist(), strict=False)": _ALIKE,
-        "return bound < self.iteration_s or (bound <= self.iteration_s and self._more(part.next_s, part.high))": (
-            "less than it is so already"
-        ),
     },
-    "analyzers/balancing/sizing.py": {
+    "analyzers/job/balancing/sizing.py": {
         "if speed.ndim != 1 or len(speed) <= 0:": "no length is below 0",
         "step = 1 if left > -1 else -1": "of none nothing is given",
         'piece = max(int(np.searchsorted(sums, total, side="left")) - 1, 1)': (
@@ -103,7 +100,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         ),
         "if slope[piece] > -1:": "the total lies above the piece's first sum, so its slope is above 0",
     },
-    "analyzers/placement/est.py": {
+    "analyzers/job/placement/est.py": {
         "def is_feasible(problem: Problem, *, seed: int = -1, time_limit_s: float = 10.0) -> bool:": "any seed proves the same",
         "solver.parameters.random_seed = seed // 2**31": "any seed proves the same",
         "return Solution(counts=counts, step_s=step, bound_s=min(lower, step), proven=True)": (
@@ -112,7 +109,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "for device, each in zip(problem.devices, room, strict=False)": _ALIKE,
         "base = problem.affordable(device) + 2": "a larger base keeps the digits' order",
     },
-    "analyzers/barriers/superstep.py": {
+    "analyzers/job/planning/superstep.py": {
         "waits = [met.barrier - k / it.capability_per_s for k, (it, _) in zip(met.iterations, rows, strict=False)]": _ALIKE,
         "total_waiting_s=float(sum(wait * count for wait, (_, count) in zip(waits, rows, strict=False))),": _ALIKE,
         "most, place = 0, - 0": "the first candidate has more than nothing, so it is taken either way",

@@ -26,15 +26,14 @@ from pathlib import Path
 
 from cpu_limit import CpuLimits
 
-from ddltool.analyzers.costs.nccl import Fabric
-from ddltool.analyzers.deciding.candidates import Settings
-from ddltool.analyzers.deciding.feedback import read_run
-from ddltool.analyzers.deciding.goal import Goal
-from ddltool.analyzers.deciding.planning import auto_plan, parameters_of, with_compute
-from ddltool.analyzers.deciding.verification import verify
-from ddltool.analyzers.loading.job_inputs import Given, capabilities_of, devices_of
-from ddltool.analyzers.loading.job_layouts import layouts_of
-from ddltool.analyzers.placement.problem import from_job
+from ddltool.analyzers.job.diagnosing.verification import verify
+from ddltool.analyzers.job.placement.problem import from_job
+from ddltool.analyzers.job.planning.job_inputs import capabilities_of, devices_of
+from ddltool.analyzers.job.planning.job_layouts import layouts_of
+from ddltool.analyzers.job.planning.options import PlanOptions
+from ddltool.analyzers.job.planning.planning import auto_plan, parameters_of, with_compute
+from ddltool.analyzers.step.communication.nccl import Fabric
+from ddltool.analyzers.step.measured.feedback import read_run
 from ddltool.artifacts import load, save
 from ddltool.decision import Layout, Option
 from ddltool.errors import DdlToolError, Infeasible
@@ -248,10 +247,9 @@ def pilot(job: Job, folder: Path, groups: Mapping[str, Sequence[Path]], steps: i
     launch(folder, 1, [group for each in groups.values() for group in each], steps)
 
 
-def given(**more: object) -> Given:
+def given(**more: object) -> PlanOptions:
     """Return what the command line would say beside the job."""
-    about = {"graph": None, "telemetry": None, "bandwidth": None, "latency": "50us", "nccl_tests": (), "compress": None}
-    return Given(goal=Goal(), settings=Settings(), tell=lambda text: None, **{**about, **more})  # type: ignore[arg-type]
+    return PlanOptions(**more)  # type: ignore[arg-type]
 
 
 def sharded(job: Job, folder: Path, kind: str) -> tuple[Plan, Layout]:

@@ -12,9 +12,9 @@ import argparse
 import random
 from dataclasses import replace
 
-from ddltool.analyzers.communication.efficiency import improve, solve_exact
-from ddltool.analyzers.communication.order import tac
-from ddltool.analyzers.communication.timeline import Simulator
+from ddltool.analyzers.step.transfers.efficiency import improve, solve_exact
+from ddltool.analyzers.step.transfers.order import tac
+from ddltool.analyzers.step.transfers.timeline import Simulator
 from ddltool.graph import Graph, Op
 
 FAMILIES = {"wide joins": (1, False), "many servers": (2, False), "sends compete": (1, True)}

@@ -44,11 +44,11 @@ import torch
 from scipy.stats import theilslopes
 from torch import nn
 
-from ddltool.runtime.servers import BSP, ElasticBSP, Meeting, Policy, Server, Worker
-from tests import balance_workers, elastic_workers
-from tests.processes import forking, free_port
-from tests.runtime_workers import PATIENCE_S, Crew
-from tests.transfer_workers import make_batch, make_model, make_plan, sgd
+from ddltool.runtime.servers import BSP, ElasticBSP, Meeting, Server, SyncPolicy, Worker
+from tests.helpers import balance_workers, elastic_workers
+from tests.helpers.processes import forking, free_port
+from tests.helpers.runtime_workers import PATIENCE_S, Crew
+from tests.helpers.transfer_workers import make_batch, make_model, make_plan, sgd
 
 STAYING, SEATS, LOST_AFTER_S, GRACE_S = 2, 8, 5.0, 5.0
 SLACK_BYTES = 2 * 2**20
@@ -120,7 +120,7 @@ def rise(values: list[float]) -> float:
 # Parameter servers.
 
 
-def member(place: dict[str, Any], policy: Policy, folder: str) -> None:
+def member(place: dict[str, Any], policy: SyncPolicy, folder: str) -> None:
     """Serve, stay to the end, or join and leave after some steps; write each step's bits and seconds down."""
     rank, steps = place["rank"], place["steps"]
     torch.set_num_threads(1)
@@ -150,7 +150,7 @@ def member(place: dict[str, Any], policy: Policy, folder: str) -> None:
             lines.write(f"{clock} {bits.hexdigest()} {time.monotonic() - began:.3f}\n")
 
 
-def serving(part: Part, records: Records, name: str, policy: Policy, seconds: float, seed: int) -> None:
+def serving(part: Part, records: Records, name: str, policy: SyncPolicy, seconds: float, seed: int) -> None:
     """Run a parameter server whose workers come and go."""
     chance, port = random.Random(f"{name} {seed}"), free_port()
     late = SEATS + round(seconds)
@@ -397,7 +397,12 @@ def main() -> int:
     names, records = given.parts.split(","), Records()
     multiprocessing.get_context("forkserver").set_forkserver_preload([])
     # What this file imports, which every process would import again by itself.
-    workers = ("tests.elastic_workers", "tests.balance_workers", "tests.transfer_workers", "ddltool.runtime.servers")
+    workers = (
+        "tests.helpers.elastic_workers",
+        "tests.helpers.balance_workers",
+        "tests.helpers.transfer_workers",
+        "ddltool.runtime.servers",
+    )
     forking().set_forkserver_preload(["torch._dynamo", "scipy.stats", *workers])
     forkserver.ensure_running()
     parts = {name: Part() for name in names}

@@ -22,13 +22,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ddltool.analyzers.balancing import minmax
-from ddltool.analyzers.balancing.algorithm2 import Algorithm2, Phase, Settings
-from ddltool.analyzers.balancing.minmax import Curves, DeviceCurves
-from ddltool.analyzers.balancing.replay import Clock
-from ddltool.analyzers.balancing.sizing import equal
-from ddltool.analyzers.balancing.trace import SpeedTrace
-from ddltool.analyzers.reporting.figures import Figure, Line, Lines
+from ddltool.analyzers.answers.reporting.figures import Figure, Line, Lines
+from ddltool.analyzers.job.balancing import minmax
+from ddltool.analyzers.job.balancing.algorithm2 import Algorithm2, Algorithm2Settings, Phase
+from ddltool.analyzers.job.balancing.minmax import Curves, DeviceCurves
+from ddltool.analyzers.job.balancing.replay import Clock
+from ddltool.analyzers.job.balancing.sizing import equal
+from ddltool.analyzers.step.measured.balance_trace import SpeedTrace
 from ddltool.errors import InputError
 
 Floats = NDArray[np.float64]
@@ -169,7 +169,7 @@ def simulate(
     start: Sequence[int],
     iterations: int,
     *,
-    settings: Settings | None = None,
+    settings: Algorithm2Settings | None = None,
     factors: ArrayLike | None = None,
     changes: Mapping[int, DeviceCurves] | None = None,
     delay: int = 0,

@@ -11,12 +11,12 @@ from __future__ import annotations
 import argparse
 import statistics
 
-from ddltool.analyzers.communication.efficiency import compare
-from ddltool.analyzers.costs.model import cost_model, estimate
+from ddltool.analyzers.step.costs.model import cost_model, estimate
+from ddltool.analyzers.step.transfers.efficiency import compare
 from ddltool.device import Network
-from ddltool.fixtures.loading import calibration, devices, folder
 from ddltool.fixtures.zoo import ZOO
 from ddltool.graph import read_graph
+from ddltool.shipped import calibration, devices, folder
 from ddltool.units import parse_bandwidth
 
 ORDERS = ("random", "tic", "tac", "improved")

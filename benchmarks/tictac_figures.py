@@ -18,12 +18,12 @@ from functools import cache
 import numpy as np
 from cluster import Cluster, ClusterRun, simulate_cluster
 
-from ddltool.analyzers.communication.efficiency import bounds
-from ddltool.analyzers.communication.order import Schedule, tac, tic
-from ddltool.analyzers.costs.model import cost_model, estimate
+from ddltool.analyzers.step.costs.model import cost_model, estimate
+from ddltool.analyzers.step.transfers.efficiency import bounds
+from ddltool.analyzers.step.transfers.order import Schedule, tac, tic
 from ddltool.device import Device, Network
-from ddltool.fixtures.loading import calibration, devices, folder
 from ddltool.graph import COMPUTE, Graph, Mode, read_graph
+from ddltool.shipped import calibration, devices, folder
 
 TABLE_1 = (
     *("alexnet_v2", "inception_v1", "inception_v2", "inception_v3", "resnet50_v1", "resnet101_v1"),

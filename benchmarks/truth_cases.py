@@ -16,7 +16,7 @@ from typing import Any
 
 from truth_models import Trace
 
-from ddltool.analyzers.loading.factories import imported
+from ddltool.analyzers.step.tracing.factories import imported
 
 Cells = dict[str, str]
 

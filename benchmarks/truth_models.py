@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ddltool.analyzers.costs.kernels import Kernels, kernels_of
-from ddltool.analyzers.loading.factories import imported, timm_step
-from ddltool.analyzers.tracing.dialect import Numerics
-from ddltool.analyzers.tracing.step import TrainingStep, default_loss, language_model_loss
-from ddltool.analyzers.tracing.torch_adapter import trace_any_batch
+from ddltool.analyzers.step.costs.kernels import Kernels, kernels_of
+from ddltool.analyzers.step.tracing.dialect import Numerics
+from ddltool.analyzers.step.tracing.factories import imported, timm_step
+from ddltool.analyzers.step.tracing.step import TrainingStep, default_loss, language_model_loss
+from ddltool.analyzers.step.tracing.torch_adapter import trace_any_batch
 from ddltool.errors import DdlToolError
 from ddltool.graph import COMPUTE, SEND, Graph
 

@@ -18,17 +18,17 @@ from pathlib import Path
 
 import numpy as np
 
-from ddltool.analyzers.communication.collectives import default_cuts, finish_s
-from ddltool.analyzers.communication.program import program_of
-from ddltool.analyzers.costs.model import cost_model
-from ddltool.analyzers.costs.nccl import Fabric
-from ddltool.analyzers.costs.predict import Placement, Setting, WorkCurve, measure_work, predict, timed_step
-from ddltool.analyzers.deciding.communication import stretched
-from ddltool.analyzers.loading.fabrics import own_link
-from ddltool.analyzers.tracing.dialect import Numerics
+from ddltool.analyzers.job.planning.exposed import stretched
+from ddltool.analyzers.step.communication.collectives import default_cuts, finish_s
+from ddltool.analyzers.step.communication.fabrics import own_link
+from ddltool.analyzers.step.communication.nccl import Fabric
+from ddltool.analyzers.step.communication.program import program_of
+from ddltool.analyzers.step.costs.model import cost_model
+from ddltool.analyzers.step.costs.predict import Placement, Setting, WorkCurve, measure_work, predict, timed_step
+from ddltool.analyzers.step.tracing.dialect import Numerics
 from ddltool.artifacts import read_text, write_text
-from ddltool.fixtures.loading import calibration, devices
 from ddltool.links import parse_link, parse_nic
+from ddltool.shipped import calibration, devices
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = "python benchmarks/truth_networks.py --data ../shared/data"

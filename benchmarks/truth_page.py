@@ -12,15 +12,15 @@ import numpy as np
 from truth_cases import SOURCES, Row, Truth
 from truth_models import Trace, build
 
-from ddltool.analyzers.costs.fitting import Belief
-from ddltool.analyzers.costs.model import cost_model
-from ddltool.analyzers.reporting.charts import drawn
-from ddltool.analyzers.reporting.figures import Line, Lines
-from ddltool.analyzers.tracing.dialect import Numerics
-from ddltool.analyzers.tracing.torch_adapter import trace_any_batch
+from ddltool.analyzers.answers.reporting.charts import drawn
+from ddltool.analyzers.answers.reporting.figures import Line, Lines
+from ddltool.analyzers.step.costs.fitting import Belief
+from ddltool.analyzers.step.costs.model import cost_model
+from ddltool.analyzers.step.tracing.dialect import Numerics
+from ddltool.analyzers.step.tracing.torch_adapter import trace_any_batch
 from ddltool.artifacts import write_text
 from ddltool.calibration import CalibrationTable, Residuals
-from ddltool.fixtures.loading import devices
+from ddltool.shipped import devices
 
 if TYPE_CHECKING:
     from calibrate import Judged

@@ -1,1 +1,1 @@
-"""One file per subcommand: parse, call one analyzer, print."""
+"""A file per verb: the function that its command and its place in ``import ddltool`` are made from."""

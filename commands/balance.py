@@ -2,31 +2,135 @@
 
 from __future__ import annotations
 
+import importlib.util
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import typer
-
-from ddltool.analyzers.balancing.predict import PREDICTORS
-from ddltool.analyzers.balancing.replay import BATCH_PER_WORKER
-from ddltool.analyzers.balancing.replay import balance as replayed
-from ddltool.analyzers.reporting.result_sections import balance_section
-from ddltool.commands.declaring import called
+from ddltool.analyzers.answers.reporting.result_sections import balance_section
+from ddltool.analyzers.job.balancing.predict import PREDICTORS, PredictorSettings, make
+from ddltool.analyzers.job.balancing.replay import (
+    BATCH_PER_WORKER,
+    WORKERS_PER_BACKUP,
+    Outcome,
+    check_ratio,
+    compare,
+    gain_kept,
+    replay,
+    replay_equal,
+    replay_oracle,
+)
+from ddltool.analyzers.job.balancing.sizing import MOST_SAMPLES
+from ddltool.analyzers.step.measured.balance_trace import SpeedTrace, default_warm_up
+from ddltool.analyzers.step.measured.worker_tables import read_speeds
 from ddltool.commands.options import Seed, one_of, within
 from ddltool.commands.output import finish
+from ddltool.commands.verbs import VerbCall, verb
+from ddltool.errors import InputError, known
+from ddltool.results import BalanceResult, PredictorFigures, SchemeFigures, SplitTime
+from ddltool.stages import Stage, Tell, log_remark, quietly
 
 
+@verb
 def balance(
-    context: typer.Context,
-    trace: Path,
+    trace: str | Path,
     predictor: Annotated[str, one_of(*PREDICTORS, "all")] = "all",
+    *,
     total_batch: Annotated[int | None, {"show_default": f"{BATCH_PER_WORKER} each"}] = None,
     warm_up: Annotated[int, within(20)] = 500,
     schemes: bool = False,
     seed: Seed = 0,
-    output: Path | None = None,
-    as_json: bool = False,
-) -> None:
-    """Replay recorded worker speeds: predict each next one, size the batches by it, and time the iterations."""
-    found = called(context, replayed)
-    finish(found, lambda: balance_section(found, trace.name), output, as_json)
+    tell: Tell = log_remark,
+    stage: Stage = quietly,
+) -> BalanceResult:
+    """Replay recorded worker speeds: predict each next one, size the batches by it, and time the iterations.
+
+    LB-BSP, sections 3 and 4. ``trace``: a CSV, or the hook's telemetry. ``predictor``: last, ema, arima, rnn, lstm, narx or
+    all. ``total_batch``: samples of all workers, 128 each by default; ``warm_up`` iterations come before the first training;
+    ``schemes`` adds BSP, ASP, SSP and others. Raises InputError for what cannot be read and for more warm-up than the trace
+    has.
+    """
+    predictor = known("--predictor", predictor, (*PREDICTORS, "all"))
+    chosen: tuple[str, ...] = PREDICTORS if predictor == "all" else (predictor,)
+    if predictor == "all" and importlib.util.find_spec("statsmodels") is None:
+        tell("arima is left out: pip install statsmodels")
+        chosen = tuple(name for name in chosen if name != "arima")
+    recorded = read_speeds(Path(trace), tell)
+    if schemes:
+        check_ratio(recorded)
+        if recorded.workers < WORKERS_PER_BACKUP:
+            few = f"one worker in {WORKERS_PER_BACKUP} is a backup, and the trace has {recorded.workers}"
+            tell(f"redundant execution is left out: {few}")
+    settings = PredictorSettings(warm_up=_warmed(recorded, warm_up, Path(trace), tell), seed=seed)
+    total = _total(recorded, total_batch)
+    outcomes = {}
+    with stage("replaying", len(chosen)) as advance:
+        for place, name in enumerate(chosen):
+            advance(place, name)
+            outcomes[name] = replay(recorded, make(name, recorded.workers, settings), total, since=settings.warm_up)
+    equal_split = replay_equal(recorded, total, since=settings.warm_up)
+    oracle = replay_oracle(recorded, total, since=settings.warm_up)
+
+    def time_of(outcome: Outcome) -> dict[str, float]:
+        return {"iteration_s": outcome.mean_s, "iteration_time_ratio": outcome.mean_s / equal_split.mean_s}
+
+    by = "narx" if predictor == "all" else predictor
+    beside: dict[str, Any] = {"schemes": _compared(recorded, total, by, settings)} if schemes else {}
+    return BalanceResult(
+        workers=recorded.workers,
+        iterations=recorded.iterations,
+        warm_up=settings.warm_up,
+        total_batch=total,
+        seed=settings.seed,
+        predictors={
+            name: PredictorFigures(
+                rmse=outcome.rmse,
+                rmse_relative=outcome.rmse_relative,
+                gain_kept=gain_kept(outcome, equal_split, oracle),
+                **time_of(outcome),
+            )
+            for name, outcome in outcomes.items()
+        },
+        equal_split=SplitTime(**time_of(equal_split)),
+        oracle=SplitTime(**time_of(oracle)),
+        **beside,
+    )
+
+
+def show_balance(call: VerbCall[BalanceResult], output: Path | None = None, as_json: bool = False) -> None:
+    """Print what each predictor would have gained, and write it."""
+    result, name = call(), Path(call["trace"]).name
+    finish(result, lambda: balance_section(result, name), output, as_json)
+
+
+def _compared(recorded: SpeedTrace, total: int, by: str, settings: PredictorSettings) -> dict[str, Any]:
+    """Return every scheme's figures beside BSP's, LB-BSP by a predictor."""
+    made = compare(recorded, total, make(by, recorded.workers, settings))
+    base_s = made["bsp"].iteration_s
+    ratios = {name: each.iteration_s / base_s for name, each in made.items()}
+    figures = {name: SchemeFigures(**asdict(made[name]), iteration_time_ratio=ratio) for name, ratio in ratios.items()}
+    return {"predictor": by, **figures}
+
+
+def _warmed(recorded: SpeedTrace, asked: int, path: Path, tell: Tell) -> int:
+    """Return the iterations of warm-up that the trace allows, and say so when they are fewer than asked for.
+
+    Raises InputError when no iteration comes after them.
+    """
+    warmed = default_warm_up(recorded.iterations, asked)
+    if recorded.iterations <= warmed:
+        problem = f"has {recorded.iterations} iterations, none after the warm-up of {warmed}"
+        raise InputError(str(path), problem, f"record more than {warmed}")
+    if warmed < asked:
+        tell(f"the trace has {recorded.iterations} iterations, so the warm-up is {warmed} of them")
+    return warmed
+
+
+def _total(recorded: SpeedTrace, given: int | None) -> int:
+    """Return the samples of all workers together. Raises InputError for fewer than workers, and beyond MOST_SAMPLES."""
+    total = given if given is not None else BATCH_PER_WORKER * recorded.workers
+    if total < recorded.workers:
+        raise InputError("--total-batch", f"is {total}", f"{recorded.workers} workers need one sample each or more")
+    if total > MOST_SAMPLES:
+        raise InputError("--total-batch", f"is {total}", f"give at most {MOST_SAMPLES} samples")
+    return total

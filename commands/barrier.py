@@ -2,34 +2,120 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import typer
+import numpy as np
 
-from ddltool.analyzers.barriers.choices import LOOKAHEAD, PUBLISHED
-from ddltool.analyzers.barriers.choices import barrier as chosen
-from ddltool.analyzers.barriers.predict import PREDICTORS
-from ddltool.analyzers.reporting.result_sections import barrier_section
-from ddltool.commands.declaring import called
-from ddltool.commands.options import is_given, one_of, within
+from ddltool.analyzers.answers.reporting.result_sections import barrier_section
+from ddltool.analyzers.job.barriers.ends import Barrier, EndTimes, bsp
+from ddltool.analyzers.job.barriers.predict import PREDICTORS, predict_ends
+from ddltool.analyzers.job.barriers.tradeoff import OBJECTIVES, best_barrier, tradeoff
+from ddltool.analyzers.job.barriers.zipline import full_gridscan, gridscan, zipline
+from ddltool.analyzers.step.measured.worker_tables import read_predicted, read_recorded
+from ddltool.commands.options import one_of, within
 from ddltool.commands.output import finish
-from ddltool.errors import InputError
+from ddltool.commands.verbs import VerbCall, is_given, verb
+from ddltool.errors import InputError, known
+from ddltool.results import BarrierChoice, BarrierFigures, BarrierResult, TradeoffFigures
+from ddltool.stages import Tell, log_remark
+
+PUBLISHED: Mapping[str, Callable[[EndTimes], Barrier]] = {
+    "zipline": zipline,
+    "gridscan": gridscan,
+    "fullgridscan": full_gridscan,
+}
+# Bounds on the iteration gap in the trade-off: every one where they are few, else spread over their range.
+CURVE_POINTS, FEW_POINTS, MANY_ENDS = 17, 5, 500_000
+LOOKAHEAD = 15
+# Beyond this a choice takes more than seconds, for barriers that lie hours ahead.
+MOST_ENDS = 5_000_000
 
 
+@verb
 def barrier(
-    context: typer.Context,
-    times: Path,
+    times: str | Path,
+    *,
     lookahead: Annotated[int | None, within(1, 100_000), {"show_default": f"{LOOKAHEAD}, with --predicted all"}] = None,
     algorithm: Annotated[str, one_of(*PUBLISHED, "all")] = "zipline",
     predicted: bool = False,
     predictor: Annotated[str, one_of(*PREDICTORS)] = "ema",
     max_gap: Annotated[int | None, within(0)] = None,
-    output: Path | None = None,
-    as_json: bool = False,
-) -> None:
-    """Choose the next barrier: how many iterations each worker makes until all synchronise."""
-    if predicted and is_given(context, "predictor"):
-        raise InputError("--predictor", "has no part in --predicted", "leave it out: the rows are predictions already")
-    found = called(context, chosen)
-    finish(found, lambda: barrier_section(found, times.name), output, as_json)
+    tell: Tell = log_remark,
+) -> BarrierResult:
+    """Choose the next barrier: how many iterations each worker makes until all synchronise.
+
+    ElasticBSP. ``times``: a CSV of iteration ends, or telemetry; with ``predicted`` its rows are the predictions themselves.
+    ``lookahead``: iterations per worker, 15 by default; ``algorithm``: zipline, gridscan, fullgridscan or all; ``predictor`` of
+    the next iteration's length: last, ema or mean; ``max_gap`` bounds the iteration gap of the exact barriers. Raises
+    InputError for what cannot be read, for unknown names and for more than five million ends.
+    """
+    if predicted and is_given("predictor"):
+        raise InputError("predictor", "has no part in --predicted", "leave it out: the rows are predictions already")
+    algorithm = known("--algorithm", algorithm, (*PUBLISHED, "all"))
+    predictor = known("--predictor", predictor, list(PREDICTORS))
+    if predicted:
+        names, rows = read_predicted(Path(times), lookahead)
+        ends = EndTimes.of(rows)
+    else:
+        names, ends = predicted_ends(Path(times), lookahead or LOOKAHEAD, predictor, tell)
+    calls: dict[str, Callable[[EndTimes], Barrier]] = {"bsp": bsp}
+    calls |= PUBLISHED if algorithm == "all" else {algorithm: PUBLISHED[algorithm]}
+    calls |= {objective: partial(best_barrier, objective=objective, max_gap=max_gap) for objective in OBJECTIVES}
+    counts, records = np.diff(ends.pointers), {}
+    length_s = (ends.last_s - ends.first_s) / (counts - 1) if counts.min() > 1 else np.zeros(len(names))
+    for name, call in calls.items():
+        begin = time.process_time()
+        made = call(ends)
+        spent, superstep_s = time.process_time() - begin, float((made.iterations * length_s).max())
+        records[name] = BarrierChoice(
+            **_figures(made),
+            iterations=dict(zip(names, made.iterations.tolist(), strict=True)),
+            iterations_per_s=int(made.iterations.sum()) / superstep_s if superstep_s > 0.0 else None,
+            compute_seconds=spent,
+        )
+    curve = tradeoff(ends, CURVE_POINTS if len(ends.end_s) <= MANY_ENDS else FEW_POINTS)
+    return BarrierResult(
+        workers=len(names),
+        lookahead=int(counts.max()),
+        predictor=None if predicted else predictor,
+        algorithms={name: record for name, record in records.items() if name in PUBLISHED},
+        bsp=records["bsp"],
+        max_gap=max_gap,
+        objectives={name: records[name] for name in OBJECTIVES},
+        tradeoff=[
+            TradeoffFigures(max_gap=gap, **{name: BarrierFigures(**_figures(best[name])) for name in OBJECTIVES})
+            for gap, best in curve.items()
+        ],
+    )
+
+
+def show_barrier(call: VerbCall[BarrierResult], output: Path | None = None, as_json: bool = False) -> None:
+    """Print the barriers that each algorithm chose, and write them."""
+    result, name = call(), Path(call["times"]).name
+    finish(result, lambda: barrier_section(result, name), output, as_json)
+
+
+def _figures(made: Barrier) -> dict[str, Any]:
+    return {name: getattr(made, name) for name in BarrierFigures.model_fields}
+
+
+def predicted_ends(path: Path, lookahead: int, predictor: str, tell: Tell) -> tuple[tuple[str, ...], EndTimes]:
+    """Return the workers' names (n,) and their predicted iteration ends (n, R), from what the file has recorded."""
+    recorded = read_recorded(path, tell)
+    names = recorded.names
+    if len(names) * lookahead > MOST_ENDS:
+        problem = f"{len(names)} workers x {lookahead} iterations are too many"
+        raise InputError("--lookahead", problem, f"at most {MOST_ENDS // len(names)} for these workers")
+    if recorded.lagging:
+        shown = ", ".join(recorded.lagging[:3]) + (", ..." if len(recorded.lagging) > 3 else "")
+        tell(
+            f"the rows of {len(recorded.lagging)} of {len(names)} workers ({shown}) stop more than two of their "
+            "iterations before the newest row; their predictions begin there"
+        )
+    where = [f"{name} of {path}" for name in names]
+    ends = predict_ends(recorded.lengths_s, recorded.origins_s, lookahead, PREDICTORS[predictor], where)
+    return names, EndTimes.of(ends)

@@ -8,22 +8,21 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from ddltool.analyzers.costs.fitting import Measured, Updated, update
-from ddltool.analyzers.costs.predict import WorkCurve
-from ddltool.analyzers.loading.fabrics import bus_bandwidth, is_nccl_log
-from ddltool.analyzers.loading.imported_rows import import_files, measured_rows
-from ddltool.analyzers.loading.sources import work_of
-from ddltool.analyzers.tracing.dialect import Numerics
+from ddltool.analyzers.job.goodput.imported_rows import import_files, measured_rows
+from ddltool.analyzers.step.communication.fabrics import bus_bandwidth, is_nccl_log
+from ddltool.analyzers.step.costs.fitting import MeasuredStep, Updated, update
+from ddltool.analyzers.step.costs.predict import WorkCurve, work_of
+from ddltool.analyzers.step.tracing.dialect import Numerics
 from ddltool.artifacts import ending, read_text, save
 from ddltool.commands.options import DEVICES, OPTIMIZER, Precision, within
 from ddltool.commands.output import note, print_json, progress, say
 from ddltool.device import MEASURED, Device, DeviceTable
 from ddltool.errors import InputError
-from ddltool.fixtures.loading import calibration, known_devices
 from ddltool.job import is_code
+from ddltool.shipped import calibration, known_devices
 from ddltool.units import show_seconds
 
-_TABLES = (".csv", ".json", ".jsonl", ".ndjson")
+_TABLE_SUFFIXES = (".csv", ".json", ".jsonl", ".ndjson")
 
 
 def calibrate(
@@ -42,17 +41,17 @@ def calibrate(
 ) -> None:
     """Fit one device's constants to your own measurements, the shipped ones as prior; `--devices-file` reads the result."""
     known = known_devices(devices_file)
-    found = known.gpu(device)
-    others = [path for path in rows if ending(path) not in _TABLES]
-    logs = {path: text for path in others if is_nccl_log(text := read_text(path))}
+    gpu = known.gpu(device)
+    other_files = [path for path in rows if ending(path) not in _TABLE_SUFFIXES]
+    logs = {path: text for path in other_files if is_nccl_log(text := read_text(path))}
     tables = [path for path in rows if path not in logs]
     if logs:
-        rate, name = max((bus_bandwidth(text, str(path)), path.name) for path, text in logs.items())
-        found = found.model_copy(update={"link_bytes_per_s": rate, "link": f"{MEASURED} by {name}, {found.link}"})
-    updated: Updated | None = None
+        bytes_per_s, name = max((bus_bandwidth(text, str(path)), path.name) for path, text in logs.items())
+        gpu = gpu.model_copy(update={"link_bytes_per_s": bytes_per_s, "link": f"{MEASURED} by {name}, {gpu.link}"})
+    fit: Updated | None = None
     if tables:
         numerics = Numerics(precision, channels_last)  # type: ignore[arg-type]  # Numerics checks it
-        measured = _measured(tables, found, known, batch_size, model=model, precision=precision, optimizer=optimizer)
+        steps = _read_steps(tables, gpu, known, batch_size, model=model, precision=precision, optimizer=optimizer)
 
         @cache
         def curve_of(name: str) -> WorkCurve:
@@ -63,51 +62,61 @@ def calibrate(
                 return work_of(name, numerics, sequence_length)
 
         source = ", ".join(path.name for path in tables)
-        updated = update(
-            measured, lambda name, size: curve_of(name).traced.at(size), found, calibration(), source=source
-        )
-        found = updated.device
+        fit = update(steps, lambda name, size: curve_of(name).traced.at(size), gpu, calibration(), source=source)
+        gpu = fit.device
     if output is not None:
-        save(DeviceTable(devices=[found]), output)
+        save(DeviceTable(devices=[gpu]), output)
     if as_json:
-        document = {"kind": "ddltool.devices", "schema_version": 1, "devices": [found.model_dump()]}
-        print_json({**document, **_errors(updated)})
+        document = {"kind": "ddltool.devices", "schema_version": 1, "devices": [gpu.model_dump()]}
+        print_json({**document, **_error_figures(fit)})
     else:
-        _show(found, updated, output)
+        _print_constants(gpu, fit, output)
 
 
-def _measured(
-    tables: list[Path], device: Device, known: DeviceTable, batch_size: int | None, **given: Any
-) -> list[Measured]:
-    """Return the rows of all files that were measured on the device; see ``measured_rows`` for what is ``given``."""
+def _read_steps(
+    tables: list[Path], device: Device, known: DeviceTable, batch_size: int | None, **conditions: Any
+) -> list[MeasuredStep]:
+    """Return the steps of all files that were measured on ``device``.
+
+    Args:
+        batch_size: of profiler traces (.json), which lack it; None without traces.
+        conditions: the model, precision and optimizer for rows without them; see ``measured_rows``.
+    """
     traces = [path for path in tables if ending(path) == ".json"]
     if traces and batch_size is None:
         raise InputError(str(traces[0]), "does not say the batch size", "give it with --batch-size N")
     if batch_size is not None and not traces:
         raise InputError("--batch-size", f"has no part in {tables[0]}", "it is for a profiler trace")
-    found: list[Measured] = []
+    steps: list[MeasuredStep] = []
     for path in tables:
         frame, _ = import_files([path], batch_size=batch_size if path in traces else None, unnamed=device.name)
-        rows = measured_rows(frame, str(path), device, known, **given)
+        rows = measured_rows(frame, str(path), device, known, **conditions)
         if len(rows) < len(frame):
             kept = f"{len(rows)} of {len(frame)} rows are"
             note(f"note: {path}: {kept} of one replica and one pass on {device.name}; the others are left out")
-        found += rows
-    return found
+        steps += rows
+    return steps
 
 
-def _errors(updated: Updated | None) -> dict[str, Any]:
-    """Return how far off the rows' predictions were, before and after."""
-    if updated is None:
+def _error_figures(fit: Updated | None) -> dict[str, Any]:
+    """Return the count of rows and the median relative error of their predictions before and after the fit, for JSON.
+
+    Empty for None: nothing was fitted.
+    """
+    if fit is None:
         return {}
-    errors = {name: np.abs(ratios - 1) for name, ratios in (("before", updated.before), ("after", updated.after))}
-    return {"rows": len(updated.before), "median_error": {name: float(np.median(e)) for name, e in errors.items()}}
+    errors = {name: np.abs(ratios - 1) for name, ratios in (("before", fit.before), ("after", fit.after))}
+    return {
+        "rows": len(fit.before),
+        "median_error": {name: float(np.median(values)) for name, values in errors.items()},
+    }
 
 
-def _show(device: Device, updated: Updated | None, output: Path | None) -> None:
+def _print_constants(device: Device, fit: Updated | None, output: Path | None) -> None:
+    """Print the fitted constants and the errors of the fit (None: nothing was fitted), the link and the written file."""
     fitted = device.fitted
-    if updated is not None and fitted is not None:
-        errors = _errors(updated)
+    if fit is not None and fitted is not None:
+        errors = _error_figures(fit)
         before, after = errors["median_error"]["before"], errors["median_error"]["after"]
         say(
             f"{device.name}: median error of {errors['rows']} steps {before:.1%} before, {after:.1%} after; of other models "

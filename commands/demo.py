@@ -11,26 +11,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ddltool.analyzers.communication.result import trace
-from ddltool.analyzers.deciding.candidates import Settings
-from ddltool.analyzers.deciding.planning import make_plan, parameters_of
-from ddltool.analyzers.emitting.enforcement import to_enforcement
-from ddltool.analyzers.goodput.observations import WARMUP_STEPS
-from ddltool.analyzers.goodput.throughput import iteration_time_s
-from ddltool.analyzers.loading.fitted_models import fit
-from ddltool.analyzers.loading.job_inputs import capabilities_of
+from ddltool.analyzers.answers.emitting.enforcement import to_enforcement
+from ddltool.analyzers.job.goodput.throughput import iteration_time_s
+from ddltool.analyzers.job.planning.job_inputs import capabilities_of
+from ddltool.analyzers.job.planning.options import PlanOptions
+from ddltool.analyzers.job.planning.planning import make_plan, parameters_of
 from ddltool.artifacts import load, make_folder, read_document, save, write_text
+from ddltool.commands.fit import fit
 from ddltool.commands.options import Seed
 from ddltool.commands.output import err, note, out, print_json, progress, say, table
+from ddltool.commands.trace import trace
 from ddltool.errors import DdlToolError
-from ddltool.fixtures.loading import folder
 from ddltool.goodput_model import Goodput
 from ddltool.graph import read_graph
 from ddltool.graph_results import TraceResult
 from ddltool.job import read_job
 from ddltool.plans import Enforcement, Plan
 from ddltool.runtime.measuring.overhead import finish
+from ddltool.shipped import folder
 from ddltool.tables import read_table
+from ddltool.telemetry import WARMUP_STEPS
 from ddltool.units import show_bytes, show_seconds
 
 MODEL = "zoo:resnet32"
@@ -43,30 +43,30 @@ REPORTED = (
     *("enforce.json", "telemetry.jsonl"),
 )
 Finding = tuple[str, dict[str, Any]]
-"""What a step found in words, and its part of the JSON document; all else stands in the folder's files."""
+"""A step's sentence for the table, and its fields of the JSON document; later steps read the folder's files."""
 
 
-def demo(
-    output: Path = Path("ddltool-demo"),
-    seed: Seed = 0,
-    as_json: bool = False,
-) -> None:
+def demo(output: Path = Path("ddltool-demo"), seed: Seed = 0, as_json: bool = False) -> None:
     """Trace, order, profile, fit, plan, enforce a real two-process training run, and report. About a minute."""
-    for package in ("altair", "vl_convert", "sklearn"):  # of the last steps: told before the first
+    for package in (
+        "altair",
+        "vl_convert",
+        "sklearn",
+    ):  # the last steps need them: a missing one is an error before the first step
         if importlib.util.find_spec(package) is None:
             raise ModuleNotFoundError(name=package)
     make_folder(output)
     rows: list[tuple[str, str, str]] = []
     document: dict[str, Any] = {"kind": "ddltool.demo", "schema_version": 1}
-    started = time.perf_counter()
+    demo_began = time.perf_counter()
     for name, step in STEPS.items():
-        since = time.perf_counter()
-        with _announced(f"[{len(rows) + 1}/{len(STEPS)}] {name}", spinner=name != "profile"):
-            words, part = step(output, seed)
-        document |= part
-        rows.append((name, words, f"{time.perf_counter() - since:.1f} s"))
-        document.setdefault("seconds", {})[name] = time.perf_counter() - since
-    document["seconds"]["all"] = time.perf_counter() - started
+        step_began = time.perf_counter()
+        with _announce_step(f"[{len(rows) + 1}/{len(STEPS)}] {name}", spinner=name != "profile"):
+            finding, document_part = step(output, seed)
+        document |= document_part
+        rows.append((name, finding, f"{time.perf_counter() - step_began:.1f} s"))
+        document.setdefault("seconds", {})[name] = time.perf_counter() - step_began
+    document["seconds"]["all"] = time.perf_counter() - demo_began
     if as_json:
         print_json(document)
         return
@@ -79,7 +79,7 @@ def demo(
 
 
 @contextlib.contextmanager
-def _announced(title: str, *, spinner: bool) -> Iterator[None]:
+def _announce_step(title: str, *, spinner: bool) -> Iterator[None]:
     """Say on stderr which step runs, with a spinner on a terminal."""
     console = err()
     if not console.is_terminal:
@@ -88,94 +88,103 @@ def _announced(title: str, *, spinner: bool) -> Iterator[None]:
         yield
 
 
-def _trace(place: Path, seed: int) -> Finding:
+def _trace(output: Path, seed: int) -> Finding:
     shipped = folder() / "graphs" / f"{CONTRAST}.graph.json.gz"
-    runs: dict[str, Any] = {"samples": SAMPLES, "seed": seed, "tell": note}
-    timeline: dict[str, Any] = {"output": place / "graph.json", "perfetto": place / "timeline.perfetto.json"}
-    found = trace(MODEL, batch_size=8, device="V100", **timeline, **runs)
-    again: dict[str, Any] = {"device": CONTRAST_DEVICE, "oracle": "roofline", "output": place / "contrast-graph.json"}
-    other = trace(shipped, **again, **runs)
-    known = found.coverage.rule_time if found.coverage is not None else 0.0
-    words = f"{found.graph.ops} ops, {show_bytes(found.graph.parameter_bytes)}; {known:.0%} of the time by rule"
-    made = found.model_dump(mode="json")
-    part = {name: made[name] for name in ("graph", "bounds", "verdict", "coverage")}
-    return "\n".join([words, _gain(found), _gain(other)]), {"trace": part}
+    sampling: dict[str, Any] = {"samples": SAMPLES, "seed": seed, "tell": note}
+    outputs: dict[str, Any] = {"output": output / "graph.json", "perfetto": output / "timeline.perfetto.json"}
+    zoo_result = trace(MODEL, batch_size=8, device="V100", **outputs, **sampling)
+    contrast_graph: dict[str, Any] = {
+        "device": CONTRAST_DEVICE,
+        "oracle": "roofline",
+        "output": output / "contrast-graph.json",
+    }
+    contrast_result = trace(shipped, **contrast_graph, **sampling)
+    known = zoo_result.coverage.rule_time if zoo_result.coverage is not None else 0.0
+    sentence = (
+        f"{zoo_result.graph.ops} ops, {show_bytes(zoo_result.graph.parameter_bytes)}; {known:.0%} of the time by rule"
+    )
+    fields = zoo_result.model_dump(mode="json")
+    part = {name: fields[name] for name in ("graph", "bounds", "verdict", "coverage")}
+    return "\n".join([sentence, _order_gain(zoo_result), _order_gain(contrast_result)]), {"trace": part}
 
 
-def _profile(place: Path, seed: int) -> Finding:
-    from ddltool.runtime.measuring.profiling import profile
+def _profile(output: Path, seed: int) -> Finding:
+    from ddltool.commands.profile import profile
 
-    found = profile(
+    profiled = profile(
         MODEL,
         batch_sizes=BATCH_SIZES,
         replicas=REPLICAS,
         repeats=REPEATS,
-        output=place / "profile.csv",
+        output=output / "profile.csv",
         seed=seed,
         tell=note,
         stage=progress,
     )
-    return f"{len(found.rows)} configurations on this CPU (measured)", {}
+    return f"{len(profiled.rows)} configurations on this CPU (measured)", {}
 
 
-def _fit(place: Path, seed: int) -> Finding:
-    found = fit(place / "profile.csv", seed=seed)
-    save(found, place / "goodput.json")
-    words = f"throughput model, MAPE {found.mape:.1%} on {found.samples} measured rows"
-    return words, {"fit": found.model_dump(mode="json")}
+def _fit(output: Path, seed: int) -> Finding:
+    fitted = fit(output / "profile.csv", seed=seed)
+    save(fitted, output / "goodput.json")
+    finding = f"throughput model, MAPE {fitted.mape:.1%} on {fitted.samples} measured rows"
+    return finding, {"fit": fitted.model_dump(mode="json")}
 
 
-def _plan(place: Path, seed: int) -> Finding:
-    job_file = place / "job.yaml"
+def _plan(output: Path, seed: int) -> Finding:
+    job_file = output / "job.yaml"
     shutil.copyfile(folder() / "demo-job.yaml", job_file)
     job = read_job(job_file)
-    capabilities = capabilities_of(job, place, str(job_file), note)
-    parameters = parameters_of(read_graph(place / "graph.json"))
-    settings = Settings(top_k=3, limit_s=10.0, seed=seed)
-    est, bsp = (
-        make_plan(job, capabilities, strategy, settings).model_copy(update={"parameters": parameters})
+    capabilities = capabilities_of(job, output, str(job_file), note)
+    parameters = parameters_of(read_graph(output / "graph.json"))
+    options = PlanOptions(top_k=3, limit_s=10.0, seed=seed)
+    est_plan, bsp_plan = (
+        make_plan(job, capabilities, strategy, options).model_copy(update={"parameters": parameters})
         for strategy in ("est", "bsp")
     )
-    save(est, place / "plan.json")
-    save(bsp, place / "plan-bsp.json")
-    mix = ", ".join(f"{row.device_type} {row.ests_per_device} EST(s)" for row in est.assignments)
-    words = f"{mix}: {est.throughput:.4g} mini-batches/s (predicted)\nequal split: {bsp.throughput:.4g}"
-    plans = {"plan": est, "baseline": bsp}
-    return words, {name: made.model_dump(mode="json", exclude={"parameters"}) for name, made in plans.items()}
+    save(est_plan, output / "plan.json")
+    save(bsp_plan, output / "plan-bsp.json")
+    mix = ", ".join(f"{row.device_type} {row.ests_per_device} EST(s)" for row in est_plan.assignments)
+    finding = f"{mix}: {est_plan.throughput:.4g} mini-batches/s (predicted)\nequal split: {bsp_plan.throughput:.4g}"
+    plans = {"plan": est_plan, "baseline": bsp_plan}
+    return finding, {name: plan.model_dump(mode="json", exclude={"parameters"}) for name, plan in plans.items()}
 
 
-def _emit(place: Path, seed: int) -> Finding:
-    rows = place / "telemetry.jsonl"
-    rows.unlink(missing_ok=True)  # of an earlier demo in this folder
-    made = to_enforcement(load(place / "plan.json", Plan), telemetry=str(rows.resolve()))
-    save(made, place / "enforce.json")
-    sizes = ", ".join(str(rank.local_batch_size) for rank in made.ranks)
-    return f"enforce.json: {made.world_size} ranks, local batches {sizes}", {}
+def _emit(output: Path, seed: int) -> Finding:
+    telemetry_file = output / "telemetry.jsonl"
+    telemetry_file.unlink(missing_ok=True)  # rows of an earlier demo in this folder
+    enforcement = to_enforcement(load(output / "plan.json", Plan), telemetry=str(telemetry_file.resolve()))
+    save(enforcement, output / "enforce.json")
+    sizes = ", ".join(str(rank.local_batch_size) for rank in enforcement.ranks)
+    return f"enforce.json: {enforcement.world_size} ranks, local batches {sizes}", {}
 
 
-def _train(place: Path, seed: int) -> Finding:
-    made, result, log = load(place / "enforce.json", Enforcement), place / "training.json", place / "training.log"
-    command = ["-m", "ddltool.commands.demo_train", str(place / "enforce.json"), str(result)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
-    code, said = finish(command, made.world_size, environment, "the training run", TRAINING_LIMIT_S)
-    write_text(log, said)
-    if code != 0:
-        lines = [line for line in said.splitlines() if "rror" in line]
-        raise DdlToolError(
-            f"the training run failed with exit code {code} ({lines[0] if lines else 'no message'}); see {log}"
-        )
-    ranks, training = _measured_steps(place, made), read_document(result)
-    slowest = show_seconds(max(row["step_s"] for row in ranks))
-    words = (
-        f"{len(training['losses'])} steps of {slowest} on {made.world_size} processes (measured)\n{_learned(training)}"
+def _train(output: Path, seed: int) -> Finding:
+    enforcement, result_file, log_file = (
+        load(output / "enforce.json", Enforcement),
+        output / "training.json",
+        output / "training.log",
     )
-    return words, {"training": {**training, "ranks": ranks}}
+    command = ["-m", "ddltool.commands.demo_train", str(output / "enforce.json"), str(result_file)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
+    code, script_output = finish(command, enforcement.world_size, environment, "the training run", TRAINING_LIMIT_S)
+    write_text(log_file, script_output)
+    if code != 0:
+        lines = [line for line in script_output.splitlines() if "rror" in line]
+        raise DdlToolError(
+            f"the training run failed with exit code {code} ({lines[0] if lines else 'no message'}); see {log_file}"
+        )
+    ranks, training = _measured_steps(output, enforcement), read_document(result_file)
+    slowest = show_seconds(max(row["step_s"] for row in ranks))
+    steps = f"{len(training['losses'])} steps of {slowest} on {enforcement.world_size} processes (measured)"
+    finding = f"{steps}\n{_outcome(training)}"
+    return finding, {"training": {**training, "ranks": ranks}}
 
 
-def _measured_steps(place: Path, made: Enforcement) -> list[dict[str, Any]]:
+def _measured_steps(output: Path, enforcement: Enforcement) -> list[dict[str, Any]]:
     """Return per rank the median seconds of each phase, and what the fitted profile predicted for its batch."""
-    params = load(place / "goodput.json", Goodput).params
-    telemetry = read_table(place / "telemetry.jsonl")
+    params = load(output / "goodput.json", Goodput).params
+    telemetry = read_table(output / "telemetry.jsonl")
     medians = telemetry[telemetry["step"] >= WARMUP_STEPS].groupby("rank").median(numeric_only=True)
     return [
         {
@@ -183,39 +192,39 @@ def _measured_steps(place: Path, made: Enforcement) -> list[dict[str, Any]]:
             "device_type": rank.device_type,
             "batch": rank.local_batch_size,
             **{name: float(medians[name][rank.rank]) for name in ("compute_s", "wait_s", "sync_s", "step_s")},
-            "predicted_s": float(iteration_time_s(params, 1, made.world_size, rank.local_batch_size)),
+            "predicted_s": float(iteration_time_s(params, 1, enforcement.world_size, rank.local_batch_size)),
         }
-        for rank in made.ranks
+        for rank in enforcement.ranks
     ]
 
 
-def _learned(training: dict[str, Any]) -> str:
+def _outcome(training: dict[str, Any]) -> str:
     losses = training["losses"]
     return f"loss {losses[0]:.2f} -> {losses[-1]:.2f}, held-out accuracy {training['accuracy']:.0%}"
 
 
-def _refit(place: Path, seed: int) -> Finding:
-    found = fit(place / "telemetry.jsonl", seed=seed)
-    save(found, place / "goodput-telemetry.json")
-    words = f"MAPE {found.mape:.1%} on {found.samples} rows (measured)"
-    return words, {"fit_telemetry": found.model_dump(mode="json")}
+def _refit(output: Path, seed: int) -> Finding:
+    fitted = fit(output / "telemetry.jsonl", seed=seed)
+    save(fitted, output / "goodput-telemetry.json")
+    finding = f"MAPE {fitted.mape:.1%} on {fitted.samples} rows (measured)"
+    return finding, {"fit_telemetry": fitted.model_dump(mode="json")}
 
 
-def _report(place: Path, seed: int) -> Finding:
-    """Write the report of what the steps have written."""
-    training = read_document(place / "training.json")
+def _report(output: Path, seed: int) -> Finding:
+    """Write report.html from the files of the steps before."""
+    training = read_document(output / "training.json")
     summary = [
         f"{MODEL.removeprefix('zoo:')}, planned for a mixed V100, P100 and T4 job, trained on this machine's CPU; "
         f"{CONTRAST} on a {CONTRAST_DEVICE} is there to show a case where the order of transfers matters.",
-        f"{len(training['losses'])} steps of real training on scikit-learn's digits with the hook: {_learned(training)}. "
+        f"{len(training['losses'])} steps of real training on scikit-learn's digits with the hook: {_outcome(training)}. "
         "Both ranks ran on this machine's equally fast cores while the plan is for unequal devices, so the rank with the "
         "smaller batch waits here; on the planned devices it would not.",
     ]
-    path = place / "report.html"
-    from ddltool.analyzers.reporting.report import report  # it loads the plotting library
+    report_file = output / "report.html"
+    from ddltool.commands.report import report  # it loads the plotting library
 
-    report([place / name for name in REPORTED], path, title="ddltool demo", summary=summary, stage=progress)
-    return path.name, {"report": str(path)}
+    report([output / name for name in REPORTED], report_file, title="ddltool demo", summary=summary, stage=progress)
+    return report_file.name, {"report": str(report_file)}
 
 
 STEPS = {
@@ -230,8 +239,10 @@ STEPS = {
 }
 
 
-def _gain(found: TraceResult) -> str:
-    """Return what an order gains on one graph, for the table."""
-    chance, ordered = (found.schedules[name].makespan_s for name in ("random", "tac"))
-    times = f"{show_seconds(chance)} -> {show_seconds(ordered)}"
-    return f"{found.graph.name}, {found.graph.device}: TAC {times} ({1 - ordered / chance:.1%}, simulated)"
+def _order_gain(trace_result: TraceResult) -> str:
+    """Return a sentence with a graph's makespan in random order and in TAC's, and the relative gain."""
+    random_s, tac_s = (trace_result.schedules[name].makespan_s for name in ("random", "tac"))
+    times = f"{show_seconds(random_s)} -> {show_seconds(tac_s)}"
+    return (
+        f"{trace_result.graph.name}, {trace_result.graph.device}: TAC {times} ({1 - tac_s / random_s:.1%}, simulated)"
+    )

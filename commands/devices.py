@@ -8,7 +8,7 @@ from typing import Annotated
 from ddltool.commands.options import DEVICES
 from ddltool.commands.output import out, print_json, say, table
 from ddltool.device import Device, DeviceTable
-from ddltool.fixtures.loading import known_devices
+from ddltool.shipped import known_devices
 
 _CAPTION = (
     "GB/s: memory bandwidth; float32, tf32, 16 bit: 10^12 FLOP/s, dense; 16 bit: float16 accumulated in float32 and, from "

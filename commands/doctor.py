@@ -27,38 +27,40 @@ def doctor(
 ) -> None:
     """Try what ddltool needs of this machine; or what it costs a script, or whether a script trains right with it."""
     if check is not None:
-        _check(check, replicas or 2, as_json)
+        _check_script(check, replicas or 2, as_json)
         return
     if overhead is None:
         if max_overhead is not None:
             raise InputError("--max-overhead", "needs a script", "add --overhead SCRIPT")
-        _look(as_json)
+        _examine_machine(as_json)
         return
     command = words(overhead, "--overhead")
     with progress("runs", 2 * pairs) as advance:
-        asked = {"pairs": pairs, "steps": steps, "replicas": replicas or 1}
-        found = measure_overhead(command, **asked, limit=max_overhead, progress=lambda done: advance(done, ""))
+        sizes = {"pairs": pairs, "steps": steps, "replicas": replicas or 1}
+        overhead_result = measure_overhead(
+            command, **sizes, limit=max_overhead, progress=lambda done: advance(done, "")
+        )
     if as_json:
-        print_json(found)
+        print_json(overhead_result)
     else:
-        _show_overhead(found, command[0])
-    if max_overhead is not None and found.verdict == "above":
+        _print_overhead(overhead_result, command[0])
+    if max_overhead is not None and overhead_result.verdict == "above":
         raise CheckFailed(f"the overhead of ddltool is above {100 * max_overhead:.6g}% of a step")
 
 
-def _check(script: str, replicas: int, as_json: bool) -> None:
-    """Say whether a script trains as one process would; raise CheckFailed where it does not."""
-    found = check_script(words(script, "--check"), replicas)
+def _check_script(script: str, replicas: int, as_json: bool) -> None:
+    """Print whether ``replicas`` processes train the script as one process does. Raises CheckFailed where they differ."""
+    check_result = check_script(words(script, "--check"), replicas)
     if as_json:
-        print_json(found)
+        print_json(check_result)
     else:
-        say(f"{found.script}, {replicas} processes: {found.line}")
-    if not found.equal:
-        raise CheckFailed(f"{found.script} does not train as one process would")
+        say(f"{check_result.script}, {replicas} processes: {check_result.line}")
+    if not check_result.equal:
+        raise CheckFailed(f"{check_result.script} does not train as one process would")
 
 
-def _look(as_json: bool) -> None:
-    """Print what this machine offers; raise CheckFailed when something needed does not work."""
+def _examine_machine(as_json: bool) -> None:
+    """Print the checks of this machine and its packages. Raises CheckFailed where a check failed."""
     checks, machine = examine()
     failed = [check.name for check in checks if check.status == "failed"]
     if as_json:
@@ -73,28 +75,31 @@ def _look(as_json: bool) -> None:
             )
         )
     else:
-        rows = [(each.name, each.status, each.found) for each in checks]
+        rows = [(check.name, check.status, check.found) for check in checks]
         out().print(table(f"ddltool {__version__}", ("what", "status", "found"), rows, text_columns=3))
-        for each in checks:
-            if each.remedy:
-                say(f"{each.name}: {each.remedy}")
+        for check in checks:
+            if check.remedy:
+                say(f"{check.name}: {check.remedy}")
     if failed:
-        told = f"{len(failed)} of {len(checks)} checks failed: {', '.join(failed)}"
-        raise CheckFailed(f"{told}; remedies are in the output")
+        summary = f"{len(failed)} of {len(checks)} checks failed: {', '.join(failed)}"
+        raise CheckFailed(f"{summary}; remedies are in the output")
 
 
-def _show_overhead(found: OverheadResult, script: str) -> None:
+def _print_overhead(overhead: OverheadResult, script: str) -> None:
+    """Print the seconds per step with ddltool off and on, their ratio with its interval, and the verdict."""
     rows = []
-    for name, clock, ratio in (("wall clock", "wall_s", found.wall), ("CPU seconds", "cpu_s", found.cpu)):
-        off, on = (statistics.median(getattr(run, clock) for run in runs) for runs in (found.off, found.on))
-        ends = f"{ratio.low - 1:+.1%} to {ratio.high - 1:+.1%}"
-        rows.append((name, show_seconds(off), show_seconds(on), f"{ratio.median - 1:+.1%}", ends))
-    sure = min(found.wall.confidence, found.cpu.confidence)
-    caption = f"Measured: {len(found.on)} pairs of runs in turns; {sure:.1%} intervals of the median."
-    if found.verdict == "not decided":
-        asked = f"Whether it is within {found.limit:.1%}"
-        caption += f" {asked} is not decided: this machine is too noisy for so few runs (--pairs)."
-    elif found.verdict is not None:
-        caption += f" The overhead is {found.verdict} {found.limit:.1%}."
+    for name, clock, ratio in (("wall clock", "wall_s", overhead.wall), ("CPU seconds", "cpu_s", overhead.cpu)):
+        off, on = (
+            statistics.median(getattr(run, clock) for run in pair_runs) for pair_runs in (overhead.off, overhead.on)
+        )
+        interval = f"{ratio.low - 1:+.1%} to {ratio.high - 1:+.1%}"
+        rows.append((name, show_seconds(off), show_seconds(on), f"{ratio.median - 1:+.1%}", interval))
+    confidence = min(overhead.wall.confidence, overhead.cpu.confidence)
+    caption = f"Measured: {len(overhead.on)} pairs of runs in turns; {confidence:.1%} intervals of the median."
+    if overhead.verdict == "not decided":
+        question = f"Whether it is within {overhead.limit:.1%}"
+        caption += f" {question} is not decided: this machine is too noisy for so few runs (--pairs)."
+    elif overhead.verdict is not None:
+        caption += f" The overhead is {overhead.verdict} {overhead.limit:.1%}."
     columns = ("per step", "off", "on", "overhead", "interval")
     out().print(table(f"ddltool on and off: {script}", columns, rows, caption=caption))

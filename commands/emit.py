@@ -7,28 +7,34 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, get_args
 
-import typer
-
-from ddltool.analyzers.emitting.enforcement import Target, not_expressed, to_enforcement
-from ddltool.analyzers.emitting.kubernetes import assumptions, manifest_text, manifests
-from ddltool.analyzers.emitting.layout import Kind, LaunchSettings, Layout, layout, plan_hash
-from ddltool.analyzers.emitting.scripts import CORES, ddp_module, fsdp2_module, gres_type, slurm_script, torchrun_script
+from ddltool.analyzers.answers.emitting.enforcement import Target, not_expressed, to_enforcement
+from ddltool.analyzers.answers.emitting.kubernetes import assumptions, manifest_text, manifests
+from ddltool.analyzers.answers.emitting.layout import Kind, LaunchSettings, ProcessLayout, layout, plan_hash
+from ddltool.analyzers.answers.emitting.scripts import (
+    CORES,
+    ddp_module,
+    fsdp2_module,
+    gres_type,
+    slurm_script,
+    torchrun_script,
+)
 from ddltool.artifacts import check_outputs, load, to_json, write_text
-from ddltool.commands.options import demand_part, device_counts, integers, is_given, one_of, pairs, words
+from ddltool.commands.options import device_counts, integers, one_of, pairs, words
 from ddltool.commands.output import note, print_json, say
+from ddltool.commands.verbs import demand_part, is_given
 from ddltool.errors import InputError, known, shortened
 from ddltool.plans import Enforcement, Plan
 from ddltool.results import EmitResult
 
 _Text = str | None
-_OUTPUTS = {
+_DEFAULT_FILES = {
     **{"hook": "enforce.json", "torchrun": "launch.sh", "kubernetes": "kubernetes.yaml", "slurm": "slurm.sh"},
     **{"fsdp2": "fsdp2_plan.py", "ddp": "ddp_plan.py"},
 }
-_SERVED = ("hook", "torchrun")
-_ALL = {"plan_file", "output", "target", "telemetry", "script", "as_json"}
-# Options that say something to some targets only.
-_MORE = {
+_PARAMETER_SERVER_TARGETS = ("hook", "torchrun")
+_COMMON_OPTIONS = {"plan_file", "output", "target", "telemetry", "script", "as_json"}
+# Options that only these targets read.
+_TARGET_OPTIONS = {
     "torchrun": {"devices_per_node"},
     "slurm": {"devices_per_node", "queue", "resource"},
     "kubernetes": {"devices_per_node", "queue", "resource", "image", "kind", "node_label", "label_value"},
@@ -42,13 +48,12 @@ _SLURM_NAME = r"[A-Za-z0-9_.,/-]+"
 
 
 def emit(
-    context: typer.Context,
     plan_file: Path,
     output: Path | None = None,
-    target: Annotated[Target, one_of(*_OUTPUTS)] = "hook",
+    target: Annotated[Target, one_of(*_DEFAULT_FILES)] = "hook",
     telemetry: str = "telemetry.jsonl",
     script: str = "train.py",
-    devices_per_node: Annotated[dict[str, int] | int | None, _per_node] = None,
+    devices_per_node: Annotated[dict[str, int] | int | None, _read_devices_per_node] = None,
     queue: str | None = None,
     resource: str | None = None,
     image: str | None = None,
@@ -58,50 +63,56 @@ def emit(
     as_json: bool = False,
 ) -> None:
     """Write the enforcement config, launch script, manifest or settings that make a job follow a plan."""
-    demand_part(context, f"--target {target}", _ALL | _MORE.get(target, set()))
-    path = output or Path(_OUTPUTS[target])
+    demand_part(f"--target {target}", _COMMON_OPTIONS | _TARGET_OPTIONS.get(target, set()))
+    path = output or Path(_DEFAULT_FILES[target])
     if as_json and str(path) == "-":
         raise InputError("--json", "cannot share stdout with -o -", "give -o a file name")
     if not (telemetry.strip() and telemetry.isprintable()):
         problem = f"is {telemetry!r}, which is no name of a file"
         raise InputError("--telemetry", problem, "give a file such as telemetry.jsonl, or none")
     paths = [path]
-    if target in ("torchrun", "slurm") and str(path) != "-":  # a manifest holds it, the hook's target is it
+    if (
+        target in ("torchrun", "slurm") and str(path) != "-"
+    ):  # a manifest embeds enforce.json; for the hook, enforce.json is the output itself
         paths.append(path.with_name("enforce.json"))
     check_outputs([plan_file], dict(zip(("-o", "enforce.json"), paths, strict=False)))
     plan = load(plan_file, Plan)
     if plan.group is not None:
         problem = f"each device is a group of {plan.group.text}, whose own processes no plan starts"
         raise InputError(f"{plan_file}:group", problem, "take each group's batch and passes from the plan")
-    if plan.strategy == "elastic-bsp" and target not in _SERVED:
+    if plan.strategy == "elastic-bsp" and target not in _PARAMETER_SERVER_TARGETS:
         problem = f"has no parameter server, which {plan_file}, an elastic-bsp plan, needs"
-        raise InputError(f"--target {target}", problem, f"give --target {' or '.join(_SERVED)}")
+        raise InputError(f"--target {target}", problem, f"give --target {' or '.join(_PARAMETER_SERVER_TARGETS)}")
     enforcement = to_enforcement(plan, telemetry=None if telemetry == "none" else telemetry)
-    if target in _MORE:
-        device = _name("--resource", resource or ("gpu" if target == "slurm" else "nvidia.com/gpu"), target)
+    if target in _TARGET_OPTIONS:
+        resource_name = _checked_cluster_name(
+            "--resource", resource or ("gpu" if target == "slurm" else "nvidia.com/gpu"), target
+        )
         settings = LaunchSettings(
             script=words(script, "--script"),
-            image=None if image is None else _name("--image", image, target),
-            resource=None if device == "none" else device,
-            node_label=_name("--node-label", node_label, "kubernetes"),
+            image=None if image is None else _checked_cluster_name("--image", image, target),
+            resource=None if resource_name == "none" else resource_name,
+            node_label=_checked_cluster_name("--node-label", node_label, "kubernetes"),
             label_values=_label_values(label_value, [row.device_type for row in plan.assignments]),
-            queue=None if queue is None else _name("--queue", queue, target),
+            queue=None if queue is None else _checked_cluster_name("--queue", queue, target),
             kind=kind,
         )
-        placed = layout(plan, devices_per_node)
-        here = is_given(context, "script") or target == "kubernetes"
-        here = here or any((folder / script).exists() for folder in (Path(), path.parent))
-        missing = [] if here else [f"script: {script} is started, and there is none here (--script names yours)"]
-        text, gaps = _launcher(plan, enforcement, target, placed, settings, missing)
+        process_layout = layout(plan, devices_per_node)
+        is_script_there = is_given("script") or target == "kubernetes"
+        is_script_there = is_script_there or any((folder / script).exists() for folder in (Path(), path.parent))
+        script_gaps = (
+            [] if is_script_there else [f"script: {script} is started, and there is none here (--script names yours)"]
+        )
+        text, gaps = _launcher_text(plan, enforcement, target, process_layout, settings, script_gaps)
     else:
         gaps = not_expressed(plan, target)
         modules = {"ddp": ddp_module, "fsdp2": fsdp2_module}
         text = to_json(enforcement) if target == "hook" else modules[target](plan, gaps=gaps)
-    for brought in paths[1:]:
-        write_text(brought, to_json(enforcement))
+    for enforcement_path in paths[1:]:
+        write_text(enforcement_path, to_json(enforcement))
     write_text(path, text)
     if as_json:
-        names = [str(each) for each in paths]
+        names = [str(written) for written in paths]
         sha, size = plan_hash(plan), plan.world_size
         print_json(EmitResult(target=target, paths=names, world_size=size, plan_sha256=sha, not_expressed=gaps))
         return
@@ -113,47 +124,50 @@ def emit(
         say(f"wrote {' and '.join(map(str, paths))}: {len(sizes)} processes, local batch sizes {batches}")
 
 
-def _launcher(
+def _launcher_text(
     plan: Plan,
     enforcement: Enforcement,
     target: Target,
-    placed: Layout,
+    process_layout: ProcessLayout,
     settings: LaunchSettings,
-    missing: Sequence[str],
+    script_gaps: Sequence[str],
 ) -> tuple[str, list[str]]:
-    """Return the text that starts a plan's processes, and what it leaves out or takes for granted."""
-    gaps = [*not_expressed(plan, target, placed), *missing]
+    """Return the script or manifest that starts the plan, and its gaps: fields that it lacks, and its assumptions."""
+    gaps = [*not_expressed(plan, target, process_layout), *script_gaps]
     if target == "torchrun":
-        return torchrun_script(plan, placed, settings, gaps=gaps), gaps
+        return torchrun_script(plan, process_layout, settings, gaps=gaps), gaps
     if target == "slurm":
         if settings.resource is not None:
-            types = ", ".join(sorted({gres_type(group.device_type) for group in placed.groups}))
+            types = ", ".join(sorted({gres_type(group.device_type) for group in process_layout.groups}))
             gaps.append(f"GRES types: the site must name its devices {types} (--resource none asks for none)")
         limits = "the partition's own time limit (sbatch options override)"
         gaps.append(f"cores and time: {CORES} cores a process, {limits}")
-        return slurm_script(plan, placed, settings, gaps=gaps), gaps
+        return slurm_script(plan, process_layout, settings, gaps=gaps), gaps
     gaps += assumptions(settings, plan)
-    return manifest_text(plan, manifests(plan, enforcement, placed, settings), placed, gaps), gaps
+    return manifest_text(plan, manifests(plan, enforcement, process_layout, settings), process_layout, gaps), gaps
 
 
-def _label_values(text: str, types: Sequence[str]) -> dict[str, str]:
-    """Return ``T4=Tesla-T4,V100=Tesla-V100`` by device type. Raises InputError for a type that the plan has not."""
-    made = pairs(text, "--label-value", "TYPE=VALUE", "T4=Tesla-T4", _NODE_VALUE)
-    for name in made:
-        known("--label-value", name, types)
-    return made
+def _label_values(text: str, device_types: Sequence[str]) -> dict[str, str]:
+    """Parse ``T4=Tesla-T4,V100=Tesla-V100`` to node label values by device type.
+
+    Raises InputError for a device type that the plan does not use.
+    """
+    values_by_type = pairs(text, "--label-value", "TYPE=VALUE", "T4=Tesla-T4", _NODE_VALUE)
+    for device_type in values_by_type:
+        known("--label-value", device_type, device_types)
+    return values_by_type
 
 
-def _per_node(text: str, option: str) -> dict[str, int] | int:
-    """Return ``8`` or ``V100=8,T4=1`` as numbers."""
+def _read_devices_per_node(text: str, option: str) -> dict[str, int] | int:
+    """Parse ``8`` to one number for every device type, ``V100=8,T4=1`` to numbers by device type."""
     return device_counts(text, option) if "=" in text else integers(text, option, most=999_999)[0]
 
 
-def _name(option: str, text: str, target: str) -> str:
-    """Return a name that a cluster takes. Raises InputError for any other."""
+def _checked_cluster_name(option: str, name: str, target: str) -> str:
+    """Return the option's value. Raises InputError where the target cluster's syntax of names excludes it."""
     patterns = {"--image": _IMAGE_NAME, "--queue": _LABEL_VALUE}
     pattern = _SLURM_NAME if target == "slurm" else patterns.get(option, _LABEL_KEY)
-    if not re.fullmatch(pattern, text):
-        shown = shortened(text, 80)
-        raise InputError(option, f"is {shown!r}, which no cluster takes as a name", f"expected {pattern}")
-    return text
+    if not re.fullmatch(pattern, name):
+        quoted = shortened(name, 80)
+        raise InputError(option, f"is {quoted!r}, which no cluster takes as a name", f"expected {pattern}")
+    return name

@@ -7,56 +7,99 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-
-import typer
+from typing import Annotated, Any
 
 from ddltool import __version__
-from ddltool.analyzers.gating.formats import junit as as_junit
-from ddltool.analyzers.gating.formats import named, sentence, summary, workflow_commands
-from ddltool.analyzers.gating.formats import sarif as as_sarif
-from ddltool.analyzers.gating.metrics import Figures, harmless
-from ddltool.analyzers.gating.metrics import show as show_figure
-from ddltool.analyzers.gating.verdict import CONFIG_NAME, GateConfig, baselines_of, figures_of, read_config
-from ddltool.analyzers.gating.verdict import gate as judged
-from ddltool.analyzers.reporting.result_sections import gate_section
+from ddltool.analyzers.answers.gating.formats import junit as as_junit
+from ddltool.analyzers.answers.gating.formats import named, sentence, summary, workflow_commands
+from ddltool.analyzers.answers.gating.formats import sarif as as_sarif
+from ddltool.analyzers.answers.gating.metrics import Figures, harmless
+from ddltool.analyzers.answers.gating.metrics import show as show_figure
+from ddltool.analyzers.answers.gating.verdict import (
+    CONFIG_NAME,
+    GateConfig,
+    baselines_of,
+    figures_of,
+    judge,
+    level_of,
+    name_of,
+    read_config,
+    rules_for,
+    several,
+)
+from ddltool.analyzers.answers.reporting.result_sections import gate_section
 from ddltool.artifacts import check_outputs, save, write_text
-from ddltool.commands.options import Seed, demand_part
+from ddltool.commands.options import AS_FILES, Seed
 from ddltool.commands.output import out, print_json, show, table
+from ddltool.commands.verbs import VerbCall, demand_part, verb
 from ddltool.errors import CheckFailed, InputError
 from ddltool.results import GateMetrics, GateResult, MetricFigure
 
 _NAMED = 8
 
 
+@verb
 def gate(
-    context: typer.Context,
-    current: list[Path],
-    baseline: list[Path] | None = None,
-    rule: list[str] | None = None,
-    config: Path | None = None,
+    current: Annotated[Any, AS_FILES],
+    baseline: Annotated[Any, AS_FILES] = (),
+    *,
+    rules: Sequence[str] = (),
     level: float | None = None,
+    config: Path | GateConfig | None = None,
+    seed: Seed = 0,
+) -> GateResult:
+    """Hold an artifact against limits and a baseline; exit 1 names each check that failed.
+
+    ``current``, ``baseline``: a file or several (repeats), a folder of baselines with the same names, a Graph, a profile's
+    DataFrame, a result or a document. ``rules`` such as ``iteration_s increase <= 5%``; without any those of ``config`` (a
+    TOML file; ``./ddltool.toml`` where it is there), else the kind's defaults. ``level``: share of false alarms from noise
+    for the whole gate, 0.05 by default. Raises InputError for rules that do not fit, and for two kinds.
+    """
+    settings = (
+        config if isinstance(config, GateConfig) else read_config(config or Path(CONFIG_NAME), required=bool(config))
+    )
+    ours = several(current)
+    found = figures_of(ours)
+    chosen, origin = rules_for(found.kind, rules, settings)
+    against = baselines_of(ours, several(baseline), settings)
+    before = figures_of(against) if against else None
+    if before is not None and before.kind != found.kind:
+        problem = f"is a {before.kind}, {name_of(ours[0])} a {found.kind}"
+        raise InputError(name_of(against[0]), problem, "compare two artifacts of one kind")
+    verdict = judge(
+        chosen,
+        found.metrics,
+        before.metrics if before is not None else None,
+        level=level_of(level, settings),
+        seed=seed,
+        where=origin,
+    )
+    names = {"current": [*map(name_of, ours)], "baseline": [*map(name_of, against)]}
+    return verdict.model_copy(update={"artifact": found.kind, "rules_from": origin, **names})
+
+
+def show_gate(
+    call: VerbCall[GateResult],
+    *,
     junit: Path | None = None,
     sarif: Path | None = None,
     github: bool = False,
     metrics: bool = False,
-    seed: Seed = 0,
     as_json: bool = False,
 ) -> None:
-    """Hold an artifact against limits and a baseline; exit 1 names each check that failed.
-
-    Example: ddltool gate plan.json --baseline main/plan.json --rule 'iteration_s increase <= 5%'
-    """
+    """Print the verdict, as a table and for those who asked: JUnit, SARIF, GitHub. Raises CheckFailed where it is no."""
+    current, config = call["current"], call["config"]
     if metrics:
-        demand_part(context, "--metrics", {"current", "metrics", "as_json"})
+        demand_part("--metrics", {"current", "metrics", "as_json"})
         _list_metrics(figures_of(current), as_json)
         return
     begin_s = time.perf_counter()
     settings = read_config(config or Path(CONFIG_NAME), required=config is not None)
-    against = baselines_of(current, baseline or [], settings)
+    against = baselines_of(current, call["baseline"], settings)
     place = os.environ.get("GITHUB_STEP_SUMMARY") if github else None
     read = [*current, *against, settings.where if settings is not None else None]
     check_outputs(read, {"--junit": junit, "--sarif": sarif, "GITHUB_STEP_SUMMARY": place or None})
-    verdict = judged(current, against, rules=rule or [], level=level, config=settings or GateConfig(), seed=seed)
+    verdict = call(baseline=against, config=settings or GateConfig())
     if junit is not None:
         write_text(junit, as_junit(verdict, _subject(current), seconds=time.perf_counter() - begin_s))
     if sarif is not None:

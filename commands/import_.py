@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from ddltool.analyzers.loading.imported_rows import import_files
+from ddltool.analyzers.job.goodput.imported_rows import import_files
 from ddltool.commands.options import within
 from ddltool.commands.output import note, out, print_json, say, table, tell_written
 from ddltool.profiles import records, write_profile

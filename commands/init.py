@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ddltool.analyzers.loading.machines import first_files, read_nodes
+from ddltool.analyzers.step.measured.machines import first_files, read_nodes
 from ddltool.artifacts import check_outputs, make_folder, write_text
 from ddltool.commands.output import note, print_json, say
 from ddltool.errors import InputError

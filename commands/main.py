@@ -33,20 +33,30 @@ COMMANDS: dict[str, dict[str, Any]] = tomllib.loads(
 none, and ``panels`` of options by their parameters; the first of a ``group`` says what that is for."""
 
 
+MOVED = {
+    **{f"workload {name}": f"simulate {name}" for name in ("generate", "convert")},
+    **{name: f"simulate {name}" for name in ("sweep", "trials", "autoscale", "advise")},
+    **{"watch": "profile watch", "zoo": "show zoo", "explain": "show term", "schema": "show schema"},
+}
+"""Commands of earlier versions by what they are called now: they still work, and say so."""
+
+
 def load(name: str) -> TyperCommand:
     """Import the module of a command, named as on the command line, and return the command.
 
-    Those of a group have one module, with a function ``GROUP_COMMAND`` each; a word of Python's own gets a ``_`` behind it.
+    Those of two words are functions ``FIRST_SECOND`` in the module of the first; a word of Python's own gets a ``_`` behind it.
     """
     words = [f"{word}_" if iskeyword(word) else word for word in name.replace("-", "_").split()]
-    function = getattr(import_module(f"ddltool.commands.{words[0]}"), "_".join(words))
+    module = import_module(f"ddltool.commands.{words[0]}")
     example = COMMANDS[name].get("example")
     panels = {option: title for title, options in COMMANDS[name].get("panels", {}).items() for option in options}
-    from ddltool.commands.declaring import declared  # `--help` needs none of it
+    from ddltool.commands.verbs import declared  # `--help` needs none of it
 
     single = typer.Typer(add_completion=False)
-    register = single.command(name=name, cls=_Command, epilog=f"Example: {example}" if example else None)
-    register(declared(function, name, panels))
+    beside = [other.partition(" ")[2] for other in COMMANDS if other.startswith(f"{name} ")]
+    more = [f"Example: {example}" if example else "", f"Beside it: {name} {', '.join(beside)}" if beside else ""]
+    register = single.command(name=name, cls=_Command, epilog="\n\n".join(filter(None, more)) or None)
+    register(declared(getattr(module, "_".join(words)), name, panels))
     command = cast("TyperCommand", get_command(single))
     command.params += [one for one in get_command(app).params if one.name in ("quiet", "verbose")]
     return command
@@ -74,13 +84,20 @@ class _Command(_PlainHelp, TyperCommand):
 
 
 class _Lazy(_PlainHelp, TyperGroup):
-    """A group whose commands are loaded when one of them is to run, or to complete."""
+    """The commands, each loaded when it is to run, or to complete; a name is one word or two."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Return the command that the arguments name, loaded, and the arguments left."""
-        name, command, left = super().resolve_command(ctx, args)
-        whole = f"{ctx.info_name} {name}" if ctx.parent else name or ""
-        return name, load(whole) if command and whole in COMMANDS else command, left
+        for words in (2, 1):
+            name = " ".join(args[:words])
+            if name in MOVED and not ctx.resilient_parsing:
+                print(f"note: ddltool {name} is now ddltool {MOVED[name]}", file=sys.stderr)  # noqa: T201 - for people
+            name = MOVED.get(name, name)
+            if name in COMMANDS:
+                return name, load(name), args[words:]
+        if subcommands := [name.partition(" ")[2] for name in COMMANDS if name.startswith(f"{args[0]} ")]:
+            ctx.fail(f"{args[0]} needs one of: {', '.join(subcommands)}")
+        return super().resolve_command(ctx, args)
 
 
 _HELP = {"help_option_names": ["-h", "--help"]}
@@ -92,14 +109,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings=_HELP,
 )
-_groups: dict[str, typer.Typer] = {}
 for _name, _about in COMMANDS.items():
-    _group, _, _own = _name.rpartition(" ")
-    if _group and _group not in _groups:
-        _groups[_group] = typer.Typer(cls=_Lazy, no_args_is_help=True, context_settings=_HELP)
-        app.add_typer(_groups[_group], name=_group, help=_about["group"], rich_help_panel=_about["question"])
-    panel = None if _group else _about["question"]
-    _groups.get(_group, app).command(_own, help=_about["summary"], rich_help_panel=panel)(lambda: None)
+    # Of several commands beside each other the first word stands in the list; its help names the others.
+    _beside = _name.partition(" ")[0] in COMMANDS and " " in _name
+    app.command(_name, help=_about["summary"], rich_help_panel=_about["question"], hidden=_beside)(lambda: None)
 
 # typer ships its own copy of click since 0.2x and used the real one before; the base class is found through its child.
 _UsageProblem: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")

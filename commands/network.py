@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-from ddltool.analyzers.reporting.result_sections import network_section
+from ddltool.analyzers.answers.reporting.result_sections import network_section
 from ddltool.commands.options import is_follower, within
 from ddltool.commands.output import finish, progress
 from ddltool.runtime.measuring.campaign import MOST_REPLICAS

@@ -6,9 +6,10 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -22,18 +23,18 @@ Remark = dict[str, Any]
 
 
 def within(least: int, most: int | None = None) -> Remark:
-    """Return the ends of a whole number."""
+    """Return the range of a whole number, ``most`` included, as help text and reader; None: without upper limit."""
     ends = f"[{least}<=x<={most}]" if most is not None else f"[x>={least}]"
     return {"metavar": f"N {ends}", "reader": number(least, math.inf if most is None else most, whole=True)}
 
 
 def completed(names: Iterable[str]) -> Remark:
-    """Return what completes a word by names."""
+    """Return the shell completion of an option by these names."""
     return {"autocompletion": lambda: [*names]}
 
 
 def one_of(*names: str) -> Remark:
-    """Return what makes an option name its choices, in --help and in completion, and refuse any other."""
+    """Return the choices of an option: shown by --help, offered by completion, and the only values that it takes."""
     return {"choices": names, **completed(names), "reader": lambda text, option: known(option, text, names)}
 
 
@@ -43,17 +44,17 @@ def some_of(*names: str) -> Remark:
 
 
 def after_comma(names: Callable[[], Iterable[str]]) -> Remark:
-    """Return what completes the last of a list of names."""
+    """Return the shell completion of the last name in a list with commas."""
 
-    def complete(begun: str) -> list[str]:
-        before, comma, _ = begun.rpartition(",")
-        return [f"{before}{comma}{name}" for name in names()]
+    def complete(typed: str) -> list[str]:
+        finished_names, comma, _ = typed.rpartition(",")
+        return [f"{finished_names}{comma}{name}" for name in names()]
 
     return {"autocompletion": complete}
 
 
 def _device_names() -> list[str]:
-    from ddltool.fixtures.loading import known_devices  # `ddltool --help` reads this module, and no table
+    from ddltool.shipped import known_devices  # `ddltool --help` reads this module, and no table
 
     return [device.name for device in known_devices().devices]
 
@@ -67,16 +68,16 @@ class Voice:
     verbose: bool = False
     """The seconds of each stage, and where an error comes from that is ddltool's own."""
 
-    def set(self, name: str) -> Callable[[bool], None]:
+    def set(self, field: str) -> Callable[[bool], None]:
         """Return what typer calls with the value of ``-q`` or ``-v``, wherever on the command line it stands."""
 
-        def told(value: bool) -> None:
-            if value:
-                setattr(self, name, True)
+        def set_field(is_set: bool) -> None:
+            if is_set:
+                setattr(self, field, True)
             if self.quiet and self.verbose:
                 raise InputError("-q", "has no part beside -v", "give one of the two")
 
-        return told
+        return set_field
 
 
 VOICE = Voice()
@@ -87,11 +88,11 @@ def is_follower() -> bool:
     return "WORLD_SIZE" in os.environ and os.environ.get("RANK", "0") != "0"
 
 
-_EVERYWHERE: dict[str, Any] = {"expose_value": False, "is_eager": True, "rich_help_panel": "How much it says"}
+_SHARED_BY_ALL: dict[str, Any] = {"expose_value": False, "is_eager": True, "rich_help_panel": "How much it says"}
 Quiet = Annotated[
     bool,
     typer.Option(
-        "--quiet", "-q", callback=VOICE.set("quiet"), help="No progress and no remarks on stderr.", **_EVERYWHERE
+        "--quiet", "-q", callback=VOICE.set("quiet"), help="No progress and no remarks on stderr.", **_SHARED_BY_ALL
     ),
 ]
 Verbose = Annotated[
@@ -101,30 +102,9 @@ Verbose = Annotated[
         "-v",
         callback=VOICE.set("verbose"),
         help="The seconds of each stage on stderr; a traceback for an internal error.",
-        **_EVERYWHERE,
+        **_SHARED_BY_ALL,
     ),
 ]
-
-
-def is_given(context: typer.Context, name: str) -> bool:
-    """Return whether the command line (or an environment variable) gives this parameter."""
-    source = context.get_parameter_source(name)
-    return source is not None and not source.name.startswith("DEFAULT")
-
-
-def demand_part(context: typer.Context, mode: str, allowed: Collection[str], *, instead: str = "leave it out") -> None:
-    """Raise InputError for the first option or argument on the command line that has no part in ``mode``.
-
-    Even with its default value: who gives it expects something of it. ``allowed``: names of the command's parameters, as
-    in its signature. ``instead``: what would be right.
-    """
-    for parameter in context.command.params:
-        name = parameter.name or ""
-        if name in allowed or not parameter.expose_value or not is_given(context, name):
-            continue
-        is_option = parameter.param_type_name == "option"
-        shown = parameter.opts[-1] if is_option else getattr(parameter, "metavar", None) or name.upper()
-        raise InputError(shown, f"has no part in {mode}", instead)
 
 
 _LONGEST_BUDGET_S = 30 * 86400.0
@@ -148,7 +128,7 @@ def as_options(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def number(least: float = -math.inf, most: float = math.inf, *, whole: bool = False) -> Callable[[str, str], float]:
-    """Return what reads a number from ``least`` to ``most`` in a text of an option."""
+    """Return a reader ``(text, option) -> number`` that raises InputError outside ``least`` to ``most``."""
     kind = "whole number" if whole else "number"
 
     def read(text: str, where: str) -> float:
@@ -188,28 +168,28 @@ def integers(
     return (tuple(sorted(set(values)) if ordered else dict.fromkeys(values))) if once else values
 
 
-def pairs(text: str, where: str, form: str, example: str, value: str = ".+") -> dict[str, str]:
-    """Return ``NAME=VALUE,NAME=VALUE`` by name. Raises InputError where one is not of the ``form``, or comes twice.
+def pairs(text: str, where: str, form: str, example: str, pattern: str = ".+") -> dict[str, str]:
+    """Parse ``NAME=VALUE,NAME=VALUE`` to values by name. Raises InputError for a part without the ``form``, a repeated name.
 
-    ``value``: the pattern that values match.
+    ``pattern``: the regular expression that each value must match in full.
     """
-    made: dict[str, str] = {}
+    values_by_name: dict[str, str] = {}
     for part in filter(None, map(str.strip, text.split(","))):
-        name, _, given = (each.strip() for each in part.rpartition("="))
-        if not (name and re.fullmatch(value, given, re.ASCII)):
+        name, _, value_text = (piece.strip() for piece in part.rpartition("="))
+        if not (name and re.fullmatch(pattern, value_text, re.ASCII)):
             raise InputError(where, f"{shortened(part, 80)!r} is not {form}", f"for example {example}")
-        if name in made:
+        if name in values_by_name:
             raise InputError(where, f"gives {name} twice", "give it once")
-        made[name] = given
-    return made
+        values_by_name[name] = value_text
+    return values_by_name
 
 
 def device_counts(text: str, option: str) -> dict[str, int]:
     """Return ``V100=2,T4=1`` as numbers by device type. Raises InputError for anything else."""
-    found = pairs(text, option, "TYPE=N", "V100=2,T4=1", "[0-9]{1,9}")
-    if not found:
+    values_by_type = pairs(text, option, "TYPE=N", "V100=2,T4=1", "[0-9]{1,9}")
+    if not values_by_type:
         raise InputError(option, f"{text!r} is not TYPE=N", "for example V100=2,T4=1")
-    return {name: int(count) for name, count in found.items()}
+    return {name: int(count) for name, count in values_by_type.items()}
 
 
 def share(text: str, where: str) -> float:
@@ -244,14 +224,14 @@ def budget(text: str, where: str) -> float:
 def words(text: str, option: str) -> list[str]:
     """Return a script and its arguments. Raises InputError naming the option where there are none."""
     try:
-        found = shlex.split(text)
+        parts = shlex.split(text)
     except ValueError as error:
         raise InputError(option, f"cannot be split into words ({error})", "mind the quotes") from None
-    if not found or not text.isprintable():
+    if not parts or not text.isprintable():
         raise InputError(option, "names no script, or holds a line break", 'give "train.py --its options"')
-    if not found[0] or found[0].startswith("-"):
-        raise InputError(option, f"begins with {found[0]!r}, which is no script", 'give "train.py --its options"')
-    return found
+    if not parts[0] or parts[0].startswith("-"):
+        raise InputError(option, f"begins with {parts[0]!r}, which is no script", 'give "train.py --its options"')
+    return parts
 
 
 Seed = Annotated[int, within(0)]
@@ -259,3 +239,7 @@ DEVICES = after_comma(_device_names)
 Precision = Annotated[str, one_of("fp32", "tf32", "amp", "bf16")]
 OPTIMIZER = one_of("none", "sgd", "momentum", "adam", "adamw")
 LocalLink = Annotated[str | None, completed(DATASHEET)]
+AS_TEXT: Remark = {"type": str}
+"""Of a parameter that a program gives a model, and the command line its name."""
+AS_FILES: Remark = {"type": list[Path]}
+"""Of a parameter that a program gives what it holds, and the command line files."""

@@ -18,12 +18,12 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table as Grid
 from rich.text import Text
 
-from ddltool.analyzers.reporting.section import Section, Table
+from ddltool.analyzers.answers.reporting.section import Section, Table
 from ddltool.artifacts import save
 from ddltool.commands.options import VOICE
 from ddltool.errors import visible
 
-# A stage tells, where no bar can be drawn, after the first and then every so many seconds.
+# Without a terminal, which could show a bar: seconds before a stage's first line of progress, and between later lines.
 _FIRST_LINE_S, _NEXT_LINES_S = 10.0, 10.0
 
 
@@ -32,7 +32,7 @@ class _Plain(Console):
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Print as rich does, texts made visible."""
-        super().print(*(visible(each) if isinstance(each, str) else each for each in objects), **options)
+        super().print(*(visible(printed) if isinstance(printed, str) else printed for printed in objects), **options)
 
 
 def out() -> Console:
@@ -63,8 +63,8 @@ def print_json(document: Any) -> None:
     sys.stdout.write(json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
-_NAMED_WHOLE = 48
-"""Characters of the first column, which is not broken up to there; a longer name leaves the figures no room."""
+_LONGEST_UNBROKEN_NAME = 48
+"""Characters of a first column that is kept on one line; a longer name would leave the figures no room."""
 
 
 def table(
@@ -76,20 +76,22 @@ def table(
     text_columns: int = 1,
 ) -> Grid:
     """Return a table that fits 80 columns: the first ``text_columns`` are text, the others right-aligned figures."""
-    below = Text(visible(caption)) if caption else None
-    made = Grid(title=Text(visible(title)), box=SIMPLE, caption=below, title_justify="left")
-    made.min_width = min(len(title), 80)  # a title is wrapped to its table's width
-    made.caption_justify = "left"
+    caption_text = Text(visible(caption)) if caption else None
+    grid = Grid(title=Text(visible(title)), box=SIMPLE, caption=caption_text, title_justify="left")
+    grid.min_width = min(len(title), 80)  # a title is wrapped to its table's width
+    grid.caption_justify = "left"
     rows = list(rows)
-    whole = max((len(row[0]) for row in rows if row), default=0) <= _NAMED_WHOLE
-    for number, column in enumerate(columns):
-        side: JustifyMethod = "left" if number < text_columns else "right"
-        made.add_column(Text(visible(column)), justify=side, overflow="fold", no_wrap=number == 0 and whole)
-    if not whole:
-        made.columns[0].min_width = _NAMED_WHOLE * 2 // 3
+    is_first_unbroken = max((len(row[0]) for row in rows if row), default=0) <= _LONGEST_UNBROKEN_NAME
+    for column_index, column in enumerate(columns):
+        justify: JustifyMethod = "left" if column_index < text_columns else "right"
+        grid.add_column(
+            Text(visible(column)), justify=justify, overflow="fold", no_wrap=column_index == 0 and is_first_unbroken
+        )
+    if not is_first_unbroken:
+        grid.columns[0].min_width = _LONGEST_UNBROKEN_NAME * 2 // 3
     for row in rows:
-        made.add_row(*(Text(visible(cell)) for cell in row))
-    return made
+        grid.add_row(*(Text(visible(cell)) for cell in row))
+    return grid
 
 
 _ROWS_SHOWN = 32
@@ -102,71 +104,75 @@ def show(section: Section, *written: Path | None) -> None:
     for line in section.lead:
         console.print(line)
     for block in section.blocks:
-        if (numbers := block if isinstance(block, Table) else block.table) is None:
+        if (figures := block if isinstance(block, Table) else block.table) is None:
             continue
-        made = _table_of(numbers)
-        for name in numbers.spare:
-            width = console.measure(made, options=console.options.update(width=1000)).maximum  # nothing wrapped
-            if name in numbers.header and width > console.width:
-                numbers = numbers.without(name)
-                made = _table_of(numbers)
-        console.print(made)
+        grid = _grid_of(figures)
+        for name in figures.spare:
+            width = console.measure(grid, options=console.options.update(width=1000)).maximum  # nothing wrapped
+            if name in figures.header and width > console.width:
+                figures = figures.without(name)
+                grid = _grid_of(figures)
+        console.print(grid)
     tell_written(*written)
 
 
-def finish(found: BaseModel, section: Callable[[], Section], output: Path | None, as_json: bool) -> None:
+def finish(result: BaseModel, section: Callable[[], Section], output: Path | None, as_json: bool) -> None:
     """Write a result where it was asked for, and print it: as one JSON document, or as its section."""
     if output is not None:
-        save(found, output)
-    answer(found, section, as_json, output)
+        save(result, output)
+    answer(result, section, as_json, output)
 
 
-def answer(found: BaseModel, section: Callable[[], Section], as_json: bool, *written: Path | None) -> None:
+def answer(result: BaseModel, section: Callable[[], Section], as_json: bool, *written: Path | None) -> None:
     """Print a result: as one JSON document, or as its section and which files it was written to."""
     if as_json:
-        print_json(found)
+        print_json(result)
     else:
         show(section(), *written)
 
 
-def _table_of(numbers: Table) -> Grid:
-    """Return a section's table, of many rows the first."""
-    rows = numbers.rows if len(numbers.rows) <= _ROWS_SHOWN else numbers.rows[: numbers.head]
-    left_out = len(numbers.rows) - len(rows)
-    said = f"{left_out:,} more rows: --json has all" if left_out else None
-    title = numbers.caption if numbers.label == "read" else f"{numbers.caption} ({numbers.label})"
-    return table(title, numbers.header, rows, caption=said, text_columns=numbers.text_columns)
+def _grid_of(figures: Table) -> Grid:
+    """Return a section's table as a grid; of more than ``_ROWS_SHOWN`` rows, only the first ``figures.head``."""
+    rows = figures.rows if len(figures.rows) <= _ROWS_SHOWN else figures.rows[: figures.head]
+    hidden_count = len(figures.rows) - len(rows)
+    caption = f"{hidden_count:,} more rows: --json has all" if hidden_count else None
+    title = figures.caption if figures.label == "read" else f"{figures.caption} ({figures.label})"
+    return table(title, figures.header, rows, caption=caption, text_columns=figures.text_columns)
 
 
-def tell_written(*places: Path | None) -> None:
-    """Print which files were written, as far as any were asked for."""
-    for place in places:
-        if place is not None:
-            say(f"wrote {place}")
+def tell_written(*paths: Path | None) -> None:
+    """Print one line for each file that was written; None stands for a file that was not asked for."""
+    for path in paths:
+        if path is not None:
+            say(f"wrote {path}")
 
 
 @contextmanager
 def progress(title: str, total: int | None = None) -> Iterator[Callable[[int, str], None]]:
-    """Show on stderr how far a stage is; the yielded function sets the done count and a remark.
+    """Show a stage's progress on stderr; the yielded function takes the count of units done and a remark.
 
-    A bar where stderr is a terminal. Elsewhere a line every ten seconds. With -v its seconds in the end; with -q nothing.
+    A terminal shows a bar, any other stderr a line every ten seconds. -v adds the stage's seconds at its end; -q says nothing.
     """
     begin_s = time.monotonic()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     console = err()
-    over = threading.Event()
-    with Progress(*columns, console=console, transient=True, disable=VOICE.quiet or not console.is_terminal) as bars:
-        task = bars.add_task(title, total=total)
+    is_over = threading.Event()
+    with Progress(
+        *columns, console=console, transient=True, disable=VOICE.quiet or not console.is_terminal
+    ) as progress_bars:
+        task = progress_bars.add_task(title, total=total)
 
-        def advance(done: int, remark: str = "") -> None:
-            bars.update(task, completed=done, description=f"{title} {remark}".rstrip())
+        def advance(done_text: int, remark: str = "") -> None:
+            progress_bars.update(task, completed=done_text, description=f"{title} {remark}".rstrip())
 
         def tell() -> None:
             pause_s = _FIRST_LINE_S
-            while not over.wait(pause_s):
-                done = f" ({bars.tasks[0].completed:.0f} of {total})" if total else ""
+            while not is_over.wait(pause_s):
+                done_text = f" ({progress_bars.tasks[0].completed:.0f} of {total})" if total else ""
                 seconds = time.monotonic() - begin_s
-                console.print(f"{bars.tasks[0].description}{done}: {seconds:.0f} s so far", soft_wrap=True)
+                console.print(
+                    f"{progress_bars.tasks[0].description}{done_text}: {seconds:.0f} s so far", soft_wrap=True
+                )
                 pause_s = _NEXT_LINES_S
 
         if not (console.is_terminal or VOICE.quiet):
@@ -174,6 +180,6 @@ def progress(title: str, total: int | None = None) -> Iterator[Callable[[int, st
         try:
             yield advance
         finally:
-            over.set()
+            is_over.set()
     if VOICE.verbose:
         note(f"{title}: {time.monotonic() - begin_s:.1f} s")

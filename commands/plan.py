@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, get_args
 
-import typer
-
-from ddltool.analyzers.deciding.candidates import STRATEGIES
-from ddltool.analyzers.deciding.goal import Failures
-from ddltool.analyzers.deciding.planning import SHARING, plan_together
-from ddltool.analyzers.deciding.planning import plan as plan_job
-from ddltool.analyzers.loading.job_inputs import job_of, read_with_specs
-from ddltool.analyzers.reporting.plan_section import joint_section, layouts_table, plan_section
-from ddltool.analyzers.reporting.section import Section
-from ddltool.commands.declaring import called
-from ddltool.commands.options import OPTIMIZER, LocalLink, Precision, Seed, demand_part, number, one_of, within
+from ddltool.analyzers.answers.reporting.plan_section import joint_section, layouts_table, plan_section
+from ddltool.analyzers.answers.reporting.section import Section
+from ddltool.analyzers.job.planning.candidates import STRATEGIES
+from ddltool.analyzers.job.planning.goal import Failures, Goal
+from ddltool.analyzers.job.planning.job_inputs import graph_of, job_of, powers, read_with_specs, samples_of, scanned
+from ddltool.analyzers.job.planning.options import PlanOptions
+from ddltool.analyzers.job.planning.planning import SHARING, complete, plan_together, solve
+from ddltool.analyzers.step.communication.collectives import parse_compression
+from ddltool.artifacts import check_outputs, save
+from ddltool.commands.options import AS_TEXT, OPTIMIZER, LocalLink, Precision, Seed, number, one_of, within
 from ddltool.commands.output import answer, note, progress, show
+from ddltool.commands.verbs import VerbCall, demand_part, is_given, refuse, verb
 from ddltool.decision import NothingFits, Objective
 from ddltool.errors import InputError, known
-from ddltool.job import Job
+from ddltool.job import LINKS, Job
+from ddltool.plans import Plan
+from ddltool.stages import Tell, log_remark
 from ddltool.units import counted, parse_duration
 
-_ALL = {"job", "strategy", "graph_file", "time_limit_s", "devices_file", "allow_code", "output", "seed", "as_json"}
+_ALL = {"job", "strategy", "graph", "time_limit_s", "devices_file", "allow_code", "output", "seed", "as_json"}
 _BARRIERS = {"lookahead", "max_gap"}
 # What a job without a file reads beside its devices.
-_SHORT = {"devices", "nodes", "batch_size", "precision", "sequence_length", "optimizer", "link", "nic"}
+_MODEL = {"devices", "nodes", "batch_size", "precision", "sequence_length", "optimizer", "link", "nic"}
 _MOST_SAMPLES = 1e30
 _RUN = {"tokens", "samples", "epochs", "deadline_s", "budget", "failures"}
 _AUTO = {"objective", "telemetry", "bandwidth", "latency", "nccl_tests", "compress", *_RUN}
@@ -60,13 +63,13 @@ def _names(text: str, option: str) -> tuple[str, ...]:
 def _samples(samples: float | None, epochs: float | None, tokens: float | None) -> float | None:
     """Return the samples of the whole run; None: not said, or in tokens."""
     if samples is not None and tokens is not None:
-        raise InputError("--samples", "has no part beside --tokens", "give one of the two")
+        raise InputError("samples", "has no part beside --tokens", "give one of the two")
     if epochs is not None and samples is None:
-        raise InputError("--epochs", "of how many samples is not said", "give --samples N: those of an epoch")
-    found = None if samples is None else samples * (1.0 if epochs is None else epochs)
-    if found is not None and not 0 < found <= _MOST_SAMPLES:
-        raise InputError("--epochs", f"makes {found:.3g} samples", f"give a run of up to {_MOST_SAMPLES:.0e}")
-    return found
+        raise InputError("epochs", "of how many samples is not said", "give --samples N: those of an epoch")
+    total = None if samples is None else samples * (1.0 if epochs is None else epochs)
+    if total is not None and not 0 < total <= _MOST_SAMPLES:
+        raise InputError("epochs", f"makes {total:.3g} samples", f"give a run of up to {_MOST_SAMPLES:.0e}")
+    return total
 
 
 def _amount(text: str, option: str) -> float:
@@ -85,10 +88,11 @@ def _failures(text: str, option: str) -> Failures:
     return Failures(**dict(zip(("mtbf_s", "checkpoint_s", "restart_s"), parts, strict=False)))
 
 
+@verb
 def plan(
-    context: typer.Context,
-    job: str,
+    job: Annotated[str | Path | Job, AS_TEXT],
     strategy: Annotated[str, one_of("auto", *STRATEGIES), _strategy] = "auto",
+    *,
     objective: Annotated[Objective, one_of(*get_args(Objective))] = "fastest",
     devices: str | None = None,
     nodes: Annotated[int | None, within(1)] = None,
@@ -104,52 +108,131 @@ def plan(
     deadline_s: Annotated[float, parse_duration] = math.inf,
     budget: Annotated[float, number(0)] = math.inf,
     failures: Annotated[Failures | None, _failures] = None,
-    telemetry: Path | None = None,
+    telemetry: str | Path | None = None,
     bandwidth: str | None = None,
     latency: str = "50us",
-    nccl_tests: list[Path] | None = None,
+    nccl_tests: Sequence[Path] = (),
     compress: str | None = None,
     lookahead: Annotated[int, within(1, 100_000)] = 15,
     max_gap: Annotated[int | None, within(0)] = None,
-    graph_file: Path | None = None,
+    graph: str | Path | None = None,
     top_k: Annotated[int, within(1, 1000)] = 1,
     time_limit_s: Annotated[float, number(0.01)] = 10.0,
-    prefer: Annotated[tuple[str, ...] | None, _names] = None,
-    together: list[Path] | None = None,
-    share: Annotated[str, one_of(*SHARING)] = "sum",
+    prefer: Annotated[Sequence[str] | None, _names] = None,
     devices_file: Path | None = None,
     allow_code: bool = False,
-    output: Path | None = None,
+    output: str | Path | None = None,
     seed: Seed = 0,
-    as_json: bool = False,
-) -> None:
-    """Compare the ways to run a job on its devices, or plan by one, and predict the step time."""
-    allowed = _ALL | _MORE.get(strategy, set()) | ({"share"} if together else set())
-    demand_part(context, f"--strategy {strategy}", allowed | _SHORT)
+    tell: Tell = log_remark,
+) -> Plan:
+    """Compare the ways to run a job on its devices, or plan by one, and predict the step time.
+
+    ``job``: a job.yaml, a Job, or with ``devices`` (``A100=8,V100=4``) the name of a model. ``strategy``: auto, bsp, lb-bsp,
+    elastic-bsp, est or goodput; ``samples`` (an epoch's, where ``epochs`` are given) or ``tokens``: of the whole run, which
+    takes at most ``deadline_s`` and costs at most ``budget``; the rest as the options of ``ddltool plan``. ``output``: a place
+    for the plan, which must be none of the files that the job names. Raises InputError, and Infeasible, which names the job's
+    file and the constraint.
+    """
+    strategy = known("strategy", strategy, ("auto", *STRATEGIES))
+    read_by_all = _ALL | _MORE.get(strategy, set())
+    demand_part(f"--strategy {strategy}", read_by_all | _MODEL)
     if devices is None:
         instead = "say it in the file, or give --devices and a model in its place"
-        demand_part(context, "a plan of a job.yaml", allowed, instead=instead)
+        demand_part("a plan of a job.yaml", read_by_all, instead=instead)
+    elif isinstance(job, Job):
+        raise InputError("devices", "has no part beside a Job, which has its own", "leave it out")
+    else:
+        job = job_of(
+            str(job),
+            devices,
+            nodes=nodes,
+            batch_size=batch_size,
+            link=link,
+            nic=nic,
+            devices_file=devices_file,
+            precision=precision if is_given("precision") else None,
+            optimizer=optimizer,
+            sequence_length=sequence_length,
+        )
+        split = f"{counted(job.max_workers * job.batch_size, 'sample')} a step, {job.max_workers} x {job.batch_size}"
+        tell(f"note: {split} for logical workers" + ("; --batch-size says otherwise" if batch_size is None else ""))
+    run_samples = _samples(samples, epochs, tokens)
+    job_file = Path(job.name) if isinstance(job, Job) else Path(job)
+    known_job = read_with_specs(job if isinstance(job, Job) else job_file, devices_file, allow_code=allow_code)
+    check_outputs(_named(known_job, job_file.parent), {"-o": output})
+    traced = graph_of(known_job, job_file.parent, None if graph is None else Path(graph))
+    known_job = scanned(known_job, traced, tell)
+    goal = Goal(
+        objective=objective,
+        samples=samples_of(known_job, traced, tokens) if run_samples is None else run_samples,
+        deadline_s=deadline_s,
+        budget=budget,
+        failures=failures,
+        power_w=powers(known_job, str(job_file)),
+    )
+    _demand_length(goal)
+    options = PlanOptions(
+        goal=goal,
+        graph=traced,
+        telemetry=None if telemetry is None else Path(telemetry),
+        bandwidth=bandwidth,
+        latency=latency,
+        nccl_tests=tuple(nccl_tests),
+        compress=None if compress is None else parse_compression(compress),
+        top_k=top_k,
+        limit_s=time_limit_s,
+        seed=seed,
+        lookahead=lookahead,
+        max_gap=max_gap,
+        prefer=None if prefer is None else tuple(prefer),
+        tell=tell,
+    )
+    result = complete(solve(strategy, known_job, job_file, options), known_job, job_file, options)
+    if output is not None:
+        save(result, output)
+    return result
+
+
+def show_plan(
+    call: VerbCall[Plan],
+    *,
+    together: list[Path] | None = None,
+    share: Annotated[str, one_of(*SHARING)] = "sum",
+    output: Path | None = None,
+    as_json: bool = False,
+) -> None:
+    """Print the plan with what else was compared; of several jobs, the plan of each."""
     if together:
-        demand_part(context, "a plan of several jobs", _TOGETHER, instead="leave it out, or leave out --with")
-        read = partial(read_with_specs, devices_file=devices_file, allow_code=allow_code)
-        found = plan_together([Path(job), *together], share, limit_s=time_limit_s, seed=seed, tell=note, read=read)
-        answer(found, lambda: joint_section(found), as_json)
+        if call["strategy"] != "est":
+            refuse(f"--strategy {call['strategy']}", {"together"}, instead="give --strategy est")
+        demand_part("a plan of several jobs", _TOGETHER, instead="leave it out, or leave out --with")
+        read = partial(read_with_specs, devices_file=call["devices_file"], allow_code=call["allow_code"])
+        files, limit_s, seed = [Path(call["job"]), *together], call["time_limit_s"], call["seed"]
+        joint = plan_together(files, share, limit_s=limit_s, seed=seed, tell=note, read=read)
+        answer(joint, lambda: joint_section(joint), as_json)
         return
-    asked = job if devices is None else _short(context, job, batch_size)
+    refuse("a plan of one job", {"share"}, instead="name the other jobs by --with")
     try:
         with progress("planning"):
-            made = called(context, plan_job, job=asked, samples=_samples(samples, epochs, tokens), graph=graph_file)
+            result = call()
     except NothingFits as error:
         if error.layouts and not as_json:
-            title = asked.name if isinstance(asked, Job) else Path(asked).name
-            show(Section(title=f"Plan: {title}", lead=["Nothing fits."], blocks=[layouts_table(error.layouts)]))
+            lead = ["Nothing fits."]
+            show(Section(title=f"Plan: {Path(call['job']).name}", lead=lead, blocks=[layouts_table(error.layouts)]))
         raise
-    answer(made, lambda: plan_section(made, made.job), as_json, output)
+    answer(result, lambda: plan_section(result, result.job), as_json, output)
 
 
-def _short(context: typer.Context, job: str, batch_size: int | None) -> Job:
-    """Return the job of a model on ``--devices``, and say how its samples are split."""
-    made = called(context, job_of, source=job)
-    split = f"{counted(made.max_workers * made.batch_size, 'sample')} a step, {made.max_workers} x {made.batch_size}"
-    note(f"note: {split} for logical workers" + ("; --batch-size says otherwise" if batch_size is None else ""))
-    return made
+def _demand_length(goal: Goal) -> None:
+    """Raise InputError where the whole run has a limit and nobody says how long it is."""
+    for option, limit in (("--deadline", goal.deadline_s), ("--budget", goal.budget)):
+        if limit < math.inf and goal.samples is None:
+            problem = "limits a whole run, and how long that is nobody says"
+            raise InputError(option, problem, "give --samples or --tokens")
+
+
+def _named(job: Job, folder: Path) -> list[Path]:
+    """Return the files that a job names."""
+    names = [name for offer in job.devices for name in (offer.profile, offer.goodput)]
+    names += [job.cluster, None if job.network == LINKS else job.network]
+    return [folder / name for name in names if name]

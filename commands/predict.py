@@ -2,55 +2,121 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from ddltool.analyzers.loading.fabrics import BANDWIDTH, LATENCY
-from ddltool.analyzers.loading.predictions import predict as predict_steps
-from ddltool.analyzers.loading.predictions import predicted_profile
-from ddltool.analyzers.reporting.predict_section import predict_section
-from ddltool.commands.declaring import called
-from ddltool.commands.options import DEVICES, OPTIMIZER, LocalLink, Precision, completed, integers, within
+from ddltool.analyzers.answers.reporting.predict_section import predict_section
+from ddltool.analyzers.step.communication.fabrics import BANDWIDTH, LATENCY, fabric_of
+from ddltool.analyzers.step.costs.model import cost_model
+from ddltool.analyzers.step.costs.predict import Setting, predict_on, predicted_profile, work_of
+from ddltool.analyzers.step.tracing.dialect import Numerics
+from ddltool.analyzers.step.tracing.sources import Source, name_of
+from ddltool.commands.options import AS_TEXT, DEVICES, OPTIMIZER, LocalLink, Precision, completed, integers, within
 from ddltool.commands.output import answer
+from ddltool.commands.verbs import VerbCall, verb
+from ddltool.device import DEVICES_PER_NODE, Device, DeviceTable
+from ddltool.errors import InputError
+from ddltool.graph_results import PredictResult
 from ddltool.profiles import write_profile
+from ddltool.shipped import calibration, known_devices
+from ddltool.stages import Stage, Tell, log_remark, quietly
 
 SHARDINGS = ("none", "ddp", "zero1", "zero2", "fsdp", "fsdp:SHARD", "hsdp:SHARD")
+_LARGEST = 2**31
 
 
 def _sizes(text: str, where: str) -> tuple[int, ...] | None:
     return None if text == "auto" else integers(text, where, ordered=False)
 
 
+@verb
 def predict(
-    context: typer.Context,
-    source: str,
-    device: Annotated[str, DEVICES],
-    batch_sizes: Annotated[str, _sizes] = "auto",
-    replicas: Annotated[str, integers] = "1",
-    gpus_per_node: Annotated[int, within(1, 1024)] = 8,
+    source: Annotated[Source, AS_TEXT],
+    device: Annotated[str | Sequence[str], DEVICES],
+    *,
+    batch_sizes: Annotated[Sequence[int] | int | None, _sizes] = None,
+    replicas: Annotated[Sequence[int] | int, integers] = 1,
+    gpus_per_node: Annotated[int, within(1, 1024)] = DEVICES_PER_NODE,
     precision: Precision = "fp32",
     channels_last: bool = False,
-    compile_: bool = False,
+    compile: bool = False,
     optimizer: Annotated[str, OPTIMIZER] = "adam",
     accumulation: Annotated[int, within(1, 1_000_000)] = 1,
     sharding: Annotated[str, {"choices": SHARDINGS, **completed(SHARDINGS)}] = "ddp",
     checkpointing: str = "none",
     sequence_length: Annotated[int | None, within(1)] = None,
-    bandwidth: str = BANDWIDTH,
-    latency: str = LATENCY,
+    bandwidth: str | None = None,
+    latency: str | None = None,
     nic: str | None = None,
     link: LocalLink = None,
     local_bandwidth: str | None = None,
     local_latency: str | None = None,
-    nccl_tests: list[Path] | None = None,
+    nccl_tests: Sequence[Path] = (),
     devices_file: Path | None = None,
-    output: Path | None = None,
-    as_json: bool = False,
-) -> None:
-    """Predict training steps on devices that are not here, each with the range in which 80 % of measurements fall."""
-    made = called(context, predict_steps)
+    tell: Tell = log_remark,
+    stage: Stage = quietly,
+) -> PredictResult:
+    """Predict training steps on devices that are not here, each with the range in which 80 % of measurements fall.
+
+    ``source``: a module, (module, example_inputs), a function that makes one, or a text as on the command line. ``device``:
+    names as ``ddltool devices`` lists them. ``batch_sizes``: local ones; None: 1, 2, 4, ... up to the memory limit. The other
+    settings are those of ``ddltool predict``. Raises InputError for what is unknown or cannot be traced, Infeasible where
+    nothing fits.
+    """
+    sizes = _counts("batch_sizes", batch_sizes) if batch_sizes is not None else None
+    counts = _counts("replicas", replicas)
+    devices = _devices(device, known_devices(devices_file))
+    numerics = Numerics(precision, channels_last)  # type: ignore[arg-type]  # Numerics checks it
+    settings = [
+        Setting(
+            fabric=fabric_of(
+                each,
+                gpus_per_node=gpus_per_node,
+                link=link,
+                local_bandwidth=local_bandwidth,
+                local_latency=local_latency,
+                nic=nic,
+                bandwidth=bandwidth if bandwidth is not None or nic is not None else BANDWIDTH,
+                latency=latency if latency is not None or nic is not None else LATENCY,
+                nccl_tests=nccl_tests,
+            ),
+            optimizer=optimizer,
+            accumulation=accumulation,
+            compile=compile,
+            sharding=sharding,
+            checkpointing=checkpointing,
+        )
+        for each in devices
+    ]
+    with stage(f"tracing {name_of(source)}"):
+        curve = work_of(source, numerics, sequence_length)
+    if remark := curve.traced.graph.meta.get("note"):
+        tell(f"note: {remark}")
+    models = [cost_model(each, calibration()) for each in devices]
+    return predict_on(curve, list(zip(models, settings, strict=True)), sizes, counts, name_of(source))
+
+
+def show_predict(call: VerbCall[PredictResult], output: Path | None = None, as_json: bool = False) -> None:
+    """Print the predicted rows, and write them as a profile."""
+    result = call()
     if output is not None:
-        write_profile(predicted_profile(made), output)
-    answer(made, lambda: predict_section(made), as_json, output)
+        write_profile(predicted_profile(result), output)
+    answer(result, lambda: predict_section(result), as_json, output)
+
+
+def _counts(where: str, given: Sequence[int] | int) -> tuple[int, ...]:
+    numbers = (given,) if isinstance(given, int) else tuple(given)
+    for number in numbers:
+        if not 1 <= number <= _LARGEST:
+            raise InputError(where, f"{number} is out of range", f"write whole numbers from 1 to {_LARGEST}")
+    return numbers
+
+
+def _devices(names: str | Sequence[str], known: DeviceTable) -> list[Device]:
+    """Return the devices of ``A100,L4``, each once. Raises InputError for an unknown one, and for a CPU."""
+    parts = names.split(",") if isinstance(names, str) else names
+    devices = [known.gpu(name) for part in parts if (name := part.strip())]
+    if not devices:
+        raise InputError("device", "names no device", "give one or more, such as A100,L4")
+    return list({device.name: device for device in devices}.values())

@@ -7,28 +7,30 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
-import typer
-
-from ddltool.commands.declaring import called
-from ddltool.commands.options import Seed, budget, integers, is_given, one_of, share, within
-from ddltool.commands.output import note, out, print_json, progress, table, tell_written
+from ddltool.analyzers.step.tracing.sources import Source
+from ddltool.commands.options import AS_TEXT, Seed, budget, integers, is_follower, one_of, share, within
+from ddltool.commands.output import out, print_json, progress, say, table, tell_written
+from ddltool.commands.verbs import VerbCall, is_given, verb
 from ddltool.errors import DdlToolError, InputError
-from ddltool.results import ProfileResult
+from ddltool.results import ProfileResult, WatchResult
 from ddltool.runtime.measuring.campaign import (
     LARGEST_BATCH,
     MOST_REPLICAS,
     MOST_STEPS,
     MeasureRequest,
-    RowFile,
+    ProfileFile,
     threads_of,
 )
 from ddltool.runtime.measuring.profiling import BUDGET_S, RESOLVER, device_memory, kept, measured, width
-from ddltool.runtime.measuring.torchrun_job import Job, Place, job_from_environment
+from ddltool.runtime.measuring.rendezvous import Place, job_from_environment
+from ddltool.runtime.measuring.torchrun_job import TorchrunJob
+from ddltool.runtime.measuring.watch import WatchLost, WatchRequest, record, summarise, write_rows
+from ddltool.stages import Stage, Tell, log_remark, quietly
 from ddltool.units import counted, parse_bytes, show_bytes, show_seconds
 
 _replicas = partial(integers, most=MOST_REPLICAS)
@@ -39,66 +41,82 @@ def _sizes(text: str, where: str) -> tuple[int, ...]:
     return () if text == "auto" else integers(text, where, most=LARGEST_BATCH)
 
 
+@verb
 def profile(
-    context: typer.Context,
-    source: str,
-    batch_sizes: Annotated[tuple[int, ...], _sizes] = (1, 2, 4, 8),
-    replicas: Annotated[tuple[int, ...] | None, _replicas] = None,
-    accumulation: Annotated[tuple[int, ...], _accumulation] = (0,),
+    source: Annotated[Source, AS_TEXT],
+    *,
+    batch_sizes: Annotated[Sequence[int] | None, _sizes] = (1, 2, 4, 8),
+    replicas: Annotated[Sequence[int] | None, _replicas] = None,
+    accumulation: Annotated[Sequence[int], _accumulation] = (0,),
     device: Annotated[str, one_of("cpu", "cuda")] = "cpu",
-    device_name: str = "",
+    device_name: str | None = None,
     precision: Annotated[float, share] = 0.05,
     budget_s: Annotated[float | None, budget] = None,
     repeats: Annotated[int | None, within(1, MOST_STEPS)] = None,
     warmup: Annotated[int, within(0, MOST_STEPS)] = 2,
     threads: Annotated[int, within(0, 4096)] = 0,
-    memory: str = "",
+    memory: Annotated[str | float | None, AS_TEXT] = None,
     resume: bool = False,
-    output: Path | None = None,
+    output: str | Path | None = None,
     seed: Seed = 0,
-    as_json: bool = False,
-) -> None:
-    """Measure training steps here: step time, synchronisation and memory by batch size and number of processes."""
-    if repeats is not None and is_given(context, "precision"):
+    tell: Tell = log_remark,
+    stage: Stage = quietly,
+) -> ProfileResult:
+    """Measure training steps here: step time, synchronisation and memory by batch size and number of processes.
+
+    The steps run in processes of their own, or in those of the torchrun job that this is part of: there every rank calls it,
+    and ranks above 0 return a result without rows. ``source``: a torch source as a text, which those processes build.
+    ``batch_sizes`` None: a search of where throughput saturates. ``replicas`` None: 1, and all of a torchrun job.
+    ``precision``: how well to know every step time, within ``budget_s`` (60 s by default); ``repeats``: that many timed steps
+    in place of it. ``memory``: search the largest batch that fits into so many bytes, as a number or as ``2GiB``; ``all``: a
+    whole GPU. ``output``: profile.csv, written row by row; ``resume`` keeps its rows. Raises InputError for what cannot be
+    built or run.
+    """
+    if not isinstance(source, (str, Path)):
+        remedy = "name a function that makes it: package.module:factory or path/file.py:factory"
+        raise InputError("source", f"a {type(source).__name__} cannot be handed to other processes", remedy)
+    if device not in ("cpu", "cuda"):
+        raise InputError("device", f"unknown device {device!r}", "cpu or cuda")
+    if repeats is not None and is_given("precision"):
         problem = "has no part beside --repeats, which takes its place"
-        raise InputError("--precision", problem, "give one of the two")
+        raise InputError("precision", problem, "give one of the two")
     if repeats is not None and not batch_sizes:
-        raise InputError("--batch-sizes", "auto searches with --precision", "leave --repeats out")
+        raise InputError("batch_sizes", "auto searches with --precision", "leave --repeats out")
     place = job_from_environment()
-    if resume and not threads and place is None and output is not None and output.is_file():
+    path = None if output is None else Path(output)
+    if resume and not threads and place is None and path is not None and path.is_file():
         # The default depends on the numbers of replicas, and what is missing may be fewer than were measured.
-        threads = threads_of(output)
-    request = called(
-        context,
-        MeasureRequest,
+        threads = threads_of(path)
+    request = MeasureRequest(
+        source=str(source),
         resolver=RESOLVER,
-        batch_sizes=batch_sizes,
-        replicas=replicas or tuple(sorted({1, place.world_size if place is not None else 1})),
+        batch_sizes=tuple(batch_sizes or ()),
+        replicas=tuple(replicas or sorted({1, place.world_size if place is not None else 1})),
+        accumulation=tuple(accumulation),
+        device=device,
         device_name=device_name or device,
         threads=threads,
         processes=place.local_world_size if place is not None else 0,
+        warmup=warmup,
         repeats=repeats,
+        precision=precision,
         budget_s=budget_s or (math.inf if repeats is not None else BUDGET_S),
+        seed=seed,
     )
-    _measure(request, place, memory, output, resume=resume, as_json=as_json)
-
-
-def _measure(
-    request: MeasureRequest, place: Place | None, memory: str, output: Path | None, *, resume: bool, as_json: bool
-) -> None:
-    """Measure, write and print. Under torchrun every rank calls this, and rank 0 does all but its share of the steps."""
     if place is not None and place.rank > 0:
-        with (
-            _prints_elsewhere(),
-            Job(place, request.subject(), request.replicas, lambda e: os._exit(e.exit_code)) as job,
-        ):
-            job.prepare()
-            job.follow()
-        return
-    file = RowFile(output, request, resume=resume)
-    budget = _budget(memory, request.device) if memory else None
+        _follow(request, place)
+        return ProfileResult(rows=[])
+    file = ProfileFile(path, request, resume=resume)
+    limit = None if memory is None else _budget(memory, device)
     with kept(file), _leading(request, place) as job:
-        result = measured(request, file, memory_bytes=budget, job=job, tell=note, stage=progress)
+        return measured(request, file, memory_bytes=limit, job=job, tell=tell, stage=stage)
+
+
+def show_profile(call: VerbCall[ProfileResult], output: Path | None = None, as_json: bool = False) -> None:
+    """Print the measured rows, once for all ranks of a torchrun job."""
+    result = call()
+    if is_follower():
+        return
     if as_json:
         print_json(result)
     else:
@@ -106,23 +124,30 @@ def _measure(
         tell_written(output)
 
 
+def _follow(request: MeasureRequest, place: Place) -> None:
+    """Do a rank's share of the steps, as rank 0 of the torchrun job says."""
+    with _prints_elsewhere(), TorchrunJob(place, request.subject(), request.replicas) as job:
+        try:
+            job.prepare()
+            job.follow()
+        except DdlToolError as error:  # the first rank that fails says so, which otherwise rank 0 does
+            print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
+            raise
+
+
 @contextlib.contextmanager
-def _leading(request: MeasureRequest, place: Place | None) -> Iterator[Job | None]:
+def _leading(request: MeasureRequest, place: Place | None) -> Iterator[TorchrunJob | None]:
     """Yield rank 0's side of the torchrun job, None outside one."""
     if place is None:
         yield None
         return
 
-    def leave(error: DdlToolError) -> NoReturn:
-        sys.stdout.flush()
-        print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the main thread cannot speak any more
-        os._exit(error.exit_code)
-
-    job = Job(place, request.subject(), request.replicas, leave)
+    job = TorchrunJob(place, request.subject(), request.replicas)
 
     def stopped(number: int, frame: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise DdlToolError(f"{job.where}: stopped by torchrun (a process of the job ended, or the job was stopped)")
+        problem = "stopped by torchrun (a process of the job ended, or the job was stopped)"
+        raise job.failure(DdlToolError(f"{job.where}: {problem}"))
 
     before = signal.signal(signal.SIGTERM, stopped)
     try:
@@ -147,12 +172,14 @@ def _prints_elsewhere() -> Iterator[None]:
         os.close(kept)
 
 
-def _budget(memory: str, device: str) -> float:
-    """Return the bytes that ``--memory`` allows."""
+def _budget(memory: str | float, device: str) -> float:
+    """Return the bytes that a search for the memory limit may use."""
+    if not isinstance(memory, str):
+        return memory
     if memory != "all":
-        return parse_bytes(memory, "--memory")
+        return parse_bytes(memory, "memory")
     if device != "cuda":
-        raise InputError("--memory", "all is for GPUs", "give a size, such as 2GiB: a CPU shares its memory")
+        raise InputError("memory", "all is for GPUs", "give a size, such as 2GiB: a CPU shares its memory")
     return device_memory("cuda")
 
 
@@ -197,3 +224,75 @@ def _show(found: ProfileResult) -> None:
         else:
             limit = "unknown: the peaks do not grow with the batch; search it with --memory SIZE"
         console.print(f"{name}: memory limit {limit}")
+
+
+_cores = partial(integers, least=0, ordered=False, once=False)
+
+
+def profile_watch(
+    source: str,
+    iterations: Annotated[int, within(1)] = 200,
+    batch_size: Annotated[int, within(1, LARGEST_BATCH)] = 8,
+    replicas: Annotated[int, within(1)] = 2,
+    cores: Annotated[tuple[int, ...] | None, _cores] = None,
+    output: Path | None = None,
+    seed: Seed = 0,
+    as_json: bool = False,
+) -> None:
+    """Train in local processes in lockstep and record speed, CPU and memory of each, for balance."""
+    sizes = {"batch": batch_size, "workers": replicas, "iterations": iterations}
+    request = WatchRequest(source=source, resolver=RESOLVER, cores=cores, seed=seed, **sizes)
+    watch_workers(request, output, as_json)
+
+
+def watch_workers(request: WatchRequest, output: Path | None, as_json: bool) -> None:
+    """Train in local processes in lockstep, write what each did as CSV, and print a summary.
+
+    Raises DdlToolError when a worker is lost; what was recorded until then is written all the same.
+    """
+    try:
+        with progress("watching", request.iterations) as advance:
+            rows = record(request, lambda done: advance(done, f"{done} of {request.iterations}"))
+    except WatchLost as lost:
+        kept = f"the {len(lost.rows) // request.workers} iterations that all workers completed"
+        if not lost.rows:
+            kept = "no iteration was complete, so nothing is written"
+        elif output is None:
+            kept += " are lost: name a file with -o"
+        else:
+            write_rows(lost.rows, output)
+            kept += f" are in {output}"
+        raise DdlToolError(f"{request.source}: {lost}; {kept}") from None
+    if output is not None:
+        write_rows(rows, output)
+    found = summarise(rows, request.batch)
+    if as_json:
+        print_json(found)
+    else:
+        _show_watched(found, output)
+
+
+def _show_watched(found: WatchResult, output: Path | None) -> None:
+    """Print a row per worker and what balancing could gain."""
+    rows = [
+        (
+            one.worker,
+            f"{one.speed:.4g}",
+            f"{one.speed_low:.4g} to {one.speed_high:.4g}",
+            f"{one.cpu:.0%}",
+            f"{one.memory:.0%}",
+        )
+        for one in found.workers
+    ]
+    title = f"{found.iterations} iterations with {found.batch} samples per worker, measured"
+    columns = ("worker", "samples/s", "10 to 90 %", "CPU", "memory")
+    caption = "samples/s: median without waiting; CPU and memory: mean shares that the worker could expect"
+    console = out()
+    console.print(table(title, columns, rows, caption=caption))
+    equal_s, known_s = found.equal_split_s, found.speeds_known_s
+    console.print(
+        f"Computing takes {show_seconds(equal_s)} with equal batches, {show_seconds(known_s)} with batches by known "
+        f"speeds ({1 - known_s / equal_s:.0%} less)."
+    )
+    if output is not None:
+        say(f"wrote {output}; next: ddltool balance {output}")

@@ -96,8 +96,8 @@ def assert_gate(
     ``--ddltool-update`` the current artifact becomes the baseline, unless it breaks an absolute limit, the baseline is of
     another kind, or another test of this run has written it.
     """
-    from ddltool.analyzers.gating.formats import sentence
-    from ddltool.analyzers.gating.verdict import CONFIG_NAME, hold, write_baseline
+    from ddltool.analyzers.answers.gating.formats import sentence
+    from ddltool.analyzers.answers.gating.verdict import CONFIG_NAME, hold, write_baseline
 
     update, config = bool(pytestconfig.getoption("--ddltool-update")), pytestconfig.rootpath / CONFIG_NAME
     written, here = pytestconfig.stash[_WRITTEN], request.node.nodeid

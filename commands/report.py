@@ -2,33 +2,75 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from ddltool.commands.options import number
-from ddltool.commands.output import out, print_json, progress, say, table
+from ddltool import __version__
+from ddltool.analyzers.answers.reporting.report import found_in, headline, noise_of, section_of, summary_of
+from ddltool.artifact_files import ORDER, told_apart
+from ddltool.artifacts import check_outputs, write_text
+from ddltool.commands.options import AS_FILES, number
+from ddltool.commands.output import out, print_json, say, table
+from ddltool.commands.verbs import VerbCall, verb
+from ddltool.results import ReportedSection, ReportResult
+from ddltool.stages import Stage, quietly
 
 _MOST_SAMPLES = 1e15
 
 
+@verb
 def report(
-    artifacts: list[Path],
-    output: Path = Path("report.html"),
+    artifacts: Annotated[Iterable[Any], AS_FILES],
+    output: str | Path = Path("report.html"),
+    *,
     title: str = "ddltool report",
     noise_scale: Annotated[float | None, number(0, _MOST_SAMPLES)] = None,
-    as_json: bool = False,
-) -> None:
+    summary: Sequence[str] = (),
+    stage: Stage = quietly,
+) -> ReportResult:
     """Show artifacts as one page: pictures with their numbers, for screen, phone and print.
 
-    Example: ddltool report graph.json plan.json telemetry.jsonl -o report.html
+    ``artifacts``: files, results, Graphs or a profile's DataFrames; the page is self-contained. ``noise_scale`` (samples) is
+    for goodput maps; None: the last that telemetry among the artifacts knows. ``summary``: sentences on top. Raises
+    InputError, before anything is written, for what is unknown, broken or empty.
     """
-    from ddltool.analyzers.reporting.report import report as written  # it loads the plotting library
+    from ddltool.analyzers.answers.reporting.page import render  # it loads the plotting library
 
-    made = written(artifacts, output, title=title, noise_scale=noise_scale, stage=progress)
+    given = list(artifacts)
+    check_outputs([one for one in given if isinstance(one, (str, Path))], {"-o": output})
+    with stage("reading", len(given)) as advance:
+        read = []
+        for place, one in enumerate(given):
+            read.append(found_in(one))
+            advance(place + 1, read[-1].name)
+    found = told_apart(read)
+    noise = noise_of(found) if noise_scale is None else noise_scale
+    counts: Counter[str] = Counter()
+    sections, listed = [], []
+    with stage("drawing", len(found)) as advance:
+        for place, one in enumerate(sorted(found, key=lambda one: ORDER.index(one.kind))):
+            advance(place, one.name)
+            counts[one.kind] += 1
+            section = section_of(one, found, noise)
+            section = replace(section, anchor=f"{one.kind}-{counts[one.kind]}")
+            sections.append(section)
+            kind, file = f"ddltool.{one.kind}", str(one.path)
+            listed.append(ReportedSection(section=section.anchor, title=section.title, kind=kind, file=file))
+    said, by = [*summary, summary_of(found)], f"ddltool {__version__}"
+    page = render(title, sections, summary=said, generated_by=by, first=headline(sections))
+    write_text(output, page)
+    return ReportResult(report=str(output), bytes=len(page.encode()), sections=listed)
+
+
+def show_report(call: VerbCall[ReportResult], as_json: bool = False) -> None:
+    """Print which sections the page has."""
+    result = call()
     if as_json:
-        print_json(made)
+        print_json(result)
         return
-    out().print(
-        table("Sections", ("section", "file"), [(one.section, one.file) for one in made.sections], text_columns=2)
-    )
-    say(f"wrote {output} ({made.bytes / 1e3:,.0f} kB)")
+    rows = [(one.section, one.file) for one in result.sections]
+    out().print(table("Sections", ("section", "file"), rows, text_columns=2))
+    say(f"wrote {result.report} ({result.bytes / 1e3:,.0f} kB)")

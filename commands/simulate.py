@@ -1,43 +1,524 @@
-"""``ddltool simulate WORKLOAD.csv``: replay a workload on a cluster under scheduling policies."""
+"""``ddltool simulate``: a workload on a cluster under scheduling policies; ``sweep``, ``trials`` and more beside it.
+
+A sweep replays workloads x policies x seeds, ``trials`` a search of hyper-parameters, ``autoscale`` one job in a cloud;
+``advise`` judges the resize of a running job; ``generate`` and ``convert`` write workloads.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Annotated, Any
 
-import typer
+from ddltool.analyzers.answers.reporting.simulation_section import (
+    advice_section,
+    autoscaling_section,
+    search_section,
+    simulation_section,
+    sweep_section,
+)
+from ddltool.analyzers.cluster import sweep as sweeps
+from ddltool.analyzers.cluster.advise import advise_job
+from ddltool.analyzers.cluster.autoscale import autoscale
+from ddltool.analyzers.cluster.cluster import ClusterSpec, NodeFailures
+from ddltool.analyzers.cluster.generator import PATTERNS, Pattern
+from ddltool.analyzers.cluster.inputs import (
+    FittedModel,
+    generated,
+    read_applications,
+    read_cluster,
+    read_events,
+    read_jobs,
+    read_templates,
+    workload_csv,
+)
+from ddltool.analyzers.cluster.metrics import check_prices
+from ddltool.analyzers.cluster.policies import POLICIES, policies
+from ddltool.analyzers.cluster.replay import Setup, search_trials, study
+from ddltool.analyzers.cluster.simulator import Options, SchedulingPolicy
+from ddltool.analyzers.cluster.truth import FittedJob
+from ddltool.artifacts import check_outputs, write_text
+from ddltool.commands.options import Seed, as_options, integers, number, one_of, pairs, some_of, within
+from ddltool.commands.output import finish, note, print_json, show
+from ddltool.commands.verbs import VerbCall, also_takes, is_given, verb
+from ddltool.errors import CheckFailed, InputError, known
+from ddltool.shipped import folder
+from ddltool.simulation_results import (
+    AdviceResult,
+    AutoscalingResult,
+    SearchResult,
+    SimulationDocument,
+    SweepDocument,
+    TrialSearch,
+    WorkloadResult,
+)
+from ddltool.stages import Stage, Tell, log_remark, quietly
+from ddltool.units import parse_duration
 
-from ddltool.analyzers.reporting.simulation_section import simulation_section
-from ddltool.analyzers.scheduling.replay import study
-from ddltool.commands import replays
-from ddltool.commands.options import Seed
-from ddltool.commands.output import finish, note, progress
+PolicyNames = Annotated[str | Sequence[str], some_of(*POLICIES, "all")]
+Folders = str | Path | Sequence[str | Path]
 
 
+def _read_application(text: str, where: str) -> str:
+    if not text:
+        raise InputError(where, "is empty", "name an application that has a folder in --traces")
+    return text
+
+
+Application = Annotated[str, _read_application]
+
+
+@verb
 def simulate(
-    context: typer.Context,
-    workload: Path,
-    cluster: Path | None = None,
-    traces: list[Path] | None = None,
-    policy: replays.PolicyNames = "pollux",
-    interval: float = 60.0,
-    restart_delay: float = 30.0,
+    workload: str | Path,
+    cluster: str | Path | None = None,
+    traces: Folders = (),
+    *,
+    policy: PolicyNames = "pollux",
+    interval_s: float = 60.0,
+    restart_delay_s: float = 30.0,
     interference: float = 0.0,
     power: float = -1.0,
     react: bool = False,
     whole_seconds: bool = False,
-    goodput: list[str] | None = None,
-    price: str = "",
-    mtbf: str = "",
-    repair: str = "30m",
-    checkpoint_interval: str = "10m",
-    failures: Path | None = None,
-    failure_seed: replays.FailureSeed = 0,
-    metrics: bool = False,
+    models: Sequence[str | FittedModel] = (),
+    prices: str | float | Mapping[str, float] | None = None,
+    mtbf_s: Annotated[float | None, parse_duration] = None,
+    repair_s: Annotated[float, parse_duration] = 1800.0,
+    checkpoint_interval_s: Annotated[float, parse_duration] = 600.0,
+    failures: str | Path | None = None,
+    failure_seed: Seed = 0,
     seed: Seed = 0,
-    output: Path | None = None,
-    as_json: bool = False,
+    tell: Tell = log_remark,
+    stage: Stage = quietly,
+) -> SimulationDocument:
+    """Replay a workload on a cluster under one or more scheduling policies and compare completion times.
+
+    ``workload``: a CSV, or the trace of a cluster; ``cluster``: a cluster.yaml; ``traces``: folders of measured applications;
+    without them what ships. ``policy``: names, or all. ``models`` stand for applications without traces; ``prices`` per GPU
+    hour, one or by type; ``failures``: a file of node events; the rest is as the options of ``ddltool simulate``. Raises
+    InputError for what cannot be read, and jobs that can never run.
+    """
+    setup, machines, makers = _replay_setup(
+        tell=tell,
+        cluster=cluster,
+        traces=traces,
+        policy=policy,
+        interval_s=interval_s,
+        restart_delay_s=restart_delay_s,
+        interference=interference,
+        power=power,
+        react=react,
+        whole_seconds=whole_seconds,
+        models=models,
+        prices=prices,
+        mtbf_s=mtbf_s,
+        repair_s=repair_s,
+        checkpoint_interval_s=checkpoint_interval_s,
+        failures=failures,
+        failure_seed=failure_seed,
+        seed=seed,
+    )
+    return study(Path(workload), machines, makers, setup, seed=seed, tell=tell, stage=stage)
+
+
+def show_simulate(
+    call: VerbCall[SimulationDocument], *, metrics: bool = False, output: Path | None = None, as_json: bool = False
 ) -> None:
-    """Replay a workload on a cluster under one or more scheduling policies and compare completion times."""
-    setup, machines, makers = replays.read_setup(context)
-    made = study(workload, machines, makers, setup, seed=seed, tell=note, stage=progress)
-    finish(made, lambda: simulation_section(made, workload.name, details=metrics), output, as_json)
+    """Print each policy's figures, and write them."""
+    _check_outputs_apart(call, [call["workload"], call["failures"]], {"-o": output})
+    result, name = call(), Path(call["workload"]).name
+    finish(result, lambda: simulation_section(result, name, details=metrics), output, as_json)
+
+
+@verb
+@also_takes(simulate, without=("workload", "seed"))
+def simulate_sweep(
+    workloads: Sequence[Path],
+    *,
+    seeds: Annotated[int, within(1, 100_000)] = 1,
+    jobs: Annotated[int, within(1, 4096)] = 1,
+    engine: Annotated[str, one_of(*sweeps.ENGINES)] = "local",
+    compare: str = "",
+    csv: Path | None = None,
+    output: Path | None = None,
+    tell: Tell = log_remark,
+    stage: Stage = quietly,
+    **replay: Any,
+) -> SweepDocument:
+    """Replay several workloads, or one with several seeds, and compare policies by means and intervals.
+
+    ``seeds``: replay each workload with seeds 0 to N-1; ``jobs`` local processes, or a Ray cluster as ``engine``;
+    ``compare``: two policies, ``A,B``, in pairs; ``csv`` and ``output`` are rewritten after every replay, and an ``output``
+    that is there is taken up again. The rest is as for :func:`simulate`. Raises InputError for what cannot be read.
+    """
+    setup, _, makers = _replay_setup(tell=tell, seed=0, **replay)
+    pair = [name.strip() for name in compare.split(",")] if compare else []
+    if pair and (len(pair) != 2 or not set(pair) <= set(makers)):
+        raise InputError("compare", f"is {compare!r}", f"two policies of those replayed: {', '.join(makers)}")
+    with stage("replays", len(workloads) * len(makers) * seeds) as advance:
+        document = sweeps.sweep(
+            workloads,
+            setup,
+            list(makers),
+            range(seeds),
+            jobs=jobs,
+            engine=engine,
+            output=output,
+            table=csv,
+            tell=tell,
+            advance=advance,
+        )
+    return document.model_copy(update={"comparison": sweeps.compare(document.cells, *pair)}) if pair else document
+
+
+def show_simulate_sweep(
+    call: VerbCall[SweepDocument], *, csv: Path | None = None, output: Path | None = None, as_json: bool = False
+) -> None:
+    """Print the means over all replays. Raises CheckFailed where some of these failed."""
+    _check_outputs_apart(call, [*call["workloads"], call["failures"]], {"-o": output, "--csv": csv})
+    result = call()
+    if as_json:
+        print_json(result)
+    else:
+        show(sweep_section(result, ", ".join(path.name for path in call["workloads"])))
+    if failed := [cell for cell in result.cells if cell.error]:
+        raise CheckFailed(f"{len(failed)} of {result.cells_wanted} replays failed; the first: {failed[0].error}")
+
+
+@verb
+def simulate_trials(
+    application: Application,
+    cluster: str | Path | None = None,
+    traces: Folders = (),
+    *,
+    policy: PolicyNames = "pollux",
+    local_batch: Annotated[Sequence[int], partial(integers, ordered=False)] = (128,),
+    interval_s: float = 60.0,
+    restart_delay_s: float = 30.0,
+    power: float = -1.0,
+    seed: Seed = 0,
+    tell: Tell = log_remark,
+    stage: Stage = quietly,
+) -> SearchResult:
+    """Replay a search of hyper-parameters, 100 trials of one application, under scheduling policies.
+
+    ``local_batch``: fixed batches per GPU of the baseline, the first of which the policies' trials begin with; the rest is as
+    for :func:`simulate`. Raises InputError for an application without traces, and for trials that cannot run.
+    """
+    cluster_file, folders = shipped_or(cluster, traces, tell)
+    machines = read_cluster(cluster_file)
+    makers = _policies(machines, policy, power, restart_delay_s, seed)
+    first, *other_batches = local_batch  # the first is the baseline
+    search = TrialSearch(application=application, local_batch_size=first)
+    timing = Options(interval_s=interval_s, restart_delay_s=restart_delay_s)
+    measured = read_applications(folders, [application])
+    return search_trials(search, measured, machines, makers, timing, local_batch_sizes=other_batches, stage=stage)
+
+
+def show_simulate_trials(call: VerbCall[SearchResult], output: Path | None = None, as_json: bool = False) -> None:
+    """Print what the search comes to under each policy, and write it."""
+    _check_outputs_apart(call, [], {"-o": output})
+    result = call()
+    finish(result, lambda: search_section(result), output, as_json)
+
+
+@verb
+def simulate_autoscale(
+    application: Application, traces: Folders = (), *, restart_delay_s: float = 30.0, stage: Stage = quietly
+) -> AutoscalingResult:
+    """Rent nodes for one job in a cloud, by goodput or by throughput, and compare time and cost.
+
+    Raises InputError for an application that has no folder in ``traces``, without which those that ship are meant.
+    """
+    folders = _folders(traces) or shipped_traces()
+    timing = Options(restart_delay_s=restart_delay_s)
+    with stage(f"{application} under 5 scaling rules"):
+        job = read_applications(folders, [application])[application]
+        return autoscale(job, restart_delay_s=timing.restart_delay_s)
+
+
+def show_simulate_autoscale(
+    call: VerbCall[AutoscalingResult], output: Path | None = None, as_json: bool = False
+) -> None:
+    """Print time and cost by each rule, and write them."""
+    check_outputs(
+        [path for traces_folder in _folders(call["traces"]) for path in traces_folder.glob("*/*.csv")], {"-o": output}
+    )
+    result = call()
+    finish(result, lambda: autoscaling_section(result), output, as_json)
+
+
+@verb
+def simulate_advise(state: Path) -> AdviceResult:
+    """Say whether a resize of a running job is worth its restart, by every number of free GPUs.
+
+    ``state``: a job_state.yaml. Raises InputError for what it lacks.
+    """
+    return advise_job(state)
+
+
+def show_simulate_advise(call: VerbCall[AdviceResult], output: Path | None = None, as_json: bool = False) -> None:
+    """Print the advice, and write it."""
+    result = call()
+    finish(result, lambda: advice_section(result), output, as_json)
+
+
+@verb
+def simulate_generate(
+    *,
+    jobs: int = 160,
+    hours: float = 8.0,
+    pattern: Annotated[str, one_of(*PATTERNS)] = "diurnal",
+    cluster: Path | None = None,
+    traces: Folders = (),
+    pollux: bool = False,
+    seed: Seed = 0,
+    tell: Tell = log_remark,
+) -> WorkloadResult:
+    """Write a synthetic workload: jobs of the applications that have traces, or of Pollux's.
+
+    ``jobs`` arrive over ``hours``. Raises InputError for numbers that make no workload and folders that cannot be read.
+    """
+    arrivals = Pattern(jobs=jobs, hours=hours, pattern=pattern, seed=seed)
+    machines, folders = _application_source(cluster, traces, pollux, tell)
+    return generated(arrivals, folders, machines)
+
+
+def show_simulate_generate(call: VerbCall[WorkloadResult], output: Path | None = None, as_json: bool = False) -> None:
+    """Write the workload as CSV, by default to standard output."""
+    _write_workload(call(), output, as_json)
+
+
+@verb
+@also_takes(simulate_generate, without=("jobs", "hours", "pattern"))
+def simulate_convert(
+    trace: Path,
+    *,
+    jobs: int | None = None,
+    hours: float | None = None,
+    tell: Tell = log_remark,
+    stage: Stage = quietly,
+    **source_options: Any,
+) -> WorkloadResult:
+    """Write the trace of a cluster as a workload: each job stands for an application of its size class.
+
+    ``jobs``: take so many, drawn with the seed; ``hours``: those of the first so many. Raises InputError for a file that is no
+    cluster's trace: of Philly, Helios, Acme, Alibaba.
+    """
+    seed = source_options.get("seed", 0)
+    machines, folders = _application_source(
+        source_options.get("cluster"), source_options.get("traces", ()), source_options.get("pollux", False), tell
+    )
+    with stage(f"reading {trace.name}"):
+        templates = partial(read_templates, folders, machines)
+        specs, remark = read_jobs(trace, templates, jobs=jobs, hours=hours, seed=seed)
+    if not remark:
+        raise InputError(str(trace), "is a workload already", "give a cluster's: Philly, Helios, Acme, Alibaba")
+    tell(remark)
+    selection = ",".join(f"{name}={value:g}" for name, value in (("jobs", jobs), ("hours", hours)) if value is not None)
+    source = f"{trace.name}; applications drawn by size class, {selection or 'all jobs'}, seed={seed}"
+    return WorkloadResult(source=source, jobs=specs)
+
+
+def show_simulate_convert(call: VerbCall[WorkloadResult], output: Path | None = None, as_json: bool = False) -> None:
+    """Write the workload as CSV, by default to standard output."""
+    _write_workload(call(), output, as_json)
+
+
+def _replay_setup(
+    *, tell: Tell, **arguments: Any
+) -> tuple[Setup, ClusterSpec, Mapping[str, Callable[[], SchedulingPolicy]]]:
+    """Return the setup, its cluster and the policies' factories by name, from the arguments of :func:`simulate`."""
+    arguments = {**_DEFAULTS, **arguments}
+    _check_dependent_arguments(arguments["policy"])
+    models = _read_fitted_models(arguments["models"])
+    cluster, folders = shipped_or(arguments["cluster"], arguments["traces"], tell, fitted=bool(models))
+    machines = read_cluster(cluster)
+    makers = _policies(
+        machines, arguments["policy"], arguments["power"], arguments["restart_delay_s"], arguments["seed"]
+    )
+    options = Options(
+        interval_s=arguments["interval_s"],
+        restart_delay_s=arguments["restart_delay_s"],
+        interference=arguments["interference"],
+        whole_seconds=arguments["whole_seconds"],
+        react=arguments["react"],
+        failures=_node_failures(arguments, len(machines.gpus)),
+    )
+    prices = _prices(arguments["prices"], machines)
+    setup = Setup(
+        cluster=cluster, traces=folders, options=options, models=models, prices=prices, power=arguments["power"]
+    )
+    return setup, machines, makers
+
+
+_DEFAULTS = {name: one.default for name, one in inspect.signature(simulate).parameters.items()}
+
+
+def _policies(
+    machines: ClusterSpec, names: str | Sequence[str], power: float, delay_s: float, seed: int
+) -> Mapping[str, Callable[[], SchedulingPolicy]]:
+    """Return the factory of each policy in ``names`` (``all``: every policy)."""
+    text = names if isinstance(names, str) else ",".join(names)
+    return policies(text, power, delay_s, seed, mixed=len(machines.type_names) > 1)
+
+
+def _folders(traces: Folders | None) -> list[Path]:
+    """Return one or several folders as a list of paths."""
+    return [Path(folder_name) for folder_name in ([traces] if isinstance(traces, (str, Path)) else traces or ())]
+
+
+def _check_outputs_apart(call: VerbCall[Any], inputs: Sequence[Any], outputs: Mapping[str, Path | None]) -> None:
+    """Raise InputError where an output would overwrite a file that the replay reads: a trace's table, a fitted model."""
+    if any(outputs.values()):
+        folders = _folders(call["traces"]) or shipped_traces()
+        tables = [path for traces_folder in folders for path in traces_folder.glob("*/*.csv")]
+        models = _read_fitted_models(call["models"]) if "models" in call else []
+        cluster = call["cluster"]
+        check_outputs([*inputs, cluster, *(model.file for model in models), *tables], outputs)
+
+
+def shipped_traces() -> list[Path]:
+    """Return the folder of the applications that ship."""
+    return [folder() / "workloads" / "traces"]
+
+
+def shipped_or(
+    cluster: str | Path | None, traces: Folders | None, tell: Tell, *, fitted: bool = False
+) -> tuple[Path, list[Path]]:
+    """Return the cluster's file and the folders of traces; without traces and fitted models, the shipped ones.
+
+    Raises InputError for traces or fitted models without a cluster.
+    """
+    if not _folders(traces) and not fitted:
+        if cluster is None:
+            tell("--cluster and --traces are not given: 4 nodes of 4 GPUs and two applications that ship with ddltool")
+        return Path(cluster or folder() / "workloads" / "cluster.yaml"), shipped_traces()
+    if cluster is None:
+        raise InputError("cluster", "is missing", "give the nodes and their GPUs")
+    return Path(cluster), _folders(traces)
+
+
+def _check_dependent_arguments(policy: str | Sequence[str]) -> None:
+    """Raise InputError for an argument without effect: of failures without failures, of pollux without pollux."""
+    is_mtbf_given, is_events_given = is_given("mtbf_s"), is_given("failures")
+    for name in ("repair_s", "failure_seed"):
+        if is_given(name) and not is_mtbf_given:
+            remedy = "events say themselves when a node is back" if is_events_given else "say how often nodes fail"
+            raise InputError(name, "needs --mtbf", remedy)
+    if is_given("checkpoint_interval_s") and not (is_mtbf_given or is_events_given):
+        raise InputError("checkpoint_interval_s", "needs --mtbf or --failures", "say how often nodes fail")
+    text = policy if isinstance(policy, str) else ",".join(policy)
+    if is_given("power") and {name.strip() for name in text.split(",")} <= {*POLICIES} - {"pollux"}:
+        problem = f"has no part in --policy {text}"
+        raise InputError("power", problem, "leave it out, or replay pollux, which alone reads it")
+
+
+def _read_key_values(text: str, where: str, readers: Mapping[str, Callable[[str, str], Any]]) -> dict[str, Any]:
+    """Parse ``key=value,key=value``, each value by the reader of its key.
+
+    Raises InputError for an unknown or repeated key and for a value that its reader refuses.
+    """
+    text_by_key = pairs(text, where, "KEY=VALUE", ",".join(f"{key}=1" for key in readers))
+    return {
+        key: readers[known(where, key, list(readers))](value, f"{where}:{key}") for key, value in text_by_key.items()
+    }
+
+
+def _read_integer(text: str, where: str) -> int:
+    return integers(text, where)[0]
+
+
+def _read_fitted_models(texts_or_models: Sequence[str | FittedModel]) -> list[FittedModel]:
+    """Parse texts ``APP=FILE,noise=..,samples=..,batch=..[,max-batch=..,max-local=..]`` without reading FILE.
+
+    The default limits of the batch size, with M0 the initial batch: 64 M0 over all replicas, M0 on one GPU.
+    """
+    model_by_application: dict[str, FittedModel] = {}
+    for text in texts_or_models:
+        if isinstance(text, FittedModel):
+            model_by_application[text.application] = text
+            continue
+        first_part, _, settings = text.partition(",")
+        name, equals_sign, file = first_part.partition("=")
+        if not (equals_sign and name and file):
+            raise InputError("models", f"is {text!r}", "APP=FILE,noise=SAMPLES,samples=TOTAL,batch=M0")
+        if name in model_by_application:
+            raise InputError("models", f"gives {name} twice", "one model per application")
+        where = f"--goodput {name}"
+        readers = {
+            "noise": number(),
+            "samples": number(),
+            "batch": _read_integer,
+            "max-batch": _read_integer,
+            "max-local": _read_integer,
+        }
+        fields = _read_key_values(settings, where, readers)
+        for key in ("noise", "samples", "batch"):
+            if key not in fields:
+                raise InputError(where, f"lacks {key}", "noise=SAMPLES,samples=TOTAL,batch=M0 are needed")
+        with as_options({name: f"{where}:{name}" for name in readers}):
+            job = FittedJob(
+                noise_scale=fields["noise"],
+                total_samples=fields["samples"],
+                batch_size=fields["batch"],
+                max_batch_size=fields.get("max-batch", 64 * fields["batch"]),
+                max_local_batch_size=fields.get("max-local", fields["batch"]),
+            )
+        model_by_application[name] = FittedModel(application=name, file=Path(file), job=job, given=settings)
+    return list(model_by_application.values())
+
+
+def _node_failures(arguments: Mapping[str, Any], node_count: int) -> NodeFailures | None:
+    """Return the node failures of a replay; None when neither a time between failures nor a file of events is given."""
+    mtbf_s, events = arguments["mtbf_s"], arguments["failures"]
+    failures = NodeFailures(
+        mtbf_s=mtbf_s,
+        repair_s=arguments["repair_s"],
+        checkpoint_interval_s=arguments["checkpoint_interval_s"],
+        events=read_events(Path(events), node_count) if events is not None else (),
+        seed=arguments["failure_seed"],
+    )
+    return failures if mtbf_s is not None or events is not None else None
+
+
+def _prices(price: str | float | Mapping[str, float] | None, cluster: ClusterSpec) -> dict[str, float] | None:
+    """Return the price per GPU hour by type from ``0.5`` (all types), ``T4=0.35,A100=2`` or a mapping; None for none."""
+    if price is None or price == "":
+        return None
+    if isinstance(price, str) and "=" in price:
+        prices = _read_key_values(price, "--price", dict.fromkeys(cluster.type_names, number()))
+    elif isinstance(price, Mapping):
+        prices = dict(price)
+    else:
+        prices = dict.fromkeys(cluster.type_names, number()(str(price), "--price"))
+    check_prices(prices, cluster, "--price")
+    return prices
+
+
+def _application_source(
+    cluster: Path | None, traces: Folders, pollux: bool, tell: Tell
+) -> tuple[ClusterSpec | None, list[Path]]:
+    """Return the cluster and the trace folders of the applications that jobs draw from.
+
+    The cluster may be None where no request depends on it; an empty list of folders stands for Pollux's applications.
+    """
+    if pollux and _folders(traces):
+        raise InputError("pollux", "has no part beside --traces", "give one of the two")
+    if pollux or (_folders(traces) and cluster is None):
+        return read_cluster(cluster) if cluster else None, _folders(traces)
+    cluster_file, folders = shipped_or(cluster, traces, tell)
+    return read_cluster(cluster_file), folders
+
+
+def _write_workload(result: WorkloadResult, output: Path | None, as_json: bool) -> None:
+    """Write a workload as CSV to ``output``, by default to standard output."""
+    if output is not None or not as_json:
+        write_text(output or Path("-"), workload_csv(result))
+    if as_json:
+        print_json(result)
+    else:
+        note(f"{result.source}; wrote {len(result.jobs)} jobs to {output or 'standard output'}")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from ddltool.analyzers.reporting.telemetry_section import stragglers_section
-from ddltool.analyzers.stragglers import diagnosis, operations
-from ddltool.analyzers.stragglers.ranks import RankSteps, of_telemetry
-from ddltool.analyzers.stragglers.traces import of_traces
+from ddltool.analyzers.answers.reporting.telemetry_section import stragglers_section
+from ddltool.analyzers.job.diagnosing import diagnosis, operations
+from ddltool.analyzers.job.diagnosing.traces import of_traces
+from ddltool.analyzers.step.measured.ranks import RankSteps, of_telemetry
 from ddltool.artifacts import check_outputs, demand_once, to_json, write_text
 from ddltool.commands.options import within
 from ddltool.commands.output import finish, note, progress
@@ -16,7 +16,7 @@ from ddltool.errors import InputError
 from ddltool.tables import read_table
 
 MOST_TRACES = 4096
-_ROWS = (".jsonl", ".ndjson")
+_TELEMETRY_SUFFIXES = (".jsonl", ".ndjson")
 
 
 def stragglers(
@@ -27,46 +27,49 @@ def stragglers(
     as_json: bool = False,
 ) -> None:
     """Read the traces of all ranks: which one holds the others up, since when, why, and what to do."""
-    paths = _files(sources)
+    paths = _trace_files(sources)
     check_outputs(paths, {"-o": output})
-    name = sources[0].name if len(sources) == 1 else f"{len(paths)} traces"
+    source_name = sources[0].name if len(sources) == 1 else f"{len(paths)} traces"
     if any(path.suffix == ".parquet" for path in paths):
         if len(paths) > 1 or feed is not None:
             problem = "is given with others" if len(paths) > 1 else "has no rank's speeds"
             raise InputError(str(paths[0]), problem, "give one .parquet file, without --feed")
-        found = operations.what_if(operations.read_operations(paths[0]))
-        finish(found, lambda: stragglers_section(found, name), output, as_json)
+        operations_result = operations.what_if(operations.read_operations(paths[0]))
+        finish(operations_result, lambda: stragglers_section(operations_result, source_name), output, as_json)
         return
-    run, source = _read(paths)
-    where = feed or Path()
-    feeds = diagnosis.Feeds(**{field: str(where / file) for field, file in _FED.items()})
+    run, source = _read_run(paths)
+    feed_folder = feed or Path()
+    feeds = diagnosis.Feeds(**{field: str(feed_folder / file) for field, file in _FEED_FILES.items()})
     if source == "telemetry" and feed is None:
         feeds = diagnosis.Feeds.all(str(paths[0]))
     result = diagnosis.diagnose(run, source, feeds)
     if feed is not None:
         _write_feeds(run, batch_size, feeds, paths if source == "telemetry" else [])
-        note(f"wrote {', '.join(_FED.values())} to {feed}")
+        note(f"wrote {', '.join(_FEED_FILES.values())} to {feed}")
     elif result.findings and source == "traces":
         note("the files that the remedies name are written by --feed FOLDER")
-    finish(result, lambda: stragglers_section(result, name), output, as_json)
+    finish(result, lambda: stragglers_section(result, source_name), output, as_json)
 
 
-_FED = {"speeds": "speeds.csv", "ends": "ends.csv", "telemetry": "telemetry.jsonl"}
+_FEED_FILES = {"speeds": "speeds.csv", "ends": "ends.csv", "telemetry": "telemetry.jsonl"}
 
 
-def _files(sources: list[Path]) -> list[Path]:
-    """Return the files, a folder's traces for the folder. Raises InputError for none and for too many."""
+def _trace_files(sources: list[Path]) -> list[Path]:
+    """Return the given files, each folder replaced by the traces in it.
+
+    Raises InputError for a folder without traces, for a file given twice and for more than ``MOST_TRACES`` files.
+    """
     paths: list[Path] = []
     for source in sources:
         if source.is_dir():
-            inside = [
+            traces = [
                 path for path in source.iterdir() if path.name.endswith((".json", ".json.gz", ".parquet", ".jsonl"))
             ]
-            if not inside:
+            if not traces:
                 raise InputError(
                     str(source), "holds no trace", "a folder of .json or .json.gz files, one for each rank"
                 )
-            paths += inside
+            paths += traces
         else:
             paths.append(source)
     if len(paths) > MOST_TRACES:
@@ -75,25 +78,27 @@ def _files(sources: list[Path]) -> list[Path]:
     return paths
 
 
-def _read(paths: list[Path]) -> tuple[RankSteps, str]:
-    rows = [path for path in paths if set(path.suffixes) & set(_ROWS)]
-    if rows:
+def _read_run(paths: list[Path]) -> tuple[RankSteps, str]:
+    """Return the steps of all ranks, and their source: ``telemetry`` or ``traces``."""
+    telemetry_files = [path for path in paths if set(path.suffixes) & set(_TELEMETRY_SUFFIXES)]
+    if telemetry_files:
         if len(paths) > 1:
-            raise InputError(str(rows[0]), "is given with others", "telemetry of all ranks is one file")
-        return of_telemetry(read_table(rows[0]), str(rows[0]), note), "telemetry"
+            raise InputError(str(telemetry_files[0]), "is given with others", "telemetry of all ranks is one file")
+        return of_telemetry(read_table(telemetry_files[0]), str(telemetry_files[0]), note), "telemetry"
     with progress("reading", len(paths)) as advance:
         return of_traces(paths, advance), "traces"
 
 
-def _write_feeds(run: RankSteps, batch: int, feeds: diagnosis.Feeds, telemetry: list[Path]) -> None:
+def _write_feeds(run: RankSteps, batch_size: int, feeds: diagnosis.Feeds, telemetry_files: list[Path]) -> None:
+    """Write the inputs of the remedies' commands; ``telemetry_files``: copied when not empty, else made from the traces."""
     Path(feeds.speeds).parent.mkdir(parents=True, exist_ok=True)
     for path, header, rows in (
-        (feeds.speeds, "iteration,worker,speed,cpu,memory", diagnosis.speeds(run, batch)),
+        (feeds.speeds, "iteration,worker,speed,cpu,memory", diagnosis.speeds(run, batch_size)),
         (feeds.ends, "worker,iteration,end_s", diagnosis.ends(run)),
     ):
         write_text(path, "\n".join([header, *(",".join(f"{value:.9g}" for value in row) for row in rows)]) + "\n")
-    if telemetry:
-        write_text(feeds.telemetry, telemetry[0].read_text(encoding="utf-8"))
+    if telemetry_files:
+        write_text(feeds.telemetry, telemetry_files[0].read_text(encoding="utf-8"))
         return
-    made = [to_json(row, indent=None) for row in diagnosis.telemetry(run, batch)]
-    write_text(feeds.telemetry, "".join(made))
+    telemetry_lines = [to_json(row, indent=None) for row in diagnosis.telemetry(run, batch_size)]
+    write_text(feeds.telemetry, "".join(telemetry_lines))

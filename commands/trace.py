@@ -2,101 +2,191 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, get_args
 
-import typer
-
-from ddltool.analyzers.communication.result import trace as trace_of
-from ddltool.analyzers.loading.fabrics import BANDWIDTH, LATENCY
-from ddltool.analyzers.loading.sources import is_graph_file, is_onnx_file, scan_source
-from ddltool.analyzers.reporting.graph_section import SETTINGS, determinism_section, trace_section
-from ddltool.commands.declaring import called
+from ddltool.analyzers.answers.reporting.graph_section import SETTINGS, determinism_section, trace_section
+from ddltool.analyzers.step.communication.collectives import compressed_ddp, parse_compression, plan_collectives
+from ddltool.analyzers.step.communication.fabrics import fabric_of, own_link
+from ddltool.analyzers.step.communication.program import own_fabric, program_of
+from ddltool.analyzers.step.costs.timed_graph import BANDWIDTH, DEVICE, LATENCY, timed_graph
+from ddltool.analyzers.step.tracing.sources import Source, is_graph_file, is_onnx_file, name_of, scan_source
+from ddltool.analyzers.step.transfers.efficiency import compare
+from ddltool.analyzers.step.transfers.result import trace_result
+from ddltool.analyzers.step.transfers.timeline import to_chrome_trace
+from ddltool.artifacts import check_outputs, to_json, write_text
 from ddltool.commands.options import (
+    AS_TEXT,
     DEVICES,
     LocalLink,
     Precision,
     Seed,
     completed,
-    demand_part,
-    is_given,
     number,
     one_of,
     pairs,
     within,
 )
-from ddltool.commands.output import answer, note, progress
+from ddltool.commands.output import answer, progress
+from ddltool.commands.verbs import VerbCall, demand_part, is_given, refuse, verb
+from ddltool.device import DEVICES_PER_NODE
 from ddltool.errors import InputError
-from ddltool.graph import Mode, read_graph
-from ddltool.graph_results import DeterminismResult, NamedGraph
+from ddltool.graph import Mode, write_graph
+from ddltool.graph_results import DeterminismResult, NamedGraph, TraceResult
+from ddltool.shipped import known_devices
+from ddltool.stages import Stage, Tell, log_remark, quietly
 
 _LINKS = ("gpus_per_node", "link", "nic", "nccl_tests")
 # What a graph that brings its own times does not read.
 _TIMING = ("device", "devices_file", "bandwidth", "latency", "parameter_servers", *_LINKS)
+# What a source that is no torch model does not read, and what timing it on this machine does not.
+_TORCH = {"precision", "channels_last", "sequence_length"}
+_MODELLED = {"precision", "channels_last", "device", "devices_file"}
 
 
+def _bindings(text: str, where: str) -> dict[str, int]:
+    """Return the sizes in ``batch=8,sequence=128``. Raises InputError for anything else."""
+    named = pairs(text, where, "NAME=SIZE", "batch=8,sequence=128", "[0-9]+")
+    return {name: int(size) for name, size in named.items()}
+
+
+@verb
 def trace(
-    context: typer.Context,
-    source: str,
+    source: Annotated[Source, AS_TEXT],
+    *,
     mode: Annotated[Mode | None, one_of(*get_args(Mode))] = None,
     batch_size: Annotated[int | None, within(1)] = None,
-    bind: str | None = None,
-    device: Annotated[str, DEVICES] = "V100",
+    bindings: Annotated[Mapping[str, int] | None, _bindings] = None,
+    device: Annotated[str, DEVICES] = DEVICE,
     precision: Precision = "fp32",
     channels_last: bool = False,
     sequence_length: Annotated[int | None, within(1)] = None,
     devices_file: Path | None = None,
-    bandwidth: str = BANDWIDTH,
-    latency: str = LATENCY,
+    bandwidth: str | None = None,
+    latency: str | None = None,
     parameter_servers: Annotated[int, within(1, 10_000)] = 1,
     oracle: Annotated[str | None, completed(("roofline", "measured"))] = None,
     exact: bool = False,
     time_limit_s: Annotated[float, number(0)] = 20.0,
     replicas: Annotated[int, within(2, 100_000)] = 8,
-    setting: Annotated[str, one_of(*SETTINGS)] = "ddp",
     gpus_per_node: Annotated[int | None, within(1, 1024)] = None,
     link: LocalLink = None,
     nic: str | None = None,
-    nccl_tests: list[Path] | None = None,
+    nccl_tests: Sequence[Path] = (),
     compress: str | None = None,
     samples: Annotated[int, within(1)] = 100,
-    perfetto: Path | None = None,
+    seed: Seed = 0,
+    output: str | Path | None = None,
+    perfetto: str | Path | None = None,
+    tell: Tell = log_remark,
+    stage: Stage = quietly,
+) -> TraceResult:
+    """Trace one step, order its transfers, and say what that gains, for parameter servers, DDP and FSDP2.
+
+    ``source``: a module, (module, example_inputs), a function that makes one, or a text as on the command line. ``output``: a
+    place for the graph, ``perfetto`` for TAC's timeline; the rest as the options of ``ddltool trace`` (``bandwidth`` and
+    ``latency`` None: 10 Gbit/s and 50 us). Raises InputError for what is unknown, does not run, or cannot be written.
+    """
+    _demand_parts(source, oracle)
+    compression = None if compress is None else parse_compression(compress)
+    if output is not None and output == perfetto:
+        raise InputError("perfetto", f"is {perfetto}, as -o", "give two different files")
+    read = [name_of(source).partition(":")[0]] if isinstance(source, (str, Path)) else []
+    check_outputs([*read, oracle, devices_file, *nccl_tests], {"-o": output, "--perfetto": perfetto})
+    with stage(f"tracing {name_of(source)}") as advance:
+        graph = timed_graph(
+            source,
+            mode=mode,
+            batch_size=batch_size,
+            bindings=bindings,
+            device=device,
+            bandwidth=bandwidth or BANDWIDTH,
+            latency=latency or LATENCY,
+            parameter_servers=parameter_servers,
+            oracle=oracle,
+            devices_file=devices_file,
+            precision=precision,
+            channels_last=channels_last,
+            sequence_length=sequence_length,
+            tell=tell,
+            progress=advance,
+        )
+    with stage("simulating", 4 * samples) as advance:
+        comparison = compare(
+            graph,
+            samples=samples,
+            seed=seed,
+            exact_s=time_limit_s if exact else None,
+            progress=lambda done, total: advance(done, "" if done < total else "(searching a better order)"),
+        )
+    own = is_graph_file(source) and oracle is None and graph.meta.get("bandwidth_bytes_per_s") is not None
+    if own and (unread := [name for name in _TIMING if is_given(name)]):
+        names = ", ".join("--" + name.replace("_", "-") for name in unread)
+        tell(f"note: {names} ignored: the file has times of its own; add --oracle roofline to time it anew")
+    if own:
+        fabric = own_fabric(graph)
+    else:
+        known = known_devices(devices_file).device(device)
+        several = bandwidth is None and (link is not None or own_link(known).kind.startswith("nvlink"))
+        fabric = fabric_of(
+            known,
+            gpus_per_node=gpus_per_node or (DEVICES_PER_NODE if several else 1),
+            link=link,
+            nic=nic,
+            bandwidth=bandwidth if nic is not None else bandwidth or BANDWIDTH,
+            latency=latency if nic is not None else latency or LATENCY,
+            nccl_tests=nccl_tests,
+        )
+    group = fabric.over(replicas) if fabric is not None else None
+    plans = plan_collectives(graph, group) if group is not None else None
+    if compression is not None and plans is not None and group is not None:
+        name = device if not own else str(graph.meta.get("device"))
+        rate = known_devices(devices_file).device(name).memory_bytes_per_s
+        figures = compressed_ddp(graph, program_of(graph), group, compression, rate, plans.ddp.default.step_s)
+        plans = plans.model_copy(update={"compressed": figures})
+    if output is not None:
+        write_graph(graph, output)
+    if perfetto is not None:
+        made = to_chrome_trace(graph, comparison.timelines["tac"], comparison.schedules["tac"].priority)
+        write_text(perfetto, to_json(made, indent=None))
+    return trace_result(graph, comparison, plans)
+
+
+def show_trace(
+    call: VerbCall[TraceResult],
+    *,
+    setting: Annotated[str, one_of(*SETTINGS)] = "ddp",
     determinism: bool = False,
     output: Path | None = None,
-    seed: Seed = 0,
+    perfetto: Path | None = None,
     as_json: bool = False,
 ) -> None:
-    """Trace one step, order its transfers, and say what that gains, for parameter servers, DDP and FSDP2."""
-    _demand_parts(context, source, oracle, determinism)
+    """Print what the order of transfers gains; or, for ``--determinism``, what stands in the way of equal bits."""
     if determinism:
+        demand_part("--determinism", {"source", "mode", "batch_size", "bindings", "determinism", "as_json"})
+        source = call["source"]
+        _demand_bindable(source)
         with progress(f"tracing {source}"):
-            graph, scanned = called(context, scan_source, bindings=_bindings(bind, source))
-        levels = DeterminismResult(graph=NamedGraph(name=graph.name, mode=graph.mode), determinism=scanned)
-        answer(levels, lambda: determinism_section(levels), as_json)
+            graph, levels = scan_source(source, call["mode"], call["batch_size"], call["bindings"])
+        scanned = DeterminismResult(graph=NamedGraph(name=graph.name, mode=graph.mode), determinism=levels)
+        answer(scanned, lambda: determinism_section(scanned), as_json)
         return
-    own = is_graph_file(source) and oracle is None
-    if own and (given := [name for name in _TIMING if is_given(context, name)]):
-        names = ", ".join("--" + name.replace("_", "-") for name in given)
-        if read_graph(source).meta.get("bandwidth_bytes_per_s") is not None:
-            note(f"note: {names} ignored: the file has times of its own; add --oracle roofline to time it anew")
-    found = called(context, trace_of, bindings=_bindings(bind, source))
-    answer(found, lambda: trace_section(found, setting), as_json, output, perfetto)
+    result = call()
+    answer(result, lambda: trace_section(result, setting), as_json, output, perfetto)
 
 
-def _demand_parts(context: typer.Context, source: str, oracle: str | None, determinism: bool) -> None:
-    """Raise InputError for an option that has no part in what was asked for."""
-    every = {parameter.name or "" for parameter in context.command.params}
-    if determinism:
-        demand_part(context, "--determinism", {"source", "mode", "batch_size", "bind", "determinism", "as_json"})
-    elif oracle == "measured":
-        demand_part(context, "--oracle measured", every - {"precision", "channels_last", "device", "devices_file"})
+def _demand_parts(source: Source, oracle: str | None) -> None:
+    """Raise InputError for an argument that has no part in timing this source so."""
+    _demand_bindable(source)
+    if oracle == "measured":
+        refuse("--oracle measured", _MODELLED)
     elif is_graph_file(source) or is_onnx_file(source):
-        demand_part(context, f"{source}", every - {"precision", "channels_last", "sequence_length"})
+        refuse(str(source), _TORCH)
 
 
-def _bindings(text: str | None, source: str) -> dict[str, int]:
-    """Return the sizes in ``batch=8,sequence=128``. Raises InputError for anything else, and without an ONNX file."""
-    if text is not None and not is_onnx_file(source):
-        raise InputError("--bind", f"{source} has no symbolic dimensions", "leave it out: only ONNX files have them")
-    named = pairs(text or "", "--bind", "NAME=SIZE", "batch=8,sequence=128", "[0-9]+")
-    return {name: int(size) for name, size in named.items()}
+def _demand_bindable(source: Source) -> None:
+    """Raise InputError for sizes of symbolic dimensions where the source can have none."""
+    if is_given("bindings") and not is_onnx_file(source):
+        problem = f"{name_of(source)} has no symbolic dimensions"
+        raise InputError("bindings", problem, "leave it out: only ONNX files have them")

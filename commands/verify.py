@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from ddltool.analyzers.deciding.feedback import read_run
-from ddltool.analyzers.deciding.verification import verify as compare
-from ddltool.analyzers.goodput.throughput import ThroughputParams
-from ddltool.analyzers.reporting.result_sections import verification_section
+from ddltool.analyzers.answers.reporting.result_sections import verification_section
+from ddltool.analyzers.job.diagnosing.verification import verify as compare
+from ddltool.analyzers.job.goodput.throughput import ThroughputParams
+from ddltool.analyzers.step.measured.feedback import read_run
 from ddltool.artifacts import load
 from ddltool.commands.options import percent
 from ddltool.commands.output import finish, note

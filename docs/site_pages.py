@@ -12,9 +12,8 @@ import click
 from mkdocs.structure.files import File, Files
 
 import ddltool
-from ddltool.commands.explain import GLOSSARY
 from ddltool.commands.main import COMMANDS, load
-from ddltool.commands.schema import FILES, RESULTS, schema_of
+from ddltool.commands.show import FILES, GLOSSARY, RESULTS, schema_of
 
 ROOT = Path(__file__).resolve().parents[1]
 BESIDE = {
@@ -146,7 +145,7 @@ def documents() -> str:
     lines = [
         "## Every kind",
         "",
-        "Fields as `ddltool schema KIND` has them, with those of what they hold in parentheses.",
+        "Fields as `ddltool show schema KIND` has them, with those of what they hold in parentheses.",
         "",
     ]
     for kind in (*FILES, *RESULTS):

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from ddltool.analyzers.balancing.sizing import proportional
+from ddltool.analyzers.job.balancing.sizing import proportional
 from ddltool.runtime.balancing import BalanceOptions, balance
 
 TRAINED = 1437

@@ -1,7 +1,7 @@
 """Train on scikit-learn's digits under synchronisation models: python examples/sync_launch.py 4 THIS_FILE [MODEL...].
 
 Ranks 0 to 2 are workers, rank 2 the slowest (it sleeps); rank 3 is the parameter server. MODEL is bsp, asp, ssp,
-elastic, local or backup; several are trained one after the other, each until the server has used GRADIENTS gradients
+or elastic; several are trained one after the other, each until the server has used GRADIENTS gradients
 (400), so time and accuracy can be compared.
 
 What the workers' shares of an epoch are is equal under every model, so with a fixed number of epochs the job lasts as
@@ -21,15 +21,13 @@ from ddltool.runtime.servers import (
     ASP,
     BSP,
     SSP,
-    BackupWorkers,
     ElasticBSP,
-    LocalSGD,
     Server,
     TransferPlan,
     Worker,
 )
 
-WORKERS, LOCAL_STEPS = 3, 4
+WORKERS = 3
 GRADIENTS = int(os.environ.get("GRADIENTS", "400"))
 # A model, and how many workers' gradients make one update.
 MODELS = {
@@ -37,8 +35,6 @@ MODELS = {
     "asp": (ASP(), 1),
     "ssp": (SSP(3), 1),
     "elastic": (ElasticBSP(15), 1),
-    "local": (LocalSGD(LOCAL_STEPS), WORKERS * LOCAL_STEPS),
-    "backup": (BackupWorkers(1), WORKERS - 1),
 }
 
 
@@ -50,9 +46,9 @@ def train(name: str) -> None:
     features, labels = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(targets)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     plan = TransferPlan.for_model(model, workers=WORKERS, servers=1)
-    rank, local = int(os.environ["RANK"]), policy.local_steps > 1
+    rank = int(os.environ["RANK"])
     if rank == WORKERS:
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0 if local else 0.5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         server = Server(model, plan, optimizer, policy, telemetry=f"sync.{name}.jsonl")
         begin = time.monotonic()
         server.serve()
@@ -63,8 +59,7 @@ def train(name: str) -> None:
         used = round(server.updates * per_update)
         print(f"{name}: {used} gradients in {seconds:.1f} s, accuracy {accuracy:.3f}, waited {waits} s", flush=True)
         return
-    local_optimizer = torch.optim.SGD(model.parameters(), lr=0.5) if local else None
-    with Worker(model, plan, policy, local_optimizer=local_optimizer, checkpoint=f"last.{rank}.pt") as worker:
+    with Worker(model, plan, policy, checkpoint=f"last.{rank}.pt") as worker:
         for epoch in itertools.count():
             for batch in worker.batches(1500, 16, epoch=epoch, seed=0):
                 if worker.updates * per_update >= GRADIENTS:

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from ddltool.goodput_model import ThroughputParams
 from ddltool.job import Job
 from ddltool.simulation_results import JobSpec
-from tests.processes import children_left, forking
+from tests.helpers.processes import children_left, forking
 
 # On a busy machine an example may take any time, and a change must not fail on a rare example that it did not cause:
 # `pytest --hypothesis-profile=search` looks for those.

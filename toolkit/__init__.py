@@ -1,7 +1,7 @@
 """ddltool: one model of a distributed training job, and the tools that read it.
 
 ``import ddltool as dt`` is for notebooks and scripts: ``dt.trace``, ``dt.predict``, ``dt.profile``, ``dt.fit``, ``dt.plan``,
-``dt.simulate``, ``dt.balance``, ``dt.barrier``, ``dt.gate`` and ``dt.report`` are the functions that the commands call. Each
+``dt.simulate``, ``dt.balance``, ``dt.barrier``, ``dt.gate`` and ``dt.report`` are what the commands are made from. Each
 returns a record with ``to_frame()``, ``save()`` and ``chart()``, which a notebook shows as its section of the report.
 
 The package itself holds the nouns (Graph, Profile, Cluster, Job, Plan, Enforcement) and how they are read and written; start
@@ -13,37 +13,33 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ddltool import showing
+
 if TYPE_CHECKING:
-    from ddltool.analyzers.balancing.replay import balance as balance
-    from ddltool.analyzers.barriers.choices import barrier as barrier
-    from ddltool.analyzers.communication.result import trace as trace
-    from ddltool.analyzers.deciding.planning import plan as plan
-    from ddltool.analyzers.gating.verdict import gate as gate
-    from ddltool.analyzers.loading.artifact_files import read as read
-    from ddltool.analyzers.loading.fitted_models import fit as fit
-    from ddltool.analyzers.loading.predictions import predict as predict
-    from ddltool.analyzers.reporting.report import report as report
-    from ddltool.analyzers.scheduling.replay import simulate as simulate
+    from ddltool.artifact_files import read as read
+    from ddltool.commands.balance import balance as balance
+    from ddltool.commands.barrier import barrier as barrier
+    from ddltool.commands.fit import fit as fit
+    from ddltool.commands.gate import gate as gate
+    from ddltool.commands.plan import plan as plan
+    from ddltool.commands.predict import predict as predict
+    from ddltool.commands.profile import profile as profile
+    from ddltool.commands.report import report as report
+    from ddltool.commands.simulate import simulate as simulate
+    from ddltool.commands.trace import trace as trace
     from ddltool.errors import DdlToolError as DdlToolError
     from ddltool.errors import Infeasible as Infeasible
     from ddltool.errors import InputError as InputError
-    from ddltool.runtime.measuring.profiling import profile as profile
 
 __version__ = "0.1.0"
 
+showing.register(lambda: import_module("ddltool.analyzers.answers.reporting.notebook"))
+
 # Where each name lives; docs/api.md lists them and a test pins them.
+_VERBS = ("trace", "predict", "profile", "fit", "plan", "simulate", "balance", "barrier", "gate", "report")
 _HOMES = {
-    "trace": "analyzers.communication.result",
-    "predict": "analyzers.loading.predictions",
-    "profile": "runtime.measuring.profiling",
-    "fit": "analyzers.loading.fitted_models",
-    "plan": "analyzers.deciding.planning",
-    "simulate": "analyzers.scheduling.replay",
-    "balance": "analyzers.balancing.replay",
-    "barrier": "analyzers.barriers.choices",
-    "gate": "analyzers.gating.verdict",
-    "report": "analyzers.reporting.report",
-    "read": "analyzers.loading.artifact_files",
+    **{verb: f"commands.{verb}" for verb in _VERBS},
+    "read": "artifact_files",
     "DdlToolError": "errors",
     "InputError": "errors",
     "Infeasible": "errors",

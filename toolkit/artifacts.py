@@ -21,13 +21,13 @@ import tomllib
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ddltool import showing
 from ddltool.errors import InputError, did_you_mean, shortened
 from ddltool.schema_words import UNKNOWN_FIELD, in_words
 from ddltool.units import show_bytes
@@ -42,12 +42,12 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
 AtLeastOne = Annotated[int, Field(ge=1)]
 SCHEMA_VERSION = 1
-# What a file may hold, unpacked: of a document in memory, of lines that are read one by one, of one such line.
+# Most unpacked bytes of a document in memory, of a file that is read line by line, of one such line.
 LONGEST_TEXT, LONGEST_STREAM, _LONGEST_LINE = 1 << 29, 1 << 33, 1 << 20
-# YAML is written by hand; its aliases may stand for so many values.
+# YAML: most characters of a text, levels of nesting, values with aliases expanded.
 _LONGEST_YAML, _DEEPEST_YAML, _MOST_VALUES = 1 << 24, 100, 1_000_000
-# Seconds for the next bytes of a pipe.
-_PATIENCE_S = 60.0
+# Seconds that a pipe's next bytes may take.
+_PIPE_TIMEOUT_S = 60.0
 
 
 class Record(BaseModel):
@@ -64,35 +64,30 @@ class Artifact(Record):
     def save(self, path: str | Path) -> None:
         """Write the document atomically as JSON; one whose rows are a profile's as CSV where the name ends so."""
         if Path(path).name.removesuffix(".gz").endswith(".csv"):
-            _showing().save_table(self, path)
+            showing.module().save_table(self, path)
         else:
             save(self, path)
 
     def to_frame(self) -> pd.DataFrame:
         """Return its main rows as a table: of a profile its rows, of a simulation its policies, of a plan its assignments."""
-        return cast("pd.DataFrame", _showing().frame(self))
+        return cast("pd.DataFrame", showing.module().frame(self))
 
     def chart(self) -> Any:
         """Return its first picture as an Altair chart. Raises InputError where it has none."""
-        return _showing().chart(self)
+        return showing.module().chart(self)
 
     def _repr_html_(self) -> str:
         """Return its section of the report, for a notebook."""
-        return str(_showing().html(self))
+        return str(showing.module().html(self))
 
 
 A = TypeVar("A", bound=Artifact)
 R = TypeVar("R", bound=BaseModel)
 
 
-def _showing() -> Any:
-    """Return the module that shows records. The one look upwards from the toolkit: loaded when a record is to be seen."""
-    return import_module("ddltool.analyzers.reporting.notebook")
-
-
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Tell in one line why a file cannot be read: missing, a folder, unreadable, not gzip, not UTF-8."""
+def _name_read_errors(path: Path) -> Iterator[None]:
+    """Turn errors of reading into an InputError: missing, a folder, unreadable, no whole gzip file, not UTF-8."""
     try:
         yield
     except FileNotFoundError:
@@ -108,20 +103,20 @@ def _reading(path: Path) -> Iterator[None]:
         raise InputError(str(path), f"cannot be read ({reason})", "check the path and its permissions") from None
 
 
-class _Patient(io.FileIO):
-    """A file; where it is a pipe whose writer stands still, reading it fails after a time."""
+class _FileWithTimeout(io.FileIO):
+    """A file whose read fails when it is a pipe into which nothing is written for ``_PIPE_TIMEOUT_S``."""
 
     def readinto(self, buffer: Any) -> int | None:
-        if not select.select([self], [], [], _PATIENCE_S)[0]:
-            raise TimeoutError(0, f"nothing was written to this pipe within {_PATIENCE_S:g} s")
+        if not select.select([self], [], [], _PIPE_TIMEOUT_S)[0]:
+            raise TimeoutError(0, f"nothing was written to this pipe within {_PIPE_TIMEOUT_S:g} s")
         return super().readinto(buffer)
 
 
-class _Bounded(io.RawIOBase):
-    """The unpacked bytes of a file, which must end after ``most`` of them."""
+class _BoundedBytes(io.RawIOBase):
+    """A stream of a file's unpacked bytes; reading raises InputError after more than ``max_bytes``."""
 
-    def __init__(self, stream: Any, path: Path, most: int) -> None:
-        self._stream, self._path, self._most, self._left = stream, path, most, most
+    def __init__(self, stream: Any, path: Path, max_bytes: int) -> None:
+        self._stream, self._path, self._max_bytes, self._left = stream, path, max_bytes, max_bytes
 
     def readable(self) -> bool:
         return True
@@ -131,36 +126,39 @@ class _Bounded(io.RawIOBase):
         self._left -= count
         if self._left < 0:
             remedy = "give a smaller file, or check that it is the one you mean"
-            raise InputError(str(self._path), f"holds more than {show_bytes(self._most)}", remedy)
+            raise InputError(str(self._path), f"holds more than {show_bytes(self._max_bytes)}", remedy)
         return count
 
 
 @contextlib.contextmanager
-def opened(path: str | Path, most: int = LONGEST_STREAM) -> Iterator[io.BufferedReader]:
-    """Open a file for reading its bytes, unpacked where its name ends in ``.gz`` or it begins as gzip does.
+def opened(path: str | Path, max_bytes: int = LONGEST_STREAM) -> Iterator[io.BufferedReader]:
+    """Open a file or pipe for reading its bytes, unpacked when its name ends in ``.gz`` or it begins with gzip's magic number.
 
-    Pipes are files too. Raises InputError, inside as well, when the file is missing, a folder, unreadable, not whole
-    gzip, longer than ``most`` bytes, a pipe into which nothing is written for a minute, or (where it is decoded) not UTF-8.
+    Raises InputError, also from the body of the ``with``, when the file is missing, a folder, unreadable, a broken gzip
+    file, longer than ``max_bytes`` unpacked, a pipe without data for a minute, or not UTF-8 when the body decodes it.
     """
     path = Path(path)
-    with _reading(path), _Patient(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as raw:
+    with (
+        _name_read_errors(path),
+        _FileWithTimeout(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as raw,
+    ):
         os.set_blocking(raw.fileno(), True)  # opening a pipe must not wait for its writer, reading it must
-        plain = io.BufferedReader(raw)
-        packed = path.suffix == ".gz" or plain.peek(2)[:2] == b"\x1f\x8b"
-        stream = gzip.GzipFile(fileobj=plain) if packed else plain
-        yield io.BufferedReader(_Bounded(stream, path, most), 1 << 18)
+        buffered = io.BufferedReader(raw)
+        is_gzip = path.suffix == ".gz" or buffered.peek(2)[:2] == b"\x1f\x8b"
+        stream = gzip.GzipFile(fileobj=buffered) if is_gzip else buffered
+        yield io.BufferedReader(_BoundedBytes(stream, path, max_bytes), 1 << 18)
 
 
-def read_bytes(path: str | Path, most: int = LONGEST_TEXT) -> bytes:
+def read_bytes(path: str | Path, max_bytes: int = LONGEST_TEXT) -> bytes:
     """Return the (unpacked) bytes of a file; see :func:`opened` for what is refused."""
-    with opened(path, most) as file:
+    with opened(path, max_bytes) as file:
         return file.read()
 
 
 def read_text(path: str | Path) -> str:
     """Return the text of a file; raise InputError as :func:`opened` does, and for an empty one."""
     path = Path(path)
-    with _reading(path):
+    with _name_read_errors(path):
         text = read_bytes(path).decode("utf-8-sig")
     if not text or text.isspace():
         raise InputError(str(path), "is empty", "expected a document with a kind")
@@ -170,19 +168,21 @@ def read_text(path: str | Path) -> str:
 def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number, object) of JSON Lines (``.gz`` accepted), line by line: such files may be larger than memory.
 
-    A last line without its end is dropped: that is a writer that was killed, or still writes. Raises InputError as
-    :func:`read_text` does, and for a line that is no object, with its number.
+    A broken last line without its end of line is dropped: its writer was killed, or still writes. Raises InputError as
+    :func:`read_text` does, and naming the line where one is no JSON object.
     """
     path = Path(path)
-    some = False
+    has_rows = False
     with opened(path) as file:
-        # So that a file that is something else cannot fill the memory.
-        for number, raw in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
-            if not raw.strip():
+        # readline's limit keeps a file without line ends from filling the memory.
+        for line_number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
+            if not line.strip():
                 continue
-            where, problem = f"{path}:line {number}", ""
+            where, problem = f"{path}:line {line_number}", ""
             try:
-                row = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_unique, parse_int=_integer)
+                row = json.loads(
+                    line.decode("utf-8-sig"), object_pairs_hook=_refuse_repeated_keys, parse_int=_integer_of_64_bits
+                )
             except json.JSONDecodeError as error:
                 problem = f"is not JSON ({error.msg})"
             except UnicodeDecodeError:
@@ -191,15 +191,15 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 problem = f"has the key {error.key!r} twice"
             except (ValueError, RecursionError):
                 problem = "has a number of thousands of digits, or is nested thousands deep"
-            if problem and some and not raw.endswith(b"\n") and len(raw) < _LONGEST_LINE:
+            if problem and has_rows and not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
                 return
             if not problem and not isinstance(row, dict):
                 problem = "is not an object"
             if problem:
                 raise InputError(where, problem, "one JSON object per line")
-            some = True
-            yield number, row
-    if not some:
+            has_rows = True
+            yield line_number, row
+    if not has_rows:
         raise InputError(str(path), "is empty", "expected one JSON object per line")
 
 
@@ -211,52 +211,57 @@ class _RepeatedKey(Exception):
         self.key, self.line = key, line
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the object; raise _RepeatedKey for a key that stands twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         counts = Counter(key for key, _ in pairs)
         raise _RepeatedKey(next(key for key in counts if counts[key] > 1))
-    return found
+    return mapping
 
 
-def _values(node: yaml.Node, counted: dict[int, int]) -> int:
-    """Return how many values a YAML node stands for, its aliases written out; raise ValueError for too many."""
-    if id(node) in counted:
-        if not counted[id(node)]:
+def _count_values(node: yaml.Node, count_by_node: dict[int, int]) -> int:
+    """Return how many values a YAML node stands for with its aliases expanded; raise ValueError above ``_MOST_VALUES``.
+
+    ``count_by_node``: the counts so far, by id of the node; 0 while its children are counted, so a cycle is found.
+    """
+    if id(node) in count_by_node:
+        if not count_by_node[id(node)]:
             raise ValueError("an alias within what it names")
-        return counted[id(node)]
-    counted[id(node)] = 0
-    parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
-    count = 1 if isinstance(node, yaml.ScalarNode) else 1 + sum(_values(part, counted) for part in parts)
+        return count_by_node[id(node)]
+    count_by_node[id(node)] = 0
+    children = [child for pair in node.value for child in pair] if isinstance(node, yaml.MappingNode) else node.value
+    count = (
+        1 if isinstance(node, yaml.ScalarNode) else 1 + sum(_count_values(child, count_by_node) for child in children)
+    )
     if count > _MOST_VALUES:
         raise ValueError(f"more than {_MOST_VALUES:,} values, aliases written out")
-    counted[id(node)] = count
+    count_by_node[id(node)] = count
     return count
 
 
 def _from_yaml(text: str, path: Path) -> object:
-    """Return what a YAML text holds; raise InputError for one that nobody wrote by hand, and what the loader raises."""
+    """Return the value of a YAML text. Raises InputError above ``_LONGEST_YAML`` characters, and the loader's errors."""
     if len(text) > _LONGEST_YAML:
         raise InputError(str(path), f"holds more than {show_bytes(_LONGEST_YAML)} of YAML", "give a shorter file")
     depth = 0
-    for event in yaml.parse(text, _UniqueKeys):  # the C parser's composer has no limit but the stack's
+    for event in yaml.parse(text, _LoaderOfUniqueKeys):  # the C parser's composer has no limit but the stack's
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > _DEEPEST_YAML:
             raise RecursionError
-    loader = _UniqueKeys(text)
+    loader = _LoaderOfUniqueKeys(text)
     try:
         node = loader.get_single_node()
         if node is None:
             return None
-        _values(node, {})
+        _count_values(node, {})
         return loader.construct_document(node)
     finally:
         loader.dispose()
 
 
 # The C parser where PyYAML has it: ten times as fast.
-class _UniqueKeys(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+class _LoaderOfUniqueKeys(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """YAML's safe loader, which keeps the last of repeated keys, made to refuse them."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -271,12 +276,12 @@ class _UniqueKeys(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignor
 
 
 # YAML 1.1 takes 1e-3 for a text, which is not what anybody who writes it into a job file means: read it as YAML 1.2 does.
-_UniqueKeys.add_implicit_resolver(
+_LoaderOfUniqueKeys.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+"), list("-+.0123456789")
 )
 
 
-def _integer(text: str) -> int:
+def _integer_of_64_bits(text: str) -> int:
     """Return the integer; raise ValueError beyond 64 bits, where solvers and arrays would fail later and far away."""
     value = int(text) if len(text) <= 20 else None
     if value is None or not -(2**63) <= value < 2**63:
@@ -293,7 +298,7 @@ def _yaml_integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     return value
 
 
-_UniqueKeys.add_constructor("tag:yaml.org,2002:int", _yaml_integer)
+_LoaderOfUniqueKeys.add_constructor("tag:yaml.org,2002:int", _yaml_integer)
 
 
 def read_document(path: str | Path) -> dict[str, Any]:
@@ -304,7 +309,7 @@ def read_document(path: str | Path) -> dict[str, Any]:
         document = (
             _from_yaml(text, path)
             if ending(path) in (".yaml", ".yml")
-            else json.loads(text, object_pairs_hook=_unique, parse_int=_integer)
+            else json.loads(text, object_pairs_hook=_refuse_repeated_keys, parse_int=_integer_of_64_bits)
         )
     except _RepeatedKey as error:
         where = f"{path}:line {error.line}" if error.line else str(path)
@@ -316,9 +321,9 @@ def read_document(path: str | Path) -> dict[str, Any]:
         raise InputError(str(path), "is nested too deeply", "ddltool's documents are a few levels deep") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        at = f"{path}:line {mark.line + 1} column {mark.column + 1}" if mark is not None else str(path)
+        where = f"{path}:line {mark.line + 1} column {mark.column + 1}" if mark is not None else str(path)
         problem = getattr(error, "problem", None) or str(error)
-        raise InputError(at, f"is not valid YAML ({problem})", "mind the indentation and the quotes") from None
+        raise InputError(where, f"is not valid YAML ({problem})", "mind the indentation and the quotes") from None
     except ValueError as error:  # a number beyond 64 bits, a date that does not exist
         remedy = "give a number in range, or write a text in quotes"
         raise InputError(str(path), f"holds a value that cannot be read ({error})", remedy) from None
@@ -366,11 +371,11 @@ def parse(document: dict[str, Any], model: type[A], where: str) -> A:
 
 
 def parse_record(document: Mapping[str, Any], model: type[R], where: str, inside: str = "") -> R:
-    """Return ``document``, which stands in ``inside`` of a file, as ``model``. Raises InputError as :func:`parse` does."""
+    """Return ``document`` as ``model``; errors put ``inside``, its place in the file, before the field, as :func:`parse`."""
     try:
         return model.model_validate(document)
     except ValidationError as error:
-        raise _first_problem(error, model, where, inside) from None
+        raise _first_validation_error(error, model, where, inside) from None
 
 
 def load(path: str | Path, model: type[A]) -> A:
@@ -378,39 +383,43 @@ def load(path: str | Path, model: type[A]) -> A:
     return parse(read_document(path), model, str(path))
 
 
-def _first_problem(error: ValidationError, model: type[BaseModel], where: str, inside: str = "") -> InputError:
-    """Return the first of pydantic's complaints in this project's form."""
+def _first_validation_error(error: ValidationError, model: type[BaseModel], where: str, inside: str = "") -> InputError:
+    """Return an InputError for the first of pydantic's errors, an unknown field before all others."""
     # A misspelt field is both unknown and missing; the unknown one is what the reader must mend.
-    first = min(error.errors(), key=lambda problem: problem["type"] not in UNKNOWN_FIELD)
+    problem_found = min(error.errors(), key=lambda problem: problem["type"] not in UNKNOWN_FIELD)
     field = inside
-    for part in first["loc"]:
+    for part in problem_found["loc"]:
         field += f"[{part}]" if isinstance(part, int) else f".{part}" if field else str(part)
-    if first["type"] in UNKNOWN_FIELD:
-        name = str(first["loc"][-1])
-        known = _fields_beside(first["loc"], model)
+    if problem_found["type"] in UNKNOWN_FIELD:
+        name = str(problem_found["loc"][-1])
+        known = _fields_beside(problem_found["loc"], model)
         return InputError(
             f"{where}:{field}", f"unknown field {name!r}", did_you_mean(name, known) if known else "remove it"
         )
-    problem, remedy = in_words(first)
-    if error.error_count() > 1 and first["type"] != "missing":
-        more = f" (and {error.error_count() - 1} more)"
-        problem, remedy = (problem, f"{remedy}{more}") if remedy else (f"{problem}{more}", "")
+    problem, remedy = in_words(problem_found)
+    if error.error_count() > 1 and problem_found["type"] != "missing":
+        count_note = f" (and {error.error_count() - 1} more)"
+        problem, remedy = (problem, f"{remedy}{count_note}") if remedy else (f"{problem}{count_note}", "")
     return InputError(f"{where}:{field}" if field else where, problem, remedy)
 
 
-def _fields_beside(loc: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:
-    """Return the field names that are known at the place of an unknown one."""
+def _fields_beside(location: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:
+    """Return the field names that the model knows beside the unknown field at ``location``."""
     schema: dict[str, Any] = model.model_json_schema()
-    node = schema
-    for part in loc[:-1]:
-        node = node.get("items", {}) if isinstance(part, int) else node.get("properties", {}).get(part, {})
-        for choice in node.get("anyOf", [node]):
-            if "$ref" in choice or "items" in choice or "properties" in choice:
-                node = choice
+    schema_node = schema
+    for location_part in location[:-1]:
+        schema_node = (
+            schema_node.get("items", {})
+            if isinstance(location_part, int)
+            else schema_node.get("properties", {}).get(location_part, {})
+        )
+        for alternative in schema_node.get("anyOf", [schema_node]):
+            if "$ref" in alternative or "items" in alternative or "properties" in alternative:
+                schema_node = alternative
                 break
-        if "$ref" in node:
-            node = schema["$defs"][node["$ref"].rsplit("/", 1)[-1]]
-    return list(node.get("properties", {}))
+        if "$ref" in schema_node:
+            schema_node = schema["$defs"][schema_node["$ref"].rsplit("/", 1)[-1]]
+    return list(schema_node.get("properties", {}))
 
 
 def to_json(artifact: BaseModel | dict[str, Any], *, indent: int | None = 1) -> str:
@@ -448,10 +457,10 @@ def write_bytes(path: str | Path, data: bytes) -> None:
         handle = tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False)  # noqa: SIM115
         _fill_and_rename(handle, data, target, mode)
     except (OSError, RuntimeError, ValueError) as error:  # also a loop of links, a NUL in the name
-        raise _unwritable(path, error) from None
+        raise _write_error(path, error) from None
 
 
-def _unwritable(path: Path, error: Exception) -> InputError:
+def _write_error(path: Path, error: Exception) -> InputError:
     reason = getattr(error, "strerror", None) or str(error)
     return InputError(str(path), f"cannot be written ({reason})", "give a file in a writable folder")
 
@@ -463,7 +472,7 @@ def _fill_and_rename(handle: IO[bytes], data: bytes, target: Path, mode: int | N
             handle.write(data)
             handle.flush()
             os.fsync(handle.fileno())
-        os.chmod(handle.name, stat.S_IMODE(mode) if mode is not None else 0o666 & ~_umask())
+        os.chmod(handle.name, stat.S_IMODE(mode) if mode is not None else 0o666 & ~_read_umask())
         os.replace(handle.name, target)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -471,7 +480,7 @@ def _fill_and_rename(handle: IO[bytes], data: bytes, target: Path, mode: int | N
         raise
 
 
-def _umask() -> int:
+def _read_umask() -> int:
     """Return the process's umask (there is no way to read it without setting it)."""
     mask = os.umask(0o022)
     os.umask(mask)
@@ -493,7 +502,7 @@ def check_writable(path: str | Path) -> None:
             return  # a pipe or a device: written as it is
         tempfile.TemporaryFile(dir=folder).close()  # asking for the permission is not enough: the disk may be read-only
     except (OSError, RuntimeError, ValueError) as error:
-        raise _unwritable(path, error) from None
+        raise _write_error(path, error) from None
 
 
 _LONGEST_NAME = 160
@@ -515,36 +524,38 @@ def check_outputs(
     ``outputs``: option -> file. None and ``-`` (the standard streams) are no files; neither are pipes and devices.
     Files are told by what they are, not by their names: links, hard links and other spellings of a path count.
     """
-    read = [Path(path) for path in inputs if path is not None and str(path) != "-"]
-    written: dict[str, Path] = {}
-    for option, given in outputs.items():
-        if given is None or str(given) == "-":
+    input_paths = [Path(path) for path in inputs if path is not None and str(path) != "-"]
+    path_by_option: dict[str, Path] = {}
+    for option, output in outputs.items():
+        if output is None or str(output) == "-":
             continue
-        path = Path(given)
-        shown = shortened(str(path), _LONGEST_NAME)
-        if any(_same(path, other) for other in read):
-            raise InputError(option, f"{shown} is one of the inputs", remedy)
-        twice = next((name for name, other in written.items() if _same(path, other)), None)
-        if twice is not None:
-            raise InputError(option, f"{shown} is written by {twice} too", remedy)
+        path = Path(output)
+        quoted = shortened(str(path), _LONGEST_NAME)
+        if any(_is_same_file(path, path_before) for path_before in input_paths):
+            raise InputError(option, f"{quoted} is one of the inputs", remedy)
+        earlier_option = next(
+            (name for name, path_before in path_by_option.items() if _is_same_file(path, path_before)), None
+        )
+        if earlier_option is not None:
+            raise InputError(option, f"{quoted} is written by {earlier_option} too", remedy)
         check_writable(path)
-        written[option] = path
+        path_by_option[option] = path
 
 
 def demand_once(paths: Iterable[Path], remedy: str) -> None:
-    """Raise InputError for a path to a file that one before it names; loops of links are found by who reads them."""
+    """Raise InputError for a path to the same file as an earlier path."""
     seen: set[str] = set()
     for path in paths:
-        if (real := os.path.realpath(path)) in seen:
+        if (real_path := os.path.realpath(path)) in seen:
             raise InputError(str(path), "is given twice", remedy)
-        seen.add(real)
+        seen.add(real_path)
 
 
-def _same(one: Path, other: Path) -> bool:
-    """Return whether two paths are one file; what cannot be looked at is another file, and is refused elsewhere."""
+def _is_same_file(path: Path, other_path: Path) -> bool:
+    """Return whether two paths are the same file; False where one cannot be examined, which reading or writing refuses."""
     try:
-        if one.exists() and other.exists():
-            return one.is_file() and os.path.samefile(one, other)
-        return one.resolve() == other.resolve()
+        if path.exists() and other_path.exists():
+            return path.is_file() and os.path.samefile(path, other_path)
+        return path.resolve() == other_path.resolve()
     except (OSError, RuntimeError, ValueError):
         return False

@@ -48,7 +48,7 @@ class DeviceFit(Record):
 
 
 class CalibrationTable(Artifact):
-    """The shipped constants (kind ``ddltool.calibration``); see ``ddltool.analyzers.costs.kernel_times.Constants``."""
+    """The shipped constants (kind ``ddltool.calibration``); see ``ddltool.analyzers.step.costs.kernel_times.Constants``."""
 
     kind: Literal["ddltool.calibration"] = "ddltool.calibration"
     arithmetic: Shares = Field(description="share of peak FLOP/s by class of kernel")

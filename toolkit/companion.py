@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import sqlite3
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +18,7 @@ from typing import Literal, Self
 
 from pydantic import Field, ValidationError
 
-from ddltool.artifacts import Artifact, AtLeastOne, NonNegative, Positive, Record, check_writable, parse
+from ddltool.artifacts import Artifact, AtLeastOne, NonNegative, Positive, Record, parse, write_bytes
 from ddltool.errors import InputError, did_you_mean
 
 _MAGIC = b"SQLite format 3\x00"
@@ -102,6 +100,9 @@ class CompanionPlan(Record):
         return {name: sum(devices for devices, _ in rows) for name, rows in self.ests.items()}
 
 
+_NOTHING_RUNS = CompanionPlan(throughput=0.0, step_s=0.0, ests={})
+
+
 def is_companion(path: Path) -> bool:
     """Return whether a file starts as an SQLite database does."""
     with contextlib.suppress(OSError, ValueError):
@@ -115,28 +116,14 @@ def write_companion(
     path: Path, meta: CompanionMeta, plans: Iterable[CompanionPlan], vectors: Iterable[tuple[int, int]]
 ) -> None:
     """Write a database atomically: ``vectors`` are (key, place in ``plans``). Raises InputError when it cannot be written."""
-    check_writable(path)
-    handle, name = tempfile.mkstemp(dir=path.resolve().parent, prefix=f".{path.name}.")
-    os.close(handle)
-    try:
-        with contextlib.closing(sqlite3.connect(name)) as base:
-            # A crash leaves a temporary file, so the file needs no journal of its own.
-            base.executescript(f"PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; {'; '.join(_SCHEMA)}")
-            rows = ((number, plan.model_dump_json()) for number, plan in enumerate(plans))
-            with base:
-                base.execute("INSERT INTO meta VALUES (?)", (meta.model_dump_json(),))
-                base.executemany("INSERT INTO plans VALUES (?, ?)", rows)
-                generation = meta.generation
-                base.executemany(f"INSERT INTO vectors VALUES (?, ?, {generation:d})", vectors)
-        with open(name, "rb+") as file:
-            os.fsync(file.fileno())
-        os.chmod(name, path.stat().st_mode & 0o777 if path.exists() else 0o644)
-        os.replace(name, path.resolve())
-    except (sqlite3.Error, OSError) as error:
-        raise InputError(str(path), f"cannot be written ({error})", "give a file in a writable folder") from None
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
+    with contextlib.closing(sqlite3.connect(":memory:")) as base:
+        base.executescript("; ".join(_SCHEMA))
+        rows = ((number, plan.model_dump_json()) for number, plan in enumerate(plans))
+        with base:
+            base.execute("INSERT INTO meta VALUES (?)", (meta.model_dump_json(),))
+            base.executemany("INSERT INTO plans VALUES (?, ?)", rows)
+            base.executemany(f"INSERT INTO vectors VALUES (?, ?, {meta.generation:d})", vectors)
+        write_bytes(path, base.serialize())
 
 
 class Companion:
@@ -185,21 +172,29 @@ class Companion:
             return None if row is None else self._checked(row[0], counts)
 
     def _checked(self, document: str, counts: Sequence[int]) -> CompanionPlan:
-        """Return a plan. Raises ValueError unless it places every EST on devices that are there."""
-        held = dict(zip((device.type for device in self.meta.devices), counts, strict=True))
-        speeds = {device.type: device.capability_per_s for device in self.meta.devices}
+        """Return the plan that a row holds. Raises ValueError unless it can be true of ``counts`` devices.
+
+        Either it runs nothing, or it places every EST on devices that are there, its step takes as long as the slowest of
+        them, and its throughput is that of such steps.
+        """
         with contextlib.suppress(ValidationError):
             plan = CompanionPlan.model_validate_json(document)
-            placed = sum(devices * each for rows in plan.ests.values() for devices, each in rows)
-            slowest_s = max(
-                (n / speeds.get(name, math.inf) for name, rows in plan.ests.items() for _, n in rows), default=0.0
-            )
-            runs = placed == self.meta.max_workers and math.isclose(plan.throughput * plan.step_s, placed, rel_tol=1e-6)
-            idle = placed == plan.throughput == plan.step_s == 0
-            true = runs and math.isclose(plan.step_s, slowest_s, rel_tol=1e-6)
-            if (true or idle) and all(count <= held.get(name, 0) for name, count in plan.used.items()):
+            available = dict(zip((device.type for device in self.meta.devices), counts, strict=True))
+            fits = all(used <= available.get(name, 0) for name, used in plan.used.items())
+            if fits and (plan == _NOTHING_RUNS or self._runs_all(plan)):
                 return plan
         raise ValueError("a plan in it does not fit its devices")
+
+    def _runs_all(self, plan: CompanionPlan) -> bool:
+        """Return whether a plan places every EST of the job, and its times follow from the devices' capabilities."""
+        speeds = {device.type: device.capability_per_s for device in self.meta.devices}
+        placed = sum(devices * ests for rows in plan.ests.values() for devices, ests in rows)
+        slowest_s = max((ests / speeds[name] for name, rows in plan.ests.items() for _, ests in rows), default=0.0)
+        return (
+            placed == self.meta.max_workers
+            and math.isclose(plan.step_s, slowest_s, rel_tol=1e-6)
+            and math.isclose(plan.throughput * plan.step_s, placed, rel_tol=1e-6)
+        )
 
     def remember(self, counts: Sequence[int], plan: CompanionPlan) -> None:
         """Keep a plan that was made on demand; a database that cannot be written is left as it is."""

@@ -12,6 +12,8 @@ from ddltool.errors import Infeasible
 
 Objective = Literal["fastest", "cheapest", "same-bits", "least-memory", "fewest-devices"]
 Kept = Literal["none", "D0", "D1", "D2"]
+LEAST_GAIN = 0.02
+"""Better by less than this share is no reason to change anything, or to prefer what has more to set."""
 
 
 class Option(Record):
@@ -163,3 +165,8 @@ class Decision(Record):
     )
     error_source: str = ""
     communication_source: str = ""
+
+    @property
+    def how_sure(self) -> str:
+        """The third of the words without its heading: how sure the answer is."""
+        return self.words[2].removeprefix("How sure: ") if len(self.words) > 2 else ""

@@ -18,6 +18,8 @@ Architecture = Literal["", Generation, "CDNA", "CDNA2", "CDNA3", "CPU"]
 _BOTH = ("Pascal", "Ampere", "Blackwell")
 # The source of a device whose figures are not the shipped ones begins so.
 GIVEN = "given by the user"
+# Devices of a node where nothing says how many: modules with NVLink stand so many to a board.
+DEVICES_PER_NODE = 8
 # A link that was measured begins so.
 MEASURED = "measured"
 PEAKS = ("float64", "float32", "tf32", "float16", "bfloat16", "float8", "float4", "int8", "int4")

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
-from ddltool.artifacts import Artifact, AtLeastOne, Count, NonNegative, Record
+from ddltool.artifacts import Artifact, AtLeastOne, NonNegative, Record
 from ddltool.errors import InputError, did_you_mean
 
 
@@ -38,30 +38,6 @@ class ParameterInterval(Record):
     reason: str = Field(default="", description="why the rows do not determine it; empty when they do")
 
 
-class NextMeasurement(Record):
-    """The configuration whose measurement would make predictions most certain."""
-
-    num_nodes: AtLeastOne
-    num_replicas: AtLeastOne
-    local_batch_size: AtLeastOne
-    variance_reduction: NonNegative = Field(
-        description="share of the variance of predicted log step times that it removes"
-    )
-
-
-class LeftOut(Record):
-    """A row that the fit left out: several times off what all other rows say."""
-
-    source: str = Field(description="the file")
-    row: Count = Field(description="counted from 1; 0: a median over a log's steps")
-    device: str = ""
-    num_nodes: AtLeastOne
-    num_replicas: AtLeastOne
-    local_batch_size: AtLeastOne
-    step_time_s: NonNegative
-    expected_s: NonNegative = Field(description="what the fit of the other rows predicts")
-
-
 class DeviceGoodput(Record):
     """The model of one device type among several."""
 
@@ -74,8 +50,8 @@ class DeviceGoodput(Record):
     intervals: dict[str, ParameterInterval] = Field(default_factory=dict)
 
 
-# Said only where there is something to say, so that the document of one device on clean rows stays short.
-_OCCASIONAL = ("devices", "shared_network", "network_choice", "note", "left_out")
+# Said only where there is something to say, so that the document of one device stays short.
+_OCCASIONAL = ("devices", "shared_network", "network_choice", "note")
 
 
 class Goodput(Artifact):
@@ -91,8 +67,6 @@ class Goodput(Artifact):
     undetermined: list[str] = Field(description="parameters that the data do not determine; they keep their prior")
     holdout: FitError | None = Field(default=None, description="the errors on rows kept out of the fit")
     intervals: dict[str, ParameterInterval] = Field(default_factory=dict, description="of each parameter, 90 %")
-    next_measurement: NextMeasurement | None = Field(default=None, description="what would tell most")
-    left_out: list[LeftOut] = Field(default_factory=list, description="rows left out of the fit, its errors count them")
     devices: dict[str, DeviceGoodput] = Field(default_factory=dict, description="by type, when the rows name several")
     shared_network: bool | None = Field(
         default=None, description="whether a type has gamma and synchronisation of another"

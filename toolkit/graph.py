@@ -23,7 +23,7 @@ from pydantic import ConfigDict, Field, Strict
 from ddltool.artifacts import Artifact, parse, read_document, save
 from ddltool.errors import InputError
 
-# Read as they are: a text of digits is no number.
+# Strict: a text of digits is not taken as a number, nor a number as a text.
 Text = Annotated[str, Strict()]
 Number = Annotated[float, Strict()]
 OpKind = Literal["recv", "compute", "send"]
@@ -118,28 +118,28 @@ class Graph:
         inputs, send ops that are consumed, a kind on the wrong resource, negative, NaN or infinite numbers, a
         parameter received twice, and cycles, which are reported with the edges that form them.
         """
-        rows = list(ops)
-        index = _unique_names(rows, where)
-        pointers = np.zeros(len(rows) + 1, dtype=np.int64)
+        records = list(ops)
+        op_index = _unique_names(records, where)
+        pointers = np.zeros(len(records) + 1, dtype=np.int64)
         sources: list[int] = []
-        for position, op in enumerate(rows):
+        for position, op in enumerate(records):
             _check_op(op, f"{where}:ops[{position}]")
-            sources.extend(_input_indices(op, index, f"{where}:ops[{position}].inputs"))
+            sources.extend(_input_indices(op, op_index, f"{where}:ops[{position}].inputs"))
             pointers[position + 1] = len(sources)
-        resources = sorted({op.resource for op in rows}, key=natural_key)
-        place = {resource: number for number, resource in enumerate(resources)}
-        columns: dict[str, Any] = {name: tuple(getattr(op, name) for op in rows) for name in (*_TEXTS, *_NUMBERS)}
+        resources = sorted({op.resource for op in records}, key=natural_key)
+        resource_index = {resource: index for index, resource in enumerate(resources)}
+        columns: dict[str, Any] = {name: tuple(getattr(op, name) for op in records) for name in (*_TEXTS, *_NUMBERS)}
         columns |= {name: np.array(columns[name], dtype=np.float64) for name in _NUMBERS}  # None becomes NaN
         graph = cls(
             name=name,
             mode=mode,
-            names=tuple(op.name for op in rows),
-            kind=np.array([KINDS.index(op.kind) for op in rows], dtype=np.int8),
-            resource=np.array([place[op.resource] for op in rows], dtype=np.int32),
+            names=tuple(op.name for op in records),
+            kind=np.array([KINDS.index(op.kind) for op in records], dtype=np.int8),
+            resource=np.array([resource_index[op.resource] for op in records], dtype=np.int32),
             resource_names=tuple(resources),
             input_ptr=pointers,
             input_index=np.array(sources, dtype=np.int32),
-            gemm=np.array([op.gemm for op in rows], dtype=np.float64).reshape(len(rows), 4),
+            gemm=np.array([op.gemm for op in records], dtype=np.float64).reshape(len(records), 4),
             batch_size=batch_size,
             meta=dict(meta or {}),
             **columns,
@@ -166,17 +166,17 @@ class Graph:
 
     def op(self, position: int) -> Op:
         """Return op ``position`` as a record."""
-        told: dict[str, Any] = {name: getattr(self, name)[position] for name in _TEXTS}
-        told |= {name: float(getattr(self, name)[position]) for name in _NUMBERS}
-        if math.isnan(told["duration_s"]):
-            told["duration_s"] = None
+        columns: dict[str, Any] = {name: getattr(self, name)[position] for name in _TEXTS}
+        columns |= {name: float(getattr(self, name)[position]) for name in _NUMBERS}
+        if math.isnan(columns["duration_s"]):
+            columns["duration_s"] = None
         return Op(
             name=self.names[position],
             kind=KINDS[self.kind[position]],
             resource=self.resource_names[self.resource[position]],
             inputs=tuple(self.names[source] for source in self.inputs_of(position)),
             gemm=tuple(self.gemm[position].tolist()),
-            **told,
+            **columns,
         )
 
     def ops(self) -> Iterator[Op]:
@@ -218,21 +218,23 @@ class Graph:
 
         Raises InputError with the edges of one cycle if there is any.
         """
-        pending = np.diff(self.input_ptr).tolist()
-        pointers, targets = self.successors()
-        pointer, target = pointers.tolist(), targets.tolist()
-        order = [position for position, count in enumerate(pending) if count == 0]
+        missing_inputs = np.diff(self.input_ptr).tolist()
+        pointer_array, targets = self.successors()
+        target_ptr, target = pointer_array.tolist(), targets.tolist()
+        order = [position for position, count in enumerate(missing_inputs) if count == 0]
         for position in order:  # the list grows while it is read: it is the queue
-            for successor in target[pointer[position] : pointer[position + 1]]:
-                pending[successor] -= 1
-                if pending[successor] == 0:
+            for successor in target[target_ptr[position] : target_ptr[position + 1]]:
+                missing_inputs[successor] -= 1
+                if missing_inputs[successor] == 0:
                     order.append(successor)
         if len(order) < len(self):
-            raise InputError("graph:ops", f"the inputs form a cycle: {_show_cycle(self, pending)}", "remove one edge")
+            raise InputError(
+                "graph:ops", f"the inputs form a cycle: {_show_cycle(self, missing_inputs)}", "remove one edge"
+            )
         return np.array(order, dtype=np.int32)
 
     def with_durations(self, duration_s: NDArray[np.float64], estimate: Sequence[Estimate | None]) -> Graph:
-        """Return the same graph with other durations, shape (n,) in seconds, and where they come from.
+        """Return the same graph with other durations, (n,) in seconds, and the origin (``Estimate``) of each.
 
         Raises InputError for a negative, NaN or infinite duration and for a wrong length.
         """
@@ -265,21 +267,24 @@ def spread(sizes: Mapping[str, float], channels: int) -> dict[str, int]:
     {'a': 0, 'b': 1, 'c': 1, 'd': 0}
     """
     load = [0.0] * channels
-    place: dict[str, int] = {}
+    channel_of: dict[str, int] = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], natural_key(name))):
-        place[name] = min(range(channels), key=load.__getitem__)
-        load[place[name]] += sizes[name]
-    return place
+        channel_of[name] = min(range(channels), key=load.__getitem__)
+        load[channel_of[name]] += sizes[name]
+    return channel_of
 
 
 def _unique_names(rows: Sequence[Op], where: str) -> dict[str, int]:
+    """Return each op's index by name. Raises InputError for an empty or repeated name and for no ops."""
     index: dict[str, int] = {}
     for position, op in enumerate(rows):
         if not op.name:
             raise InputError(f"{where}:ops[{position}].name", "is empty", "every op needs a name")
         if op.name in index:
-            at = f"{where}:ops[{position}].name"
-            raise InputError(at, f"duplicate name {op.name!r} (first at ops[{index[op.name]}])", "names must be unique")
+            where_name = f"{where}:ops[{position}].name"
+            raise InputError(
+                where_name, f"duplicate name {op.name!r} (first at ops[{index[op.name]}])", "names must be unique"
+            )
         index[op.name] = position
     if not rows:
         raise InputError(f"{where}:ops", "is empty", "a graph has at least one op")
@@ -287,44 +292,47 @@ def _unique_names(rows: Sequence[Op], where: str) -> dict[str, int]:
 
 
 def _input_indices(op: Op, index: Mapping[str, int], where: str) -> list[int]:
+    """Return the indices of an op's inputs. Raises InputError for an unknown name and for one given twice."""
     try:
-        found = [index[source] for source in op.inputs]
+        indices = [index[source] for source in op.inputs]
     except KeyError as error:
         raise InputError(where, f"unknown input {error.args[0]!r} of {op.name!r}", "name an op of this graph") from None
-    if len(set(found)) < len(found):
+    if len(set(indices)) < len(indices):
         raise InputError(where, f"{op.name!r} names an input twice", "name each input once")
-    return found
+    return indices
 
 
 def _check_op(op: Op, where: str) -> None:
+    """Raise InputError for a number that is not finite and >= 0, a resource of another kind, a recv op with inputs."""
     numbers = [("duration_s", op.duration_s), ("flops", op.flops), ("size_bytes", op.size_bytes)]
     numbers += [("written_bytes", op.written_bytes), *(("gemm", value) for value in op.gemm)]
     for name, value in numbers:
         if value is not None and not (math.isfinite(value) and value >= 0):
             raise InputError(f"{where}.{name}", f"{op.name!r} has {value}", "it must be a finite number >= 0")
-    stem, _, number = op.resource.partition(":")
-    wanted = "compute" if op.kind == "compute" else "channel"
-    if stem != wanted or not (number.isascii() and number.isdigit()):
+    resource_kind, _, number = op.resource.partition(":")
+    expected_kind = "compute" if op.kind == "compute" else "channel"
+    if resource_kind != expected_kind or not (number.isascii() and number.isdigit()):
         raise InputError(
-            f"{where}.resource", f"{op.kind} op {op.name!r} is on {op.resource!r}", f"expected {wanted}:NUMBER"
+            f"{where}.resource", f"{op.kind} op {op.name!r} is on {op.resource!r}", f"expected {expected_kind}:NUMBER"
         )
     if op.kind == "recv" and op.inputs:
         raise InputError(f"{where}.inputs", f"recv op {op.name!r} has inputs", "a recv op is a root")
 
 
 def _check_structure(graph: Graph, where: str) -> None:
-    consumed = np.flatnonzero(graph.kind[graph.input_index] == SEND)
-    if consumed.size:
-        send = graph.names[graph.input_index[consumed[0]]]
+    """Raise InputError for a send op that is an input, a parameter received twice, and a cycle."""
+    consumed_sends = np.flatnonzero(graph.kind[graph.input_index] == SEND)
+    if consumed_sends.size:
+        send = graph.names[graph.input_index[consumed_sends[0]]]
         raise InputError(f"{where}:ops", f"send op {send!r} is used as an input", "a send op is a leaf")
-    seen: dict[str, str] = {}
+    receiver_of: dict[str, str] = {}
     for position in graph.of_kind(RECV):
         parameter = graph.parameter[position]
-        if parameter is not None and parameter in seen:
-            names = f"{seen[parameter]!r} and {graph.names[position]!r}"
+        if parameter is not None and parameter in receiver_of:
+            names = f"{receiver_of[parameter]!r} and {graph.names[position]!r}"
             raise InputError(f"{where}:ops", f"parameter {parameter!r} is received by {names}", "receive it once")
         if parameter is not None:
-            seen[parameter] = graph.names[position]
+            receiver_of[parameter] = graph.names[position]
     try:
         graph.topological_order()
     except InputError as error:
@@ -332,16 +340,18 @@ def _check_structure(graph: Graph, where: str) -> None:
 
 
 def _show_cycle(graph: Graph, pending: Sequence[int]) -> str:
-    """Return one cycle among the ops that could not be ordered as ``a -> b -> a``."""
+    """Return one cycle as ``a -> b -> a``, among the ops whose count of ``pending`` inputs did not reach 0."""
     import networkx as nx  # half a second that only a broken graph costs
 
-    stuck = nx.DiGraph((int(source), op) for op in np.flatnonzero(pending).tolist() for source in graph.inputs_of(op))
-    cycle = [graph.names[source] for source, _ in nx.find_cycle(stuck)]
+    unordered = nx.DiGraph(
+        (int(source), op) for op in np.flatnonzero(pending).tolist() for source in graph.inputs_of(op)
+    )
+    cycle = [graph.names[source] for source, _ in nx.find_cycle(unordered)]
     shown = [*cycle[:6], "...", *cycle[-2:]] if len(cycle) > 9 else cycle
     return " -> ".join([*shown, cycle[0]])
 
 
-# Products of two sums are still numbers.
+# Squares of sums up to here are still finite.
 _LARGEST_SUM = 1e150
 _ALWAYS = frozenset(["name", "kind", "resource", "duration_s", "flops", "size_bytes", "parameter", "inputs"])
 
@@ -358,36 +368,38 @@ class GraphDocument(Artifact):
 
 
 def to_document(graph: Graph) -> dict[str, Any]:
-    """Return the graph as a JSON-ready mapping; fields that say nothing are left out of the ops."""
+    """Return the graph as a JSON-ready mapping; an op's empty fields outside ``_ALWAYS`` are left out."""
     names = [field.name for field in fields(Op)]
-    rows = [{name: value for name in names if (value := getattr(op, name)) or name in _ALWAYS} for op in graph.ops()]
-    for row in rows:
+    op_rows = [{name: value for name in names if (value := getattr(op, name)) or name in _ALWAYS} for op in graph.ops()]
+    for row in op_rows:
         row["inputs"] = list(row["inputs"])
         gemm = row.pop("gemm")
         if any(gemm):
             row["gemm"] = list(gemm)
     head: dict[str, Any] = {"kind": "ddltool.graph", "schema_version": 1, "name": graph.name, "mode": graph.mode}
-    return {**head, "batch_size": graph.batch_size, "meta": dict(graph.meta), "ops": rows}
+    return {**head, "batch_size": graph.batch_size, "meta": dict(graph.meta), "ops": op_rows}
 
 
 def from_document(document: dict[str, Any], where: str = "graph") -> Graph:
     """Return the graph in a document. Raises InputError; see :meth:`Graph.from_ops` for what is refused."""
     checked = parse(document, GraphDocument, where)
-    made = Graph.from_ops(
+    graph = Graph.from_ops(
         checked.name, checked.mode, checked.ops, batch_size=checked.batch_size, meta=checked.meta, where=where
     )
     for name in ("duration_s", "flops", "size_bytes"):
-        _check_sum(getattr(made, name), f"{where}:ops", name)
-    return made
+        _check_sum(getattr(graph, name), f"{where}:ops", name)
+    return graph
 
 
 def _check_sum(values: NDArray[np.float64], where: str, name: str) -> None:
-    """Raise InputError at the op from which on the sum, without NaN (not estimated), is too large to compute with."""
+    """Raise InputError at the first op whose running sum, NaN (not estimated) as 0, exceeds ``_LARGEST_SUM``."""
     with np.errstate(over="ignore"):
-        large = np.flatnonzero(np.nancumsum(values) > _LARGEST_SUM)
-    if large.size:
-        at, value = f"{where}[{large[0]}].{name}", values[large[0]]
-        raise InputError(at, f"is {value:g}, the sum up to it more than {_LARGEST_SUM:g}", "give ordinary numbers")
+        beyond_limit = np.flatnonzero(np.nancumsum(values) > _LARGEST_SUM)
+    if beyond_limit.size:
+        field_name, value = f"{where}[{beyond_limit[0]}].{name}", values[beyond_limit[0]]
+        raise InputError(
+            field_name, f"is {value:g}, the sum up to it more than {_LARGEST_SUM:g}", "give ordinary numbers"
+        )
 
 
 def read_graph(path: str | Path) -> Graph:
@@ -398,3 +410,28 @@ def read_graph(path: str | Path) -> Graph:
 def write_graph(graph: Graph, path: str | Path) -> None:
     """Write graph.json atomically, gzip-compressed when the name ends in ``.gz``."""
     save(to_document(graph), path)
+
+
+def assign_channels(graph: Graph, servers: int) -> Graph:
+    """Return the graph with its transfers spread over ``channel:0`` to ``channel:servers-1``.
+
+    A parameter's recv and send use the same channel. Largest parameter first onto the least loaded channel (LPT), ties
+    by name, so the assignment does not depend on the file's order. O(p log p + p * servers).
+    """
+    bytes_by_parameter: dict[str, float] = {}
+    transfers = np.flatnonzero(graph.kind != COMPUTE)
+    for position in transfers:
+        parameter = graph.parameter[position] or graph.names[position]
+        bytes_by_parameter[parameter] = max(bytes_by_parameter.get(parameter, 0.0), float(graph.size_bytes[position]))
+    channel_of = spread(bytes_by_parameter, servers)
+    compute_names = sorted(
+        graph.resource_names[resource_number] for resource_number in np.unique(graph.resource[graph.kind == COMPUTE])
+    )
+    used_channels = sorted(set(channel_of.values()))
+    names = tuple([f"channel:{resource_number}" for resource_number in used_channels] + compute_names)
+    index_of_resource = {name: resource_number for resource_number, name in enumerate(names)}
+    new_index = np.array([index_of_resource.get(name, 0) for name in graph.resource_names], dtype=graph.resource.dtype)
+    resource = new_index[graph.resource]
+    for op in transfers:
+        resource[op] = index_of_resource[f"channel:{channel_of[graph.parameter[op] or graph.names[op]]}"]
+    return replace(graph, resource=resource, resource_names=names)

@@ -69,7 +69,7 @@ class PredictedDevice(Part):
     memory: MemoryTimeline | None = None
 
 
-class Assumptions(Part):
+class PredictionAssumptions(Part):
     """How the steps were taken to be trained."""
 
     precision: str
@@ -91,7 +91,7 @@ class PredictResult(Result):
     predicted: bool
     rows: list[PredictedRow]
     devices: dict[str, PredictedDevice]
-    assumptions: Assumptions
+    assumptions: PredictionAssumptions
 
 
 class PublishedModel(Part):
@@ -119,7 +119,7 @@ class ZooModel(Part):
 
 
 class ZooResult(Result):
-    """``ddltool zoo``: the models, or with ``--write`` the paths of the graphs."""
+    """``ddltool show zoo``: the models, or with ``--write`` the paths of the graphs."""
 
     kind: Literal["ddltool.zoo"] = "ddltool.zoo"
     models: list[ZooModel] | None = None

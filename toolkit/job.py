@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ddltool.artifacts import Artifact, AtLeastOne, NonNegative, Positive, Record, load
-from ddltool.device import name_key
+from ddltool.device import DEVICES_PER_NODE, name_key
 from ddltool.errors import InputError
 from ddltool.links import parse_link, parse_nic
 
@@ -97,7 +97,7 @@ class GoodputSection(Record):
     max_local_batch_size: AtLeastOne = Field(description="what fits into a device's memory")
     learning_rate: Positive = Field(default=1.0, description="at M0; 1: the table then shows factors")
     epoch_samples: AtLeastOne | None = None
-    devices_per_node: AtLeastOne = 8
+    devices_per_node: AtLeastOne = DEVICES_PER_NODE
 
 
 class Constraints(Record):

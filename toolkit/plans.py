@@ -124,7 +124,7 @@ class ShardingSetting(Record):
         return self
 
     def demand_all(self, world_size: int) -> None:
-        """Raise ValueError unless these are all processes."""
+        """Raise ValueError unless replicate x shard is ``world_size``."""
         if self.replicate * self.shard != world_size:
             raise ValueError(f"sharding is {self.replicate} x {self.shard} processes, and world_size {world_size}")
 
@@ -268,10 +268,12 @@ class Plan(Artifact):
 
     @property
     def other_s(self) -> float | None:
-        """Seconds that a step has beside compute and synchronisation; None where no run has told it."""
+        """Seconds of a step beside compute and synchronisation; None where no measured run gave them."""
         if self.decision is None:
             return None
-        return next((it.other_s for it in self.decision.options if it.strategy == self.strategy), 0.0) or None
+        return (
+            next((option.other_s for option in self.decision.options if option.strategy == self.strategy), 0.0) or None
+        )
 
 
 class RankEnforcement(Record):

@@ -73,11 +73,11 @@ def check_profile(frame: pd.DataFrame, where: str, shown: Mapping[str, str] | No
         if name not in checked.columns or kind["type"] == "string":
             continue
         whole = kind["type"] == "integer"
-        limits = {"least": kind.get("minimum", ABOVE_ZERO), "most": kind.get("maximum", math.inf)}
+        limits = {"minimum": kind.get("minimum", ABOVE_ZERO), "maximum": kind.get("maximum", math.inf)}
         asked: dict[str, Any] = {"missing": name not in REQUIRED, "shown": (shown or {}).get(name, name)}
         if name == "schema_version":
             asked = {"remedy": f"this ddltool reads {SCHEMA_VERSION}"}
-            limits["most"] = SCHEMA_VERSION
+            limits["maximum"] = SCHEMA_VERSION
         column = numbers(checked, name, where, **limits, whole=whole, **asked)
         if whole and name in REQUIRED:
             checked[name] = column.astype("int64")

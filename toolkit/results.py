@@ -15,15 +15,15 @@ from ddltool.plans import Plan
 
 
 class Part(BaseModel):
-    """A part of a result. What nobody has set is not written: some figures belong to some results alone."""
+    """A part of a result. Fields that were not set are left out of its JSON."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True, populate_by_name=True)
 
     @model_serializer(mode="wrap")
     def _as_set(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        said = {*self.model_fields_set, "kind", "schema_version"}
-        made = {name.removesuffix("_"): value for name, value in handler(self).items() if name in said}
-        return {"kind": made["kind"], **made} if "schema_version" in made else made
+        written_names = {*self.model_fields_set, "kind", "schema_version"}
+        fields = {name.removesuffix("_"): value for name, value in handler(self).items() if name in written_names}
+        return {"kind": fields["kind"], **fields} if "schema_version" in fields else fields
 
 
 class Result(Part, Artifact):
@@ -436,7 +436,7 @@ class WatchedWorker(Part):
 
 
 class WatchResult(Result):
-    """``ddltool watch``."""
+    """``ddltool profile watch``."""
 
     kind: Literal["ddltool.watch"] = "ddltool.watch"
     batch: Count
@@ -586,7 +586,7 @@ class ListedKind(Part):
 
 
 class KindsResult(Result):
-    """``ddltool schema``."""
+    """``ddltool show schema``."""
 
     kind: Literal["ddltool.kinds"] = "ddltool.kinds"
     kinds: list[ListedKind]

@@ -208,7 +208,7 @@ class PolicyComparison(Result):
 
 
 class SweepDocument(Result):
-    """``ddltool sweep``."""
+    """``ddltool simulate sweep``."""
 
     kind: Literal["ddltool.sweep"] = "ddltool.sweep"
     settings: dict[str, Any] = Field(default_factory=dict)
@@ -264,14 +264,9 @@ class JobNow(Part):
     remaining_factor: NonNegative
 
 
-class ResizeOption(Part):
-    """Another allocation and what changing to it saves; seconds, negative where it loses time."""
+class ResizeSaving(Part):
+    """What changing to another allocation saves; seconds, negative where it loses time."""
 
-    gpus_by_node: dict[str, Count]
-    replicas: Count
-    nodes: Count
-    batch_size: Count
-    goodput_per_s: NonNegative
     gain: NonNegative
     """Goodput then over goodput now."""
     restart_s: NonNegative
@@ -285,12 +280,22 @@ class ResizeOption(Part):
     saved_p90_s: Number
     probability: NonNegative
     """That it saves any time."""
+
+
+class ResizeOption(ResizeSaving):
+    """Another allocation, and what changing to it saves."""
+
+    gpus_by_node: dict[str, Count]
+    replicas: Count
+    nodes: Count
+    batch_size: Count
+    goodput_per_s: NonNegative
     extra_gpu_seconds: Number
     """GPU time held more than without the resize."""
 
 
 class AdviceResult(Result):
-    """``ddltool advise``."""
+    """``ddltool simulate advise``."""
 
     kind: Literal["ddltool.advice"] = "ddltool.advice"
     job: str
@@ -327,7 +332,7 @@ class ScaledTraining(Part):
 
 
 class AutoscalingResult(Result):
-    """``ddltool autoscale``."""
+    """``ddltool simulate autoscale``."""
 
     kind: Literal["ddltool.autoscaling"] = "ddltool.autoscaling"
     application: str
@@ -360,7 +365,7 @@ class SearchFigures(Part):
 
 
 class SearchResult(Result):
-    """``ddltool trials``."""
+    """``ddltool simulate trials``."""
 
     kind: Literal["ddltool.hyperparameter_search"] = "ddltool.hyperparameter_search"
     search: TrialSearch

@@ -22,39 +22,46 @@ if TYPE_CHECKING:
     import pandas as pd
 
 ABOVE_ZERO = math.ulp(0.0)
-# So many lines of JSON become a frame at a time: as objects they take ten times the memory.
-_LINES_AT_ONCE = 5_000
+# Lines of JSON that become a frame at a time: as Python objects they take ten times the memory.
+_LINES_PER_FRAME = 5_000
 
 
 def read_table(
     path: str | Path, expected: Sequence[str] = (), *, no_nan: Collection[str] = (), ended: bool = False
 ) -> pd.DataFrame:
-    """Return the rows of a ``.csv`` or ``.jsonl`` file (``.gz`` accepted); a file without any is told what was ``expected``.
+    """Return the rows of a ``.csv``, ``.jsonl`` or ``.ndjson`` file (``.gz`` accepted) as a frame.
 
-    Raises InputError, naming the row from 1 after the header, for one with too many or too few fields: the one would shift
-    its values by a column in silence, the other is what a writer that was killed leaves. ``no_nan``: columns in which
-    ``nan`` is refused, where an empty field would be taken as missing. ``ended``: the last row must have its end of line,
-    so that a file that was cut off within a number is refused.
+    Raises InputError for a file that cannot be read or has no rows; for a CSV also, naming the row (from 1 after the
+    header), where a row has more or fewer fields than the header: extra ones would shift its values by a column, missing
+    ones are what a killed writer leaves. Lines of JSON may differ in their keys: a missing one is NaN.
+
+    Args:
+        expected: columns to name in the error for a CSV without rows. Of a CSV alone, as the next two.
+        no_nan: columns in which ``nan`` is an error, although an empty field counts as missing.
+        ended: the last row must have its end of line, which a file that was cut off within a number lacks.
     """
     import pandas as pd
 
     path = Path(path)
     if any(suffix in (".jsonl", ".ndjson") for suffix in path.suffixes):
-        # A million times "ddltool.telemetry" is one text in memory.
-        lines = ({k: sys.intern(v) if type(v) is str else v for k, v in row.items()} for _, row in read_lines(path))
-        parts = []
-        while chunk := list(islice(lines, _LINES_AT_ONCE)):
-            parts.append(pd.DataFrame(chunk))
-        return pd.concat(parts, ignore_index=True)
-    wanted = f"expected columns {', '.join(expected)}" if expected else "give at least one measured row"
+        # Interned: a million "ddltool.telemetry" share one text in memory.
+        lines = (
+            {key: sys.intern(value) if type(value) is str else value for key, value in row.items()}
+            for _, row in read_lines(path)
+        )
+        frames = []
+        while chunk := list(islice(lines, _LINES_PER_FRAME)):
+            frames.append(pd.DataFrame(chunk))
+        return pd.concat(frames, ignore_index=True)
+    remedy_if_empty = f"expected columns {', '.join(expected)}" if expected else "give at least one measured row"
     try:
         text = read_text(path)
     except InputError as error:
-        remedy = wanted if expected and error.problem == "is empty" else error.remedy
+        remedy = remedy_if_empty if expected and error.problem == "is empty" else error.remedy
         raise InputError(error.where, error.problem, remedy) from None
     header, rows = _checked_widths(text, path, no_nan)
     if not rows:
-        raise InputError(str(path), "has no rows", wanted)
+        raise InputError(str(path), "has no rows", remedy_if_empty)
     if ended and not text.endswith(("\n", "\r")):
         raise InputError(f"{path}:row {rows}", "has no end of line: the file may be cut off", "copy or make it again")
     return pd.read_csv(
@@ -66,43 +73,45 @@ def read_table(
         dtype={name: str for name in ("placement", "device") if name in header},
         float_precision="round_trip",
         keep_default_na=False,
-        # A device or a worker may well be called NA or nan: there only an empty field is missing.
-        na_values={n: [""] if n in ("device", "worker") else ["", "nan", "NaN", "NA"] for n in header},
+        # A device or a worker may be named NA or nan: in these columns only an empty field is missing.
+        na_values={name: [""] if name in ("device", "worker") else ["", "nan", "NaN", "NA"] for name in header},
         low_memory=False,
     )
 
 
 def _checked_widths(text: str, path: Path, no_nan: Collection[str]) -> tuple[list[str], int]:
-    """Return the names of a CSV's columns, and how many rows it has, all as wide as the header."""
+    """Return the column names of a CSV and its number of rows. Raises InputError for a row not as wide as the header."""
     if text.lstrip()[:1] in ("{", "["):
         problem = "is not a CSV table (it begins like JSON)"
         raise InputError(str(path), problem, "give a table, or rows of JSON as .jsonl")
-    number = 0
+    row_count = 0
     try:
         rows = csv.reader(io.StringIO(text, newline=""), skipinitialspace=True, strict=True)
         header = [name.strip() for name in next(filter(None, rows), [])]
         repeated = next((name for name in header if header.count(name) > 1), None)
         if repeated is not None:  # pandas would rename it, and one of the two would be lost
             raise InputError(f"{path}:line 1", f"has the column {repeated!r} twice", "keep one of the two")
-        watched = [at for at, name in enumerate(header) if name in no_nan]
+        no_nan_indices = [column_index for column_index, name in enumerate(header) if name in no_nan]
         for fields in rows:
             if not fields or (len(fields) == 1 < len(header) and not fields[0].strip()):
                 continue  # pandas passes over blank lines too
-            number += 1
+            row_count += 1
             if len(fields) != len(header):
                 problem = f"has {len(fields)} fields; the header has {len(header)}"
-                raise InputError(f"{path}:row {number}", problem, "a field may be missing, or a comma too many")
-            for at in watched:
-                if (value := fields[at].strip()).lower() == "nan":
-                    raise InputError(f"{path}:row {number}:{header[at]}", f"is {value}", "a number, or nothing")
+                raise InputError(f"{path}:row {row_count}", problem, "a field may be missing, or a comma too many")
+            for column_index in no_nan_indices:
+                if (value := fields[column_index].strip()).lower() == "nan":
+                    raise InputError(
+                        f"{path}:row {row_count}:{header[column_index]}", f"is {value}", "a number, or nothing"
+                    )
     except csv.Error:
         problem = "has a quote that does not end its field, or a field that is too long"
-        raise InputError(f"{path}:row {number + 1}", problem, "give one row per line") from None
-    return header, number
+        raise InputError(f"{path}:row {row_count + 1}", problem, "give one row per line") from None
+    return header, row_count
 
 
 def read_columns(path: Path, columns: Sequence[str], *, ended: bool = False) -> pd.DataFrame:
-    """Return :func:`read_table` of a table that has these columns. Raises InputError for one that is missing."""
+    """Read a table with :func:`read_table`. Raises InputError for the first of ``columns`` that it lacks."""
     frame = read_table(path, columns, ended=ended)
     demand_columns(frame, columns, path)
     return frame
@@ -120,39 +129,45 @@ def numbers(
     column: str,
     where: str | Path,
     *,
-    least: float = 0.0,
-    most: float = math.inf,
+    minimum: float = 0.0,
+    maximum: float = math.inf,
     whole: bool = False,
     missing: bool = False,
     remedy: str = "",
     shown: str = "",
     unit: str = "row",
 ) -> Floats:
-    """Return a column (n,) as finite numbers from ``least`` to ``most``; ``missing``: an empty field is NaN.
+    """Return a column (n,) as finite numbers from ``minimum`` to ``maximum``.
 
-    Raises InputError naming the row (from 1) of the first that is none, with ``remedy`` where it is above ``most``.
-    ``shown``: the column's name in the file, where that is another; ``unit``: what the file's rows are called.
+    Raises InputError naming the row (from 1) of the first cell that is not such a number.
+
+    Args:
+        missing: an empty field is allowed, and becomes NaN.
+        remedy: the error's remedy for a value above ``maximum``; empty: the allowed range.
+        shown: the column's name in the file where ``frame`` has another; unit: the word for a row.
     """
     import pandas as pd
 
     cells = frame[column]
     if cells.dtype == object:  # an integer of hundreds of digits is no float
         cells = cells.map(lambda cell: math.inf if isinstance(cell, int) and abs(cell) > 1e300 else cell)
-    made = pd.to_numeric(cells, errors="coerce").to_numpy(dtype=np.float64)
-    empty = (cells.isna() | cells.isin(["", "None"])).to_numpy() if missing else np.zeros(len(cells), dtype=bool)
-    good = empty | np.isfinite(made) & (made >= least) & (made <= most) & ((made == np.round(made)) | (not whole))
-    if not good.all():
-        kind, limits = "a whole number" if whole else "a number", f"from {least:g} to {most:.15g}"
-        if most == math.inf or remedy:
-            limits = "above zero" if least == ABOVE_ZERO else f">= {least:.15g}"
-        if not remedy or not made[np.argmin(good)] > most:
+    values = pd.to_numeric(cells, errors="coerce").to_numpy(dtype=np.float64)
+    is_empty = (cells.isna() | cells.isin(["", "None"])).to_numpy() if missing else np.zeros(len(cells), dtype=bool)
+    is_valid = is_empty | np.isfinite(values) & (values >= minimum) & (values <= maximum) & (
+        (values == np.round(values)) | (not whole)
+    )
+    if not is_valid.all():
+        kind, limits = "a whole number" if whole else "a number", f"from {minimum:g} to {maximum:.15g}"
+        if maximum == math.inf or remedy:
+            limits = "above zero" if minimum == ABOVE_ZERO else f">= {minimum:.15g}"
+        if not remedy or not values[np.argmin(is_valid)] > maximum:
             remedy = f"{kind} {limits}"
-        demand(good, cells, shown or column, where, remedy, unit=unit)
-    return made
+        demand(is_valid, cells, shown or column, where, remedy, unit=unit)
+    return values
 
 
 def demand(
-    good: Flags,
+    is_valid: Flags,
     cells: pd.Series[Any] | NDArray[Any],
     name: str,
     where: str | Path,
@@ -161,19 +176,19 @@ def demand(
     said: str = "is ",
     unit: str = "row",
 ) -> None:
-    """Raise InputError for the first of the cells, (n,), that is not good; ``unit``: what the file's rows are called."""
-    if good.all():
+    """Raise InputError for the first of the ``cells``, (n,), whose ``is_valid`` is False; ``unit``: the word for a row."""
+    if is_valid.all():
         return
-    place = int(np.argmin(good))
-    # Of rows that were picked from a table, its own.
-    row = place if isinstance(cells, np.ndarray) else int(cells.index[place])
-    text = str(np.asarray(cells)[place]).removesuffix(".0")
-    shown = text if len(text) <= 40 else f"{text[:37]}..."
-    raise InputError(f"{where}:{unit} {row + 1}:{name}", f"{said}{shown}", remedy)
+    first_index = int(np.argmin(is_valid))
+    # A series picked from a table keeps the table's row numbers as its index.
+    row = first_index if isinstance(cells, np.ndarray) else int(cells.index[first_index])
+    cell_text = str(np.asarray(cells)[first_index]).removesuffix(".0")
+    quoted = cell_text if len(cell_text) <= 40 else f"{cell_text[:37]}..."
+    raise InputError(f"{where}:{unit} {row + 1}:{name}", f"{said}{quoted}", remedy)
 
 
 def texts(frame: pd.DataFrame, column: str, where: str | Path) -> list[str]:
-    """Return a column as texts, none of them empty. Raises InputError naming the row (from 1)."""
+    """Return a column as texts. Raises InputError naming the row (from 1) of the first empty cell."""
     empty = frame[column].isna().to_numpy()
     if empty.any():
         row = frame.index[int(empty.argmax())] + 1
@@ -182,10 +197,10 @@ def texts(frame: pd.DataFrame, column: str, where: str | Path) -> list[str]:
 
 
 def demand_distinct_jobs(names: pd.Series[Any], where: str | Path) -> None:
-    """Raise InputError for a job that a column names twice, naming both rows (from 1)."""
-    again = names.duplicated().to_numpy()
-    if again.any():
-        row = int(again.argmax())
-        first = int((names == names.iloc[row]).to_numpy().argmax())
-        problem = f"{str(names.iloc[row])!r} stands in row {first + 1} too"
-        raise InputError(f"{where}:row {row + 1}:{names.name}", problem, "name each job once")
+    """Raise InputError for the first job name that repeats an earlier row's, naming both rows (from 1)."""
+    is_repeated = names.duplicated().to_numpy()
+    if is_repeated.any():
+        repeated_row = int(is_repeated.argmax())
+        first_row = int((names == names.iloc[repeated_row]).to_numpy().argmax())
+        problem = f"{str(names.iloc[repeated_row])!r} stands in row {first_row + 1} too"
+        raise InputError(f"{where}:row {repeated_row + 1}:{names.name}", problem, "name each job once")

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from ddltool.artifacts import SCHEMA_VERSION, AtLeastOne, Count, NonNegative, Positive, Record
-from ddltool.stages import Tell
+from ddltool.errors import InputError
+from ddltool.stages import Tell, log_remark
+from ddltool.tables import demand, numbers
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -92,8 +94,8 @@ def last_run(frame: pd.DataFrame, where: str, tell: Tell) -> pd.DataFrame:
     return found
 
 
-class Row(Record):
-    """What all rows have."""
+class SyncEvent(Record, extra="ignore"):
+    """What all rows have. Fields of other versions are passed over: what a long job wrote stays readable."""
 
     kind: Literal["ddltool.sync"] = "ddltool.sync"
     schema_version: int = SCHEMA_VERSION
@@ -101,7 +103,7 @@ class Row(Record):
     time_s: float
 
 
-class StepRow(Row):
+class StepRow(SyncEvent):
     """One worker's step, when its last gradient came in."""
 
     event: Literal["step"] = "step"
@@ -113,11 +115,9 @@ class StepRow(Row):
     """Updates that others made to a parameter between its pull and the use of its gradient; the most of any."""
     gap: int
     """Steps that it was ahead of the slowest member when it had pushed."""
-    dropped: bool
-    """Whether its gradients came too late to be used."""
 
 
-class BarrierRow(Row):
+class BarrierRow(SyncEvent):
     """One superstep of ElasticBSP, when it is over. Ends are since ``time_s - length_s``."""
 
     event: Literal["barrier"] = "barrier"
@@ -132,7 +132,7 @@ class BarrierRow(Row):
     length_s: float
 
 
-class LeftRow(Row):
+class LeftRow(SyncEvent):
     """A worker has closed or was lost."""
 
     event: Literal["left"] = "left"
@@ -147,7 +147,7 @@ class LeftRow(Row):
     """Batches of its share that nobody has processed, where it has said how many there are."""
 
 
-class JoinedRow(Row):
+class JoinedRow(SyncEvent):
     """A worker has joined; ``step`` is the number of its first one, ``epoch`` the first of which it gets a share."""
 
     event: Literal["joined"] = "joined"
@@ -156,7 +156,7 @@ class JoinedRow(Row):
     epoch: int
 
 
-class SummaryRow(Row):
+class SummaryRow(SyncEvent):
     """The last line: the whole run."""
 
     event: Literal["summary"] = "summary"
@@ -166,10 +166,83 @@ class SummaryRow(Row):
     updates_per_s: float
     wait_s: list[float]
     staleness: dict[int, int]
-    dropped: list[int]
 
 
 SyncRow = StepRow | BarrierRow | LeftRow | JoinedRow | SummaryRow
-EVENTS: dict[str, type[Row]] = {
+EVENTS: dict[str, type[SyncEvent]] = {
     **{"step": StepRow, "barrier": BarrierRow, "left": LeftRow, "joined": JoinedRow, "summary": SummaryRow}
 }
+
+
+# The first steps after a start allocate, compile and fill caches; they are no steady state.
+WARMUP_STEPS = 3
+
+
+# The hook writes nanoseconds; a step that takes less was never made. Nor does one take thirty years.
+_SHORTEST_S, _LONGEST_S = 1e-9, 1e9
+
+
+_TIMES = ("compute_s", "wait_s", "sync_s", "step_s")
+
+
+_MOST = {
+    **dict.fromkeys(_TIMES, _LONGEST_S),
+    **dict.fromkeys(("step", "batch", "total_batch", "noise_scale", "learning_rate_factor"), 1e15),
+    **dict.fromkeys(("rank", "world_size", "num_nodes", "passes"), 1e9),
+    "memory_bytes": 1e18,
+}
+
+
+_NEEDED = ("step", "rank", "world_size", "num_nodes", "device", "batch", "compute_s", "wait_s", "sync_s", "step_s")
+
+
+def check_rows(frame: pd.DataFrame, where: str, tell: Tell = log_remark) -> pd.DataFrame:
+    """Return the columns that a run is read from, numbers as floats, of a telemetry table's last run; the index: places.
+
+    The one check of rows that the hook's files get, whoever reads them; ``tell`` hears which of several runs it is. Raises
+    InputError, naming line and column, for missing columns, values that are no times or counts (not finite, negative, beyond
+    1e9 s), ranks beyond the number of processes, samples that took no time; and for a last run in which no step has samples.
+    """
+    return last_with_samples(rows_of_runs(frame, where), where, tell)
+
+
+def rows_of_runs(frame: pd.DataFrame, where: str) -> pd.DataFrame:
+    """Return the columns of all runs of a table. Raises InputError as :func:`check_rows` does."""
+    import pandas as pd  # most plans are made without a table
+
+    for name in _NEEDED:
+        if name not in frame.columns:
+            raise InputError(where, f"has no column {name!r}", "give the telemetry.jsonl that the hook wrote")
+    made: dict[str, Any] = {}
+    for name in filter(frame.columns.__contains__, _MOST):
+        needed, unit = name in _NEEDED, " s" if name in _TIMES else ""
+        remedy = f"it must be <= {_MOST[name]:g}{unit}"
+        values = numbers(
+            frame,
+            name,
+            where,
+            maximum=_MOST[name],
+            whole=needed and not unit,
+            missing=not needed,
+            remedy=remedy,
+            unit="line",
+        )
+        made |= {name: values} if needed else {}
+    demand(made["rank"] < made["world_size"], made["rank"], "rank", where, "below the number of processes", unit="line")
+    for name in ("step_s", "compute_s"):
+        remedy = "a step takes at least 1 ns; the run did not measure"
+        demand((made["batch"] == 0) | (made[name] >= _SHORTEST_S), made[name], name, where, remedy, unit="line")
+    made |= {"device": frame["device"].astype(str).to_numpy(), "passes": 1.0}
+    if "passes" in frame.columns:
+        made["passes"] = pd.to_numeric(frame["passes"]).fillna(1.0).clip(lower=1.0).to_numpy(dtype=float)
+    if "run" in frame.columns:
+        made["run"] = frame["run"].to_numpy()
+    return pd.DataFrame(made)
+
+
+def last_with_samples(rows: pd.DataFrame, where: str, tell: Tell) -> pd.DataFrame:
+    """Return the rows of the last run, as :func:`last_run`. Raises InputError where no step of it has samples."""
+    found = last_run(rows, where, tell)
+    if not (found["batch"] > 0).any():
+        raise InputError(where, "holds no step with samples", "let the job train for more steps")
+    return found

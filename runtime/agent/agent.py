@@ -34,16 +34,16 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Dataset
 
-from ddltool.analyzers.goodput.lr_rules import rule as lr_rule
-from ddltool.analyzers.goodput.noise_scale import SMOOTHING, NoiseScaleEstimator
-from ddltool.analyzers.goodput.tuning import BatchLimits
+from ddltool.analyzers.job.goodput.lr_rules import rule as lr_rule
+from ddltool.analyzers.job.goodput.noise_scale import SMOOTHING, NoiseScaleEstimator
+from ddltool.analyzers.job.goodput.tuning import BatchLimits
 from ddltool.artifacts import parse_record
 from ddltool.errors import InputError
-from ddltool.runtime.agent.choosing import Chooser, Decision, Policy, TimedStep, split_near
+from ddltool.runtime.agent.choosing import AgentPolicy, BatchDecision, Chooser, TimedStep, split_near
 from ddltool.runtime.agent.noise_sampling import NoiseSampler
 from ddltool.runtime.hook.batches import Pass, VariableBatchSampler
 from ddltool.runtime.hook.job import (
-    Job,
+    DistributedJob,
     bare_optimizer,
     count_nodes,
     dataset_length,
@@ -51,10 +51,19 @@ from ddltool.runtime.hook.job import (
     demand_wrapped,
     is_set,
 )
-from ddltool.runtime.hook.roll_call import is_broken
+from ddltool.runtime.hook.liveness import is_broken
+from ddltool.runtime.hook.loss_scaling import LossScaler, Reduction
 from ddltool.runtime.hook.stopping import refuse_in_one_line
-from ddltool.runtime.hook.telemetry import Exchange, RowFile, Stamp, StepRecorder, Watcher, device_of, is_cuda, stamp
-from ddltool.runtime.hook.weighing import Reduction, Weigher
+from ddltool.runtime.hook.telemetry import (
+    Exchange,
+    Stamp,
+    StepRecorder,
+    TelemetryFile,
+    Watcher,
+    device_of,
+    is_cuda,
+    stamp,
+)
 
 OFF, HOLD = "DDLTOOL_OFF", "DDLTOOL_HOLD"
 WARMUP_STEPS = 3
@@ -153,7 +162,7 @@ class GoodputAgent(Watcher):
         telemetry: str | os.PathLike[str] | None = None,
     ) -> None:
         refuse_in_one_line()
-        job = Job.this()
+        job = DistributedJob.this()
         limits = BatchLimits(
             initial_batch_size=initial_batch_size,
             max_batch_size=max_batch_size,
@@ -169,7 +178,7 @@ class GoodputAgent(Watcher):
             "min_gain": min_gain,
         }
         chosen |= {"noise_every": noise_every, "warmup_epochs": warmup_epochs, "background": background}
-        policy = parse_record({**chosen, "adapt": adapt and not is_set(HOLD)}, Policy, "GoodputAgent")
+        policy = parse_record({**chosen, "adapt": adapt and not is_set(HOLD)}, AgentPolicy, "GoodputAgent")
         demand_wrapped(job, model)
         optimizer = bare_optimizer(optimizer)
         self._rule = lr_rule(ALIASES.get(rule, rule))
@@ -184,25 +193,27 @@ class GoodputAgent(Watcher):
         self.progress = 0.0
         """Steps at the initial batch that the steps made are worth (with AdaScale its scale-invariant steps)."""
         self._cuda = is_cuda(model)
-        self._current: Pass | None = None
-        self._done_backward: Pass | None = None
-        self._kept: tuple[nn.Parameter, Tensor, int] | None = None
-        self._made: Pass | None = None
-        self._timed: TimedStep | None = None
-        self._started = 0
-        self._base_rates: list[Any] | None = None
-        self._rates_seen: tuple[int, list[Any]] | None = None
-        self._by_hand = scheduler == "by hand"
-        self._scheduler = None if self._by_hand else cast("LRScheduler | None", scheduler)
-        self._scheduled = 0
-        self._counts: list[float] = []
-        self._correction = 1.0
-        self._optimizer, self._updating = optimizer, False
-        self._weigher = Weigher(job, "agent", always=True, watcher=self)
-        self._weigher.hand.follow(self.sampler)
-        self._synchronised = model if isinstance(model, DistributedDataParallel) and job.world_size > 1 else None
-        group = self._synchronised.process_group if self._synchronised is not None else None
-        self._trained = trained = [parameter for part in optimizer.param_groups for parameter in part["params"]]
+        self._pass_under_way: Pass | None = None
+        self._last_backward_pass: Pass | None = None
+        self._expected_gradient: tuple[nn.Parameter, Tensor, int] | None = None
+        self._finished_pass: Pass | None = None
+        self._timed_step: TimedStep | None = None
+        self._first_step = 0
+        self._rates_to_restore: list[Any] | None = None
+        self._last_rates: tuple[int, list[Any]] | None = None
+        self._is_scheduled_by_hand = scheduler == "by hand"
+        self._scheduler = None if self._is_scheduled_by_hand else cast("LRScheduler | None", scheduler)
+        self._schedule_steps = 0
+        self._pass_counts: list[float] = []
+        self._gradient_factor = 1.0
+        self._optimizer, self._is_updating = optimizer, False
+        self._scaler = LossScaler(job, "agent", always=True, watcher=self)
+        self._scaler.pending.follow(self.sampler)
+        self._ddp_model = model if isinstance(model, DistributedDataParallel) and job.world_size > 1 else None
+        group = self._ddp_model.process_group if self._ddp_model is not None else None
+        self._trained_parameters = trained = [
+            parameter for part in optimizer.param_groups for parameter in part["params"]
+        ]
         every = FIRST_NOISE_EVERY if noise_every is None else noise_every
         self._noise = NoiseSampler(trained, optimizer, job.world_size, group, 0 if self.is_off else every)
         nodes = count_nodes(job.world_size)
@@ -210,9 +221,9 @@ class GoodputAgent(Watcher):
         self._chooser = Chooser(job, nodes, limits, policy, self.sampler, self._noise, estimator)
         self._recorder: StepRecorder | None = None
         if telemetry is not None and not self.is_off:
-            self._recorder = StepRecorder(RowFile.of(telemetry, job, device_of(model)), cuda=self._cuda)
+            self._recorder = StepRecorder(TelemetryFile.of(telemetry, job, device_of(model)), cuda=self._cuda)
         optimizer.register_step_pre_hook(self._before_update)
-        self._weigher.open(model, optimizer)
+        self._scaler.open(model, optimizer)
         optimizer.register_step_post_hook(self._after_update)
 
     # What a training loop uses.
@@ -234,14 +245,18 @@ class GoodputAgent(Watcher):
         if loader is None:
             # The dataset is checked above; a sized one is what DataLoader takes.
             loader = DataLoader(self._dataset, batch_sampler=self.sampler, **options)  # type: ignore[arg-type]
-        left = len(self.sampler)
+        batches_left = len(self.sampler)
         if self._chooser.adapts:  # at most: it may come back to the first batch
-            left = max(left, -(-(self.sampler.dataset_size - self.sampler.position) // self._limits.initial_batch_size))
-        return Batches(self._passes(loader), left)
+            batches_left = max(
+                batches_left, -(-(self.sampler.dataset_size - self.sampler.position) // self._limits.initial_batch_size)
+            )
+        return Batches(self._passes(loader), batches_left)
 
     def _passes(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        batches, first = iter(loader), True
-        others = register_optimizer_step_pre_hook(self._check_other) if self._synchronised is not None else None
+        batches, is_first = iter(loader), True
+        other_optimizer_hook = (
+            register_optimizer_step_pre_hook(self._refuse_other_optimizer) if self._ddp_model is not None else None
+        )
         try:
             while True:
                 start = stamp(self._cuda)
@@ -249,40 +264,40 @@ class GoodputAgent(Watcher):
                     batch = next(batches)
                 except StopIteration:
                     return
-                taken = self.sampler.issued.popleft()
-                self._begin_pass(taken, start)
+                batch_pass = self.sampler.issued.popleft()
+                self._begin_pass(batch_pass, start)
                 yield batch
-                if first and self._done_backward is not taken:
+                if is_first and self._last_backward_pass is not batch_pass:
                     problem = "the next one was fetched before the first was trained on, so passes would be mistaken"
                     raise InputError(
                         "agent.batches", problem, "fetch no batch ahead; num_workers does it behind the agent"
                     )
-                first = False
+                is_first = False
                 self._end_pass()
         finally:
-            self._current = None
-            if others is not None:
-                others.remove()
+            self._pass_under_way = None
+            if other_optimizer_hook is not None:
+                other_optimizer_hook.remove()
 
     @property
     def complete(self) -> bool:
         """Whether the present batch is the last pass of its step: time for ``optimizer.step()``."""
-        return self._current is not None and self._current.is_last
+        return self._pass_under_way is not None and self._pass_under_way.is_last
 
     @property
     def samples(self) -> int:
         """Samples of the present batch that count: 0 where a rank without samples only takes part (and out of batches)."""
-        return 0 if self._current is None else self._current.samples
+        return 0 if self._pass_under_way is None else self._pass_under_way.samples
 
     @property
     def total_batch_size(self) -> int:
         """Samples of all ranks in a full step, at the step under way or the next."""
-        return self._chooser.split_at(self._step()).total_batch_size
+        return self._chooser.split_at(self._current_step()).total_batch_size
 
     @property
     def accumulation_steps(self) -> int:
         """Passes without an update in a full step."""
-        return self._chooser.split_at(self._step()).accumulation_steps
+        return self._chooser.split_at(self._current_step()).accumulation_steps
 
     @property
     def noise_scale(self) -> float | None:
@@ -295,16 +310,16 @@ class GoodputAgent(Watcher):
         return self._chooser.changes
 
     @property
-    def decision(self) -> Decision | None:
+    def decision(self) -> BatchDecision | None:
         """What the last fit found, on rank 0; None elsewhere and before it."""
         return self._chooser.decision
 
     @property
     def learning_rate_factor(self) -> float:
         """What the learning rate is multiplied by in the step under way."""
-        taken = self._current
+        taken = self._pass_under_way
         total = self.total_batch_size if taken is None or taken.is_full else taken.step_samples
-        return self._factor(total)
+        return self._learning_rate_factor_at(total)
 
     def backward(self, loss: Tensor, *, count: float | Tensor | None = None) -> None:
         """Back-propagate what :meth:`loss` returns. With AMP give ``scaler.scale(loss)``."""
@@ -314,12 +329,12 @@ class GoodputAgent(Watcher):
         """Return a mean loss over the batch, of the same value, with gradients of the weight of its samples in the step.
 
         ``count``: what the loss is a mean over, where it is not the samples (tokens, weights of labels); give it in all
-        passes of a step. ``reduction``: as in :meth:`~ddltool.runtime.hook.weighing.Weigher.loss`. ``loss.backward()`` alone is
-        the same without a count, where the loss's graph shows that it is a mean over samples. Raises InputError outside of
-        :meth:`batches`, for a reduction other than mean in a step of several passes, and on all ranks for a loss that is a
-        mean over something else.
+        passes of a step. ``reduction``: as in :meth:`~ddltool.runtime.hook.loss_scaling.LossScaler.loss`.
+        ``loss.backward()`` alone is the same without a count, where the loss's graph shows that it is a mean over
+        samples. Raises InputError outside of :meth:`batches`, for a reduction other than mean in a step of several
+        passes, and on all ranks for a loss that is a mean over something else.
         """
-        taken = self._current
+        taken = self._pass_under_way
         if taken is None:
             raise InputError("backward", "no batch is under way", "call it inside for ... in agent.batches(epoch)")
         if reduction != "mean" and taken.passes > 1:
@@ -327,58 +342,64 @@ class GoodputAgent(Watcher):
                 "reduction", f"is {reduction} in a step of {taken.passes} passes", "give a mean and its count"
             )
         if count is None:
-            return self._weigher.loss(loss, reduction=reduction)
+            return self._scaler.loss(loss, reduction=reduction)
         number = float(count) if taken.samples else 0.0
-        self._counts.append(number)
+        self._pass_counts.append(number)
         if taken.is_last:
-            self._correct(taken)
-        return self._weigher.loss(loss, count=number, of=float(taken.step_samples))
+            self._set_gradient_factor(taken)
+        return self._scaler.loss(loss, count=number, of=float(taken.step_samples))
 
-    def _correct(self, taken: Pass) -> None:
-        """Let the gradients of the step be divided by what all ranks counted in all passes, in place of the samples."""
-        if len(self._counts) != taken.passes:
+    def _set_gradient_factor(self, taken: Pass) -> None:
+        """Set the factor that divides the step's gradients by the counts of all ranks and passes instead of samples."""
+        if len(self._pass_counts) != taken.passes:
             raise InputError("backward", "was given a count in some passes of a step only", "give it in all of them")
-        total = sum(each for (each,) in self._job.numbers(sum(self._counts)))
-        self._correction = taken.step_samples / total if total else 1.0
+        total = sum(count for (count,) in self._job.numbers(sum(self._pass_counts)))
+        self._gradient_factor = taken.step_samples / total if total else 1.0
 
-    # What the weigher tells of backward passes.
+    # What the scaler tells of backward passes.
 
     def begin_backward(self) -> None:
-        """A backward pass begins. Raises InputError where the gradients of the passes before it are not what they were."""
-        taken = self._current
-        if taken is None and self._synchronised is not None:
+        """Begin a backward pass. Raises InputError when the gradients of the step's earlier passes were changed."""
+        taken = self._pass_under_way
+        if taken is None and self._ddp_model is not None:
             raise InputError("backward", "no batch is under way", "call it inside for ... in agent.batches(epoch)")
         if taken is not None and taken.is_last:
             self._noise.begin_last_backward()
-        if self._kept is not None:
-            parameter, gradient, version = self._kept
+        if self._expected_gradient is not None:
+            parameter, gradient, version = self._expected_gradient
             if parameter.grad is not gradient or gradient._version != version:
                 problem = "were changed or cleared before the step's last pass"
                 raise InputError("gradients", problem, "clear and clip them where agent.complete is true")
 
     def note_complete(self) -> None:
         """This rank's gradients are complete, and DDP waits for the others'."""
-        if self._current is not None and self._timed is not None and self._synchronised is not None:
-            self._timed.exchanges[-1].note_ready()
-            self._noise.complete(self._current, self._correction)
+        if self._pass_under_way is not None and self._timed_step is not None and self._ddp_model is not None:
+            self._timed_step.exchanges[-1].note_ready()
+            self._noise.complete(self._pass_under_way, self._gradient_factor)
 
     def end_backward(self) -> None:
         """A backward pass is over, the exchange of its gradients included."""
-        taken = self._current
-        if taken is None or self._made is taken:
+        taken = self._pass_under_way
+        if taken is None or self._finished_pass is taken:
             return
-        self._done_backward = taken
+        self._last_backward_pass = taken
         if taken.passes > 1:
-            held = next((value for value in self._trained if value.grad is not None), None)
-            self._kept = None
-            if held is not None and held.grad is not None and not taken.is_last:
-                self._kept = held, held.grad, held.grad._version
-        if taken.is_last and self._correction != 1.0:
-            gradients = [value.grad for value in self._trained if value.grad is not None]
-            torch._foreach_mul_(gradients, self._correction)
-            self._correction = 1.0
-        if self._timed is not None:
-            self._note_backward(taken, self._timed)
+            parameter_with_gradient = next(
+                (value for value in self._trained_parameters if value.grad is not None), None
+            )
+            self._expected_gradient = None
+            if parameter_with_gradient is not None and parameter_with_gradient.grad is not None and not taken.is_last:
+                self._expected_gradient = (
+                    parameter_with_gradient,
+                    parameter_with_gradient.grad,
+                    parameter_with_gradient.grad._version,
+                )
+        if taken.is_last and self._gradient_factor != 1.0:
+            gradients = [value.grad for value in self._trained_parameters if value.grad is not None]
+            torch._foreach_mul_(gradients, self._gradient_factor)
+            self._gradient_factor = 1.0
+        if self._timed_step is not None:
+            self._note_backward_end(taken, self._timed_step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs beside model, optimizer and scheduler: numbers, strings and tensors only.
@@ -389,9 +410,9 @@ class GoodputAgent(Watcher):
             "version": 1,
             "initial_batch_size": self._limits.initial_batch_size,
             "rule": self._rule.name,
-            "learning_rate_factor": self._factor(self.total_batch_size),
+            "learning_rate_factor": self._learning_rate_factor_at(self.total_batch_size),
             "progress": self.progress,
-            "scheduled": self._scheduled,
+            "scheduled": self._schedule_steps,
             "sampler": {
                 **self.sampler.state_dict(),
                 "total_batch_size": self.total_batch_size,
@@ -408,18 +429,18 @@ class GoodputAgent(Watcher):
         """
         if not isinstance(state, Mapping) or state.get("version") != 1:
             raise InputError("agent state", "is none of version 1", "give what state_dict returned")
-        first, mine = state.get("initial_batch_size"), self._limits.initial_batch_size
-        if first != mine:
-            raise InputError("agent state:initial_batch_size", f"is {first}", f"this job has {mine}")
+        state_initial, own_initial = state.get("initial_batch_size"), self._limits.initial_batch_size
+        if state_initial != own_initial:
+            raise InputError("agent state:initial_batch_size", f"is {state_initial}", f"this job has {own_initial}")
         try:
             progress, total = float(state["progress"]), int(state["sampler"]["total_batch_size"])
             split = split_near(total, self._job.world_size, self._limits)
-            before = self.sampler.state_dict(), self.sampler.split_at(self.sampler.step)
+            sampler_before = self.sampler.state_dict(), self.sampler.split_at(self.sampler.step)
             self.sampler.load_state_dict(state["sampler"], split)
             try:
                 self._chooser.load_state(state)
             except Exception:
-                self.sampler.load_state_dict(*before)
+                self.sampler.load_state_dict(*sampler_before)
                 raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InputError("agent state", f"cannot be read ({error!r})", "give what state_dict returned") from None
@@ -429,40 +450,44 @@ class GoodputAgent(Watcher):
                 *(split.world_size, total, split.total_batch_size),
             )
         self.progress = progress
-        self._scheduled = int(state.get("scheduled", 0))
-        self._rates_seen = None
-        self._started = self.sampler.step
-        self._current = self._made = self._timed = None
+        self._schedule_steps = int(state.get("scheduled", 0))
+        self._last_rates = None
+        self._first_step = self.sampler.step
+        self._pass_under_way = self._finished_pass = self._timed_step = None
 
     def close(self) -> None:
         """Write telemetry that is held back and end the agent's thread; also happens at exit. Idempotent."""
         if self._recorder is not None:
             self._recorder.close()
         self._chooser.close()
-        self._weigher.close()
+        self._scaler.close()
 
     # A pass and a step, from inside.
 
-    def _step(self) -> int:
-        return self._current.step if self._current is not None and self._made is None else self.sampler.step
+    def _current_step(self) -> int:
+        return (
+            self._pass_under_way.step
+            if self._pass_under_way is not None and self._finished_pass is None
+            else self.sampler.step
+        )
 
     def _begin_pass(self, taken: Pass, start: Stamp) -> None:
-        self._current, self._made = taken, None
-        self._weigher.hand.drop(self.sampler, unused=True)
-        self._weigher.hand.draw(self.sampler, taken)
+        self._pass_under_way, self._finished_pass = taken, None
+        self._scaler.pending.drop(self.sampler, unused=True)
+        self._scaler.pending.draw(self.sampler, taken)
         if taken.number == 0:
-            self._counts, self._correction = [], 1.0
-        if self._synchronised is not None:
-            self._synchronised.require_backward_grad_sync = taken.is_last  # as no_sync() does around both passes
+            self._pass_counts, self._gradient_factor = [], 1.0
+        if self._ddp_model is not None:
+            self._ddp_model.require_backward_grad_sync = taken.is_last  # as no_sync() does around both passes
         if self.is_off:
             return
         self._noise.begin(taken)
         if taken.number == 0:
-            self._timed = TimedStep(taken=taken, exchanges=[])
-        if self._timed is not None:
-            self._timed.exchanges.append(Exchange(taken.samples, taken.samples, start, self._cuda))
+            self._timed_step = TimedStep(taken=taken, exchanges=[])
+        if self._timed_step is not None:
+            self._timed_step.exchanges.append(Exchange(taken.samples, taken.samples, start, self._cuda))
 
-    def _note_backward(self, taken: Pass, timed: TimedStep) -> None:
+    def _note_backward_end(self, taken: Pass, timed: TimedStep) -> None:
         exchange = timed.exchanges[-1]
         if exchange.ready is None:
             exchange.note_ready()
@@ -478,47 +503,47 @@ class GoodputAgent(Watcher):
         timed.own_s += self._noise.take_spent_s()
 
     def _end_pass(self) -> None:
-        """The loop wants the next batch: a step whose update was skipped (an overflow under AMP) is over as well."""
-        taken = self._current
-        if taken is not None and taken.is_last and self._made is not taken:
+        """End the pass when the loop asks for the next batch; a last pass without update (AMP overflow) ends its step."""
+        taken = self._pass_under_way
+        if taken is not None and taken.is_last and self._finished_pass is not taken:
             self._finish_step(taken, updated=False)
-        self._current = None
+        self._pass_under_way = None
 
     def _before_update(
-        self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...] = (), named: Mapping[str, Any] = {}
+        self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...] = (), keywords: Mapping[str, Any] = {}
     ) -> None:
-        taken = self._current
-        if taken is None or self._made is taken:
+        taken = self._pass_under_way
+        if taken is None or self._finished_pass is taken:
             return
         if not taken.is_last:
             raise InputError("optimizer.step", "came before the step's last pass", "call it if agent.complete")
-        closes = any(
-            value is not None for value in (*arguments[1:], *named.values())
+        has_closure = any(
+            value is not None for value in (*arguments[1:], *keywords.values())
         )  # a closure has the backward in it
-        if self._done_backward is not taken and not closes:
+        if self._last_backward_pass is not taken and not has_closure:
             raise InputError("optimizer.step", "came before the pass's backward", "call agent.backward(loss) first")
-        self._updating = True  # what it has inside, as ZeroRedundancyOptimizer does, may step
+        self._is_updating = True  # what it has inside, as ZeroRedundancyOptimizer does, may step
         if not self.is_off:
             factor = self.learning_rate_factor
-            self._base_rates = [group["lr"] for group in optimizer.param_groups]
-            self._watch_rates(taken, self._base_rates)
+            self._rates_to_restore = [group["lr"] for group in optimizer.param_groups]
+            self._refuse_stepwise_schedule(taken, self._rates_to_restore)
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * factor
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._updating = False
-        if self._base_rates is not None:
-            for group, rate in zip(optimizer.param_groups, self._base_rates, strict=True):
+        self._is_updating = False
+        if self._rates_to_restore is not None:
+            for group, rate in zip(optimizer.param_groups, self._rates_to_restore, strict=True):
                 group["lr"] = rate
-            self._base_rates = None
-        taken = self._current
-        if taken is not None and taken.is_last and self._made is not taken:
+            self._rates_to_restore = None
+        taken = self._pass_under_way
+        if taken is not None and taken.is_last and self._finished_pass is not taken:
             self._finish_step(taken, updated=True)
 
-    def _check_other(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _refuse_other_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Refuse a second optimizer in a step with uneven batches: the gradients of its model are not weighed."""
-        taken = self._current
-        if taken is None or optimizer is self._optimizer or self._updating:
+        taken = self._pass_under_way
+        if taken is None or optimizer is self._optimizer or self._is_updating:
             return
         sizes = taken.split.sizes_of(taken.step_samples)
         if taken.passes > 1 or not (sizes == sizes[0, 0]).all():
@@ -527,48 +552,53 @@ class GoodputAgent(Watcher):
             )
             raise InputError("optimizer", problem, "train one wrapped model that has all parts, with one optimizer")
 
-    def _watch_rates(self, taken: Pass, rates: list[Any]) -> None:
+    def _refuse_stepwise_schedule(self, taken: Pass, rates: list[Any]) -> None:
         """Raise InputError for a schedule that the loop moves with every step, when the batch may grow."""
-        before, self._rates_seen = self._rates_seen, (taken.epoch, list(map(float, rates)))
-        if self._scheduler is not None or self._by_hand or not self._chooser.adapts or before is None:
+        rates_before, self._last_rates = self._last_rates, (taken.epoch, list(map(float, rates)))
+        if (
+            self._scheduler is not None
+            or self._is_scheduled_by_hand
+            or not self._chooser.adapts
+            or rates_before is None
+        ):
             return
-        if before[0] == taken.epoch and before[1] != self._rates_seen[1]:
+        if rates_before[0] == taken.epoch and rates_before[1] != self._last_rates[1]:
             remedy = "give it to the agent, GoodputAgent(..., scheduler=scheduler), and do not step it in the loop"
             problem = "changes from step to step of an epoch, but larger batches make fewer steps"
             raise InputError("the learning rate", problem, remedy)
 
-    def _schedule(self) -> None:
-        """Step the schedule as often as the samples that are done are worth steps of the initial batch."""
+    def _step_schedule(self) -> None:
+        """Step the schedule until its steps equal the samples done over the initial batch."""
         if self._scheduler is None:
             return
-        size, first = self.sampler.dataset_size, self._limits.initial_batch_size
-        per_epoch = -(-size // first)
-        done = per_epoch if self.sampler.position >= size else self.sampler.position // first
-        while self._scheduled < self.sampler.epoch * per_epoch + done:
+        dataset_size, initial_batch = self.sampler.dataset_size, self._limits.initial_batch_size
+        per_epoch = -(-dataset_size // initial_batch)
+        epoch_steps = per_epoch if self.sampler.position >= dataset_size else self.sampler.position // initial_batch
+        while self._schedule_steps < self.sampler.epoch * per_epoch + epoch_steps:
             self._scheduler.step()
-            self._scheduled += 1
+            self._schedule_steps += 1
 
     def _finish_step(self, taken: Pass, *, updated: bool) -> None:
         end = stamp(self._cuda)
-        factor = self._factor(taken.step_samples)
-        self._made = taken
+        factor = self._learning_rate_factor_at(taken.step_samples)
+        self._finished_pass = taken
         self.sampler.commit(taken)
         if updated:
-            self.progress += self._worth(taken.step_samples)
-        self._schedule()
-        timed, self._timed = self._timed, None
+            self.progress += self._steps_at_initial_batch(taken.step_samples)
+        self._step_schedule()
+        timed, self._timed_step = self._timed_step, None
         if timed is None:
             return
         timed.end = end
         self._chooser.largest_tried = max(self._chooser.largest_tried, taken.step_samples)
         if self._recorder is not None:
-            self._record(self._recorder, timed, end, learning_rate_factor=factor, noise_scale=self.noise_scale)
-        if taken.is_full and taken.step >= self._started + WARMUP_STEPS:
+            self._write_telemetry(self._recorder, timed, end, learning_rate_factor=factor, noise_scale=self.noise_scale)
+        if taken.is_full and taken.step >= self._first_step + WARMUP_STEPS:
             self._chooser.add(timed)
         if self.sampler.step >= self._chooser.look_at:
             self._chooser.look()
 
-    def _record(self, recorder: StepRecorder, timed: TimedStep, end: Stamp, **more: Any) -> None:
+    def _write_telemetry(self, recorder: StepRecorder, timed: TimedStep, end: Stamp, **more: Any) -> None:
         """Write a step's row. Waiting for the slowest rank, which would take a collective to tell, is part of ``sync_s``."""
         for exchange in timed.exchanges:
             exchange.arrived_s = exchange.ready.host_s if exchange.ready is not None else None
@@ -577,7 +607,7 @@ class GoodputAgent(Watcher):
         more |= {"total_batch": timed.taken.step_samples, "passes": len(timed.exchanges)}
         recorder.add(timed.taken.step, timed.exchanges, end, **more)
 
-    def _factor(self, total: int) -> float:
+    def _learning_rate_factor_at(self, total: int) -> float:
         """Return the learning rate's factor at ``total`` samples; a smaller last step of an epoch keeps the base rate."""
         statistics = self._chooser.statistics
         if self._rule.needs_statistics and statistics is None:
@@ -586,8 +616,8 @@ class GoodputAgent(Watcher):
         epoch = self.sampler.epoch + self.sampler.position / self.sampler.dataset_size
         return self._rule.warmed_factor(scale, epoch, self._warmup_epochs, statistics)
 
-    def _worth(self, total: int) -> float:
-        """Return how many steps at the initial batch a step is worth."""
+    def _steps_at_initial_batch(self, total: int) -> float:
+        """Return the progress of a step of ``total`` samples, in steps at the initial batch."""
         statistics = self._chooser.statistics
         scale = total / self._limits.initial_batch_size
         if scale <= 1 or (self._rule.needs_statistics and statistics is None):

@@ -24,19 +24,19 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from ddltool.analyzers.goodput.elastic_table import Split, find_split
-from ddltool.analyzers.goodput.fit import fit
-from ddltool.analyzers.goodput.lr_rules import GradientStatistics
-from ddltool.analyzers.goodput.noise_scale import NoiseScaleEstimator
-from ddltool.analyzers.goodput.observations import Observations
-from ddltool.analyzers.goodput.throughput import ThroughputParams, goodput_per_s
-from ddltool.analyzers.goodput.tuning import BatchLimits, tune_one
+from ddltool.analyzers.job.goodput.elastic_table import Split, find_split
+from ddltool.analyzers.job.goodput.fit import fit
+from ddltool.analyzers.job.goodput.lr_rules import GradientStatistics
+from ddltool.analyzers.job.goodput.noise_scale import NoiseScaleEstimator
+from ddltool.analyzers.job.goodput.observations import Observations
+from ddltool.analyzers.job.goodput.throughput import ThroughputParams, goodput_per_s
+from ddltool.analyzers.job.goodput.tuning import BatchLimits, tune_one
 from ddltool.artifacts import Record
 from ddltool.errors import Infeasible, InputError
 from ddltool.runtime.agent.noise_sampling import NoiseSampler, affordable_interval
-from ddltool.runtime.hook.agreement import Agreement
 from ddltool.runtime.hook.batches import Pass, VariableBatchSampler
-from ddltool.runtime.hook.job import Job
+from ddltool.runtime.hook.consensus import Consensus
+from ddltool.runtime.hook.job import DistributedJob
 from ddltool.runtime.hook.telemetry import Exchange, Stamp, seconds_between
 
 TIMES_KEPT = 64
@@ -57,7 +57,7 @@ Key = tuple[int, int, int, int]
 log = logging.getLogger(__name__)
 
 
-class StepTimes:
+class StepTimeHistory:
     """Measured times by (nodes, replicas, local batch, kind): full steps' synchronising part, and passes without it."""
 
     def __init__(self) -> None:
@@ -85,8 +85,10 @@ class StepTimes:
         rows = []
         for (nodes, replicas, batch, kind), times in sorted(self._times.items()):
             if kind == FULL_STEP:
-                alone = self._times.get((nodes, replicas, batch, PASS))
-                rows.append((nodes, replicas, batch, np.median(times), np.median(alone) if alone else math.nan))
+                pass_times = self._times.get((nodes, replicas, batch, PASS))
+                rows.append(
+                    (nodes, replicas, batch, np.median(times), np.median(pass_times) if pass_times else math.nan)
+                )
         table = np.array(rows, dtype=np.float64).reshape(-1, 5)
         return Observations(
             num_nodes=table[:, 0],
@@ -110,7 +112,7 @@ class StepTimes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
+class BatchDecision:
     """How to share out steps from now on, and what was expected of it."""
 
     split: Split
@@ -120,7 +122,7 @@ class Decision:
 
 
 def decide(
-    times: StepTimes,
+    times: StepTimeHistory,
     nodes: int,
     present: Split,
     limits: BatchLimits,
@@ -128,7 +130,7 @@ def decide(
     noise_scale: float | None,
     largest_tried: int,
     min_gain: float,
-) -> Decision | None:
+) -> BatchDecision | None:
     """Return the batch of highest goodput on the present ranks; None to stay with the present one.
 
     Fits the throughput model to all times (Pollux, section 4.1) and maximises goodput over local batch and accumulation
@@ -140,25 +142,32 @@ def decide(
     """
     if noise_scale is None or not len(times):
         return None
-    params, replicas, first = fit(times.observations()).params, present.world_size, limits.initial_batch_size
-    total = min(limits.max_batch_size, max(2 * largest_tried, first, replicas))
-    local = min(limits.max_local_batch_size, max(2 * times.largest_local_batch, limits.min_local_batch_size))
-    explored = replace(limits, max_batch_size=total, max_local_batch_size=local)
-    used, passes = (
+    params, replicas, initial_batch = fit(times.observations()).params, present.world_size, limits.initial_batch_size
+    total_limit = min(limits.max_batch_size, max(2 * largest_tried, initial_batch, replicas))
+    local_limit = min(limits.max_local_batch_size, max(2 * times.largest_local_batch, limits.min_local_batch_size))
+    explored = replace(limits, max_batch_size=total_limit, max_local_batch_size=local_limit)
+    local_batch, passes = (
         -(-present.total_batch_size // (replicas * (present.accumulation_steps + 1))),
         present.accumulation_steps,
     )
-    now = float(goodput_per_s(params, nodes, replicas, used, passes, noise_scale=noise_scale, initial_batch_size=first))
+    present_goodput = float(
+        goodput_per_s(
+            params, nodes, replicas, local_batch, passes, noise_scale=noise_scale, initial_batch_size=initial_batch
+        )
+    )
     try:
         best = tune_one(params, nodes, replicas, explored, noise_scale=noise_scale)
     except Infeasible:
         return None
     # ranks may differ by a sample, so a total that equal batches only reach beyond the limit is cut back to it
     total = min(best.total_batch_size, explored.max_batch_size)
-    chosen = Split(world_size=replicas, total_batch_size=total, accumulation_steps=best.accumulation_steps)
-    better = best.goodput_per_s > now * (1 + min_gain)
-    return Decision(
-        split=chosen if better else present, goodput_per_s=best.goodput_per_s, present_goodput_per_s=now, params=params
+    best_split = Split(world_size=replicas, total_batch_size=total, accumulation_steps=best.accumulation_steps)
+    is_better = best.goodput_per_s > present_goodput * (1 + min_gain)
+    return BatchDecision(
+        split=best_split if is_better else present,
+        goodput_per_s=best.goodput_per_s,
+        present_goodput_per_s=present_goodput,
+        params=params,
     )
 
 
@@ -169,8 +178,8 @@ def split_near(total: int, replicas: int, limits: BatchLimits) -> Split:
     """
     low, high = limits.initial_batch_size, limits.max_batch_size
     total = min(max(total, low), high)
-    for away in range(max(total - low, high - total) + 1):
-        for candidate in (total - away, total + away):
+    for distance in range(max(total - low, high - total) + 1):
+        for candidate in (total - distance, total + distance):
             split = find_split(candidate, replicas, limits)[0] if low <= candidate <= high else None
             if split is not None:
                 return split
@@ -190,7 +199,7 @@ class TimedStep:
     own_s: float = 0.0
     """What sampling the noise took of it."""
 
-    def record(self, times: StepTimes, nodes: int, replicas: int) -> float:
+    def record(self, times: StepTimeHistory, nodes: int, replicas: int) -> float:
         """Add this step's times and return its seconds; waits for the device to pass its end."""
         last, end = self.exchanges[-1], self.end
         if end is None:
@@ -207,7 +216,7 @@ class TimedStep:
         return seconds_between(self.exchanges[0].start, end)
 
 
-class Policy(Record):
+class AgentPolicy(Record):
     """How often to look and when to change; the arguments of the same names of the agent."""
 
     interval_s: float = Field(gt=0)
@@ -237,36 +246,36 @@ class _Setting(NamedTuple):
 class Chooser:
     """Reads the measurements every so often, fits on rank 0, and gives all ranks the same setting at the same step.
 
-    A look is one agreement, at a step that was agreed on at the look before. The fit runs in a thread of rank 0 between two
-    looks. The setting takes effect at the first step that no rank has handed out yet.
+    A look is one round of consensus, at a step that was agreed on at the look before. The fit runs in a thread of rank 0
+    between two looks. The setting takes effect at the first step that no rank has handed out yet.
     """
 
     def __init__(
         self,
-        job: Job,
+        job: DistributedJob,
         nodes: int,
         limits: BatchLimits,
-        policy: Policy,
+        policy: AgentPolicy,
         sampler: VariableBatchSampler,
         noise: NoiseSampler,
         estimator: NoiseScaleEstimator,
     ) -> None:
         self._job, self._nodes, self._limits, self._policy = job, nodes, limits, policy
         self._sampler, self._noise = sampler, noise
-        self._agreement = Agreement(job, self._choose)
+        self._consensus = Consensus(job, self._choose)
         self.estimator = estimator
-        self.times = StepTimes()
+        self.times = StepTimeHistory()
         self.statistics: GradientStatistics | None = None
         self.noise_scale: float | None = None
         self.largest_tried = sampler.split_at(0).total_batch_size
         self.changes: list[tuple[int, int, int]] = []
-        self.decision: Decision | None = None
+        self.decision: BatchDecision | None = None
         self.fit_cost_s = ASSUMED_FIT_S
         """CPU seconds of the last fit and search."""
-        self._pending: deque[TimedStep] = deque(maxlen=PENDING_KEPT)
+        self._timed_steps: deque[TimedStep] = deque(maxlen=PENDING_KEPT)
         self._durations: deque[float] = deque(maxlen=65)
-        self._fitting: Future[Decision | None] | None = None
-        self._pool: ThreadPoolExecutor | None = None
+        self._running_fit: Future[BatchDecision | None] | None = None
+        self._fit_thread: ThreadPoolExecutor | None = None
         self._warned: set[str] = set()
         self.restart()
 
@@ -283,33 +292,33 @@ class Chooser:
 
     def restart(self) -> None:
         """Begin to count steps and time anew, as after loading a checkpoint."""
-        self._pending.clear()
+        self._timed_steps.clear()
         self.look_at = self._sampler.step + (self._policy.interval_steps or FIRST_LOOK)
-        self._looked = (self._sampler.step, time.perf_counter())
+        self._last_look = (self._sampler.step, time.perf_counter())
         self._began_s = time.perf_counter()
-        self._fits = 0
+        self._fit_count = 0
 
     def add(self, timed: TimedStep) -> None:
         """Take a full step that was made."""
-        self._pending.append(timed)
+        self._timed_steps.append(timed)
 
     def read(self) -> None:
-        """Take in what was measured; the host waits for the device here."""
+        """Read the noise observations and step times from the device, for which the host waits."""
         try:
             self._noise.drain(self.estimator)
-            while self._pending:
-                seconds = self._pending.popleft().record(self.times, self._nodes, self._job.world_size)
+            while self._timed_steps:
+                seconds = self._timed_steps.popleft().record(self.times, self._nodes, self._job.world_size)
                 if seconds > 0:
                     self._durations.append(seconds)
         except Exception as error:
             self.warn("reading the measurements", error)
 
     def look(self) -> None:
-        """Look at the measurements after a step; all ranks do at the same. Raises AgreementError when one is gone."""
+        """Look at the measurements after a step; all ranks do at the same. Raises ConsensusError when one is gone."""
         self.read()
         step = self._sampler.step
-        chosen = self._agreement.propose(lambda: np.array([self._sampler.next_step], dtype=np.float64))
-        setting = _Setting(*(chosen if chosen is not None else ()))
+        agreed = self._consensus.propose(lambda: np.array([self._sampler.next_step], dtype=np.float64))
+        setting = _Setting(*(agreed if agreed is not None else ()))
         self.look_at = max(int(setting.look_at), step + 1)
         if math.isfinite(setting.noise_every):
             self._noise.every = int(setting.noise_every)
@@ -317,46 +326,46 @@ class Chooser:
             self.noise_scale = float(setting.noise_scale)
             self.statistics = GradientStatistics(sqr=float(setting.sqr), var=float(setting.var))
         if setting.total:
-            first, total, passes = int(setting.first_step), int(setting.total), int(setting.accumulation)
+            first_step, total, passes = int(setting.first_step), int(setting.total), int(setting.accumulation)
             split = Split(world_size=self._job.world_size, total_batch_size=total, accumulation_steps=passes)
-            if split != self.split_at(first):
-                self._sampler.resize(split, first)
-                self.changes.append((first, total, passes))
-        self._looked = (step, time.perf_counter())
+            if split != self.split_at(first_step):
+                self._sampler.resize(split, first_step)
+                self.changes.append((first_step, total, passes))
+        self._last_look = (step, time.perf_counter())
 
     def _choose(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return rank 0's setting, from (n, 1) first steps that each rank has not handed out."""
-        first, step = float(rows.max()), self._sampler.step
+        first_step, step = float(rows.max()), self._sampler.step
         try:
-            return np.array(self._setting(first, step))
+            return np.array(self._next_setting(first_step, step))
         except Exception as error:
             self.warn("deciding", error)
-            return np.array(_Setting(first, step + FIRST_LOOK))
+            return np.array(_Setting(first_step, step + FIRST_LOOK))
 
-    def _setting(self, first_step: float, step: int) -> _Setting:
-        """Return the result of a fit that is done, and when to look again."""
-        step_s = (time.perf_counter() - self._looked[1]) / max(step - self._looked[0], 1)
-        decision, soon = self._fitted()
-        setting = _Setting(first_step, step + self._steps_to_next(step_s, soon), self._noise_every())
+    def _next_setting(self, first_step: float, step: int) -> _Setting:
+        """Return rank 0's setting: a finished fit's split, the noise figures, and the step of the next look."""
+        step_s = (time.perf_counter() - self._last_look[1]) / max(step - self._last_look[0], 1)
+        decision, is_fitting = self._finished_decision()
+        setting = _Setting(first_step, step + self._steps_to_next(step_s, is_fitting), self._next_noise_interval())
         if decision is not None and self._policy.adapt:
             split = decision.split
             setting = setting._replace(total=split.total_batch_size, accumulation=split.accumulation_steps)
-        known = self.estimator.statistics(self._limits.initial_batch_size)
+        gradient_statistics = self.estimator.statistics(self._limits.initial_batch_size)
         phi = self._known_noise_scale()
-        if known is not None and phi is not None:
-            setting = setting._replace(sqr=known.sqr, var=known.var, noise_scale=phi)
+        if gradient_statistics is not None and phi is not None:
+            setting = setting._replace(sqr=gradient_statistics.sqr, var=gradient_statistics.var, noise_scale=phi)
         return setting
 
     def _known_noise_scale(self) -> float | None:
         return self.estimator.noise_scale if self.estimator.count >= LEAST_OBSERVATIONS else None
 
-    def _steps_to_next(self, step_s: float, soon: bool) -> int:
+    def _steps_to_next(self, step_s: float, is_fitting: bool) -> int:
         policy = self._policy
         if policy.interval_steps is not None:
             return policy.interval_steps
-        if soon:
+        if is_fitting:
             wanted_s = FIT_WAIT_S
-        elif self._fits:
+        elif self._fit_count:
             wanted_s = max(policy.interval_s, self._affordable_s())
         else:
             wanted_s = max(self._affordable_s() - self._elapsed_s(), 0.0)
@@ -369,7 +378,7 @@ class Chooser:
     def _elapsed_s(self) -> float:
         return time.perf_counter() - self._began_s
 
-    def _noise_every(self) -> int:
+    def _next_noise_interval(self) -> int:
         policy = self._policy
         if policy.noise_every is not None:
             return policy.noise_every
@@ -379,16 +388,16 @@ class Chooser:
             self._noise.cost_s, statistics.median(self._durations), NOISE_SHARE * policy.overhead
         )
 
-    def _fitted(self) -> tuple[Decision | None, bool]:
-        """Return a decision that is ready, and whether one is being made."""
-        if self._fitting is not None:
-            if not self._fitting.done():
+    def _finished_decision(self) -> tuple[BatchDecision | None, bool]:
+        """Return a finished fit's decision (None: none is ready), and whether a fit is under way; start one when due."""
+        if self._running_fit is not None:
+            if not self._running_fit.done():
                 return None, True
-            fitting, self._fitting = self._fitting, None
+            fitting, self._running_fit = self._running_fit, None
             self.decision = fitting.result()
             return self.decision, False
         # The first fit is paid for by the training done so far; later ones are spaced.
-        if self._policy.interval_steps is None and not self._fits and self._elapsed_s() < self._affordable_s():
+        if self._policy.interval_steps is None and not self._fit_count and self._elapsed_s() < self._affordable_s():
             return None, False
         work = partial(
             decide,
@@ -401,16 +410,16 @@ class Chooser:
             min_gain=self._policy.min_gain,
         )
         if not self._policy.background:
-            self.decision = self._timed(work)
+            self.decision = self._run_fit(work)
             return self.decision, False
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="goodput-fit")
+        if self._fit_thread is None:
+            self._fit_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="goodput-fit")
             atexit.register(self.close)
-        self._fitting = self._pool.submit(self._timed, work)
+        self._running_fit = self._fit_thread.submit(self._run_fit, work)
         return None, True
 
-    def _timed(self, work: Callable[[], Decision | None]) -> Decision | None:
-        """Return what ``work`` decides, and keep what it cost; a failure decides nothing."""
+    def _run_fit(self, work: Callable[[], BatchDecision | None]) -> BatchDecision | None:
+        """Return the decision of ``work``, None when it fails, and record its CPU seconds."""
         start = time.thread_time()
         try:
             return work()
@@ -419,7 +428,7 @@ class Chooser:
             return None
         finally:
             self.fit_cost_s = time.thread_time() - start
-            self._fits += 1
+            self._fit_count += 1
 
     def warn(self, what: str, error: BaseException) -> None:
         """Say once per kind of work that it failed; training goes on with the present setting."""
@@ -431,10 +440,12 @@ class Chooser:
     def close(self) -> None:
         """End the thread."""
         atexit.unregister(self.close)
-        self._agreement.close()
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)  # a fit may take a while, and nobody wants it now
-            self._pool = self._fitting = None
+        self._consensus.close()
+        if self._fit_thread is not None:
+            self._fit_thread.shutdown(
+                wait=False, cancel_futures=True
+            )  # a fit may take a while, and nobody wants it now
+            self._fit_thread = self._running_fit = None
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint needs: numbers and a tensor of shape (times, 5)."""
@@ -453,11 +464,11 @@ class Chooser:
         """Take up a state again. Raises KeyError, TypeError, ValueError or InputError for what is none."""
         rows = state["observations"].tolist()
         sqr, var, noise_scale = (float(state[name]) for name in ("sqr", "var", "noise_scale"))
-        tried = int(state["largest_tried"])
+        largest_tried = int(state["largest_tried"])
         self.estimator.load_state_dict(state["estimator"])
         self.times.load_rows(rows)
-        known = math.isfinite(sqr) and math.isfinite(var)
-        self.statistics = GradientStatistics(sqr=sqr, var=var) if known else None
+        has_statistics = math.isfinite(sqr) and math.isfinite(var)
+        self.statistics = GradientStatistics(sqr=sqr, var=var) if has_statistics else None
         self.noise_scale = noise_scale if math.isfinite(noise_scale) else None
-        self.largest_tried = tried
+        self.largest_tried = largest_tried
         self.restart()

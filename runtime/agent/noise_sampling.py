@@ -1,6 +1,6 @@
 """Gradient noise from norms that training passes by anyway, on every k-th step. Start at :class:`NoiseSampler`.
 
-Two batch sizes make the two equations of :mod:`ddltool.analyzers.goodput.noise_scale`; which two depends on the job:
+Two batch sizes make the two equations of :mod:`ddltool.analyzers.job.goodput.noise_scale`; which two depends on the job:
 
 - K > 1 replicas: each rank's own gradient, seen as it is accumulated and before DDP takes it, against the reduced gradient.
 - one replica with accumulation: the gradient after the first pass against that of the whole step.
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddltool.analyzers.goodput.noise_scale import NoiseScaleEstimator, differenced_terms, noise_terms, small_batch
+from ddltool.analyzers.job.goodput.noise_scale import NoiseScaleEstimator, differenced_terms, noise_terms, small_batch
 from ddltool.errors import InputError
 from ddltool.runtime.hook.batches import Pass
 from ddltool.runtime.hook.telemetry import Stamp, seconds_between, stamp
@@ -63,7 +63,9 @@ class Preconditioner:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._group = {id(p): place for place, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._group_index = {
+            id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]
+        }
         self.forget()
 
     @property
@@ -74,37 +76,37 @@ class Preconditioner:
         )
 
     def forget(self) -> None:
-        """A step begins: what was found in the one before no longer holds."""
-        self._found: dict[int, Tensor | None] = {}
+        """Drop the scales of the last step; the next call of :meth:`scales` reads the optimizer's state again."""
+        self._scale_by_id: dict[int, Tensor | None] = {}
 
     def scales(self, parameters: Sequence[nn.Parameter]) -> list[Tensor] | None:
         """Return P for each parameter, in its shape; None where P is 1 for all of them."""
         for parameter in parameters:
-            if id(parameter) not in self._found:
-                self._found[id(parameter)] = self._scale(parameter)
-        found = [self._found[id(parameter)] for parameter in parameters]
-        if all(scale is None for scale in found):
+            if id(parameter) not in self._scale_by_id:
+                self._scale_by_id[id(parameter)] = self._scale(parameter)
+        scales = [self._scale_by_id[id(parameter)] for parameter in parameters]
+        if all(scale is None for scale in scales):
             return None
         return [
             scale if scale is not None else torch.ones_like(parameter)
-            for scale, parameter in zip(found, parameters, strict=True)
+            for scale, parameter in zip(scales, parameters, strict=True)
         ]
 
     def _scale(self, parameter: nn.Parameter) -> Tensor | None:
         # Never through [] on the state: it is a defaultdict, and an empty entry would change what a checkpoint holds.
         state: dict[str, Any] = self._optimizer.state.get(parameter, {})
         moment = state.get("exp_avg_sq", state.get("square_avg"))
-        place = self._group.get(id(parameter))
-        if moment is None or place is None or moment.shape != parameter.shape:
+        index = self._group_index.get(id(parameter))
+        if moment is None or index is None or moment.shape != parameter.shape:
             return None
-        options = self._optimizer.param_groups[place]
+        options = self._optimizer.param_groups[index]
         corrected = 1.0
         if "exp_avg_sq" in state:
             step = state.get("step", 0)
-            made = float(step) if not isinstance(step, Tensor) or not step.is_cuda else float(step.item())
-            if made < 1:
+            steps_made = float(step) if not isinstance(step, Tensor) or not step.is_cuda else float(step.item())
+            if steps_made < 1:
                 return None
-            corrected = 1.0 - float(options["betas"][1]) ** made
+            corrected = 1.0 - float(options["betas"][1]) ** steps_made
         scale: Tensor = (moment / corrected).sqrt_().add_(options["eps"]).reciprocal_()
         return scale
 
@@ -151,143 +153,157 @@ class NoiseSampler:
         self._cuda = any(parameter.is_cuda for parameter in self._parameters)
         self.every = every
         self.cost_s = math.nan
-        self._held: list[Norms] = []
-        self._spans: list[tuple[Stamp, Stamp]] = []
-        self._costs: deque[list[tuple[Stamp, Stamp]]] = deque(maxlen=9)
+        self._observations: list[Norms] = []
+        self._step_spans: list[tuple[Stamp, Stamp]] = []
+        self._spans_by_step: deque[list[tuple[Stamp, Stamp]]] = deque(maxlen=9)
         self._spent_s = 0.0
         self._previous: _Previous | None = None
-        self._watched: list[Any] = []
+        self._hooks: list[Any] = []
         self._forget_step()
 
     def _forget_step(self) -> None:
-        self._active = False
-        self._look_no_more()
-        self._local: list[Tensor] = []
-        # Squared norm, and samples behind it; no samples: not to be used.
-        self._small: tuple[Tensor, float] | None = None
-        self._reducing: dist.Work | None = None
+        self._is_step_sampled = False
+        self._remove_hooks()
+        self._local_norms: list[Tensor] = []
+        # The squared norm of the small batch and its number of samples; 0 samples: the norm is not used.
+        self._small_batch_norm: tuple[Tensor, float] | None = None
+        self._reduction: dist.Work | None = None
         self._preconditioner.forget()
 
-    def _wants(self, taken: Pass) -> bool:
+    def _is_sampled(self, taken: Pass) -> bool:
         """Return whether this step is sampled: every k-th full step; without a second batch size also the one after it."""
         if not self.every or not taken.is_full or self._preconditioner.is_pending:
             return False
-        pairs = self._world_size == 1 and taken.passes == 1 and self.every > 1
-        return taken.step % self.every in ((0, 1) if pairs else (0,))
+        needs_pair = self._world_size == 1 and taken.passes == 1 and self.every > 1
+        return taken.step % self.every in ((0, 1) if needs_pair else (0,))
 
     def begin(self, taken: Pass) -> None:
-        """A pass begins; the first of a step decides whether the step is sampled."""
+        """Begin a pass; at the first of a step, decide whether the step is sampled."""
         if taken.number == 0:
             self._forget_step()
-            self._active = self._wants(taken)
+            self._is_step_sampled = self._is_sampled(taken)
             if self._previous is None or self.every == 1:  # else a pair's second, whose cost counts with the first's
-                self._spans = []
+                self._step_spans = []
 
     def after_pass(self, taken: Pass) -> None:
         """A pass of one replica that accumulates is done: the first one's gradient is the small batch."""
-        if self._active and self._world_size == 1 and taken.passes > 1 and taken.number == 0:
-            with self._timed():
+        if self._is_step_sampled and self._world_size == 1 and taken.passes > 1 and taken.number == 0:
+            with self._measured_time():
                 first = int(taken.split.sizes_of(taken.step_samples)[0, 0])
-                self._small = squared_norm(*self._gradients()) / taken.weight**2, first
+                self._small_batch_norm = squared_norm(*self._gradients()) / taken.weight**2, first
 
     def begin_last_backward(self) -> None:
         """The last backward pass of a step begins: look at each of this rank's gradients before DDP averages it."""
-        if self._active and self._group is not None:
-            self._local = []
+        if self._is_step_sampled and self._group is not None:
+            self._local_norms = []
             trained = [value for value in self._parameters if value.requires_grad]
-            self._watched = [value.register_post_accumulate_grad_hook(self._look) for value in trained]
+            self._hooks = [value.register_post_accumulate_grad_hook(self._record_squared_norm) for value in trained]
 
-    def _look(self, parameter: Tensor) -> None:
-        with self._timed():
+    def _record_squared_norm(self, parameter: Tensor) -> None:
+        with self._measured_time():
             try:
                 assert isinstance(parameter, nn.Parameter)
                 gradients = [] if parameter.grad is None else [parameter.grad]
-                self._local.append(squared_norm(gradients, self._preconditioner.scales([parameter])))
-            except Exception:  # the other ranks wait for this one's number: say that there is none
-                self._local.append(torch.full((), math.nan, device=parameter.device))
+                self._local_norms.append(squared_norm(gradients, self._preconditioner.scales([parameter])))
+            except Exception:  # the other ranks wait for this rank's number: NaN says that there is none
+                self._local_norms.append(torch.full((), math.nan, device=parameter.device))
 
     def complete(self, taken: Pass, correction: float) -> None:
         """This rank's gradients are complete and weighted; ``correction``: what they are multiplied by when averaged."""
-        if self._active and self._group is not None:
-            with self._timed():
-                self._look_no_more()
+        if self._is_step_sampled and self._group is not None:
+            with self._measured_time():
+                self._remove_hooks()
                 sizes = taken.split.sizes_of(taken.step_samples).sum(axis=1)
-                mine = float(sizes[dist.get_rank(self._group)]) / taken.step_samples
-                found = torch.stack(self._local).sum() if self._local else torch.full((), math.nan)
-                small = found * correction**2 / (mine**2 * self._world_size**3)
-                self._small = small, small_batch(sizes) if sizes.min() else 0.0
-                self._reducing = dist.all_reduce(small, group=self._group, async_op=True)
+                own_share = float(sizes[dist.get_rank(self._group)]) / taken.step_samples
+                squared = torch.stack(self._local_norms).sum() if self._local_norms else torch.full((), math.nan)
+                small = squared * correction**2 / (own_share**2 * self._world_size**3)
+                self._small_batch_norm = small, small_batch(sizes) if sizes.min() else 0.0
+                self._reduction = dist.all_reduce(small, group=self._group, async_op=True)
 
-    def _look_no_more(self) -> None:
-        for each in self._watched:
-            each.remove()
-        self._watched = []
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def finish(self, taken: Pass) -> None:
-        """The step's gradients are complete and the optimizer has not used them yet: make the observation."""
-        if not self._active:
+        """Observe the step's complete gradients, before the optimizer uses them."""
+        if not self._is_step_sampled:
             return
-        with self._timed():
-            if self._reducing is not None:
-                self._reducing.wait()
-            if self._small is not None:
-                small, samples = self._small
+        with self._measured_time():
+            if self._reduction is not None:
+                self._reduction.wait()
+            if self._small_batch_norm is not None:
+                small, samples = self._small_batch_norm
                 big = squared_norm(*self._gradients()).to(small.dtype)
                 if samples:
-                    self._hold(torch.stack([small, big]), samples, taken.step_samples)
+                    self._store_observation(torch.stack([small, big]), samples, taken.step_samples)
             elif self._world_size == 1 and taken.passes == 1:
                 self._finish_pair(taken)
         if self._previous is None or self.every == 1:
-            self._costs.append(self._spans)
+            self._spans_by_step.append(self._step_spans)
         self._forget_step()
 
     def _finish_pair(self, taken: Pass) -> None:
+        """Observe two consecutive steps of one replica, or keep the first step's gradient for the second."""
         previous, self._previous = self._previous, None
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        fits = previous is not None and previous.step == taken.step - 1 and previous.samples == taken.step_samples
-        if previous is not None and fits and len(previous.gradients) == len(gradients):
+        is_pair = previous is not None and previous.step == taken.step - 1 and previous.samples == taken.step_samples
+        if previous is not None and is_pair and len(previous.gradients) == len(gradients):
             scaled = gradients if previous.scales is None else list(torch._foreach_mul(gradients, previous.scales))
             squared = squared_norm(scaled)
             torch._foreach_sub_(previous.gradients, scaled)
             values = torch.stack([previous.squared, squared, squared_norm(previous.gradients)])
-            self._hold(values, taken.step_samples, taken.step_samples)
+            self._store_observation(values, taken.step_samples, taken.step_samples)
             if self.every > 1:
                 return
         if self.every == 1 or taken.step % self.every == 0:
             gradients, scales = self._gradients()
-            kept = [g.clone() for g in gradients] if scales is None else list(torch._foreach_mul(gradients, scales))
+            scaled_copies = (
+                [g.clone() for g in gradients] if scales is None else list(torch._foreach_mul(gradients, scales))
+            )
             self._previous = _Previous(
-                step=taken.step, samples=taken.step_samples, gradients=kept, scales=scales, squared=squared_norm(kept)
+                step=taken.step,
+                samples=taken.step_samples,
+                gradients=scaled_copies,
+                scales=scales,
+                squared=squared_norm(scaled_copies),
             )
 
     def _gradients(self) -> tuple[list[Tensor], list[Tensor] | None]:
-        """Return the gradients that there are, and P for each."""
+        """Return the gradients of the parameters that have one, and P for each of these (None: 1 for all)."""
         trained = [parameter for parameter in self._parameters if parameter.grad is not None]
         gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
         return gradients, self._preconditioner.scales(trained)
 
-    def _hold(self, values: Tensor, small: float, big: float) -> None:
-        self._held.append(Norms(values.detach(), small, big))
-        del self._held[:-SAMPLES_HELD]
+    def _store_observation(self, values: Tensor, small: float, big: float) -> None:
+        """Keep an observation on the device, and of these the last ``SAMPLES_HELD``."""
+        self._observations.append(Norms(values.detach(), small, big))
+        del self._observations[:-SAMPLES_HELD]
 
     def drain(self, estimator: NoiseScaleEstimator) -> None:
-        """Give the estimator what was observed since the last call.
+        """Give the estimator the observations since the last call.
 
         Here, and only here, the host waits for the device. An observation that is not finite (an overflow under loss
         scaling) is left out.
         """
-        held, self._held = self._held, []
-        for norms in held:
-            one, other, *both = norms.values.double().tolist()
+        observations, self._observations = self._observations, []
+        for norms in observations:
+            first_norm, second_norm, *difference_norm = norms.values.double().tolist()
             with suppress(InputError):
-                if both:
-                    estimator.add(differenced_terms(one, other, (one + other - both[0]) / 2, norms.big))
+                if difference_norm:
+                    estimator.add(
+                        differenced_terms(
+                            first_norm, second_norm, (first_norm + second_norm - difference_norm[0]) / 2, norms.big
+                        )
+                    )
                 else:
-                    estimator.add(noise_terms(one, other, norms.small, norms.big))
-        if self._cuda and held:
+                    estimator.add(noise_terms(first_norm, second_norm, norms.small, norms.big))
+        if self._cuda and observations:
             torch.cuda.synchronize()  # the stamps after the last norm may not have passed yet
-        if self._costs:
-            self.cost_s = statistics.median(sum(seconds_between(*span) for span in spans) for spans in self._costs)
+        if self._spans_by_step:
+            self.cost_s = statistics.median(
+                sum(seconds_between(*span) for span in spans) for spans in self._spans_by_step
+            )
 
     def take_spent_s(self) -> float:
         """Return the host's seconds that sampling took since the last call."""
@@ -295,11 +311,11 @@ class NoiseSampler:
         return spent
 
     @contextmanager
-    def _timed(self) -> Iterator[None]:
+    def _measured_time(self) -> Iterator[None]:
         start = stamp(self._cuda)
         yield
         end = stamp(self._cuda)
-        self._spans.append((start, end))
+        self._step_spans.append((start, end))
         self._spent_s += end.host_s - start.host_s
 
 
@@ -311,5 +327,5 @@ def affordable_interval(cost_s: float, step_s: float, share: float, most: int = 
     """
     if not (cost_s > 0 and step_s > 0 and share > 0):
         return 1
-    wanted = cost_s / (step_s * share)
-    return most if not math.isfinite(wanted) else max(1, min(most, math.ceil(wanted * (1 - 1e-12))))
+    interval = cost_s / (step_s * share)
+    return most if not math.isfinite(interval) else max(1, min(most, math.ceil(interval * (1 - 1e-12))))

@@ -33,17 +33,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from ddltool.analyzers.balancing import algorithm2, predict
-from ddltool.analyzers.balancing.control import Policy, Report, SpeedPolicy, TrialPolicy
-from ddltool.analyzers.balancing.sizing import equal
+from ddltool.analyzers.job.balancing import algorithm2, predict
+from ddltool.analyzers.job.balancing.control import Policy, Report, SpeedPolicy, TrialPolicy
+from ddltool.analyzers.job.balancing.sizing import equal
 from ddltool.arrays import Floats
 from ddltool.artifacts import kind_of
 from ddltool.errors import InputError
-from ddltool.runtime.hook.agreement import Agreement
 from ddltool.runtime.hook.batches import VariableBatchSampler, fitting_sizes
 from ddltool.runtime.hook.checking import begin_check
+from ddltool.runtime.hook.consensus import Consensus
 from ddltool.runtime.hook.job import (
-    Job,
+    DistributedJob,
     bare_optimizer,
     dataset_length,
     demand_same_samples,
@@ -51,9 +51,9 @@ from ddltool.runtime.hook.job import (
     is_reference,
 )
 from ddltool.runtime.hook.loader import CountedLoader
+from ddltool.runtime.hook.loss_scaling import LossScaler, Reduction
 from ddltool.runtime.hook.stopping import pause_before_exit, refuse_in_one_line
 from ddltool.runtime.hook.telemetry import Exchange, LineFile, PassClock, is_cuda, new_run
-from ddltool.runtime.hook.weighing import Reduction, Weigher
 from ddltool.runtime.measuring.share import available_memory, expected_cpu
 from ddltool.telemetry import BalanceEvent
 
@@ -64,8 +64,8 @@ MOST_SAMPLES = 10**12
 LEAST_NORMALIZED = 2
 """BatchNorm divides by the deviation within the batch; of one sample without extent there is none, and torch refuses it."""
 # In a job a worker that has become slow holds up all others until the sizes follow, so both ways notice lasting changes.
-LIVE_LEARNING = predict.Settings(background=True, restart_after=3)
-LIVE_TRIAL = algorithm2.Settings(renew=True)
+LIVE_LEARNING = predict.PredictorSettings(background=True, restart_after=3)
+LIVE_TRIAL = algorithm2.Algorithm2Settings(renew=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,10 +76,10 @@ class BalanceOptions:
     """``cpu``: sizes by predicted speeds, chosen while all wait; ``gpu``: Algorithm 2, chosen behind the next step."""
     predictor: str = "ema"
     """For ``cpu``: last, ema, arima, rnn, lstm or narx."""
-    learning: predict.Settings | None = None
+    learning: predict.PredictorSettings | None = None
     """How a predictor learns; None: as the paper has it, networks in the background, and EMA, theirs before they have
     learned too, begins anew after three steps that show a lasting change."""
-    trial: algorithm2.Settings | None = None
+    trial: algorithm2.Algorithm2Settings | None = None
     """Algorithm 2's steps and windows; None: the paper's, and the fast approach again after a lasting change."""
     tolerance: float | None = None
     """For ``cpu``: share by which the longest predicted time must fall for sizes to change; None: as far as predictions
@@ -104,16 +104,19 @@ class BalanceOptions:
             "background": (None, True, False),
             "enabled": (True, False),
         }
-        for name, known in choices.items():
-            if (value := getattr(self, name)) not in known:
-                raise InputError(name, f"is {value!r}", " or ".join(map(str, known)))
-        spans = {"tolerance": (0.0, 1.0, "a share from 0 to 1"), "timeout_s": (0.001, 1e6, "seconds from 0.001 to 1e6")}
-        spans["interval_s"] = (0.0, 1e3, "seconds from 0 to 1000")
-        for name, (low, high, text) in spans.items():
+        for name, choices_of_name in choices.items():
+            if (value := getattr(self, name)) not in choices_of_name:
+                raise InputError(name, f"is {value!r}", " or ".join(map(str, choices_of_name)))
+        ranges = {
+            "tolerance": (0.0, 1.0, "a share from 0 to 1"),
+            "timeout_s": (0.001, 1e6, "seconds from 0.001 to 1e6"),
+        }
+        ranges["interval_s"] = (0.0, 1e3, "seconds from 0 to 1000")
+        for name, (least_value, most_value, text) in ranges.items():
             value = getattr(self, name)
             if value is None and name != "interval_s":
                 continue
-            if not isinstance(value, (int, float)) or not low <= value <= high:
+            if not isinstance(value, (int, float)) or not least_value <= value <= most_value:
                 raise InputError(name, f"is {value!r}", f"give {text}")
 
 
@@ -140,16 +143,16 @@ class _StepClock(PassClock):
                 ready.event.synchronize()
             seconds += exchange.split()[0]
         samples = sum(exchange.samples for exchange in exchanges)
-        available = available_memory()
-        used = 1.0 - available
+        available_share = available_memory()
+        used_share = 1.0 - available_share
         if self._cuda:
-            used = torch.cuda.max_memory_allocated() / torch.cuda.get_device_properties().total_memory
+            used_share = torch.cuda.max_memory_allocated() / torch.cuda.get_device_properties().total_memory
         cpu = expected_cpu() if self.readings else 1.0
-        return np.array([samples, max(seconds, 1e-9), used, cpu, available], dtype=np.float64)
+        return np.array([samples, max(seconds, 1e-9), used_share, cpu, available_share], dtype=np.float64)
 
 
 class _Loader(CountedLoader):
-    """Yields what is left of the epoch, or all of it again; one asked for more than it has is done."""
+    """Yields the rest of the epoch, or all of it again when the epoch is at its end."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if self._variable.position == self._variable.dataset_size:
@@ -169,13 +172,13 @@ class Balancer:
 
     def __init__(
         self,
-        job: Job,
+        job: DistributedJob,
         dataset: Dataset[Any],
         sizes: tuple[int, ...],
         least: int,
-        weigher: Weigher,
+        scaler: LossScaler,
         clock: _StepClock,
-        agreement: Agreement | None,
+        consensus: Consensus | None,
         manager: Manager,
         chooses: bool,
     ) -> None:
@@ -186,15 +189,15 @@ class Balancer:
         self._job = job
         self._dataset = dataset
         self._sizes = sizes
-        self._weigher = weigher
+        self._scaler = scaler
         self._clock = clock
-        self._agreement = agreement
-        self._chooses = chooses and agreement is not None
+        self._consensus = consensus
+        self._chooses = chooses and consensus is not None
         self._manager = manager if job.rank == 0 else None
         self._sampler: VariableBatchSampler | None = None
         self._loader: _Loader | None = None
-        self._recall: dict[str, Any] | None = None
-        self._held: list[Exchange] = []
+        self._saved_state: dict[str, Any] | None = None
+        self._held_exchanges: list[Exchange] = []
         self._steps_to_report = 1
 
     @property
@@ -211,27 +214,29 @@ class Balancer:
         """
         if self._sampler is not None:
             raise InputError("dataloader", "was made already", "use one loader per balancer")
-        if taken := sorted(options.keys() & {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}):
-            raise InputError("dataloader", f"{taken[0]} is the balancer's to choose", "leave it out")
+        if reserved_options := sorted(
+            options.keys() & {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
+        ):
+            raise InputError("dataloader", f"{reserved_options[0]} is the balancer's to choose", "leave it out")
         size = dataset_length(self._dataset)
         sampler = VariableBatchSampler(size, self._sizes, self.rank, shuffle, seed, whole=True, least=self.least)
-        loader = _Loader(self._dataset, sampler, self._weigher, **options)
-        ahead = loader.num_workers * (loader.prefetch_factor or 0)
+        loader = _Loader(self._dataset, sampler, self._scaler, **options)
+        prefetched_steps = loader.num_workers * (loader.prefetch_factor or 0)
         self._job.demand_same(
-            "dataloader", f"{ahead} steps ahead, seed {seed}, shuffle {shuffle}", "use the same on all ranks"
+            "dataloader", f"{prefetched_steps} steps ahead, seed {seed}, shuffle {shuffle}", "use the same on all ranks"
         )
         self._sampler, self._loader = sampler, loader
-        if self._recall is not None:
-            self._restore(self._recall)
+        if self._saved_state is not None:
+            self._restore_state(self._saved_state)
         return loader
 
     def loss(self, loss: Tensor, *, count: float | Tensor | None = None, reduction: Reduction = "mean") -> Tensor:
         """Return ``loss``, of the same value, with gradients that weigh by ``count``: what it is a mean over on this rank.
 
         Needed where a loss is no mean over the samples of the batch; see
-        :meth:`~ddltool.runtime.hook.weighing.Weigher.loss`.
+        :meth:`~ddltool.runtime.hook.loss_scaling.LossScaler.loss`.
         """
-        return self._weigher.loss(loss, count=count, reduction=reduction)
+        return self._scaler.loss(loss, count=count, reduction=reduction)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch's order of samples; the same number on every rank."""
@@ -243,19 +248,21 @@ class Balancer:
         exchanges = self._clock.take()
         if not exchanges and self.world_size > 1:
             return  # an update without a backward pass before it is no step
-        done = None if self._sampler is None else self._weigher.hand.last_used(self._sampler)
-        if self._sampler is not None and done is not None and done.epoch == self._sampler.epoch:
-            self._sampler.commit(done)  # of another epoch where a loop that fetches ahead is in the next one already
-        if not self._chooses or self._agreement is None:
+        last_pass = None if self._sampler is None else self._scaler.pending.last_used(self._sampler)
+        if self._sampler is not None and last_pass is not None and last_pass.epoch == self._sampler.epoch:
+            self._sampler.commit(
+                last_pass
+            )  # of another epoch where a loop that fetches ahead is in the next one already
+        if not self._chooses or self._consensus is None:
             return
-        self._held += exchanges
+        self._held_exchanges += exchanges
         self._steps_to_report -= 1
         if self._steps_to_report > 0:
             return
-        held, self._held = self._held, []
-        chosen = self._agreement.propose(lambda: self._clock.row(held))
-        if chosen is not None:
-            *sizes, self._steps_to_report = (int(number) for number in chosen)
+        exchanges_to_report, self._held_exchanges = self._held_exchanges, []
+        agreed = self._consensus.propose(lambda: self._clock.row(exchanges_to_report))
+        if agreed is not None:
+            *sizes, self._steps_to_report = (int(number) for number in agreed)
             self._resize(tuple(sizes))
 
     def set_sizes(self, sizes: Sequence[int]) -> None:
@@ -268,6 +275,7 @@ class Balancer:
         self._resize(fitting_sizes(sizes, self.world_size, self.total_batch, self.least))
 
     def _resize(self, sizes: tuple[int, ...]) -> None:
+        """Use (n,) sizes from the next step that is not loaded yet."""
         if sizes != self._sizes:
             if self._sampler is not None:
                 self._sampler.resize(sizes)
@@ -285,18 +293,21 @@ class Balancer:
         The number of ranks may be another; sizes then stay as they were given. Raises InputError when dataset, order or
         total batch differ.
         """
-        self._recall = state
+        self._saved_state = state
         if self._sampler is not None:
-            self._restore(state)
+            self._restore_state(state)
 
-    def _restore(self, state: dict[str, Any]) -> None:
+    def _restore_state(self, state: dict[str, Any]) -> None:
+        """Take over a checkpoint: its sizes only where they fit the ranks, the total batch and ``least``."""
         assert self._sampler is not None
-        place = state.get("sampler", {})
-        if place.get("total") != self.total_batch:
-            raise InputError("sampler state:total", f"is {place.get('total')}", f"this job has {self.total_batch}")
-        sizes = place.get("sizes")
-        fit = isinstance(sizes, list) and len(sizes) == self.world_size and sum(sizes) == self.total_batch
-        self._sampler.load_state_dict(place, sizes if fit and min(sizes) >= self.least else None)
+        sampler_state = state.get("sampler", {})
+        if sampler_state.get("total") != self.total_batch:
+            raise InputError(
+                "sampler state:total", f"is {sampler_state.get('total')}", f"this job has {self.total_batch}"
+            )
+        sizes = sampler_state.get("sizes")
+        is_fitting = isinstance(sizes, list) and len(sizes) == self.world_size and sum(sizes) == self.total_batch
+        self._sampler.load_state_dict(sampler_state, sizes if is_fitting and min(sizes) >= self.least else None)
         self._sizes = self._sampler.sizes
         if self._manager is not None:
             self._manager.load_state_dict(state.get("policy", {}), self._sizes)
@@ -307,8 +318,8 @@ class Balancer:
         Idempotent; gradients stay weighted.
         """
         self._chooses = False
-        if self._agreement is not None:
-            self._agreement.close()
+        if self._consensus is not None:
+            self._consensus.close()
 
     def __enter__(self) -> Self:
         return self
@@ -346,25 +357,25 @@ def balance(
     Raises InputError, on every rank, when something does not fit together.
     """
     refuse_in_one_line()
-    job = Job.this()
+    job = DistributedJob.this()
     chosen = options if options is not None else BalanceOptions()
     path = None if events is None else Path(events)
     start, fewest, manager = job.together(lambda: _prepare(job, model, total_batch, sizes, limits, least, chosen, path))
     optimizer = job.together(lambda: bare_optimizer(optimizer))
     job.demand_same("batch sizes", f"{start}, at least {fewest}", "give every rank the same sizes and the same least")
     demand_same_samples(job, dataset)
-    agreement = None
+    consensus = None
     if job.world_size > 1:
         many = chosen.cluster == "gpu" or job.world_size > MOST_BLOCKING
         behind = many if chosen.background is None else chosen.background
         manager.interval_s = 0.0 if behind else chosen.interval_s
-        agreement = Agreement(job, manager.paced, timeout_s=chosen.timeout_s, behind=chosen.enabled and behind)
-    weigher = Weigher(job, "balancer", lambda: balancer.sizes, always=chosen.enabled)
-    weigher.watcher = clock = _StepClock(is_cuda(model), weigher.hand.take_tally)
+        consensus = Consensus(job, manager.paced, timeout_s=chosen.timeout_s, behind=chosen.enabled and behind)
+    scaler = LossScaler(job, "balancer", lambda: balancer.sizes, always=chosen.enabled)
+    scaler.watcher = clock = _StepClock(is_cuda(model), scaler.pending.take_tally)
     clock.readings = chosen.predictor in predict.READING
     begin_check(job, model, optimizer)
-    balancer = Balancer(job, dataset, start, fewest, weigher, clock, agreement, manager, chosen.enabled)
-    weigher.open(model, optimizer)
+    balancer = Balancer(job, dataset, start, fewest, scaler, clock, consensus, manager, chosen.enabled)
+    scaler.open(model, optimizer)
     if job.side is not None and chosen.compress == "bf16":
         compress(model)
     optimizer.register_step_post_hook(balancer.after_step)
@@ -394,7 +405,7 @@ def compress(model: DistributedDataParallel) -> None:
 
 
 def _prepare(
-    job: Job,
+    job: DistributedJob,
     model: nn.Module,
     total_batch: int | None,
     sizes: Sequence[int] | None,
@@ -454,19 +465,19 @@ def least_samples(
 
     Raises InputError where the total batch, one of (n,) ``sizes`` or one of (n,) ``limits`` is too small for it.
     """
-    layer = local_batch_norm(model) if least is None else None
-    number = _whole_samples("least", least) if least is not None else 1 if layer is None else LEAST_NORMALIZED
-    why = "" if layer is None else f" (layer {layer} is BatchNorm over the local batch)"
-    other = "a smaller least" if layer is None else "least=1"
-    if number * ranks > total:
-        problem = f"{number} for each of {ranks} ranks{why} is more than the total batch of {total}"
-        raise InputError("least", problem, f"give a total batch of {number * ranks} or more, or {other}")
+    norm_layer = local_batch_norm(model) if least is None else None
+    least_count = _whole_samples("least", least) if least is not None else 1 if norm_layer is None else LEAST_NORMALIZED
+    reason = "" if norm_layer is None else f" (layer {norm_layer} is BatchNorm over the local batch)"
+    alternative = "a smaller least" if norm_layer is None else "least=1"
+    if least_count * ranks > total:
+        problem = f"{least_count} for each of {ranks} ranks{reason} is more than the total batch of {total}"
+        raise InputError("least", problem, f"give a total batch of {least_count * ranks} or more, or {alternative}")
     for name, values in (("sizes", sizes), ("limits", limits)):
         for rank, value in enumerate(values or ()):
-            if value < number:
-                problem = f"has {value} for rank {rank}, below the least of {number} samples{why}"
-                raise InputError(name, problem, f"give every rank {number} or more, or {other}")
-    return number
+            if value < least_count:
+                problem = f"has {value} for rank {rank}, below the least of {least_count} samples{reason}"
+                raise InputError(name, problem, f"give every rank {least_count} or more, or {alternative}")
+    return least_count
 
 
 def local_batch_norm(model: nn.Module) -> str | None:
@@ -487,7 +498,7 @@ log = logging.getLogger(__name__)
 
 
 class Manager:
-    """Chooses batch sizes on rank 0: what :class:`~ddltool.runtime.hook.agreement.Agreement` calls.
+    """Chooses batch sizes on rank 0: what :class:`~ddltool.runtime.hook.consensus.Consensus` calls.
 
     The first step is not judged: it pays for what later ones find ready. Nor are steps of fewer samples (the end of an
     epoch), whose times say little about full ones. A step of several full batches (gradient accumulation) is judged as
@@ -504,9 +515,9 @@ class Manager:
     def __init__(self, policy: Policy, events: Path | None = None, skip: int = 1) -> None:
         self._policy = policy
         self._events, self._run = LineFile(events, kind_of(BalanceEvent), "balancing events"), new_run()
-        self._skip = skip
+        self._skipped_steps = skip
         self._step = 0
-        self._advised: int | None = None
+        self._advised_rank: int | None = None
         self._lock = threading.Lock()
         self.total = int(policy.sizes.sum())
         self.interval_s = 0.0
@@ -522,32 +533,32 @@ class Manager:
         """Return (n,) sizes from (n, 5) rows of samples, seconds, memory in use, CPU and memory available."""
         with self._lock:
             step, self._step = self._step, self._step + 1
-            passes, rest = divmod(round(float(rows[:, 0].sum())), self.total)
-            full = rest == 0 and passes >= 1 and (rows[:, 0] >= passes).all()
-            if step < self._skip or not full:
+            passes, remainder = divmod(round(float(rows[:, 0].sum())), self.total)
+            is_full = remainder == 0 and passes >= 1 and (rows[:, 0] >= passes).all()
+            if step < self._skipped_steps or not is_full:
                 return self._policy.sizes.astype(np.float64)
             if passes > 1:
                 rows = np.concatenate((rows[:, :2] / passes, rows[:, 2:]), axis=1)
-            before = self._policy.sizes.tolist()
+            sizes_before = self._policy.sizes.tolist()
             choice = self._policy.choose(Report.of(rows))
-        removed = choice.remove if choice.remove != self._advised else None
+        removed_rank = choice.remove if choice.remove != self._advised_rank else None
         seconds = rows[:, 1]
         if choice.fine_tuning:
-            self._tell("fine_tuning", step, choice.sizes, seconds)
-        if list(choice.sizes) != before:
+            self._write_event("fine_tuning", step, choice.sizes, seconds)
+        if list(choice.sizes) != sizes_before:
             log.debug("step %d: batch sizes %s", step, choice.sizes)
-            self._tell("resize", step, choice.sizes, seconds)
-        if removed is not None:
+            self._write_event("resize", step, choice.sizes, seconds)
+        if removed_rank is not None:
             log.warning(
                 "step %d: remove this straggler: rank %d is the slowest (%.3g s) with only %d samples left; training "
                 "without it would be faster",
-                *(step, removed, seconds[removed], choice.sizes[removed]),
+                *(step, removed_rank, seconds[removed_rank], choice.sizes[removed_rank]),
             )
-            self._tell("remove_straggler", step, choice.sizes, seconds, removed)
-            self._advised = removed
+            self._write_event("remove_straggler", step, choice.sizes, seconds, removed_rank)
+            self._advised_rank = removed_rank
         return np.array(choice.sizes, dtype=np.float64)
 
-    def _tell(
+    def _write_event(
         self,
         event: Literal["resize", "fine_tuning", "remove_straggler"],
         step: int,
@@ -557,8 +568,8 @@ class Manager:
     ) -> None:
         if not self._events.is_open:  # a line about 96 ranks takes longer to make than their sizes to choose
             return
-        shown = [float(f"{value:.4g}") for value in seconds]
-        row = BalanceEvent(run=self._run, event=event, step=step, sizes=list(sizes), seconds=shown, rank=rank)
+        rounded_s = [float(f"{value:.4g}") for value in seconds]
+        row = BalanceEvent(run=self._run, event=event, step=step, sizes=list(sizes), seconds=rounded_s, rank=rank)
         self._events.write([row.model_dump_json()])
 
     def state_dict(self) -> dict[str, Any]:

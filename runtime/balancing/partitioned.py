@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddltool.analyzers.balancing.partitions import THRESHOLD, Move, Traversals
+from ddltool.analyzers.job.balancing.partitions import THRESHOLD, Move, Traversals
 from ddltool.errors import DdlToolError, InputError, one_line
-from ddltool.runtime.hook.job import Job
+from ddltool.runtime.hook.job import DistributedJob
 
 
 @dataclass(slots=True)
@@ -27,8 +27,8 @@ class _Migration:
     """Moves that are being made by this rank's thread."""
 
     moves: list[Move]
-    given: Tensor
-    """Places in this rank's partition of the samples that it gives away."""
+    given_indices: Tensor
+    """(k,) indices in this rank's partition of the samples that it gives away."""
     received: Future[list[tuple[Tensor, ...]]] = field(default_factory=Future)
 
 
@@ -54,15 +54,15 @@ class PartitionedData:
         self.generation = 0
         """How often partitions have changed."""
         self._seed = seed
-        self._job = Job.this()
+        self._job = DistributedJob.this()
         self._tag = self._job.new_tag()
         self._migration: _Migration | None = None
-        self._order: list[int] = []
-        self._passes = 0
-        self._traversals = Traversals(self._partitions(), threshold)
+        self._sample_order: list[int] = []
+        self._traversal_count = 0
+        self._traversals = Traversals(self._read_partition_sizes(), threshold)
 
-    def _partitions(self) -> list[int]:
-        """Return all ranks' numbers of samples. Raises InputError on all ranks where one's tensors do not fit."""
+    def _read_partition_sizes(self) -> list[int]:
+        """Return the number of samples of every rank. Raises InputError on all ranks when a rank's tensors do not fit."""
         lengths = {len(tensor) if tensor.dim() else 0 for tensor in self.tensors}
 
         def check() -> int:
@@ -70,10 +70,10 @@ class PartitionedData:
                 raise InputError("partition", "has no samples, or tensors of different lengths", "give 1 or more")
             return next(iter(lengths))
 
-        mine = self._job.together(check)
+        own_samples = self._job.together(check)
         shapes = "; ".join(f"{tensor.dtype} {tuple(tensor.shape[1:])}" for tensor in self.tensors)
         self._job.demand_same("partition", shapes, "give all ranks the same types and shapes")
-        return [int(samples) for (samples,) in self._job.numbers(mine)]
+        return [int(samples) for (samples,) in self._job.numbers(own_samples)]
 
     @property
     def partitions(self) -> tuple[int, ...]:
@@ -96,13 +96,15 @@ class PartitionedData:
 
     def next_batch(self, size: int) -> tuple[Tensor, ...]:
         """Return ``size`` samples of this partition: random order, all once before any twice."""
-        while len(self._order) < size:
-            generator = torch.Generator().manual_seed(hash((self._seed, self.generation, self._passes, self._job.rank)))
-            self._passes += 1
-            self._order += torch.randperm(len(self), generator=generator).tolist()
-        taken, self._order = self._order[:size], self._order[size:]
-        places = torch.tensor(taken, dtype=torch.int64)
-        return tuple(tensor[places] for tensor in self.tensors)
+        while len(self._sample_order) < size:
+            generator = torch.Generator().manual_seed(
+                hash((self._seed, self.generation, self._traversal_count, self._job.rank))
+            )
+            self._traversal_count += 1
+            self._sample_order += torch.randperm(len(self), generator=generator).tolist()
+        taken_indices, self._sample_order = self._sample_order[:size], self._sample_order[size:]
+        index_tensor = torch.tensor(taken_indices, dtype=torch.int64)
+        return tuple(tensor[index_tensor] for tensor in self.tensors)
 
     def after_step(self, sizes: Sequence[int]) -> bool:
         """Count a step of (n,) ``sizes``, the same on every rank; return whether the partition has just changed.
@@ -113,52 +115,60 @@ class PartitionedData:
         self._traversals.add(sizes)
         if self._migration is None:
             if moves := self._traversals.moves():
-                self._start(moves)
+                self._start_migration(moves)
             return False
-        return self._finish_together(self._migration)
+        return self._finish_on_all_ranks(self._migration)
 
-    def _start(self, moves: list[Move]) -> None:
-        leaving = sum(move.samples for move in moves if move.source == self._job.rank)
+    def _start_migration(self, moves: list[Move]) -> None:
+        """Choose at random the samples that this rank gives away, and start the thread that moves them."""
+        given_count = sum(move.samples for move in moves if move.source == self._job.rank)
         generator = torch.Generator().manual_seed(hash((self._seed, self.generation, -1, self._job.rank)))
-        self._migration = _Migration(moves=moves, given=torch.randperm(len(self), generator=generator)[:leaving])
-        threading.Thread(target=self._migrate, args=(self._migration,), name="ddltool-migrate", daemon=True).start()
+        self._migration = _Migration(
+            moves=moves, given_indices=torch.randperm(len(self), generator=generator)[:given_count]
+        )
+        threading.Thread(
+            target=self._move_samples, args=(self._migration,), name="ddltool-migrate", daemon=True
+        ).start()
 
-    def _migrate(self, migration: _Migration) -> None:
-        """Send and receive. All ranks go through the moves in one order, so nobody waits for somebody who waits."""
+    def _move_samples(self, migration: _Migration) -> None:
+        """Send and receive samples in a thread; the common order of moves on all ranks excludes a deadlock."""
         try:
-            received, begin = [], 0
+            received, given_begin = [], 0
             for move in migration.moves:
                 if move.source == self._job.rank:
-                    places = migration.given[begin : begin + move.samples]
-                    begin += move.samples
+                    given_indices = migration.given_indices[given_begin : given_begin + move.samples]
+                    given_begin += move.samples
                     for tensor in self.tensors:
-                        dist.send(tensor[places], move.target, group=self._job.side, tag=self._tag)
+                        dist.send(tensor[given_indices], move.target, group=self._job.side, tag=self._tag)
                 elif move.target == self._job.rank:
-                    parts = tuple(tensor.new_empty((move.samples, *tensor.shape[1:])) for tensor in self.tensors)
-                    for part in parts:
-                        dist.recv(part, move.source, group=self._job.side, tag=self._tag)
-                    received.append(parts)
+                    received_tensors = tuple(
+                        tensor.new_empty((move.samples, *tensor.shape[1:])) for tensor in self.tensors
+                    )
+                    for received_tensor in received_tensors:
+                        dist.recv(received_tensor, move.source, group=self._job.side, tag=self._tag)
+                    received.append(received_tensors)
             migration.received.set_result(received)
         except Exception as error:
             migration.received.set_exception(error)
 
-    def _finish_together(self, migration: _Migration) -> bool:
+    def _finish_on_all_ranks(self, migration: _Migration) -> bool:
+        """Take over the new partition once all ranks have theirs; return whether that is so. Raises DdlToolError."""
         error = migration.received.exception() if migration.received.done() else None
-        told = self._job.numbers(migration.received.done(), error is not None)
-        if any(failed for _, failed in told):
-            own = "" if error is None else f" ({one_line(str(error)) or type(error).__name__})"
-            raise DdlToolError(f"rank {self._job.rank}: moving samples between ranks has failed{own}")
-        if not all(done for done, _ in told):
+        states = self._job.numbers(migration.received.done(), error is not None)
+        if any(failed for _, failed in states):
+            own_error = "" if error is None else f" ({one_line(str(error)) or type(error).__name__})"
+            raise DdlToolError(f"rank {self._job.rank}: moving samples between ranks has failed{own_error}")
+        if not all(done for done, _ in states):
             return False
-        stays = torch.ones(len(self), dtype=torch.bool)
-        stays[migration.given] = False
+        is_kept = torch.ones(len(self), dtype=torch.bool)
+        is_kept[migration.given_indices] = False
         received = migration.received.result()
         self.tensors = tuple(
-            torch.cat([tensor[stays], *(parts[place] for parts in received)])
-            for place, tensor in enumerate(self.tensors)
+            torch.cat([tensor[is_kept], *(received_tensors[tensor_index] for received_tensors in received)])
+            for tensor_index, tensor in enumerate(self.tensors)
         )
         self._traversals.reset(migration.moves)
         self._migration = None
         self.generation += 1
-        self._order, self._passes = [], 0
+        self._sample_order, self._traversal_count = [], 0
         return True

@@ -7,6 +7,7 @@ lists and dicts, and is read with ``weights_only=True``. The file before the las
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import io
 import os
@@ -18,29 +19,31 @@ from typing import Any
 import torch
 
 from ddltool.errors import InputError
-from ddltool.file_lock import try_lock
 from ddltool.runtime.elastic.contexts import plain_name
 from ddltool.runtime.hook.digests import digest, leaves
 
 KIND = "elastic-checkpoint"
 SCHEMA_VERSION = 1
 READABLE = "keep to tensors, numbers, strings, lists and dicts in the states of optimizer and extras"
-_PARTS = (
+_CONTENT_FIELDS = (
     *("settings", "environment", "position", "buckets", "parameters"),
     *("optimizer", "optimizer_class", "extras", "workers"),
 )
-_CONTINUED = "give the settings of the run that is continued"
-_BUILD = "build the optimizer that was saved"
-_WRITTEN = "give a checkpoint that ElasticTrainer.save wrote"
-# What a learning-rate scheduler changes as it goes: there only the value that it started from is the user's choice.
+_SAME_SETTINGS = "give the settings of the run that is continued"
+_SAME_OPTIMIZER = "build the optimizer that was saved"
+_GIVE_CHECKPOINT = "give a checkpoint that ElasticTrainer.save wrote"
+# Options that a learning-rate scheduler changes: with a scheduler their saved values are not compared.
 _SCHEDULED = frozenset({"lr", "momentum", "betas"})
 
+# Errors of a file system that has no locks.
+_NO_LOCK_ERRORS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+
 Stamp = tuple[int, int, int]
-"""What tells one written file from the next: its inode, size and time of change."""
+"""Inode, size and modification time (ns) of a file: they differ between any two checkpoints written."""
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Return what the bits of a run depend on besides the data and the code: all of it must be the same to continue."""
+    """Return the device and torch settings on which the bits of a run depend; a run is continued only with equal ones."""
     device_type = (
         torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     )
@@ -55,7 +58,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def content_digest(content: dict[str, Any]) -> str:
-    """Return one fingerprint of everything in a checkpoint's content, names included."""
+    """Return the digest of a checkpoint's whole content, names included."""
     hasher = hashlib.blake2b(digest_size=16)
     for name, leaf in leaves(content):
         value = digest(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf)
@@ -76,13 +79,13 @@ def encode(path: str | os.PathLike[str], content: dict[str, Any]) -> bytes:
 
 
 def decode(data: bytes) -> dict[str, Any]:
-    """Return what :func:`encode` was given."""
+    """Return the content that :func:`encode` has encoded."""
     content: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     return content
 
 
 def previous(path: Path) -> Path:
-    """Return where the checkpoint before the last is kept. Raises InputError for a path without a name."""
+    """Return the path of the checkpoint before the last. Raises InputError for a path without a file name."""
     if not path.name:
         raise InputError(f'"{path}"', "names no file", "give the path of a checkpoint")
     return path.with_name(path.name + ".previous")
@@ -91,31 +94,31 @@ def previous(path: Path) -> Path:
 def stamp(path: str | os.PathLike[str]) -> Stamp | None:
     """Return the stamp of the file at ``path``; None when there is none."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def write(path: str | os.PathLike[str], content: dict[str, Any], last: Stamp | None = None) -> Stamp | None:
-    """Replace the checkpoint at ``path``: whenever the process is killed, the old file or the new one is there, whole.
+    """Replace the checkpoint at ``path`` atomically: a killed process leaves the whole old file or the whole new one.
 
-    What is written is read back before it takes the old file's place. Returns the new file's stamp; ``last`` is what this
-    run got when it last wrote or read ``path``. Raises InputError when another run has written there since or is doing so,
-    when the folder cannot be written to or is full, or when the content has objects that only pickle could bring back.
+    The new file is read back before it replaces the old one. Returns its stamp; ``last``: the stamp of this run's last read
+    or write of ``path``, None for a first one. Raises InputError when another run has written there since or is writing,
+    when the folder is not writable or full, or when the content has objects that only pickle could restore.
     """
     path = Path(path)
-    now = stamp(path)
-    if last is not None and now is not None and now != last:
+    present = stamp(path)
+    if last is not None and present is not None and present != last:
         remedy = "end that run, or give this one a checkpoint of its own"
         raise InputError(str(path), "was written by another run in the meantime", remedy)
     older = previous(path)
     content = {"kind": KIND, "schema_version": SCHEMA_VERSION} | content
-    # One name for all, so that what a killed process leaves is overwritten; the lock keeps two runs out of it.
+    # The same names in every run, so that leftovers of a killed process are overwritten; the lock keeps other runs out.
     partial, spare = (path.with_name(f".{path.name}.partial{ending}") for ending in ("", ".previous"))
     try:
         with partial.open("ab") as file:
-            if not try_lock(file.fileno()) or not _is_at(file.fileno(), partial):
+            if not _try_lock(file.fileno()) or not _is_named(file.fileno(), partial):
                 raise InputError(str(path), "is being written by another run", "give this one a checkpoint of its own")
             try:
                 file.truncate(0)
@@ -123,7 +126,7 @@ def write(path: str | os.PathLike[str], content: dict[str, Any], last: Stamp | N
                 file.flush()
                 os.fsync(file.fileno())
                 _demand_readable(path, partial)
-                if now is not None:  # a second name first, then the switch: at no moment is `path` missing
+                if present is not None:  # a second name first, then the switch: at no moment is `path` missing
                     spare.unlink(missing_ok=True)
                     os.link(path, spare)
                     os.replace(spare, older)
@@ -145,8 +148,28 @@ def write(path: str | os.PathLike[str], content: dict[str, Any], last: Stamp | N
     return stamp(path)
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
-    """Return whether a name is still that of the open file: another run may have renamed it before it was locked."""
+def _try_lock(descriptor: int) -> bool:
+    """Lock an open file until it is closed or the process ends; return False when another process has it.
+
+    Also True where the file system or the platform has no locks: refusing to write there would be worse than missing
+    another run. Raises OSError when the disk fails.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows neither removes nor replaces a file that is open
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCK_ERRORS:
+            raise
+    return True
+
+
+def _is_named(descriptor: int, path: Path) -> bool:
+    """Return whether ``path`` still names the open file, which another run may have renamed before it was locked."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
@@ -154,36 +177,37 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _demand_readable(path: Path, partial: Path) -> None:
+    """Raise InputError for ``path`` unless the file ``partial`` can be read back as a checkpoint."""
     try:
-        _read_one(partial)
+        _read_file(partial)
     except InputError as error:
         problem = f"what would be written cannot be read back ({error.problem})"
         raise InputError(str(path), problem, READABLE) from None
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return a checkpoint's content; where the file is damaged, that of the one before it, with a warning.
+    """Return a checkpoint's content; of a missing or damaged one, the content of the checkpoint before it, with a warning.
 
-    Raises InputError when there is none, or none that is whole and of a known version.
+    Raises InputError when neither file is an intact checkpoint, or its version is another.
     """
     path = Path(path)
     older = previous(path)
     try:
-        content = _read_one(path)
+        content = _read_file(path)
     except InputError as error:
         if not older.exists():
             raise
-        content = _read_one(older)
+        content = _read_file(older)
         warnings.warn(f"{error}. Continuing from the checkpoint before it, {older}", stacklevel=2)
-    found = content.get("kind"), content.get("schema_version")
-    if found != (KIND, SCHEMA_VERSION):
+    kind, version = content.get("kind"), content.get("schema_version")
+    if (kind, version) != (KIND, SCHEMA_VERSION):
         remedy = f"this program reads {KIND} of version {SCHEMA_VERSION}"
-        raise InputError(str(path), f"is {found[0]} of version {found[1]}", remedy)
+        raise InputError(str(path), f"is {kind} of version {version}", remedy)
     return content
 
 
-def _read_one(path: Path) -> dict[str, Any]:
-    """Return the content of a whole file."""
+def _read_file(path: Path) -> dict[str, Any]:
+    """Return the content of one file. Raises InputError when there is none, or its digest is not that of its content."""
     try:
         document = torch.load(path, map_location="cpu", weights_only=True)
         content: dict[str, Any] = document["content"]
@@ -191,7 +215,9 @@ def _read_one(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise InputError(str(path), "no such file", "give the path of a checkpoint") from None
     except Exception as error:  # torch.load raises whatever the damage leads to
-        raise InputError(str(path), f"is no checkpoint, or a damaged one ({type(error).__name__})", _WRITTEN) from None
+        raise InputError(
+            str(path), f"is no checkpoint, or a damaged one ({type(error).__name__})", _GIVE_CHECKPOINT
+        ) from None
     if not intact:
         raise InputError(str(path), "is damaged: its content is not what was written", "use an older checkpoint")
     return content
@@ -207,32 +233,33 @@ def _demand_equal(where: str, saved: Mapping[str, Any], present: Mapping[str, An
 def _demand_same_optimizer(
     where: str, saved: Mapping[str, Any], saved_class: str, optimizer: torch.optim.Optimizer
 ) -> list[str]:
-    """Check a saved state against ``optimizer`` before anything is loaded; return the options that have other values.
+    """Check a saved state against ``optimizer``; return a sentence for each option (say, a learning rate) of another value.
 
-    Those (a learning rate, say) are continued with as saved. Raises InputError for another class of optimizer, other parameter
-    groups or other options.
+    The saved values of these options are used. Raises InputError for another class of optimizer, other parameter groups or
+    other options.
     """
-    here_class = type(optimizer).__name__
-    if saved_class != here_class:
-        raise InputError(where, f"is {saved_class} there and {here_class} here", _BUILD)
-    there, here = saved["param_groups"], optimizer.state_dict()["param_groups"]
-    if len(there) != len(here):
-        raise InputError(where, f"has {len(there)} parameter groups there and {len(here)} here", _BUILD)
-    told = []
-    for number, (one, other) in enumerate(zip(there, here, strict=True)):
-        if len(one["params"]) != len(other["params"]):
-            problem = f"has {len(one['params'])} parameters there and {len(other['params'])} here"
-            raise InputError(f"{where}:group {number}", problem, _BUILD)
-        # A scheduler adds names of its own, such as initial_lr, when it is made.
-        if lacking := sorted(other.keys() - one.keys() - {"initial_lr"}):
-            raise InputError(f"{where}:group {number}", f"has no {lacking[0]} there", _BUILD)
-        chosen = (other.keys() & one.keys()) - {"params"} - (_SCHEDULED if "initial_lr" in one else set())
-        told += [
-            f"{name} of group {number} is {one[name]} there and {other[name]} here"
-            for name in sorted(chosen)
-            if one[name] != other[name]
+    present_class = type(optimizer).__name__
+    if saved_class != present_class:
+        raise InputError(where, f"is {saved_class} there and {present_class} here", _SAME_OPTIMIZER)
+    saved_groups, groups = saved["param_groups"], optimizer.state_dict()["param_groups"]
+    if len(saved_groups) != len(groups):
+        problem = f"has {len(saved_groups)} parameter groups there and {len(groups)} here"
+        raise InputError(where, problem, _SAME_OPTIMIZER)
+    differences = []
+    for index, (saved_group, group) in enumerate(zip(saved_groups, groups, strict=True)):
+        if len(saved_group["params"]) != len(group["params"]):
+            problem = f"has {len(saved_group['params'])} parameters there and {len(group['params'])} here"
+            raise InputError(f"{where}:group {index}", problem, _SAME_OPTIMIZER)
+        # A scheduler adds options of its own, such as initial_lr, when it is made.
+        if lacking := sorted(group.keys() - saved_group.keys() - {"initial_lr"}):
+            raise InputError(f"{where}:group {index}", f"has no {lacking[0]} there", _SAME_OPTIMIZER)
+        scheduled = _SCHEDULED if "initial_lr" in saved_group else frozenset()
+        differences += [
+            f"{name} of group {index} is {saved_group[name]} there and {group[name]} here"
+            for name in sorted((group.keys() & saved_group.keys()) - {"params"} - scheduled)
+            if saved_group[name] != group[name]
         ]
-    return told
+    return differences
 
 
 def continued(
@@ -243,26 +270,28 @@ def continued(
     extras: Collection[str],
     optimizer: torch.optim.Optimizer,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return a checkpoint's content, and which options of the optimizer have other values there.
+    """Return a checkpoint's content, and a sentence for each optimizer option whose saved value differs.
 
-    Raises InputError unless a run of these settings, parameters and extras can continue it with equal bits.
+    Raises InputError unless a run of these settings, parameters and extras can continue the checkpoint with equal bits.
     """
     content, where = read(path), os.fspath(path)
-    if missing := [name for name in _PARTS if name not in content]:
-        raise InputError(where, f"has no {missing[0]}", _WRITTEN)
-    _demand_equal(where, content["settings"], settings, _CONTINUED)
+    if missing := [name for name in _CONTENT_FIELDS if name not in content]:
+        raise InputError(where, f"has no {missing[0]}", _GIVE_CHECKPOINT)
+    _demand_equal(where, content["settings"], settings, _SAME_SETTINGS)
     remedy = "equal bits need the same: torch.set_num_threads, torch's version, the type of device"
     _demand_equal(where, content["environment"], environment(device), remedy)
-    saved = {name: _form(value) for name, value in content["parameters"].items()}
-    present = {plain_name(name): _form(value) for name, value in parameters.items()}
+    saved = {name: _dtype_and_shape(value) for name, value in content["parameters"].items()}
+    present = {plain_name(name): _dtype_and_shape(value) for name, value in parameters.items()}
     absent = dict.fromkeys(present | saved, "missing")
     _demand_equal(f"{where}:parameters", absent | saved, absent | present, "build the model that was saved")
     if missing := sorted(set(content["extras"]) ^ set(extras)):
-        raise InputError(f"{where}:extras", f"{missing[0]} is only on one side", _CONTINUED)
-    told = _demand_same_optimizer(f"{where}:optimizer", content["optimizer"], content["optimizer_class"], optimizer)
-    return content, told
+        raise InputError(f"{where}:extras", f"{missing[0]} is only on one side", _SAME_SETTINGS)
+    differences = _demand_same_optimizer(
+        f"{where}:optimizer", content["optimizer"], content["optimizer_class"], optimizer
+    )
+    return content, differences
 
 
-def _form(value: torch.Tensor) -> str:
-    """Return a tensor's type and shape in words."""
+def _dtype_and_shape(value: torch.Tensor) -> str:
+    """Return a tensor's data type and shape as text."""
     return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"

@@ -26,16 +26,17 @@ from ddltool.runtime.hook.digests import digest
 from ddltool.runtime.hook.random_streams import Document, RandomStreams
 
 LOSS = "(loss)."
-"""Before the names of what the loss has."""
+"""Prefix of the names of the loss's parameters, buffers and attributes."""
 BUFFERS = "_buffers"
+"""The attribute in which ``nn.Module`` keeps its dict of buffers."""
 ABSENT = object()
-"""In place of an attribute that a worker does not have."""
+"""The value of an attribute that a worker does not have."""
 Key = tuple[str, str]
 """An attribute: its module's prefix, and its name."""
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
-# Objects of these are not looked into: their state is not one that a model computes with.
-_NOT_OURS = frozenset({"torch", "logging", "threading", "builtins", "functools"})
+# Top-level modules whose objects are compared by identity: a model does not compute with their state.
+_OPAQUE_MODULES = frozenset({"torch", "logging", "threading", "builtins", "functools"})
 
 
 def plain_name(name: str) -> str:
@@ -44,14 +45,14 @@ def plain_name(name: str) -> str:
 
 
 def modules_of(model: nn.Module, loss: Any) -> dict[str, Any]:
-    """Return what has a state of its own, by the prefix of its names: all modules of both, and a loss that is no module.
+    """Return the modules of model and loss, and a loss object that is no module, by the prefix of their names.
 
     The loss's names begin with :data:`LOSS`; a module of both has the model's.
     """
-    found: dict[str, Any] = {f"{name}." if name else "": module for name, module in model.named_modules()}
+    by_prefix: dict[str, Any] = {f"{name}." if name else "": module for name, module in model.named_modules()}
     if isinstance(loss, nn.Module):
-        known = set(map(id, found.values()))
-        found |= {
+        known = set(map(id, by_prefix.values()))
+        by_prefix |= {
             f"{LOSS}{name}." if name else LOSS: module
             for name, module in loss.named_modules()
             if id(module) not in known
@@ -59,23 +60,23 @@ def modules_of(model: nn.Module, loss: Any) -> dict[str, Any]:
     else:
         owner = getattr(loss, "__self__", loss)  # of a method
         if hasattr(owner, "__dict__") and not isinstance(owner, (type, ModuleType, nn.Module)):
-            found[LOSS] = owner
-    return found
+            by_prefix[LOSS] = owner
+    return by_prefix
 
 
 def named_buffers(modules: Mapping[str, Any]) -> dict[str, Tensor | None]:
     """Return the buffers that modules hold now, by name."""
-    held = {prefix: each._buffers for prefix, each in modules.items() if isinstance(each, nn.Module)}
-    return {prefix + name: value for prefix, each in held.items() for name, value in each.items()}
+    dicts = {prefix: module._buffers for prefix, module in modules.items() if isinstance(module, nn.Module)}
+    return {prefix + name: value for prefix, buffers in dicts.items() for name, value in buffers.items()}
 
 
-class OwnState:
-    """What each logical worker here has of modules (and of a loss that is none) for itself; values are swapped, not copied.
+class WorkerState:
+    """Each local worker's own values of module attributes (and of a loss object's); they are swapped, not copied.
 
-    From the beginning that are the modules' dicts of buffers, so a buffer that a forward pass registers, or takes away, is its
-    worker's too; a tensor that is registered in two places stays one tensor. Then plain attributes which turns change
-    (``self.calls += 1``, a list, a tensor): every worker begins with what was there before the first turn.
-    What turns change is found by comparing all attributes before and after them, in the first turns of each worker here and
+    From the beginning these are the modules' dicts of buffers, so a buffer that a forward pass registers or removes is its
+    worker's too; a tensor that is registered in two places stays one tensor. Plain attributes that turns change
+    (``self.calls += 1``, a list, a tensor) are added: every worker begins with the value before the first turn.
+    Changes are found by comparing all attributes before and after a turn: in the first turns of each local worker, and
     later in every turn whose number is a power of two. Numbers, strings, tensors, arrays and collections of them can be a
     worker's own; ``training`` is the user's.
 
@@ -91,36 +92,41 @@ class OwnState:
             if isinstance(module, torch.jit.ScriptModule) and list(module.buffers(recurse=False)):
                 what = f"model:{prefix.removesuffix('.')}"
                 raise InputError(what, "is a ScriptModule, whose buffers cannot be swapped", "give the Python module")
-        held = {(prefix, BUFFERS): each._buffers for prefix, each in modules.items() if isinstance(each, nn.Module)}
-        self._values: dict[int, dict[Key, Any]] = {rank: _all_copied(held) for rank in local}
+        buffers = {(prefix, BUFFERS): part._buffers for prefix, part in modules.items() if isinstance(part, nn.Module)}
+        self._values: dict[int, dict[Key, Any]] = {rank: _copies(buffers) for rank in local}
+        # (comparable, copy) of every shared attribute before the turn; None in turns that are not compared.
         self._before: dict[Key, tuple[Any, Any]] | None = None
         self._turns = 0
 
     def enter(self, rank: int) -> None:
-        """A turn begins: put the worker's own values in place."""
+        """Begin a turn of virtual rank ``rank``: put the worker's own values in place."""
         self._turns += 1
         self.install(self._values[rank])
         if self._turns <= max(2, len(self._local)) or self._turns & (self._turns - 1) == 0:
-            own = self._values[rank]
-            self._before = {key: (_trace(v), _copied(v)) for key, v in self._attributes() if key not in own}
-            self._shape = self._submodules()
+            own_values = self._values[rank]
+            shared = ((key, value) for key, value in self._attributes() if key not in own_values)
+            self._before = {key: (_comparable(value), _copied(value)) for key, value in shared}
+            self._submodules_before = self._submodules()
 
     def leave(self, rank: int) -> None:
-        """A turn ends: take the worker's values, and look what else it has changed."""
+        """End the turn: store the worker's values, and adopt the shared attributes that the turn has changed."""
         if self._before is not None:
             before, self._before = self._before, None
-            if new := sorted(self._submodules() - self._shape):
+            if new := sorted(self._submodules() - self._submodules_before):
                 raise InputError(f"model:{new[0]}", "is added by a forward pass", "build the whole model beforehand")
-            now = dict(self._attributes())
-            for key in sorted(before.keys() | now.keys()):
-                old_trace, old = before.get(key, (None, ABSENT))
-                if key not in self._values[rank] and old_trace != (_trace(now[key]) if key in now else None):
-                    self._adopt(key, old, now.get(key, ABSENT))
+            after = dict(self._attributes())
+            for key in sorted(before.keys() | after.keys()):
+                old_comparable, old = before.get(key, (None, ABSENT))
+                if key not in self._values[rank] and old_comparable != (
+                    _comparable(after[key]) if key in after else None
+                ):
+                    self._adopt(key, old, after.get(key, ABSENT))
         self._values[rank] = {key: self._held[key[0]].get(key[1], ABSENT) for key in self._values[rank]}
 
     def _adopt(self, key: Key, old: Any, new: Any) -> None:
+        """Give every worker its own value of an attribute, ``old`` to begin with. Raises InputError where none can have one."""
         where = f"model:{key[0]}{key[1]}"
-        if not (_can_be_own(old) and _can_be_own(new)):
+        if not (_is_swappable(old) and _is_swappable(new)):
             problem = "changes in a turn, and no logical worker can have one of its own"
             raise InputError(where, f"is a {type(new).__name__} that {problem}", "use buffers, numbers or tensors")
         if len(self._local) > 1 and self._turns > len(self._local):
@@ -143,50 +149,54 @@ class OwnState:
 
     def copies(self, rank: int) -> dict[Key, Any]:
         """Return copies of a worker's own values."""
-        return _all_copied(self._values[rank])
+        return _copies(self._values[rank])
 
     def to_documents(self, rank: int) -> dict[str, Document]:
-        """Return a worker's own values by name, buffers as they are and attributes without their history; none is absent."""
-        own = [(plain_name(prefix), name, value) for (prefix, name), value in self._values[rank].items()]
-        dicts = [(prefix, value) for prefix, name, value in own if name == BUFFERS]
+        """Return a worker's buffers (not copied) and attributes (detached copies) by name, without absent ones."""
+        entries = [(plain_name(prefix), name, value) for (prefix, name), value in self._values[rank].items()]
+        dicts = [(prefix, value) for prefix, name, value in entries if name == BUFFERS]
         return {
-            "buffers": {p + name: v for p, each in dicts for name, v in each.items() if v is not None},
-            "attributes": {p + name: _copied(v) for p, name, v in own if name != BUFFERS and v is not ABSENT},
+            "buffers": {p + name: v for p, buffers in dicts for name, v in buffers.items() if v is not None},
+            "attributes": {p + name: _copied(v) for p, name, v in entries if name != BUFFERS and v is not ABSENT},
         }
 
     def load(self, documents: Sequence[Document], device: torch.device) -> None:
         """Take the local workers' values from the documents of all workers. Raises InputError where they do not fit."""
         present = {plain_name(name): v for name, v in named_buffers(self._modules).items() if v is not None}
         names = dict.fromkeys(name for document in documents for name in document["attributes"])
-        keys = {name: self._key(name, "attributes") for name in names}
+        keys = {name: self._attribute_key(name, "attributes") for name in names}
         loaded: dict[int, dict[Key, Any]] = {}
         for rank in self._local:
-            saved, memo = documents[rank]["buffers"], dict[int, Tensor]()
+            saved = documents[rank]["buffers"]
+            moved_by_id = dict[int, Tensor]()  # by id of the present buffer: tied buffers stay tied
             if lacking := sorted(present.keys() - saved.keys()):
                 raise InputError("buffers", f"{lacking[0]} is only in the model", "build the model that was saved")
-            own = loaded[rank] = {
-                (prefix, BUFFERS): {name: None for name, value in each._buffers.items() if value is None}
-                for prefix, each in self._modules.items()
-                if isinstance(each, nn.Module)
+            worker_values = loaded[rank] = {
+                (prefix, BUFFERS): {name: None for name, value in module._buffers.items() if value is None}
+                for prefix, module in self._modules.items()
+                if isinstance(module, nn.Module)
             }
-            for name, value in saved.items():  # a forward pass may have registered it; tied as the present ones are
-                prefix, last = self._key(name, "buffers")
+            for name, value in saved.items():  # a forward pass may have registered a buffer that is not present
+                prefix, buffer_name = self._attribute_key(name, "buffers")
                 moved = value.to(device)
-                own[prefix, BUFFERS][last] = memo.setdefault(id(present[name]), moved) if name in present else moved
+                worker_values[prefix, BUFFERS][buffer_name] = (
+                    moved_by_id.setdefault(id(present[name]), moved) if name in present else moved
+                )
             values = documents[rank]["attributes"]
-            own |= {key: _copied(values.get(name, ABSENT), device) for name, key in keys.items()}
+            worker_values |= {key: _copied(values.get(name, ABSENT), device) for name, key in keys.items()}
         self._values = loaded
 
-    def _key(self, name: str, what: str) -> Key:
-        """Return where a saved name belongs. Raises InputError for a module that is not there."""
-        place, _, last = name.rpartition(".")
-        wanted = f"{place}." if place else ""
-        for prefix in reversed(self._modules):  # what is inside of what torch.compile puts around it
+    def _attribute_key(self, name: str, what: str) -> Key:
+        """Return the (prefix, attribute) of a saved name. Raises InputError for a module that the model lacks."""
+        module_name, _, attribute = name.rpartition(".")
+        wanted = f"{module_name}." if module_name else ""
+        for prefix in reversed(self._modules):  # the inner module before the wrapper of torch.compile
             if plain_name(prefix) == wanted:
-                return prefix, last
+                return prefix, attribute
         raise InputError(what, f"{name} is only in the checkpoint", "build the model that was saved")
 
     def _submodules(self) -> set[str]:
+        """Return the full names of the submodules that are registered now."""
         return {
             f"{prefix}{name}"
             for prefix, module in self._modules.items()
@@ -195,15 +205,21 @@ class OwnState:
         }
 
     def _attributes(self) -> Iterator[tuple[Key, Any]]:
+        """Yield every attribute of the modules that not all ``nn.Module`` objects have, with its key."""
         for prefix, held in self._held.items():
-            if type(self._modules[prefix]).__name__ != "OptimizedModule":  # what torch.compile puts around it
+            if type(self._modules[prefix]).__name__ != "OptimizedModule":  # the wrapper of torch.compile
                 for name, value in held.items():
                     if name not in _OF_EVERY_MODULE:
                         yield (prefix, name), value
 
 
-def _trace(value: Any, depth: int = 6) -> Any:
-    """Return something that is equal for equal values: NaN equals NaN, and 1 does not equal True."""
+def _comparable(value: Any, depth: int = 6) -> Any:
+    """Return something that equals itself as long as ``value`` has not changed, to be compared before and after a turn.
+
+    Tensors, arrays and generators give fingerprints of their contents; collections, and objects of the user's own classes,
+    what they hold, down to ``depth`` levels; everything else its identity. NaN equals NaN, and 1 does not equal True.
+    """
+    value_type = type(value)
     if isinstance(value, (nn.Parameter, nn.Module)):
         return id(value)
     if isinstance(value, Tensor):
@@ -219,41 +235,47 @@ def _trace(value: Any, depth: int = 6) -> Any:
     if isinstance(value, np.random.RandomState):
         return repr(value.get_state(legacy=False))
     if isinstance(value, _SIMPLE):
-        return type(value), repr(value)
+        return value_type, repr(value)
     if depth and isinstance(value, Mapping):
-        return type(value), tuple((_trace(k, depth - 1), _trace(v, depth - 1)) for k, v in value.items())
-    if depth and isinstance(value, (list, tuple, deque)):
-        return type(value), tuple(_trace(each, depth - 1) for each in value)
-    if depth and isinstance(value, (set, frozenset)):
-        return type(value), frozenset(_trace(each, depth - 1) for each in value)
-    kind = type(value)
-    is_code = inspect.isroutine(value) or isinstance(value, type)
-    if depth and hasattr(value, "__dict__") and not is_code and kind.__module__.split(".")[0] not in _NOT_OURS:
-        return id(value), tuple(
-            (name, _trace(each, depth - 3 if depth > 3 else 0)) for name, each in vars(value).items()
+        return value_type, tuple(
+            (_comparable(key, depth - 1), _comparable(item, depth - 1)) for key, item in value.items()
         )
+    if depth and isinstance(value, (list, tuple, deque)):
+        return value_type, tuple(_comparable(item, depth - 1) for item in value)
+    if depth and isinstance(value, (set, frozenset)):
+        return value_type, frozenset(_comparable(item, depth - 1) for item in value)
+    is_code = inspect.isroutine(value) or isinstance(value, type)
+    if (
+        depth
+        and hasattr(value, "__dict__")
+        and not is_code
+        and value_type.__module__.split(".")[0] not in _OPAQUE_MODULES
+    ):
+        inner_depth = max(depth - 3, 0)  # objects refer to many others: they are followed less far than collections
+        return id(value), tuple((name, _comparable(item, inner_depth)) for name, item in vars(value).items())
     return id(value)
 
 
-def _can_be_own(value: Any) -> bool:
+def _is_swappable(value: Any) -> bool:
+    """Return whether each logical worker can have a value like this of its own: it can be copied, and compared by content."""
     if value is ABSENT or isinstance(value, (*_SIMPLE, np.ndarray)):
         return True
     if isinstance(value, Tensor):
         return not isinstance(value, nn.Parameter)
     if type(value) in (dict, OrderedDict, defaultdict):
-        return all(_can_be_own(key) and _can_be_own(each) for key, each in value.items())
-    return type(value) in (list, tuple, deque, set, frozenset, torch.Size) and all(map(_can_be_own, value))
+        return all(_is_swappable(key) and _is_swappable(item) for key, item in value.items())
+    return type(value) in (list, tuple, deque, set, frozenset, torch.Size) and all(map(_is_swappable, value))
 
 
-def _all_copied(values: Mapping[Key, Any]) -> dict[Key, Any]:
-    """Return copies, of a tensor that is in several dicts of buffers one."""
-    memo: dict[int, Tensor] = {}
+def _copies(values: Mapping[Key, Any]) -> dict[Key, Any]:
+    """Return copies of a worker's values; a tensor that is in several dicts of buffers stays one tensor."""
+    copied_by_id: dict[int, Tensor] = {}
 
-    def once(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else memo.setdefault(id(tensor), tensor.detach().clone())
+    def copy_once(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else copied_by_id.setdefault(id(tensor), tensor.detach().clone())
 
     return {
-        key: {name: once(each) for name, each in value.items()} if key[1] == BUFFERS else _copied(value)
+        key: {name: copy_once(buffer) for name, buffer in value.items()} if key[1] == BUFFERS else _copied(value)
         for key, value in values.items()
     }
 
@@ -264,83 +286,93 @@ def _copied(value: Any, device: torch.device | None = None) -> Any:
         return value.detach().clone() if device is None else value.detach().to(device, copy=True)
     if isinstance(value, np.ndarray):
         return value.copy()
-    if isinstance(value, (dict, OrderedDict)) and _can_be_own(value):
-        made = value.copy()
-        for key, each in value.items():
-            made[key] = _copied(each, device)
-        return made
+    if isinstance(value, (dict, OrderedDict)) and _is_swappable(value):
+        copied = value.copy()
+        for key, item in value.items():
+            copied[key] = _copied(item, device)
+        return copied
     if type(value) is deque:
-        return deque((_copied(each, device) for each in value), value.maxlen)
+        return deque((_copied(item, device) for item in value), value.maxlen)
     if type(value) in (list, tuple, set):
-        return type(value)(_copied(each, device) for each in value)
+        return type(value)(_copied(item, device) for item in value)
     return value
 
 
-class Strangers:
-    """Modules that turns call and that the trainer was not told of: a loss with a running mean, in a loop of one's own.
+class UntrackedModules:
+    """Finds modules with a state that turns call, though they are neither in the model nor in the loss.
 
-    They are found as they are called, in the first turns of each worker here. One whose outputs have a gradient may not change.
+    An example is a loss with a running mean in a loop of the user's own. Nobody swaps its buffers between logical workers, so
+    what it computes would depend on which of them share a process. Hooks that torch calls for every module take the state of
+    each untracked module before its first call of a turn; :meth:`end_turn` compares it with the state after the turn.
+    Modules whose output needs no gradient, such as metrics, may change.
+
+    Args:
+        modules: the model's and the loss's modules by prefix: what is tracked.
+        turns: how many turns to look at, from the first.
     """
 
     def __init__(self, modules: Mapping[str, Any], turns: int) -> None:
-        known = [each for each in modules.values() if isinstance(each, nn.Module)]
-        self._known = {id(part) for each in known for part in each.modules()}
-        # A compiled module minds hooks of all modules.
-        is_compiled = any(type(each).__name__ == "OptimizedModule" for each in known)
-        self._turns = 0 if is_compiled else turns
-        self._called: dict[int, Any] = {}
+        roots = [module for module in modules.values() if isinstance(module, nn.Module)]
+        self._tracked_ids = {id(part) for root in roots for part in root.modules()}
+        # Code that torch.compile has made does not allow hooks of all modules.
+        is_compiled = any(type(root).__name__ == "OptimizedModule" for root in roots)
+        self._turns_left = 0 if is_compiled else turns
+        self._states: dict[int, Any] = {}
+        """By id of an untracked module that this turn has called: its state before the call."""
         self._trained: dict[int, nn.Module] = {}
-        self._handles: list[Any] = []
+        """Those of them whose output needs a gradient."""
+        self._hooks: list[Any] = []
 
-    def begin(self) -> None:
-        """A turn begins."""
-        self._turns -= 1
-        if self._turns >= 0:
-            hooks = register_module_forward_pre_hook(self._begin), register_module_forward_hook(self._end)
-            self._handles = list(hooks)
+    def begin_turn(self) -> None:
+        """Look at the calls of a turn, if it is one of the first."""
+        self._turns_left -= 1
+        if self._turns_left >= 0:
+            self._hooks = [
+                register_module_forward_pre_hook(self._before_call),
+                register_module_forward_hook(self._after_call),
+            ]
 
-    def end(self) -> None:
-        """It ends. Raises InputError for a module that it has changed."""
-        called, trained = self._called, self._trained
+    def end_turn(self) -> None:
+        """End the look at a turn. Raises InputError naming the type of a module that the turn has changed."""
+        states, trained = self._states, self._trained
         self.close()
         for key, module in trained.items():
-            if _state(module) != called[key]:
-                problem = (
-                    f"a {type(module).__name__} that it calls changes, and is neither in the model nor the loss_fn"
-                )
+            if _state_of(module) != states[key]:
+                module_type = type(module).__name__
+                problem = f"a {module_type} that it calls changes, and is neither in the model nor the loss_fn"
                 raise InputError("the turn", problem, "give it as loss_fn, or make it a part of the model")
 
     def close(self) -> None:
         """Look no more in this turn, which may have been left before its end."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._called, self._trained = [], {}, {}
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._states, self._trained = [], {}, {}
 
-    def _begin(self, module: nn.Module, _: object) -> None:
-        if id(module) not in self._known:
-            self._called.setdefault(id(module), _state(module))
+    def _before_call(self, module: nn.Module, _: object) -> None:
+        if id(module) not in self._tracked_ids:
+            self._states.setdefault(id(module), _state_of(module))
 
-    def _end(self, module: nn.Module, _: object, output: object) -> None:
-        if id(module) in self._called and isinstance(output, Tensor) and output.requires_grad:
+    def _after_call(self, module: nn.Module, _: object, output: object) -> None:
+        if id(module) in self._states and isinstance(output, Tensor) and output.requires_grad:
             self._trained[id(module)] = module
 
 
-def _state(module: nn.Module) -> Any:
+def _state_of(module: nn.Module) -> Any:
     """Return something that is equal as long as a module's own buffers and attributes are."""
-    held = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
-    return _trace(held), _trace(dict(module._buffers))
+    attributes = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+    return _comparable(attributes), _comparable(dict(module._buffers))
 
 
 class Contexts:
-    """What the logical workers of this process have of their own; at most one worker is switched in.
+    """The random streams, buffers and attributes of each logical worker of this process; at most one is switched in.
 
     Between turns, the process's own random streams are back in place and the model holds the buffers and attributes of the
-    first local worker (on the process of virtual rank 0 those of that one, whose buffers plain DDP would keep).
+    first local worker (on the process of virtual rank 0 these are virtual rank 0's, whose buffers plain DDP would keep).
     """
 
     def __init__(self, modules: dict[str, Any], local: Sequence[int], seed: int, device: torch.device) -> None:
-        self._modules, self._own = modules, OwnState(modules, local)
-        self.strangers = Strangers(modules, 2 * len(local))
+        self._modules, self._own = modules, WorkerState(modules, local)
+        self.untracked = UntrackedModules(modules, 2 * len(local))
         self._device, self._local = device, local
         self._streams = {rank: RandomStreams.seeded(seed, rank, device) for rank in local}
         self._outside: RandomStreams | None = None  # the process's own, while a step is under way
@@ -348,23 +380,23 @@ class Contexts:
         self._install_first()
 
     def enter(self, virtual_rank: int) -> None:
-        """Switch ``virtual_rank`` in; no other worker is."""
+        """Switch ``virtual_rank`` in; no worker may be switched in before."""
         if self._outside is None:
             self._outside = RandomStreams.present(self._device)
         self._own.enter(virtual_rank)
-        self.strangers.begin()
+        self.untracked.begin_turn()
         self._streams[virtual_rank].restore(self._device)
         self.active = virtual_rank
 
     def leave(self, last: bool = True) -> None:
-        """Switch out the worker that is in; after the ``last`` one of a step, the process's own streams come back.
+        """Switch the active worker out; after the ``last`` turn of a step also restore the process's own random streams.
 
-        Raises InputError for what a turn changed and no worker can have for itself (:class:`OwnState`).
+        Raises InputError for an attribute that the turn changed and that cannot be swapped (:class:`WorkerState`).
         """
         if self.active is None:
             return
         self._streams[self.active] = RandomStreams.present(self._device)
-        self.strangers.end()
+        self.untracked.end_turn()
         self._own.leave(self.active)
         self.active = None
         if last and self._outside is not None:
@@ -377,7 +409,7 @@ class Contexts:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Let the block change buffers and attributes without a trace."""
+        """Undo the block's changes of buffers and attributes."""
         self._own.install(self._own.copies(self._local[0]))
         try:
             yield
@@ -385,7 +417,7 @@ class Contexts:
             self._install_first()
 
     def seen(self) -> tuple[Document, dict[str, Tensor | None]]:
-        """Return the random streams and the model's buffers that code draws from and changes now, whosever they are."""
+        """Return the random streams and the model's buffers that are switched in now."""
         buffers = {name: v for name, v in named_buffers(self._modules).items() if not name.startswith(LOSS)}
         return RandomStreams.present(self._device).to_document(), buffers
 

@@ -2,9 +2,9 @@
 
 Addition of floating-point numbers is not associative, so the workers' gradients are always added as
 ((g0 + g1) + g2) + g3. That allows no local sums: a process that runs ranks 1 and 3 must wait for g2 between them. So the
-partial sum itself travels. The ranks are dealt out in the order in which turns end (:func:`.processes.divide`), the
-process of rank r adds its gradient to what comes from the process of rank r - 1, bucket by bucket, and passes it on while
-the next turn computes. Start at :class:`OrderedMean`.
+partial sum itself travels. Virtual ranks are assigned in the order in which turns end (:func:`.processes.divide`); the
+process of rank r receives the partial sum from the process of rank r - 1, adds its own gradient, bucket by bucket, and
+sends the sum to the process of rank r + 1 while the next turn computes. Start at :class:`OrderedMean`.
 """
 
 # No `from __future__ import annotations` here: DDP compares the annotations of a communication hook with real types.
@@ -28,23 +28,25 @@ MIB = 1024 * 1024
 
 @dataclass(slots=True)
 class Bucket:
-    """Parameters whose gradients travel together: each with its place among all, and its beginning in ``row``."""
+    """Parameters whose gradients are sent as one message."""
 
     parts: list[tuple[int, nn.Parameter, int]]
+    """(index among all parameters, parameter, offset of its first element in ``row``)."""
     row: Tensor
-    """(elements,) a sum of them, on the host."""
+    """(elements,) the partial sum of the flattened gradients, then their mean; on the host."""
     missing: int = 0
-    """Gradients of the backward pass under way that are still to come."""
+    """Gradients that the present backward pass has not computed yet."""
     seen: set[int] = field(default_factory=set)
+    """Ids of the parameters whose gradients the turn has computed."""
 
-    def view(self, parameter: nn.Parameter, begin: int) -> Tensor:
-        """Return a parameter's place in the sum."""
-        return self.row[begin : begin + parameter.numel()].view(parameter.shape)
+    def view(self, parameter: nn.Parameter, offset: int) -> Tensor:
+        """Return the part of ``row`` that belongs to a parameter, in the parameter's shape."""
+        return self.row[offset : offset + parameter.numel()].view(parameter.shape)
 
     def add(self, gradients: list[Tensor | None], *, first: bool) -> None:
-        """Add a turn's gradients (None: zeros), or put them there where they are the ``first``."""
-        for (_, parameter, begin), gradient in zip(self.parts, gradients, strict=True):
-            target = self.view(parameter, begin)
+        """Add a turn's gradients (None: zeros) to ``row``; the ``first`` ones of a step overwrite ``row``."""
+        for (_, parameter, offset), gradient in zip(self.parts, gradients, strict=True):
+            target = self.view(parameter, offset)
             if first:
                 target.zero_() if gradient is None else target.copy_(gradient)
             else:  # adding zero is not nothing: it turns -0.0 into 0.0, here as on any other placement
@@ -52,22 +54,22 @@ class Bucket:
 
 
 class OrderedMean:
-    """Takes the gradients of each turn, and puts the mean over all turns of all logical workers into ``.grad``.
+    """Sums the gradients of each turn in virtual-rank order, and sets ``.grad`` to the mean over all logical workers' turns.
 
     The buckets are recorded in the first step, from the order in which virtual rank 0's gradients become ready, and stay
-    as they are; as sums are elementwise, they decide what travels together and not the bits.
+    as they are; as sums are elementwise, buckets decide which gradients share a message and not the bits.
 
-    A thread passes the sums on while the main thread computes; it lives from the first turn of a step to its end. A
-    backward pass waits until at most a bucket of the turn before has not been added, so memory does not depend on the
-    number of workers: the gradients of a turn, one set of sums, and a bucket. (Where backward passes come unannounced,
-    without :meth:`expect`, each bucket waits for the same one of the turn before when its gradients are there.)
+    A thread receives, adds and sends while the main thread computes; it lives from the first turn of a step to its end.
+    Invariant: a backward pass starts only when at most one bucket of the turn before is not added yet, so memory does not
+    depend on the number of workers: the gradients of a turn, one set of sums, and a bucket. (Without :meth:`expect` each
+    bucket waits, when its gradients are complete, for the same bucket of the turn before.)
 
     Args:
         parameters: by name; those that do not require gradients are left out.
-        processes: who runs which logical workers.
+        processes: which process runs which logical workers.
         turns_per_worker: micro-batches per logical worker and step; the mean is over all of them.
-        bucket_bytes: gradients that travel together.
-        buckets: parameter names by bucket as recorded before; None: record them.
+        bucket_bytes: most bytes of gradients in a message.
+        buckets: parameter names of each bucket, from a checkpoint; None: record them in the first step.
     """
 
     def __init__(
@@ -86,22 +88,25 @@ class OrderedMean:
         self._buckets: list[Bucket] = []
         self.bucket_names = buckets
         self._has_gradient = torch.zeros(len(processes.local), len(self._parameters), dtype=torch.bool)
-        self._ready: dict[str, None] = {}  # in the order of arrival, until the buckets are known
-        self._place: dict[str, int] = {}
+        # Names in the order in which their gradients became ready, until the buckets are known; the values mean nothing.
+        self._ready: dict[str, None] = {}
+        self._bucket_index: dict[str, int] = {}
+        # Guards the four fields below, which both threads change.
         self._changed = threading.Condition()
-        # By virtual rank and bucket: gradients in the order of the bucket's parts, and what the thread has added.
+        # By (virtual rank, bucket index): gradients in the order of the bucket's parts that wait to be added.
         self._submitted: dict[tuple[int, int], list[Tensor | None]] = {}
+        # (virtual rank, bucket index) of the gradients that the thread has added in this step.
         self._added: set[tuple[int, int]] = set()
-        self._waiting_bytes = 0
+        self._unadded_bytes = 0
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
-        self._turn: int | None = None
+        self._turn: int | None = None  # the virtual rank whose turn it is; None between turns
         self._expected = False
-        self._sends: list[dist.Work | None] = []
-        # Python cannot collect a cycle through a tensor's hook, and this holds the tensors and the job's connections.
-        this = weakref.ref(self)
-        self._watchers = [
-            value.register_post_accumulate_grad_hook(partial(_tell, this, name))
+        self._sends: list[dist.Work | None] = []  # the pending send of each bucket; None: none is pending
+        # Python cannot collect a cycle through a tensor's hook, and this object holds the tensors and the connections.
+        reference = weakref.ref(self)
+        self._gradient_hooks = [
+            value.register_post_accumulate_grad_hook(partial(_note_gradient, reference, name))
             for name, value in self._parameters.items()
         ]
 
@@ -116,41 +121,41 @@ class OrderedMean:
             parameter.grad = None
 
     def is_usable(self) -> bool:
-        """Return whether there are gradients to be used: none that are infinite, which a loss scaler passes over."""
+        """Return whether the gradients are there and finite; a loss scaler skips the update for others."""
         gradients = [value.grad for value in self._parameters.values() if value.grad is not None]
         return bool(gradients) and all(bool(gradient.isfinite().all()) for gradient in gradients)
 
     def close(self) -> None:
-        """Take away what watches the parameters."""
-        for watcher in self._watchers:
-            watcher.remove()
-        self._watchers = []
+        """Remove the hooks from the parameters."""
+        for hook in self._gradient_hooks:
+            hook.remove()
+        self._gradient_hooks = []
 
     def begin(self, virtual_rank: int) -> None:
-        """Say that a worker's turn begins."""
+        """Begin the turn of a worker."""
         self._turn, self._expected = virtual_rank, False
 
     def expect(self) -> None:
-        """Say that one more backward pass completes the gradients of the turn: they may begin to travel in it.
+        """Announce the last backward pass of the turn: each bucket is handed to the thread as soon as it is complete.
 
-        ``.grad`` must stay as that backward pass leaves it.
+        ``.grad`` must not be changed after that backward pass.
         """
-        # Alone there is nothing to send, and in the first turn the buckets are not known yet.
+        # A single process sends nothing, and in the first turn the buckets are not known yet.
         self._expected = self._processes.size > 1 and bool(self._buckets)
         with self._changed:  # else the gradients of two turns would be there at once
-            self._changed.wait_for(lambda: self._waiting_bytes <= self._bucket_bytes or self._failure is not None)
+            self._changed.wait_for(lambda: self._unadded_bytes <= self._bucket_bytes or self._failure is not None)
         self._raise_failure()
         for bucket in self._buckets:
             bucket.missing, bucket.seen = len(bucket.parts), set()
 
-    def _note(self, name: str) -> None:
-        """A backward pass has a parameter's gradient ready."""
+    def _take_gradient(self, name: str) -> None:
+        """Count a gradient that a backward pass has computed; submit its bucket when it was the last one missing."""
         if not self._buckets:
             self._ready.setdefault(name)
         elif self._turn is not None:
-            place = self._place[name]
-            bucket = self._buckets[place]
-            self._wait_for_turn_before(self._turn, place)
+            bucket_index = self._bucket_index[name]
+            bucket = self._buckets[bucket_index]
+            self._wait_for_turn_before(self._turn, bucket_index)
             if not self._expected:
                 return
             if (key := id(self._parameters[name])) in bucket.seen:
@@ -159,32 +164,31 @@ class OrderedMean:
             bucket.seen.add(key)
             bucket.missing -= 1
             if not bucket.missing:
-                self._submit(self._turn, place)
+                self._submit(self._turn, bucket_index)
 
     def take(self, virtual_rank: int) -> None:
-        """Move the gradients of a worker's whole turn out of ``.grad``; workers come in virtual-rank order.
+        """Move the gradients of a worker's whole turn out of ``.grad``; call it in virtual-rank order.
 
         Raises InputError for sparse gradients.
         """
-        self._prepare()
-        has = [value.grad is not None for value in self._parameters.values()]
-        self._has_gradient[self._processes.local.index(virtual_rank)] = torch.tensor(has)
-        early, self._turn, self._expected = self._expected, None, False
-        for place, bucket in enumerate(self._buckets):
+        self._lay_out_buckets()
+        has_gradient = [value.grad is not None for value in self._parameters.values()]
+        self._has_gradient[self._processes.local.index(virtual_rank)] = torch.tensor(has_gradient)
+        was_expected, self._turn, self._expected = self._expected, None, False
+        for bucket_index, bucket in enumerate(self._buckets):
             if self._processes.size == 1:
                 bucket.add([parameter.grad for _, parameter, _ in bucket.parts], first=virtual_rank == 0)
-            elif not early or bucket.missing:
-                self._wait_for_turn_before(virtual_rank, place)
-                self._submit(virtual_rank, place)
+            elif not was_expected or bucket.missing:  # else submitted in the backward pass
+                self._wait_for_turn_before(virtual_rank, bucket_index)
+                self._submit(virtual_rank, bucket_index)
         self.clear()
 
     def finish(self, notes: Tensor) -> Tensor:
         """Set ``.grad`` of every parameter to the mean, None where no worker had one. All processes call this together.
 
-        ``notes`` (workers here, n), float64, travels along; returns that of all workers, (max_workers, n), in
-        virtual-rank order.
+        ``notes`` (local workers, n), float64, are gathered too: returns (max_workers, n) in virtual-rank order.
         """
-        count = len(self._parameters)
+        count = len(self._parameters)  # the first columns of the table: whether each parameter has a gradient
         table = self._processes.gather_rows(torch.cat([self._has_gradient.double(), notes], dim=1))
         if self._thread is not None:
             self._thread.join()
@@ -194,17 +198,17 @@ class OrderedMean:
         else:
             for bucket in self._buckets:
                 bucket.row.div_(self._divisor)
-        used = (table[:, :count].sum(0) > 0).tolist()
+        is_used = (table[:, :count].sum(0) > 0).tolist()
         for bucket in self._buckets:
-            for index, parameter, begin in bucket.parts:
-                if used[index]:
-                    mean = bucket.view(parameter, begin)
-                    as_it_is = parameter.is_contiguous() and parameter.device == mean.device
-                    parameter.grad = mean if as_it_is else torch.empty_like(parameter).copy_(mean)
+            for index, parameter, offset in bucket.parts:
+                if is_used[index]:
+                    mean = bucket.view(parameter, offset)
+                    is_usable_view = parameter.is_contiguous() and parameter.device == mean.device
+                    parameter.grad = mean if is_usable_view else torch.empty_like(parameter).copy_(mean)
         return table[:, count:]
 
-    def _prepare(self) -> None:
-        """Lay out the buckets, at the first turn. The process of virtual rank 0 says which (its first turn is that)."""
+    def _lay_out_buckets(self) -> None:
+        """Make the buckets at the first turn, as the process of virtual rank 0 has recorded them."""
         if self._buckets:
             return
         for name, parameter in self._parameters.items():
@@ -213,53 +217,53 @@ class OrderedMean:
         if self._processes.size == 1:
             self.close()
         if self.bucket_names is None:
-            recorded = self._processes.job.gather(json.dumps(self._record()).encode())
+            recorded = self._processes.job.gather(json.dumps(self._recorded_buckets()).encode())
             self.bucket_names = json.loads(recorded[self._owners[0]])
-        index = {name: number for number, name in enumerate(self._parameters)}
+        index_of = {name: index for index, name in enumerate(self._parameters)}
         for names in self.bucket_names or []:
             parts: list[tuple[int, nn.Parameter, int]] = []
-            end = 0
+            offset = 0
             for name in names:
                 parameter = self._parameters[name]
-                self._place[name] = len(self._buckets)
-                parts.append((index[name], parameter, end))
-                end += parameter.numel()
-            self._buckets.append(Bucket(parts, torch.zeros(end, dtype=parameter.dtype)))
+                self._bucket_index[name] = len(self._buckets)
+                parts.append((index_of[name], parameter, offset))
+                offset += parameter.numel()
+            self._buckets.append(Bucket(parts, torch.zeros(offset, dtype=parameter.dtype)))
         self._sends = [None] * len(self._buckets)
 
-    def _record(self) -> list[list[str]]:
-        """Return buckets in the order of the gradients' arrival, of one data type and device each."""
+    def _recorded_buckets(self) -> list[list[str]]:
+        """Return parameter names by bucket, in the order in which gradients became ready; a bucket has one dtype and device."""
         names = [*self._ready, *(name for name in reversed(self._parameters) if name not in self._ready)]
         buckets: list[list[str]] = []
-        filled: dict[Any, tuple[list[str], int]] = {}
+        open_buckets: dict[Any, tuple[list[str], int]] = {}  # (names, bytes) by (dtype, device)
         for name in names:
             parameter = self._parameters[name]
             size = parameter.numel() * parameter.element_size()
-            bucket, held = filled.get((parameter.dtype, parameter.device), ([], 0))
-            if not bucket or held + size > self._bucket_bytes:
-                bucket, held = [], 0
+            bucket, held_bytes = open_buckets.get((parameter.dtype, parameter.device), ([], 0))
+            if not bucket or held_bytes + size > self._bucket_bytes:
+                bucket, held_bytes = [], 0
                 buckets.append(bucket)
             bucket.append(name)
-            filled[parameter.dtype, parameter.device] = (bucket, held + size)
+            open_buckets[parameter.dtype, parameter.device] = (bucket, held_bytes + size)
         return buckets
 
-    def _submit(self, virtual_rank: int, place: int) -> None:
-        """Hand the present gradients of a bucket to the thread."""
-        bucket = self._buckets[place]
+    def _submit(self, virtual_rank: int, bucket_index: int) -> None:
+        """Hand the present gradients of a bucket to the thread, which is started if it does not run."""
+        bucket = self._buckets[bucket_index]
         with self._changed:
-            self._submitted[virtual_rank, place] = [parameter.grad for _, parameter, _ in bucket.parts]
-            self._waiting_bytes += bucket.row.nbytes
+            self._submitted[virtual_rank, bucket_index] = [parameter.grad for _, parameter, _ in bucket.parts]
+            self._unadded_bytes += bucket.row.nbytes
             self._changed.notify_all()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._pass_on, name="ordered-chain", daemon=True)
+            self._thread = threading.Thread(target=self._reduce_step, name="ordered-chain", daemon=True)
             self._thread.start()
 
-    def _wait_for_turn_before(self, virtual_rank: int, place: int) -> None:
+    def _wait_for_turn_before(self, virtual_rank: int, bucket_index: int) -> None:
         """Wait until this process's gradients of the same bucket in the turn before have been added."""
-        turn = self._processes.local.index(virtual_rank)
-        if turn == 0:
+        turn_index = self._processes.local.index(virtual_rank)
+        if turn_index == 0:
             return
-        before = (self._processes.local[turn - 1], place)
+        before = (self._processes.local[turn_index - 1], bucket_index)
         with self._changed:
             self._changed.wait_for(lambda: before in self._added or self._failure is not None)
         self._raise_failure()
@@ -268,73 +272,77 @@ class OrderedMean:
         if self._failure is not None:
             raise RuntimeError(f"the chain of gradients broke: {self._failure}") from self._failure
 
-    def _pass_on(self) -> None:
-        """Add this process's gradients to the chain, bucket by bucket, then take part in spreading the mean."""
+    def _reduce_step(self) -> None:
+        """Add this process's gradients to the partial sums, bucket by bucket, then receive and forward the means.
+
+        The body of the thread; an exception is kept in ``_failure`` and raised by the main thread.
+        """
         try:
             with torch.no_grad():
                 for virtual_rank in self._processes.local:
-                    for place in range(len(self._buckets)):
-                        self._add(virtual_rank, place)
-                for place in range(len(self._buckets)):
+                    for bucket_index in range(len(self._buckets)):
+                        self._add(virtual_rank, bucket_index)
+                for bucket_index in range(len(self._buckets)):
                     if self._owners[-1] != self._processes.rank:
-                        self._spread(place)
-                for place in range(len(self._buckets)):
-                    self._settle(place)
+                        self._broadcast_mean(bucket_index)
+                for bucket_index in range(len(self._buckets)):
+                    self._wait_for_send(bucket_index)
         except BaseException as error:
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
 
-    def _add(self, virtual_rank: int, place: int) -> None:
-        """Add one turn's gradients of a bucket to what the turns before have left, and pass the sum on."""
-        bucket, me = self._buckets[place], self._processes.rank
-        self._settle(place)
-        if virtual_rank > 0 and (source := self._owners[virtual_rank - 1]) != me:
-            self._receive(place, source)
+    def _add(self, virtual_rank: int, bucket_index: int) -> None:
+        """Receive a bucket's partial sum, add one turn's gradients, and send it on; after the last virtual rank, the mean."""
+        bucket, own_rank = self._buckets[bucket_index], self._processes.rank
+        self._wait_for_send(bucket_index)  # of the same row, which receiving overwrites
+        if virtual_rank > 0 and (source := self._owners[virtual_rank - 1]) != own_rank:
+            self._receive(bucket_index, source)
         with self._changed:
-            self._changed.wait_for(lambda: (virtual_rank, place) in self._submitted)
-            gradients = self._submitted.pop((virtual_rank, place))
+            self._changed.wait_for(lambda: (virtual_rank, bucket_index) in self._submitted)
+            gradients = self._submitted.pop((virtual_rank, bucket_index))
         bucket.add(gradients, first=virtual_rank == 0)
         del gradients  # frees them
-        last = virtual_rank == len(self._owners) - 1
-        if last:
+        is_last = virtual_rank == len(self._owners) - 1
+        if is_last:
             bucket.row.div_(self._divisor)
         with self._changed:
-            self._added.add((virtual_rank, place))
-            self._waiting_bytes -= bucket.row.nbytes
+            self._added.add((virtual_rank, bucket_index))
+            self._unadded_bytes -= bucket.row.nbytes
             self._changed.notify_all()
-        if last:
-            self._spread(place)
-        elif (target := self._owners[virtual_rank + 1]) != me:
-            self._send(place, target)
+        if is_last:
+            self._broadcast_mean(bucket_index)
+        elif (target := self._owners[virtual_rank + 1]) != own_rank:
+            self._send(bucket_index, target)
 
-    def _settle(self, place: int) -> None:
-        """Wait until what was sent of a bucket has left."""
-        work, self._sends[place] = self._sends[place], None
+    def _wait_for_send(self, bucket_index: int) -> None:
+        """Wait until the pending send of a bucket, if any, is complete, so that its row may change."""
+        work, self._sends[bucket_index] = self._sends[bucket_index], None
         if work is not None:
             work.wait()
 
-    def _spread(self, place: int) -> None:
-        """Let a bucket's mean go round, from the last virtual rank's process to the next one and on to all others."""
-        me, size, first = self._processes.rank, self._processes.size, self._owners[-1]
-        if me != first:
-            self._settle(place)
-            self._receive(place, (me - 1) % size)
-        if (target := (me + 1) % size) != first:
-            self._send(place, target)
+    def _broadcast_mean(self, bucket_index: int) -> None:
+        """Send a bucket's mean once around the ring of processes, from that of the last virtual rank."""
+        rank, size, source = self._processes.rank, self._processes.size, self._owners[-1]
+        if rank != source:
+            self._wait_for_send(bucket_index)
+            self._receive(bucket_index, (rank - 1) % size)
+        if (target := (rank + 1) % size) != source:
+            self._send(bucket_index, target)
 
-    def _send(self, place: int, target: int) -> None:
-        row = self._buckets[place].row.view(torch.uint8)
-        self._sends[place] = dist.isend(row, dst=target, group=self._processes.job.side, tag=self._processes.tag)
+    def _send(self, bucket_index: int, target: int) -> None:
+        row = self._buckets[bucket_index].row.view(torch.uint8)
+        self._sends[bucket_index] = dist.isend(row, dst=target, group=self._processes.job.side, tag=self._processes.tag)
 
-    def _receive(self, place: int, source: int) -> None:
-        row = self._buckets[place].row.view(torch.uint8)
+    def _receive(self, bucket_index: int, source: int) -> None:
+        row = self._buckets[bucket_index].row.view(torch.uint8)
         dist.recv(row, src=source, group=self._processes.job.side, tag=self._processes.tag)
 
 
-def _tell(mean: "weakref.ref[OrderedMean]", name: str, _: Tensor) -> None:
-    if (there := mean()) is not None:
-        there._note(name)
+def _note_gradient(reference: "weakref.ref[OrderedMean]", name: str, _: Tensor) -> None:
+    """Tell the mean, if it still exists, that the gradient of the parameter ``name`` is ready: a tensor's hook."""
+    if (mean := reference()) is not None:
+        mean._take_gradient(name)
 
 
 def ordered_mean(
@@ -343,8 +351,8 @@ def ordered_mean(
 ) -> torch.futures.Future[Tensor]:
     """Average a DDP bucket over the ranks in rank order: ``model.register_comm_hook(None, ordered_mean)``.
 
-    With one logical worker per process, this is what :class:`OrderedMean` computes, so a plain DDP script with this hook
-    is the run that an elastic one can be compared with.
+    With one logical worker per process the result equals that of :class:`OrderedMean` bit by bit, so a plain DDP script with
+    this hook is the reference for an elastic run.
     """
     buffer = bucket.buffer()
     rows = [torch.empty_like(buffer) for _ in range(dist.get_world_size(group))]

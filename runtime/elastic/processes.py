@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -11,11 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
 from ddltool.errors import InputError
-from ddltool.runtime.hook.job import Job
+from ddltool.runtime.hook.job import DistributedJob
+from ddltool.runtime.measuring.rendezvous import START_LIMIT_S, job_from_environment, job_store
 
 
 def start_processes(backend: str = "gloo") -> None:
@@ -24,13 +22,10 @@ def start_processes(backend: str = "gloo") -> None:
     ``torch.distributed.init_process_group`` reads addresses from torchrun's store, and after a restart it can read those
     of processes that are dead. Here each attempt writes and reads under a prefix of its own.
     """
-    if dist.is_initialized() or "RANK" not in os.environ:
-        return
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    master = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and rank == 0
-    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=master)
-    dist.init_process_group(backend, store=PrefixStore(f"try{attempt}", store), rank=rank, world_size=size)
+    place = job_from_environment()
+    if place is not None and not dist.is_initialized():
+        store = job_store(place, "elastic", START_LIMIT_S)
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size)
 
 
 def divide(max_workers: int, world_size: int, counts: Sequence[int] | None = None) -> tuple[tuple[int, ...], ...]:
@@ -63,14 +58,14 @@ class Processes:
     ``job.side`` is a gloo group for host data; sums on their way go over it with a ``tag`` of this trainer's own.
     """
 
-    job: Job
+    job: DistributedJob
     runs: tuple[tuple[int, ...], ...]
     tag: int
 
     @classmethod
     def this(cls, max_workers: int, counts: Sequence[int] | None = None) -> Processes:
         """Return the running job's processes. Raises InputError, on every one, when they cannot hold the workers."""
-        job = Job.this()
+        job = DistributedJob.this()
         runs = job.together(lambda: divide(max_workers, job.world_size, counts))
         return cls(job=job, runs=runs, tag=job.new_tag())
 

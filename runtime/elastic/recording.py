@@ -31,7 +31,7 @@ from ddltool.runtime.elastic.run_difference import (
     WorkerKind,
 )
 from ddltool.runtime.hook.digests import digest, digests
-from ddltool.runtime.hook.job import Job
+from ddltool.runtime.hook.job import DistributedJob
 from ddltool.runtime.hook.random_streams import RandomStreams
 
 T = TypeVar("T")
@@ -45,7 +45,9 @@ class Recorder:
     written or holds something else.
     """
 
-    def __init__(self, model: nn.Module, job: Job, path: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model: nn.Module, job: DistributedJob, path: str | os.PathLike[str], settings: Mapping[str, Any]
+    ) -> None:
         self._model, self._job, self._path, self._settings = model, job, Path(path), dict(settings)
         self._begun = False  # whether this run has written to the file since it was opened
         self._turns: dict[str, dict[WorkerKind, Digests]] = {}
@@ -112,7 +114,7 @@ class Recorder:
         workers: dict[str, Any] = {}
         for part in parts:
             workers |= json.loads(part)
-        made = RecordedStep(
+        recorded = RecordedStep(
             step=step,
             epoch=epoch,
             settings=self._settings,
@@ -123,7 +125,7 @@ class Recorder:
             self._keep_until(step)
             self._begun = True
         with self._path.open("a") as file:
-            file.write(_line(made))
+            file.write(_line(recorded))
 
     def reopen(self) -> None:
         """Let the next step that is written replace that step and what follows it."""
@@ -133,10 +135,10 @@ class Recorder:
         """Drop what is recorded of ``step`` and later ones, and a line that a killed process left unfinished."""
         partial = self._path.with_name(self._path.name + ".partial")
         with partial.open("w") as kept:
-            for made in StepReader(self._path) if self._path.exists() else ():
-                if made.step >= step:
+            for recorded in StepReader(self._path) if self._path.exists() else ():
+                if recorded.step >= step:
                     break
-                kept.write(_line(made))
+                kept.write(_line(recorded))
         os.replace(partial, self._path)
 
     def _gradients(self) -> dict[str, Tensor | None]:
@@ -191,7 +193,7 @@ class RunRecorder:
     ) -> None:
         bare: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         self._device = next(bare.parameters()).device
-        self._job = Job.this()
+        self._job = DistributedJob.this()
         known = environment(self._device) | {"processes": self._job.world_size} | dict(settings or {})
         self._recorder = Recorder(bare, self._job, path, known)
         self._modules = modules_of(bare, None)

@@ -31,8 +31,8 @@ PREFETCHED = 2  # batches that each data worker makes ahead
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """One mini-batch: whose it is, where in the run, and its samples."""
+class BatchTask:
+    """One micro-batch: its logical worker, its position in the run, and the dataset indices of its samples."""
 
     virtual_rank: int
     epoch: int
@@ -42,21 +42,21 @@ class Task:
 
 
 class _Batches(Dataset[Any]):
-    """Makes the batch of a task, in whatever process it is asked to."""
+    """A dataset whose items are batches, indexed by :class:`BatchTask`; used in this process or in data workers."""
 
     def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], seed: int) -> None:
         self._dataset, self._collate, self._seed = dataset, collate, seed
 
-    def __getitem__(self, task: Task) -> Any:
+    def __getitem__(self, task: BatchTask) -> Any:
         seed_streams(self._seed, task.virtual_rank, task.epoch, task.step, task.micro_batch)
         return self._collate([self._dataset[index] for index in task.indices])
 
 
 class SampleFeed:
-    """Makes batches in the order in which they are asked for; ``workers`` processes make them ahead.
+    """Makes the batches of a sequence of tasks in order; ``workers`` processes make them ahead.
 
-    With 0 workers they are made here, with one thread, as data workers have; the caller keeps the global random
-    generators of this process out of it. ``dataset`` (map-style) sees the global generators of Python, NumPy and torch
+    With 0 workers this process makes them, on one thread as a data worker does; the caller saves and restores the
+    process's global random generators. ``dataset`` (map-style) sees the global generators of Python, NumPy and torch
     seeded anew for every batch. Raises InputError for a negative number of workers.
     """
 
@@ -67,7 +67,7 @@ class SampleFeed:
             raise InputError("data_workers", f"is {workers}", "give 0 or more")
         self.workers = workers
         self._batches = _Batches(dataset, collate, seed)
-        self._tasks: list[Task] = []
+        self._tasks: list[BatchTask] = []
         self._loader: DataLoader[Any] | None = None
         if workers:
             with warnings.catch_warnings():  # how many workers there are is the user's to say
@@ -84,8 +84,8 @@ class SampleFeed:
             # Not left to garbage collection, which may close the loader's queues before it can tell its workers to end.
             weakref.finalize(self, _end, self._loader)
 
-    def batches(self, tasks: Sequence[Task]) -> Iterator[Any]:
-        """Yield the batch of every task, in order. Raises InputError, naming it, when a data worker is gone."""
+    def batches(self, tasks: Sequence[BatchTask]) -> Iterator[Any]:
+        """Yield the batch of every task, in order. Raises InputError naming a data worker that has ended."""
         if self._loader is None:
             for task in tasks:
                 threads = torch.get_num_threads()
@@ -107,12 +107,15 @@ class SampleFeed:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Tell of a data worker that is gone in one line. Another loader's signal handler may tell of it anywhere."""
+        """Raise an error that an ended data worker causes in the block as an InputError naming the worker.
+
+        The error may come anywhere in the block, from the signal handler of another loader.
+        """
         try:
             yield
         except (RuntimeError, OSError, EOFError) as error:
-            telling = not isinstance(error, RuntimeError) or "DataLoader worker" in str(error)
-            number, process = self._dead() if telling else (0, None)
+            may_be_worker = not isinstance(error, RuntimeError) or "DataLoader worker" in str(error)
+            number, process = self._ended_worker() if may_be_worker else (0, None)
             if process is None:
                 raise
             pid, code = process.pid, process.exitcode
@@ -121,11 +124,11 @@ class SampleFeed:
             remedy = "start again from the last checkpoint; a killed one often lacked memory: use fewer data_workers"
             raise InputError(f"data worker {number}", f"(process {pid}) {how}", remedy) from None
 
-    def _dead(self) -> tuple[int, Any]:
-        """Return a data worker that has ended and its number, (0, None) where there is none."""
+    def _ended_worker(self) -> tuple[int, Any]:
+        """Return (number, process) of a data worker that has ended, (0, None) when all run."""
         processes = getattr(getattr(self._loader, "_iterator", None), "_workers", [])
-        dead = lambda: next((each for each in enumerate(processes) if each[1].exitcode is not None), None)  # noqa: E731
-        return soon(DYING_S if processes else 0.0, dead) or (0, None)
+        ended = lambda: next((entry for entry in enumerate(processes) if entry[1].exitcode is not None), None)  # noqa: E731
+        return soon(DYING_S if processes else 0.0, ended) or (0, None)
 
     def close(self) -> None:
         """End the data workers; they start again when they are needed."""
@@ -142,7 +145,7 @@ def _end(loader: DataLoader[Any]) -> None:
 
 @contextmanager
 def _signal_kept() -> Iterator[None]:
-    """Keep torch from reporting dead workers in a signal handler, whatever the main thread is doing; it polls, too."""
+    """Restore the SIGCHLD handler after the block, in which torch installs its own; torch also polls for dead workers."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

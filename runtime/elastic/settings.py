@@ -18,7 +18,7 @@ from ddltool.plans import Enforcement
 from ddltool.runtime.elastic.contexts import modules_of
 
 
-class Settings(Record):
+class RunSettings(Record):
     """What the bits of a run depend on and the user chooses; a checkpoint is continued with the same."""
 
     max_workers: int = Field(ge=1)
@@ -30,9 +30,9 @@ class Settings(Record):
     """What augmentations draw from: the worker's streams in its ``turn``, or a state of its own for each ``batch``."""
 
 
-def settings_of(**given: Any) -> Settings:
+def settings_of(**given: Any) -> RunSettings:
     """Return the settings. Raises InputError for those that cannot be, and for a dataset that is too small."""
-    settings = parse_record(given, Settings, "ElasticTrainer")
+    settings = parse_record(given, RunSettings, "ElasticTrainer")
     if settings.dataset_size < (needed := settings.max_workers * settings.batch_size * settings.accumulation):
         what = f"has {settings.dataset_size} samples, one step takes max_workers x batch_size x accumulation = {needed}"
         raise InputError("dataset", what, "give a smaller batch_size or max_workers")

@@ -37,20 +37,20 @@ from ddltool.runtime.elastic.contexts import LOSS, Contexts, modules_of, named_b
 from ddltool.runtime.elastic.ordered_mean import MIB, OrderedMean
 from ddltool.runtime.elastic.processes import Processes, broadcast, collectives, moved
 from ddltool.runtime.elastic.recording import Recorder
-from ddltool.runtime.elastic.sample_feed import SampleFeed, Task
+from ddltool.runtime.elastic.sample_feed import BatchTask, SampleFeed
 from ddltool.runtime.elastic.settings import check_model, check_optimizer, check_parameters, settings_of, workers_of
 from ddltool.runtime.hook.batches import VariableBatchSampler
 from ddltool.runtime.hook.job import bare_optimizer, dataset_length, demand_same_samples, planned_for
 from ddltool.runtime.hook.random_streams import kept
 from ddltool.runtime.hook.stopping import StopSignals, refuse_in_one_line
-from ddltool.runtime.hook.telemetry import Exchange, RowFile, StepRecorder
+from ddltool.runtime.hook.telemetry import Exchange, StepRecorder, TelemetryFile
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class StepResult:
     """A step that was made.
 
     Attributes:
@@ -131,7 +131,7 @@ class ElasticTrainer:
         self.model, self.optimizer, self.loss_fn, self.dataset = model, optimizer, loss_fn, dataset
         self._parameters: dict[str, nn.Parameter] = {}
         self._layout: tuple[Any, ...] = ()
-        self._look_for_parameters()
+        self._collect_parameters()
         check_parameters(self._parameters)
         check_optimizer(inner)
         self.device = next(model.parameters()).device
@@ -148,9 +148,11 @@ class ElasticTrainer:
         self.processes = Processes.this(max_workers, placement)
         demand_same_samples(self.processes.job, dataset)
         torch.use_deterministic_algorithms(True)
-        here = checkpoint.environment(self.device)
-        known = ", ".join(f"{name} {value}" for name, value in here.items())
-        self.processes.job.demand_same("environment", known, "give all processes the same: torch.set_num_threads")
+        environment = checkpoint.environment(self.device)
+        settings_text = ", ".join(f"{name} {value}" for name, value in environment.items())
+        self.processes.job.demand_same(
+            "environment", settings_text, "give all processes the same: torch.set_num_threads"
+        )
         modules = modules_of(model, loss_fn)
         buffers = {id(value): value for value in named_buffers(modules).values() if value is not None}
         broadcast([*self._parameters.values(), *buffers.values()], 0)
@@ -168,25 +170,26 @@ class ElasticTrainer:
         self._feed = None
         if data_workers is not None:
             self._feed = SampleFeed(dataset, self._collate, seed=seed, workers=data_workers)
-        self._watch(None, self.device.type)
+        self._open_telemetry(None, self.device.type)
         self._recorder = None
         if record is not None:
-            self._recorder = Recorder(model, self.processes.job, record, self.settings.model_dump() | here)
+            self._recorder = Recorder(model, self.processes.job, record, self.settings.model_dump() | environment)
         self._extras = dict(extras or {})
         self._stamps: dict[Path, checkpoint.Stamp | None] = {}  # of what this run has read and written
         self._stops: list[StopSignals] = []
         self.epoch_number, self.step_in_epoch, self.steps_made = 0, 0, 0
-        self.last_step: Step | None = None
+        self.last_step: StepResult | None = None
         self._losses: dict[int, list[Tensor]] = {}
         self._micro_batches = 0
         self._awaits_update = False
         self._versions = self._collectives = 0
-        self._kept: tuple[Tensor, Tensor, int] | None = None
-        self._added = 0
-        self._watched = self._count_gradients() if accumulation > 1 else None
+        # (parameter, its gradient, the gradient's version) after a micro-batch; None where the turn has no further one.
+        self._gradient_before: tuple[Tensor, Tensor, int] | None = None
+        self._backward_passes = 0
+        self._counted_parameter = self._count_gradients() if accumulation > 1 else None
         self._unsaved = ""
         inner.register_step_pre_hook(self._before_update)
-        inner.register_step_post_hook(self._updated)
+        inner.register_step_post_hook(self._after_update)
 
     @classmethod
     def planned(
@@ -207,64 +210,67 @@ class ElasticTrainer:
         ests, size = workers_of(path, planned)
         as_planned = (dist.get_world_size() if dist.is_initialized() else 1) == len(ests)
         placement = ests if as_planned else None
-        made = cls(
+        trainer = cls(
             model, optimizer, loss_fn, dataset, max_workers=sum(ests), batch_size=size, placement=placement, **options
         )
-        made._watch(planned.telemetry if as_planned else None, planned.ranks[made.processes.rank].device_type)
-        return made
+        trainer._open_telemetry(
+            planned.telemetry if as_planned else None, planned.ranks[trainer.processes.rank].device_type
+        )
+        return trainer
 
-    def _watch(self, path: str | None, device: str) -> None:
-        """Write telemetry of this process's steps, or none."""
-        self._rows = RowFile.of(path, self.processes.job, device)
+    def _open_telemetry(self, path: str | None, device: str) -> None:
+        """Write telemetry of this process's steps to ``path``; None: write none."""
+        self._rows = TelemetryFile.of(path, self.processes.job, device)
         self._telemetry = StepRecorder(self._rows, cuda=self.device.type == "cuda")
 
     def _count_gradients(self) -> Tensor | None:
-        """Count the backward passes that reach the first parameter; return it."""
+        """Count in ``_backward_passes`` the backward passes that reach the first trained parameter; return the parameter."""
         first = next(value for value in self._parameters.values() if value.requires_grad)
 
         def count(_: Tensor) -> None:
-            self._added += 1
+            self._backward_passes += 1
 
         first.register_post_accumulate_grad_hook(count)
         return first
 
-    def _note_other(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Note an optimizer that trains our parameters, and whose state nobody saves."""
-        ours = (self.optimizer, *self._extras.values())
-        saved = [bare_optimizer(each) for each in ours if isinstance(each, torch.optim.Optimizer)]
+    def _note_unsaved(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Note the class of an optimizer that trains the trainer's parameters and whose state no checkpoint would hold."""
+        stateful = (self.optimizer, *self._extras.values())
+        saved = [bare_optimizer(entry) for entry in stateful if isinstance(entry, torch.optim.Optimizer)]
         known = set(map(id, self._parameters.values()))
         trained = [id(value) for group in optimizer.param_groups for value in group["params"]]
-        if all(optimizer is not each for each in saved) and not known.isdisjoint(trained):
+        if all(optimizer is not entry for entry in saved) and not known.isdisjoint(trained):
             self._unsaved = type(optimizer).__name__
 
-    def _look_for_parameters(self) -> list[Tensor]:
-        """Take in the parameters of model, loss and optimizer by name; return those that are new.
+    def _collect_parameters(self) -> list[Tensor]:
+        """Collect the parameters of model, loss and optimizer by name; return the new ones.
 
-        Names of one that is in several places are the first's: model, loss, optimizer.
+        A parameter in several of them gets its name from the first, in this order.
         """
-        found = dict(self.model.named_parameters())
+        by_name = dict(self.model.named_parameters())
         if isinstance(self.loss_fn, nn.Module):
-            found |= {LOSS + name: value for name, value in self.loss_fn.named_parameters()}
+            by_name |= {LOSS + name: value for name, value in self.loss_fn.named_parameters()}
         for number, group in enumerate(self.optimizer.param_groups):
-            found |= {f"(optimizer).{number}.{place}": value for place, value in enumerate(group["params"])}
-        known = {id(value): name for name, value in reversed(found.items())}
-        before = set(map(id, self._parameters.values()))
-        self._parameters = {name: value for name, value in found.items() if known[id(value)] == name}
+            by_name |= {f"(optimizer).{number}.{index}": value for index, value in enumerate(group["params"])}
+        first_names = {id(value): name for name, value in reversed(by_name.items())}
+        ids_before = set(map(id, self._parameters.values()))
+        self._parameters = {name: value for name, value in by_name.items() if first_names[id(value)] == name}
         self._layout = self._present_layout()
-        return [value for value in self._parameters.values() if id(value) not in before]
+        return [value for value in self._parameters.values() if id(value) not in ids_before]
 
     def _present_layout(self) -> tuple[Any, ...]:
-        """Return what changes when parameters are frozen, unfrozen or given to the optimizer."""
+        """Return the sizes of the optimizer's groups, then whether each parameter requires a gradient."""
         sizes = (len(group["params"]) for group in self.optimizer.param_groups)
         return *sizes, *(value.requires_grad for value in self._parameters.values())
 
     def _new_mean(self, buckets: list[list[str]] | None, before: OrderedMean | None = None) -> OrderedMean:
+        """Return the mean of the present parameters in place of ``before``; ``buckets`` None or of others: to be recorded."""
         if before is not None:
             before.clear()
             before.close()
         trained = [name for name, value in self._parameters.items() if value.requires_grad]
         if buckets is not None and sorted(name for bucket in buckets for name in bucket) != sorted(trained):
-            buckets = None  # frozen or unfrozen since; they decide what travels together and no bits
+            buckets = None  # parameters were frozen or unfrozen since; other buckets give the same bits
         return OrderedMean(
             self._parameters,
             self.processes,
@@ -280,7 +286,7 @@ class ElasticTrainer:
 
     # Training.
 
-    def epoch(self, epoch: int) -> Iterator[Step]:
+    def epoch(self, epoch: int) -> Iterator[StepResult]:
         """Train the rest of an epoch, one step per item. An epoch that is behind already yields nothing."""
         if self.loss_fn is None:
             raise InputError("loss_fn", "was not given", "give one, or write the loop with trainer.batches(epoch)")
@@ -321,9 +327,9 @@ class ElasticTrainer:
             return
         if epoch > self.epoch_number:
             self.epoch_number, self.step_in_epoch = epoch, 0
-        source = self._fetched(epoch)
+        source = self._fetch_batches(epoch)
         self._telemetry.begin_epoch()
-        others = register_optimizer_step_post_hook(self._note_other)
+        other_steps = register_optimizer_step_post_hook(self._note_unsaved)
         try:
             while self.step_in_epoch < self.steps_per_epoch:
                 for rank in self.processes.local:
@@ -332,28 +338,28 @@ class ElasticTrainer:
                         batch = moved(next(source), self.device)
                         if self._recorder is not None:
                             self._recorder.batch(batch)
-                        before = self._micro_batches
+                        micro_batches_before = self._micro_batches
                         self._telemetry.begin_forward()
                         yield batch
-                        if self._micro_batches == before:
+                        if self._micro_batches == micro_batches_before:
                             problem = "a batch was not followed by turn_done"
                             raise InputError("trainer.batches", problem, "call it each time")
         finally:
-            others.remove()
-            self._contexts.strangers.close()
+            other_steps.remove()
+            self._contexts.untracked.close()
             self._rows.flush()
 
-    def _fetched(self, epoch: int) -> Iterator[Any]:
+    def _fetch_batches(self, epoch: int) -> Iterator[Any]:
         """Yield the batches of the rest of the epoch in the order of the turns, each fetched when it is asked for."""
         for sampler in self._samplers.values():
             sampler.set_epoch(epoch)
         shares = {rank: list(sampler) for rank, sampler in self._samplers.items()}
-        size, places = self.settings.batch_size, range(self.settings.accumulation)
+        size = self.settings.batch_size
         tasks = [
-            Task(rank, epoch, step, place, tuple(shares[rank][step][place * size : (place + 1) * size]))
+            BatchTask(rank, epoch, step, index, tuple(shares[rank][step][index * size : (index + 1) * size]))
             for step in range(self.step_in_epoch, self.steps_per_epoch)
             for rank in self.processes.local
-            for place in places
+            for index in range(self.settings.accumulation)
         ]
         if self._feed is None:
             for task in tasks:
@@ -366,9 +372,10 @@ class ElasticTrainer:
             yield batch
 
     def _begin_turn(self, rank: int) -> None:
+        """Switch the logical worker ``rank`` in; in a step's first turn also take in changed parameters."""
         self._awaits_update = False
         if rank == self.processes.local[0]:
-            self._take_in_parameters()
+            self._update_parameters()
         self._mean.clear()
         self._mean.begin(rank)
         self._contexts.enter(rank)
@@ -376,18 +383,18 @@ class ElasticTrainer:
         if self._recorder is not None:
             self._recorder.begin(rank, *self._contexts.seen())
 
-    def _take_in_parameters(self) -> None:
-        """Take in, where a step begins, what was frozen, unfrozen or added; within one nothing may change."""
+    def _update_parameters(self) -> None:
+        """Take in parameters that were frozen, unfrozen or added since the last step; within a step none may change."""
         self._versions = sum(value._version for value in self._parameters.values())
         if self._layout != self._present_layout():
-            broadcast(self._look_for_parameters(), 0)
+            broadcast(self._collect_parameters(), 0)
             self._mean = self._new_mean(None, self._mean)
 
     def turn_done(self, loss: Tensor | None = None) -> bool:
-        """Say that the backward pass of a micro-batch is over; return whether the step's gradients are complete.
+        """End a micro-batch, after its backward pass; return whether the step's gradients are complete.
 
-        True once per step, on every process: then ``.grad`` is the mean over all logical workers. ``loss`` (a scalar) is
-        for :attr:`Step.losses`.
+        True once per step, on every process: then ``.grad`` is the mean over all logical workers. ``loss`` (a scalar; None
+        counts as NaN) goes into :attr:`StepResult.losses`.
         """
         rank = self._contexts.active
         if rank is None:
@@ -400,7 +407,7 @@ class ElasticTrainer:
         if self._recorder is not None:
             self._recorder.loss(losses[-1])
         self._micro_batches += 1
-        self._demand_kept()
+        self._demand_same_gradients()
         if self._micro_batches % self.settings.accumulation:
             return False
         if self._recorder is not None:
@@ -408,50 +415,56 @@ class ElasticTrainer:
         if self._collectives != collectives():
             remedy = "keep what the workers of a turn compute to themselves"
             raise InputError("the turn", "ran a collective of all processes, whose number must not matter", remedy)
-        last = rank == self.processes.local[-1]
-        self._contexts.leave(last)
-        if not last:
+        is_last = rank == self.processes.local[-1]
+        self._contexts.leave(is_last)
+        if not is_last:
             self._mean.take(rank)
             return False
-        exchange = self._exchange()
+        exchange = self._begin_exchange()
         self._mean.take(rank)
         self._finish_step()
         exchange.note_done()
         return True
 
-    def _exchange(self) -> Exchange:
-        """Return the telemetry of what remains of a step's exchange, which begins now."""
+    def _begin_exchange(self) -> Exchange:
+        """Begin and return the telemetry of the rest of the step's gradient exchange, after this process's last turn."""
         samples = self.settings.batch_size * self.settings.accumulation
         exchange = self._telemetry.begin_exchange(
             samples * len(self.processes.local), samples * self.settings.max_workers
         )
         exchange.note_ready()
-        # The sum passes from rank to rank: of the process that comes last none of it is waiting.
+        # The sum passes from rank to rank, so no time of the exchange counts as waiting for the slowest process.
         exchange.note_arrival()
         return exchange
 
-    def _demand_kept(self) -> None:
-        """Raise InputError where a turn's gradients of the micro-batches before are not those that they have left."""
-        before, self._kept = self._kept, None
+    def _demand_same_gradients(self) -> None:
+        """Raise InputError if gradients were changed or cleared between two micro-batches of a turn.
+
+        Each backward pass raises the version of the gradient by 1; any other change raises it further.
+        """
+        before, self._gradient_before = self._gradient_before, None
         if before is not None:
             parameter, gradient, version = before
-            if parameter.grad is not gradient or gradient._version != version + self._added:
+            if parameter.grad is not gradient or gradient._version != version + self._backward_passes:
                 problem = "were changed or cleared between the micro-batches of a turn"
                 raise InputError("gradients", problem, "leave out zero_grad, and clip them when turn_done returns True")
-        self._added = 0
-        held = self._watched if self._micro_batches % self.settings.accumulation else None
-        if held is not None and held.grad is not None:
-            self._kept = held, held.grad, held.grad._version
+        self._backward_passes = 0
+        counted = self._counted_parameter if self._micro_batches % self.settings.accumulation else None
+        if counted is not None and counted.grad is not None:
+            self._gradient_before = counted, counted.grad, counted.grad._version
 
     def _finish_step(self) -> None:
+        """Set ``.grad`` to the mean, and ``last_step`` to the losses and the stop request of all processes."""
         losses = [[float(value) for value in self._losses[rank]] for rank in self.processes.local]
         stop = float(any(signals.came for signals in self._stops))
-        notes = torch.tensor([[sum(each) / len(each), stop] for each in losses], dtype=torch.float64)
+        notes = torch.tensor(
+            [[sum(worker_losses) / len(worker_losses), stop] for worker_losses in losses], dtype=torch.float64
+        )
         table = self._mean.finish(notes)
         self._losses = {}
         self.step_in_epoch += 1
         self.steps_made += 1
-        self.last_step = Step(
+        self.last_step = StepResult(
             number=self.steps_made,
             epoch=self.epoch_number,
             losses=tuple(table[:, 0].tolist()),
@@ -462,7 +475,7 @@ class ElasticTrainer:
             self._recorder.combined(first=self.steps_made == 1)
 
     def _before_update(self, _: object, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Refuse an update that cannot be that of the step."""
+        """Refuse an update before the step's last turn, or with a closure."""
         if self._contexts.active is not None or self._losses:
             raise InputError(
                 "optimizer.step", "came before the step's last turn", "call it when turn_done returns True"
@@ -473,15 +486,15 @@ class ElasticTrainer:
                 "optimizer.step", problem, "give none; the gradients are there when turn_done returns True"
             )
 
-    def _updated(self, *_: object) -> None:
-        """Note that the optimizer made its step, and write the step's fingerprints."""
+    def _after_update(self, *_: object) -> None:
+        """Write the step's fingerprints and telemetry after the optimizer's update."""
         if self._recorder is not None and self._awaits_update:
             self._recorder.write(self.steps_made - 1, self.epoch_number)
         self._telemetry.after_update()
         self._awaits_update = False
 
     def stop_on(self, *numbers: signal.Signals) -> None:
-        """Let a signal, on any process, set :attr:`Step.stop` of a step on all of them, instead of ending the process.
+        """Let a signal, on any process, set :attr:`StepResult.stop` of a step on all of them, instead of ending the process.
 
         ``if step.stop: trainer.save(path); break`` is then a checkpoint on request. Without ``numbers``: SIGTERM and
         SIGINT (Ctrl-C), of which a second one ends at once (:class:`~ddltool.runtime.hook.stopping.StopSignals`).
@@ -509,10 +522,11 @@ class ElasticTrainer:
 
     # Checkpoints.
 
-    def _demand_between_steps(self, what: str) -> None:
-        under_way = self._contexts.active is not None or self._losses
-        if under_way or (self._awaits_update and self._mean.is_usable()):
-            raise InputError(what, "the step is not over", "call it after optimizer.step(), before the next batch")
+    def _demand_between_steps(self, operation: str) -> None:
+        """Raise InputError for ``operation`` while a turn is active or the step's update is missing."""
+        is_in_turn = self._contexts.active is not None or self._losses
+        if is_in_turn or (self._awaits_update and self._mean.is_usable()):
+            raise InputError(operation, "the step is not over", "call it after optimizer.step(), before the next batch")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a checkpoint, atomically; all processes call this together, between steps.
@@ -526,15 +540,15 @@ class ElasticTrainer:
             problem = f"a second one ({self._unsaved}) trains the model as well, and a checkpoint would lack its state"
             raise InputError("optimizer", problem, "give it to the trainer: extras={'second': optimizer}")
         job, first = self.processes.job, self._first
-        own: dict[str, Any] = {"workers": self._contexts.to_documents()}
+        own_part: dict[str, Any] = {"workers": self._contexts.to_documents()}
         if job.rank == first:  # extras that copy buffers, as AveragedModel does, copied virtual rank 0's here
-            own["extras"] = {name: value.state_dict() for name, value in self._extras.items()}
-        # Process 0 takes its own as they are: `write` refuses what cannot be read back.
-        shares = job.gather(job.together(lambda: checkpoint.encode(path, own) if job.rank else b""))
+            own_part["extras"] = {name: value.state_dict() for name, value in self._extras.items()}
+        # Process 0 does not encode its own part: `write` checks that it can be read back.
+        shares = job.gather(job.together(lambda: checkpoint.encode(path, own_part) if job.rank else b""))
 
         def write() -> None:
             if job.rank == 0:
-                documents = [own, *map(checkpoint.decode, shares[1:])]
+                documents = [own_part, *map(checkpoint.decode, shares[1:])]
                 workers = [worker for document in documents for worker in document["workers"]]
                 workers.sort(key=lambda worker: worker["virtual_rank"])
                 content = {
@@ -549,8 +563,8 @@ class ElasticTrainer:
                     "extras": documents[first]["extras"],
                     "workers": workers,
                 }
-                place = Path(path).absolute()
-                self._stamps[place] = checkpoint.write(path, content, self._stamps.get(place))
+                absolute = Path(path).absolute()
+                self._stamps[absolute] = checkpoint.write(path, content, self._stamps.get(absolute))
 
         job.together(write)
 
@@ -560,26 +574,26 @@ class ElasticTrainer:
         Raises InputError, on every process, when the checkpoint does not fit, or was made where other bits must be
         expected: other threads, device type or torch.
         """
-        found, older = Path(path).exists(), checkpoint.previous(Path(path))
-        if not found and older.exists() and self.processes.rank == 0:
+        exists, older = Path(path).exists(), checkpoint.previous(Path(path))
+        if not exists and older.exists() and self.processes.rank == 0:
             text = f"{path} is missing and {older} is there: starting anew; rename it to continue from it"
             warnings.warn(text, stacklevel=2)
-        self.processes.job.demand_same(os.fspath(path), "there" if found else "missing", "use a folder that all see")
-        if found:
+        self.processes.job.demand_same(os.fspath(path), "there" if exists else "missing", "use a folder that all see")
+        if exists:
             self.load(path)
-        return found
+        return exists
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Continue from a checkpoint, as :meth:`resume`. Raises InputError when there is none."""
         self._demand_between_steps("load")
-        mark = checkpoint.stamp(path)
-        content, told = self.processes.job.together(
+        stamp = checkpoint.stamp(path)
+        content, differences = self.processes.job.together(
             lambda: checkpoint.continued(
                 path, self.settings.model_dump(), self.device, self._parameters, self._extras, self.optimizer
             )
         )
-        if told and self.processes.rank == 0:
-            text = f"{os.fspath(path)}:optimizer: {'; '.join(told)}; the saved values are continued with"
+        if differences and self.processes.rank == 0:
+            text = f"{os.fspath(path)}:optimizer: {'; '.join(differences)}; the saved values are continued with"
             warnings.warn(text, stacklevel=2)
         self.processes.job.demand_same(os.fspath(path), checkpoint.content_digest(content), "use a folder that all see")
         names = {plain_name(name): name for name in self._parameters}
@@ -594,6 +608,6 @@ class ElasticTrainer:
         buckets = [[names[name] for name in bucket] for bucket in content["buckets"]] or None
         self._mean = self._new_mean(buckets, self._mean)
         self._contexts.load(content["workers"], os.fspath(path))
-        self._stamps[Path(path).absolute()] = mark
+        self._stamps[Path(path).absolute()] = stamp
         if self._recorder is not None:
             self._recorder.reopen()

@@ -32,7 +32,7 @@ from ddltool.runtime.hook.batches import Sizes, VariableBatchSampler, fitting_si
 from ddltool.runtime.hook.checking import begin_check
 from ddltool.runtime.hook.data_parallel import config_path
 from ddltool.runtime.hook.job import (
-    Job,
+    DistributedJob,
     bare_optimizer,
     check_model,
     check_parameters,
@@ -42,32 +42,32 @@ from ddltool.runtime.hook.job import (
     load_and_check,
 )
 from ddltool.runtime.hook.loader import CountedLoader, GivenLoader, StreamLoader
+from ddltool.runtime.hook.loss_scaling import LossScaler, Observer, Reduction
+from ddltool.runtime.hook.parameter_checks import leave_alone
 from ddltool.runtime.hook.stopping import refuse_in_one_line
-from ddltool.runtime.hook.telemetry import RowFile, StepRecorder, device_of, is_cuda
-from ddltool.runtime.hook.trained import leave_alone
-from ddltool.runtime.hook.weighing import Observer, Reduction, Weigher
+from ddltool.runtime.hook.telemetry import StepRecorder, TelemetryFile, device_of, is_cuda
 
 
 class Hook:
-    """What :func:`attach` returns. This one enforces nothing: data come as in any DDP script, nothing is registered.
+    """The result of :func:`attach`. This base class enforces nothing: it gives DDP's standard loaders and registers no hooks.
 
     Attributes:
-        rank, world_size: this process's place in the job.
+        rank, world_size: this process's rank, and the number of processes.
         local_batch_size: samples per step on this rank as planned; None where nothing is enforced.
-        accumulation_steps: passes before the last one of a step, over all of which the script splits the local batch.
+        accumulation_steps: passes of a step but the last; the script splits the local batch over all of its passes.
         passes: the most passes that any rank makes in a step.
-        recorder: what writes this rank's steps down, where anything does.
+        recorder: writes telemetry of this rank's steps; None: no telemetry.
     """
 
     def __init__(
-        self, dataset: Dataset[Any] | None, rank: int, world_size: int, weigher: Weigher | None = None
+        self, dataset: Dataset[Any] | None, rank: int, world_size: int, scaler: LossScaler | None = None
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.local_batch_size: int | None = None
         self.accumulation_steps, self.passes = 0, 1
         self.recorder: StepRecorder | None = None
-        self._dataset, self._weigher = dataset, weigher
+        self._dataset, self._scaler = dataset, scaler
         self._samplers: weakref.WeakSet[DistributedSampler[Any] | VariableBatchSampler] = weakref.WeakSet()
         self._epoch: int | None = None
 
@@ -88,62 +88,65 @@ class Hook:
     def batch_sampler(
         self, *, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False
     ) -> Sampler[list[int]]:
-        """Return what :meth:`dataloader` would use, for ``DataLoader(dataset, batch_sampler=...)`` of your own."""
+        """Return the batch sampler of :meth:`dataloader`, for a ``DataLoader(dataset, batch_sampler=...)`` of your own."""
         sampler = self._standard_sampler(self._given_dataset({}), shuffle, seed)
         return BatchSampler(sampler, batch_size, drop_last)
 
     def planned(
         self, loader: DataLoader[Any], *, shared: bool = True, accumulated: int | None = None
     ) -> DataLoader[Any]:
-        """Return a loader like one that the script has made, with the planned batches.
+        """Return a loader with the planned batches and the dataset, options and sample order of the script's ``loader``.
 
-        Its dataset, its options and the order of its sampler stay: what one process would get from it is shared out among the
-        ranks, whatever it was shared out by before (``DistributedSampler``, accelerate). ``shared=False``: of an iterable
-        dataset every rank has a stream of its own, not the whole one. ``accumulated``: an update is of so many batches, each
-        one's loss divided by that; where the plan accumulates they are its passes. Without a config this is the loader itself.
+        The samples that a single process would get are divided among the ranks, whatever divided them before
+        (``DistributedSampler``, accelerate). Without a config ``loader`` itself is returned.
 
-        Raises InputError on every rank where samples do not come one by one, or are others on other ranks, and where the plan
-        makes another number of passes.
+        Args:
+            loader: the script's loader.
+            shared: False: every rank has its own stream of an iterable dataset, not the whole one.
+            accumulated: batches of an update, each with its loss divided by their number: the plan's passes.
+
+        Raises InputError, on every rank, where the loader gives no single samples, the ranks have different samples, or the
+        plan makes another number of passes.
         """
         return loader
 
     def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer, *others: torch.optim.Optimizer) -> None:
-        """Say what is trained, where :func:`attach` was called before it was there; once, and before the first step.
+        """Give model and optimizer when :func:`attach` was called without them; once, before the first step.
 
-        Telemetry is of the first optimizer's steps.
+        Telemetry records the steps of ``optimizer``, not those of ``others``.
         """
 
     def call(self, name: str) -> Self:
-        """Return this hook, which messages speak of as ``name`` from now on."""
-        if self._weigher is not None:
-            self._weigher.name = name
+        """Return this hook, which error messages call ``name`` from now on."""
+        if self._scaler is not None:
+            self._scaler.name = name
         return self
 
     def turn_to_next_batch(self, skip: int = 0, *, passed: Any = None) -> None:
-        """Let what is computed now be the next batch that the loader has given, past ``skip`` that are left out.
+        """Declare that the next computation is on the next batch of the loader, after ``skip`` batches that are left out.
 
-        For trainers that fetch several batches before they compute the first; loops that take one after the other need not.
-        ``passed``: the batch, where the model's forward pass is not called.
+        Only for trainers that fetch several batches before they compute the first. ``passed``: the batch, for a computation
+        that does not call the model's forward pass; None: it does.
         """
-        if self._weigher is not None:
-            self._weigher.hand.turn_to_next(skip)
+        if self._scaler is not None:
+            self._scaler.pending.turn_to_next(skip)
             if passed is not None:
-                self._weigher.begin_forward(None, (passed,))
+                self._scaler.begin_forward(None, (passed,))
 
     def is_divided_by(self, loss: Tensor, number: float) -> bool:
-        """Return whether ``loss`` is a sum divided by ``number``, as read from its graph on all ranks; all ask together.
+        """Return whether ``loss`` is a sum divided by ``number``, by its autograd graph; all ranks call this together.
 
-        Raises InputError where its graph does not tell.
+        Raises InputError where the graph does not show it.
         """
-        return self._weigher is not None and self._weigher.is_divided_by(loss, number)
+        return self._scaler is not None and self._scaler.is_divided_by(loss, number)
 
     @property
     def last_weight(self) -> float:
-        """What the gradients of the last loss were multiplied by: with it the average of the ranks' losses is that of all."""
-        return 1.0 if self._weigher is None else self._weigher.last_weight
+        """The factor of the last loss's gradients; the ranks' average of loss times factor is the mean over all samples."""
+        return 1.0 if self._scaler is None else self._scaler.last_weight
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch's order of samples in all loaders made here, before and after; the same number on every rank.
+        """Set the epoch, whose number orders the samples of all loaders of this hook; the same on every rank.
 
         Telemetry times the next step from its forward pass.
         """
@@ -154,25 +157,30 @@ class Hook:
             self.recorder.begin_epoch()
 
     def count_samples(self, samples: int) -> None:
-        """Let the next forward pass stand for ``samples`` samples. Call before each forward pass.
+        """Set the number of samples of the next forward pass. Call before each forward pass.
 
-        Needed only with a loader that the hook has not made, where dim 0 of the model's first tensor argument is something
-        else than the samples. Raises InputError when negative.
+        Needed only with a loader that the hook has not made, when dim 0 of the model's first tensor argument does not count
+        the samples. Raises InputError when negative.
         """
-        if self._weigher is not None:
-            self._weigher.hand.announce(samples)
+        if self._scaler is not None:
+            self._scaler.pending.announce(samples)
 
     def loss(self, loss: Tensor, *, count: float | Tensor | None = None, reduction: Reduction = "mean") -> Tensor:
-        """Return ``loss``, of the same value, with gradients that weigh by ``count``: what it is a mean over on this rank.
+        """Return ``loss`` with its value unchanged and its gradients weighted by this rank's share of all ranks' ``count``.
 
-        Needed where a loss is no mean over the samples of the batch: tokens of texts of different lengths (``count``), a sum
-        (``reduction="sum"``), or one that counts all ranks already (``"average"``). See
-        :meth:`~ddltool.runtime.hook.weighing.Weigher.loss`. Raises InputError, on all ranks, where it cannot be.
+        Needed only where the loss is no mean over the samples of the batch.
+
+        Args:
+            loss: the scalar loss of this rank's pass, or one term of a sum of losses.
+            count: how many elements (say, tokens) the loss is a mean over on this rank; None: its samples.
+            reduction: "mean"; "sum" for a sum over the elements; "average" where the ranks' plain average is right.
+
+        Raises InputError, on all ranks, for what :meth:`~ddltool.runtime.hook.loss_scaling.LossScaler.loss` refuses.
         """
-        return loss if self._weigher is None else self._weigher.loss(loss, count=count, reduction=reduction)
+        return loss if self._scaler is None else self._scaler.loss(loss, count=count, reduction=reduction)
 
     def close(self) -> None:
-        """Write what telemetry is still held back; also happens at exit. Gradients stay weighted. Idempotent."""
+        """Write the rows of telemetry that are still held back; also called at exit. Gradients stay weighted. Idempotent."""
         if self.recorder is not None:
             self.recorder.close()
 
@@ -186,17 +194,19 @@ class Hook:
         """Return the dataset. Raises InputError without one, or when ``options`` would choose the samples as well."""
         if self._dataset is None:
             raise InputError("dataset", "was not given to attach", "call runtime.attach(..., dataset=dataset)")
-        if taken := sorted(options.keys() & {"sampler", "batch_sampler"}):
+        if sampler_options := sorted(options.keys() & {"sampler", "batch_sampler"}):
             remedy = "use hook.batch_sampler(...) in a DataLoader of your own"
-            raise InputError("dataloader", f"{taken[0]} is the hook's to choose", remedy)
+            raise InputError("dataloader", f"{sampler_options[0]} is the hook's to choose", remedy)
         return self._dataset
 
     def _follow_epoch(self, sampler: DistributedSampler[Any] | VariableBatchSampler) -> None:
+        """Set the epoch of a sampler, now and with every :meth:`set_epoch`."""
         self._samplers.add(sampler)
         if self._epoch is not None:
             sampler.set_epoch(self._epoch)
 
     def _standard_sampler(self, dataset: Dataset[Any], shuffle: bool, seed: int) -> DistributedSampler[Any]:
+        """Return torch's sampler of this rank's samples, which follows :meth:`set_epoch`."""
         sampler: DistributedSampler[Any] = DistributedSampler(
             dataset, num_replicas=self.world_size, rank=self.rank, shuffle=shuffle, seed=seed
         )
@@ -207,32 +217,32 @@ class Hook:
 class EnforcingHook(Hook):
     """The hook of a process that follows an enforcement config, of file ``path``."""
 
-    def __init__(self, path: str, enforcement: Enforcement, dataset: Dataset[Any] | None, job: Job) -> None:
-        self._sizes, mine = [entry.local_batch_size for entry in enforcement.ranks], enforcement.ranks[job.rank]
-        self._weigher: Weigher = Weigher(job, "hook", lambda: self._sizes, passes=mine.accumulation_steps + 1)
-        super().__init__(dataset, job.rank, enforcement.world_size, self._weigher)
+    def __init__(self, path: str, enforcement: Enforcement, dataset: Dataset[Any] | None, job: DistributedJob) -> None:
+        self._sizes, own_entry = [entry.local_batch_size for entry in enforcement.ranks], enforcement.ranks[job.rank]
+        self._scaler: LossScaler = LossScaler(job, "hook", lambda: self._sizes, passes=own_entry.accumulation_steps + 1)
+        super().__init__(dataset, job.rank, enforcement.world_size, self._scaler)
         self.enforcement = enforcement
-        self.local_batch_size, self.accumulation_steps = mine.local_batch_size, mine.accumulation_steps
+        self.local_batch_size, self.accumulation_steps = own_entry.local_batch_size, own_entry.accumulation_steps
         self.passes = max(entry.accumulation_steps for entry in enforcement.ranks) + 1
         self._path, self._job = path, job
-        self._weigher.hand.missing = "call hook.bind(model, optimizer) when both are there"
+        self._scaler.pending.missing = "call hook.bind(model, optimizer) when both are there"
 
     def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer, *others: torch.optim.Optimizer) -> None:
-        """Weigh and record what is trained. Raises InputError, on every rank, where it does not fit the plan."""
-        if self._weigher.hand.missing is None:
+        """Weigh the losses of ``model`` and record its steps. Raises InputError, on every rank, for an unplanned model."""
+        if self._scaler.pending.missing is None:
             raise InputError("bind", "was called already", "attach once for each model")
         job = self._job
-        trained = job.together(lambda: [bare_optimizer(each) for each in (optimizer, *others)])
+        optimizers = job.together(lambda: [bare_optimizer(wrapped) for wrapped in (optimizer, *others)])
         job.together(lambda: check_model(model, job))
         job.together(lambda: check_parameters(self._path, self.enforcement.parameters, model))
         file = None
         if self.enforcement.telemetry is not None:
-            file = RowFile.of(self.enforcement.telemetry, job, self.enforcement.ranks[job.rank].device_type)
-        self.recorder = _record(file, job, model, trained[0], self._weigher)
-        begin_check(job, model, trained[0])
+            file = TelemetryFile.of(self.enforcement.telemetry, job, self.enforcement.ranks[job.rank].device_type)
+        self.recorder = _attach_recorder(file, job, model, optimizers[0], self._scaler)
+        begin_check(job, model, optimizers[0])
         if job.side is not None or self.recorder is not None:
-            self._weigher.open(model, *trained)
-        self._weigher.hand.missing = None
+            self._scaler.open(model, *optimizers)
+        self._scaler.pending.missing = None
 
     def dataloader(
         self, *, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False, **options: Any
@@ -240,11 +250,11 @@ class EnforcingHook(Hook):
         """Return a DataLoader with the planned local batches; ``batch_size`` is replaced."""
         dataset = self._given_dataset(options)
         if isinstance(dataset, IterableDataset):
-            return self._streamed(dataset, drop_last=drop_last, **options)
+            return self._stream_loader(dataset, drop_last=drop_last, **options)
         if "shared" in options:
             raise InputError("dataloader", "shared is for iterable datasets", "leave it out")
-        sampler = self._sampler(shuffle, seed, drop_last)
-        return CountedLoader(dataset, sampler, self._weigher, **options)
+        sampler = self._planned_sampler(shuffle, seed, drop_last)
+        return CountedLoader(dataset, sampler, self._scaler, **options)
 
     def planned(
         self, loader: DataLoader[Any], *, shared: bool = True, accumulated: int | None = None
@@ -259,29 +269,30 @@ class EnforcingHook(Hook):
             if passes > 1:
                 problem = f"is a stream, and the plan makes {passes} passes a step"
                 raise InputError("loader", problem, "plan without accumulation, or give a dataset with a length")
-            return self._streamed(given.dataset, shared=shared, drop_last=given.drop_last, **given.options)
+            return self._stream_loader(given.dataset, shared=shared, drop_last=given.drop_last, **given.options)
         if given.dataset is not self._dataset:
             demand_same_samples(self._job, given.dataset)
         split = Sizes(fitting_sizes(self._sizes, len(self._sizes), sum(self._sizes), passes), passes, passes)
         sampler = VariableBatchSampler(given.samples, split, self.rank, drop_last=given.drop_last, order=given.order)
         self._follow_epoch(sampler)
-        made = CountedLoader(given.dataset, sampler, self._weigher, **given.options)
-        # Scripts tell it the epoch; DataLoader lets nobody set it.
-        object.__setattr__(made, "sampler", given.sampler)
-        return made
+        planned_loader = CountedLoader(given.dataset, sampler, self._scaler, **given.options)
+        # Scripts call its set_epoch; DataLoader refuses a plain assignment.
+        object.__setattr__(planned_loader, "sampler", given.sampler)
+        return planned_loader
 
-    def _streamed(self, stream: Any, **options: Any) -> DataLoader[Any]:
-        return StreamLoader(stream, Sizes(tuple(self._sizes)), self._job, self._weigher, **options)
+    def _stream_loader(self, stream: Any, **options: Any) -> DataLoader[Any]:
+        return StreamLoader(stream, Sizes(tuple(self._sizes)), self._job, self._scaler, **options)
 
     def batch_sampler(
         self, *, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False
     ) -> VariableBatchSampler:
         """Return the sampler of the planned local batches; ``batch_size`` is replaced."""
-        sampler = self._sampler(shuffle, seed, drop_last)
-        self._weigher.hand.follow(sampler, loose=True)
+        sampler = self._planned_sampler(shuffle, seed, drop_last)
+        self._scaler.pending.follow(sampler, loose=True)
         return sampler
 
-    def _sampler(self, shuffle: bool, seed: int, drop_last: bool) -> VariableBatchSampler:
+    def _planned_sampler(self, shuffle: bool, seed: int, drop_last: bool) -> VariableBatchSampler:
+        """Return the sampler of this rank's planned batches, which follows :meth:`set_epoch`."""
         size = dataset_length(self._given_dataset({}))
         sampler = VariableBatchSampler(size, self._sizes, self.rank, shuffle, seed, drop_last)
         self._follow_epoch(sampler)
@@ -289,18 +300,18 @@ class EnforcingHook(Hook):
 
 
 class ObservingHook(Hook):
-    """The hook of a process in which nothing is enforced, and that writes telemetry to a file ``path``."""
+    """The hook of a process without a config that writes telemetry to the file ``path``."""
 
-    def __init__(self, path: str, dataset: Dataset[Any] | None, job: Job) -> None:
+    def __init__(self, path: str, dataset: Dataset[Any] | None, job: DistributedJob) -> None:
         self._observer = Observer(job, "hook")
         super().__init__(dataset, job.rank, job.world_size, self._observer)
         self._path, self._job = path, job
 
     def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer, *others: torch.optim.Optimizer) -> None:
-        """Record what is trained. Raises InputError, on every rank, where the file cannot be written."""
-        first = self._job.together(lambda: bare_optimizer(optimizer))
-        file = RowFile.of(self._path, self._job, device_of(model))
-        self.recorder = _record(file, self._job, model, first, self._observer)
+        """Record the steps of ``optimizer``. Raises InputError, on every rank, where the file cannot be written."""
+        bare = self._job.together(lambda: bare_optimizer(optimizer))
+        file = TelemetryFile.of(self._path, self._job, device_of(model))
+        self.recorder = _attach_recorder(file, self._job, model, bare, self._observer)
         self._observer.open(model)
 
 
@@ -315,21 +326,21 @@ def attach(
     """Make this process follow an enforcement config; call it once on every rank, before the first step.
 
     Args:
-        config: path of an ``enforce.json`` (the same on every rank), or None: a hook that does and costs nothing, also for a
-            model that is trained on batches of its own beside one that follows a plan. Where the
-            environment variable DDLTOOL_ENFORCE names one, as emitted launchers do, it is that.
+        config: path of an ``enforce.json`` (the same on every rank); a path in the environment variable DDLTOOL_ENFORCE, which
+            emitted launchers set, replaces it. None: a hook that does and costs nothing, also for a model that is trained
+            on its own batches beside one that follows a plan.
         model: the job's ``DistributedDataParallel`` module, or one that ``fully_shard`` or ``runtime.shard`` sharded over
-            all processes (with a single process, any module). None: :meth:`Hook.bind` says it, and the optimizer, later.
-        optimizer: the optimizer whose steps telemetry writes down.
+            all processes (with a single process, any module). None: :meth:`Hook.bind` gets it, and the optimizer, later.
+        optimizer: the optimizer whose steps telemetry records.
         dataset: a dataset for :meth:`Hook.dataloader`; None if you give :meth:`Hook.planned` your own loader, or load
             ``hook.local_batch_size`` samples per step by your own means.
-        telemetry: without a config, a file for what is measured all the same; a config names its own.
+        telemetry: a file for telemetry without a config; a config names its own.
 
-    With the environment variable DDLTOOL_OFF=1 any config is as None, without telemetry: for measuring what the hook costs.
-    With DDLTOOL_CHECK=1 the first steps are held against those of one process (:mod:`~ddltool.runtime.hook.checking`).
+    With the environment variable DDLTOOL_OFF=1 any config counts as None, without telemetry: to measure the hook's cost.
+    With DDLTOOL_CHECK=1 the first steps are compared with those of one process (:mod:`~ddltool.runtime.hook.checking`).
 
-    ``backward`` weighs each loss by the samples of the rank's batch; the loss must be a mean over them, and is refused where it
-    is not (:meth:`Hook.loss` says what it is). Where the config names a telemetry file, this run is appended to it.
+    ``backward`` weighs each loss by the samples of the rank's batch; a loss that is no mean over them is refused (declare it
+    by :meth:`Hook.loss`). Where the config names a telemetry file, this run is appended to it.
     ``DistributedDataParallel.join`` is not supported.
 
     Raises InputError, on every rank as soon as one rank refuses, when config and job do not fit. Left uncaught, that and any
@@ -347,7 +358,7 @@ def attach(
         raise InputError(
             "attach", "got a model or an optimizer alone", "give both, or neither and call hook.bind later"
         )
-    job, hook = Job.this(), Hook(dataset, 0, 1)
+    job, hook = DistributedJob.this(), Hook(dataset, 0, 1)
     if config is not None:
         path = config_path(config)
         enforcement = job.together(lambda: load_and_check(path, job, dataset))
@@ -362,15 +373,19 @@ def attach(
     return hook
 
 
-def _record(
-    file: RowFile | None, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, weigher: Weigher
+def _attach_recorder(
+    file: TelemetryFile | None,
+    job: DistributedJob,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: LossScaler,
 ) -> StepRecorder | None:
-    """Record the steps of ``optimizer`` in ``file``, if there is one."""
+    """Record the steps of ``optimizer`` in ``file`` and return the recorder; None without a file."""
     if file is None:
         return None
     side = job.side if isinstance(model, DistributedDataParallel) else None
-    recorder = StepRecorder(file, cuda=is_cuda(model), take_samples=weigher.hand.take_tally, side=side)
-    weigher.watcher = recorder
+    recorder = StepRecorder(file, cuda=is_cuda(model), take_samples=scaler.pending.take_tally, side=side)
+    scaler.watcher = recorder
     optimizer.register_step_pre_hook(recorder.before_update)
     optimizer.register_step_post_hook(recorder.after_update)
     return recorder

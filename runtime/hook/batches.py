@@ -21,7 +21,7 @@ from torch.utils.data import Sampler
 from ddltool.errors import InputError
 
 if TYPE_CHECKING:  # to attach the hook loads no analyzer
-    from ddltool.analyzers.goodput.elastic_table import Split
+    from ddltool.analyzers.job.goodput.elastic_table import Split
 
     Shares: TypeAlias = "Sizes | Split"
     """How the ranks share a step: unequal sizes, or the agent's equal ones in passes."""
@@ -32,9 +32,9 @@ PASSES_KEPT = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Each rank's samples of a step, of a size of its own and never below ``least``, in ``passes`` as alike as can be.
+    """Shares of a step by rank: (n,) ``sizes``, each of ``least`` samples or more, split evenly over ``passes``.
 
-    Whoever makes several passes divides each one's loss by their number, as trainers that accumulate do.
+    With several passes the script divides the loss of each by their number, as trainers that accumulate do.
     """
 
     sizes: tuple[int, ...]
@@ -52,14 +52,15 @@ class Sizes:
         return sum(self.sizes)
 
     def sizes_of(self, samples: int) -> NDArray[np.int64]:
-        """Return (n, passes) samples, in proportion to the sizes; in a smaller step nobody gets more than in a full one."""
-        whole = np.array(self.sizes, dtype=np.int64)
+        """Return (n, passes) samples in proportion to the sizes; in a smaller step no rank gets more than in a full one."""
+        by_rank = np.array(self.sizes, dtype=np.int64)
         if samples != self.total_batch_size:
-            from ddltool.analyzers.balancing.sizing import proportional  # to attach the hook loads no analyzer
+            from ddltool.analyzers.job.balancing.sizing import proportional  # to attach the hook loads no analyzer
 
             limits = self.sizes if samples < self.total_batch_size else None
-            whole = proportional(self.sizes, samples, limits, self.least)
-        return whole[:, None] // self.passes + (np.arange(self.passes) < whole[:, None] % self.passes)
+            by_rank = proportional(self.sizes, samples, limits, self.least)
+        # The first passes take the remainder, one sample each.
+        return by_rank[:, None] // self.passes + (np.arange(self.passes) < by_rank[:, None] % self.passes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +75,7 @@ class Pass:
     step: int
     """Steps since the start of training, from 0; the same on all ranks."""
     number: int
-    """Place of this pass among those of the rank in this step, from 0."""
+    """Index of this pass among the rank's passes of the step."""
     passes: int
     """Passes of this rank in this step."""
     samples: int
@@ -83,7 +84,7 @@ class Pass:
     step_samples: int
     """Samples of all ranks and passes of this step."""
     split: Shares
-    """How a full step is shared out; the last step of an epoch can have fewer samples."""
+    """The shares of a full step; the last step of an epoch can have fewer samples."""
 
     @property
     def is_last(self) -> bool:
@@ -110,19 +111,19 @@ class VariableBatchSampler(Sampler[list[int]]):
     later): ranks whose loaders look ahead equally far agree on it without asking each other. :meth:`commit` says that a
     step is done; iterating again starts after the last step done. Where nothing is committed that is the epoch's start.
 
-    What is left at the end of an epoch becomes one smaller step, shared out in proportion to the sizes. Where that is too
-    little for every rank to get ``least`` samples it is left out, or with ``whole`` the step before gives it what it lacks; if
-    that one would have too little itself then, it takes the rest too: one larger step of less than 2 n ``least`` samples.
+    The remainder of an epoch becomes one smaller step, divided in proportion to the sizes. A remainder below ``least`` samples
+    per rank is left out; with ``whole`` the step before gives up the missing samples instead, or, if it would then have too
+    few itself, takes the remainder too: one larger step of less than 2 n ``least`` samples.
 
     Args:
         dataset_size: number of samples, N.
-        sizes: (n,) samples per step of each rank, in rank order; or another way to share a step, whose ranks can do without
-            a sample. The same on every rank, as all that follows but ``rank``.
-        rank: this process's place in ``sizes``.
+        sizes: (n,) samples per step of each rank, in rank order; or :class:`Sizes`; or the agent's ``Split``, whose ranks
+            may get no sample. The same on every rank, as all further arguments but ``rank``.
+        rank: this process's index in ``sizes``.
         shuffle, seed: the order of samples, ``torch.randperm`` from ``seed + epoch``, as torch's DistributedSampler has it.
-        drop_last: leave out what is left at the end of an epoch.
-        whole: let every sample of an epoch come, exactly once.
-        least: samples that each rank gets in every step.
+        drop_last: leave out the remainder of an epoch.
+        whole: give every sample of an epoch exactly once.
+        least: the fewest samples of a rank in any step.
         order: returns the (dataset_size,) indices of an epoch's samples in order; None: by ``shuffle`` and ``seed``.
 
     Raises InputError for a size below ``least``, a rank out of range, or fewer samples than one step needs.
@@ -151,6 +152,7 @@ class VariableBatchSampler(Sampler[list[int]]):
         if isinstance(sizes, Sequence):
             sizes = Sizes(fitting_sizes(sizes, len(sizes), sum(sizes), least), least)
         split: Shares = sizes
+        # The fewest samples of a step; 0: any number.
         self._floor = split.world_size * split.least if isinstance(split, Sizes) else 0
         ranks = split.world_size
         if not 0 <= rank < ranks:
@@ -168,7 +170,7 @@ class VariableBatchSampler(Sampler[list[int]]):
         self.least = least
         self.epoch = 0
         self.position = 0
-        """Samples of the epoch that are done, on all ranks together."""
+        """Samples of the epoch, of all ranks, in the steps that are committed."""
         self.step = 0
         """Steps done since the start of training."""
         self.issued: deque[Pass] = deque(maxlen=PASSES_KEPT)
@@ -176,13 +178,14 @@ class VariableBatchSampler(Sampler[list[int]]):
         self._drop_last = drop_last
         self._whole = whole
         self._order = order
+        # (first step, shares from that step on), by step; the first entry covers the last committed step.
         self._changes: list[tuple[int, Shares]] = [(0, split)]
         self._begin()
 
     def _begin(self) -> None:
-        """Start to hand out after the last step done."""
+        """Continue to hand out passes after the last committed step."""
         self.issued.clear()
-        self._next_step, self._next_place, self._handed_out = self.step, self.position, 0
+        self._next_step, self._next_position, self._handed_out = self.step, self.position, 0
 
     @property
     def next_step(self) -> int:
@@ -196,11 +199,11 @@ class VariableBatchSampler(Sampler[list[int]]):
         return tuple(split.sizes_of(split.total_batch_size).sum(axis=1).tolist())
 
     def split_at(self, step: int) -> Shares:
-        """Return how a full step is shared out at ``step``; that of steps long past is forgotten."""
+        """Return the shares of a full step at ``step``; of a step before the last committed one, the oldest that are kept."""
         return next((split for first, split in reversed(self._changes) if first <= step), self._changes[0][1])
 
     def resize(self, sizes: Sequence[int] | Shares, step: int | None = None) -> None:
-        """Share out full steps otherwise from ``step`` on (None: from :attr:`next_step`); the same on every rank.
+        """Change the shares of full steps from ``step`` on (None: from :attr:`next_step`); the same on every rank.
 
         Raises InputError for a step that was handed out already, another number of ranks, or (n,) sizes with another sum
         or below ``least``.
@@ -208,12 +211,13 @@ class VariableBatchSampler(Sampler[list[int]]):
         first = self.next_step if step is None else step
         if first < self.next_step:
             raise InputError("step", f"{first} was handed out already", f"the next is {self.next_step}")
-        split = self._fitting(sizes)
+        split = self._checked_shares(sizes)
         kept = [change for change in self._changes if change[0] < first]
-        current = max((place for place, change in enumerate(kept) if change[0] <= self.step), default=0)
-        self._changes = [*kept[current:], (first, split)]
+        current_index = max((index for index, change in enumerate(kept) if change[0] <= self.step), default=0)
+        self._changes = [*kept[current_index:], (first, split)]
 
-    def _fitting(self, sizes: Sequence[int] | Shares) -> Shares:
+    def _checked_shares(self, sizes: Sequence[int] | Shares) -> Shares:
+        """Return ``sizes`` as shares. Raises InputError for another number of ranks, or (n,) sizes with another sum."""
         present = self._changes[-1][1]
         if isinstance(sizes, Sequence):
             return Sizes(fitting_sizes(sizes, present.world_size, present.total_batch_size, self.least), self.least)
@@ -232,7 +236,7 @@ class VariableBatchSampler(Sampler[list[int]]):
         return taken.is_last and not self._samples(taken.step + 1, taken.step_start + taken.step_samples)
 
     def commit(self, done: Pass) -> None:
-        """Note that the step of ``done`` is made: its samples are done."""
+        """Note that the step of the pass ``done`` is complete."""
         self.position = done.step_start + done.step_samples
         self.step = done.step + 1
 
@@ -241,58 +245,59 @@ class VariableBatchSampler(Sampler[list[int]]):
         self.position, self.step = self.dataset_size, self.next_step
 
     def __len__(self) -> int:
-        """Return the number of batches of the iteration under way, or the next one, if no further change comes."""
-        step, place, passes = self._next_step, self._next_place, self._handed_out
-        while samples := self._samples(step, place):
-            split, alike = self.split_at(step), 1
-            if samples == split.total_batch_size:  # as many steps at once as are alike; the last two may not be
+        """Return the number of this rank's batches in the present or next iteration, if no further change comes."""
+        step, position, passes = self._next_step, self._next_position, self._handed_out
+        while samples := self._samples(step, position):
+            split, equal_steps = self.split_at(step), 1
+            if samples == split.total_batch_size:  # count equal steps at once; the last two of an epoch may differ
                 change = next((first for first, _ in self._changes if first > step), self.dataset_size + step)
-                alike = max(1, min(change - step, (self.dataset_size - place) // samples - 1))
-            passes += alike * len(_cut(split, samples, self.rank)[1])
-            step, place = step + alike, place + alike * samples
+                equal_steps = max(1, min(change - step, (self.dataset_size - position) // samples - 1))
+            passes += equal_steps * len(_own_passes(split, samples, self.rank)[1])
+            step, position = step + equal_steps, position + equal_steps * samples
         return passes
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the indices of each pass, from the first step that is not done to the end of the epoch."""
+        """Yield the dataset indices of each pass, from the first step that is not committed to the end of the epoch."""
         seed = self.seed + self.epoch
         order = epoch_order(self.dataset_size, self.shuffle, seed) if self._order is None else self._order(self.epoch)
         self._begin()
-        epoch, step, place = self.epoch, self.step, self.position
-        while samples := self._samples(step, place):
+        epoch, step, position = self.epoch, self.step, self.position
+        while samples := self._samples(step, position):
             split = self.split_at(step)
-            before, sizes = _cut(split, samples, self.rank)
-            begin = place + before
-            self._next_step, self._next_place = step + 1, place + samples
+            lower_ranks_samples, sizes = _own_passes(split, samples, self.rank)
+            begin = position + lower_ranks_samples
+            self._next_step, self._next_position = step + 1, position + samples
             self._handed_out += len(sizes)
-            for number, size in enumerate(sizes):
+            for pass_index, size in enumerate(sizes):
                 self.issued.append(
                     Pass(
                         epoch=epoch,
                         step=step,
-                        number=number,
+                        number=pass_index,
                         passes=len(sizes),
                         samples=size,
-                        step_start=place,
+                        step_start=position,
                         step_samples=samples,
                         split=split,
                     )
                 )
-                yield order[begin : begin + size].tolist() if size else [int(order[place])]
+                yield order[begin : begin + size].tolist() if size else [int(order[position])]
                 begin += size
-            step, place = step + 1, place + samples
+            step, position = step + 1, position + samples
 
-    def _samples(self, step: int, place: int) -> int:
-        """Return the samples of ``step`` if it begins at ``place`` in the epoch's order; 0 at its end."""
-        left, total = self.dataset_size - place, self.split_at(step).total_batch_size
-        after = left - total
-        if after < 0 and (self._drop_last or (left < self._floor and not self._whole)):
+    def _samples(self, step: int, position: int) -> int:
+        """Return the samples of all ranks in ``step`` if it begins at ``position`` in the epoch's order; 0: the epoch ends."""
+        remaining, total = self.dataset_size - position, self.split_at(step).total_batch_size
+        remaining_after = remaining - total
+        if remaining_after < 0 and (self._drop_last or (remaining < self._floor and not self._whole)):
             return 0
-        if not 0 < after < self._floor or not self._whole:
-            return min(left, total)
-        return left - self._floor if left >= 2 * self._floor else left
+        if not 0 < remaining_after < self._floor or not self._whole:
+            return min(remaining, total)
+        # The next step would be too small: leave it enough samples, or take them all.
+        return remaining - self._floor if remaining >= 2 * self._floor else remaining
 
     def state_dict(self) -> dict[str, int]:
-        """Return what a checkpoint needs; neither the number of ranks nor their sizes are in it."""
+        """Return the position and order for a checkpoint, which ranks of other number and sizes can load."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -303,14 +308,14 @@ class VariableBatchSampler(Sampler[list[int]]):
         }
 
     def load_state_dict(self, state: Mapping[str, object], sizes: Sequence[int] | Shares | None = None) -> None:
-        """Continue after the last step done; ``sizes`` is what to use on the present ranks (None: keep the present ones).
+        """Continue after the last committed step of ``state``; ``sizes``: new shares of the ranks, None: the present ones.
 
-        Raises InputError, and takes nothing, when the state is of another dataset or order, is no state, or leaves too
-        little of its epoch for these ranks.
+        Raises InputError, and changes nothing, for the state of another dataset or order, a broken one, or one that leaves
+        too few samples of its epoch for these ranks.
         """
-        for name, mine in (("dataset_size", self.dataset_size), ("seed", self.seed), ("shuffle", int(self.shuffle))):
-            if state.get(name) != mine:
-                raise InputError(f"sampler state:{name}", f"is {state.get(name)}", f"this job has {mine}")
+        for name, value in (("dataset_size", self.dataset_size), ("seed", self.seed), ("shuffle", int(self.shuffle))):
+            if state.get(name) != value:
+                raise InputError(f"sampler state:{name}", f"is {state.get(name)}", f"this job has {value}")
         epoch, position, step = (
             state.get(name, default) for name, default in (("epoch", -1), ("position", -1), ("step", 0))
         )
@@ -320,11 +325,11 @@ class VariableBatchSampler(Sampler[list[int]]):
             raise InputError("sampler state", "lacks epoch, position or step", "give what state_dict returned")
         if not 0 <= position <= self.dataset_size:
             raise InputError("sampler state:position", f"is {position}", f"the epoch has {self.dataset_size} samples")
-        split = self._changes[-1][1] if sizes is None else self._fitting(sizes)
+        split = self._changes[-1][1] if sizes is None else self._checked_shares(sizes)
         if 0 < (left := self.dataset_size - position) < self._floor:
-            each = "" if self.least == 1 else f" that need {self.least} each"
+            need = "" if self.least == 1 else f" that need {self.least} each"
             remedy = "resume on fewer ranks, or begin the next epoch"
-            problem = f"leaves {left} samples of the epoch for {split.world_size} ranks{each}"
+            problem = f"leaves {left} samples of the epoch for {split.world_size} ranks{need}"
             raise InputError("sampler state", problem, remedy)
         self.epoch, self.position, self.step = epoch, position, step
         self._changes = [(step, split)]
@@ -332,8 +337,8 @@ class VariableBatchSampler(Sampler[list[int]]):
 
 
 @lru_cache(maxsize=256)
-def _cut(split: Shares, samples: int, rank: int) -> tuple[int, list[int]]:
-    """Return the samples of lower ranks in a step, and this rank's by pass (one pass of none rather than no pass)."""
+def _own_passes(split: Shares, samples: int, rank: int) -> tuple[int, list[int]]:
+    """Return the sum of the lower ranks' samples in a step, and this rank's samples by pass; [0] when it has none."""
     sizes = split.sizes_of(samples)
     return int(sizes[:rank].sum()), [size for size in sizes[rank].tolist() if size] or [0]
 

@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from ddltool.artifacts import write_text
-from ddltool.runtime.hook.job import REFERENCE, Job, is_reference, is_set
+from ddltool.runtime.hook.job import REFERENCE, DistributedJob, is_reference, is_set
 
 CHECK, RESULT = "DDLTOOL_CHECK", "DDLTOOL_CHECK_RESULT"
 UPDATES = 3
@@ -37,7 +37,7 @@ _LAUNCHER = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "RANK", "WORLD_SIZE",
 Arrays = dict[str, NDArray[Any]]
 
 
-def begin_check(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def begin_check(job: DistributedJob, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Check this run where that was asked for; all ranks call this, once the model is wrapped and before the first step."""
     if not is_reference() and not (is_set(CHECK) and job.world_size > 1):
         return
@@ -65,7 +65,7 @@ def _leave_out_dropout(model: nn.Module) -> None:
 class _Recorded:
     """The gradients of the first updates of this process."""
 
-    def __init__(self, job: Job, model: nn.Module) -> None:
+    def __init__(self, job: DistributedJob, model: nn.Module) -> None:
         self._job, self._model = job, model
         self._updates: list[Arrays] = []
 
@@ -95,7 +95,9 @@ class _Reference(_Recorded):
     def complete(self) -> None:
         path = Path(os.environ[REFERENCE])
         arrays = {
-            f"{number}/{name}": value for number, each in enumerate(self._updates) for name, value in each.items()
+            f"{number}/{name}": value
+            for number, gradients in enumerate(self._updates)
+            for name, value in gradients.items()
         }
         with path.with_suffix(".new").open("wb") as file:
             np.savez(file, allow_pickle=False, **arrays)
@@ -106,7 +108,7 @@ class _Reference(_Recorded):
 class _Checked(_Recorded):
     """One rank of the job. Rank 0 compares; it looks for the other process at updates, and waits for it at the end."""
 
-    def __init__(self, job: Job, model: nn.Module) -> None:
+    def __init__(self, job: DistributedJob, model: nn.Module) -> None:
         super().__init__(job, model)
         self._told = job.rank != 0
         self._dtype = next(model.parameters()).dtype
@@ -182,8 +184,8 @@ class _Checked(_Recorded):
             }
             if apart and not (worst := max(apart.values())) <= tolerance:
                 name = max(apart, key=lambda key: apart[key])
-                found = f"gradients of step {number + 1} differ by {worst:.2g} from one process's, most in {name}"
-                return False, f"{found}: {self._reason(mine, other)}"
+                difference = f"gradients of step {number + 1} differ by {worst:.2g} from one process's, most in {name}"
+                return False, f"{difference}: {self._reason(mine, other)}"
             furthest = max(furthest, *apart.values()) if apart else furthest
         return True, f"gradients of {len(self._updates)} steps equal to {furthest:.0e} those of one process"
 

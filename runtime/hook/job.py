@@ -1,6 +1,7 @@
 """The job that this process belongs to, and whether an enforcement config fits it. Start at :func:`load_and_check`.
 
-A refusal on one rank becomes a refusal on all (:meth:`Job.together`): nobody is left waiting for a process that ended.
+A refusal on one rank becomes a refusal on all (:meth:`DistributedJob.together`): nobody is left waiting for a process that
+ended.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from ddltool.errors import InputError
 from ddltool.plans import Enforcement, ParameterRecord
 from ddltool.runtime.hook.data_parallel import config_path
 from ddltool.runtime.hook.digests import fingerprint
+from ddltool.runtime.hook.liveness import LivenessMonitor, job_timeout_s
 from ddltool.runtime.hook.random_streams import kept, seed_streams
-from ddltool.runtime.hook.roll_call import RollCall, job_timeout_s
 
 T = TypeVar("T")
 REFERENCE = "DDLTOOL_CHECK_REFERENCE"
@@ -39,10 +40,10 @@ WITHOUT_DATASET = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """This process's place among all processes, and the gloo group (none when alone) on which the hooks talk.
+class DistributedJob:
+    """This process's rank, the number of processes, and the gloo group for the hooks' messages (None for one process).
 
-    That is one group for all that is attached to a job: each has threads, which would stay after what they were for.
+    All hooks of a job share one group: every group has threads that live until the process ends.
     """
 
     rank: int
@@ -50,15 +51,15 @@ class Job:
     side: dist.ProcessGroup | None
 
     @classmethod
-    def this(cls) -> Job:
-        """Return the job that is running. Raises InputError when its processes do not know of each other.
+    def this(cls) -> DistributedJob:
+        """Return the present job. Raises InputError when ``init_process_group`` was not called in a job of several processes.
 
-        From now on a rank that is lost is named (:class:`~ddltool.runtime.hook.roll_call.RollCall`).
+        From now on the error of a lost rank names the rank (:class:`~ddltool.runtime.hook.liveness.LivenessMonitor`).
         """
         if dist.is_available() and dist.is_initialized():
             size = dist.get_world_size()
             if size > 1:
-                RollCall.of_this_job()
+                LivenessMonitor.of_this_job()
             return cls(rank=dist.get_rank(), world_size=size, side=_side().group if size > 1 else None)
         planned = os.environ.get("WORLD_SIZE", "1")
         if planned != "1":
@@ -68,10 +69,9 @@ class Job:
         return cls(rank=0, world_size=1, side=None)
 
     def together(self, action: Callable[[], T]) -> T:
-        """Run ``action`` on every rank and return its result; when it refuses on one rank, refuse on all.
+        """Run ``action`` on every rank and return its result; when it raises InputError on one rank, raise on all.
 
-        No rank returns before all have run it. Raises the rank's own InputError, or one that names the first refusing
-        rank.
+        No rank returns before all have run it. Raises the rank's own InputError, or that of the first refusing rank, named.
         """
         refusal: InputError | None = None
         result: list[T] = []
@@ -95,17 +95,17 @@ class Job:
                 raise InputError(what, f"differs between rank 0 ({values[0]}) and rank {rank} ({other})", remedy)
 
     def new_tag(self) -> int:
-        """Return a number for messages from rank to rank on ``side`` that nobody else has; all ranks call this together."""
+        """Return an unused tag for point-to-point messages on ``side``; all ranks call this together."""
         return 0 if self.side is None else next(_side().tags)
 
-    def numbers(self, *mine: float) -> list[list[float]]:
-        """Return every rank's numbers, on every rank."""
-        rows = torch.zeros(self.world_size, len(mine), dtype=torch.float64)
-        rows[self.rank] = torch.tensor(mine, dtype=torch.float64)
+    def numbers(self, *own_numbers: float) -> list[list[float]]:
+        """Return the numbers of every rank, by rank; every rank gives as many."""
+        rows = torch.zeros(self.world_size, len(own_numbers), dtype=torch.float64)
+        rows[self.rank] = torch.tensor(own_numbers, dtype=torch.float64)
         if self.side is not None:
             dist.all_reduce(rows, group=self.side)  # a third of the time that gloo takes for an all_gather of so little
-        found: list[list[float]] = rows.tolist()
-        return found
+        by_rank: list[list[float]] = rows.tolist()
+        return by_rank
 
     def gather(self, note: bytes) -> list[bytes]:
         """Return every rank's bytes, on every rank; nothing is pickled."""
@@ -114,34 +114,34 @@ class Job:
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         dist.all_gather(lengths, torch.tensor([len(note)]), group=self.side)
         longest = max(map(int, lengths))
-        mine = torch.frombuffer(bytearray(note.ljust(max(longest, 1), b"\0")), dtype=torch.uint8)
-        notes = [torch.empty_like(mine) for _ in lengths]
-        dist.all_gather(notes, mine, group=self.side)
+        padded = torch.frombuffer(bytearray(note.ljust(max(longest, 1), b"\0")), dtype=torch.uint8)
+        notes = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(notes, padded, group=self.side)
         return [other[: int(length)].numpy().tobytes() for other, length in zip(notes, lengths, strict=True)]
 
 
 @dataclass(slots=True)
 class _Side:
-    """The gloo group of all ranks, which waits no longer than the job's own group, and what was sent on it so far."""
+    """The gloo group of all ranks, with the timeout of the job's own group, and its unused message tags."""
 
     group: dist.ProcessGroup | None
     tags: Iterator[int]
 
 
 _sides: weakref.WeakKeyDictionary[Any, _Side] = weakref.WeakKeyDictionary()
-"""By the default process group: whoever ends that ends the other one too."""
+"""By default process group: destroying that one forgets its side group too."""
 
 
 def _side() -> _Side:
-    """Return that of the default process group; all ranks call this together."""
+    """Return the side group of the default process group, made at the first call; all ranks call this together."""
     world = dist.group.WORLD
     if world not in _sides:
-        made: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timedelta(seconds=job_timeout_s()))
-        _sides[world] = _Side(made, itertools.count(1))
+        group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timedelta(seconds=job_timeout_s()))
+        _sides[world] = _Side(group, itertools.count(1))
     return _sides[world]
 
 
-def load_and_check(path: str, job: Job, dataset: Dataset[Any] | None) -> Enforcement:
+def load_and_check(path: str, job: DistributedJob, dataset: Dataset[Any] | None) -> Enforcement:
     """Return the config. Raises InputError where it does not fit this job and its data."""
     enforcement = load(path, Enforcement)
     if is_reference():
@@ -192,20 +192,20 @@ def _alone(enforcement: Enforcement) -> Enforcement:
     return enforcement.model_copy(update=changes)
 
 
-def _check_world(path: str, enforcement: Enforcement, job: Job) -> None:
+def _check_world(path: str, enforcement: Enforcement, job: DistributedJob) -> None:
     """Raise InputError unless the job has as many processes as planned."""
     if enforcement.world_size == job.world_size:
         return
     processes = "1 process" if job.world_size == 1 else f"{job.world_size} processes"
-    alone = "" if dist.is_initialized() else " (torch.distributed is not initialised)"
+    why = "" if dist.is_initialized() else " (torch.distributed is not initialised)"
     raise InputError(
         f"{path}:world_size",
-        f"is {enforcement.world_size}, but this job runs {processes}{alone}",
+        f"is {enforcement.world_size}, but this job runs {processes}{why}",
         f"start {enforcement.world_size} (torchrun --nproc-per-node), or plan for {job.world_size} and emit again",
     )
 
 
-def check_model(model: nn.Module, job: Job) -> None:
+def check_model(model: nn.Module, job: DistributedJob) -> None:
     """Raise InputError unless DDP or FSDP2 averages the model's gradients over all ranks."""
     if job.world_size == 1:
         return
@@ -221,7 +221,7 @@ def check_model(model: nn.Module, job: Job) -> None:
         raise InputError("model", problem, "wrap it with the default process group")
 
 
-def demand_wrapped(job: Job, model: nn.Module, otherwise: str = "") -> None:
+def demand_wrapped(job: DistributedJob, model: nn.Module, otherwise: str = "") -> None:
     """Raise InputError for the bare model of several processes."""
     if job.world_size > 1 and not isinstance(model, DistributedDataParallel):
         remedy = f"give the model that torch.nn.parallel.DistributedDataParallel(model){otherwise} returns"
@@ -229,7 +229,7 @@ def demand_wrapped(job: Job, model: nn.Module, otherwise: str = "") -> None:
 
 
 def _sharded_over(model: nn.Module) -> int | None:
-    """Return over how many processes FSDP2 shards the model (0: not for data alone); None where it does not."""
+    """Return over how many processes FSDP2 shards the model; 0: along other dimensions too; None: FSDP2 does not shard it."""
     if not isinstance(model, FSDPModule):
         return None
     meshes: set[int] = set()
@@ -248,9 +248,9 @@ def check_parameters(path: str, planned: list[ParameterRecord], model: nn.Module
     if not planned:
         return
     sizes = {entry.name: entry.size_bytes for entry in planned}
-    found: dict[str, torch.nn.Parameter] = dict(_unwrapped(model).named_parameters())
-    problems = [f"{name} is not in the model" for name in sizes if name not in found]
-    for name, parameter in found.items():
+    parameters: dict[str, torch.nn.Parameter] = dict(_unwrapped(model).named_parameters())
+    problems = [f"{name} is not in the model" for name in sizes if name not in parameters]
+    for name, parameter in parameters.items():
         size = parameter.numel() * parameter.element_size()
         if name not in sizes and parameter.requires_grad:
             problems.append(f"{name} is not in the plan")
@@ -299,16 +299,16 @@ def count_nodes(world_size: int) -> int:
     return -(-world_size // int(local)) if local.isdecimal() and int(local) > 0 else 1
 
 
-def demand_same_samples(job: Job, dataset: Dataset[Any] | None) -> None:
-    """Raise InputError on every rank unless all have the same samples, as far as the number and three of them tell.
+def demand_same_samples(job: DistributedJob, dataset: Dataset[Any] | None) -> None:
+    """Raise InputError on every rank unless all have equally many samples, and an equal first, middle and last one.
 
-    They are read from a copy of the dataset, for a file that it opens must not be shared with data workers, and with the same
-    random numbers on all ranks, for transforms that draw some.
+    They are read from a copy of the dataset, as a file that it opens must not be shared with data workers, and with the same
+    random seeds on all ranks, for random transforms.
     """
-    told = "none" if dataset is None else "a stream"
+    size_text = "none" if dataset is None else "a stream"
     if dataset is not None and not isinstance(dataset, IterableDataset):
-        told = f"{dataset_length(dataset)} samples"
-    job.demand_same("dataset", told, "give every rank the whole dataset")
+        size_text = f"{dataset_length(dataset)} samples"
+    job.demand_same("dataset", size_text, "give every rank the whole dataset")
     if dataset is None or isinstance(dataset, IterableDataset) or job.world_size == 1:
         return
     remedy = "make it alike on every rank: the same files in the same order, and the same seed where it is shuffled"
@@ -317,21 +317,21 @@ def demand_same_samples(job: Job, dataset: Dataset[Any] | None) -> None:
 
 def _fingerprint(dataset: Dataset[Any]) -> str:
     """Return a digest of the first, middle and last sample."""
-    size, found = dataset_length(dataset), []
+    size, fingerprints = dataset_length(dataset), []
     with kept():
         try:
-            own = _own_copy(dataset)
+            copied = _own_copy(dataset)
             for index in (0, size // 2, size - 1):
                 seed_streams(index)
-                found.append(fingerprint(own[index]))
+                fingerprints.append(fingerprint(copied[index]))
         except Exception as error:
             return f"not readable ({type(error).__name__})"  # that is for the training loop to show
-    return fingerprint(found)[:12]
+    return fingerprint(fingerprints)[:12]
 
 
 def _own_copy(dataset: Any) -> Any:
-    """Return a shallow copy, also of the datasets inside."""
-    own = copy.copy(dataset)
-    if isinstance(getattr(own, "dataset", None), Dataset):
-        own.dataset = _own_copy(own.dataset)
-    return own
+    """Return a shallow copy of a dataset, also of the datasets that it wraps."""
+    copied = copy.copy(dataset)
+    if isinstance(getattr(copied, "dataset", None), Dataset):
+        copied.dataset = _own_copy(copied.dataset)
+    return copied

@@ -31,9 +31,9 @@ from torch.utils.data import (
 from ddltool.errors import InputError
 from ddltool.runtime.hook.batches import Pass, Sizes, VariableBatchSampler, epoch_order
 from ddltool.runtime.hook.digests import fingerprint
-from ddltool.runtime.hook.in_hand import Share
-from ddltool.runtime.hook.job import Job, dataset_length
-from ddltool.runtime.hook.weighing import Weigher
+from ddltool.runtime.hook.job import DistributedJob, dataset_length
+from ddltool.runtime.hook.loss_scaling import LossScaler
+from ddltool.runtime.hook.pending_batches import Share
 
 _OPTIONS = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
@@ -42,19 +42,22 @@ _OPTIONS = (
 
 
 class GivenLoader:
-    """What ``loader`` brings, also where accelerate has prepared it; raises InputError where samples do not come singly.
+    """The dataset, options and sample order of the script's ``loader``, also of one that accelerate has prepared.
+
+    Raises InputError for a loader whose sampler gives whole batches.
+
 
     Attributes:
-        dataset, options: what a new DataLoader takes from it.
-        sampler, samples: what orders an epoch, and its length.
+        dataset, options: arguments for a new DataLoader.
+        sampler, samples: the sampler of single samples, and the number of samples of an epoch.
         drop_last: whether an incomplete last batch is left out.
-        is_stream: whether the dataset is an iterable one; it has no ``samples`` and no order then.
+        is_stream: whether the dataset is iterable; ``sampler`` and ``samples`` are then missing.
     """
 
-    def __init__(self, loader: DataLoader[Any], job: Job) -> None:
+    def __init__(self, loader: DataLoader[Any], job: DistributedJob) -> None:
         if not isinstance(loader, DataLoader):
             raise InputError("loader", f"is a {type(loader).__name__}", "give a torch.utils.data.DataLoader")
-        self._job, self._told = job, 0
+        self._job, self._epoch = job, 0
         self.options = {name: getattr(loader, name) for name in _OPTIONS if hasattr(loader, name)}
         self.dataset: Dataset[Any] = loader.dataset
         self.is_stream = isinstance(self.dataset, IterableDataset)
@@ -86,49 +89,49 @@ class GivenLoader:
     def order(self, epoch: int) -> Tensor:
         """Return the indices of an epoch's samples in order, shape (samples,), the same on all ranks.
 
-        They are what the script's sampler would give to one process: drawn on every rank, and those of rank 0 are used.
+        It is the order of the script's sampler in one process: every rank draws it, and that of rank 0 is used.
         """
-        if epoch != self._told and callable(tell := getattr(self.sampler, "set_epoch", None)):
-            tell(epoch)
-        self._told = epoch
+        if epoch != self._epoch and callable(set_epoch := getattr(self.sampler, "set_epoch", None)):
+            set_epoch(epoch)
+        self._epoch = epoch
         if isinstance(self.sampler, DistributedSampler):
             return epoch_order(self.samples, self.sampler.shuffle, self.sampler.seed + self.sampler.epoch)
         if type(self.sampler) is SequentialSampler:
             return torch.arange(self.samples)
-        drawn = torch.tensor(list(self.sampler), dtype=torch.int64)
+        indices = torch.tensor(list(self.sampler), dtype=torch.int64)
         if self._job.side is not None:
-            dist.broadcast(drawn, src=0, group=self._job.side)
-        return drawn
+            dist.broadcast(indices, src=0, group=self._job.side)
+        return indices
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """A rank's samples of a step, ``total`` of all ranks; none is a filler that weighs nothing."""
+class StreamBlock:
+    """A rank's batch of a step, with ``samples`` of this rank and ``total`` of all; without samples a filler of weight 0."""
 
     batch: Any
     samples: int
     total: int
     digest: str
-    """Of the step's first sample: alike on all ranks that have the same stream."""
+    """Digest of the stream's first sample, equal on all ranks of one stream; "" in all further blocks."""
 
 
 class SharedStream(IterableDataset[Any]):
-    """Yields one rank's :class:`Block` of each step, samples in a list; data workers cut each its own stream."""
+    """Yields one rank's :class:`StreamBlock` of each step, samples in a list; data workers cut each its own stream."""
 
     drop_last = False
     least = 1
 
     def __init__(self, stream: IterableDataset[Any], sizes: Sizes, rank: int) -> None:
         self.stream, self.sizes, self.rank = stream, sizes, rank
-        self._told = False
+        self._has_digest = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass an epoch on to a dataset that wants to know."""
-        if callable(tell := getattr(self.stream, "set_epoch", None)):
-            tell(epoch)
+        """Set the epoch of the dataset, if it has a method for it."""
+        if callable(set_epoch := getattr(self.stream, "set_epoch", None)):
+            set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[Block]:
-        """Yield the blocks; what is left at the end is shared out in proportion to the sizes, or left out if too little."""
+    def __iter__(self) -> Iterator[StreamBlock]:
+        """Yield the blocks; a remainder is divided in proportion to the sizes, or left out below ``least`` samples."""
         held: list[Any] = []
         for sample in self.stream:
             held.append(sample)
@@ -138,30 +141,31 @@ class SharedStream(IterableDataset[Any]):
         if len(held) >= self.least and held and not self.drop_last:
             yield self._block(held)
 
-    def _block(self, held: list[Any]) -> Block:
+    def _block(self, held: list[Any]) -> StreamBlock:
+        """Return this rank's part of the samples ``held`` of a step."""
         shares = self.sizes.sizes_of(len(held)).sum(axis=1)
         begin, size = int(shares[: self.rank].sum()), int(shares[self.rank])
-        mine = held[begin : begin + size] if size else held[:1]
-        digest = "" if self._told else fingerprint(held[0])[:12]
-        self._told = True
-        return Block(mine, size, len(held), digest)
+        own_samples = held[begin : begin + size] if size else held[:1]
+        digest = "" if self._has_digest else fingerprint(held[0])[:12]
+        self._has_digest = True
+        return StreamBlock(own_samples, size, len(held), digest)
 
 
-def collate(samples: Callable[[list[Any]], Any], block: Block) -> Block:
+def collate(samples: Callable[[list[Any]], Any], block: StreamBlock) -> StreamBlock:
     """Return the block with a batch in place of its samples."""
     return replace(block, batch=samples(block.batch))
 
 
-def together(job: Job, blocks: Iterator[Block]) -> Iterator[tuple[Block, int]]:
-    """Yield blocks with the samples of all ranks, as long as one rank has any; others repeat their last for nothing.
+def together(job: DistributedJob, blocks: Iterator[StreamBlock]) -> Iterator[tuple[StreamBlock, int]]:
+    """Yield (block, samples of all ranks) until no rank has samples; a rank without repeats its last block with weight 0.
 
-    Raises InputError, on all ranks, where one has no sample at all.
+    Raises InputError, on all ranks, when a rank's stream is empty.
     """
-    last: Block | None = None
+    last: StreamBlock | None = None
     while True:
         block = next(blocks, None)
-        mine = 0 if block is None else block.samples
-        counts = job.numbers(mine, block is None and last is None)
+        own_samples = 0 if block is None else block.samples
+        counts = job.numbers(own_samples, block is None and last is None)
         total = int(sum(samples for samples, _ in counts))
         if not total:
             return
@@ -169,8 +173,8 @@ def together(job: Job, blocks: Iterator[Block]) -> Iterator[tuple[Block, int]]:
             raise InputError("dataset", f"has no sample on rank {empty[0]}", "give every rank a part of the stream")
         if block is not None:
             last = block
-        assert last is not None  # or this rank were empty
-        yield replace(last, samples=mine), total
+        assert last is not None  # an empty stream has raised above
+        yield replace(last, samples=own_samples), total
 
 
 class _TellingLoader(DataLoader[Any]):
@@ -183,32 +187,32 @@ class _TellingLoader(DataLoader[Any]):
     end_of_dataloader = False
     remainder = -1
     _left_early = False
-    _weigher: Weigher
+    _scaler: LossScaler
     _source: Hashable
-    """What the weigher knows the batches by."""
+    """The key of this loader's batches in the scaler."""
 
     def _given(self) -> Iterator[tuple[Any, Pass | Share, bool]]:
-        """Yield each batch, what is in it, and whether it is the last one."""
+        """Yield each batch, its pass or share of the step, and whether it is the last of the epoch."""
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield the batches of the epoch, or of what is left of it; the weigher knows of each."""
-        self.end_of_dataloader, hand = False, self._weigher.hand
+        """Yield the batches of the rest of the epoch, and note each of them with the scaler."""
+        self.end_of_dataloader, pending = False, self._scaler.pending
         if self._left_early:
-            hand.drop(self._source, unused=True)
+            pending.drop(self._source, unused=True)
         self._left_early = True
         with _accelerated(self) as placed:
             for batch, drawn, is_last in self._given():
-                hand.draw(self._source, drawn)
+                pending.draw(self._source, drawn)
                 self.end_of_dataloader = is_last
                 yield placed(batch)
-        hand.end(self._source)  # a loop that fetched ahead has its last batches still to use
+        pending.end(self._source)  # a loop that fetched ahead has its last batches still to use
         self._left_early = False
 
 
 @contextlib.contextmanager
 def _accelerated(loader: DataLoader[Any]) -> Iterator[Callable[[Any], Any]]:
-    """Let accelerate's state know of the loader meanwhile; gives what puts a batch on its device."""
+    """Register the loader with accelerate, if in use, in the block; yield the function that moves a batch to its device."""
     state = sys.modules.get("accelerate.state")
     if state is None or not state.is_initialized():
         yield lambda batch: batch
@@ -222,36 +226,38 @@ def _accelerated(loader: DataLoader[Any]) -> Iterator[Callable[[Any], Any]]:
 
 
 class CountedLoader(_TellingLoader):
-    """Yields what ``sampler`` hands out, and says so to ``weigher``; ``options`` go to ``DataLoader``."""
+    """Yields the batches of ``sampler`` and notes each pass with ``scaler``; ``options`` go to ``DataLoader``."""
 
-    def __init__(self, dataset: Dataset[Any], sampler: VariableBatchSampler, weigher: Weigher, **options: Any) -> None:
+    def __init__(
+        self, dataset: Dataset[Any], sampler: VariableBatchSampler, scaler: LossScaler, **options: Any
+    ) -> None:
         super().__init__(dataset, batch_sampler=sampler, **options)
         self._variable = self._source = sampler
-        self._weigher = weigher
-        weigher.hand.follow(sampler, loose=True)  # as long as somebody else iterates: accelerate's skip_first_batches
+        self._scaler = scaler
+        scaler.pending.follow(sampler, loose=True)  # as long as somebody else iterates: accelerate's skip_first_batches
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch's order of samples."""
         self._variable.set_epoch(epoch)
 
     def _given(self) -> Iterator[tuple[Any, Pass | Share, bool]]:
-        self._weigher.hand.follow(self._variable)
+        self._scaler.pending.follow(self._variable)
         for batch in DataLoader.__iter__(self):
             taken = self._variable.issued.popleft()
             yield batch, taken, self._variable.ends_with(taken)
-        self._weigher.hand.follow(self._variable, loose=True)
+        self._scaler.pending.follow(self._variable, loose=True)
 
 
 class StreamLoader(_TellingLoader):
-    """Yields a rank's batches of an iterable dataset, and says to ``weigher`` how many samples all ranks have in them.
+    """Yields a rank's batches of an iterable dataset, and notes with ``scaler`` the samples of this rank and of all.
 
     Args:
         stream: the dataset.
         sizes: the planned samples per step of the ranks.
-        job: this process's place.
-        weigher: is told of the batches.
-        shared: whether every rank's stream is the whole one, of which it takes its part; else each has a stream of its own.
-        drop_last: leave out what is left at the end of a shared stream.
+        job: this process's job.
+        scaler: notes the batches.
+        shared: True: every rank reads the whole stream and takes its part; False: every rank has its own stream.
+        drop_last: leave out the remainder of a shared stream.
         options: go to ``DataLoader``.
     """
 
@@ -259,29 +265,31 @@ class StreamLoader(_TellingLoader):
         self,
         stream: IterableDataset[Any],
         sizes: Sizes,
-        job: Job,
-        weigher: Weigher,
+        job: DistributedJob,
+        scaler: LossScaler,
         *,
         shared: bool = True,
         drop_last: bool = False,
         collate_fn: Callable[[Any], Any] = default_collate,
         **options: Any,
     ) -> None:
-        own = SharedStream(stream, sizes if shared else Sizes((sizes.sizes[job.rank],)), job.rank if shared else 0)
-        own.drop_last, own.least = drop_last and shared, job.world_size if shared else 1
+        shared_stream = SharedStream(
+            stream, sizes if shared else Sizes((sizes.sizes[job.rank],)), job.rank if shared else 0
+        )
+        shared_stream.drop_last, shared_stream.least = drop_last and shared, job.world_size if shared else 1
         collated: Any = functools.partial(collate, collate_fn)
-        super().__init__(own, batch_size=None, collate_fn=collated, **options)
-        self._job, self._weigher, self._source, self._shared, self._seen = job, weigher, self, shared, False
+        super().__init__(shared_stream, batch_size=None, collate_fn=collated, **options)
+        self._job, self._scaler, self._source, self._shared, self._seen = job, scaler, self, shared, False
 
     def _given(self) -> Iterator[tuple[Any, Pass | Share, bool]]:
-        source: Iterator[Block] = DataLoader.__iter__(self)
+        source: Iterator[StreamBlock] = DataLoader.__iter__(self)
         blocks = ((block, block.total) for block in source) if self._shared else together(self._job, source)
-        present = next(blocks, None)
-        if present is not None and self._shared and not self._seen:
+        following = next(blocks, None)
+        if following is not None and self._shared and not self._seen:
             remedy = "give every rank the whole stream, or say that each has its own: dataloader(..., shared=False)"
-            self._job.demand_same("dataset: first sample of the stream", present[0].digest, remedy)
+            self._job.demand_same("dataset: first sample of the stream", following[0].digest, remedy)
             self._seen = True
-        while present is not None:
-            (block, total), present = present, next(blocks, None)
+        while following is not None:
+            (block, total), following = following, next(blocks, None)
             even = self._shared and total == block.samples * self._job.world_size
-            yield block.batch, Share(block.samples, total, even), present is None
+            yield block.batch, Share(block.samples, total, even), following is None

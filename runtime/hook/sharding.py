@@ -88,15 +88,15 @@ def checkpoint_modules(model: nn.Module, plan: Sequence[Recomputed]) -> None:
     ``fully_shard`` and ``DistributedDataParallel``. The random state is kept, so dropout drops the same again. All or
     nothing. Raises InputError for a module that the model does not have, and for one that is checkpointed already.
     """
-    found = dict(model.named_modules())
+    modules = dict(model.named_modules())
     for entry in plan:
-        if entry.module not in found:
+        if entry.module not in modules:
             problem = f"the model has no module {entry.module!r}"
             raise InputError("checkpointing", problem, "trace and plan this model")
-        if getattr(found[entry.module].forward, "func", None) is checkpoint:
+        if getattr(modules[entry.module].forward, "func", None) is checkpoint:
             raise InputError("checkpointing", f"{entry.module!r} is checkpointed already", "name each module once")
     for entry in plan:
-        module = found[entry.module]
+        module = modules[entry.module]
         options: dict[str, Any] = {"use_reentrant": False}
         if entry.keeps:
             options["context_fn"] = functools.partial(_contexts, frozenset(entry.keeps))

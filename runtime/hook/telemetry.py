@@ -33,7 +33,7 @@ from torch import nn
 
 from ddltool.artifacts import check_writable, kind_of
 from ddltool.errors import InputError
-from ddltool.runtime.hook.job import Job, count_nodes
+from ddltool.runtime.hook.job import DistributedJob, count_nodes
 from ddltool.runtime.hook.stopping import pause_before_exit
 from ddltool.telemetry import TelemetryRow
 
@@ -53,14 +53,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """A moment: on the host's clock, and on the device's timeline where there is one."""
+    """A moment on the host's clock, and on CUDA also an event on the device's timeline."""
 
     host_s: float
     event: torch.cuda.Event | None = None
 
 
 def stamp(cuda: bool) -> Stamp:
-    """Return now; on CUDA also record an event on the current stream."""
+    """Return the present moment; on CUDA also record an event on the current stream."""
     if not cuda:
         return Stamp(time.perf_counter())
     event = torch.cuda.Event(enable_timing=True)
@@ -69,7 +69,7 @@ def stamp(cuda: bool) -> Stamp:
 
 
 def seconds_between(start: Stamp, end: Stamp) -> float:
-    """Return the seconds from ``start`` to ``end``, never negative; by device events where both have them."""
+    """Return the seconds from ``start`` to ``end``, never negative; by device events when both have one."""
     if start.event is not None and end.event is not None:
         milliseconds: float = start.event.elapsed_time(end.event)
         return max(0.0, milliseconds / 1000)
@@ -78,7 +78,7 @@ def seconds_between(start: Stamp, end: Stamp) -> float:
 
 @dataclass(slots=True)
 class Exchange:
-    """One backward pass of this rank and the exchange of its gradients, filled in as things happen."""
+    """One backward pass of this rank and the exchange of its gradients; a moment is None until it is noted."""
 
     samples: int
     total: int
@@ -89,22 +89,22 @@ class Exchange:
     arrived_s: float | None = None
     done: Stamp | None = None
     listened: bool = False
-    """Whether this is one of the exchanges that learn when the slowest rank is ready."""
+    """Whether a collective of this exchange notes when the slowest rank is ready."""
     like: Exchange | None = None
-    """For the others: the last one that did, whose synchronisation is taken to have lasted as long."""
+    """The last exchange that was listened to, whose *sync* stands for this one's; None: this one is, or none was."""
     paused_s: float = 0.0
     """Seconds between start and ready in which this rank waited for the others' counts."""
 
     def note_ready(self) -> None:
-        """The last gradient of this rank is there."""
+        """Note the moment at which the last gradient of this rank is ready."""
         self.ready = stamp(self.cuda)
 
     def note_arrival(self, _: object = None) -> None:
-        """The last gradient of the slowest rank is there."""
+        """Note the moment at which the last gradient of the slowest rank is ready."""
         self.arrived_s = time.perf_counter()
 
     def note_done(self) -> None:
-        """A bucket holds its average; the last call counts."""
+        """Note the moment at which a bucket holds its average; the last call counts."""
         self.done = stamp(self.cuda)
 
     def split(self) -> tuple[float, float, float]:
@@ -125,8 +125,8 @@ class Exchange:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
-    """One optimizer step as it was observed; becomes a row when it is written."""
+class ObservedStep:
+    """The measurements of one optimizer step, from which a row is made when it is written."""
 
     number: int
     exchanges: list[Exchange]
@@ -147,7 +147,7 @@ class Identity:
     device: str
     run: str = ""
 
-    def row(self, step: Step) -> TelemetryRow:
+    def row(self, step: ObservedStep) -> TelemetryRow:
         """Return the row of ``step``; the times of several backward passes add up."""
         if step.end.event is not None:
             step.end.event.synchronize()
@@ -203,16 +203,16 @@ def new_run() -> str:
 
 
 def prepare(path: Path, kind: str = kind_of(TelemetryRow), what: str = "telemetry") -> None:
-    """Make ready to append rows of ``kind`` to ``path``: what an earlier run that was killed left of a line is cut off.
+    """Prepare ``path`` for appending rows of ``kind``: cut off a partial last line, which a killed run leaves.
 
-    To be called before anybody writes. Raises InputError if the file cannot be written, or if it holds anything else.
+    Call it before any process writes. Raises InputError if the file cannot be written or holds anything else.
     """
     check_writable(path)
     if not path.exists() or not stat.S_ISREG(path.stat().st_mode):
         return
     with path.open("rb") as file:
-        beginning = file.read(WRITE_BYTES)
-    if beginning.strip() and kind.encode() not in beginning.splitlines()[0]:
+        first_bytes = file.read(WRITE_BYTES)
+    if first_bytes.strip() and kind.encode() not in first_bytes.splitlines()[0]:
         raise InputError(str(path), f"holds something other than {what}", "move it or name another file")
     try:
         with path.open("r+b") as file:
@@ -222,7 +222,7 @@ def prepare(path: Path, kind: str = kind_of(TelemetryRow), what: str = "telemetr
 
 
 def _end_last_line(file: IO[bytes]) -> None:
-    """Cut off a last line that is half, and end a whole one that has no end."""
+    """Cut off a last line that is no whole JSON document; add the newline that a whole one lacks."""
     size = file.seek(0, os.SEEK_END)
     begin = file.seek(max(0, size - LONGEST_ROW))
     line = file.read().rpartition(b"\n")[2]
@@ -238,8 +238,8 @@ def _end_last_line(file: IO[bytes]) -> None:
 class LineFile:
     """Appends whole lines to a JSON Lines file of ``kind``, in the process that has opened it.
 
-    What a file holds already stays. When writing fails, one warning is logged and training goes on without ``what``. One
-    without a path is closed, and takes nothing. Raises InputError when the file cannot be written or holds something else.
+    Existing lines stay. When writing fails, one warning is logged and training goes on without ``what``. Without a path
+    the file is closed, and lines are dropped. Raises InputError when the file cannot be written or holds something else.
     """
 
     def __init__(self, path: Path | None = None, kind: str = "", what: str = "") -> None:
@@ -255,7 +255,7 @@ class LineFile:
 
     @property
     def is_open(self) -> bool:
-        """Whether lines can be written here; a forked data worker inherits the file, but it is not its own."""
+        """Whether this process may write lines; a forked data worker inherits the file and may not."""
         return self._descriptor is not None and os.getpid() == self._process
 
     def write(self, lines: list[str]) -> None:
@@ -278,33 +278,35 @@ class LineFile:
 
 
 @dataclass(slots=True)
-class RowFile:
+class TelemetryFile:
     """Appends rows to a JSON Lines file that several processes share.
 
-    Each process opens the file before any of them writes. Rows are held back as long as writing would take more than
-    :data:`WRITING_SHARE` of the time (a device's ``SECONDS_HELD``, for reading its clock waits for it), at most ``ROWS_HELD``.
-    So a process that is killed loses the last one, on a slow disk some more; what is in the file are whole lines. Appends do
+    Each process opens the file before any of them writes. Rows are held back, at most ``ROWS_HELD``, as long as writing would
+    take more than :data:`WRITING_SHARE` of the time (on CUDA for ``SECONDS_HELD``, as reading its events waits for the device).
+    So a killed process loses its last row, on a slow disk more; the file has whole lines only. Appends do
     not mix on a local file system; over NFS give each node its own working folder.
     """
 
     path: Path
     identity: Identity
     _file: LineFile = field(default_factory=LineFile)
-    _held: list[Step] = field(default_factory=list)
+    _held: list[ObservedStep] = field(default_factory=list)
     _written_s: float = 0.0
     _write_s: float = 1.0 * WRITING_SHARE
     """The shortest time that a write took."""
 
     @classmethod
-    def of(cls, path: str | os.PathLike[str] | None, job: Job, device: str) -> Self:
-        """Return this rank's file, opened for one run of a job; all ranks call this together, and refuse together.
+    def of(cls, path: str | os.PathLike[str] | None, job: DistributedJob, device: str) -> Self:
+        """Return this rank's file, opened for one run of a job; all ranks call this together, and all raise if one does.
 
-        None: one that is not open, and takes nothing.
+        ``path`` None: a closed file, which drops its rows.
         """
-        about = Identity(rank=job.rank, world_size=job.world_size, num_nodes=count_nodes(job.world_size), device=device)
+        identity = Identity(
+            rank=job.rank, world_size=job.world_size, num_nodes=count_nodes(job.world_size), device=device
+        )
         if path is None:
-            return cls(Path(os.devnull), about)
-        file = cls(Path(path), replace(about, run=job.gather(new_run().encode())[0].decode()))
+            return cls(Path(os.devnull), identity)
+        file = cls(Path(path), replace(identity, run=job.gather(new_run().encode())[0].decode()))
         job.together(file.open)
         return file
 
@@ -313,8 +315,8 @@ class RowFile:
         self._file = LineFile(self.path, kind_of(TelemetryRow), "telemetry")
         self._written_s = time.perf_counter()
 
-    def add(self, step: Step) -> None:
-        """Take a step; write when enough have come together. Does nothing once closed."""
+    def add(self, step: ObservedStep) -> None:
+        """Hold a step back, and write the held ones when they are many or old enough. Does nothing once closed."""
         if not self._file.is_open:
             return
         self._held.append(step)
@@ -324,12 +326,12 @@ class RowFile:
             self.flush(but=1)  # of the last step the slowest rank's arrival may not be known yet
 
     def flush(self, but: int = 0) -> None:
-        """Write the rows held back, but so many."""
+        """Write the steps held back except the last ``but``."""
         if not self._file.is_open:
             return
-        rest = len(self._held) - but
-        held, self._held = self._held[:rest], self._held[rest:]
-        lines = [self.identity.row(step).model_dump_json() for step in held]
+        count = len(self._held) - but
+        due, self._held = self._held[:count], self._held[count:]
+        lines = [self.identity.row(step).model_dump_json() for step in due]
         begin_s = time.monotonic()
         self._file.write(lines)
         if lines:
@@ -343,19 +345,19 @@ class RowFile:
 
 
 class Watcher:
-    """Who wants to know when passes begin and when gradients are complete: telemetry, or what chooses batch sizes."""
+    """Receives the events of forward and backward passes; telemetry and the choice of batch sizes implement it."""
 
     def begin_forward(self) -> None:
         """A forward pass of the model in training mode begins."""
 
     def begin_backward(self) -> None:
-        """A backward pass by way of the model begins."""
+        """A backward pass through the model begins."""
 
     def note_complete(self) -> None:
         """This rank's gradients are complete, in a backward pass that averages them; DDP waits for the others from now on."""
 
     def pause(self, seconds: float) -> None:
-        """This rank has waited so long for what the others had to say."""
+        """This rank has waited ``seconds`` for counts of the other ranks."""
 
     def end_backward(self) -> None:
         """A backward pass is over, the exchange of its gradients included."""
@@ -365,9 +367,10 @@ class PassClock(Watcher):
     """Stamps the passes of one rank: from the first forward pass since the last exchange to that of the gradients.
 
     Args:
-        cuda: whether the model is on a CUDA device, on whose timeline things are then stamped.
-        take_samples: returns the samples of this rank and of all ranks behind the gradients.
-        side: a gloo group of the same ranks: every tenth exchange learns on it when the slowest rank is ready; None: never.
+        cuda: whether the model is on a CUDA device; moments are then also events on its timeline.
+        take_samples: returns the samples of the gradients, of this rank and of all ranks.
+        side: a gloo group of the same ranks, for a collective of every tenth exchange that notes when the slowest rank is
+            ready; None: no exchange is listened to.
     """
 
     def __init__(
@@ -404,7 +407,7 @@ class PassClock(Watcher):
         self._completed += 1
 
     def pause(self, seconds: float) -> None:
-        """This rank has waited for the others so long; on a device it may have gone on computing."""
+        """Take ``seconds`` of waiting for other ranks out of *compute*; not on CUDA, which may compute meanwhile."""
         if not self._cuda:
             self._paused_s += seconds
 
@@ -417,7 +420,7 @@ class PassClock(Watcher):
         return exchange
 
     def end_backward(self) -> None:
-        """The exchange of a backward pass is over, where it had one."""
+        """Note the end of the last backward pass's exchange, if it had one."""
         if self._exchanges and (last := self._exchanges[-1]).done is None and last.ready is not None:
             last.note_done()
             if last.listened:
@@ -430,7 +433,7 @@ class PassClock(Watcher):
 
 
 class StepRecorder(PassClock):
-    """Observes one rank's steps and hands them to a :class:`RowFile`, which is written out at exit at the latest.
+    """Observes one rank's steps and hands them to a :class:`TelemetryFile`, which is written out at exit at the latest.
 
     Args:
         file: where the rows go.
@@ -439,7 +442,7 @@ class StepRecorder(PassClock):
 
     def __init__(
         self,
-        file: RowFile,
+        file: TelemetryFile,
         *,
         cuda: bool = False,
         take_samples: Callable[[], tuple[int, int]] | None = None,
@@ -453,11 +456,11 @@ class StepRecorder(PassClock):
         # Runs when the recorder is collected or the interpreter exits; it must not refer to the recorder itself.
         self._finalizer = weakref.finalize(self, file.close)
         self.path, self.row = file.path, file.identity.row
-        self.watch: Callable[[Step], None] | None = None
-        """Is given every step as well; what it takes is not part of the next."""
+        self.watch: Callable[[ObservedStep], None] | None = None
+        """Called with every step; its seconds belong to no step. None: nobody is called."""
 
     def before_update(self, *_: object) -> None:
-        """The optimizer begins its update; where no exchange can be seen (one process, FSDP2) gradients are complete now."""
+        """The optimizer begins its update: where no exchange is visible (one process, FSDP2), *compute* ends now."""
         if self._take_samples is not None and self._start is not None and not self._completed:
             self.begin_exchange(*self._take_samples()).note_ready()
 
@@ -471,12 +474,12 @@ class StepRecorder(PassClock):
             self._previous_end = end
 
     def add(self, number: int, exchanges: list[Exchange], end: Stamp, **more: Any) -> None:
-        """Take a step of these passes, complete at ``end``; ``more``: further fields of its row."""
+        """Add the step of these ``exchanges`` that ended at ``end``; ``more``: further fields of its row."""
         begin = self._previous_end if self._previous_end is not None else exchanges[0].start
         if self._number < STEPS_PER_MEMORY_READING or self._number % STEPS_PER_MEMORY_READING == 0:
             self._memory_bytes = peak_memory(self._cuda)
         self._number += 1
-        step = Step(
+        step = ObservedStep(
             number=number, exchanges=exchanges, begin=begin, end=end, memory_bytes=self._memory_bytes, more=more
         )
         self._file.add(step)

@@ -9,7 +9,8 @@
 
 What a Trainer in one process computes is what comes out: it divides a loss by the labels of all its batches of a step where the
 model or ``compute_loss_func`` takes ``num_items_in_batch``, and by the number of those batches otherwise. Which it was is read
-from the loss (:meth:`~ddltool.runtime.hook.weighing.Weigher.is_divided_by`), for many models take the number and do not use it.
+from the loss (:meth:`~ddltool.runtime.hook.loss_scaling.LossScaler.is_divided_by`), for many models take the
+number and do not use it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from ddltool.errors import InputError
 from ddltool.runtime.hook import Hook, attach
 from ddltool.runtime.hook.loader import StreamLoader
-from ddltool.runtime.hook.trained import wrapped
+from ddltool.runtime.hook.parameter_checks import wrapped
 
 Path = str | os.PathLike[str]
 

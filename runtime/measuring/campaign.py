@@ -1,8 +1,8 @@
 """Measures training steps in real processes: batch sizes x replicas x accumulation steps. Start at :func:`campaign`.
 
-Every replica is a process of its own with a gloo (CPU) or NCCL (CUDA) group: started here (:class:`Pool`), or torchrun's
-(:mod:`.torchrun_job`). This module says what is asked for (:class:`MeasureRequest`), decides what runs next, turns times
-into rows, and keeps the file that the rows fill (:class:`RowFile`).
+Every replica is a process of its own with a gloo (CPU) or NCCL (CUDA) group: started here (:class:`LocalReplicas`),
+or torchrun's (:mod:`.torchrun_job`). This module says what is asked for (:class:`MeasureRequest`), decides what runs
+next, turns times into rows, and keeps the file that the rows fill (:class:`ProfileFile`).
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pandas as pd
 
-from ddltool.analyzers.goodput.curve import Interval, first_of, median_interval, next_doubling, predict
+from ddltool.analyzers.job.goodput.curve import Interval, first_of, median_interval, next_doubling, predict
 from ddltool.artifacts import check_writable
 from ddltool.errors import InputError
 from ddltool.profiles import read_profile, write_profile
 from ddltool.results import SkippedConfiguration
 from ddltool.runtime.measuring.children import Children, meeting_place
-from ddltool.runtime.measuring.torchrun_job import Job
-from ddltool.runtime.measuring.worker import FEWEST_FOR_AN_INTERVAL, Outcome, Subject, Task, replica
+from ddltool.runtime.measuring.worker import FEWEST_FOR_AN_INTERVAL, MeasureTask, StepTimings, Subject, replica
 
 RELIABLE_SPREAD, SHORTEST_STEP_S, FEWEST_REPEATS = 0.1, 1e-3, 3
 MOST_STEPS, LARGEST_BATCH, MOST_REPLICAS = 100_000, 2**24, 4096
@@ -78,9 +77,9 @@ class MeasureRequest:
         )
 
     def said(self) -> dict[str, str]:
-        """Return what must be equal for rows to compare, as their columns ``device``, ``source`` and ``settings`` say it.
+        """Return the columns ``device``, ``source`` and ``settings``, which must be equal in all rows of a profile.
 
-        A source in a file has a digest of it: a model that was edited since is another model.
+        A source in a Python file carries that file's digest: an edited model is another model.
         """
         location, colon, _ = self.source.rpartition(":")
         digest = ""
@@ -92,8 +91,8 @@ class MeasureRequest:
 
 
 @dataclass(kw_only=True, slots=True)
-class Measured:
-    """What a campaign found: rows of profile.csv, what was left out, and the seconds it took."""
+class CampaignResult:
+    """The rows of profile.csv, the configurations that were not measured, and the seconds that the campaign took."""
 
     frame: pd.DataFrame
     skipped: list[SkippedConfiguration] = field(default_factory=list)
@@ -103,12 +102,12 @@ class Measured:
 def campaign(
     request: MeasureRequest,
     *,
-    executor: Job | None = None,
+    executor: Executor | None = None,
     known: pd.DataFrame | None = None,
     on_rows: Callable[[pd.DataFrame], None] | None = None,
     progress: Callable[[int, str], None] = lambda done, remark: None,
     largest_batch: int = LARGEST_BATCH,
-) -> Measured:
+) -> CampaignResult:
     """Measure what the request asks for and ``known`` does not have; return all rows, the known ones as they are.
 
     ``on_rows`` gets all rows after every visit to a configuration, ``progress`` how many there are and what ran. Batches above
@@ -119,43 +118,47 @@ def campaign(
 
     Raises DdlToolError when a process fails, with its reason; InputError when nothing fits in memory.
     """
-    if executor is not None:
-        return _Campaign(request, executor, known, largest_batch).run(on_rows, progress)
+    state = _Campaign(request, known, largest_batch)
+    if executor is not None or state.next_task() is None:
+        return state.run(executor, on_rows, progress)
+    most_replicas = max(request.replicas)
     if request.device == "cuda":
         import torch
 
-        if (found := torch.cuda.device_count()) < (wanted := max(request.replicas)):
-            problem = f"cuda has {found} devices for {wanted} replicas"
+        if (devices := torch.cuda.device_count()) < most_replicas:
+            problem = f"cuda has {devices} devices for {most_replicas} replicas"
             raise InputError("--device", problem, "use --device cpu or fewer replicas")
-    with Pool(request.subject(), request.replicas) as pool:
-        state = _Campaign(request, pool, known, largest_batch)
-        if state.next_task() is not None:
-            pool.start()  # importing torch is no part of the budget
-        return state.run(on_rows, progress)
+    arguments = [(request.subject(), rank, sorted(set(request.replicas))) for rank in range(most_replicas)]
+    with Children(_serve, arguments, request.source) as children:
+        children.gather(range(most_replicas), request.source)  # importing torch is no part of the budget
+        return state.run(LocalReplicas(children), on_rows, progress)
 
 
 class _Campaign:
-    """The state of a campaign: what was timed so far, and what that makes of the rest."""
+    """The state of a campaign: rows and step times so far, and the choice of the next configuration to visit."""
 
-    def __init__(
-        self, request: MeasureRequest, executor: Pool | Job, known: pd.DataFrame | None, largest_batch: int
-    ) -> None:
-        self.request, self.executor, self.limit = request, executor, largest_batch
+    def __init__(self, request: MeasureRequest, known: pd.DataFrame | None, largest_batch: int) -> None:
+        self.request, self.limit = request, largest_batch
         self.said = request.said()
         self.series = [(count, steps) for count in sorted(request.replicas) for steps in sorted(request.accumulation)]
         self.wanted = set(request.batch_sizes)
         self.rows: dict[Key, dict[str, Any]] = {}
-        self.times: dict[Key, Outcome] = {}
+        self.times: dict[Key, StepTimings] = {}
         self.began = time.monotonic()
         for row in [] if known is None else known.to_dict("records"):
             key = (int(row["num_replicas"]), int(row["accumulation_steps"]), int(row["local_batch_size"]))
-            self.rows[key] = {str(name): value for name, value in row.items()}
+            self.rows[key] = {str(column): value for column, value in row.items()}
 
-    def run(self, on_rows: Callable[[pd.DataFrame], None] | None, progress: Callable[[int, str], None]) -> Measured:
-        """Run tasks until nothing is left to do."""
+    def run(
+        self,
+        executor: Executor | None,
+        on_rows: Callable[[pd.DataFrame], None] | None,
+        progress: Callable[[int, str], None],
+    ) -> CampaignResult:
+        """Run tasks on ``executor`` until :meth:`next_task` returns None; without an executor return the known rows."""
         self.began = time.monotonic()
-        while (task := self.next_task()) is not None:
-            self._absorb(task, self.executor.run(task))
+        while executor is not None and (task := self.next_task()) is not None:
+            self._absorb(task, executor.run(task), executor.nodes_of(task.replicas))
             if on_rows is not None and self.rows:
                 on_rows(self.frame())
             total = max(len(self.rows), len(self.wanted) * len(self.series))
@@ -163,14 +166,14 @@ class _Campaign:
         if not self.rows:
             smallest = min(self.request.batch_sizes, default=1)
             raise InputError("--batch-sizes", f"even {smallest} runs out of memory", "give smaller ones")
-        return Measured(frame=self.frame(), skipped=self._skipped(), spent_s=time.monotonic() - self.began)
+        return CampaignResult(frame=self.frame(), skipped=self._skipped(), spent_s=time.monotonic() - self.began)
 
     def frame(self) -> pd.DataFrame:
         """Return all rows, ordered by replicas, accumulation steps and batch."""
         return pd.DataFrame([self.rows[key] for key in sorted(self.rows)])
 
-    def next_task(self) -> Task | None:
-        """Return what to run next, None when everything is known well enough or the budget is spent."""
+    def next_task(self) -> MeasureTask | None:
+        """Return the next visit; None when every median is known to the precision or the budget is spent."""
         request, left_s = self.request, self.request.budget_s - (time.monotonic() - self.began)
         if self.rows and left_s <= 0:
             return None
@@ -182,23 +185,25 @@ class _Campaign:
         ]
         if request.repeats is not None:
             return self._task(missing[0], most=request.repeats) if missing else None
-        key, doubt = self._search(), math.inf
-        ranked = [] if key is not None else self._ranked()
+        key, uncertainty = self._next_searched(), math.inf
+        ranked = [] if key is not None else self._ranked_by_uncertainty()
         if key is None and not ranked:
             return None
         if key is None:
-            doubt, key = ranked[0]
+            uncertainty, key = ranked[0]
         if key not in self.rows:
             # Until the median is known, or the configuration's share of the budget is spent.
-            share = max(0.0, left_s / max(1, len(missing)))
-            return self._task(key, most=_STEPS_PER_VISIT, seconds=share, precision=request.precision)
-        # As many steps as bring the interval down to the precision, by the root of their number.
-        have = len(self.times[key].full)
-        lacking = math.ceil(have * ((doubt / request.precision) ** 2 - 1)) if doubt < 10 else _STEPS_PER_VISIT
-        most = min(max(lacking, FEWEST_FOR_AN_INTERVAL), _STEPS_PER_VISIT)
-        return self._task(key, most=most, seconds=max(0.0, left_s / len(ranked)))
+            share_s = max(0.0, left_s / max(1, len(missing)))
+            return self._task(key, most=_STEPS_PER_VISIT, seconds=share_s, precision=request.precision)
+        # The interval narrows with the root of the number of steps: these bring it down to the precision.
+        timed = len(self.times[key].full)
+        lacking = (
+            math.ceil(timed * ((uncertainty / request.precision) ** 2 - 1)) if uncertainty < 10 else _STEPS_PER_VISIT
+        )
+        steps = min(max(lacking, FEWEST_FOR_AN_INTERVAL), _STEPS_PER_VISIT)
+        return self._task(key, most=steps, seconds=max(0.0, left_s / len(ranked)))
 
-    def _search(self) -> Key | None:
+    def _next_searched(self) -> Key | None:
         """Return the next configuration of the search for saturation, None when it has ended or was not asked for."""
         if self.request.batch_sizes:
             return None
@@ -212,156 +217,157 @@ class _Campaign:
         return replicas, steps, batch
 
     def _points(self, replicas: int, steps: int) -> dict[int, Interval]:
-        """Return the measured medians of a series by batch."""
-        found = {}
+        """Return the measured medians of a series by batch; a row without an interval (NaN) counts as exact."""
+        points = {}
         for key, row in self.rows.items():
             if key[:2] == (replicas, steps) and key[2] <= self.limit:
                 median = float(row["step_time_s"])
-                low, high = (float(row.get(f"step_time_{end}_s") or math.nan) for end in ("low", "high"))
+                low, high = (float(row.get(f"step_time_{bound}_s") or math.nan) for bound in ("low", "high"))
                 low, high = (median if math.isnan(value) else value for value in (low, high))
-                found[key[2]] = Interval(median=median, low=low, high=high)
-        return found
+                points[key[2]] = Interval(median=median, low=low, high=high)
+        return points
 
-    def _ranked(self) -> list[tuple[float, Key]]:
-        """Return what is not known to the precision, with its doubt, the greatest first; equal doubts in a good order."""
-        found: list[tuple[float, Key]] = []
+    def _ranked_by_uncertainty(self) -> list[tuple[float, Key]]:
+        """Return (uncertainty, configuration) of every median not yet known to the precision, the least known first.
+
+        The uncertainty is relative to the median, infinite where no curve predicts it: there each series has only the batch
+        to measure first.
+        """
+        ranked: list[tuple[float, Key]] = []
         for series in self.series:
             points = self._points(*series)
-            wanted = [batch for batch in sorted(self.wanted) if batch not in points and batch <= self.limit]
-            doubts = {batch: predict(points, batch).relative for batch in wanted}
-            unknown = [batch for batch, doubt in doubts.items() if math.isinf(doubt)]
-            if unknown:
-                found.append((math.inf, (*series, first_of(unknown, sorted(points)))))
+            unmeasured = [batch for batch in sorted(self.wanted) if batch not in points and batch <= self.limit]
+            uncertainties = {batch: predict(points, batch).relative for batch in unmeasured}
+            unpredicted = [batch for batch, uncertainty in uncertainties.items() if math.isinf(uncertainty)]
+            if unpredicted:
+                ranked.append((math.inf, (*series, first_of(unpredicted, sorted(points)))))
                 continue
-            found += [(doubt, (*series, batch)) for batch, doubt in doubts.items()]
-            found += [
+            ranked += [(uncertainty, (*series, batch)) for batch, uncertainty in uncertainties.items()]
+            ranked += [
                 (point.relative, (*series, batch))
                 for batch, point in points.items()
-                # rows of an earlier run are kept as they are; what so many steps do not settle, more will not
-                if 0 < len(self.times.get((*series, batch), Outcome()).full) < MOST_STEPS
+                # rows of an earlier run (no times) stay as they are; a median that MOST_STEPS leave uncertain stays so
+                if 0 < len(self.times.get((*series, batch), StepTimings()).full) < MOST_STEPS
             ]
-        return sorted((item for item in found if item[0] > self.request.precision), key=lambda item: -item[0])
+        return sorted((entry for entry in ranked if entry[0] > self.request.precision), key=lambda entry: -entry[0])
 
-    def _task(self, key: Key, *, most: int, seconds: float = math.inf, precision: float = 0.0) -> Task:
+    def _task(self, key: Key, *, most: int, seconds: float = math.inf, precision: float = 0.0) -> MeasureTask:
         replicas, steps, batch = key
         shape = {"replicas": replicas, "batch": batch, "accumulation": steps, "warmup": self.request.warmup}
-        return Task(**shape, most=most, seconds=seconds, precision=precision)
+        return MeasureTask(**shape, most=most, seconds=seconds, precision=precision)
 
-    def _absorb(self, task: Task, outcome: Outcome) -> None:
-        """Add a visit's times to its configuration's row; forget what is too large."""
+    def _absorb(self, task: MeasureTask, outcome: StepTimings, nodes: int) -> None:
+        """Add a visit's times, measured on ``nodes`` nodes, to its row; without times, limit the batch below the task's."""
         if not outcome.full:  # memory ran out
             self.limit = min(self.limit, task.batch - 1)
             return
         key = (task.replicas, task.accumulation, task.batch)
-        before = self.times.get(key, Outcome())
-        times = self.times[key] = Outcome(
+        before = self.times.get(key, StepTimings())
+        times = self.times[key] = StepTimings(
             full=before.full + outcome.full,
             local=before.local + outcome.local,
             passes=before.passes + outcome.passes,
             peak_bytes=max(before.peak_bytes, outcome.peak_bytes),
         )
-        full, shared = median_interval(times.full), task.replicas > 1
-        step = full.median
-        local = float(np.median(times.local)) if shared else step
-        lower, upper = np.percentile(times.full, [25, 75])
+        full, is_synchronised = median_interval(times.full), task.replicas > 1
+        step_s = full.median
+        local_s = float(np.median(times.local)) if is_synchronised else step_s
+        quartile_low_s, quartile_high_s = np.percentile(times.full, [25, 75])
         self.rows[key] = {
             "device": self.said["device"],
-            "num_nodes": self.executor.nodes_of(task.replicas),
+            "num_nodes": nodes,
             "num_replicas": task.replicas,
             "local_batch_size": task.batch,
-            "step_time_s": step,
+            "step_time_s": step_s,
             # Never all of the step: computing takes some of it, whatever the noise says.
-            "sync_time_s": min(max(0.0, step - local), 0.99 * step) if shared else 0.0,
+            "sync_time_s": min(max(0.0, step_s - local_s), 0.99 * step_s) if is_synchronised else 0.0,
             "peak_memory_bytes": times.peak_bytes,
-            "step_time_spread_s": float(upper - lower),
+            "step_time_spread_s": float(quartile_high_s - quartile_low_s),
             "repeats": len(times.full),
             "step_time_low_s": full.low,
             "step_time_high_s": full.high,
             "accumulation_steps": task.accumulation,
-            "grad_time_s": min(float(np.median(times.passes)) if times.passes else local, step),
+            "grad_time_s": min(float(np.median(times.passes)) if times.passes else local_s, step_s),
             "source": self.said["source"],
             "settings": self.said["settings"],
         }
 
     def _skipped(self) -> list[SkippedConfiguration]:
-        """Return what was asked for and not measured, and why."""
-        found = []
+        """Return the configurations that were asked for and not measured, with the reason of each."""
+        skipped = []
         for replicas, steps in self.series:
             points = self._points(replicas, steps)
             for batch in sorted(self.wanted - set(points)):
-                guess = predict(points, batch)
-                known = guess.relative <= self.request.precision and self.request.repeats is None
+                prediction = predict(points, batch)
+                is_known = prediction.relative <= self.request.precision and self.request.repeats is None
                 reason = "the budget was spent"
                 if batch > self.limit:
                     reason = f"memory ends at batch {self.limit}"
-                elif known:
+                elif is_known:
                     low, high = max(x for x in points if x < batch), min(x for x in points if x > batch)
-                    reason = f"known to {guess.relative:.1%} from the curve between batch {low} and {high}"
-                found.append(
+                    reason = f"known to {prediction.relative:.1%} from the curve between batch {low} and {high}"
+                skipped.append(
                     SkippedConfiguration(
                         num_replicas=replicas,
                         accumulation_steps=steps,
                         local_batch_size=batch,
                         reason=reason,
-                        predicted_step_time_s=guess.step_time_s if known else None,
+                        predicted_step_time_s=prediction.step_time_s if is_known else None,
                     )
                 )
-        return found
+        return skipped
 
 
-class Pool:
+class Executor(Protocol):
+    """What runs the tasks of a campaign: :class:`LocalReplicas`, or torchrun's processes."""
+
+    def nodes_of(self, replicas: int) -> int:
+        """Return on how many nodes so many replicas run."""
+
+    def run(self, task: MeasureTask) -> StepTimings:
+        """Return the times of a task."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalReplicas:
     """Processes on this machine, one per replica of the largest count, each waiting on a pipe for its next task.
 
-    Smaller counts use the first of them, so that every count runs under the same conditions. Started by the first task.
+    Smaller counts use the first of them, so that every count runs under the same conditions.
     """
 
-    def __init__(self, subject: Subject, replicas: Sequence[int]) -> None:
-        self.subject, self.replicas = subject, sorted(set(replicas))
-        self._children: Children | None = None
-
-    def __enter__(self) -> Pool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._children is not None:
-            self._children.close()
+    children: Children
 
     def nodes_of(self, replicas: int) -> int:
         """Return on how many nodes so many replicas run: this machine."""
         return 1
 
-    def start(self) -> Children:
-        """Start the processes and wait until all are ready. Raises DdlToolError when one is not."""
-        most = self.replicas[-1]
-        arguments = [(self.subject, rank, self.replicas) for rank in range(most)]
-        self._children = Children(_serve, arguments, self.subject.source)
-        self._children.gather(range(most), self.subject.source, "measuring process")
-        return self._children
-
-    def run(self, task: Task) -> Outcome:
+    def run(self, task: MeasureTask) -> StepTimings:
         """Return the times of a task, with the largest peak memory of any replica.
 
-        Raises InputError when the model fails, DdlToolError naming the configuration when a process ends.
+        Raises InputError when the model fails, DdlToolError naming the configuration and the process when one ends.
         """
-        children, ranks = self._children or self.start(), range(task.replicas)
+        ranks = range(task.replicas)
         for rank in ranks:
-            children.send(rank, task)
-        outcomes: list[Outcome] = children.gather(ranks, str(task), "measuring process")
+            self.children.send(rank, task)
+        outcomes: list[StepTimings] = self.children.gather(ranks, str(task))
         return replace(outcomes[0], peak_bytes=max(outcome.peak_bytes for outcome in outcomes))
 
 
 def _serve(subject: Subject, rank: int, replicas: Sequence[int], pipe: Connection) -> None:
-    """Be one replica. Its process group is not destroyed: that would wait for peers that wait for this one."""
+    """Run as one replica: time each task that comes through ``pipe``.
+
+    The process group is not destroyed: its destruction would wait for peers that wait for this process.
+    """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo asks the host's name, which need not be this machine
     worker = replica(subject, replicas, rank, max(replicas), init_method=meeting_place())
     pipe.send(True)
-    last = time.monotonic()
+    last_sign_s = time.monotonic()
 
     def beat() -> None:
         """Send a sign of life, at most one a second."""
-        nonlocal last
-        if time.monotonic() - last > 1.0:
-            last = time.monotonic()
+        nonlocal last_sign_s
+        if time.monotonic() - last_sign_s > 1.0:
+            last_sign_s = time.monotonic()
             pipe.send(None)
 
     while True:
@@ -370,21 +376,21 @@ def _serve(subject: Subject, rank: int, replicas: Sequence[int], pipe: Connectio
 
 def reliability(frame: pd.DataFrame) -> list[str]:
     """Return a plain sentence for every reason not to trust the rows, with what to try."""
-    found: list[str] = []
+    sentences: list[str] = []
     wide = frame[frame["step_time_spread_s"] > RELIABLE_SPREAD * frame["step_time_s"]]
     if len(wide):
         worst = (wide["step_time_spread_s"] / wide["step_time_s"]).max()
-        found.append(
+        sentences.append(
             f"{len(wide)} of {len(frame)} rows spread by up to {worst:.0%}; stop other load or raise --repeats"
         )
     if (frame["step_time_s"] < SHORTEST_STEP_S).any():
-        found.append("steps below 1 ms measure the framework more than the model; use larger batch sizes")
+        sentences.append("steps below 1 ms measure the framework more than the model; use larger batch sizes")
     if (frame["repeats"] < FEWEST_REPEATS).any():
-        found.append(f"fewer than {FEWEST_REPEATS} repeats say nothing about the spread; raise --repeats")
-    return found
+        sentences.append(f"fewer than {FEWEST_REPEATS} repeats say nothing about the spread; raise --repeats")
+    return sentences
 
 
-class RowFile:
+class ProfileFile:
     """A profile.csv that is rewritten (atomically) whenever a row comes; a killed process loses no row that was written.
 
     ``known``: with ``resume`` the rows that are there already, None without. Raises InputError for rows that were measured
@@ -400,7 +406,7 @@ class RowFile:
         check_writable(path)
         self._streams = path.exists() and not path.is_file()
         if resume and path.is_file():
-            self.known = _read_known(path, request.said())
+            self.known = _read_resumed_rows(path, request.said())
 
     def write(self, frame: pd.DataFrame) -> None:
         """Write all rows; standard output and pipes get them at the end (:meth:`close`)."""
@@ -414,32 +420,36 @@ class RowFile:
             write_profile(frame, self.path)
 
 
-def _read_known(path: Path, expected: dict[str, str]) -> pd.DataFrame:
+def _read_resumed_rows(path: Path, expected: dict[str, str]) -> pd.DataFrame:
+    """Return the rows of ``path``. Raises InputError where a column differs from ``expected`` or two rows measure the same."""
     frame = read_profile(path)
-    for name, now in expected.items():
+    for name, requested in expected.items():
         if name not in frame.columns:
             raise InputError(str(path), f"has no column {name!r}", "only what ddltool profile wrote can be resumed")
-        for row, then in enumerate(frame[name].astype(str), start=1):
-            if then != now:
-                one, other = then.split(";"), now.split(";")
-                was, here = (";".join(x for x in a if x not in b) for a, b in ((one, other), (other, one)))
-                problem = f"is {was}, not {here}"
+        for row, measured in enumerate(frame[name].astype(str), start=1):
+            if measured != requested:
+                settings = measured.split(";"), requested.split(";")
+                was = ";".join(setting for setting in settings[0] if setting not in settings[1])
+                wanted = ";".join(setting for setting in settings[1] if setting not in settings[0])
+                problem = f"is {was}, not {wanted}"
                 raise InputError(f"{path}:row {row}:{name}", problem, "measure alike, or write another file")
     frame["accumulation_steps"] = frame["accumulation_steps"].fillna(0).astype("int64")
-    twice = frame.duplicated(["num_replicas", "accumulation_steps", "local_batch_size"]).to_numpy().nonzero()[0]
-    if twice.size:
-        raise InputError(f"{path}:row {twice[0] + 1}", "repeats an earlier configuration", "remove one of the rows")
+    repeated_rows = frame.duplicated(["num_replicas", "accumulation_steps", "local_batch_size"]).to_numpy().nonzero()[0]
+    if repeated_rows.size:
+        raise InputError(
+            f"{path}:row {repeated_rows[0] + 1}", "repeats an earlier configuration", "remove one of the rows"
+        )
     return frame.drop(columns="schema_version", errors="ignore")  # every writing sets it anew
 
 
 def threads_of(path: Path) -> int:
-    """Return the threads per process with which the rows of ``path`` were measured, 0 where the file says nothing of it.
+    """Return the threads per process with which the rows of ``path`` were measured; 0 where the file has no such setting.
 
-    What is wrong with the file is for :class:`RowFile` to say.
+    A file that cannot be read also gives 0: :class:`ProfileFile` raises its error.
     """
     try:
         settings = read_profile(path)["settings"].astype(str)
     except (InputError, KeyError):
         return 0
-    found = settings.str.extract(r"(?:^|;)threads=([1-9]\d{0,8})(?:;|$)")[0].dropna()
-    return int(found.iloc[0]) if len(found) else 0
+    threads = settings.str.extract(r"(?:^|;)threads=([1-9]\d{0,8})(?:;|$)")[0].dropna()
+    return int(threads.iloc[0]) if len(threads) else 0

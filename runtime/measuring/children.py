@@ -10,43 +10,49 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
-from ddltool.errors import DdlToolError, InputError, one_line
+from ddltool.errors import DdlToolError, InputError, listed, one_line
 
 # No step takes longer without a sign of life; a hung collective must not hang the user.
 SILENCE_LIMIT_S = 300.0
-# When one process dies, its peers' collectives fail too; the death is the reason, and is seen within this time.
+# The death of a process is seen within this time of what follows from it.
 _GRACE_S = 0.5
 
 # In a child: where it meets the others.
 _folder = ""
 
 T = TypeVar("T")
-GONE = object()
-"""Stands for a message where none will come: the process has ended, or closed its pipe."""
+
+
+class LostProcess(DdlToolError):
+    """A process has ended before its time: its ``rank``, and ``how`` it ended, in words."""
+
+    def __init__(self, where: str, rank: int, how: str) -> None:
+        super().__init__(f"{where}: process {rank} {how}")
+        self.rank, self.how = rank, how
 
 
 class Children:
     """Processes of this machine with a pipe each, in which ``body(*arguments, pipe)`` runs; a ``with`` block ends them.
 
-    What a body raises arrives as :func:`in_one_line` tells it of ``source``.
+    An exception of a body is raised here as one line about ``source`` (:func:`in_one_line`).
     """
 
     def __init__(self, body: Callable[..., None], arguments: Sequence[tuple[Any, ...]], source: str = "") -> None:
         context = multiprocessing.get_context("spawn")
         # A pipe for each: a queue that all share can be left locked, or with half a message in it, by one that is killed.
-        both = [context.Pipe() for _ in arguments]
-        self.pipes = [mine for mine, _ in both]
+        pipe_pairs = [context.Pipe() for _ in arguments]
+        self.pipes = [parent_end for parent_end, _ in pipe_pairs]
         # A file to meet at: a store on a port would listen to everybody who reaches this machine.
         self._folder = tempfile.mkdtemp(prefix="ddltool-")
         self.processes = [
-            context.Process(target=_run, args=(body, given, theirs, source, self._folder), daemon=True)
-            for given, (_, theirs) in zip(arguments, both, strict=True)
+            context.Process(target=_run, args=(body, body_arguments, child_end, source, self._folder), daemon=True)
+            for body_arguments, (_, child_end) in zip(arguments, pipe_pairs, strict=True)
         ]
         self._heard_s = time.monotonic()
         try:
@@ -57,8 +63,8 @@ class Children:
             self.close()
             raise
         finally:
-            for _, theirs in both:
-                theirs.close()  # or a dead process's pipe would not end
+            for _, child_end in pipe_pairs:
+                child_end.close()  # or a dead process's pipe would not end
 
     def __enter__(self) -> Children:
         return self
@@ -79,72 +85,82 @@ class Children:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def send(self, rank: int, message: Any) -> None:
-        """Send a message; that a process is gone is for :meth:`receive` to tell."""
+        """Send a message; :meth:`receive` raises the error when the process is gone."""
         self._heard_s = time.monotonic()
         with contextlib.suppress(OSError):
             self.pipes[rank].send(message)
 
-    def receive(self, ranks: Iterable[int], silent: str, timeout_s: float = 1.0) -> list[tuple[int, Any]]:
-        """Return what has come from these processes, at most one message of each, by rank; ``GONE`` for one that ended.
+    def receive(
+        self, ranks: Sequence[int], where: str, poll_s: float = 1.0, limit_s: float = SILENCE_LIMIT_S
+    ) -> list[tuple[int, Any]]:
+        """Return the (rank, message) pairs that arrive within ``poll_s``, at most one of each process, in rank order.
 
-        Raises DdlToolError, ``SILENT for 300 s``, when none was heard of for so long.
+        ``where`` begins error messages. Raises the error that a process raised, :class:`LostProcess` for a process that
+        ended, and DdlToolError naming the ranks when none of them sent anything for ``limit_s``.
         """
-        asked = list(ranks)
-        ready = wait([self.pipes[rank] for rank in asked], timeout_s)
-        found: list[tuple[int, Any]] = []
-        for rank in asked:
+        ready = wait([self.pipes[rank] for rank in ranks], poll_s)
+        messages: list[tuple[int, Any]] = []
+        for rank in ranks:
             if self.pipes[rank] in ready:
                 try:
-                    found.append((rank, self.pipes[rank].recv()))
+                    message = self.pipes[rank].recv()
                 except (EOFError, OSError):
-                    found.append((rank, GONE))
-        if found:
+                    raise self._dead_process(where, rank) or LostProcess(where, rank, "went away") from None
+                if isinstance(message, DdlToolError):
+                    # When one process dies, its peers' collectives fail too; the death is the reason.
+                    raise (self._dead_process(where, rank) if len(self.processes) > 1 else None) or message
+                messages.append((rank, message))
+        if messages:
             self._heard_s = time.monotonic()
-        elif time.monotonic() - self._heard_s > SILENCE_LIMIT_S:
-            raise DdlToolError(f"{silent} for {SILENCE_LIMIT_S:.0f} s")
-        return found
+        elif time.monotonic() - self._heard_s > limit_s:
+            names = listed([str(rank) for rank in ranks], 8)
+            raise DdlToolError(f"{where}: no answer from process {names} within {limit_s:.0f} s")
+        return messages
 
     def gather(
-        self, ranks: Sequence[int], where: str, who: str, is_note: Callable[[Any], bool] = lambda answer: answer is None
+        self,
+        ranks: Sequence[int],
+        where: str,
+        take_note: Callable[[int, Any], bool] = lambda rank, message: message is None,
+        limit_s: float = SILENCE_LIMIT_S,
     ) -> list[Any]:
-        """Return one answer of each rank; what ``is_note`` is a sign of life and no answer.
+        """Return one answer of each rank, in the order of ``ranks``.
 
-        Raises what :meth:`failure` says.
+        ``take_note(rank, message)`` returns whether a message is an interim note and no answer; by default None is a note:
+        a sign of life. Raises what :meth:`receive` raises.
         """
         answers: dict[int, Any] = {}
-        while left := [rank for rank in ranks if rank not in answers]:
-            for rank, answer in self.receive(left, f"{where}: the {who}es were silent"):
-                if failure := self.failure(answer, f"{where}: a {who}"):
-                    raise failure
-                if not is_note(answer):
-                    answers[rank] = answer
+        while unanswered := [rank for rank in ranks if rank not in answers]:
+            messages = self.receive(unanswered, where, limit_s=limit_s)
+            answers |= {rank: message for rank, message in messages if not take_note(rank, message)}
         return [answers[rank] for rank in ranks]
 
-    def failure(self, answer: Any, who: str) -> DdlToolError | None:
-        """Return why this answer is none: ``WHO died`` where a process did, else what it refused; None for an answer."""
-        if answer is not GONE and not isinstance(answer, DdlToolError):
-            return None
-        patience_s = _GRACE_S if answer is GONE or len(self.processes) > 1 else 0.0
-        if code := soon(patience_s, lambda: next((each.exitcode for each in self.processes if each.exitcode), None)):
-            return DdlToolError(f"{who} {how_it_ended(code)}")
-        return answer if isinstance(answer, DdlToolError) else DdlToolError(f"{who} went away")
+    def _dead_process(self, where: str, rank: int) -> LostProcess | None:
+        """Return the error of a process that died within the grace time, ``rank`` before its peers; None when all live."""
+        rank_first = sorted(enumerate(self.processes), key=lambda entry: entry[0] != rank)
+
+        def find_dead() -> LostProcess | None:
+            dead = ((dead_rank, process.exitcode) for dead_rank, process in rank_first if process.exitcode)
+            return next((LostProcess(where, dead_rank, how_it_ended(code)) for dead_rank, code in dead), None)
+
+        return soon(_GRACE_S, find_dead)
 
 
 def soon(seconds: float, look: Callable[[], T | None]) -> T | None:
-    """Return what ``look`` finds within so many seconds, None where there is nothing; it looks once at least."""
-    deadline = time.monotonic() + seconds
-    while (found := look()) is None and time.monotonic() < deadline:
+    """Return the first result of ``look`` that is not None within ``seconds``, else None; ``look`` is called at least once."""
+    deadline_s = time.monotonic() + seconds
+    while (result := look()) is None and time.monotonic() < deadline_s:
         time.sleep(0.02)
-    return found
+    return result
 
 
 def meeting_place(use: str = "all") -> str:
-    """Return, in a child, where :class:`Children` meet for this use, for ``init_process_group``: a file of this user's."""
+    """Return, in a child, the ``init_method`` of a process group of all :class:`Children`: a private file, one per ``use``."""
     return f"file://{_folder}/{use}"
 
 
 def _run(body: Callable[..., None], arguments: tuple[Any, ...], pipe: Connection, source: str, folder: str) -> None:
-    """Be one process; whatever goes wrong reaches the parent as text."""
+    """Run ``body`` in a child process; send any exception of it to the parent as an error of one line."""
     global _folder
     _folder = folder
     os.dup2(2, 1)  # what the user's module prints must not mix with the command's result
@@ -184,7 +200,7 @@ def _interrupts_held() -> Iterator[None]:
 
 
 def in_one_line(error: Exception, source: str) -> DdlToolError:
-    """Return what a model raised as one line about its SOURCE, and errors of ours as they are."""
+    """Return an exception of the model as an error of one line about ``source``, and a DdlToolError unchanged."""
     if isinstance(error, DdlToolError):
         return error
     text = one_line(f"{type(error).__name__}: {error}")[:300]
@@ -203,5 +219,5 @@ def how_it_ended(exit_code: int) -> str:
         name = signal.Signals(-exit_code).name
     except ValueError:
         name = f"signal {-exit_code}"
-    more = ": by somebody, or by the system when memory ran out" if -exit_code == signal.SIGKILL else ""
-    return f"was killed ({name}{more})"
+    cause = ": by somebody, or by the system when memory ran out" if -exit_code == signal.SIGKILL else ""
+    return f"was killed ({name}{cause})"

@@ -27,7 +27,8 @@ from typing import Any
 
 import psutil
 
-from ddltool.analyzers.loading.machines import Node, Nodes, named
+from ddltool.analyzers.step.measured.machines import Node, Nodes, named
+from ddltool.errors import DdlToolError
 from ddltool.results import Machine, MachineCheck
 from ddltool.runtime.measuring.children import Children, meeting_place
 
@@ -43,7 +44,7 @@ OPTIONAL = {
     "ray": "sweep --engine ray: pip install 'ddltool[ray]'",
 }
 PATIENCE_S = 20.0
-"""How long two processes may take to start, meet and reduce before they count as hung."""
+"""How long two processes may say nothing, while they start, meet or reduce, before they count as hung."""
 _MEETING_S = 5.0
 COARSE_CLOCK_S = 1e-5
 SHARED_MEMORY_BYTES = 128 * 2**20
@@ -55,15 +56,15 @@ _RATE_TRIES = 8
 
 def examine() -> tuple[list[MachineCheck], Machine]:
     """Return all checks, and the figures of the machine. The two processes start first: they import torch meanwhile."""
-    port, torch_here = check_store_port(), importlib.util.find_spec("torch") is not None
+    port, has_torch = check_store_port(), importlib.util.find_spec("torch") is not None
     with contextlib.ExitStack() as stack:
         children = None
-        if torch_here and port.status == "ok":
+        if has_torch and port.status == "ok":
             with contextlib.suppress(OSError):
-                children = stack.enter_context(Children(_member, [(0,), (1,)]))
+                children = stack.enter_context(Children(_try_backends, [(0,), (1,)]))
         machine = machine_figures()
         checks = [_check("python", f"{machine.python}, {sys.executable}"), *check_packages(), check_load(machine)]
-        if torch_here and port.status == "ok":
+        if has_torch and port.status == "ok":
             checks += [check_cuda(machine), port, *check_processes(children)]
         else:
             checks.append(port)
@@ -72,12 +73,12 @@ def examine() -> tuple[list[MachineCheck], Machine]:
 
 
 def _check(name: str, found: str, status: str = "ok", remedy: str = "", *, fine: bool = False) -> MachineCheck:
-    """Return a check's outcome; ``fine``: it is ok, and ``status`` and ``remedy`` are for when it is not."""
+    """Return the outcome of a check; with ``fine`` the status is ``ok``, and ``status`` and ``remedy`` are ignored."""
     return MachineCheck(name=name, status="ok" if fine else status, found=found, remedy="" if fine else remedy)
 
 
 def machine_figures() -> Machine:
-    """Return what this machine is."""
+    """Return the versions, devices and memory of this machine."""
     cuda: dict[str, Any] = {"cuda_devices": [], "cuda_build": None, "gloo": False}
     if importlib.util.find_spec("torch") is not None:
         import torch
@@ -95,42 +96,43 @@ def machine_figures() -> Machine:
 
 
 def machine_nodes() -> Nodes:
-    """Return this machine as the one node of a cluster: its GPUs, or without any its CPU with rates measured in a moment."""
+    """Return this machine as a cluster of one node: its GPUs, or without GPUs its CPU with rates measured here."""
     import torch
 
     name = platform.node() or "here"
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    gpus = Counter((each.name, round(each.total_memory / 2**30, 1)) for each in found)
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    gpus = Counter((device.name, round(device.total_memory / 2**30, 1)) for device in devices)
     if gpus:
         nodes = (Node(name=name, device=gpu, count=n, memory_gib=gib) for (gpu, gib), n in gpus.items())
         return Nodes(nodes=tuple(named(node) for node in nodes))
     memory = round(psutil.virtual_memory().total / 2**30, 1)
     flops, bytes_per_s = _cpu_rates()
     spec = {"architecture": "CPU", "peak_flops": {"float32": flops}, "memory_bytes_per_s": bytes_per_s}
-    told = f"{name}: no GPU; the CPU's rates were measured in a moment, ddltool profile measures the model's own step"
+    remark = f"{name}: no GPU; the CPU's rates were measured in a moment, ddltool profile measures the model's own step"
     node = Node(name=name, device="cpu", count=1, memory_gib=memory)
-    return Nodes(nodes=(node,), remarks=(told,), specs={"cpu": {**spec, "memory_gib": memory}})
+    return Nodes(nodes=(node,), remarks=(remark,), specs={"cpu": {**spec, "memory_gib": memory}})
 
 
 def _cpu_rates() -> tuple[float, float]:
-    """Return the best FLOP/s of a product of float32 matrices, and bytes/s read and written by a copy, of a few tries."""
+    """Return FLOP/s of a product of float32 matrices and bytes/s (read plus written) of a copy, the best of a few tries."""
     import torch
 
     size = 768
-    one, large = torch.ones(size, size), torch.ones(1 << 24)
+    matrix, source = torch.ones(size, size), torch.ones(1 << 24)
 
-    def best(work: Callable[[], object]) -> float:
+    def shortest_s(work: Callable[[], object]) -> float:
         work()
         seconds = []
         for _ in range(_RATE_TRIES):
-            since = time.perf_counter()
+            started_s = time.perf_counter()
             work()
-            seconds.append(time.perf_counter() - since)
+            seconds.append(time.perf_counter() - started_s)
         return min(seconds)
 
-    copied = torch.empty_like(large)
-    flops, moved = 2.0 * size**3 / best(lambda: one @ one), 8.0 * len(large) / best(lambda: copied.copy_(large))
-    return float(f"{flops:.3g}"), float(f"{moved:.3g}")
+    target = torch.empty_like(source)
+    flops_per_s = 2.0 * size**3 / shortest_s(lambda: matrix @ matrix)
+    bytes_per_s = 8.0 * len(source) / shortest_s(lambda: target.copy_(source))
+    return float(f"{flops_per_s:.3g}"), float(f"{bytes_per_s:.3g}")
 
 
 def installed(name: str) -> str | None:
@@ -142,7 +144,7 @@ def installed(name: str) -> str | None:
 
 
 def check_packages() -> list[MachineCheck]:
-    """Return one line for all packages, or one for each that is missing."""
+    """Return one check of all packages, or one of each missing package."""
     missing = [name for name in PACKAGES if installed(name) is None]
     if not missing:
         return [_check("packages", f"all {len(PACKAGES)} there; torch {installed('torch')}")]
@@ -151,14 +153,14 @@ def check_packages() -> list[MachineCheck]:
 
 def check_load(machine: Machine) -> MachineCheck:
     """Return whether other programs keep the machine busy."""
-    busy = os.getloadavg()[0]
-    found = f"{machine.cpu_count} core(s), {machine.memory_gib} GiB of memory, load {busy:.1f}"
+    load = os.getloadavg()[0]
+    found = f"{machine.cpu_count} core(s), {machine.memory_gib} GiB of memory, load {load:.1f}"
     remedy = "other programs keep it busy: measured times will be noisy (profile says how sure each is)"
-    return _check("machine", found, "warning", remedy, fine=busy <= machine.cpu_count)
+    return _check("machine", found, "warning", remedy, fine=load <= machine.cpu_count)
 
 
 def check_cuda(machine: Machine) -> MachineCheck:
-    """Return what there is of GPUs."""
+    """Return the check of CUDA: the devices, or the reason why there are none."""
     if machine.cuda_devices:
         return _check("CUDA", f"{len(machine.cuda_devices)}: {', '.join(dict.fromkeys(machine.cuda_devices))}")
     if machine.cuda_build is None:
@@ -169,17 +171,17 @@ def check_cuda(machine: Machine) -> MachineCheck:
 
 
 def check_clock() -> MachineCheck:
-    """Return the smallest step that the clock of all measurements makes: the least of those seen in 20 ms."""
-    smallest, before = float("inf"), time.perf_counter()
-    end = before + 0.02
-    while before < end:
-        now = time.perf_counter()
-        if now > before:
-            smallest = min(smallest, now - before)
-        before = now
+    """Return the check of the measuring clock's resolution: its smallest step seen in 20 ms."""
+    smallest_s, previous_s = float("inf"), time.perf_counter()
+    end_s = previous_s + 0.02
+    while previous_s < end_s:
+        present_s = time.perf_counter()
+        if present_s > previous_s:
+            smallest_s = min(smallest_s, present_s - previous_s)
+        previous_s = present_s
     remedy = "measured times will be coarse: profile with larger batches, or mend the clock source of the machine"
-    found = f"steps of {smallest * 1e9:,.0f} ns"
-    return _check("clock", found, "warning", remedy, fine=smallest <= COARSE_CLOCK_S)
+    found = f"steps of {smallest_s * 1e9:,.0f} ns"
+    return _check("clock", found, "warning", remedy, fine=smallest_s <= COARSE_CLOCK_S)
 
 
 def check_store_port() -> MachineCheck:
@@ -189,10 +191,10 @@ def check_store_port() -> MachineCheck:
         with contextlib.ExitStack() as stack:
             server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             client = stack.enter_context(socket.create_connection(server.getsockname()[:2], timeout=2.0))
-            other = stack.enter_context(server.accept()[0])
+            accepted = stack.enter_context(server.accept()[0])
             client.sendall(b"1")
-            other.settimeout(2.0)
-            if other.recv(1) != b"1":
+            accepted.settimeout(2.0)
+            if accepted.recv(1) != b"1":
                 problem = "connected, nothing received"
     except OSError as error:
         problem = error.strerror or str(error)
@@ -201,16 +203,16 @@ def check_store_port() -> MachineCheck:
 
 
 def check_folder(name: str, folder: str | Path, *, required: bool, remedy: str) -> MachineCheck:
-    """Write and remove a file in ``folder``, or where it would be made; less than one GiB of free space is a warning."""
-    place = Path(folder)
+    """Write and remove a file in ``folder`` or its nearest existing parent; less than one GiB of free space is a warning."""
+    existing = Path(folder)
     try:
-        while not place.exists() and place != place.parent:
-            place = place.parent
-        with tempfile.NamedTemporaryFile(dir=place) as file:
+        while not existing.exists() and existing != existing.parent:
+            existing = existing.parent
+        with tempfile.NamedTemporaryFile(dir=existing) as file:
             file.write(b"x" * 4096)
             file.flush()
             os.fsync(file.fileno())
-        free = shutil.disk_usage(place).free
+        free = shutil.disk_usage(existing).free
     except OSError as error:
         return _check(name, f"{folder}: {error.strerror or error}", "failed" if required else "warning", remedy)
     found = f"{folder}, {free / 2**30:,.1f} GiB free"
@@ -218,8 +220,8 @@ def check_folder(name: str, folder: str | Path, *, required: bool, remedy: str) 
 
 
 def _check_folders() -> list[MachineCheck]:
-    here = check_folder("this folder", Path.cwd(), required=False, remedy="give -o FILE in a writable folder")
-    return [here, check_temporary()]
+    working = check_folder("this folder", Path.cwd(), required=False, remedy="give -o FILE in a writable folder")
+    return [working, check_temporary()]
 
 
 def check_temporary() -> MachineCheck:
@@ -244,12 +246,12 @@ def check_shared_memory(folder: str = "/dev/shm") -> MachineCheck:
 
 
 def _check_extras() -> list[MachineCheck]:
-    wanted = {name: (installed(name), remedy) for name, remedy in OPTIONAL.items()}
+    extras = {name: (installed(name), remedy) for name, remedy in OPTIONAL.items()}
     browser = shutil.which("chromium") or shutil.which("chromium-browser")
-    wanted["chromium"] = (browser, "only the tests that look at reports need it: apt-get install chromium")
+    extras["chromium"] = (browser, "only the tests that look at reports need it: apt-get install chromium")
     return [
         _check(name, found or "not installed", "optional", remedy, fine=bool(found))
-        for name, (found, remedy) in wanted.items()
+        for name, (found, remedy) in extras.items()
     ]
 
 
@@ -257,78 +259,83 @@ def _check_extras() -> list[MachineCheck]:
 
 
 Answers = dict[tuple[str, int], tuple[str, float]]
-"""By what was tried and rank: what went wrong, "" where nothing did, and the median seconds."""
+"""(problem, median seconds) by (name of the attempt, rank); the problem is "" where the attempt worked."""
 
 
 def check_processes(children: Children | None) -> list[MachineCheck]:
-    """Return the checks of gloo and NCCL; a process that dies or hangs fails those that it did not come to."""
-    said: Answers = {}
+    """Return the checks of gloo and NCCL; a process that dies or hangs fails its attempts that have not ended.
+
+    ``children`` None: the processes could not be started.
+    """
+    answers: Answers = {}
     problem = "" if children is not None else "processes cannot be started"
-    deadline = time.monotonic() + PATIENCE_S
-    while children is not None and not problem and (left := [rank for rank in (0, 1) if ("done", rank) not in said]):
-        for rank, answer in children.receive(left, "processes were silent", 0.1):
-            if failure := children.failure(answer, "a process"):
-                problem = str(failure)
-            else:
-                name, value = answer
-                said[name, rank] = value
-        if not problem and time.monotonic() > deadline:
-            problem = f"no answer within {PATIENCE_S:.0f} s"
+
+    def take_answer(rank: int, message: tuple[str, tuple[str, float]]) -> bool:
+        answers[message[0], rank] = message[1]
+        return message[0] != "done"
+
+    if children is not None:
+        try:
+            children.gather((0, 1), "two processes", take_answer, PATIENCE_S)
+        except DdlToolError as error:
+            problem = str(error)
     remedy = (
         "make the host's name resolve to an address of this machine (/etc/hosts), or set GLOO_SOCKET_IFNAME "
         "(lo on one machine, the network interface on several)"
     )
     needed = "profile --replicas, the hook and demo need it; GLOO_SOCKET_IFNAME=lo?"
     return [
-        _reduced("gloo", said, 2, problem, "failed", needed),
-        _reduced("gloo, default network", said, 2, problem, "warning", remedy),
-        check_nccl(said, problem),
+        _check_reduction("gloo", answers, 2, problem, "failed", needed),
+        _check_reduction("gloo, default network", answers, 2, problem, "warning", remedy),
+        check_nccl(answers, problem),
     ]
 
 
-def _reduced(name: str, said: Answers, wanted: int, problem: str, bad: str, remedy: str) -> MachineCheck:
-    """Return how a reduction over ``wanted`` processes went; ``problem``: why some have not answered."""
-    values = [value for (tried, _), value in said.items() if tried == name]
+def _check_reduction(
+    name: str, answers: Answers, processes: int, problem: str, status: str, remedy: str
+) -> MachineCheck:
+    """Return the check of a reduction over ``processes``; ``problem``: why some of them have not answered."""
+    values = [value for (attempt, _), value in answers.items() if attempt == name]
     problems = [text for text, _ in values if text]
-    if problems or len(values) < wanted:
-        return _check(name, problems[0] if problems else problem, bad, remedy)
+    if problems or len(values) < processes:
+        return _check(name, problems[0] if problems else problem, status, remedy)
     shown = f"added 1 MiB in {max(seconds for _, seconds in values) * 1e3:.2f} ms (median)"
     return _check(name, f"{len(values)} process{'es' if len(values) > 1 else ''} {shown}")
 
 
-def check_nccl(said: Answers, problem: str) -> MachineCheck:
-    """Return how NCCL did, where there is CUDA."""
-    if any(name == "NCCL" for name, _ in said):
+def check_nccl(answers: Answers, problem: str) -> MachineCheck:
+    """Return the check of a reduction over NCCL, ``optional`` where no CUDA device was there to try it."""
+    if any(name == "NCCL" for name, _ in answers):
         remedy = "training on several GPUs needs it; run with NCCL_DEBUG=INFO to see why"
-        return _reduced("NCCL", said, 1, problem, "failed", remedy)
+        return _check_reduction("NCCL", answers, 1, problem, "failed", remedy)
     if problem:
         return _check("NCCL", problem, "warning", "see the line on gloo first")
     remedy = "nothing to do for work on the CPU; else install a CUDA build of torch and its driver"
     return _check("NCCL", "no CUDA device to try it on", "optional", remedy)
 
 
-def _member(rank: int, results: Connection) -> None:
-    """The body of one of the two processes: answers (what was tried, (problem or "", median seconds))."""
+def _try_backends(rank: int, results: Connection) -> None:
+    """Reduce over every backend in one of the two processes; send (name, (problem or "", median seconds)) of each attempt."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # backends print pages about what is reported in one line here
-    wanted = os.environ.get("GLOO_SOCKET_IFNAME")
-    os.environ["GLOO_SOCKET_IFNAME"] = wanted or "lo"
+    chosen_interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    os.environ["GLOO_SOCKET_IFNAME"] = chosen_interface or "lo"
     import torch
 
     torch.set_num_threads(1)
 
     def attempt(name: str, backend: str, world: int, device: Any) -> bool:
         try:
-            value = "", _reduce(rank, name, backend, world, device)
+            value = "", _time_reduction(rank, name, backend, world, device)
         except Exception as error:  # whatever a backend throws is what the reader wants to know
             value = (str(error).splitlines() or [type(error).__name__])[0][:120], 0.0
         results.send((name, value))
         return not value[0]
 
     cpu = torch.device("cpu")
-    works = attempt("gloo", "gloo", 2, cpu)
-    if wanted is None:
+    gloo_works = attempt("gloo", "gloo", 2, cpu)
+    if chosen_interface is None:
         del os.environ["GLOO_SOCKET_IFNAME"]
-    if works:
+    if gloo_works:
         attempt("gloo, default network", "gloo", 2, cpu)
     else:
         results.send(("gloo, default network", ("not tried, as the line above failed", 0.0)))
@@ -338,7 +345,7 @@ def _member(rank: int, results: Connection) -> None:
     results.send(("done", ("", 0.0)))
 
 
-def _reduce(rank: int, name: str, backend: str, world: int, device: Any) -> float:
+def _time_reduction(rank: int, name: str, backend: str, world: int, device: Any) -> float:
     """Return the median seconds of adding one MiB over all processes. Raises what the backend raises, or a wrong sum."""
     import torch
     import torch.distributed as dist
@@ -351,10 +358,10 @@ def _reduce(rank: int, name: str, backend: str, world: int, device: Any) -> floa
         seconds = []
         for _ in range(_REPEATS):
             tensor = torch.full((_ELEMENTS,), float(rank + 1), device=device)
-            started = time.perf_counter()
+            started_s = time.perf_counter()
             dist.all_reduce(tensor)
             total = float(tensor[-1].item())  # also waits for the device
-            seconds.append(time.perf_counter() - started)
+            seconds.append(time.perf_counter() - started_s)
             if total != world * (world + 1) / 2:
                 raise RuntimeError(f"the sum over {world} processes came out as {total:g}")
         return statistics.median(seconds)

@@ -17,7 +17,7 @@ import psutil
 
 from ddltool.errors import InputError
 from ddltool.runtime.measuring.children import Children
-from ddltool.runtime.measuring.worker import Subject, Task, replica, reset_peak
+from ddltool.runtime.measuring.worker import MeasureTask, Subject, replica, reset_peak
 
 LARGEST = 2**20
 # A step's memory is reached in its first backward pass; the second shows what an optimizer keeps.
@@ -29,10 +29,10 @@ _LONGEST_JUMP = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryLimit:
-    """What was tried and what came out of it."""
+    """The largest batch that fits in memory, and the peak memory of every batch that was tried."""
 
     batch: int | None
-    """Largest batch that ran within the budget, while the next one did not; None: none up to ``LARGEST`` was too large."""
+    """Largest batch that fits while the next does not (0: not even 1 fits); None: every batch up to ``LARGEST`` fits."""
     tried: dict[int, float | None] = field(default_factory=dict)
     """Peak bytes by batch; None where it did not fit."""
 
@@ -40,18 +40,18 @@ class MemoryLimit:
 def search_limit(attempt: Callable[[int], float | None], budget_bytes: float, largest: int = LARGEST) -> MemoryLimit:
     """Return the limit by growing batches, then bisection; ``attempt(batch)`` returns peak bytes, None if it did not fit.
 
-    The largest batch that fits has run, and the next one has been tried and did not fit. A line through the peaks guesses
-    the limit, which saves tries where memory grows evenly and costs none otherwise: every other try halves the bracket.
+    Invariant: batch ``low`` has run and fits (0: none yet), ``high`` does not fit (``largest + 1``: none tried). A line through
+    the peaks guesses the limit, which saves tries where memory grows evenly; every other try halves the bracket anyway.
     """
     tried: dict[int, float | None] = {}
-    low, high, step = 0, largest + 1, 0
+    low, high, tries = 0, largest + 1, 0
     while high - low > 1:
-        guess = _guess(tried, budget_bytes)
-        step += 1
+        guess = _extrapolated_limit(tried, budget_bytes)
+        tries += 1
         if high > largest:
-            wish = 1 if low == 0 else max(2 * low, min(guess or 0, _LONGEST_JUMP * low))
-            batch = min(wish, largest)
-        elif guess is not None and step % 2:
+            larger = 1 if low == 0 else max(2 * low, min(guess or 0, _LONGEST_JUMP * low))
+            batch = min(larger, largest)
+        elif guess is not None and tries % 2:
             margin = max(1, (high - low) // 8)  # a guess next to an end would tell little
             batch = min(max(guess, low + margin), high - margin)
         else:
@@ -64,15 +64,19 @@ def search_limit(attempt: Callable[[int], float | None], budget_bytes: float, la
     return MemoryLimit(batch=None if high > largest else low, tried=tried)
 
 
-def _guess(tried: dict[int, float | None], budget_bytes: float) -> int | None:
-    """Return where the line through the two largest batches that fit meets the budget; None where it does not rise."""
+def _extrapolated_limit(tried: dict[int, float | None], budget_bytes: float) -> int | None:
+    """Return the batch at which the line through the two largest that fit reaches the budget.
+
+    None where fewer than two fit, or the peak does not grow with the batch.
+    """
     fitted = sorted((batch, peak) for batch, peak in tried.items() if peak is not None)
     if len(fitted) < 2:
         return None
-    (one, low), (two, high) = fitted[-2:]
-    if high <= low:
+    (smaller, low_bytes), (larger, high_bytes) = fitted[-2:]
+    if high_bytes <= low_bytes:
         return None
-    return int(min(two + (budget_bytes - high) * (two - one) / (high - low), 2.0 * LARGEST))
+    added_bytes = high_bytes - low_bytes
+    return int(min(larger + (budget_bytes - high_bytes) * (larger - smaller) / added_bytes, 2.0 * LARGEST))
 
 
 def measure_limit(
@@ -86,49 +90,49 @@ def measure_limit(
     if subject.device == "cpu" and budget_bytes > (free := psutil.virtual_memory().available):
         problem = f"{budget_bytes / 2**30:.3g} GiB is more than the {free / 2**30:.3g} GiB that are free"
         raise InputError("--memory", problem, "give less, or stop other programs")
-    child: Children | None = (
-        None  # tries one batch after another; a new one does after each that went beyond the budget
-    )
+    with contextlib.closing(_Trial(subject, budget_bytes)) as trial:
 
-    def end() -> None:
-        nonlocal child
-        if child is not None:
-            child.close()
-        child = None
+        def attempt(batch: int) -> float | None:
+            peak = trial.peak_of(batch)
+            progress(f"batch {batch} {'does not fit' if peak is None else 'fits'}")
+            return peak
 
-    def attempt(batch: int) -> float | None:
-        """Return the peak bytes of a training step, None when it did not fit."""
-        nonlocal child
-        child = child or Children(_serve, [(subject, budget_bytes)], subject.source)
-        who = f"memory of batch {batch}: the process"
+        return search_limit(attempt, budget_bytes)
+
+
+class _Trial:
+    """A process that tries one batch after another; a new one takes its place after each that went beyond the budget."""
+
+    def __init__(self, subject: Subject, budget_bytes: float) -> None:
+        self._subject, self._budget_bytes = subject, budget_bytes
+        self._child: Children | None = None
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        if self._child is not None:
+            self._child.close()
+        self._child = None
+
+    def peak_of(self, batch: int) -> float | None:
+        """Return the peak bytes of a training step; None when the batch does not fit. Raises what the process raises."""
+        child = self._child = self._child or Children(
+            _serve, [(self._subject, self._budget_bytes)], self._subject.source
+        )
         child.send(0, batch)
-        watched = psutil.Process(child.processes[0].pid) if subject.device == "cpu" else None
-        while not (found := child.receive([0], f"{who} was silent", _LOOK_EVERY_S)):
+        process = psutil.Process(child.processes[0].pid) if self._subject.device == "cpu" else None
+        while not (messages := child.receive([0], f"memory of batch {batch}", _LOOK_EVERY_S)):
             with contextlib.suppress(psutil.NoSuchProcess):
-                if watched is not None and watched.memory_info().rss > budget_bytes:
-                    end()
+                if process is not None and process.memory_info().rss > self._budget_bytes:
+                    self.close()
                     return None
-        [(_, answer)] = found
-        if failure := child.failure(answer, who):
-            raise failure
-        peak, again = answer
-        if not again or peak > budget_bytes:  # after an exception of the allocator all was given back
-            end()
-        return float(peak) if 0 < peak <= budget_bytes else None
-
-    def told(batch: int) -> float | None:
-        peak = attempt(batch)
-        progress(f"batch {batch} {'does not fit' if peak is None else 'fits'}")
-        return peak
-
-    try:
-        return search_limit(told, budget_bytes)
-    finally:
-        end()
+        [(_, (peak, is_reusable))] = messages
+        if not is_reusable or peak > self._budget_bytes:
+            self.close()
+        return float(peak) if 0 < peak <= self._budget_bytes else None
 
 
 def _serve(subject: Subject, budget_bytes: float, pipe: Connection) -> None:
-    """Try the batches that come; answer with the peak bytes (0: out of memory) and whether this process may try another."""
+    """Answer each batch from ``pipe`` with (peak bytes or 0 when out of memory, whether this process may try another batch)."""
     import torch
 
     worker = replica(subject, [1], 0, 1)
@@ -138,6 +142,6 @@ def _serve(subject: Subject, budget_bytes: float, pipe: Connection) -> None:
     while True:
         batch = pipe.recv()
         worker.drop()
-        again = reset_peak(worker.device)
-        outcome = worker.run(Task(replicas=1, batch=batch, warmup=0, most=_STEPS))
-        pipe.send((outcome.peak_bytes, again))
+        is_reusable = reset_peak(worker.device)
+        outcome = worker.run(MeasureTask(replicas=1, batch=batch, warmup=0, most=_STEPS))
+        pipe.send((outcome.peak_bytes, is_reusable))

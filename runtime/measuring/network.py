@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike
 from ddltool.errors import DdlToolError, InputError, one_line
 from ddltool.results import NetworkPair, NetworkResult
 from ddltool.runtime.measuring.children import Children, meeting_place
-from ddltool.runtime.measuring.torchrun_job import job_from_environment, job_store
+from ddltool.runtime.measuring.rendezvous import job_from_environment, job_store
 
 if TYPE_CHECKING:
     import torch
@@ -101,7 +101,7 @@ def measure_network(
         processes = place.world_size
         with _lost_each_other():
             store = job_store(place, "network", timeout_s)
-        pairs = _between(place.rank, processes, sizes, rounds, timeout_s, progress, store=store)
+        pairs = _measure_pairs(place.rank, processes, sizes, rounds, timeout_s, progress, store=store)
     else:
         if processes < 2:
             raise InputError("replicas", f"{processes} process has nobody to talk to", "measure between 2 or more")
@@ -119,62 +119,64 @@ def measure_network(
 def _measure_local(
     processes: int, sizes: Sequence[int], rounds: int, timeout_s: float, progress: Progress
 ) -> list[NetworkPair]:
-    def is_progress(answer: Any) -> bool:
-        if isinstance(answer, tuple):
-            progress(*answer)
-        return isinstance(answer, tuple)
+    """Return the pairs of ``processes`` that are started here and meet over the loopback interface."""
+
+    def take_progress(rank: int, message: Any) -> bool:
+        if isinstance(message, tuple):
+            progress(*message)
+        return isinstance(message, tuple)
 
     arguments = [(rank, processes, sizes, rounds, timeout_s) for rank in range(processes)]
     with Children(_child, arguments) as children:
-        found: list[NetworkPair] = children.gather(range(processes), "network", "measuring process", is_progress)[0]
-        return found
+        pairs: list[NetworkPair] = children.gather(range(processes), "network", take_progress)[0]
+        return pairs
 
 
 def _child(rank: int, processes: int, sizes: Sequence[int], rounds: int, timeout_s: float, results: Connection) -> None:
-    """Be one local process, and send its result; rank 0 tells its progress."""
+    """Measure as one local process and send the pairs; rank 0 also sends its progress, as tuples (done, total)."""
     import torch
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # otherwise gloo asks the host's name, which need not be this machine's
 
-    def tell(done: int, total: int) -> None:
+    def send_progress(done: int, total: int) -> None:
         if rank == 0:
             results.send((done, total))
 
-    results.send(_between(rank, processes, sizes, rounds, timeout_s, tell, init_method=meeting_place()))
+    results.send(_measure_pairs(rank, processes, sizes, rounds, timeout_s, send_progress, init_method=meeting_place()))
 
 
 @contextlib.contextmanager
 def _lost_each_other() -> Iterator[None]:
-    """Tell in one line what torch says of processes that do not find each other, or no longer."""
+    """Raise torch's errors of lost connections in the block as a DdlToolError of one line."""
     try:
         yield
     except RuntimeError as error:
         raise DdlToolError(f"the processes lost each other ({one_line(str(error))[:200]})") from error
 
 
-def _between(
+def _measure_pairs(
     rank: int, size: int, sizes: Sequence[int], rounds: int, timeout_s: float, progress: Progress, **meeting: Any
 ) -> list[NetworkPair]:
-    """Meet the other ranks, and measure one pair after another; every rank returns all of them."""
+    """Join the process group and measure one pair of ranks after another; every rank returns all pairs."""
     import torch
     import torch.distributed as dist
 
-    found = []
+    pairs = []
     try:
         with _lost_each_other():
             limit = timedelta(seconds=timeout_s)
             dist.init_process_group("gloo", rank=rank, world_size=size, timeout=limit, **meeting)
-            wanted = pairs_of(size)
-            for done, (first, second) in enumerate(wanted, start=1):
+            rank_pairs = pairs_of(size)
+            for done, (first, second) in enumerate(rank_pairs, start=1):
                 table = torch.zeros(len(sizes), _COLUMNS, dtype=torch.float64)
                 if rank == first:
                     _ping(second, sizes, rounds, table)
                 elif rank == second:
                     _pong(first)
                 dist.broadcast(table, src=first)  # the others wait here until this pair is done
-                measured, shortest, median, spread = table[table[:, 0] > 0].T.tolist()
-                found.append(
+                measured, shortest, median, spread = table[table[:, 0] > 0].T.tolist()  # 0 bytes: the size was left out
+                pairs.append(
                     NetworkPair(
                         ranks=[first, second],
                         **fit_link(measured, shortest)._asdict(),
@@ -184,45 +186,48 @@ def _between(
                         spread_s=spread,
                     )
                 )
-                progress(done, len(wanted))
+                progress(done, len(rank_pairs))
     finally:
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # a dead peer must not hide what was reported
                 dist.destroy_process_group()
-    return found
+    return pairs
 
 
 def _ping(peer: int, sizes: Sequence[int], rounds: int, table: torch.Tensor) -> None:
-    """Lead the round trips with ``peer`` and fill ``table``: bytes, shortest, median and spread of one way, seconds."""
+    """Lead the round trips with ``peer`` and fill ``table``, (sizes, 4): bytes; shortest, median and spread one way, seconds.
+
+    Each series of round trips is announced as (size, count); (0, 0) ends them.
+    """
     import torch
     import torch.distributed as dist
 
     def round_trips(size: int, count: int) -> list[float]:
         message = torch.zeros(size, dtype=torch.uint8)
         dist.send(torch.tensor([size, count]), dst=peer)
-        times = []
+        times_s = []
         for _ in range(count):
-            began = time.perf_counter()
+            began_s = time.perf_counter()
             dist.send(message, dst=peer)
             dist.recv(message, src=peer)
-            times.append((time.perf_counter() - began) / 2)
-        return times
+            times_s.append((time.perf_counter() - began_s) / 2)
+        return times_s
 
     for row, size in enumerate(sizes):
-        times = round_trips(size, _FEWEST_ROUNDS if row == 0 else 2)  # also warms the connection up
-        expected_s = 2 * min(times)
-        slow = expected_s > _SECONDS_PER_SIZE
-        if not slow:
-            times = round_trips(size, min(rounds, max(_FEWEST_ROUNDS, int(_SECONDS_PER_SIZE / expected_s))))
-        low, middle, high = np.percentile(times, [25, 50, 75])
-        table[row] = torch.tensor([size, min(times), middle, high - low])
-        if slow and row > 0:
+        times_s = round_trips(size, _FEWEST_ROUNDS if row == 0 else 2)  # also warms the connection up
+        expected_s = 2 * min(times_s)
+        is_slow = expected_s > _SECONDS_PER_SIZE
+        if not is_slow:
+            times_s = round_trips(size, min(rounds, max(_FEWEST_ROUNDS, int(_SECONDS_PER_SIZE / expected_s))))
+        low_s, median_s, high_s = np.percentile(times_s, [25, 50, 75])
+        table[row] = torch.tensor([size, min(times_s), median_s, high_s - low_s])
+        if is_slow and row > 0:
             break
     dist.send(torch.tensor([0, 0]), dst=peer)
 
 
 def _pong(peer: int) -> None:
-    """Send back what ``peer`` sends, as often and as large as it announces."""
+    """Echo the messages of ``peer``, whose header (size, count) announces how large and how many they are; count 0 ends."""
     import torch
     import torch.distributed as dist
 

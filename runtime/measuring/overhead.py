@@ -24,7 +24,7 @@ from typing import Literal
 import numpy as np
 from scipy.special import bdtr
 
-from ddltool.analyzers.goodput.curve import interval_ranks
+from ddltool.analyzers.job.goodput.curve import interval_ranks
 from ddltool.errors import InputError
 from ddltool.results import OverheadInterval, OverheadResult, OverheadRun
 
@@ -46,14 +46,14 @@ def ratio_interval(ratios: Sequence[float], confidence: float = CONFIDENCE) -> O
     """
     ordered = sorted(ratios)
     first, last = interval_ranks(len(ordered), confidence)
-    held = 1 - 2 * float(bdtr(first, len(ordered), 0.5))
+    coverage = 1 - 2 * float(bdtr(first, len(ordered), 0.5))
     return OverheadInterval(
-        median=float(np.median(ordered)), low=ordered[first], high=ordered[last], confidence=max(held, 0.0)
+        median=float(np.median(ordered)), low=ordered[first], high=ordered[last], confidence=max(coverage, 0.0)
     )
 
 
 def verdict(interval: OverheadInterval, limit: float) -> Literal["within", "above", "not decided"]:
-    """Return how ``ratio - 1`` compares with ``limit``, as far as the interval tells: nothing below 95 % confidence."""
+    """Return how the interval of ``ratio - 1`` compares with ``limit``; "not decided" too below 95 % confidence."""
     if interval.confidence < CONFIDENCE:
         return "not decided"
     if interval.low - 1 > limit:
@@ -71,7 +71,7 @@ def measure_overhead(
     timeout_s: float = 3600.0,
     progress: Callable[[int], None] = lambda done: None,
 ) -> OverheadResult:
-    """Return what ddltool costs ``command`` (script and arguments): ratios on / off of the seconds per step, pair by pair.
+    """Return the cost of ddltool to ``command`` (script and arguments): ratios on / off of the seconds per step, pair by pair.
 
     Each run ends after ``steps`` optimizer steps, of which the first quarter, at most 10, are warm-up; ``replicas`` above
     one run under torchrun. ``limit``: a share of a step, for the verdict. Raises InputError for a script that fails, makes
@@ -79,34 +79,35 @@ def measure_overhead(
     """
     demand_script(command)
     warmup = min(10, max(steps // 4, 1))
-    made: dict[bool, list[OverheadRun]] = {True: [], False: []}
+    runs: dict[bool, list[OverheadRun]] = {True: [], False: []}
     for pair in range(pairs):
-        for turn in (True, False) if pair % 2 == 0 else (False, True):
-            made[turn].append(_run(command, turn, steps, warmup, replicas, timeout_s))
-            progress(len(made[True]) + len(made[False]))
-    both = list(zip(made[True], made[False], strict=True))
-    wall = ratio_interval([on.wall_s / off.wall_s for on, off in both])
-    cpu = ratio_interval([on.cpu_s / off.cpu_s for on, off in both])
-    said = None
+        for is_on in (True, False) if pair % 2 == 0 else (False, True):
+            runs[is_on].append(_run(command, is_on, steps, warmup, replicas, timeout_s))
+            progress(len(runs[True]) + len(runs[False]))
+    run_pairs = list(zip(runs[True], runs[False], strict=True))
+    wall = ratio_interval([on.wall_s / off.wall_s for on, off in run_pairs])
+    cpu = ratio_interval([on.cpu_s / off.cpu_s for on, off in run_pairs])
+    overall = None
     if limit is not None:
-        found = {verdict(wall, limit), verdict(cpu, limit)}
+        verdicts = {verdict(wall, limit), verdict(cpu, limit)}
         order: tuple[Literal["above", "not decided", "within"], ...] = ("above", "not decided", "within")
-        said = next(word for word in order if word in found)
+        overall = next(word for word in order if word in verdicts)
     return OverheadResult(
         script=shlex.join(command),
         replicas=replicas,
         limit=limit,
-        verdict=said,
+        verdict=overall,
         wall=wall,
         cpu=cpu,
-        on=made[True],
-        off=made[False],
+        on=runs[True],
+        off=runs[False],
     )
 
 
-def _run(command: Sequence[str], turn: bool, steps: int, warmup: int, replicas: int, timeout_s: float) -> OverheadRun:
+def _run(command: Sequence[str], is_on: bool, steps: int, warmup: int, replicas: int, timeout_s: float) -> OverheadRun:
+    """Return wall-clock seconds (of the slowest rank) and CPU seconds (of all ranks) per step of one run of the script."""
     environment = {name: value for name, value in os.environ.items() if name not in ("DDLTOOL_OFF", "DDLTOOL_HOLD")}
-    environment["DDLTOOL_HOLD" if turn else "DDLTOOL_OFF"] = "1"
+    environment["DDLTOOL_HOLD" if is_on else "DDLTOOL_OFF"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "times")
         clock = ("-m", "ddltool.runtime.measuring.overhead", str(file), str(steps), *command)
@@ -115,33 +116,35 @@ def _run(command: Sequence[str], turn: bool, steps: int, warmup: int, replicas: 
         if code or not all(path.exists() for path in times):
             raise failed(command, code, errors)
         stamps = [json.loads(path.read_text(encoding="utf-8")) for path in times]
-    made = min(len(rank) for rank in stamps)
-    if made < warmup + 2:
-        problem = f"made {made} optimizer steps, of which {warmup} are warm-up"
+    steps_made = min(len(rank_stamps) for rank_stamps in stamps)
+    if steps_made < warmup + 2:
+        problem = f"made {steps_made} optimizer steps, of which {warmup} are warm-up"
         raise InputError(command[0], problem, "let it train for longer, or ask for fewer --steps")
-    count = made - 1 - warmup
-    spans = [[rank[made - 1][clock] - rank[warmup][clock] for rank in stamps] for clock in (0, 1)]
-    return OverheadRun(steps=made, wall_s=max(spans[0]) / count, cpu_s=sum(spans[1]) / count)
+    timed_steps = steps_made - 1 - warmup
+    wall_s, cpu_s = (
+        [rank_stamps[steps_made - 1][clock] - rank_stamps[warmup][clock] for rank_stamps in stamps] for clock in (0, 1)
+    )
+    return OverheadRun(steps=steps_made, wall_s=max(wall_s) / timed_steps, cpu_s=sum(cpu_s) / timed_steps)
 
 
 def demand_script(command: Sequence[str]) -> None:
-    """Raise InputError unless the command is one of a script that is there."""
+    """Raise InputError unless the command begins with the path of a file."""
     if not Path(command[0]).is_file():
         raise InputError(command[0], "is no file", "name a training script")
 
 
 def failed(command: Sequence[str], code: int, errors: str) -> InputError:
-    """Return what a script ended by: ddltool's own line, else the last exception's that is not torchrun's."""
+    """Return the error of a failed script: ddltool's error line, else its last exception but torchrun's, else the last line."""
     raised = [line for line in _ERROR.findall(errors) if "ChildFailedError" not in line]
-    own = [line for line in errors.splitlines() if line.startswith("error: ")]
-    said = next(iter((*own, *raised[-1:], *errors.strip().splitlines()[-1:])), "")
-    return InputError(command[0], f"failed with exit code {code}: {said}", "see to it that it runs by itself")
+    ddltool_errors = [line for line in errors.splitlines() if line.startswith("error: ")]
+    reason = next(iter((*ddltool_errors, *raised[-1:], *errors.strip().splitlines()[-1:])), "")
+    return InputError(command[0], f"failed with exit code {code}: {reason}", "see to it that it runs by itself")
 
 
 def finish(
     command: Sequence[str], replicas: int, environment: dict[str, str], name: str, timeout_s: float
 ) -> tuple[int, str]:
-    """Return the exit code and stderr of a Python command, of ``replicas`` under torchrun; they are gone afterwards."""
+    """Return exit code and stderr of a Python command, run by torchrun for several ``replicas``; no process of it is left."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(replicas))
     launch = [sys.executable, *(torchrun if replicas > 1 else ()), *command]
     child = subprocess.Popen(
@@ -163,7 +166,7 @@ def finish(
 
 
 def _clock() -> None:
-    """Run the script of the command line: a file for the times, how many steps to make, the script, and its arguments.
+    """Run a script and time its steps; the command line is: file for the times, number of steps, script, its arguments.
 
     Every rank stamps wall clock and its own CPU seconds (all threads; data workers are other processes) after each
     ``optimizer.step()``, by torch's global hook, so the clock is the same whether ddltool is on or off. After the last step
@@ -178,18 +181,18 @@ def _clock() -> None:
     target = file.with_name(f"{file.name}.{os.environ.get('RANK', '0')}")
 
     def write() -> None:
-        new = target.with_name(f"{target.name}.new")
-        new.write_text(json.dumps(stamps), encoding="utf-8")
-        new.replace(target)
+        partial = target.with_name(f"{target.name}.new")
+        partial.write_text(json.dumps(stamps), encoding="utf-8")
+        partial.replace(target)
 
-    def note(*_: object) -> None:
+    def stamp_step(*_: object) -> None:
         stamps.append((time.perf_counter(), time.process_time()))
         if len(stamps) == steps:
             write()
             time.sleep(PATIENCE_S)
             os._exit(0)  # in the middle of the script: its own ending has nothing to say
 
-    register_optimizer_step_post_hook(note)
+    register_optimizer_step_post_hook(stamp_step)
     runpy.run_path(script, run_name="__main__")
     write()
 

@@ -1,98 +1,49 @@
-"""Real training steps timed on this machine, as one result. Start at :func:`profile`."""
+"""Real training steps timed on this machine, as one result. Start at :func:`measured`."""
 
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import psutil
 
-from ddltool.analyzers.goodput.curve import summarise
-from ddltool.analyzers.loading.sources import Source
+from ddltool.analyzers.job.goodput.curve import summarise
 from ddltool.errors import DdlToolError, InputError, Interrupted
 from ddltool.profiles import records
 from ddltool.results import MemorySearch, MemoryTry, ProfileResult
-from ddltool.runtime.measuring.campaign import LARGEST_BATCH, MeasureRequest, RowFile, campaign, reliability
+from ddltool.runtime.measuring.campaign import LARGEST_BATCH, MeasureRequest, ProfileFile, campaign, reliability
 from ddltool.runtime.measuring.memory import measure_limit
-from ddltool.runtime.measuring.torchrun_job import Job
+from ddltool.runtime.measuring.torchrun_job import TorchrunJob
 from ddltool.stages import Stage, Tell, log_remark, quietly
 from ddltool.units import show_bytes
 
-RESOLVER = "ddltool.analyzers.loading.sources:training_step"
+RESOLVER = "ddltool.analyzers.step.tracing.sources:training_step"
 BUDGET_S = 60.0
-"""How long a measurement may go on that is told neither its budget nor its number of steps."""
-
-
-def profile(
-    source: Source,
-    *,
-    batch_sizes: Sequence[int] | None = (1, 2, 4, 8),
-    replicas: Sequence[int] = (1,),
-    accumulation: Sequence[int] = (0,),
-    device: str = "cpu",
-    device_name: str | None = None,
-    precision: float = 0.05,
-    budget_s: float | None = None,
-    repeats: int | None = None,
-    warmup: int = 2,
-    threads: int = 0,
-    memory_bytes: float | None = None,
-    output: str | Path | None = None,
-    resume: bool = False,
-    seed: int = 0,
-    tell: Tell = log_remark,
-    stage: Stage = quietly,
-) -> ProfileResult:
-    """Measure training steps here, in processes of their own, over batch sizes and local replicas.
-
-    ``source``: a torch source as a text, which those processes build. ``batch_sizes`` None: a search of where throughput
-    saturates. ``precision``: how well to know every step time, within ``budget_s`` (60 s by default); ``repeats``: that many
-    timed steps in place of it. ``memory_bytes``: search the largest batch that fits. ``output``: profile.csv, written row by
-    row; ``resume`` keeps its rows. Raises InputError for what cannot be built or run.
-    """
-    if not isinstance(source, (str, Path)):
-        remedy = "name a function that makes it: package.module:factory or path/file.py:factory"
-        raise InputError("source", f"a {type(source).__name__} cannot be handed to other processes", remedy)
-    if device not in ("cpu", "cuda"):
-        raise InputError("--device", f"unknown device {device!r}", "cpu or cuda")
-    request = MeasureRequest(
-        source=str(source),
-        resolver=RESOLVER,
-        batch_sizes=tuple(batch_sizes or ()),
-        replicas=tuple(replicas),
-        accumulation=tuple(accumulation),
-        device=device,
-        device_name=device_name or device,
-        threads=threads,
-        warmup=warmup,
-        repeats=repeats,
-        precision=precision,
-        budget_s=budget_s if budget_s is not None else math.inf if repeats is not None else BUDGET_S,
-        seed=seed,
-    )
-    file = RowFile(None if output is None else Path(output), request, resume=resume)
-    with kept(file):
-        return measured(request, file, memory_bytes=memory_bytes, tell=tell, stage=stage)
+"""Seconds that a measurement may take when neither a budget nor a number of steps is given."""
 
 
 def measured(
     request: MeasureRequest,
-    file: RowFile,
+    file: ProfileFile,
     *,
     memory_bytes: float | None = None,
-    job: Job | None = None,
+    job: TorchrunJob | None = None,
     tell: Tell = log_remark,
     stage: Stage = quietly,
 ) -> ProfileResult:
-    """Return what the request's campaign finds; ``file`` gets its rows, ``job`` are torchrun's processes, if there are any."""
+    """Measure ``request`` and return the result; ``file`` gets the rows as they come.
+
+    With ``memory_bytes`` the memory limit is searched first, and no larger batch is measured. ``job``: the processes of a
+    torchrun job; None: local ones are started.
+    """
     search = None
     largest: int | None = LARGEST_BATCH
     with stage("measuring") as advance:
         if memory_bytes is not None:
-            limit = measure_limit(request.subject(), memory_bytes, progress=lambda said: advance(0, f"memory: {said}"))
+            limit = measure_limit(
+                request.subject(), memory_bytes, progress=lambda remark: advance(0, f"memory: {remark}")
+            )
             largest = limit.batch
             if largest == 0:
                 raise InputError("--memory", f"even batch 1 needs more than {show_bytes(memory_bytes)}", "give more")
@@ -100,7 +51,7 @@ def measured(
             search = MemorySearch(budget_bytes=memory_bytes, tries=tries)
         if job is not None:
             job.prepare()
-        found = campaign(
+        measurements = campaign(
             request,
             executor=job,
             known=file.known,
@@ -108,15 +59,15 @@ def measured(
             progress=lambda done, remark: advance(0, remark),
             largest_batch=LARGEST_BATCH if largest is None else largest,
         )
-        if job is not None:
-            job.finish()
-    file.close(found.frame)
-    frame = found.frame
+    file.close(measurements.frame)
+    frame = measurements.frame
     if search is not None:
         curves = summarise(frame, None, {request.device_name: largest})
     else:
         curves = summarise(frame, device_memory(request.device))
-    result = ProfileResult(rows=records(frame), devices=curves, skipped=found.skipped, measuring_seconds=found.spent_s)
+    result = ProfileResult(
+        rows=records(frame), devices=curves, skipped=measurements.skipped, measuring_seconds=measurements.spent_s
+    )
     if search is not None:
         result = result.model_copy(update={"memory": search})
     for warning in [*reliability(frame), *_shortfalls(result, request)]:
@@ -125,19 +76,19 @@ def measured(
 
 
 @contextlib.contextmanager
-def kept(file: RowFile) -> Iterator[None]:
-    """Let the line of a failure or a Ctrl-C end with the rows that it leaves behind."""
+def kept(file: ProfileFile) -> Iterator[None]:
+    """Add the number of rows in ``file`` to the message of an error or a Ctrl-C in the block."""
     try:
         yield
     except (DdlToolError, KeyboardInterrupt) as error:
         if not file.written:
             raise
         rows = "1 row is" if file.written == 1 else f"{file.written} rows are"
-        left = f"{rows} in {file.path}; --resume goes on from there"
+        remark = f"{rows} in {file.path}; --resume goes on from there"
         if isinstance(error, DdlToolError):
-            error.args = (f"{error}; {left}",)
+            error.args = (f"{error}; {remark}",)
             raise
-        raise Interrupted(left) from None
+        raise Interrupted(remark) from None
 
 
 def device_memory(device: str) -> float:
@@ -154,20 +105,22 @@ def device_memory(device: str) -> float:
 
 
 def width(row: Mapping[str, Any]) -> float:
-    """Return half the interval of a step time over the time."""
+    """Return half the width of a step time's interval relative to the step time."""
     return float((row["step_time_high_s"] - row["step_time_low_s"]) / 2 / row["step_time_s"])
 
 
-def _shortfalls(found: ProfileResult, request: MeasureRequest) -> list[str]:
-    """Return what the budget did not suffice for, in plain sentences."""
-    said = []
-    wide = [share for row in found.rows if (share := width(row)) > request.precision]
+def _shortfalls(result: ProfileResult, request: MeasureRequest) -> list[str]:
+    """Return a sentence for step times less precise than requested, and one for configurations not measured."""
+    sentences = []
+    wide = [relative for row in result.rows if (relative := width(row)) > request.precision]
     if wide and request.repeats is None:
-        said.append(
-            f"{len(wide)} of {len(found.rows)} step times are known to {max(wide):.0%} only, not {request.precision:.0%}; "
+        sentences.append(
+            f"{len(wide)} of {len(result.rows)} step times are known to {max(wide):.0%} only, not {request.precision:.0%}; "
             "stop other load or raise --budget"
         )
-    missing = sum(item.reason == "the budget was spent" for item in found.skipped)
+    missing = sum(skipped.reason == "the budget was spent" for skipped in result.skipped)
     if missing:
-        said.append(f"{missing} configurations were not measured: the budget was spent; raise --budget, or --resume")
-    return said
+        sentences.append(
+            f"{missing} configurations were not measured: the budget was spent; raise --budget, or --resume"
+        )
+    return sentences

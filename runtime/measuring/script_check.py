@@ -16,9 +16,9 @@ from ddltool.runtime.measuring.overhead import demand_script, failed, finish
 
 
 def check_script(command: Sequence[str], replicas: int = 2, timeout_s: float = 900.0) -> ScriptCheck:
-    """Run the first steps of a script (and its arguments) under torchrun, checked (:mod:`~ddltool.runtime.hook.checking`).
+    """Run a script (and its arguments) until its first steps are checked by :mod:`~ddltool.runtime.hook.checking`.
 
-    Raises InputError for a script that fails before that, that takes longer, or in which nothing of ddltool's is attached.
+    Raises InputError when the script fails before, takes longer than ``timeout_s``, or attaches neither hook nor balancer.
     """
     demand_script(command)
     with tempfile.TemporaryDirectory() as folder:

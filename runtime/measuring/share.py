@@ -31,9 +31,9 @@ def _others_running(cores: set[int]) -> int:
 
     Reads /proc itself: psutil would take ten times as long, which a short iteration would notice.
     """
-    running, own = 0, str(os.getpid())
+    running, own_pid = 0, str(os.getpid())
     for name in os.listdir("/proc"):
-        if not name.isdecimal() or name == own:
+        if not name.isdecimal() or name == own_pid:
             continue
         try:
             with open(f"/proc/{name}/stat", "rb") as file:

@@ -19,7 +19,6 @@ machine's memory that is available.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +26,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -34,14 +34,12 @@ from ddltool.artifacts import write_text
 from ddltool.errors import DdlToolError, InputError
 from ddltool.graph import natural_key
 from ddltool.results import WatchedWorker, WatchResult
-from ddltool.runtime.measuring.children import GONE, Children, how_it_ended, meeting_place
+from ddltool.runtime.measuring.children import Children, LostProcess, meeting_place
 from ddltool.runtime.measuring.share import available_memory, expected_cpu
 from ddltool.runtime.measuring.worker import resolved
 
 # How often a worker hands in its rows; what it has not handed in is lost when it is killed.
 TELL_EVERY_S = 0.5
-# When a worker is gone, the others soon notice and hand in what they have.
-AFTER_LOSS_S = 5.0
 DONE = "done"
 MOST_WORKERS, MOST_ROWS = 256, 10**7
 WARM_ITERATIONS = 5
@@ -91,29 +89,29 @@ def write_rows(rows: Iterable[SpeedRow], path: str | Path) -> None:
 
 
 def summarise(rows: Sequence[SpeedRow], batch: int) -> WatchResult:
-    """Return each worker's speed, and how far the slowest is behind.
+    """Return each worker's speed (samples/s), and the iteration time with equal batches and with batches by speed.
 
-    The first iterations pay for what later ones find ready and are left out of the figures, where there are more.
+    The first :data:`WARM_ITERATIONS` are left out of the figures when there are more than twice as many.
     """
     frame = pd.DataFrame([asdict(row) for row in rows])
-    begin = WARM_ITERATIONS if frame["iteration"].max() >= 2 * WARM_ITERATIONS else 0
-    steady = frame[frame["iteration"] >= begin]
+    first_steady = WARM_ITERATIONS if frame["iteration"].max() >= 2 * WARM_ITERATIONS else 0
+    steady = frame[frame["iteration"] >= first_steady]
     workers = [
         WatchedWorker(
             worker=str(name),
-            speed=float(mine["speed"].median()),
-            speed_low=float(mine["speed"].quantile(0.1)),
-            speed_high=float(mine["speed"].quantile(0.9)),
-            cpu=float(mine["cpu"].mean()),
-            memory=float(mine["memory"].mean()),
+            speed=float(readings["speed"].median()),
+            speed_low=float(readings["speed"].quantile(0.1)),
+            speed_high=float(readings["speed"].quantile(0.9)),
+            cpu=float(readings["cpu"].mean()),
+            memory=float(readings["memory"].mean()),
         )
-        for name, mine in sorted(steady.groupby("worker"), key=lambda item: natural_key(str(item[0])))
+        for name, readings in sorted(steady.groupby("worker"), key=lambda entry: natural_key(str(entry[0])))
     ]
     together = steady.groupby("iteration")["speed"]
     return WatchResult(
         batch=batch,
         iterations=int(frame["iteration"].max()) + 1,
-        left_out=begin,
+        left_out=first_steady,
         workers=workers,
         # With equal batches all wait for the slowest; batches in proportion to speeds would all end together.
         equal_split_s=float((batch / together.min()).mean()),
@@ -168,37 +166,27 @@ def record(request: WatchRequest, progress: Callable[[int], None] = lambda done:
     Every process computes on one thread. ``progress`` is told iterations done, now and then. Raises InputError when a step
     fails, WatchLost with what was recorded when a process dies.
     """
-    arguments = [(request, rank) for rank in range(request.workers)]
-    rows: list[list[SpeedRow]] = [[] for _ in arguments]
-    waiting, refusals, gone, broken_at = set(range(request.workers)), dict[int, InputError](), list[int](), math.inf
-    with Children(_worker, arguments, request.source) as children:
-        while waiting and time.monotonic() < broken_at + AFTER_LOSS_S:
-            for rank, answer in children.receive(sorted(waiting), "the watched processes were silent", 0.2):
-                if isinstance(answer, list):
-                    rows[rank].extend(answer)
-                    progress(min(map(len, rows)))
-                    continue
-                waiting.discard(rank)
-                if isinstance(answer, InputError):
-                    refusals[rank] = answer
-                elif answer is GONE:
-                    gone.append(rank)
-                if answer != DONE:
-                    broken_at = min(broken_at, time.monotonic())
-        if gone:  # the others fail because this one is gone, not by themselves
-            child = children.processes[gone[0]]
-            child.join(timeout=5.0)
+    rows: list[list[SpeedRow]] = [[] for _ in range(request.workers)]
+
+    def take_rows(rank: int, message: Any) -> bool:
+        if message == DONE:
+            return False
+        rows[rank].extend(message)
+        progress(min(map(len, rows)))
+        return True
+
+    with Children(_worker, [(request, rank) for rank in range(request.workers)], request.source) as children:
+        try:
+            children.gather(range(request.workers), "watch", take_rows)
+        except LostProcess as lost:
             complete = min(map(len, rows))
-            kept = [row for each in rows for row in each[:complete]]
-            how = how_it_ended(child.exitcode or 0)
-            raise WatchLost(f"worker w{gone[0]} {how} at iteration {len(rows[gone[0]])}", kept)
-    if refusals:
-        raise refusals[min(refusals)]
-    return [row for each in rows for row in each]
+            kept = [row for worker_rows in rows for row in worker_rows[:complete]]
+            raise WatchLost(f"worker w{lost.rank} {lost.how} at iteration {len(rows[lost.rank])}", kept) from None
+    return [row for worker_rows in rows for row in worker_rows]
 
 
 def _worker(request: WatchRequest, rank: int, results: Connection) -> None:
-    """Train as one of the workers, and hand in rows now and then: whoever reads them takes time from the watched."""
+    """Train as one worker; send rows every :data:`TELL_EVERY_S` only, as a reader takes CPU time from the workers."""
     import torch
     import torch.distributed as dist
 
@@ -212,7 +200,7 @@ def _worker(request: WatchRequest, rank: int, results: Connection) -> None:
     parameters = [value for value in step.module.parameters() if value.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr=1e-2)
     watch = Watch(f"w{rank}")
-    told, last = 0, time.monotonic()
+    sent_rows, sent_s = 0, time.monotonic()
     step.loss(step.module(*step.inputs)).backward()  # the first step pays for what later ones find ready
     try:
         for _ in range(request.iterations):
@@ -220,17 +208,17 @@ def _worker(request: WatchRequest, rank: int, results: Connection) -> None:
             dist.barrier()
             with watch.iteration(request.batch):
                 step.loss(step.module(*step.inputs)).backward()
-            used = [value for value in parameters if value.grad is not None]
-            gradients = torch.nn.utils.parameters_to_vector([value.grad for value in used if value.grad is not None])
+            trained = [value for value in parameters if value.grad is not None]
+            gradients = torch.nn.utils.parameters_to_vector([value.grad for value in trained if value.grad is not None])
             dist.all_reduce(gradients)
             gradients /= request.workers
-            torch.nn.utils.vector_to_parameters(gradients, [value.grad for value in used if value.grad is not None])
+            torch.nn.utils.vector_to_parameters(gradients, [value.grad for value in trained if value.grad is not None])
             optimizer.step()
-            if time.monotonic() - last > TELL_EVERY_S:
-                results.send(watch.rows[told:])
-                told, last = len(watch.rows), time.monotonic()
+            if time.monotonic() - sent_s > TELL_EVERY_S:
+                results.send(watch.rows[sent_rows:])
+                sent_rows, sent_s = len(watch.rows), time.monotonic()
     finally:
-        results.send(watch.rows[told:])
+        results.send(watch.rows[sent_rows:])
     results.send(DONE)
     with contextlib.suppress(RuntimeError):
         dist.destroy_process_group()

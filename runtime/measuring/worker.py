@@ -1,4 +1,4 @@
-"""One replica's side of a measurement: runs training steps and takes their times. Start at :class:`Worker`."""
+"""One replica's side of a measurement: runs training steps and takes their times. Start at :class:`StepTimer`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import gc
 import importlib
-import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +13,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ddltool.analyzers.goodput.curve import median_interval
+from ddltool.analyzers.job.goodput.curve import median_interval
 from ddltool.errors import InputError
+from ddltool.runtime.measuring.rendezvous import START_LIMIT_S
 
 if TYPE_CHECKING:
     import torch
@@ -26,11 +26,9 @@ if TYPE_CHECKING:
 FEWEST_FOR_AN_INTERVAL, FEWEST = 6, 3
 # Steps timed within a moment share the machine's mood of that moment, however many they are.
 SHORTEST_LOOK_S = 0.2
-START_LIMIT = timedelta(seconds=300)
-"""How long replicas wait for each other."""
 
 
-class Step(Protocol):
+class ResolvedStep(Protocol):
     """What a resolver returns: the module, its inputs, and a loss of its output."""
 
     module: nn.Module
@@ -50,7 +48,7 @@ class Subject:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
+class MeasureTask:
     """One visit to a configuration: how many steps to time.
 
     Ends after ``most`` steps; before that when ``seconds`` were spent on steps of any kind (and three were timed), or when
@@ -70,7 +68,7 @@ class Task:
         return f"batch {self.batch} on {self.replicas} replica{'s' if self.replicas > 1 else ''}{passes}"
 
     def over(self, times: list[float], spent: float) -> bool:
-        """Return whether these steps (seconds) are enough; ``spent``: seconds of all steps, the untimed ones too.
+        """Return whether the timed steps (seconds) are enough; ``spent``: seconds of all steps, warm-up included.
 
         All replicas see the same times, so all of them stop at the same step.
         """
@@ -82,7 +80,7 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class StepTimings:
     """What a visit gave: seconds of each step, the slowest replica's; all empty when memory ran out."""
 
     full: tuple[float, ...] = ()
@@ -93,11 +91,11 @@ class Outcome:
     peak_bytes: float = 0.0
 
 
-def resolved(resolver: str) -> Callable[[str, int], Step]:
-    """Return what ``package.module:function`` names."""
+def resolved(resolver: str) -> Callable[[str, int], ResolvedStep]:
+    """Return the function that ``package.module:function`` names."""
     module, _, function = resolver.partition(":")
-    found: Callable[[str, int], Step] = getattr(importlib.import_module(module), function)
-    return found
+    builder: Callable[[str, int], ResolvedStep] = getattr(importlib.import_module(module), function)
+    return builder
 
 
 def replica(
@@ -108,7 +106,7 @@ def replica(
     *,
     local_rank: int | None = None,
     **meeting: Any,
-) -> Worker:
+) -> StepTimer:
     """Return this rank's worker, connected to the others; all ranks make the groups of all counts, in the same order.
 
     ``meeting``: where they meet, as ``torch.distributed.init_process_group`` takes it.
@@ -119,16 +117,20 @@ def replica(
     cuda = subject.device == "cuda"
     device = torch.device("cuda", rank if local_rank is None else local_rank) if cuda else torch.device("cpu")
     if max(replicas) == 1:
-        return Worker(subject, device)
+        return StepTimer(subject, device)
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group(
-        "nccl" if cuda else "gloo", rank=rank, world_size=world_size, timeout=START_LIMIT, **meeting
+        "nccl" if cuda else "gloo",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=START_LIMIT_S),
+        **meeting,
     )
-    return Worker(subject, device, {count: dist.new_group(range(count)) for count in sorted(replicas) if count > 1})
+    return StepTimer(subject, device, {count: dist.new_group(range(count)) for count in sorted(replicas) if count > 1})
 
 
-class Worker:
+class StepTimer:
     """A replica that runs tasks. ``groups``: the process group of each replica count above one, this rank's part in it."""
 
     def __init__(
@@ -138,34 +140,37 @@ class Worker:
 
         self.subject, self.device, self.groups = subject, device, groups or {}
         self._resolver = resolved(subject.resolver)
-        self._ready: tuple[int, int] | None = None
-        self._once: Callable[[Task, bool], tuple[float, float]] | None = None
+        # Replicas and batch of the configuration that _timed_step runs; both are None when none is prepared.
+        self._prepared: tuple[int, int] | None = None
+        self._timed_step: Callable[[MeasureTask, bool], tuple[float, float]] | None = None
         torch.set_num_threads(subject.threads)
         torch.manual_seed(subject.seed)
         if device.type == "cuda":
             torch.cuda.set_device(device)
 
-    def run(self, task: Task, alive: Callable[[], None] = lambda: None) -> Outcome:
-        """Return the times of a task; an outcome without times when memory ran out on one replica.
+    def run(self, task: MeasureTask, alive: Callable[[], None] = lambda: None) -> StepTimings:
+        """Return the times of a task; none when a task of one replica runs out of memory.
 
-        ``alive`` is called after every step. Raises InputError (memory ran out on one of several replicas, whose peers
-        now wait; a source that cannot be trained) and whatever the model raises.
+        ``alive`` is called after every step. Raises InputError when memory runs out on one of several replicas, whose peers
+        now wait, or when the source cannot be trained, and whatever the model raises.
         """
         try:
             return self._run(task, alive)
         except (MemoryError, RuntimeError) as error:
             text = str(error).lower()
-            said = "out of memory" in text or "can't allocate memory" in text  # CUDA's and the CPU's allocator
-            if not isinstance(error, MemoryError) and not said:
+            is_memory_error = (
+                "out of memory" in text or "can't allocate memory" in text
+            )  # CUDA's and the CPU's allocator
+            if not isinstance(error, MemoryError) and not is_memory_error:
                 raise
         self.drop()
         if task.replicas > 1:
             raise InputError("--batch-sizes", f"{task.batch} runs out of memory", "leave it out")
-        return Outcome()
+        return StepTimings()
 
     def drop(self) -> None:
         """Give back the memory of the configuration that was measured last."""
-        self._ready = self._once = None
+        self._prepared = self._timed_step = None
         gc.collect()
         if self.device.type == "cuda":
             import torch
@@ -175,36 +180,44 @@ class Worker:
             with contextlib.suppress(OSError, AttributeError):  # not every C library can
                 ctypes.CDLL(None).malloc_trim(0)
 
-    def _run(self, task: Task, alive: Callable[[], None]) -> Outcome:
-        if self._ready != (task.replicas, task.batch):
+    def _run(self, task: MeasureTask, alive: Callable[[], None]) -> StepTimings:
+        """Prepare the task's configuration if it is another than the last, warm up, and time steps until enough are timed."""
+        if self._prepared != (task.replicas, task.batch):
             self.drop()
             reset_peak(self.device)
-            self._once = self._prepare(task)
-            self._ready = (task.replicas, task.batch)
-        once = self._once
-        assert once is not None
-        spent = 0.0
-        for number in range(task.warmup):
-            if number == 0 or spent < task.seconds:
-                spent += once(task, True)[0]
+            self._timed_step = self._prepare_step(task)
+            self._prepared = (task.replicas, task.batch)
+        timed_step = self._timed_step
+        assert timed_step is not None
+        spent_s = 0.0
+        for warmup_index in range(task.warmup):
+            if warmup_index == 0 or spent_s < task.seconds:
+                spent_s += timed_step(task, True)[0]
             alive()
-        full: list[float] = []
-        local: list[float] = []
-        passes: list[float] = []
-        while not task.over(full, spent):
-            step, one_pass = once(task, True)
-            full.append(step)
-            spent += step
-            if task.accumulation:
-                passes.append(one_pass)
-            if task.replicas > 1:
-                local.append(once(task, False)[0])
-                spent += local[-1]
-            alive()
-        return Outcome(full=tuple(full), local=tuple(local), passes=tuple(passes), peak_bytes=peak_bytes(self.device))
+        from ddltool.runtime.hook.telemetry import peak_memory
 
-    def _prepare(self, task: Task) -> Callable[[Task, bool], tuple[float, float]]:
-        """Return a function that runs one step, with or without synchronisation, and returns step and pass seconds."""
+        full_s: list[float] = []
+        local_s: list[float] = []
+        passes_s: list[float] = []
+        while not task.over(full_s, spent_s):
+            step_s, pass_s = timed_step(task, True)
+            full_s.append(step_s)
+            spent_s += step_s
+            if task.accumulation:
+                passes_s.append(pass_s)
+            if task.replicas > 1:
+                local_s.append(timed_step(task, False)[0])
+                spent_s += local_s[-1]
+            alive()
+        return StepTimings(
+            full=tuple(full_s),
+            local=tuple(local_s),
+            passes=tuple(passes_s),
+            peak_bytes=float(peak_memory(self.device.type == "cuda")),
+        )
+
+    def _prepare_step(self, task: MeasureTask) -> Callable[[MeasureTask, bool], tuple[float, float]]:
+        """Return a function ``(task, synchronise)`` that runs one step and returns the seconds of the step and of a pass."""
         import torch
         from torch.nn.parallel import DistributedDataParallel
 
@@ -213,31 +226,31 @@ class Worker:
         group = self.groups.get(task.replicas)
         module = step.module.to(device).train()
         inputs = tuple(value.to(device) if isinstance(value, torch.Tensor) else value for value in step.inputs)
-        shared = task.replicas > 1
-        wrapped: nn.Module = DistributedDataParallel(module, process_group=group) if shared else module
+        is_shared = task.replicas > 1
+        wrapped: nn.Module = DistributedDataParallel(module, process_group=group) if is_shared else module
         optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
 
-        def one_pass(share: float) -> None:
+        def run_pass(loss_scale: float) -> None:
             loss = step.loss(wrapped(*inputs))
-            (loss if share == 1.0 else loss * share).backward()
+            (loss if loss_scale == 1.0 else loss * loss_scale).backward()
 
-        def once(task: Task, synchronise: bool) -> tuple[float, float]:
-            share = 1.0 / (task.accumulation + 1)
-            quiet = wrapped.no_sync if shared else contextlib.nullcontext
-            started = now(device)
-            accumulated = 0.0
+        def timed_step(task: MeasureTask, synchronise: bool) -> tuple[float, float]:
+            loss_scale = 1.0 / (task.accumulation + 1)
+            unsynchronised = wrapped.no_sync if is_shared else contextlib.nullcontext
+            started_s = now(device)
+            pass_s = 0.0
             if task.accumulation:
-                with quiet():  # type: ignore[operator]
+                with unsynchronised():  # type: ignore[operator]
                     for _ in range(task.accumulation):
-                        one_pass(share)
-                accumulated = (now(device) - started) / task.accumulation
-            with contextlib.nullcontext() if synchronise else quiet():  # type: ignore[operator]
-                one_pass(share)
+                        run_pass(loss_scale)
+                pass_s = (now(device) - started_s) / task.accumulation
+            with contextlib.nullcontext() if synchronise else unsynchronised():  # type: ignore[operator]
+                run_pass(loss_scale)
             optimizer.step()
             optimizer.zero_grad()
-            return slowest((now(device) - started, accumulated), group if shared else None, device)
+            return slowest((now(device) - started_s, pass_s), group if is_shared else None, device)
 
-        return once
+        return timed_step
 
 
 def now(device: torch.device) -> float:
@@ -250,7 +263,10 @@ def now(device: torch.device) -> float:
 
 
 def slowest(seconds: tuple[float, float], group: dist.ProcessGroup | None, device: torch.device) -> tuple[float, float]:
-    """Return the longest of the replicas' times; also lines the replicas up for the next step."""
+    """Return the longest (step, pass) seconds of any replica; the reduction also aligns the replicas for the next step.
+
+    ``group`` None: a single replica, whose own seconds are returned.
+    """
     import torch
     import torch.distributed as dist
 
@@ -258,12 +274,12 @@ def slowest(seconds: tuple[float, float], group: dist.ProcessGroup | None, devic
         return seconds
     longest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
-    step, one_pass = longest.tolist()
-    return step, one_pass
+    step_s, pass_s = longest.tolist()
+    return step_s, pass_s
 
 
 def reset_peak(device: torch.device) -> bool:
-    """Start a new peak; return False where the process has no right to: then the peak is that of the process so far."""
+    """Reset the peak memory; return False where the process may not: the peak is then that of its whole life so far."""
     import torch
 
     if device.type == "cuda":
@@ -274,16 +290,3 @@ def reset_peak(device: torch.device) -> bool:
     except OSError:
         return False
     return True
-
-
-def peak_bytes(device: torch.device) -> float:
-    """Return the peak memory since :func:`reset_peak`: what CUDA allocated, or the process's resident set."""
-    import torch
-
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device))
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-        return float(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) * 1024
-    except (OSError, StopIteration):
-        return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024

@@ -2,7 +2,7 @@
 
 ::
 
-    policy = SSP(3)                                    # or BSP(), ASP(), ElasticBSP(15), LocalSGD(8), BackupWorkers(1)
+    policy = SSP(3)                                    # or BSP(), ASP(), ElasticBSP(15)
     plan = TransferPlan.for_model(model, workers=4, servers=1)
     if int(os.environ["RANK"]) >= plan.workers:
         Server(model, plan, torch.optim.SGD(model.parameters(), lr=0.1), policy).serve()
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from ddltool.runtime.servers.meeting import Meeting
 from ddltool.runtime.servers.planned import follow
-from ddltool.runtime.servers.policies import ASP, BSP, SSP, BackupWorkers, ElasticBSP, LocalSGD, Policy
+from ddltool.runtime.servers.policies import ASP, BSP, SSP, ElasticBSP, SyncPolicy
 from ddltool.runtime.servers.server import Server
 from ddltool.runtime.servers.transfers import TransferError, TransferPlan, planned_priority
 from ddltool.runtime.servers.worker import Worker, shard
@@ -31,12 +31,10 @@ __all__ = [
     "ASP",
     "BSP",
     "SSP",
-    "BackupWorkers",
     "ElasticBSP",
-    "LocalSGD",
     "Meeting",
-    "Policy",
     "Server",
+    "SyncPolicy",
     "TransferError",
     "TransferPlan",
     "Worker",

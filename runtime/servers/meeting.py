@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from ddltool.errors import InputError, listed, one_line
-from ddltool.runtime.servers.policies import Policy
+from ddltool.runtime.servers.policies import SyncPolicy
 from ddltool.runtime.servers.transfers import TransferError, TransferPlan
 from ddltool.runtime.servers.wire import BEAT_S, Message, Peer, Wire
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 LIMIT_S, JOIN_S = 300.0, 60.0
 REMIND_S = 10.0  # how often to say who is missing
 HEAR_S = 1.0  # how much longer those who have come wait than server 0, to hear whom it missed
-_jobs: Counter[str] = Counter()
+_meetings_by_address: Counter[str] = Counter()
 
 
 @dataclass(kw_only=True)
@@ -62,27 +62,27 @@ class Meeting:
         (``MASTER_ADDR`` and ``MASTER_PORT``). ``RANK`` and ``WORLD_SIZE`` say who this process is; without ``RANK`` it
         joins. Raises InputError where there is neither, TransferError when the store does not answer.
         """
-        given = os.environ
-        rank, size = (int(given[name]) if name in given else None for name in ("RANK", "WORLD_SIZE"))
-        if (address := given.get("DDLTOOL_SERVER")) is not None:
-            if not (token := given.get("DDLTOOL_TOKEN")):
+        environment = os.environ
+        rank, size = (int(environment[name]) if name in environment else None for name in ("RANK", "WORLD_SIZE"))
+        if (address := environment.get("DDLTOOL_SERVER")) is not None:
+            if not (token := environment.get("DDLTOOL_TOKEN")):
                 raise InputError("DDLTOOL_TOKEN", "is not set", "give all processes of the job the same secret")
             host, _, port = address.rpartition(":")
             if not host or not port.isdecimal():
                 raise InputError("DDLTOOL_SERVER", f'is "{address}"', "give HOST:PORT")
             return cls(rank=rank, size=size, address=address, token=token, limit_s=JOIN_S if rank is None else LIMIT_S)
-        if rank is None or "MASTER_ADDR" not in given:
+        if rank is None or "MASTER_ADDR" not in environment:
             remedy = "start it by torchrun or examples/sync_launch.py, or set DDLTOOL_SERVER and DDLTOOL_TOKEN"
             raise InputError("RANK and MASTER_ADDR", "are not set, so this process has no job", remedy)
         return cls(rank=rank, size=size, store=_store_of_environment())
 
     def __post_init__(self) -> None:
-        self.job = _jobs[self.address]  # a process may run several in a row, and be ahead of others
-        _jobs[self.address] += 1
+        self.job = _meetings_by_address[self.address]  # a process may run several in a row, and be ahead of others
+        _meetings_by_address[self.address] += 1
         self._key = f"ddltool/servers/{self.job}"
 
     def here(self) -> tuple[str, int]:
-        """Return where server 0 is to listen, host and port (0: any), and make a token where there is none."""
+        """Return the host and port (0: any) for server 0 to listen at, and make a token where there is none."""
         if self.address:
             host, _, port = self.address.rpartition(":")
             return host, int(port)
@@ -90,12 +90,12 @@ class Meeting:
         return address_towards(os.environ.get("MASTER_ADDR", "localhost")), 0
 
     def announce(self, address: str) -> None:
-        """Say where server 0 listens."""
+        """Publish server 0's address and the token in the store, if there is one."""
         if self.store is not None:
             self.store.set(self._key, f"{address} {self.token}")
 
     def find(self) -> str:
-        """Return where server 0 listens. Raises TransferError when it has not said so in time."""
+        """Return the address of server 0, and keep its token. Raises TransferError when the store has none in time."""
         if self.store is None:
             return self.address
         try:
@@ -105,19 +105,21 @@ class Meeting:
         address, self.token = bytes(self.store.get(self._key)).decode().split()
         return address
 
-    def hello(self, plan: TransferPlan, policy: Policy, check: Callable[[], None]) -> tuple[Hello, InputError | None]:
-        """Return what this process says, and why it refuses to begin: what ``check()`` finds wrong, or its place."""
+    def hello(
+        self, plan: TransferPlan, policy: SyncPolicy, check: Callable[[], None]
+    ) -> tuple[Hello, InputError | None]:
+        """Return this process's hello, and the error that ``check()`` or its rank and size gave; None: it is ready."""
         refusal = None
         try:
-            self._check_place(plan)
+            self._check_rank_and_size(plan)
             check()
         except InputError as error:
             refusal = error
-        text = "" if refusal is None else str(refusal)
-        plan_as, policy_as = plan.digest(), policy.describe()
-        return Hello(rank=self.rank, job=self.job, plan=plan_as, policy=policy_as, refusal=text), refusal
+        refusal_text = "" if refusal is None else str(refusal)
+        plan_digest, policy_text = plan.digest(), policy.describe()
+        return Hello(rank=self.rank, job=self.job, plan=plan_digest, policy=policy_text, refusal=refusal_text), refusal
 
-    def _check_place(self, plan: TransferPlan) -> None:
+    def _check_rank_and_size(self, plan: TransferPlan) -> None:
         """Raise InputError unless the job has as many processes as the plan, of which this one is one."""
         if self.size not in (None, plan.world_size):
             problem = (
@@ -154,7 +156,7 @@ def address_towards(host: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Hello:
-    """What a process says first."""
+    """A process's first message: its place in the job, and what it was started with."""
 
     rank: int | None
     """None: it joins late."""
@@ -168,57 +170,56 @@ class Hello:
 
 
 def call(wire: Wire, plan: TransferPlan, address: str, hello: Hello, limit_s: float) -> tuple[list[Any], list[Message]]:
-    """Say hello to server 0 until it lets this process begin; return what it says then, and what others said meanwhile.
+    """Say hello to server 0; return the values of its "begin" message, and the messages that others sent before it.
 
     Raises InputError when the processes disagree, TransferError when it does not answer in time or is lost.
     """
-    first = plan.rank_of_server(0)
-    end, held, others = time.monotonic() + limit_s, False, []
-    wire.dial(first, address)
-    while (left := end - time.monotonic()) > 0:
-        message = wire.receive(left)
+    first_server = plan.rank_of_server(0)
+    deadline_s, is_held, other_messages = time.monotonic() + limit_s, False, []
+    wire.dial(first_server, address)
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        message = wire.receive(left_s)
         if message is None:
             continue
         peer, (kind, *values), _ = message
-        if peer != first:
-            others.append(message)
+        if peer != first_server:
+            other_messages.append(message)
         elif kind == "connected":
-            wire.send(first, ["hello", asdict(hello)])
+            wire.send(first_server, ["hello", asdict(hello)])
         elif kind == "held":
-            end, held = time.monotonic() + limit_s + HEAR_S, True
+            deadline_s, is_held = time.monotonic() + limit_s + HEAR_S, True
         elif kind == "refused":
             raise InputError(*values)
         elif kind == "over":
             raise TransferError(*values)
         elif kind == "begin":
-            return values, others
-        elif kind == "gone" and held:
-            raise TransferError(f"{plan.title(first)} ended before the job began")
-    what = "not begun the job" if held else f"not answered at {address}; is it there, and has it the same token?"
-    raise TransferError(f"{plan.title(first)} has, for {limit_s:g} s, {what}")
+            return values, other_messages
+        elif kind == "gone" and is_held:
+            raise TransferError(f"{plan.title(first_server)} ended before the job began")
+    failure = "not begun the job" if is_held else f"not answered at {address}; is it there, and has it the same token?"
+    raise TransferError(f"{plan.title(first_server)} has, for {limit_s:g} s, {failure}")
 
 
 def gather(
-    wire: Wire, plan: TransferPlan, meeting: Meeting, mine: Hello, lost_after_s: float, run: str
+    wire: Wire, plan: TransferPlan, meeting: Meeting, own_hello: Hello, lost_after_s: float, run: str
 ) -> tuple[dict[int, Peer], list[str], list[Message]]:
-    """Wait on server 0 for all processes, and let them begin; they learn after how long a silence who counts as lost, and
-    the name of this ``run``.
+    """Wait on server 0 for the hellos of all processes, then send each "begin" with ``lost_after_s`` and ``run``.
 
-    Return the others by rank, where the servers listen, and the calls of those who are no part of the beginning.
-    Raises InputError when the processes disagree, and TransferError naming who has not come in time or has gone.
+    Return the peers by rank, the addresses of the servers, and the messages of workers that join late.
+    Raises InputError when the processes disagree, and TransferError naming the ranks that did not come in time or ended.
     """
-    assert mine.rank is not None
-    hellos, peers, others = {mine.rank: mine}, dict[int, Peer](), list[Message]()
-    begin = told = time.monotonic()
+    assert own_hello.rank is not None
+    hellos, peers, late_messages = {own_hello.rank: own_hello}, dict[int, Peer](), list[Message]()
+    began_s = reminded_s = time.monotonic()
     try:
         while missing := [rank for rank in range(meeting.size or plan.world_size) if rank not in hellos]:
-            now = time.monotonic()
+            now_s = time.monotonic()
             names = listed([plan.title(rank) for rank in missing], 3)
-            if now - begin > meeting.limit_s:
-                raise TransferError(f"{plan.title(mine.rank)}: {names} did not come within {meeting.limit_s:g} s")
-            if now - told > REMIND_S:
-                told = now
-                log.warning("waiting for %s since %.0f s", names, now - begin)
+            if now_s - began_s > meeting.limit_s:
+                raise TransferError(f"{plan.title(own_hello.rank)}: {names} did not come within {meeting.limit_s:g} s")
+            if now_s - reminded_s > REMIND_S:
+                reminded_s = now_s
+                log.warning("waiting for %s since %.0f s", names, now_s - began_s)
             message = wire.receive(BEAT_S)
             for peer in peers.values():
                 wire.send(peer, ["alive"])
@@ -230,7 +231,7 @@ def gather(
                     if other == peer:
                         raise TransferError(f"{plan.title(rank)} ended before the job began")
             elif kind == "hello" and values[0]["rank"] is None:
-                others.append(message)
+                late_messages.append(message)
             elif kind == "hello" and values[0]["job"] == meeting.job:  # one that is ahead calls again when this is over
                 hello = Hello(**values[0])
                 assert hello.rank is not None
@@ -238,28 +239,28 @@ def gather(
                 wire.send(peer, ["held"])
         _demand_agreement(hellos)
     except BaseException as error:
-        text = ["over", str(error) or type(error).__name__]
+        refusal = ["over", str(error) or type(error).__name__]
         if isinstance(error, InputError):
-            text = ["refused", error.where, error.problem, error.remedy]
+            refusal = ["refused", error.where, error.problem, error.remedy]
         for peer in peers.values():
-            wire.send(peer, text)
+            wire.send(peer, refusal)
         raise
     addresses = [hellos[plan.rank_of_server(server)].address for server in range(plan.servers)]
     for rank, peer in peers.items():
         wire.send(peer, ["begin", rank, 0, 0, addresses, lost_after_s, run])
     if marker := os.environ.get("DDLTOOL_BEGUN"):
         Path(marker).touch()  # a launcher may want to know
-    return peers, addresses, others
+    return peers, addresses, late_messages
 
 
 def _demand_agreement(hellos: Mapping[int, Hello]) -> None:
-    """Raise InputError for what keeps these processes, by rank, from beginning."""
+    """Raise InputError for a process's refusal, and for a plan or a policy that differs from rank 0's."""
     first = hellos[0]
     for rank, hello in sorted(hellos.items()):
         if hello.refusal:
             raise InputError(f"rank {rank}", hello.refusal)
-    if other := [str(rank) for rank, hello in sorted(hellos.items()) if hello.plan != first.plan]:
-        problem = f"differs from rank 0's on rank{'s' if other[1:] else ''} {listed(other, 8)}"
+    if differing_ranks := [str(rank) for rank, hello in sorted(hellos.items()) if hello.plan != first.plan]:
+        problem = f"differs from rank 0's on rank{'s' if differing_ranks[1:] else ''} {listed(differing_ranks, 8)}"
         raise InputError("transfer plan", problem, "give every rank the same plan and model")
     for rank, hello in sorted(hellos.items()):
         if hello.policy != first.policy:

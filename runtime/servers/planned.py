@@ -18,7 +18,7 @@ from ddltool.errors import InputError
 from ddltool.plans import Enforcement
 from ddltool.runtime.hook.job import count_nodes, dataset_length, planned_for
 from ddltool.runtime.hook.stopping import refuse_in_one_line
-from ddltool.runtime.hook.telemetry import Identity, RowFile, StepRecorder, is_cuda
+from ddltool.runtime.hook.telemetry import Identity, StepRecorder, TelemetryFile, is_cuda
 from ddltool.runtime.servers.policies import ElasticBSP
 from ddltool.runtime.servers.server import Server
 from ddltool.runtime.servers.transfers import TransferPlan
@@ -101,11 +101,11 @@ def follow(
                     return
 
 
-def _opened(planned: Enforcement, rank: int) -> RowFile:
+def _opened(planned: Enforcement, rank: int) -> TelemetryFile:
     """Return the file of telemetry, if there is one, which all open before any writes; a row is an iteration of a worker."""
     size, device = planned.world_size, planned.ranks[rank].device_type
     about = Identity(rank=rank, world_size=size, num_nodes=count_nodes(size + 1), device=device)
-    file = RowFile(Path(planned.telemetry or os.devnull), about)
+    file = TelemetryFile(Path(planned.telemetry or os.devnull), about)
     if planned.telemetry is not None:
         file.open()
     return file

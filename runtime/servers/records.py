@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ddltool.artifacts import kind_of
 from ddltool.runtime.hook.telemetry import LineFile, new_run
-from ddltool.telemetry import Row, StepRow, SummaryRow
+from ddltool.telemetry import StepRow, SummaryRow, SyncEvent
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,6 @@ class SyncLog:
     Attributes:
         wait_s: per worker, how long its transfers have waited for others.
         staleness: how many steps' gradients were used with which staleness.
-        dropped: per worker, steps whose gradients came too late to be used.
         run: the name of this start of the job, which server 0 chooses.
     """
 
@@ -32,13 +31,12 @@ class SyncLog:
         self.run = new_run()
         self.wait_s = [0.0] * workers
         self.staleness: Counter[int] = Counter()
-        self.dropped = [0] * workers
         self._began_s = time.monotonic()
         self._file = LineFile()
 
     def open(self) -> None:
         """Open the file, to append to it. Raises InputError when it cannot be written or holds something else."""
-        self._file = LineFile(self.path, kind_of(Row), "sync telemetry")
+        self._file = LineFile(self.path, kind_of(SyncEvent), "sync telemetry")
 
     def start(self) -> None:
         """Times count from here."""
@@ -49,13 +47,10 @@ class SyncLog:
         """Seconds since the start."""
         return time.monotonic() - self._began_s
 
-    def add(self, row: Row) -> None:
+    def add(self, row: SyncEvent) -> None:
         """Write a row at once, so that a killed server loses none; a failure ends telemetry, not training."""
         if isinstance(row, StepRow):
-            if row.dropped:
-                self.dropped[row.worker] += 1
-            else:
-                self.staleness[row.staleness] += 1
+            self.staleness[row.staleness] += 1
         if self._file.is_open:
             self._file.write([row.model_copy(update={"run": self.run}).model_dump_json()])
 
@@ -71,7 +66,6 @@ class SyncLog:
                 updates_per_s=updates / time_s if time_s else 0.0,
                 wait_s=self.wait_s,
                 staleness=dict(sorted(self.staleness.items())),
-                dropped=self.dropped,
             )
         )
         self._file.close()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ddltool.errors import DdlToolError, InputError, listed
 from ddltool.runtime.hook.stopping import StopSignals, refuse_in_one_line
 from ddltool.runtime.servers.meeting import Hello, Meeting, address_towards, call, gather
-from ddltool.runtime.servers.policies import BSP, Book, Policy, Update
+from ddltool.runtime.servers.policies import BSP, ServerState, SyncPolicy, Update
 from ddltool.runtime.servers.records import SyncLog, log
 from ddltool.runtime.servers.transfers import TransferError, TransferPlan, named
 from ddltool.runtime.servers.wire import BEAT_S, CLOSED, STOOD_STILL_S, Message, Peer, Wire, fill
@@ -30,33 +30,30 @@ from ddltool.telemetry import JoinedRow, LeftRow, StepRow
 
 @dataclass(slots=True)
 class _Seat:
-    """One worker, as this server sees it."""
+    """One worker's state on this server; None and 0 stand for nothing yet, unless a field says otherwise."""
 
     peer: Peer | None = None
-    heard_s: float = 0.0
+    last_heard_s: float = 0.0
     clock: int = 0
-    """Of its last pull: the number of steps that it had made."""
+    """The number of steps that the worker had made at its last pull."""
     queue: deque[int] = field(default_factory=deque)
-    """What it has asked for and not yet been sent."""
+    """Indices of the parameters that the worker has asked for and not yet been sent, in the plan's order."""
     pulls: int = 0
-    """How many have begun."""
-    begun: bool = False
-    """Whether a trainable parameter of the last one has gone."""
-    pulled: dict[str, int] = field(default_factory=dict)
-    """The versions that it was sent last."""
-    waits: tuple[int, str] | None = None
-    """For which step's parameter it waits, where the policy lets it wait."""
-    since_s: float | None = None
-    """Since when it has waited for other workers."""
-    # Of the step under way.
+    """The number of pulls that have begun."""
+    pulled_versions: dict[str, int] = field(default_factory=dict)
+    """By parameter, the version that the worker was sent last."""
+    blocked_transfer: tuple[int, str] | None = None
+    """(step, parameter) of the transfer that the policy holds back; None: no transfer is held back."""
+    waiting_since_s: float | None = None
+    """When the wait for other workers began; None: the worker does not wait for others."""
+    # Of the step under way:
     gradients: int = 0
     wait_s: float = 0.0
     staleness: int = 0
-    dropped: bool = False
-    # Of the epoch of which it asked for a share last: its number, the batches if it has said so, its first step.
+    # The epoch of which the worker asked for a share last, its batches there (None: not told), its first step there.
     epoch: int | None = None
-    batches: int | None = None
-    first: int | None = None
+    epoch_batches: int | None = None
+    epoch_first_step: int | None = None
 
 
 class Server:
@@ -67,7 +64,7 @@ class Server:
         version: how often each has been updated.
         lost: worker to the reason, in the order of loss.
         closed: the workers that have ended well.
-        log: waiting, staleness, dropped gradients.
+        log: waiting and staleness.
         policy: with ElasticBSP, ``policy.supersteps`` on server 0 has the decisions.
     """
 
@@ -76,7 +73,7 @@ class Server:
         model: nn.Module,
         plan: TransferPlan,
         optimizer: torch.optim.Optimizer,
-        policy: Policy | None = None,
+        policy: SyncPolicy | None = None,
         *,
         lost_after_s: float | None = None,
         telemetry: str | PathLike[str] | None = None,
@@ -105,82 +102,83 @@ class Server:
         self.lost: dict[int, str] = {}
         self.closed: set[int] = set()
         self.log = SyncLog(plan.seats, None if telemetry is None else Path(telemetry))
-        self._book = Book(
+        self._state = ServerState(
             workers=plan.workers,
             seats=plan.seats,
             names=tuple(slot.name for slot in mine if slot.trainable),
             decides=self.server == 0,
             version=self.version,
         )
-        self._seats = [_Seat(pulled=dict(self.version)) for _ in range(plan.seats)]
-        self._epochs: dict[int, list[int]] = {}
-        self._joining: dict[int, tuple[int, set[int]]] = {}
-        """Who joins: the first step, and the other servers that do not know yet."""
-        self._beat_s = 0.0
+        self._seats = [_Seat(pulled_versions=dict(self.version)) for _ in range(plan.seats)]
+        self._members_of_epoch: dict[int, list[int]] = {}
+        self._joiners: dict[int, tuple[int, set[int]]] = {}
+        """By joining worker: its first step, and the ranks of the servers that have not confirmed it yet."""
+        self._last_heartbeat_s = 0.0
         self._stop = StopSignals()
-        self._hello, refusal = meeting.hello(plan, self.policy, lambda: self._check(model))
+        self._hello, refusal = meeting.hello(plan, self.policy, lambda: self._check_arguments(model))
         try:
-            self._meet(meeting)
+            self._meet_processes(meeting)
         except DdlToolError as error:
             raise refusal or error from None
 
-    def _check(self, model: nn.Module) -> None:
-        """Raise InputError for arguments that do not fit; all ranks then refuse."""
-        plan, names = self.plan, self._book.names
+    def _check_arguments(self, model: nn.Module) -> None:
+        """Raise InputError for arguments that contradict plan, model or policy; the error reaches all ranks."""
+        plan, names = self.plan, self._state.names
         plan.check(model)
         if not self._lost_after_s > 0:
             raise InputError("lost_after_s", f"is {self._lost_after_s}", "give seconds above 0")
-        held = {id(value) for group in self._optimizer.param_groups for value in group["params"]}
-        if left_out := [name for name in names if id(self._parameters[name]) not in held]:
-            raise InputError("optimizer", f"lacks {listed(left_out, 3)}", "make it with this model's parameters")
+        optimizer_ids = {id(value) for group in self._optimizer.param_groups for value in group["params"]}
+        if names_left_out := [name for name in names if id(self._parameters[name]) not in optimizer_ids]:
+            raise InputError("optimizer", f"lacks {listed(names_left_out, 3)}", "make it with this model's parameters")
         if plan.late and self.policy.fixed:
             problem = f"is {plan.late} under {self.policy.describe()}"
             raise InputError("transfer plan:late", problem, "give another policy")
         if plan.late and not self.server and not names:
             raise InputError("transfer plan", "puts no trainable parameter on server 0", "joining needs one there")
-        self.policy.open(self._book)
+        self.policy.open(self._state)
         self.log.open()
-        self.values = {name: self._value(name) for name in self.version}
+        self.values = {name: self._copy_value(name) for name in self.version}
 
-    def _meet(self, meeting: Meeting) -> None:
-        plan, first, found = self.plan, self.plan.rank_of_server(0), ""
+    def _meet_processes(self, meeting: Meeting) -> None:
+        """Listen, exchange hellos with the other processes, and connect to them; server 0 gathers all others."""
+        plan, first, first_address = self.plan, self.plan.rank_of_server(0), ""
         if self.server == 0:
-            where, port = meeting.here()
+            host, port = meeting.here()
         else:
-            found = meeting.find()
-            where, port = address_towards(found.rpartition(":")[0]), 0
+            first_address = meeting.find()
+            host, port = address_towards(first_address.rpartition(":")[0]), 0
         self._wire = Wire(meeting.token, self._stop)
-        self._early: list[Message]
+        self._early_messages: list[Message]
         try:
-            address = self._wire.listen(where, port)
+            address = self._wire.listen(host, port)
             hello = replace(self._hello, address=address)
             if self.server == 0:
                 meeting.announce(address)
-                self._servers, self._addresses, self._early = gather(
+                self._server_peers, self._addresses, self._early_messages = gather(
                     self._wire, plan, meeting, hello, self._lost_after_s, self.log.run
                 )
             else:
-                begin, self._early = call(self._wire, plan, found, hello, meeting.limit_s)
+                begin, self._early_messages = call(self._wire, plan, first_address, hello, meeting.limit_s)
                 *_, self._addresses, _, self.log.run = begin
-                self._servers = {first: first}
+                self._server_peers = {first: first}
         except BaseException:
             self._wire.close()
             raise
-        self._callers: dict[Peer, int] = {peer: rank for rank, peer in self._servers.items()}
+        self._rank_of_peer: dict[Peer, int] = {peer: rank for rank, peer in self._server_peers.items()}
         now_s = time.monotonic()
         for worker, seat in enumerate(self._seats):
-            seat.heard_s, seat.peer = now_s, self._servers.pop(plan.rank_of_worker(worker), None)
+            seat.last_heard_s, seat.peer = now_s, self._server_peers.pop(plan.rank_of_worker(worker), None)
 
     @property
     def updates(self) -> float:
         """Updates per trainable parameter so far."""
-        names = self._book.names
+        names = self._state.names
         return sum(self.version[name] for name in names) / max(len(names), 1)
 
     @property
     def steps_made(self) -> list[int]:
-        """Per worker, late ones included, the steps that it has made (under local SGD: rounds)."""
-        return [steps - self._book.start.get(worker, 0) for worker, steps in enumerate(self._book.steps)]
+        """Per worker, late ones included, the steps that it has made."""
+        return [steps - self._state.start.get(worker, 0) for worker, steps in enumerate(self._state.steps)]
 
     def serve(self) -> dict[str, Tensor]:
         """Serve until every worker has closed or is lost, and return the final values.
@@ -193,25 +191,25 @@ class Server:
         self.log.start()
         self._stop.open()
         try:
-            self._decide()
-            while self._book.members:
-                message = self._early.pop(0) if self._early else self._wire.receive(BEAT_S)
+            self._decide_barrier()
+            while self._state.members:
+                message = self._early_messages.pop(0) if self._early_messages else self._wire.receive(BEAT_S)
                 if message is not None:
                     peer, (kind, *values), payload = message
                     getattr(self, f"_on_{kind}")(peer, *values, *([] if payload is None else [payload]))
-                self._hand_over()
-                self._beat()
+                self._send_released_values()
+                self._send_heartbeats()
             if not self.closed:
                 worker, reason = next(iter(self.lost.items()))
                 raise TransferError(
                     f"{self._title}: no worker is left; the first lost was worker {worker}, which {reason}"
                 )
-            self._tell(self._servers.values(), "bye")
+            self._broadcast(self._server_peers.values(), "bye")
         except BaseException as error:
             failure, how = error, "failed:" if isinstance(error, Exception) else "was ended by"
             if not isinstance(error, TransferError):
                 failure = TransferError(f"{self._title} {how} {named(error)}")
-            self._tell(self._callers, "end", str(failure))
+            self._broadcast(self._rank_of_peer, "end", str(failure))
             if failure is error or not isinstance(error, Exception):
                 raise
             raise failure from error
@@ -224,141 +222,144 @@ class Server:
     # Messages of workers.
 
     def _on_hello(self, peer: Peer, content: dict[str, Any]) -> None:
-        """Let a worker in that comes late; server 0."""
-        hello, mine = Hello(**content), self._hello
+        """On server 0: refuse a worker that joins late, or give it a seat and its first step."""
+        hello, own_hello = Hello(**content), self._hello
         if hello.rank is not None:
             return  # it is ahead, in another job that will be at the same place: it calls again
-        ours, theirs = (f"plan {one.plan} under {one.policy}" for one in (mine, hello))
-        worker = self.plan.workers + len(self._book.start)
-        if theirs != ours:
-            what = ["job", f"is {ours}, this worker has {theirs}", "give the joiner the plan and model of the job"]
-            self._wire.send(peer, ["refused", *what])
+        own_job, joiner_job = (
+            f"plan {hello_message.plan} under {hello_message.policy}" for hello_message in (own_hello, hello)
+        )
+        worker = self.plan.workers + len(self._state.start)
+        if joiner_job != own_job:
+            refusal = [
+                "job",
+                f"is {own_job}, this worker has {joiner_job}",
+                "give the joiner the plan and model of the job",
+            ]
+            self._wire.send(peer, ["refused", *refusal])
         elif worker >= self.plan.seats:
-            what = ["transfer plan:late", f"all {self.plan.late} seats have been taken", "plan for more"]
-            self._wire.send(peer, ["refused", *what])
+            refusal = ["transfer plan:late", f"all {self.plan.late} seats have been taken", "plan for more"]
+            self._wire.send(peer, ["refused", *refusal])
         else:
             self._on_worker(peer, worker)
-            # The next step of which no gradient can have been pushed anywhere: a worker pushes its gradients when it has
-            # all parameters, and server 0 keeps its own back from that step on until all servers know.
-            clock = 1 + max((count for counts in self._book.pushed.values() for count in counts), default=0)
-            self._joining[worker] = clock, set(self._servers)
-            self._tell(self._servers.values(), "seat", worker, clock)
-            self._seat(worker, clock)
-            self._let_in(worker)
+            # The next step without a pushed gradient on any server: a worker pushes when it has all parameters, and
+            # server 0 holds back its own from that step on until all servers have confirmed the joiner.
+            clock = 1 + max((count for counts in self._state.pushed.values() for count in counts), default=0)
+            self._joiners[worker] = clock, set(self._server_peers)
+            self._broadcast(self._server_peers.values(), "seat", worker, clock)
+            self._admit_joiner(worker, clock)
+            self._begin_joiner(worker)
 
-    def _seat(self, worker: int, clock: int) -> None:
+    def _admit_joiner(self, worker: int, clock: int) -> None:
         """Make a joiner a member; ``clock`` is the number of its first step."""
-        book = self._book
-        for counts in book.pushed.values():
+        state = self._state
+        for counts in state.pushed.values():
             counts[worker] = clock
-        book.steps[worker] = book.start[worker] = clock
-        book.members.add(worker)
-        book.workers = max(book.workers, len(book.members))
-        self._seats[worker].heard_s = time.monotonic()
+        state.steps[worker] = state.start[worker] = clock
+        state.members.add(worker)
+        state.workers = max(state.workers, len(state.members))
+        self._seats[worker].last_heard_s = time.monotonic()
         self.policy.joined(worker, clock)
         self.log.add(JoinedRow(time_s=self.log.time_s, worker=worker, step=clock, epoch=self._next_epoch))
 
-    def _let_in(self, worker: int) -> None:
-        """Let a joiner begin when all servers know it."""
-        clock, unknowing = self._joining[worker]
-        if not unknowing:
-            del self._joining[worker]
-            place = self.plan.rank_of_worker(worker), clock, self._next_epoch
-            self._send(worker, "begin", *place, self._addresses, self._lost_after_s, self.log.run)
+    def _begin_joiner(self, worker: int) -> None:
+        """Send a joiner its first step when all servers have confirmed it."""
+        clock, servers_to_confirm = self._joiners[worker]
+        if not servers_to_confirm:
+            del self._joiners[worker]
+            seat_content = self.plan.rank_of_worker(worker), clock, self._next_epoch
+            self._send(worker, "begin", *seat_content, self._addresses, self._lost_after_s, self.log.run)
 
     @property
     def _next_epoch(self) -> int:
-        """The first epoch that nobody has begun."""
-        return max(self._epochs, default=-1) + 1
+        """The first epoch of which no worker has asked for a share."""
+        return max(self._members_of_epoch, default=-1) + 1
 
     def _on_worker(self, peer: Peer, worker: int) -> None:
-        """A worker has called."""
-        self._seats[worker].peer, self._callers[peer] = peer, self.plan.rank_of_worker(worker)
+        """Register the connection of a worker that has called."""
+        self._seats[worker].peer, self._rank_of_peer[peer] = peer, self.plan.rank_of_worker(worker)
 
-    def _of(self, peer: Peer) -> int | None:
-        """Return which member a message is from, None for those who are none any more."""
-        worker = self.plan.worker_of_rank(self._callers[peer])
-        self._seats[worker].heard_s = time.monotonic()
-        return worker if worker in self._book.members else None
+    def _member_of_peer(self, peer: Peer) -> int | None:
+        """Return the member that a message is from; None: a worker that was taken out of the job."""
+        worker = self.plan.worker_of_rank(self._rank_of_peer[peer])
+        self._seats[worker].last_heard_s = time.monotonic()
+        return worker if worker in self._state.members else None
 
     def _on_here(self, peer: Peer) -> None:
-        self._of(peer)
+        self._member_of_peer(peer)
 
     def _on_pull(self, peer: Peer, clock: int) -> None:
-        if (worker := self._of(peer)) is not None:
+        if (worker := self._member_of_peer(peer)) is not None:
             seat = self._seats[worker]
-            seat.clock, seat.begun = clock, False
+            seat.clock = clock
             seat.queue = deque(self.plan.queue(self.server, worker, seat.pulls))
             seat.pulls += 1
-            seat.first = clock if seat.first is None else seat.first
+            seat.epoch_first_step = clock if seat.epoch_first_step is None else seat.epoch_first_step
 
     def _on_gradient(self, peer: Peer, index: int, clock: int, payload: memoryview) -> None:
-        if (worker := self._of(peer)) is not None:
+        if (worker := self._member_of_peer(peer)) is not None:
             slot = self.plan.slots[index]
             gradient = torch.empty(slot.shape, dtype=getattr(torch, slot.dtype))
             fill(gradient, payload)
             self.accept(worker, clock, slot.name, gradient)
 
     def accept(self, worker: int, clock: int, name: str, gradient: Tensor) -> None:
-        """Take one gradient of a member."""
-        book, seat = self._book, self._seats[worker]
+        """Apply one gradient of a member by the policy; a gradient that is not finite takes the member out."""
+        state, seat = self._state, self._seats[worker]
         if not torch.isfinite(gradient).all():
             # Large parameters are the job's doing: then other workers' gradients will not be finite either.
             largest = max(float(value.abs().max()) for value in self.values.values())
-            what = f"a gradient of {name} in step {clock} that is not finite"
-            self._lose(worker, f"sent {what} (the largest parameter here is {largest:.3g})")
+            gradient_text = f"a gradient of {name} in step {clock} that is not finite"
+            self._remove_lost_worker(worker, f"sent {gradient_text} (the largest parameter here is {largest:.3g})")
             return
-        book.pushed[name][worker] += 1
-        counts, updates = self.policy.take(worker, name, gradient)
-        if counts:
-            seat.staleness = max(seat.staleness, self.version[name] - seat.pulled[name])
-        seat.dropped |= not counts
-        self._apply(updates, f"after worker {worker}'s gradient of step {clock}")
+        state.pushed[name][worker] += 1
+        updates = self.policy.take(worker, name, gradient)
+        seat.staleness = max(seat.staleness, self.version[name] - seat.pulled_versions[name])
+        self._apply_updates(updates, f"after worker {worker}'s gradient of step {clock}")
         seat.gradients += 1
-        if seat.gradients == len(book.names):
-            book.steps[worker] += 1
+        if seat.gradients == len(state.names):
+            state.steps[worker] += 1
             row = StepRow(
                 time_s=self.log.time_s,
                 worker=worker,
                 step=clock,
                 wait_s=seat.wait_s,
                 staleness=seat.staleness,
-                gap=book.steps[worker] - min(book.steps[other] for other in book.members),
-                dropped=seat.dropped,
+                gap=state.steps[worker] - min(state.steps[other] for other in state.members),
             )
             self.log.add(row)
-            seat.gradients, seat.wait_s, seat.staleness, seat.dropped = 0, 0.0, 0, False
-            self._decide(worker)
+            seat.gradients, seat.wait_s, seat.staleness = 0, 0.0, 0
+            self._decide_barrier(worker)
 
     def _on_members(self, peer: Peer, epoch: int) -> None:
-        """Tell who shares the samples of an epoch: the same for all who ask."""
-        if (worker := self._of(peer)) is not None:
-            members = self._epochs.setdefault(epoch, sorted(self._book.members))
+        """Send the workers that share an epoch's samples: the members at its first request, for all requests."""
+        if (worker := self._member_of_peer(peer)) is not None:
+            members = self._members_of_epoch.setdefault(epoch, sorted(self._state.members))
             seat = self._seats[worker]
-            seat.epoch, seat.batches, seat.first = epoch, None, None
+            seat.epoch, seat.epoch_batches, seat.epoch_first_step = epoch, None, None
             self._send(worker, "members", members)
 
     def _on_share(self, peer: Peer, batches: int) -> None:
-        if (worker := self._of(peer)) is not None:
-            self._seats[worker].batches = batches
+        if (worker := self._member_of_peer(peer)) is not None:
+            self._seats[worker].epoch_batches = batches
 
     def _on_close(self, peer: Peer) -> None:
-        """A worker asks for nothing more; all its gradients have come before this."""
-        if (worker := self._of(peer)) is not None:
-            self._remove(worker, None)
+        """Remove a worker that has ended well; its gradients have all come before this message."""
+        if (worker := self._member_of_peer(peer)) is not None:
+            self._remove_member(worker, None)
             self._wire.send(peer, ["bye"])
 
     def _on_fail(self, peer: Peer, reason: str) -> None:
-        if (worker := self._of(peer)) is not None:
-            self._lose(worker, reason)
+        if (worker := self._member_of_peer(peer)) is not None:
+            self._remove_lost_worker(worker, reason)
 
     def _on_gone(self, peer: Peer) -> None:
-        """A connection has ended."""
-        rank = self._callers.pop(peer, None)
-        if rank in self._servers:
+        """Handle the end of a connection: of a server, which ends this one, or of a worker, which is lost."""
+        rank = self._rank_of_peer.pop(peer, None)
+        if rank in self._server_peers:
             raise TransferError(f"{self._title}: {self.plan.title(rank)} {CLOSED}")
-        if rank is not None and (worker := self.plan.worker_of_rank(rank)) in self._book.members:
-            self._lose(worker, CLOSED)
+        if rank is not None and (worker := self.plan.worker_of_rank(rank)) in self._state.members:
+            self._remove_lost_worker(worker, CLOSED)
 
     # Messages between servers.
 
@@ -368,121 +369,123 @@ class Server:
 
     def _on_bye(self, peer: Peer) -> None:
         """Another server has served to the end."""
-        self._servers.pop(self._callers.pop(peer))
+        self._server_peers.pop(self._rank_of_peer.pop(peer))
 
     def _on_end(self, peer: Peer, reason: str) -> None:
         """Another server has failed."""
         raise TransferError(f"{self._title} ended, before that: {reason}")
 
     def _on_seat(self, peer: Peer, worker: int, clock: int) -> None:
-        self._seat(worker, clock)
+        self._admit_joiner(worker, clock)
         self._wire.send(peer, ["seated", worker])
 
     def _on_seated(self, peer: Peer, worker: int) -> None:
-        if worker in self._joining:
-            self._joining[worker][1].discard(self._callers[peer])
-            self._let_in(worker)
+        if worker in self._joiners:
+            self._joiners[worker][1].discard(self._rank_of_peer[peer])
+            self._begin_joiner(worker)
 
     def _on_barrier(self, peer: Peer, quota: list[int]) -> None:
         self.policy.follow(quota)
 
     def _on_lost(self, peer: Peer, worker: int, reason: str) -> None:
         """Another server has taken a worker out."""
-        if worker in self._book.members:
-            self._lose(worker, reason)
+        if worker in self._state.members:
+            self._remove_lost_worker(worker, reason)
 
     # What follows from messages and from time.
 
-    def _hand_over(self) -> None:
-        """Send every worker what may go now: what is first in its queue, and what each transfer waits for."""
+    def _send_released_values(self) -> None:
+        """Send every worker the values at the head of its queue, up to the first that the policy holds back."""
         for worker, seat in enumerate(self._seats):
             while seat.queue and self._may_send(worker, seat, seat.queue[0]):
                 index = seat.queue.popleft()
                 name = self.plan.slots[index].name
-                seat.pulled[name] = self.version[name]
+                seat.pulled_versions[name] = self.version[name]
                 self._send(worker, "value", index, self.version[name], tensor=self.values[name])
 
     def _may_send(self, worker: int, seat: _Seat, index: int) -> bool:
-        """Return whether a transfer may go, and keep account of who waits for others."""
+        """Return whether the policy releases a transfer; record the beginning and the end of a worker's wait."""
         slot = self.plan.slots[index]
         if not slot.trainable:
             return True
-        blockers = self._waits_for(worker, seat.clock, slot.name)
+        blockers = self._blockers_of(worker, seat.clock, slot.name)
         if blockers is None:
-            if not seat.begun:
-                seat.begun, self._book.begun[worker] = True, self.version[slot.name]
-            if seat.waits is not None:
-                seat.waits, seat.heard_s = None, time.monotonic()  # its silence counts from now
-            if seat.since_s is not None:
-                waited_s, seat.since_s = time.monotonic() - seat.since_s, None
+            if seat.blocked_transfer is not None:
+                seat.blocked_transfer, seat.last_heard_s = None, time.monotonic()  # its silence counts from now
+            if seat.waiting_since_s is not None:
+                waited_s, seat.waiting_since_s = time.monotonic() - seat.waiting_since_s, None
                 seat.wait_s += waited_s
                 self.log.wait_s[worker] += waited_s
             return True
-        seat.waits = seat.clock, slot.name
-        if blockers and seat.since_s is None:
-            seat.since_s = time.monotonic()
-        if self.policy.fixed and (gone := sorted(self.closed.intersection(blockers))):
-            raise TransferError(f"{self._title}: {self._waiting(worker, gone)}, which has closed")
+        seat.blocked_transfer = seat.clock, slot.name
+        if blockers and seat.waiting_since_s is None:
+            seat.waiting_since_s = time.monotonic()
+        if self.policy.fixed and (closed_blockers := sorted(self.closed.intersection(blockers))):
+            raise TransferError(f"{self._title}: {self._describe_wait(worker, closed_blockers)}, which has closed")
         return False
 
-    def _waits_for(self, worker: int, clock: int, name: str) -> list[int] | None:
-        """Return for whom a transfer waits; None: it may go."""
-        found = self.policy.waits_for(worker, clock, name)
-        # Nobody makes the step with which another one joins before all servers know of it.
-        joiners = [other for other, (step, _) in self._joining.items() if other != worker and clock >= step]
-        return sorted({*(found or ()), *joiners}) if joiners else found
+    def _blockers_of(self, worker: int, clock: int, name: str) -> list[int] | None:
+        """Return the workers that a transfer waits for; None: it is released; empty: it waits for a decision."""
+        blockers = self.policy.waits_for(worker, clock, name)
+        # No worker begins a joiner's first step before all servers have confirmed the joiner.
+        joiners = [other for other, (step, _) in self._joiners.items() if other != worker and clock >= step]
+        return sorted({*(blockers or ()), *joiners}) if joiners else blockers
 
-    def _waiting(self, worker: int, blockers: Iterable[int]) -> str:
-        """Return which transfer to ``worker`` waits for which."""
+    def _describe_wait(self, worker: int, blockers: Iterable[int]) -> str:
+        """Return a sentence: the transfer that ``worker`` waits for, and the ``blockers`` whose gradients it lacks."""
         seat, title = self._seats[worker], self.plan.title
-        assert seat.waits is not None
-        clock, name = seat.waits
-        missing = listed([title(self.plan.rank_of_worker(other)) for other in blockers], 3)
-        behind = [self.plan.slots[index].name for index in list(seat.queue)[1:]]
-        more = f" ({listed(behind, 3)} wait behind it)" if behind else ""
-        for_whom = title(self.plan.rank_of_worker(worker))
-        return f"{name} for {for_whom}{more} waits for its gradient of step {clock - 1} from {missing}"
+        assert seat.blocked_transfer is not None
+        clock, name = seat.blocked_transfer
+        blocker_titles = listed([title(self.plan.rank_of_worker(other)) for other in blockers], 3)
+        names_behind = [self.plan.slots[index].name for index in list(seat.queue)[1:]]
+        behind_text = f" ({listed(names_behind, 3)} wait behind it)" if names_behind else ""
+        worker_title = title(self.plan.rank_of_worker(worker))
+        return (
+            f"{name} for {worker_title}{behind_text} waits for its gradient of step {clock - 1} from {blocker_titles}"
+        )
 
-    def _beat(self) -> None:
-        """Tell all that this server is there, and take out workers for which others wait in vain."""
+    def _send_heartbeats(self) -> None:
+        """Send a sign of life to all, and take out silent workers for which others wait."""
         now_s = time.monotonic()
-        if now_s - self._beat_s < min(BEAT_S, self._lost_after_s / 4):
+        if now_s - self._last_heartbeat_s < min(BEAT_S, self._lost_after_s / 4):
             return
-        if now_s - self._beat_s > BEAT_S + STOOD_STILL_S:  # what the workers said meanwhile may still be on its way
+        if (
+            now_s - self._last_heartbeat_s > BEAT_S + STOOD_STILL_S
+        ):  # what the workers said meanwhile may still be on its way
             for seat in self._seats:
-                seat.heard_s = now_s
-        self._beat_s = now_s
-        self._tell(self._callers, "alive")
-        # When some have closed the run comes to its end, and the server itself waits for the last.
-        wanted = dict.fromkeys(self._book.members, "others have closed") if self.closed else {}
+                seat.last_heard_s = now_s
+        self._last_heartbeat_s = now_s
+        self._broadcast(self._rank_of_peer, "alive")
+        # Once some workers have closed the run ends, and the server waits for all that remain.
+        reason_by_worker = dict.fromkeys(self._state.members, "others have closed") if self.closed else {}
         for worker, seat in enumerate(self._seats):
-            for other in (self._waits_for(worker, *seat.waits) or ()) if seat.waits is not None else ():
-                wanted[other] = f"others waited for it: {self._waiting(worker, [other])}"
-        for worker, why in wanted.items():
+            for blocker in (
+                (self._blockers_of(worker, *seat.blocked_transfer) or ()) if seat.blocked_transfer is not None else ()
+            ):
+                reason_by_worker[blocker] = f"others waited for it: {self._describe_wait(worker, [blocker])}"
+        for worker, reason in reason_by_worker.items():
             seat = self._seats[worker]
-            silent_s = now_s - seat.heard_s
-            if worker in self._book.members and seat.waits is None and silent_s >= self._lost_after_s:
-                self._lose(worker, f"was silent for {silent_s:.1f} s, and {why}")
+            silent_s = now_s - seat.last_heard_s
+            if worker in self._state.members and seat.blocked_transfer is None and silent_s >= self._lost_after_s:
+                self._remove_lost_worker(worker, f"was silent for {silent_s:.1f} s, and {reason}")
 
-    def _lose(self, worker: int, reason: str) -> None:
-        """Take a worker out, tell it, and the other servers."""
+    def _remove_lost_worker(self, worker: int, reason: str) -> None:
+        """Take a worker out of the job and tell it and the other servers. Raises TransferError under a fixed policy."""
         self.lost[worker] = reason
         self._send(worker, "out", reason)
-        self._tell(self._servers.values(), "lost", worker, reason)
-        self._remove(worker, reason)
+        self._broadcast(self._server_peers.values(), "lost", worker, reason)
+        self._remove_member(worker, reason)
         if self.policy.fixed:
             raise TransferError(f"{self._title}: {self.plan.title(self.plan.rank_of_worker(worker))} {reason}")
 
-    def _remove(self, worker: int, reason: str | None) -> None:
-        """Take a worker out (``reason`` None: it has closed), and do what others waited for it to do."""
-        book, seat = self._book, self._seats[worker]
-        book.members.discard(worker)
-        self._joining.pop(worker, None)
-        seat.queue, seat.waits = deque(), None
-        steps = 0
-        if seat.first is not None:
-            steps = max(0, book.steps[worker] - seat.first) * self.policy.local_steps
-        left = None if seat.batches is None else max(0, seat.batches - steps)
+    def _remove_member(self, worker: int, reason: str | None) -> None:
+        """Take a worker out (``reason`` None: it has closed), and make the updates and decisions that its end makes due."""
+        state, seat = self._state, self._seats[worker]
+        state.members.discard(worker)
+        self._joiners.pop(worker, None)
+        seat.queue, seat.blocked_transfer = deque(), None
+        steps = 0 if seat.epoch_first_step is None else max(0, state.steps[worker] - seat.epoch_first_step)
+        batches_left = None if seat.epoch_batches is None else max(0, seat.epoch_batches - steps)
         row = LeftRow(
             time_s=self.log.time_s,
             worker=worker,
@@ -490,64 +493,71 @@ class Server:
             reason=reason or "closed",
             epoch=seat.epoch,
             steps_of_epoch=None if seat.epoch is None else steps,
-            batches_left=left,
+            batches_left=batches_left,
         )
         self.log.add(row)
         if reason is None:
             self.closed.add(worker)
         else:
-            share = "" if seat.epoch is None else f"; it had made {steps} steps of epoch {seat.epoch}"
-            share += "" if left is None else f", {left} of its {seat.batches} batches are left out"
-            log.warning("worker %d is taken out of the job: %s%s", worker, reason, share)
-        if book.members:
-            self._apply(self.policy.settle(), "after the loss or the end of a worker")
-            self._decide()
+            epoch_text = "" if seat.epoch is None else f"; it had made {steps} steps of epoch {seat.epoch}"
+            epoch_text += (
+                "" if batches_left is None else f", {batches_left} of its {seat.epoch_batches} batches are left out"
+            )
+            log.warning("worker %d is taken out of the job: %s%s", worker, reason, epoch_text)
+        if state.members:
+            self._apply_updates(self.policy.settle(), "after the loss or the end of a worker")
+            self._decide_barrier()
 
-    def _decide(self, worker: int | None = None) -> None:
-        """On server 0: tell the others when a barrier has been reached and the next one is chosen."""
-        if self.server == 0 and (over := self.policy.decide(self.log.time_s, worker)) is not None:
-            self.log.add(over)
-            self._tell(self._servers.values(), "barrier", list(self.policy.quota))
+    def _decide_barrier(self, worker: int | None = None) -> None:
+        """On server 0: when a superstep is over, log it and send the next barrier to the other servers."""
+        if self.server == 0 and (finished_superstep := self.policy.decide(self.log.time_s, worker)) is not None:
+            self.log.add(finished_superstep)
+            self._broadcast(self._server_peers.values(), "barrier", list(self.policy.quota))
 
-    def _apply(self, updates: list[Update], when: str) -> None:
-        """Make updates by one step of the optimizer. Raises TransferError, with nothing published, for what is not finite."""
+    def _apply_updates(self, updates: list[Update], when: str) -> None:
+        """Make the updates by one step of the optimizer.
+
+        Raises TransferError before any value is published when an updated value is not finite.
+        """
         if not updates:
             return
-        means = {}
-        for due in updates:
-            total = due.gradients[0]
-            for gradient in due.gradients[1:]:
-                total = total.add_(gradient)
-            means[due.name] = total.div_(due.divisor)
-            self._parameters[due.name].grad = means[due.name].to(self._parameters[due.name].device)
+        mean_by_name = {}
+        for update in updates:
+            gradient_sum = update.gradients[0]
+            for gradient in update.gradients[1:]:
+                gradient_sum = gradient_sum.add_(gradient)
+            mean_by_name[update.name] = gradient_sum.div_(update.divisor)
+            self._parameters[update.name].grad = mean_by_name[update.name].to(self._parameters[update.name].device)
         self._optimizer.step()
-        new = {}
-        for due in updates:
-            self._parameters[due.name].grad = None
-            value = new[due.name] = self._value(due.name)
+        new_values = {}
+        for update in updates:
+            self._parameters[update.name].grad = None
+            value = new_values[update.name] = self._copy_value(update.name)
             if not torch.isfinite(value).all():
-                raise TransferError(f"{self._title}: {self._not_finite(due, means[due.name])}, {when}")
-        for name, value in new.items():
+                raise TransferError(
+                    f"{self._title}: {self._describe_not_finite(update, mean_by_name[update.name])}, {when}"
+                )
+        for name, value in new_values.items():
             self.values[name] = value
             self.version[name] += 1
 
-    def _value(self, name: str) -> Tensor:
-        """Return a copy of a parameter as it is sent."""
+    def _copy_value(self, name: str) -> Tensor:
+        """Return a contiguous copy of a parameter on the CPU, which is sent and never written to."""
         return self._parameters[name].detach().to("cpu", copy=True).contiguous()
 
-    def _not_finite(self, due: Update, mean: Tensor) -> str:
-        """Return which update is not finite, and why; every gradient in it is finite."""
+    def _describe_not_finite(self, update: Update, mean: Tensor) -> str:
+        """Return which update is not finite and the cause: the mean, or the optimizer, for every gradient is finite."""
         if not torch.isfinite(mean).all():
-            cause = f"the sum of {len(due.gradients)} workers' finite gradients is too large for {mean.dtype}"
+            cause = f"the sum of {len(update.gradients)} workers' finite gradients is too large for {mean.dtype}"
         else:
-            largest = max(float(mean.abs().max()), float(self.values[due.name].abs().max()))
+            largest = max(float(mean.abs().max()), float(self.values[update.name].abs().max()))
             cause = f"the optimizer left the numbers of {mean.dtype} on finite gradients (largest number {largest:.3g})"
-        return f"update {self.version[due.name] + 1} of {due.name} is not finite: {cause}"
+        return f"update {self.version[update.name] + 1} of {update.name} is not finite: {cause}"
 
-    def _tell(self, peers: Iterable[Peer], *what: Any) -> None:
+    def _broadcast(self, peers: Iterable[Peer], *content: Any) -> None:
         for peer in list(peers):
-            self._wire.send(peer, what)
+            self._wire.send(peer, content)
 
-    def _send(self, worker: int, *what: Any, tensor: Tensor | None = None) -> None:
+    def _send(self, worker: int, *content: Any, tensor: Tensor | None = None) -> None:
         if (peer := self._seats[worker].peer) is not None:
-            self._wire.send(peer, what, tensor)
+            self._wire.send(peer, content, tensor)

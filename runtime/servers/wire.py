@@ -76,14 +76,16 @@ class Wire:
         dealer.connect(f"tcp://{address}")
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
-        made = self._context.socket(kind)
-        made.linger = int(1e3 * LINGER_S)
-        made.sndhwm = made.rcvhwm = 0  # a worker asks for no more than its parameters: nothing is to be dropped
-        made.curve_secretkey, made.curve_publickey = self._keys
-        made.heartbeat_ivl, made.heartbeat_timeout = int(250 * SILENT_S), int(1e3 * SILENT_S)
-        made.reconnect_ivl_max = 1000
-        self._poller.register(made, zmq.POLLIN)
-        return made
+        zmq_socket = self._context.socket(kind)
+        zmq_socket.linger = int(1e3 * LINGER_S)
+        zmq_socket.sndhwm = zmq_socket.rcvhwm = (
+            0  # a worker asks for no more than its parameters: nothing is to be dropped
+        )
+        zmq_socket.curve_secretkey, zmq_socket.curve_publickey = self._keys
+        zmq_socket.heartbeat_ivl, zmq_socket.heartbeat_timeout = int(250 * SILENT_S), int(1e3 * SILENT_S)
+        zmq_socket.reconnect_ivl_max = 1000
+        self._poller.register(zmq_socket, zmq.POLLIN)
+        return zmq_socket
 
     def give_up(self, rank: int) -> None:
         """Let a server that is gone miss what is still on its way to it; closing then does not wait for that."""
@@ -115,8 +117,8 @@ class Wire:
         messages of no values. Raises what :meth:`StopSignals.hear` does.
         """
         self._stop.hear()
-        if found := self._next():
-            return found
+        if message := self._next():
+            return message
         if not self._events:
             self._poller.poll(int(1e3 * timeout_s) + 1)
         for monitor, rank in self._monitors.items():

@@ -28,7 +28,7 @@ from ddltool.artifacts import check_writable, write_bytes
 from ddltool.errors import DdlToolError, InputError
 from ddltool.runtime.hook.stopping import StopSignals, Terminated, refuse_in_one_line
 from ddltool.runtime.servers.meeting import Meeting, call
-from ddltool.runtime.servers.policies import BSP, Policy
+from ddltool.runtime.servers.policies import BSP, SyncPolicy
 from ddltool.runtime.servers.transfers import TransferError, TransferPlan, named
 from ddltool.runtime.servers.wire import BEAT_S, CLOSED, STOOD_STILL_S, Wire, fill
 
@@ -51,7 +51,7 @@ _CONTAINERS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """One parameter's arrival: its version, and the seconds from the pull until it was taken over into the model."""
+    """One parameter's arrival: its version, and the seconds from the pull until the model held the value."""
 
     name: str
     server: int
@@ -66,9 +66,9 @@ class Worker:
         rank: the number of this worker.
         arrivals: what came in the last pull, in the order in which it came.
         updates: how many the parameters had when they came, of the parameter with most: the job's progress. Under ASP,
-            SSP and ElasticBSP every gradient is an update; under the other models a whole iteration is.
-        clock: the number of steps whose gradients have been pushed; under local SGD, of rounds. Who joins late begins
-            with a number near that of the others.
+            SSP and ElasticBSP every gradient is an update; under BSP a whole iteration is.
+        clock: the number of steps whose gradients have been pushed. Who joins late begins with a number near that of the
+            others.
         epoch: the first epoch of which this worker gets a share of the samples.
         waited_s: seconds in which it has waited for servers, by transfers and at barriers.
         run: the name of this start of the job.
@@ -78,59 +78,58 @@ class Worker:
         self,
         model: nn.Module,
         plan: TransferPlan,
-        policy: Policy | None = None,
+        policy: SyncPolicy | None = None,
         *,
-        local_optimizer: torch.optim.Optimizer | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
         push: PushTime = "ready",
         meeting: Meeting | None = None,
     ) -> None:
         """Meet the others and hook the model: returns when all have come, or when the running job has let it join.
 
-        ``policy``: as on the servers. ``local_optimizer``: makes the local steps of local SGD, and only there.
-        ``checkpoint``: where the parameters of the last complete pull go when the run ends by a TransferError (a lost
-        server above all), by SIGTERM or by Ctrl-C; a file of this worker's own; costs one copy of the parameters per
-        pull. SIGTERM then ends the process with 143, at the end of the step under way; a script with a handler of its own
-        keeps it. ``push``: "ready" sends gradients as they become ready, while the backward pass runs, so ``.grad`` must
-        not be changed after it. "step" sends what ``.grad`` holds at the end of the step: after clipping and scaling, and
-        after any number of backward passes. ``meeting``: by default that of the environment. Raises InputError, on all
-        ranks, when the ranks' plans, models or policies differ or one's arguments are wrong, and when no seat is left for
-        who joins; TransferError when one of them does not come or is lost, or the job lets nobody in.
+        ``policy``: as on the servers. ``checkpoint``: where the parameters of the last complete pull go when the run
+        ends by a TransferError (a lost server above all), by SIGTERM or by Ctrl-C; a file of this worker's own; costs
+        one copy of the parameters per pull. SIGTERM then ends the process with 143, at the end of the step under way;
+        a script with a handler of its own keeps it. ``push``: "ready" sends gradients as they become ready, while the
+        backward pass runs, so ``.grad`` must not be changed after it. "step" sends what ``.grad`` holds at the end of
+        the step: after clipping and scaling, and after any number of backward passes. ``meeting``: by default that of
+        the environment. Raises InputError, on all ranks, when the ranks' plans, models or policies differ or one's
+        arguments are wrong, and when no seat is left for who joins; TransferError when one of them does not come or
+        is lost, or the job lets nobody in.
         """
         refuse_in_one_line()
         meeting = meeting or Meeting.of_environment()
         self.model, self.plan, self.policy = model, plan, policy or BSP(fixed=True)
-        self._push, self._optimizer = push, local_optimizer
+        self._push_time = push
         self._checkpoint = None if checkpoint is None else Path(checkpoint)
         self._parameters = dict(model.named_parameters())
         self._names = [slot.name for slot in plan.slots]
         self._stop = StopSignals()
-        self._meet(meeting)
+        self._meet_processes(meeting)
         self.arrivals: list[Arrival] = []
         self.updates = 0
         self.waited_s = 0.0
-        self._arrived = set(range(len(plan.slots)))
-        self._awaited: set[int] = set()
-        self._pushed: set[int] = set()
-        self._offered: dict[int, tuple[Tensor, int]] = {}  # `.grad` as the hook saw it, and its version then
-        self._pushing = False
-        self._asked_s = 0.0
-        self._heard_s = dict.fromkeys(range(plan.servers), 0.0)
-        self._told_s = dict(self._heard_s)
-        self._closed: set[int] = set()  # servers that know that this worker has closed
+        self._arrived_indices = set(range(len(plan.slots)))
+        self._awaited_indices: set[int] = set()
+        self._pushed_indices: set[int] = set()
+        self._sent_gradients: dict[int, tuple[Tensor, int]] = {}  # `.grad` as the hook saw it, and its version then
+        self._is_pushing = False
+        self._pull_began_s = 0.0
+        self._last_heard_s = dict.fromkeys(range(plan.servers), 0.0)
+        self._last_sent_s = dict(self._last_heard_s)
+        self._closed_servers: set[int] = set()  # servers that know that this worker has closed
         self._open = True
         self._failure: TransferError | None = None
-        self._answers: list[list[int]] = []
-        self._pulled: dict[str, Tensor] = {}
-        self._pulled_clock = 0
-        self._local = 0  # steps of the round that is under way
-        self._handles = self._hook()
+        self._member_answers: list[list[int]] = []
+        self._checkpoint_values: dict[str, Tensor] = {}
+        self._checkpoint_clock = 0
+        self._handles = self._register_hooks()
         if checkpoint is not None:
             self._stop.open()
 
-    def _meet(self, meeting: Meeting) -> None:
+    def _meet_processes(self, meeting: Meeting) -> None:
+        """Agree with server 0 on plan and policy, take rank, first step and epoch from it, and connect to the others."""
         plan = self.plan
-        hello, refusal = meeting.hello(plan, self.policy, self._check)
+        hello, refusal = meeting.hello(plan, self.policy, self._check_arguments)
         if refusal is not None and meeting.rank is None:
             raise refusal
         try:
@@ -149,14 +148,11 @@ class Worker:
             self._wire.dial(plan.rank_of_server(server), addresses[server])
             self._wire.send(plan.rank_of_server(server), ["worker", self.rank])
 
-    def _check(self) -> None:
-        """Raise InputError for arguments that do not fit; all ranks then refuse."""
-        if self._push not in PUSH_TIMES:
-            raise InputError("push", f"is {self._push}", f"known: {', '.join(PUSH_TIMES)}")
+    def _check_arguments(self) -> None:
+        """Raise InputError for an unknown push time, another model's plan, a checkpoint that cannot be written."""
+        if self._push_time not in PUSH_TIMES:
+            raise InputError("push", f"is {self._push_time}", f"known: {', '.join(PUSH_TIMES)}")
         self.plan.check(self.model)
-        if (self.policy.local_steps > 1) != (self._optimizer is not None):
-            problem = "is missing" if self._optimizer is None else f"is given under {self.policy.describe()}"
-            raise InputError("local_optimizer", problem, "local SGD of more than one step needs one, other models none")
         if self._checkpoint is not None:
             check_writable(self._checkpoint)
 
@@ -166,21 +162,16 @@ class Worker:
 
         The body runs one forward and, with ``push``, one backward pass. On leaving, every parameter has arrived and
         every gradient is with the transport; a trainable parameter without a gradient has pushed zeros, and ``grad`` is
-        None again. Under local SGD only the first step of a round pulls and only the last one pushes; a round that
-        closing or ``push=False`` cuts short is pushed as it is.
+        None again.
 
         Raises TransferError when a server is lost or this worker was taken out of the job; then the checkpoint has been
         written. Raises InputError when ``.grad`` was changed after it had been offered to the transport. An exception of
         the body takes this worker out of the job.
         """
         with self._running("left a step with"):
-            if self._optimizer is not None and push:
-                yield from self._local_step(self._optimizer)
-            else:
-                self._end_round()
-                self._begin(push)
-                yield self
-                self._finish()
+            self._begin_pull(push)
+            yield self
+            self._finish_step()
 
     def pull(self) -> None:
         """Pull all parameters and wait until they are here; after the last step this brings the trained values."""
@@ -204,12 +195,12 @@ class Worker:
         with self._running("was ended by"):
             if self.rank not in members and epoch >= self.epoch:
                 raise TransferError(f"{self._title} was taken out of the job before epoch {epoch}")
-            mine = torch.from_numpy(shard(samples, members, self.rank, epoch=epoch, seed=seed))
-            split = mine.split(batch_size) if len(mine) else ()
-            if drop_last and split and len(split[-1]) < batch_size:
-                split = split[:-1]
-            self._tell(0, "share", len(split))
-        return tuple(split)
+            own_samples = torch.from_numpy(shard(samples, members, self.rank, epoch=epoch, seed=seed))
+            own_batches = own_samples.split(batch_size) if len(own_samples) else ()
+            if drop_last and own_batches and len(own_batches[-1]) < batch_size:
+                own_batches = own_batches[:-1]
+            self._tell(0, "share", len(own_batches))
+        return tuple(own_batches)
 
     def members(self, epoch: int) -> tuple[int, ...]:
         """Return the workers that share the samples of ``epoch``; see :func:`shard`.
@@ -218,11 +209,11 @@ class Worker:
         """
         with self._running("was ended by"):
             self._tell(0, "members", epoch)
-            self._take_until(lambda: bool(self._answers))
-            return tuple(self._answers.pop())
+            self._receive_until(lambda: bool(self._member_answers))
+            return tuple(self._member_answers.pop())
 
     def close(self) -> None:
-        """Push what a round has so far, tell the servers that nothing more will be asked for, and remove the hooks.
+        """Tell the servers that nothing more will be asked for, and remove the hooks.
 
         Idempotent. Raises TransferError as :meth:`step` does, and when a server was lost since the last step: what the
         servers hold is gone then, and the checkpoint has been written.
@@ -230,14 +221,13 @@ class Worker:
         try:
             if self._open and self._failure is None:
                 with self._running("was closed with"):
-                    self._end_round()
                     for server in range(self.plan.servers):
                         self._tell(server, "close")
-                    self._take_until(lambda: len(self._closed) == self.plan.servers)
+                    self._receive_until(lambda: len(self._closed_servers) == self.plan.servers)
         finally:
-            self._leave()
+            self._disconnect()
 
-    def _leave(self) -> None:
+    def _disconnect(self) -> None:
         """Remove the hooks and close the connections."""
         self._open = False
         for handle in self._handles:
@@ -258,7 +248,7 @@ class Worker:
 
     @contextmanager
     def _running(self, how: str) -> Iterator[None]:
-        """Do something with the servers; an error ends this worker."""
+        """Run the body's exchange with the servers; an error ends this worker, told as ``how`` it left the job."""
         if self._failure is not None:
             raise self._failure
         if not self._open:
@@ -274,132 +264,140 @@ class Worker:
             raise
 
     def _fail(self, error: BaseException, how: str) -> TransferError:
-        """Write the checkpoint where the job ends here, and tell the servers why this worker leaves it."""
+        """Write the checkpoint when the error ends the job, and tell the servers why this worker leaves."""
         failure = error if isinstance(error, TransferError) else TransferError(f"{self._title} {how} {named(error)}")
-        problem = self._save() if isinstance(error, TransferError | KeyboardInterrupt | Terminated) else ""
+        problem = self._write_checkpoint() if isinstance(error, TransferError | KeyboardInterrupt | Terminated) else ""
         if problem and isinstance(error, TransferError):
             failure = TransferError(f"{error}; {problem}")
         elif problem:
             log.warning("%s: %s", self._title, problem)
         self._failure = failure
-        for server in set(range(self.plan.servers)) - self._closed:
+        for server in set(range(self.plan.servers)) - self._closed_servers:
             self._tell(server, "fail", f"{how} {named(error)}")
-        self._leave()
+        self._disconnect()
         return failure
 
-    def _tell(self, server: int, *what: Any, tensor: Tensor | None = None) -> None:
-        self._told_s[server] = time.monotonic()
-        self._wire.send(self.plan.rank_of_server(server), what, tensor)
+    def _tell(self, server: int, *content: Any, tensor: Tensor | None = None) -> None:
+        self._last_sent_s[server] = time.monotonic()
+        self._wire.send(self.plan.rank_of_server(server), content, tensor)
 
-    def _take_until(self, done: Callable[[], bool]) -> None:
-        """Take what the servers send until ``done()``. Raises TransferError when one ends, is lost or falls silent."""
-        begin_s = now_s = since_s = time.monotonic()
-        while not done():
-            before_s, message = now_s, self._wire.receive(BEAT_S)
+    def _receive_until(self, is_done: Callable[[], bool]) -> None:
+        """Handle the servers' messages until ``is_done()``. Raises TransferError when a server ends, is lost or silent."""
+        begin_s = now_s = silence_from_s = time.monotonic()
+        while not is_done():
+            previous_s, message = now_s, self._wire.receive(BEAT_S)
             now_s = time.monotonic()
-            if now_s - before_s > BEAT_S + STOOD_STILL_S:
-                since_s = now_s
+            if now_s - previous_s > BEAT_S + STOOD_STILL_S:
+                silence_from_s = now_s
             if message is not None:
                 rank, (kind, *values), payload = message
                 assert isinstance(rank, int)
                 server = rank - self.plan.workers
-                self._heard_s[server] = now_s
-                self._on(server, kind, values, payload)
-            for server, heard_s in self._heard_s.items():
-                if server not in self._closed and (silent_s := now_s - max(since_s, heard_s)) > self._lost_after_s:
+                self._last_heard_s[server] = now_s
+                self._handle_message(server, kind, values, payload)
+            for server, heard_s in self._last_heard_s.items():
+                if (
+                    server not in self._closed_servers
+                    and (silent_s := now_s - max(silence_from_s, heard_s)) > self._lost_after_s
+                ):
                     title = self.plan.title(self.plan.rank_of_server(server))
                     self._wire.give_up(self.plan.rank_of_server(server))
                     raise TransferError(f"{self._title}: nothing came from {title} for {silent_s:.0f} s")
         self.waited_s += time.monotonic() - begin_s
 
-    def _on(self, server: int, kind: str, values: list[Any], payload: memoryview | None) -> None:
+    def _handle_message(self, server: int, kind: str, values: list[Any], payload: memoryview | None) -> None:
+        """Take over a value, an answer or the end of a server. Raises TransferError when the job ends for this worker."""
         title = self.plan.title(self.plan.rank_of_server(server))
         if kind == "value":
             index, version = values
             name = self._names[index]
             fill(self._parameters[name].detach(), payload)
-            time_s = time.perf_counter() - self._asked_s
+            time_s = time.perf_counter() - self._pull_began_s
             self.arrivals.append(Arrival(name=name, server=server, version=version, time_s=time_s))
-            self._arrived.add(index)
+            self._arrived_indices.add(index)
             self.updates = max(self.updates, version)
-            if time.monotonic() - self._told_s[server] > HERE_S:
+            if time.monotonic() - self._last_sent_s[server] > HERE_S:
                 self._tell(server, "here")
         elif kind == "members":
-            self._answers.append(values[0])
+            self._member_answers.append(values[0])
         elif kind == "bye":
-            self._closed.add(server)
+            self._closed_servers.add(server)
         elif kind == "out":
             raise TransferError(f"{self._title} was taken out of the job by {title}: it {values[0]}")
-        elif kind in ("end", "gone") and server not in self._closed:
-            self._closed.add(server)
+        elif kind in ("end", "gone") and server not in self._closed_servers:
+            self._closed_servers.add(server)
             self._wire.give_up(self.plan.rank_of_server(server))
-            why = f"{title} {CLOSED}" if kind == "gone" else f"the job has ended: {values[0]}"
-            raise TransferError(f"{self._title}: {why}")
+            cause = f"{title} {CLOSED}" if kind == "gone" else f"the job has ended: {values[0]}"
+            raise TransferError(f"{self._title}: {cause}")
 
     # One step.
 
-    def _hook(self) -> list[Any]:
-        """Register what waits before a forward pass and what pushes after a gradient is complete."""
-        index = {id(self._parameters[name]): place for place, name in enumerate(self._names)}
+    def _register_hooks(self) -> list[Any]:
+        """Register hooks that wait before a module's forward pass and that push a gradient once it is complete."""
+        index_of_id = {id(self._parameters[name]): index for index, name in enumerate(self._names)}
         handles: list[Any] = []
         for module in self.model.modules():
-            whole = type(module).__module__.startswith("torch.nn.") and not isinstance(module, _CONTAINERS)
-            owned = [index[id(value)] for value in module.parameters(recurse=whole) if id(value) in index]
+            is_whole = type(module).__module__.startswith("torch.nn.") and not isinstance(module, _CONTAINERS)
+            owned = [
+                index_of_id[id(value)] for value in module.parameters(recurse=is_whole) if id(value) in index_of_id
+            ]
             if owned:
-                wait = partial(self._await, frozenset(owned))
-                handles.append(module.register_forward_pre_hook(lambda module, args, wait=wait: wait()))
-        for place, slot in enumerate(self.plan.slots):
+                wait_hook = partial(self._wait_for_parameters, frozenset(owned))
+                handles.append(module.register_forward_pre_hook(lambda module, args, wait_hook=wait_hook: wait_hook()))
+        for index, slot in enumerate(self.plan.slots):
             if slot.trainable:
-                ready = partial(self._ready, place)
-                handles.append(self._parameters[slot.name].register_post_accumulate_grad_hook(ready))
+                push_hook = partial(self._push_ready_gradient, index)
+                handles.append(self._parameters[slot.name].register_post_accumulate_grad_hook(push_hook))
         return handles
 
-    def _begin(self, push: bool) -> None:
-        """Ask for all parameters."""
-        self._arrived, self._awaited, self.arrivals = set(), set(), []
-        self._pushed, self._offered, self._pushing = set(), {}, push
-        self._asked_s = time.perf_counter()
+    def _begin_pull(self, push: bool) -> None:
+        """Reset the state of a step and ask every server for its parameters."""
+        self._arrived_indices, self._awaited_indices, self.arrivals = set(), set(), []
+        self._pushed_indices, self._sent_gradients, self._is_pushing = set(), {}, push
+        self._pull_began_s = time.perf_counter()
         for server in range(self.plan.servers):
             self._tell(server, "pull", self.clock)
 
-    def _await(self, wanted: frozenset[int]) -> None:
-        """Wait for parameters: the hook before a module's forward pass."""
-        self._awaited |= wanted
-        self._take_until(lambda: wanted <= self._arrived)
+    def _wait_for_parameters(self, wanted_indices: frozenset[int]) -> None:
+        """Wait until these parameters have arrived: the hook before a module's forward pass."""
+        self._awaited_indices |= wanted_indices
+        self._receive_until(lambda: wanted_indices <= self._arrived_indices)
 
-    def _ready(self, index: int, parameter: Tensor) -> None:
+    def _push_ready_gradient(self, index: int, parameter: Tensor) -> None:
         """Push a gradient: the hook after it has been accumulated."""
         name, gradient = self._names[index], parameter.grad
-        if not self._pushing or gradient is None:
+        if not self._is_pushing or gradient is None:
             return
-        if index not in self._awaited:
+        if index not in self._awaited_indices:
             problem = f"uses {name} without calling the module that owns it, so nothing waited for its transfer"
             raise InputError("model", problem, "call the owning module in the forward pass")
-        if self._push == "step":
+        if self._push_time == "step":
             return
-        if index in self._pushed:
+        if index in self._pushed_indices:
             remedy = 'run one backward pass per step, or give push="step"'
             raise InputError("worker.step", f"{name} has a second gradient", remedy)
-        self._offered[index] = gradient, gradient._version
-        self._send(index, gradient)
+        self._sent_gradients[index] = gradient, gradient._version
+        self._send_gradient(index, gradient)
 
-    def _send(self, index: int, gradient: Tensor) -> None:
-        # Of no step is a gradient pushed before all servers have let that step begin; :meth:`Server._on_hello` says why.
-        self._take_until(self._complete)
-        self._pushed.add(index)
+    def _send_gradient(self, index: int, gradient: Tensor) -> None:
+        # No gradient of a step is pushed before all servers have released the step's values: a joiner counts on that.
+        self._receive_until(self._has_all_parameters)
+        self._pushed_indices.add(index)
         tensor = gradient.detach().to_dense().cpu().contiguous()
         self._tell(self.plan.slots[index].server, "gradient", index, self.clock, tensor=tensor)
 
-    def _complete(self) -> bool:
-        return len(self._arrived) == len(self._names)
+    def _has_all_parameters(self) -> bool:
+        return len(self._arrived_indices) == len(self._names)
 
-    def _finish(self) -> None:
-        """Wait for what has not arrived, and push zeros where there is no gradient."""
-        self._take_until(self._complete)
-        if self._pushing:
-            for index, (offered, version) in self._offered.items():
-                present = self._parameters[self._names[index]].grad
-                if offered._version != version or (present is not None and present is not offered):
+    def _finish_step(self) -> None:
+        """Wait for the remaining parameters, push the remaining gradients (zeros where there are none), count the step."""
+        self._receive_until(self._has_all_parameters)
+        if self._is_pushing:
+            for index, (sent_gradient, version) in self._sent_gradients.items():
+                present_gradient = self._parameters[self._names[index]].grad
+                if sent_gradient._version != version or (
+                    present_gradient is not None and present_gradient is not sent_gradient
+                ):
                     problem = (
                         f"{self._names[index]}.grad was changed after the backward pass, while it was being pushed"
                     )
@@ -407,59 +405,37 @@ class Worker:
                     raise InputError("worker.step", problem, remedy)
             for index in reversed(range(len(self._names))):  # last layer first, as a backward pass has it
                 parameter = self._parameters[self._names[index]]
-                if self.plan.slots[index].trainable and index not in self._pushed:
-                    gradient = parameter.grad if self._push == "step" else None
-                    self._send(index, torch.zeros_like(parameter) if gradient is None else gradient)
+                if self.plan.slots[index].trainable and index not in self._pushed_indices:
+                    gradient = parameter.grad if self._push_time == "step" else None
+                    self._send_gradient(index, torch.zeros_like(parameter) if gradient is None else gradient)
             for name in self._names:
                 self._parameters[name].grad = None
-            self._offered, self._pushing = {}, False
+            self._sent_gradients, self._is_pushing = {}, False
             self.clock += 1
         if self._checkpoint is not None:
-            self._keep()
+            self._copy_for_checkpoint()
 
-    def _local_step(self, optimizer: torch.optim.Optimizer) -> Iterator[Self]:
-        """Make one local step of a round."""
-        if self._local == 0:
-            self._begin(False)  # the hooks must not push the gradients of local steps
-        yield self
-        if self._local == 0:
-            self._take_until(self._complete)
-            self._keep()
-        optimizer.step()
-        optimizer.zero_grad()
-        self._local += 1
-        if self._local == self.policy.local_steps:
-            self._end_round()
-
-    def _end_round(self) -> None:
-        """Push what the local steps have changed."""
-        if self._local == 0:
-            return
-        self._local, self._pushing = 0, True
-        for index, slot in enumerate(self.plan.slots):
-            if slot.trainable:
-                self._send(index, self._pulled[slot.name] - self._parameters[slot.name].detach().cpu())
-        self._finish()
-
-    def _keep(self) -> None:
+    def _copy_for_checkpoint(self) -> None:
         """Copy the parameters of a complete pull, for the next one overwrites them in place."""
-        if not self._pulled:
-            self._pulled = {name: value.detach().cpu().clone() for name, value in self._parameters.items()}
-        for name, value in self._pulled.items():
+        if not self._checkpoint_values:
+            self._checkpoint_values = {name: value.detach().cpu().clone() for name, value in self._parameters.items()}
+        for name, value in self._checkpoint_values.items():
             value.copy_(self._parameters[name].detach())
-        self._pulled_clock = self.clock
+        self._checkpoint_clock = self.clock
 
-    def _save(self) -> str:
+    def _write_checkpoint(self) -> str:
         """Write the checkpoint: all of the model's state with the parameters of the last complete pull.
 
         Return why it could not be written, empty when it was or none is wanted.
         """
-        if self._checkpoint is None or not self._pulled:
+        if self._checkpoint is None or not self._checkpoint_values:
             return ""
         path, self._checkpoint = self._checkpoint, None
-        state = {name: value.detach().cpu() for name, value in self.model.state_dict().items()} | self._pulled
+        state = {
+            name: value.detach().cpu() for name, value in self.model.state_dict().items()
+        } | self._checkpoint_values
         stream = io.BytesIO()
-        torch.save({"model": state, "clock": self._pulled_clock}, stream)
+        torch.save({"model": state, "clock": self._checkpoint_clock}, stream)
         try:
             write_bytes(path, stream.getvalue())
         except InputError as error:
@@ -475,6 +451,6 @@ def shard(samples: int, members: Sequence[int], worker: int, *, epoch: int, seed
     """
     if worker not in members:
         raise InputError(f"worker {worker}", f"is not among the members {list(members)}", "ask as a member")
-    place = sorted(members).index(worker)
-    order = np.random.default_rng((seed, epoch)).permutation(samples)
-    return order[place :: len(members)]
+    member_index = sorted(members).index(worker)
+    sample_order = np.random.default_rng((seed, epoch)).permutation(samples)
+    return sample_order[member_index :: len(members)]

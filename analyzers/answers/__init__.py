@@ -1,0 +1,1 @@
+"""What is said of all this: checks, launch files, pages."""

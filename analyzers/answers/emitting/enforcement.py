@@ -1,0 +1,116 @@
+"""From a plan to what each training process does, and what of the plan a target has no words for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from ddltool.analyzers.answers.emitting.layout import ProcessLayout, plan_hash
+from ddltool.errors import InputError
+from ddltool.plans import Enforcement, Plan, RankEnforcement
+
+Target = Literal["hook", "torchrun", "kubernetes", "slurm", "fsdp2", "ddp"]
+_HOOK = "emit --target hook and ddltool.runtime.attach do it"
+# Launchers bring enforce.json along and tell the hook where it lies.
+_ENFORCED: tuple[Target, ...] = ("hook", "torchrun", "slurm", "kubernetes")
+# What, whether a plan has it, who expresses it, and where to go with the others. The order is that of the output.
+_CONTENTS: tuple[tuple[str, Callable[[Plan], object], tuple[Target, ...], str], ...] = (
+    # Of one sample each, whatever script runs makes the only step there is.
+    ("local batch sizes", lambda plan: _sizes(plan) - {1}, (*_ENFORCED, "ddp", "fsdp2"), _HOOK),
+    ("weights of uneven gradients", lambda plan: len(_sizes(plan)) > 1, _ENFORCED, _HOOK),
+    ("order of parameters", lambda plan: any(p.priority is not None for p in plan.parameters), _ENFORCED, _HOOK),
+    ("DDP buckets", lambda plan: plan.ddp, (*_ENFORCED, "ddp"), "emit --target ddp"),
+    ("FSDP2 units and prefetch", lambda plan: plan.fsdp2, (*_ENFORCED, "fsdp2"), "emit --target fsdp2"),
+    (
+        "activation checkpointing",
+        lambda plan: plan.sharding and plan.sharding.checkpointing,
+        (*_ENFORCED, "ddp", "fsdp2"),
+        "emit --target hook and ddltool.runtime.shard do it",
+    ),
+    (
+        "accumulation steps",
+        lambda plan: (
+            (plan.goodput and plan.goodput.accumulation_steps) or any(r.accumulation_steps for r in plan.assignments)
+        ),
+        ("ddp", "fsdp2"),
+        "accumulate in the script: the local batch size holds all passes",
+    ),
+    (
+        "logical workers",
+        lambda plan: any(row.ests_per_device > 1 for row in plan.assignments),
+        (),
+        "attach runs them as one larger batch per device; ElasticTrainer.planned runs them in turns and keeps their bits",
+    ),
+    (
+        "supersteps",
+        lambda plan: plan.superstep,
+        (),
+        "the script takes its batches from ddltool.runtime.servers.follow, without DDP; the last rank is the server, on a CPU",
+    ),
+    (
+        "device types",
+        lambda plan: len({row.device_type for row in plan.assignments}) > 1,
+        _ENFORCED,
+        "start the processes in the order of LOCAL_BATCH_SIZES; --target torchrun, kubernetes and slurm do it",
+    ),
+)
+
+
+_MOST_RANKS = 100_000
+
+
+def to_enforcement(plan: Plan, *, telemetry: str | None = "telemetry.jsonl") -> Enforcement:
+    """Return the enforcement of a plan: one rank per used device, in the plan's order of assignments.
+
+    A rank's local batch holds the samples of all its logical workers. Raises InputError when a device of the plan has
+    no samples, which a hand-edited plan may say, and for an elastic-bsp plan without its superstep.
+    """
+    if plan.strategy == "elastic-bsp" and plan.superstep is None:
+        raise InputError("plan:superstep", "is missing", "make the plan again: ddltool plan --strategy elastic-bsp")
+    if plan.world_size > _MOST_RANKS:
+        problem = f"are {plan.world_size:,} devices"
+        raise InputError(
+            "plan:assignments", problem, f"a configuration is written for at most {_MOST_RANKS:,} processes"
+        )
+    for row in plan.assignments:
+        if row.local_batch_size < 1:
+            where = f"plan:assignments.{row.device_type}.local_batch_size"
+            raise InputError(where, f"is {row.local_batch_size}", "a used device needs at least one sample")
+    ranks = [
+        RankEnforcement(
+            rank=rank,
+            device_type=row.device_type,
+            ests=row.ests_per_device,
+            local_batch_size=row.local_batch_size,
+            accumulation_steps=row.accumulation_steps,
+        )
+        for rank, row in enumerate(row for row in plan.assignments for _ in range(row.devices))
+    ]
+    return Enforcement(
+        job=plan.job,
+        strategy=plan.strategy,
+        world_size=len(ranks),
+        total_batch_size=sum(rank.local_batch_size for rank in ranks),
+        ranks=ranks,
+        parameters=plan.parameters,
+        ddp=plan.ddp,
+        fsdp2=plan.fsdp2,
+        sharding=plan.sharding,
+        superstep=plan.superstep,
+        telemetry=telemetry,
+        plan_sha256=plan_hash(plan),
+    )
+
+
+def not_expressed(plan: Plan, target: Target, layout: ProcessLayout | None = None) -> list[str]:
+    """Return what the target leaves out of a plan or has to assume, each as ``WHAT: what to do about it``."""
+    found = [f"{what}: {remedy}" for what, has, who, remedy in _CONTENTS if has(plan) and target not in who]
+    if layout is not None and layout.assumed:
+        found.append(
+            "nodes: the plan does not say how many devices a node has; one node per device type is assumed (--devices-per-node)"
+        )
+    return found
+
+
+def _sizes(plan: Plan) -> set[int]:
+    return {row.local_batch_size for row in plan.assignments}

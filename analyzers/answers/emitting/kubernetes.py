@@ -1,0 +1,207 @@
+"""A plan as Kubernetes objects: a TrainJob (Kubeflow Trainer) where all nodes are alike, or a JobSet."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from ddltool.analyzers.answers.emitting.layout import (
+    EqualNodes,
+    LaunchSettings,
+    ProcessLayout,
+    cluster_name,
+    node_value,
+    plan_hash,
+)
+from ddltool.analyzers.answers.emitting.scripts import remarks
+from ddltool.artifacts import to_json
+from ddltool.errors import InputError, shortened
+from ddltool.plans import Enforcement, Plan
+
+_LONGEST_NAME = 1000  # of a job in an annotation; all annotations together may have 256 KiB
+_PORT = 29500
+_IMAGE = "pytorch/pytorch:latest"
+_VOLUME = "ddltool-plan"
+_FOLDER = "/etc/ddltool"
+# Data loaders and NCCL share memory, of which a container has 64 MiB by itself.
+_MOUNTS = [
+    {"name": _VOLUME, "mountPath": _FOLDER, "readOnly": True},
+    {"name": "shared-memory", "mountPath": "/dev/shm"},
+]
+# A ConfigMap holds 1 MiB; the rest is for metadata and the manifest's own escapes.
+_CONFIG_BYTES = 1_000_000
+_RUNTIME = {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": "torch-distributed"}
+
+
+def manifests(
+    plan: Plan, enforcement: Enforcement, layout: ProcessLayout, settings: LaunchSettings
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the ConfigMap with enforce.json and the job that mounts it as ``/etc/ddltool/enforce.json``.
+
+    Raises InputError for a TrainJob of unlike nodes, of which it has one kind, and for a config that no ConfigMap can hold.
+    """
+    config = to_json(enforcement)
+    if len(config.encode("utf-8")) > _CONFIG_BYTES:
+        problem = f"is larger than {_CONFIG_BYTES} bytes"
+        raise InputError(
+            "enforce.json", problem, "mount it from a volume; --target slurm or torchrun read it as a file"
+        )
+    metadata = {"name": f"{cluster_name(plan.job)}-plan", **_marks(plan)}
+    config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"enforce.json": config}}
+    kind = settings.kind or ("TrainJob" if len(layout.groups) == 1 else "JobSet")
+    return config_map, (_train_job if kind == "TrainJob" else _job_set)(plan, layout, settings)
+
+
+def manifest_text(plan: Plan, documents: Sequence[dict[str, Any]], layout: ProcessLayout, gaps: Sequence[str]) -> str:
+    """Return the documents as one YAML file, with comments at its top."""
+    plain = json.loads(json.dumps(documents))  # parts that stand twice would become aliases
+    bodies = (yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=10**6) for document in plain)
+    return remarks(plan, layout, gaps) + "---\n" + "---\n".join(bodies)
+
+
+def assumptions(settings: LaunchSettings, plan: Plan) -> list[str]:
+    """Return what the cluster must have for the manifest to work."""
+    values = ", ".join(sorted({node_value(row.device_type, settings) for row in plan.assignments}))
+    found = [
+        f"node labels: nodes must carry {settings.node_label} with the values {values} (--node-label, --label-value)"
+    ]
+    return found if settings.image else [*found, f"image: no --image; {_IMAGE} holds neither the script nor ddltool"]
+
+
+def _train_job(plan: Plan, layout: ProcessLayout, settings: LaunchSettings) -> dict[str, Any]:
+    """Kubeflow Trainer v2: the runtime's torch policy gives torchrun its PET_ variables."""
+    if len(layout.groups) > 1:
+        shown = "; ".join(group.text for group in layout.groups)
+        raise InputError("TrainJob", f"has one kind of node, the plan needs {shown}", "use --kind JobSet")
+    group = layout.groups[0]
+    container = {"name": "node", "volumeMounts": _MOUNTS}
+    pod = {"nodeSelector": _selector(group, settings), "volumes": _volumes(plan), "containers": [container]}
+    replicated = [{"name": "node", "template": {"spec": {"template": {"spec": pod}}}}]
+    patch = {
+        "manager": "ddltool/emit",
+        "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": replicated}}},
+    }
+    trainer: dict[str, Any] = {
+        "image": settings.image or _IMAGE,
+        "command": ["torchrun", *(_literal(word) for word in settings.script)],
+        "env": _variables(plan),
+        **_size(group, settings.resource),
+    }
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": _metadata(plan, settings),
+        "spec": {"runtimeRef": _RUNTIME, "trainer": trainer, "runtimePatches": [patch]},
+    }
+
+
+def _size(group: EqualNodes, resource: str | None) -> dict[str, Any]:
+    """Return how large a TrainJob is, as its trainer says it."""
+    size: dict[str, Any] = {"numNodes": group.nodes, "numProcPerNode": group.processes_per_node}
+    return size if resource is None else {**size, "resourcesPerNode": _resources(group, resource)}
+
+
+def train_job_patch(group: EqualNodes, resource: str | None, notes: Mapping[str, str]) -> dict[str, Any]:
+    """Return the merge patch that makes a suspended TrainJob as large as ``group``; ``notes``: its annotations.
+
+    As a recommender of Kubeflow's KEP-3328 hands it over: ``kubectl patch trainjob NAME --type merge --patch-file FILE``.
+    """
+    marks = {f"ddltool/{name}": text for name, text in notes.items()}
+    return {"metadata": {"annotations": marks}, "spec": {"trainer": _size(group, resource)}}
+
+
+def _job_set(plan: Plan, layout: ProcessLayout, settings: LaunchSettings) -> dict[str, Any]:
+    """JobSet: one replicated job per group of equal nodes, each an indexed Job whose index is the place in the group."""
+    name = cluster_name(plan.job)
+    jobs = []
+    for place, group in enumerate(layout.groups):
+        template = {"metadata": _marks(plan), "spec": _pod(plan, layout, group, settings)}
+        spec = {
+            "parallelism": group.nodes,
+            "completions": group.nodes,
+            "completionMode": "Indexed",
+            "backoffLimit": 0,
+            "template": template,
+        }
+        jobs.append({"name": f"g{place}", "replicas": 1, "template": {"spec": spec}})
+    network = {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": name}
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": _metadata(plan, settings),
+        "spec": {"network": network, "replicatedJobs": jobs},
+    }
+
+
+def _pod(plan: Plan, layout: ProcessLayout, group: EqualNodes, settings: LaunchSettings) -> dict[str, Any]:
+    """Return the pod of a node: a shell that fills in the node's rank and becomes torchrun."""
+    name = cluster_name(plan.job)
+    command = (
+        f'exec torchrun --nnodes {layout.nodes} --node-rank "$(({group.first_node} + JOB_COMPLETION_INDEX))" '
+        f"--nproc-per-node {group.processes_per_node} --rdzv-backend static --master-addr {name}-g0-0-0.{name} "
+        f"--master-port {_PORT} {_literal(shlex.join(settings.script))}"
+    )
+    container: dict[str, Any] = {
+        "name": "node",
+        "image": settings.image or _IMAGE,
+        "command": ["sh", "-c", command],
+        "env": _variables(plan),
+        "volumeMounts": _MOUNTS,
+    }
+    if settings.resource:
+        container["resources"] = _resources(group, settings.resource)
+    return {
+        "restartPolicy": "Never",
+        "nodeSelector": _selector(group, settings),
+        "containers": [container],
+        "volumes": _volumes(plan),
+    }
+
+
+def _literal(text: str) -> str:
+    """Return ``text`` so that Kubernetes, which expands ``$(NAME)`` in commands, leaves it as it is."""
+    return text.replace("$", "$$")
+
+
+def _metadata(plan: Plan, settings: LaunchSettings) -> dict[str, Any]:
+    marks = _marks(plan)
+    queue = {"kueue.x-k8s.io/queue-name": settings.queue} if settings.queue else {}
+    return {"name": cluster_name(plan.job), **marks, "labels": marks["labels"] | queue}
+
+
+def _marks(plan: Plan) -> dict[str, dict[str, str]]:
+    """Return labels and annotations. Labels take 63 characters, a SHA-256 has 64: the label has 16, the annotation all."""
+    sha = plan_hash(plan)
+    return {
+        "labels": {"app.kubernetes.io/managed-by": "ddltool", "ddltool/plan": sha[:16]},
+        "annotations": {"ddltool/plan-sha256": sha, "ddltool/job": shortened(plan.job, _LONGEST_NAME)},
+    }
+
+
+def _variables(plan: Plan) -> list[dict[str, str]]:
+    values = {
+        "DDLTOOL_PLAN_SHA256": plan_hash(plan),
+        "DDLTOOL_JOB": cluster_name(plan.job),
+        "DDLTOOL_ENFORCE": f"{_FOLDER}/enforce.json",
+    }
+    return [{"name": name, "value": value} for name, value in values.items()]
+
+
+def _resources(group: EqualNodes, resource: str) -> dict[str, Any]:
+    counts = {resource: str(group.processes_per_node)}
+    return {"limits": counts, "requests": counts}
+
+
+def _selector(group: EqualNodes, settings: LaunchSettings) -> dict[str, str]:
+    return {settings.node_label: node_value(group.device_type, settings)}
+
+
+def _volumes(plan: Plan) -> list[dict[str, Any]]:
+    return [
+        {"name": _VOLUME, "configMap": {"name": f"{cluster_name(plan.job)}-plan"}},
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+    ]

@@ -1,0 +1,189 @@
+"""What every target of ``emit`` needs of a plan: its hash, names that clusters accept, and processes on nodes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Literal
+
+from ddltool.errors import InputError, did_you_mean, shortened
+from ddltool.plans import Plan
+
+# The longest name that leaves room for what JobSet and Trainer append ("-node-0-0-xxxxx") in a label of 63 characters.
+NAME_LENGTH = 40
+_LABEL_LENGTH, _LONGEST_COMMENT = 63, 120
+
+
+Kind = Literal["TrainJob", "JobSet"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EqualNodes:
+    """``nodes`` nodes of one device type that start the same number of processes each."""
+
+    device_type: str
+    nodes: int
+    processes_per_node: int
+    first_node: int
+    first_rank: int
+
+    @property
+    def processes(self) -> int:
+        """Number of processes of the group."""
+        return self.nodes * self.processes_per_node
+
+    @property
+    def node_ranks(self) -> range:
+        """The nodes' ranks."""
+        return range(self.first_node, self.first_node + self.nodes)
+
+    @property
+    def text(self) -> str:
+        """Return the group as a phrase for comments."""
+        ranks = _span(range(self.first_rank, self.first_rank + self.processes), "rank")
+        nodes = _span(self.node_ranks, "node")
+        return f"{nodes}: {one_word(self.device_type)}, {self.processes_per_node} process(es) per node, {ranks}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessLayout:
+    """The nodes in the order of their ranks, so that process r is rank r of the plan."""
+
+    groups: tuple[EqualNodes, ...]
+    assumed: bool
+    """Whether the number of devices per node is a guess: neither the plan nor the user says it."""
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return sum(group.nodes for group in self.groups)
+
+    @property
+    def processes(self) -> int:
+        """Number of processes."""
+        return sum(group.processes for group in self.groups)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchSettings:
+    """What a launcher says that a plan does not know."""
+
+    script: Sequence[str]
+    """The training script with its arguments."""
+    resource: str | None = None
+    """Kubernetes' extended resource of a device, Slurm's generic one; None: none is asked for."""
+    queue: str | None = None
+    """Kueue's LocalQueue, Slurm's partition."""
+    image: str | None = None
+    node_label: str = "ddltool/device-type"
+    """The node label that tells the device type."""
+    label_values: Mapping[str, str] = field(default_factory=dict)
+    """Its value by device type; the type itself where none is given."""
+    kind: Kind | None = None
+    """None: TrainJob where it has words for the nodes."""
+
+
+def plan_hash(plan: Plan) -> str:
+    """Return the SHA-256, in hexadecimal, of the plan's canonical JSON: sorted keys, no blanks, UTF-8.
+
+    The layout of the file, the order of its keys and fields left at their defaults do not change it.
+    """
+    text = json.dumps(
+        plan.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def cluster_name(text: str) -> str:
+    """Return ``text`` as a label of RFC 1123 that begins with a letter (which Services ask for, RFC 1035).
+
+    A name that is one already stays as it is; any other is mapped and gets eight digits of its SHA-256, so that two
+    jobs do not end with one name.
+    """
+    if len(text) <= NAME_LENGTH and re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", text):
+        return text
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+    mapped = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    if not mapped[:1].isalpha():
+        mapped = f"job-{mapped}".rstrip("-")
+    return f"{mapped[: NAME_LENGTH - 9].rstrip('-')}-{digest}"
+
+
+def node_value(device_type: str, settings: LaunchSettings) -> str:
+    """Return the value of the node label on nodes with devices of a type."""
+    return settings.label_values.get(device_type) or label_value(device_type)
+
+
+def label_value(text: str) -> str:
+    """Return ``text`` as the value of a Kubernetes label: at most 63 of ``A-Za-z0-9-_.``, alphanumeric at the ends."""
+    mapped = re.sub(r"[^A-Za-z0-9._-]+", "-", text)[:_LABEL_LENGTH].strip("-_.")
+    return mapped or cluster_name(text)
+
+
+def one_word(text: str) -> str:
+    """Return ``text`` fit for a comment line: JSON's quotes and escapes where it holds more than plain characters."""
+    text = shortened(text, _LONGEST_COMMENT)
+    return text if re.fullmatch(r"[\w.+/:-]+", text, re.ASCII) else json.dumps(text)
+
+
+def layout(plan: Plan, devices_per_node: Mapping[str, int] | int | None = None) -> ProcessLayout:
+    """Return the nodes that run a plan: per device type as many full nodes as there are, and one for the rest.
+
+    The parameter server of an elastic-bsp plan is one more process on the last node.
+
+    ``devices_per_node`` counts devices of a node, for all types or by type. Without it the plan's own are taken, and a
+    plan that says its number of nodes is spread evenly over them; otherwise each device type is taken to stand on one
+    node (``assumed``). Raises InputError for a type that the plan does not use and for counts below one.
+    """
+    runs = [
+        (name, sum(row.devices for row in rows))
+        for name, rows in groupby(plan.assignments, key=lambda row: row.device_type)
+    ]
+    given = _per_node(plan, [name for name, _ in runs], devices_per_node)
+    groups: list[EqualNodes] = []
+    node = rank = 0
+    for name, devices in runs:
+        per_node = min(given.get(name, devices), devices)
+        for nodes, processes in ((devices // per_node, per_node), (1, devices % per_node)):
+            if not processes:
+                continue
+            groups.append(
+                EqualNodes(
+                    device_type=name, nodes=nodes, processes_per_node=processes, first_node=node, first_rank=rank
+                )
+            )
+            node, rank = node + nodes, rank + nodes * processes
+    if plan.strategy == "elastic-bsp":
+        last = groups.pop()
+        if last.nodes > 1:
+            groups.append(replace(last, nodes=last.nodes - 1))
+            first = last.first_rank + groups[-1].processes
+            last = replace(last, nodes=1, first_node=last.first_node + last.nodes - 1, first_rank=first)
+        groups.append(replace(last, processes_per_node=last.processes_per_node + 1))
+    return ProcessLayout(groups=tuple(groups), assumed=any(name not in given for name, _ in runs))
+
+
+def _per_node(plan: Plan, types: list[str], given: Mapping[str, int] | int | None) -> dict[str, int]:
+    """Return the devices per node by type, for the types where they are known."""
+    if given is None:
+        if plan.devices_per_node is not None:
+            return {name: count for name, count in plan.devices_per_node.items() if name in types}
+        known = plan.goodput.num_nodes if plan.goodput else plan.network.num_nodes if plan.network else None
+        return {types[0]: math.ceil(plan.world_size / known)} if known and len(set(types)) == 1 else {}
+    counts = dict.fromkeys(types, given) if isinstance(given, int) else dict(given)
+    for name, count in counts.items():
+        if name not in types:
+            raise InputError("--devices-per-node", f"no device {name!r} in the plan", did_you_mean(name, set(types)))
+        if count < 1:
+            raise InputError("--devices-per-node", f"is {count}", "a node has at least one")
+    return counts
+
+
+def _span(numbers: range, noun: str) -> str:
+    """Return "rank 3" or "ranks 0 to 3"."""
+    return f"{noun} {numbers[0]}" if len(numbers) == 1 else f"{noun}s {numbers[0]} to {numbers[-1]}"

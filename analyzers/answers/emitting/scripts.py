@@ -1,0 +1,122 @@
+"""A plan as text: torchrun on every node, Slurm's sbatch, and modules that need torch alone. Templates hold the words."""
+
+from __future__ import annotations
+
+import pprint
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from ddltool.analyzers.answers.emitting.layout import (
+    EqualNodes,
+    LaunchSettings,
+    ProcessLayout,
+    cluster_name,
+    one_word,
+    plan_hash,
+)
+from ddltool.errors import InputError
+from ddltool.plans import PRODUCTS, Plan
+
+CORES = 4
+"""Cores of a process and its data loaders, where a launcher must say: Slurm gives a task one."""
+
+
+def torchrun_script(plan: Plan, layout: ProcessLayout, settings: LaunchSettings, *, gaps: Sequence[str]) -> str:
+    """Return a bash script that starts a node's processes; it is run once on every node.
+
+    What the script is given is appended to the training script's arguments. On several nodes it
+    asks for ``NODE_RANK`` and ``MASTER_ADDR``, and a node's rank decides how many processes it starts. torchrun's
+    static rendezvous numbers the processes node by node, so rank r is rank r of the plan.
+    """
+    return _filled("torchrun.sh", plan, gaps, layout, script=shlex.join(settings.script))
+
+
+def slurm_script(plan: Plan, layout: ProcessLayout, settings: LaunchSettings, *, gaps: Sequence[str]) -> str:
+    """Return a batch script for sbatch: one task per node, which starts the node's processes with torchrun.
+
+    Unlike nodes are the components of a heterogeneous job (``#SBATCH hetjob``), in the order of ranks. The generic resource is
+    asked for as ``GRES:TYPE:COUNT`` with the device type in small letters.
+    """
+    script = shlex.join(settings.script)
+    return _filled(
+        "slurm.sh", plan, gaps, layout, script=script, gres=settings.resource, partition=settings.queue, cores=CORES
+    )
+
+
+def gres_type(device_type: str) -> str:
+    """Return a device type as the type of a generic resource: small letters, digits, ``_``, ``-`` and ``.``."""
+    return re.sub(r"[^a-z0-9_.-]+", "_", device_type.lower()).strip("_") or "any"
+
+
+def ddp_module(plan: Plan, *, gaps: Sequence[str]) -> str:
+    """Return a module with ``DDP_ARGUMENTS`` and ``wrap(model)``. Raises InputError for a plan without buckets."""
+    if plan.ddp is None and (plan.sharding is None or plan.sharding.kind != "ddp"):
+        raise InputError("plan:ddp", "is missing", "plan with --graph and a training graph, or emit --target fsdp2")
+    buckets = plan.ddp
+    sizes = buckets and {"bucket_cap_mb_list": buckets.bucket_cap_mb_list, "bucket_cap_mb": buckets.bucket_cap_mb}
+    given = [(name, value) for name, value in (sizes or {}).items() if value is not None]
+    return _filled("ddp.txt", plan, gaps, arguments=dict(given[:1]))
+
+
+def fsdp2_module(plan: Plan, *, gaps: Sequence[str]) -> str:
+    """Return a module with the units, the prefetch lists and ``shard(model)``. Raises InputError for a plan without."""
+    if plan.fsdp2 is None:
+        problem = "is missing: the plan knew no list of blocks"
+        raise InputError("plan:fsdp2", problem, "plan with --graph and a training graph of a model with blocks")
+    shape = plan.sharding
+    grouped = shape is not None and shape.kind == "hsdp"
+    mesh = {"replicate": shape.replicate, "shard": shape.shard} if shape and grouped else {"shard": plan.world_size}
+    return _filled("fsdp2.txt", plan, gaps, setting=plan.fsdp2, mesh=mesh)
+
+
+def remarks(plan: Plan, layout: ProcessLayout | None, gaps: Sequence[str]) -> str:
+    """Return what people should know of an output, as comment lines."""
+    return _filled("head.txt", plan, gaps, layout)
+
+
+def _filled(name: str, plan: Plan, gaps: Sequence[str], layout: ProcessLayout | None = None, **more: object) -> str:
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).with_name("templates")),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # it is shell and Python: names are made one word, arguments are quoted
+    )
+    title = f"Job {one_word(plan.job)}, strategy {plan.strategy}"
+
+    def torchrun(group: EqualNodes, rank: str) -> str:
+        assert layout is not None
+        return (
+            f"torchrun --nnodes {layout.nodes} --node-rank {rank} --nproc-per-node {group.processes_per_node} "
+            '--rdzv-backend static --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}"'
+        )
+
+    if layout is None:
+        title += "; needs torch alone"
+    else:
+        title += f": {layout.processes} process(es) on {layout.nodes} node(s)"
+    steps = 0 if plan.goodput is None else plan.goodput.accumulation_steps
+    again = [] if plan.sharding is None else plan.sharding.checkpointing
+    return environment.get_template(name).render(
+        sharding=plan.sharding,
+        recomputed={entry.module: entry.keeps for entry in again},
+        keeps=any(entry.keeps for entry in again),
+        products=PRODUCTS,
+        title=title,
+        name=cluster_name(plan.job),
+        sha=plan_hash(plan),
+        sizes=[row.local_batch_size for row in plan.assignments for _ in range(row.devices)],
+        passes=1 + max(steps, *(row.accumulation_steps for row in plan.assignments)),
+        layout=layout,
+        groups=() if layout is None else layout.groups,
+        gaps=gaps,
+        torchrun=torchrun,
+        gres_type=gres_type,
+        quote=shlex.quote,
+        literal=lambda value: pprint.pformat(value, width=100, compact=True, sort_dicts=False),
+        **more,
+    )

@@ -1,0 +1,432 @@
+"""The named figures of an artifact: those that ``kinds.toml`` names, and those computed here. Start at :func:`extract`.
+
+A name is ``family`` or ``family/member``: ``iteration_s``, ``efficiency/tac``, ``step_time_s/V100/1x2/b64``. Figures are in
+SI base units; a figure that the artifact does not have (an undefined efficiency) is left out.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel
+
+from ddltool.analyzers.answers.gating.noise import FEWEST_REPEATS, Cell, cell_of, geometric_mean, pool
+from ddltool.analyzers.step.transfers.efficiency import bounds
+from ddltool.artifact_files import RECORDS
+from ddltool.artifacts import parse
+from ddltool.errors import InputError, did_you_mean, one_line, shortened
+from ddltool.graph import RECV, SEND, Graph, from_document
+from ddltool.graph_results import TraceResult
+from ddltool.plans import Enforcement, Plan
+from ddltool.simulation_results import SweepDocument
+from ddltool.units import show_bytes, show_seconds
+
+Unit = Literal["", "s", "bytes", "share", "1/s", "text"]
+KINDS: dict[str, dict[str, list[str]]] = {
+    f"ddltool.{kind}": table
+    for kind, table in tomllib.loads(Path(__file__).with_name("kinds.toml").read_text(encoding="utf-8")).items()
+}
+"""By kind, ``figures`` (what stands in the document) and ``rules`` (those that hold by default)."""
+_FIGURE = re.compile(r"(?P<path>[^:\s]+)(?: as (?P<name>[^:\s]+))?(?:: (?P<unit>[^!]*)(?P<measured>!)?)?")
+_SWEEP_UNITS: dict[str, Unit] = {"utilization": "share", "worst_fairness": "", "restarts": "", "cost": ""}
+# Neighbouring steps are alike, so steps are no repeats of each other; the medians of long stretches nearly are.
+BLOCKS, FEWEST_STEPS_PER_BLOCK = 10, 5
+# In messages and tables; documents keep the whole name.
+LONGEST_NAME = 120
+# What GitHub's runner acts on in a log: the newer form at the start of a line, the older one anywhere.
+_COMMAND_NAMES = (
+    "add-mask|add-matcher|add-path|debug|echo|endgroup|error|group|internal-set-repo-path|notice|remove-matcher|"
+    "save-state|set-env|set-output|stop-commands|warning"
+)
+_WORKFLOW_COMMAND = re.compile(rf"::(?=({_COMMAND_NAMES})\b)|##(?=\[)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Metric:
+    """``value`` in SI base units, shares as fractions; a text only for the unit ``text``."""
+
+    name: str
+    value: float | str
+    unit: Unit = ""
+    measured: bool = False
+    """True: timed by a clock, so the value has noise. False: counted or predicted, so every difference is real."""
+    cells: tuple[Cell, ...] = ()
+    """Of measured figures: the cells whose geometric mean ``value`` is; empty otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """All metrics of one artifact, by name."""
+
+    kind: str
+    metrics: Mapping[str, Metric]
+
+
+def extract(document: Mapping[str, Any], where: str) -> Figures:
+    """Return the metrics of a document; ``where`` names it in errors.
+
+    Raises InputError for a kind without metrics and for a document that is not what its kind says.
+    """
+    kind = document.get("kind")
+    if not isinstance(kind, str) or kind not in KINDS:
+        known = [name.removeprefix("ddltool.") for name in KINDS]
+        shown = str(kind).removeprefix("ddltool.")
+        raise InputError(f"{where}:kind", f"{kind!r} has no figures to gate", did_you_mean(shown, known))
+    try:
+        metrics: dict[str, Metric] = {}
+        original_names: dict[str, str] = {}
+        for metric in _all_figures(document, kind, where):
+            # Names come from files of others: no reader of the gate's output may act on them.
+            name = harmless(metric.name).replace(" ", "_")
+            value = harmless(metric.value) if isinstance(metric.value, str) else metric.value
+            if original_names.setdefault(name, metric.name) != metric.name:
+                raise InputError(where, f"has two figures that read {shortened(name, 80)}", "rename one of them")
+            metrics[name] = replace(metric, name=name, value=value)
+    except KeyError as error:
+        raise InputError(where, f"has no field {error.args[0]!r}", f"is it a whole {kind} document?") from None
+    except (TypeError, AttributeError, ValueError, OverflowError) as error:
+        raise InputError(where, f"is no {kind} document ({error})", "make it again") from None
+    if not metrics:
+        raise InputError(where, "has no figures to gate", "is it a whole document?")
+    return Figures(kind=kind, metrics=metrics)
+
+
+def combine(documents: Sequence[tuple[Mapping[str, Any], str]]) -> Figures:
+    """Return the merged metrics of several (document, name) pairs that measure the same thing; see :func:`merge`.
+
+    Raises InputError as :func:`extract` does, and when the kinds differ.
+    """
+    parts = [extract(document, where) for document, where in documents]
+    for part, (_, where) in zip(parts, documents, strict=True):
+        if part.kind != parts[0].kind:
+            raise InputError(f"{where}:kind", f"is {part.kind!r}", f"expected {parts[0].kind!r} as before")
+    merged = merge([list(part.metrics.values()) for part in parts])
+    return Figures(kind=parts[0].kind, metrics={metric.name: metric for metric in merged})
+
+
+def merge(sides: Iterable[Sequence[Metric]]) -> list[Metric]:
+    """Merge the metrics of several artifacts of one kind by name: each artifact measures the same thing.
+
+    For a measured metric the artifacts are repeats (see :func:`pool`). A counted or predicted metric whose value differs
+    between artifacts is treated as measured, because something makes its value vary.
+    """
+    by_name: dict[str, list[Metric]] = defaultdict(list)
+    for metrics in sides:
+        for metric in metrics:
+            by_name[metric.name].append(metric)
+    return [_merge_metric(same_name) for same_name in by_name.values()]
+
+
+def _merge_metric(parts: Sequence[Metric]) -> Metric:
+    """Merge the metrics of one name, one per artifact, into one metric."""
+    first = parts[0]
+    if len(parts) == 1 or (not first.measured and len({metric.value for metric in parts}) == 1):
+        return first
+    if isinstance(first.value, str):
+        return replace(first, value=", ".join(sorted({str(metric.value) for metric in parts})))
+    by_key: dict[str, list[Cell]] = defaultdict(list)
+    for metric in parts:
+        for cell in metric.cells or (Cell(key="", median=float(metric.value), spread=0.0, repeats=1),):
+            by_key[cell.key].append(cell)
+    cells = tuple(pool(key, by_key[key]) for key in sorted(by_key))
+    value = geometric_mean(cells) if len(cells) > 1 else cells[0].median
+    return replace(first, value=value, measured=True, cells=cells)
+
+
+def _all_figures(document: Mapping[str, Any], kind: str, where: str) -> Iterator[Metric]:
+    """Yield the figures that ``kinds.toml`` declares for the kind, then the figures computed from the parsed document."""
+    record: Any = document
+    if kind == "ddltool.graph":
+        record = from_document(dict(document), where)
+    elif kind in RECORDS:
+        record = parse(dict(document), RECORDS[kind], where)
+    timed = kind == "ddltool.trace" and record.graph.oracle == "measured"
+    for metric in _declared_figures(record, kind):
+        yield replace(metric, measured=metric.measured or (timed and metric.unit in ("s", "share")))
+    if kind in _COMPUTED_FIGURES:
+        yield from _COMPUTED_FIGURES[kind](record, where)
+
+
+def _declared_figures(record: Any, kind: str) -> Iterator[Metric]:
+    """Yield the figures that ``kinds.toml`` declares for the kind and the record has."""
+    for line in KINDS[kind].get("figures", ()):
+        entry = _FIGURE.fullmatch(line)
+        assert entry is not None, line
+        for value in _values_at(record, entry["path"].split(".")):
+            wildcard_keys = iter(value.keys)
+            pattern = entry["name"] or "/".join((".", *("*" for _ in value.keys)))
+            name = re.sub(
+                r"\*", lambda _, wildcard_keys=wildcard_keys: next(wildcard_keys), pattern.replace(".", value.field, 1)
+            )
+            field = name.split("/")[-1] if value.field == "*" else value.field
+            unit = (entry["unit"] or _unit_of(field)).replace("none", "")
+            measured = bool(entry["measured"]) or field.endswith("seconds")
+            yield from figure(name, value.content, unit, measured=measured)
+
+
+class _Value(NamedTuple):
+    """A value at the end of a path: the keys that matched each ``*``, the last field's name or ``*``, the content."""
+
+    keys: tuple[str, ...]
+    field: str
+    content: Any
+
+
+def _values_at(node: Any, path: Sequence[str]) -> Iterator[_Value]:
+    """Yield every value at a path in a record or a document; nothing where a field of the path is missing.
+
+    Each step of the path is a field's name, alternative names joined by ``|``, or ``*`` for every key.
+    """
+    step, *rest = path
+    fields = _fields(node)
+    for name in fields if step == "*" else step.split("|"):
+        if name not in fields:
+            continue
+        key, field = ((str(name),), "*") if step == "*" else ((), name)
+        if not rest:
+            yield _Value(key, field, fields[name])
+        for value in _values_at(fields[name], rest) if rest else ():
+            yield value._replace(keys=(*key, *value.keys))
+
+
+def _fields(node: Any) -> Mapping[str, Any]:
+    """Return the fields of a record (and a plan's computed ``world_size``) or of a mapping; empty for other nodes."""
+    if isinstance(node, BaseModel):
+        return {**dict(node), "world_size": getattr(node, "world_size", None)}
+    return node if isinstance(node, Mapping) else {}
+
+
+def _unit_of(name: str) -> Unit:
+    """Return the unit that a field's name ends with, "" for a plain number."""
+    if name.endswith("_bytes"):
+        return "bytes"
+    return "s" if name.endswith(("_s", "seconds")) and not name.endswith("_per_s") else ""
+
+
+def figure(name: str, value: object, unit: str = "", *, measured: bool = False) -> Iterator[Metric]:
+    """Yield the metric of a value (the length of a list); nothing for None, NaN and infinities, which mean "no figure"."""
+    if isinstance(value, (list, tuple)):
+        value = len(value)
+    if unit == "text" and value is not None:
+        yield Metric(name=name, value=str(value), unit="text")
+    elif isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        yield Metric(name=name, value=float(value), unit=unit, measured=measured)  # type: ignore[arg-type]
+
+
+def _graph_figures(graph: Graph, where: str) -> Iterator[Metric]:
+    """Yield counts of ops and bytes; for a timed graph also the makespan bounds U and L (TicTac, Equations 1 and 2)."""
+    counts: dict[str, float] = {"ops": len(graph), "recvs": len(graph.of_kind(RECV)), "sends": len(graph.of_kind(SEND))}
+    counts |= {"parameters": counts["recvs"], "parameter_bytes": graph.parameter_bytes}
+    channels = sum(name.startswith("channel:") for name in graph.resource_names)
+    for name, value in {**counts, "flops": float(graph.flops.sum()), "channels": channels}.items():
+        yield from figure(name, value, _unit_of(name))
+    if graph.timed:
+        makespans, measured = bounds(graph), "measured" in graph.estimate
+        for name in ("upper_s", "lower_s", "compute_s", "transfer_s"):
+            yield from figure(name, getattr(makespans, name), "s", measured=measured and name != "transfer_s")
+
+
+def _trace_figures(result: TraceResult, where: str) -> Iterator[Metric]:
+    """Yield the shortest makespan (s) over the heuristic orders, without the random and the exact order."""
+    makespans_s = [row.makespan_s for name, row in result.schedules.items() if name not in ("random", "exact")]
+    yield from figure("iteration_s", min(makespans_s), "s", measured=result.graph.oracle == "measured")
+
+
+def _plan_figures(plan: Plan, where: str) -> Iterator[Metric]:
+    """Yield the device count by type and, from the picked strategy, exposed communication, goodput, staleness and price."""
+    for assignment in plan.assignments:
+        device_count = sum(other.devices for other in plan.assignments if other.device_type == assignment.device_type)
+        yield from figure(f"devices/{assignment.device_type}", device_count)
+    yield from _parameter_figures(plan, where)
+    if plan.decision is None:
+        yield from figure("goodput", plan.goodput and plan.goodput.goodput_per_s, "1/s")
+        return
+    option = next((option for option in plan.decision.options if option.strategy == plan.decision.picked), None)
+    if option is None:
+        return
+    yield from figure("exposed_s", option.communication_s, "s")
+    yield from figure("goodput", option.goodput_per_s, "1/s")
+    yield from figure("staleness", option.staleness)
+    yield from figure("determinism", option.determinism, "text")
+    if option.price_per_sample is not None:
+        yield from figure("price_per_sample", option.price_per_sample)
+        yield from figure("price_per_hour", option.price_per_sample * option.throughput * plan.batch_size * 3600)
+
+
+def _enforcement_figures(enforcement: Enforcement, where: str) -> Iterator[Metric]:
+    batches = [rank.local_batch_size for rank in enforcement.ranks]
+    yield from figure("local_batch_most", max(batches))
+    yield from figure("local_batch_least", min(batches))
+    yield from _parameter_figures(enforcement, where)
+
+
+def _parameter_figures(plan: Plan | Enforcement, where: str) -> Iterator[Metric]:
+    if plan.parameters:
+        yield from figure("parameters", plan.parameters)
+        yield from figure("parameter_bytes", sum(record.size_bytes for record in plan.parameters), "bytes")
+
+
+def _sweep_figures(sweep: SweepDocument, where: str) -> Iterator[Metric]:
+    """Yield the counts of complete and failed replays, and each figure's mean over the seeds as ``FIGURE/POLICY/WORKLOAD``.
+
+    For a comparison also the two policies, and ``ratio/MEASURE``: the first policy's value over the second's.
+    """
+    failed = sum(cell.figures is None for cell in sweep.cells)
+    yield from figure("replays", len(sweep.cells) - failed)
+    yield from figure("failed", failed)
+    for workload, policy, _, mean in sweep.means_by_policy():
+        for name, value in mean.__dict__.items():
+            yield from figure(f"{name}/{policy}/{workload}", value, _SWEEP_UNITS.get(name, "s"))
+    if sweep.comparison is not None:
+        yield from figure("compared", f"{sweep.comparison.first},{sweep.comparison.second}", "text")
+        for comparison in sweep.comparison.comparisons:
+            yield from figure(f"ratio/{comparison.measure}", comparison.ratio)
+
+
+def _demo_figures(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
+    yield from _all_figures({**document["plan"], "kind": "ddltool.plan"}, "ddltool.plan", f"{where}:plan")
+
+
+def _user_figures(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
+    """Yield a user's own figures (numbers or lists of repeats by name); the end of a name tells the unit."""
+    if not isinstance(document["figures"], Mapping):
+        raise InputError(f"{where}:figures", "is no mapping", "give {name: number, or list of repeats}")
+    yield from _nested_figures(document["figures"], "", where)
+
+
+def _nested_figures(values: Mapping[str, Any], prefix: str, where: str) -> Iterator[Metric]:
+    for key, value in values.items():
+        name = f"{prefix}{key}".replace(" ", "_")
+        if isinstance(value, Mapping):
+            yield from _nested_figures(value, f"{name}/", where)
+            continue
+        numbers = value if isinstance(value, list) else [value]
+        if not numbers or not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
+            raise InputError(f"{where}:figures:{name}", f"is {value!r}", "give a finite number, or a list of them")
+        cell = cell_of("", numbers)
+        yield Metric(name=name, value=cell.median, unit=_unit_of(name), measured=True, cells=(cell,))
+
+
+# -- measured rows
+
+
+def _profile_figures(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
+    """Yield ``step_time_s`` of each configuration and its geometric mean over all, synchronisation times and peak memory.
+
+    The rows of a configuration that occurs several times are repeats.
+    """
+    by_key: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for row in _nonempty_rows(document, where):
+        device = "_".join(str(row["device"]).replace("/", "_").split())
+        key = f"{device}/{int(row['num_nodes'])}x{int(row['num_replicas'])}/b{int(row['local_batch_size'])}"
+        steps = _number_or_none(row.get("accumulation_steps"))
+        by_key[f"{key}/s{int(steps)}" if steps else key].append(row)
+    cells = [pool(key, [_row_cell(key, row) for row in rows]) for key, rows in by_key.items()]
+    yield from _family_figures("step_time_s", cells)
+    yield from figure("configurations", cells)
+    for key, rows in by_key.items():
+        for column, unit in (("sync_time_s", "s"), ("peak_memory_bytes", "bytes")):
+            numbers = [number for row in rows if (number := _number_or_none(row.get(column))) is not None]
+            if numbers:
+                yield from figure(f"{column}/{key}", cell_of("", numbers).median, unit, measured=True)
+
+
+def _nonempty_rows(document: Mapping[str, Any], where: str) -> Sequence[Mapping[str, Any]]:
+    if not document["rows"]:
+        raise InputError(where, "has no rows", "give at least one measured row")
+    return document["rows"]  # type: ignore[no-any-return]
+
+
+def _row_cell(key: str, row: Mapping[str, Any]) -> Cell:
+    repeats, spread = _number_or_none(row.get("repeats")), _number_or_none(row.get("step_time_spread_s"))
+    has_spread = repeats is not None and spread is not None
+    return Cell(
+        key=key, median=row["step_time_s"], spread=spread or 0.0, repeats=int(repeats or 1) if has_spread else 1
+    )
+
+
+def _number_or_none(value: Any) -> float | None:
+    """Return a table cell as a float; None where the column is empty (NaN) or absent."""
+    return None if value is None or math.isnan(value) else float(value)
+
+
+def _telemetry_figures(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
+    """Yield ``step_s``, ``compute_s``, ``wait_s`` and ``sync_s`` of each rank, and of all ranks together."""
+    by_rank: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    for row in sorted(_nonempty_rows(document, where), key=lambda row: int(row["step"])):
+        by_rank[int(row["rank"])].append(row)
+    yield from figure("ranks", len(by_rank))
+    yield from figure("steps", min(len(steps) for steps in by_rank.values()))
+    for column in ("step_s", "compute_s", "wait_s", "sync_s"):
+        seconds_by_rank = {rank: [float(row[column]) for row in steps] for rank, steps in by_rank.items()}
+        yield from _family_figures(
+            column, [_block_cell(f"rank{rank}", seconds) for rank, seconds in seconds_by_rank.items()]
+        )
+
+
+def _block_cell(key: str, seconds: Sequence[float]) -> Cell:
+    """Return the cell whose repeats are the medians of up to ``BLOCKS`` consecutive blocks of steps (s).
+
+    With too few steps for ``FEWEST_REPEATS`` blocks, the cell has one repeat, and no noise test applies.
+    """
+    block_count = min(BLOCKS, len(seconds) // FEWEST_STEPS_PER_BLOCK)
+    if block_count < FEWEST_REPEATS:
+        return replace(cell_of(key, seconds), repeats=1)
+    edges = [round(block * len(seconds) / block_count) for block in range(block_count + 1)]
+    return cell_of(key, [cell_of(key, seconds[first:end]).median for first, end in pairwise(edges)])
+
+
+def _family_figures(name: str, cells: Sequence[Cell]) -> Iterator[Metric]:
+    """Yield the geometric mean of all cells (s) as ``NAME``, then the median of each cell as ``NAME/KEY``."""
+    ordered = tuple(sorted(cells, key=lambda cell: cell.key))
+    yield Metric(name=name, value=geometric_mean(ordered), unit="s", measured=True, cells=ordered)
+    for cell in ordered:
+        yield Metric(name=f"{name}/{cell.key}", value=cell.median, unit="s", measured=True, cells=(cell,))
+
+
+_COMPUTED_FIGURES: dict[str, Callable[[Any, str], Iterator[Metric]]] = {
+    "ddltool.graph": _graph_figures,
+    "ddltool.trace": _trace_figures,
+    "ddltool.plan": _plan_figures,
+    "ddltool.enforcement": _enforcement_figures,
+    "ddltool.sweep": _sweep_figures,
+    "ddltool.demo": _demo_figures,
+    "ddltool.figures": _user_figures,
+    "ddltool.profile": _profile_figures,
+    "ddltool.telemetry": _telemetry_figures,
+}
+
+# -- for people
+
+
+def harmless(text: str) -> str:
+    r"""Return text on one line, with control characters and GitHub workflow commands escaped.
+
+    >>> harmless("a\n::error::b"), harmless("x##[add-mask]y"), harmless("tests/t.py::test_b")
+    ('a \\x3a:error::b', 'x#\\x23[add-mask]y', 'tests/t.py::test_b')
+    """
+    return _WORKFLOW_COMMAND.sub(lambda match: r"\x3a:" if match.group() == "::" else r"#\x23", one_line(text))
+
+
+def show(value: float | str | None, unit: str) -> str:
+    """Return a figure for people.
+
+    >>> show(0.00153, "s"), show(0.98, "share"), show(7.0, ""), show(None, "")
+    ('1.53 ms', '98%', '7', '-')
+    """
+    if value is None or isinstance(value, str):
+        return "-" if value is None else shortened(harmless(value), LONGEST_NAME)
+    if unit in ("s", "bytes"):
+        return show_seconds(value) if unit == "s" else show_bytes(value)
+    if unit == "share":
+        return f"{value:.4g}" if abs(value) > 1 else f"{100 * value:.3g}%"
+    shown = f"{value:,.0f}" if value == int(value) and abs(value) < 1e7 else f"{value:.4g}"
+    return f"{shown}/s" if unit == "1/s" else shown

@@ -1,0 +1,367 @@
+"""From files, or what a program holds, to a verdict: what the command and the pytest plugin ask.
+
+:func:`judge` holds every rule against every figure that it is about.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+from pydantic import BaseModel, Field, PrivateAttr
+
+from ddltool.analyzers.answers.gating.metrics import KINDS, Figures, Metric, combine, extract, show
+from ddltool.analyzers.answers.gating.noise import FEWEST_REPEATS, Cell, enough_repeats, geometric_mean, past_limit
+from ddltool.analyzers.answers.gating.rules import Rule, check_unit, default_rules, parse_rules, select
+from ddltool.artifact_files import checked_document, is_table, profile_document, read_artifact
+from ddltool.artifacts import Record, parse_record, read_text, read_toml, save, write_text
+from ddltool.errors import InputError, did_you_mean
+from ddltool.graph import Graph, to_document
+from ddltool.profiles import write_profile
+from ddltool.results import GateCheck, GateResult
+
+LEVEL = 0.05
+_OPS = {"<=": operator.le, "<": operator.lt, ">=": operator.ge, ">": operator.gt, "==": operator.eq, "!=": operator.ne}
+# Decimal limits and sums of floats differ in their last bits; that is no regression.
+_ROUNDING = 1e-9
+_LARGEST = sys.float_info.max
+
+
+def judge(
+    rules: Sequence[Rule],
+    current: Mapping[str, Metric],
+    baseline: Mapping[str, Metric] | None,
+    *,
+    level: float = LEVEL,
+    seed: int = 0,
+    where: str = "--rule",
+) -> GateResult:
+    """Check the metrics of two artifacts of one kind against the rules; the caller fills in the files' names.
+
+    A measured figure with repeats fails only when it is past its limit beyond noise, tested so that at most ``level`` of gates
+    whose figures truly keep their limits raise any alarm (Bonferroni). Raises InputError for rules that do not fit the
+    metrics and for a rule on changes without a baseline.
+    """
+    drafts: list[_Draft] = []
+    for rule in rules:
+        if rule.relative and baseline is None:
+            raise InputError(where, f"{rule.text!r} compares with a baseline", "give --baseline, or an absolute limit")
+        names = select(rule, current, baseline or {}, where)
+        drafts += [_align_sides(rule, current.get(name), (baseline or {}).get(name), where) for name in names]
+    if not drafts:
+        raise InputError(where, "no rule is about a figure of these artifacts", f"figures: {', '.join(current)}")
+    testable = [draft for draft in drafts if draft.testable]
+    checks = {check.name: check for check in (_check(draft, level / max(len(testable), 1), seed) for draft in drafts)}
+    noise_test = None
+    if testable:
+        noise_test = (
+            f"noise test: studentised difference of log medians, null simulated for the numbers of repeats; one-sided, "
+            f"false alarms at most {level:.3g} for the whole gate ({len(testable)} tests)"
+        )
+        if any(cell.runs < FEWEST_REPEATS for draft in testable for cell in draft.cells):
+            noise_test += (
+                f"; noise within runs only: give {FEWEST_REPEATS} files or more a side to count that between runs"
+            )
+    return GateResult(
+        passed=all(check.passed for check in checks.values()),
+        artifact="",
+        rules_from=where,
+        current=[],
+        baseline=[],
+        level=level,
+        noise_test=noise_test,
+        checks=list(checks.values()),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Draft:
+    """A rule and a metric on both sides; None on the side that lacks the metric (at most one)."""
+
+    rule: Rule
+    current: Metric | None
+    baseline: Metric | None
+    note: str = ""
+
+    @property
+    def cells(self) -> list[Cell]:
+        """The cells that the noise test compares: both sides for a relative rule, else the current side."""
+        sides = (self.current, self.baseline) if self.rule.relative else (self.current,)
+        return [cell for side in sides if side is not None for cell in side.cells]
+
+    @property
+    def testable(self) -> bool:
+        """Whether the noise test applies: a measured figure with enough repeats on every compared side."""
+        rule = self.rule
+        if self.current is None or not self.current.measured or rule.op in ("==", "!=") or rule.demand == "unchanged":
+            return False
+        if not enough_repeats(self.current.cells):
+            return False
+        if rule.relative:
+            return self.baseline is not None and enough_repeats(self.baseline.cells)
+        return isinstance(rule.value, float) and rule.value > 0
+
+
+def _align_sides(rule: Rule, current: Metric | None, baseline: Metric | None, where: str) -> _Draft:
+    """Restrict both sides of a relative check to their common configurations. Raises InputError when there are none."""
+    metric = current or baseline
+    assert metric is not None  # the names come from the two sides
+    check_unit(rule, metric, where)
+    if current is None or baseline is None or not rule.relative:
+        return _Draft(rule=rule, current=current, baseline=baseline)
+    current_keys, baseline_keys = ({cell.key for cell in side.cells} for side in (current, baseline))
+    common_keys, all_keys = current_keys & baseline_keys, current_keys | baseline_keys
+    if common_keys == all_keys:
+        return _Draft(rule=rule, current=current, baseline=baseline)
+    if not common_keys:
+        problem = f"the two sides of {metric.name} have no configuration in common"
+        raise InputError(where, problem, f"they have {', '.join(sorted(all_keys))}")
+
+    def restricted(side: Metric) -> Metric:
+        cells = tuple(cell for cell in side.cells if cell.key in common_keys)
+        return replace(side, cells=cells, value=geometric_mean(cells))
+
+    note = f"over the {len(common_keys)} of {len(all_keys)} configurations that both sides have"
+    return _Draft(rule=rule, current=restricted(current), baseline=restricted(baseline), note=note)
+
+
+def _check(draft: _Draft, level: float, seed: int) -> GateCheck:
+    """Check one metric against one rule; ``level`` is the false-alarm share of this check's noise test."""
+    rule, metric = draft.rule, draft.current or draft.baseline
+    assert metric is not None
+    current_value = draft.current.value if draft.current is not None else None
+    baseline_value = draft.baseline.value if draft.baseline is not None else None
+    limit, op = _resolve_limit(rule, baseline_value, current_value)
+    passed, notes = True, [draft.note]
+    if current_value is None:
+        passed, notes = False, ["the baseline has it, the current artifact does not"]
+    elif limit is None:
+        notes = ["new: the baseline does not have it"]
+    else:
+        passed = _satisfies(current_value, op, limit)
+        if metric.measured and not draft.testable:
+            remedy = f"(give {FEWEST_REPEATS} or more repeats or files)"
+            notes.append(f"measured without repeats, so its noise is unknown {remedy}")
+    check = GateCheck(
+        name=f"{metric.name} {rule.demand}",
+        metric=metric.name,
+        rule=rule.text,
+        unit=metric.unit,
+        baseline=baseline_value,
+        current=current_value,
+        limit=limit,
+        op=op,
+        passed=passed,
+        in_noise=False,
+        change=_relative_change(current_value, baseline_value),
+        noise=None,
+        note="; ".join(filter(None, notes)) or None,
+    )
+    if draft.testable and isinstance(limit, float) and limit > 0:
+        return _apply_noise_test(check, draft, limit, level, seed)
+    return check
+
+
+def _relative_change(current: float | str | None, baseline: float | str | None) -> float | None:
+    """Return the relative change; None for texts, a baseline of 0 and changes too large to write as a percentage."""
+    if not (isinstance(current, float) and isinstance(baseline, float) and baseline != 0):
+        return None
+    change = (current - baseline) / abs(baseline)
+    return change if math.isfinite(100 * change) else None
+
+
+def _resolve_limit(
+    rule: Rule, baseline: float | str | None, current: float | str | None
+) -> tuple[float | str | None, str]:
+    """Return the limit and the comparison operator of a rule; the limit is None where the baseline lacks the metric."""
+    if not rule.relative:
+        return rule.value, rule.op
+    if baseline is None:
+        return None, "<="
+    if isinstance(baseline, str) or isinstance(rule.value, str):
+        return baseline, "=="
+    amount = rule.value * abs(baseline) if rule.dimension == "%" else rule.value
+    # Of the two limits of a change the one on the side to which the figure moved.
+    is_upper_limit = rule.direction == "increase" or (
+        rule.direction == "change" and isinstance(current, float) and current >= baseline
+    )
+    # Where the sum overflows, no figure can be past it.
+    return (min(baseline + amount, _LARGEST), "<=") if is_upper_limit else (max(baseline - amount, -_LARGEST), ">=")
+
+
+def _satisfies(current: float | str, op: str, limit: float | str) -> bool:
+    """Return whether a value satisfies its limit; values within rounding of the limit count as equal to it."""
+    if isinstance(current, str) or isinstance(limit, str):
+        return bool(_OPS[op](str(current), str(limit)))
+    if math.isclose(current, limit, rel_tol=_ROUNDING, abs_tol=0.0):
+        return op in ("<=", ">=", "==")
+    return bool(_OPS[op](current, limit))
+
+
+def _apply_noise_test(check: GateCheck, draft: _Draft, limit: float, level: float, seed: int) -> GateCheck:
+    """Return the check with its noise test; a failure within the noise (p above the level) becomes a pass."""
+    assert draft.current is not None  # testable drafts have it
+    baseline: tuple[Cell, ...] = draft.baseline.cells if draft.rule.relative and draft.baseline is not None else ()
+    # No float is further from 1 than these, and a limit of 0 has no logarithm.
+    ratio = min(max(limit / geometric_mean(baseline), sys.float_info.min), _LARGEST) if baseline else limit
+    # A bound in both directions is two tests.
+    test_level = level / 2 if draft.rule.direction == "change" else level
+    test = past_limit(draft.current.cells, baseline, ratio, above=check.op in ("<=", "<"), level=test_level, seed=seed)
+    if check.passed or test.p <= test_level:
+        return check.model_copy(update={"noise": test})
+    percent_range = f"{100 * (test.low - 1):+.1f}% .. {100 * (test.high - 1):+.1f}%" if baseline else ""
+    range_text = (
+        f"the change is {percent_range}"
+        if baseline
+        else f"it is {show(test.low, check.unit)} .. {show(test.high, check.unit)}"
+    )
+    outcome = f"past the limit, but inside the noise (p = {test.p:.2g}, needs <= {test_level:.2g}): {range_text}"
+    note = "; ".join(filter(None, (draft.note, outcome)))
+    return check.model_copy(update={"noise": test, "passed": True, "in_noise": True, "note": note})
+
+
+CONFIG_NAME = "ddltool.toml"
+
+
+class GateConfig(Record):
+    """The ``[gate]`` table of a ``ddltool.toml``: rules by kind (without ``ddltool.``), level and baseline."""
+
+    rules: dict[str, Annotated[list[str], Field(min_length=1)]] = Field(default_factory=dict)
+    level: Annotated[float, Field(gt=0, lt=1)] | None = None
+    baseline: str | None = None
+    _where: str = PrivateAttr("")
+
+    @property
+    def where(self) -> str:
+        """The file that was read."""
+        return self._where
+
+
+def read_config(path: Path, *, required: bool = True) -> GateConfig | None:
+    """Return the ``[gate]`` table of a TOML file; None when the file is missing and not ``required``.
+
+    Raises InputError for unknown keys, unknown kinds and values of the wrong type.
+    """
+    if not required and not path.is_file():
+        return None
+    table = read_toml(path).get("gate")
+    if not isinstance(table, dict):
+        raise InputError(str(path), "has no table [gate]", "write [gate.rules] with lists of rules by kind")
+    config = parse_record(table, GateConfig, str(path), "gate")
+    known_kinds = {kind.removeprefix("ddltool.") for kind in KINDS}
+    for kind in config.rules:
+        if kind not in known_kinds:
+            raise InputError(f"{path}:gate.rules", f"unknown kind {kind!r}", did_you_mean(kind, known_kinds))
+    baseline = str(path.parent / config.baseline) if config.baseline is not None else None
+    resolved = config.model_copy(update={"baseline": baseline})
+    resolved._where = str(path)
+    return resolved
+
+
+def rules_for(kind: str, given: Sequence[str], config: GateConfig | None) -> tuple[list[Rule], str]:
+    """Return the rules and their source: the given texts, else the configuration's rules, else the kind's defaults."""
+    short = kind.removeprefix("ddltool.")
+    if given:
+        return parse_rules(given, "--rule"), "--rule"
+    if config is not None and short in config.rules:
+        return parse_rules(config.rules[short], f"{config.where}:gate.rules.{short}"), config.where
+    return default_rules(kind), f"defaults for {short}"
+
+
+def several(given: Any) -> list[Any]:
+    """Return an artifact, or a list of artifacts, as a list; strings become paths."""
+    items = given if isinstance(given, (list, tuple)) else [given]
+    return [Path(item) if isinstance(item, str) else item for item in items]
+
+
+def name_of(given: Any) -> str:
+    """Return an artifact's name in messages: the path of a file, else the type of the object."""
+    return str(given) if isinstance(given, Path) else type(given).__name__
+
+
+def figures_of(given: Iterable[Any]) -> Figures:
+    """Return the merged metrics of artifacts that describe the same thing. Raises InputError when their kinds differ."""
+    return combine([(document_of(artifact), name_of(artifact)) for artifact in given])
+
+
+def baselines_of(current: Sequence[Any], given: Sequence[Any], settings: GateConfig | None) -> list[Any]:
+    """Return the baselines; a folder is replaced by its files that have the current artifacts' names."""
+    if not given and settings is not None and settings.baseline is not None:
+        given = [Path(settings.baseline)]
+    file_names = [path.name for path in current if isinstance(path, Path)]
+    are_folders = [isinstance(path, Path) and path.is_dir() for path in given]
+    return [
+        baseline
+        for path, is_folder in zip(given, are_folders, strict=True)
+        for baseline in ([path / name for name in file_names] if is_folder else [path])
+    ]
+
+
+def level_of(given: float | None, settings: GateConfig | None) -> float:
+    """Return the level of false alarms: given, else configured, else the default. Raises InputError outside (0, 1)."""
+    level = given if given is not None else settings.level if settings and settings.level else LEVEL
+    if not 0 < level < 1:
+        raise InputError("--level", f"is {level:g}", "give a share between 0 and 1, such as 0.05")
+    return level
+
+
+def hold(
+    current: Any, target: Path, texts: Sequence[str], level: float | None, *, update: bool, config: Path
+) -> GateResult:
+    """Check an artifact against the baseline file ``target`` by the rules ``texts``, else by those of ``config``.
+
+    With ``update`` the current artifact is its own baseline, so that absolute limits still hold.
+    """
+    figures = extract(document_of(current), "current")
+    settings = read_config(config, required=False)
+    rules, origin = rules_for(figures.kind, texts, settings)
+    if not update and not target.is_file():
+        raise InputError(str(target), "no such baseline", "write it with: pytest --ddltool-update")
+    try:
+        baseline_figures = figures_of([target]) if target.exists() else figures
+    except InputError:
+        if not update:
+            raise
+        baseline_figures = figures  # a broken baseline is what an update is for
+    if baseline_figures.kind != figures.kind:
+        raise InputError(str(target), f"is a {baseline_figures.kind}", f"the current artifact is a {figures.kind}")
+    metrics = figures.metrics, (figures if update else baseline_figures).metrics
+    return judge(rules, *metrics, level=level_of(level, settings), where="rules" if texts else origin)
+
+
+def document_of(current: Any) -> Mapping[str, Any]:
+    """Return an artifact (path, graph, data frame, record or mapping) as a document with its kind."""
+    if isinstance(current, (str, Path)):
+        return read_artifact(Path(current))
+    if isinstance(current, Graph):
+        return to_document(current)
+    if isinstance(current, pd.DataFrame):
+        return profile_document(current, "current")
+    if isinstance(current, BaseModel):
+        return current.model_dump(mode="json")
+    if isinstance(current, Mapping):
+        return checked_document(dict(current), "current")
+    problem = f"cannot gate a {type(current).__name__}"
+    raise InputError("current", problem, "give a path, a Graph, a DataFrame, an artifact or a document")
+
+
+def write_baseline(current: Any, target: Path) -> None:
+    """Write the baseline atomically. Raises InputError when a table is not named .csv or a document not .json."""
+    is_file = isinstance(current, (str, Path))
+    tabular = is_table(Path(current)) if is_file else isinstance(current, pd.DataFrame)
+    if tabular != is_table(target):
+        remedy = "name it .csv" if tabular else "name it .json"
+        raise InputError(str(target), f"is not the name of a {'table' if tabular else 'document'}", remedy)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if is_file:
+        write_text(target, read_text(current))
+    elif isinstance(current, pd.DataFrame):
+        write_profile(current, target)
+    else:
+        save(current if isinstance(current, BaseModel) else dict(document_of(current)), target)

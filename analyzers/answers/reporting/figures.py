@@ -1,0 +1,164 @@
+"""What a picture shows, as records: lines, bars, spans over time, a heat map. :mod:`.charts` draws them.
+
+A section holds these; no plotting library is loaded before somebody asks for a page or a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from ddltool.arrays import Floats
+
+LINES_DRAWN = 8
+# Bars closer than this share of the axis cannot be told apart and become one.
+_RESOLUTION = 1 / 1200
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Figure:
+    title: str
+    """What a reader without eyes is told; drawn above the figure where ``headed``."""
+    headed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Line:
+    """A named line through (x, y), both (n,): a band from ``low`` to ``high`` (n,), measured ``dots`` (x, y) of any number."""
+
+    label: str
+    x: Floats
+    y: Floats
+    low: Floats | None = None
+    high: Floats | None = None
+    dots: tuple[Floats, Floats] | None = None
+    texts: Sequence[str] = ()
+    """What stands beside each point."""
+
+
+def line(label: str, records: Iterable[Any], x: str, y: str) -> Line:
+    """Return the line through two fields (paths as of :func:`value_of`) of records."""
+    points = [(value_of(record, x), value_of(record, y)) for record in records]
+    both = np.array(points, dtype=np.float64).reshape(-1, 2)
+    return Line(label=label, x=both[:, 0], y=both[:, 1])
+
+
+def value_of(record: Any, path: str) -> Any:
+    """Return a field of a record, mapping or tuple, ``a.b`` that of its part; None where there is no such part."""
+    for name in path.split("."):
+        if record is None:
+            return None
+        if isinstance(record, tuple):
+            record = record[int(name)]
+        else:
+            record = record.get(name) if isinstance(record, Mapping) else getattr(record, name)
+    return record
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lines(_Figure):
+    """Up to eight lines, told apart by colour and dash; ``levels`` and ``marks`` are named values of y and of x."""
+
+    lines: Sequence[Line]
+    xlabel: str
+    ylabel: str
+    draw: Literal["line", "steps", "points", "areas"] = "line"
+    """``steps``: y holds until the next x; ``areas``: such steps, stacked, a colour for each of eight."""
+    x_axis: Literal["linear", "log", "bytes", "durations"] = "linear"
+    """``bytes`` and ``durations`` (in seconds) are logarithmic in units that people read."""
+    log_y: bool = False
+    seconds: bool = False
+    """y is in seconds; the axis takes a readable unit."""
+    whole: str = ""
+    """The axes (``x``, ``y`` or both) that count, and have no ticks between."""
+    levels: Sequence[tuple[str, float]] = ()
+    marks: Sequence[tuple[str, float]] = ()
+    family: str = ""
+    """What the labels name (``policy``): such names keep their colours over a page."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bars(_Figure):
+    """One bar per named value, the value behind it."""
+
+    rows: Sequence[tuple[str, float]]
+    xlabel: str
+    seconds: bool = False
+    level: tuple[str, float] | None = None
+    """A named line across all, such as the baseline."""
+    log: bool = False
+    """Logarithmic, bars begin at ``level``; all values are above zero."""
+    intervals: Sequence[tuple[float, float] | None] = ()
+    dots: bool = False
+    """Dots in place of bars, for what has no zero."""
+    marked: tuple[str, Sequence[bool]] | None = None
+    """A kind, and which bars are of it: these have another colour; the others are ``unmarked``."""
+    unmarked: str = ""
+    family: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A bar from ``start`` to ``end`` seconds, coloured by its kind; ``text`` is shown where there is room."""
+
+    start: float
+    end: float
+    kind: str
+    text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lanes(_Figure):
+    """A lane per named row with its bars over time in seconds; ``mark`` is a named moment."""
+
+    lanes: Sequence[tuple[str, Sequence[Span]]]
+    xlabel: str = "time"
+    mark: tuple[str, float] | None = None
+    until: float = 0.0
+    """The axis reaches this far at least: figures under each other then share it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Heat(_Figure):
+    """``values`` (n, m) over whole x (n,) and y (m,) of equal ratios, and the ``best`` y of each x, NaN where there is none."""
+
+    x: Floats
+    y: Floats
+    values: Floats
+    best: Floats
+    xlabel: str
+    ylabel: str
+    what: str
+    marks: Sequence[tuple[str, float]] = ()
+    known: float | None = None
+    """Beyond this x no data support what is drawn."""
+
+
+Figure = Lines | Bars | Lanes | Heat
+
+
+def merged(spans: Sequence[Span], whole_s: float) -> list[Span]:
+    """Return the spans of each kind in order of time, those that a screen shows as one made one; empty ones are left out."""
+    made: dict[str, list[Span]] = {}
+    for span in sorted(spans, key=lambda one: (one.start, one.end)):
+        if span.end <= span.start:
+            continue
+        row = made.setdefault(span.kind, [])
+        if not span.text and row and not row[-1].text and span.start - row[-1].end < _RESOLUTION * whole_s:
+            row[-1] = Span(row[-1].start, max(row[-1].end, span.end), span.kind)
+        else:
+            row.append(span)
+    return [span for row in made.values() for span in row]
+
+
+def stacked(phases: Mapping[str, float], at: float = 0.0) -> list[Span]:
+    """Return seconds of phases as spans one after the other, those that take time."""
+    made = []
+    for kind, length in phases.items():
+        if length > 0:
+            made.append(Span(at, at + length, kind))
+            at += length
+    return made

@@ -1,0 +1,331 @@
+"""Sections of a graph: one step's timeline in two orders, what each order gives, and what its ops allow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ddltool.analyzers.answers.reporting.figures import Lanes, Span, merged
+from ddltool.analyzers.answers.reporting.section import (
+    Blocks,
+    Column,
+    Picture,
+    Section,
+    Table,
+    Verdict,
+    cell,
+    some,
+    tabled,
+)
+from ddltool.analyzers.step.communication.program import SMALL_GAIN
+from ddltool.analyzers.step.transfers.efficiency import MakespanBounds, bounds, simulated
+from ddltool.analyzers.step.transfers.order import tac, tic
+from ddltool.analyzers.step.transfers.timeline import Timeline
+from ddltool.errors import shortened
+from ddltool.graph import KINDS, RECV, Graph
+from ddltool.graph_results import (
+    BucketFigures,
+    CollectiveFigures,
+    CoverageFigures,
+    DeterminismOp,
+    DeterminismResult,
+    PrefetchFigures,
+    ScheduleFigures,
+    TracedGraph,
+    TraceResult,
+)
+from ddltool.plans import CompressionFigures
+from ddltool.units import counted, show_bytes, show_seconds
+
+RUNS, RUNS_OF_A_LARGE_GRAPH = 20, 3
+_LARGE = 20_000
+SETTINGS = ("ddp", "fsdp2", "servers")
+"""How replicas exchange gradients: what a trace's verdict speaks of first."""
+_SHARDED_BYTES = 64 * 2**20
+"""Of parameters; with fewer a whole process holds less than 256 MiB with Adam, so that sharding has nothing to save."""
+_LANES_DRAWN = 12
+_LABELLED = 60
+
+
+def graph_section(graph: Graph, name: str, *, remark: str = "") -> Section:
+    """Return the section of a timed graph; ``remark`` says where its times come from.
+
+    Every order is simulated on 20 seeds (3 from 20,000 ops on). Raises InputError for ops without a duration.
+    """
+    runs = RUNS if len(graph) < _LARGE else RUNS_OF_A_LARGE_GRAPH
+    limits = bounds(graph)
+    orders, timelines = simulated(graph, {"random": None, "TIC": tic(graph), "TAC": tac(graph)}, limits, samples=runs)
+    batch = f" at batch {graph.batch_size:,}" if graph.batch_size else ""
+    facts = (
+        f"{graph.mode.capitalize()} step of {shortened(graph.name, 60)}{batch}: {counted(len(graph), 'op')}, "
+        f"{counted(len(graph.of_kind(RECV)), 'parameter')} of {show_bytes(graph.parameter_bytes)}. {remark}"
+    )
+    caption = f"Step time and efficiency by order of transfers, {runs} simulated runs each"
+    blocks: Blocks = [_order_table(caption, orders, limits)]
+    if limits.upper_s > 0:  # else there is nothing to draw
+        blocks.insert(0, _timeline_picture(graph, timelines, orders["TAC"].priority or {}))
+    lead = [facts.strip(), _bounds_words(limits, orders["random"].makespan_s, orders["TAC"].makespan_s)]
+    return Section(title=f"Graph: {name}", lead=lead, blocks=blocks, verdict=_verdict(graph, orders, runs))
+
+
+def _verdict(graph: Graph, orders: Mapping[str, ScheduleFigures], runs: int) -> Verdict | None:
+    """Return what the order of transfers is worth, in one sentence."""
+    random_order, tac_order = orders["random"], orders["TAC"]
+    if random_order.makespan_s <= 0:
+        return None
+    saved = 1.0 - tac_order.makespan_s / random_order.makespan_s
+    low_text, high_text = (show_seconds(end or 0.0) for end in (tac_order.makespan_min_s, tac_order.makespan_max_s))
+    is_worthwhile = saved >= SMALL_GAIN
+    error_range = graph.meta.get("error_low"), graph.meta.get("error_high")
+    error_text = ""
+    if all(isinstance(end, float) for end in error_range):
+        error_text = "; compute predicted, 80 % of steps lay {:.2f} to {:.2f} times that".format(*error_range)
+    times = f"{show_seconds(random_order.makespan_s)} to {show_seconds(tac_order.makespan_s)}"
+    return Verdict(
+        answer=f"TAC's order of transfers takes a step from {times}: {saved:+.1%} saved (simulated).",
+        sure=(f"all {runs} runs alike" if low_text == high_text else f"{runs} runs between {low_text} and {high_text}")
+        + error_text,
+        then="enforce the order: ddltool emit, and transfers" if is_worthwhile else "leave the order to chance",
+        good=True if is_worthwhile else None,
+        minor=not is_worthwhile,
+    )
+
+
+def _bounds_words(limits: MakespanBounds, random_s: float, tac_s: float) -> str:
+    if limits.speedup is None or random_s <= 0:
+        return "Nothing in this graph takes any time."
+    saved = 1.0 - tac_s / random_s
+    verb = "saved" if saved >= 0 else "lost"
+    return (
+        f"From random orders to TAC the step goes from {show_seconds(random_s)} to {show_seconds(tac_s)} "
+        f"({abs(saved):.1%} {verb}). The busiest resource alone takes L = {show_seconds(limits.lower_s)}, all ops one "
+        f"after the other U = {show_seconds(limits.upper_s)}; E = (U - step) / (U - L)."
+    )
+
+
+def _timeline_picture(graph: Graph, timelines: Mapping[str, Timeline], priority: Mapping[str, int]) -> Picture:
+    """Return the timelines of the random order and TAC's; under them the parameters in TAC's order."""
+    recv_ops = graph.of_kind(RECV).tolist()
+    drawn_timelines = {name: timelines[name] for name in ("random", "TAC")}
+    drawn_priorities = {"TAC": priority} if len(recv_ops) <= _LABELLED else {}
+    figures = [
+        Lanes(
+            title=f"{name} order: {show_seconds(run.makespan_s)}",
+            headed=True,
+            lanes=_resource_lanes(graph, run, drawn_priorities.get(name, {}))[:_LANES_DRAWN],
+            xlabel="time in the step",
+            until=max(run.makespan_s for run in drawn_timelines.values()),
+            mark=("ends", run.makespan_s),
+        )
+        for name, run in drawn_timelines.items()
+    ]
+    remark = "numbers on transfers are TAC's priorities, 0 first."
+    if len(recv_ops) > _LABELLED:
+        remark = "bars too close to be told apart are drawn as one."
+    caption = f"One step: what each resource does when; {remark}{some(_LANES_DRAWN, graph.resource_names, 'resources')}"
+    recv_ops.sort(key=lambda op: (priority.get(graph.names[op], 2**31), op))
+    columns: dict[str, Column[int]] = {
+        "parameter": lambda op: shortened(graph.parameter[op] or graph.names[op], 60),
+        "priority": lambda op: priority.get(graph.names[op]),
+        "size": lambda op: show_bytes(float(graph.size_bytes[op])),
+        "channel": lambda op: graph.resource_names[graph.resource[op]],
+        "begins": lambda op: show_seconds(float(timelines["TAC"].start_s[op])),
+        "ends": lambda op: show_seconds(float(timelines["TAC"].end_s[op])),
+    }
+    table = tabled("Parameters in TAC's order", "simulated", recv_ops, columns)
+    return Picture(figures=figures, caption=caption, label="simulated", table=table if recv_ops else None)
+
+
+def _resource_lanes(graph: Graph, run: Timeline, priority: Mapping[str, int]) -> list[tuple[str, list[Span]]]:
+    """Return what each resource does when, compute first, with priorities on the transfers."""
+    names = sorted(graph.resource_names, key=lambda name: not name.startswith("compute"))
+    lanes: dict[str, list[Span]] = {name: [] for name in names}
+    for op, resource in enumerate(graph.resource.tolist()):
+        text = str(priority.get(graph.names[op], ""))
+        span = Span(float(run.start_s[op]), float(run.end_s[op]), KINDS[graph.kind[op]], text)
+        lanes[graph.resource_names[resource]].append(span)
+    return [(name, merged(spans, run.makespan_s)) for name, spans in lanes.items()]
+
+
+def trace_section(result: TraceResult, setting: str = "ddp") -> Section:
+    """Return the section of a trace: what to do under ``setting`` (one of :data:`SETTINGS`) first, then the others."""
+    graph, collectives = result.graph, result.collectives
+    elements = f" ({graph.parameter_elements:,} elements)" if graph.parameter_elements is not None else ""
+    size = show_bytes(graph.parameter_bytes)
+    servers = [f"E is undefined: {result.efficiency_undefined}"] if result.efficiency_undefined else []
+    if result.verdict is not None:
+        servers.insert(0, f"Parameter servers: {result.verdict.text}")
+    servers.append(
+        f"{_best_words(result)} (TIC and TAC order the transfers of a parameter server, by the graph alone or by its times; "
+        "DDP and FSDP2 have none.)"
+    )
+    sentences: dict[str, list[str]] = {"servers": servers}
+    result_bounds = result.bounds
+    limits = MakespanBounds(
+        upper_s=result_bounds.upper_s,
+        lower_s=result_bounds.lower_s,
+        speedup=result_bounds.speedup,
+        compute_s=0.0,
+        transfer_s=0.0,
+    )
+    blocks: Blocks = [
+        _order_table("Parameter servers: order of transfers", result.schedules, limits, result_bounds.best_lower_s)
+    ]
+    if collectives is not None:
+        sharded = "FSDP2: the parameters' names show no list of blocks to shard by."
+        if collectives.fsdp2 is not None:
+            sharded = collectives.fsdp2.verdict
+        if setting != "fsdp2" and graph.parameter_bytes < _SHARDED_BYTES:
+            sharded = f"FSDP2 has little to save: parameters, gradients and Adam take {show_bytes(4 * graph.parameter_bytes)}."
+            collectives = collectives.model_copy(update={"fsdp2": None})
+        sentences = {"ddp": [collectives.ddp.verdict], "fsdp2": [sharded], **sentences}
+        sentences["ddp"] += [collectives.compressed.verdict] if collectives.compressed is not None else []
+        table = _collectives_table(
+            collectives, f"Data parallel on {collectives.replicas} replicas, {collectives.network}"
+        )
+        blocks.insert(len(blocks) if setting == "servers" else 0, table)
+    first, *rest = sorted(sentences, key=lambda name: name != setting)
+    lead = [f"Verdict: {sentences[first][0]}", *sentences[first][1:]]
+    lead.append(f"{graph.ops} ops: {graph.recvs} recvs, {graph.sends} sends; parameters {size}{elements}")
+    lead += [text for name in rest for text in sentences[name]]
+    lead += _coverage_words(result.coverage) if result.coverage is not None else []
+    title = f"{graph.name}: {graph.mode} step, batch {graph.batch_size or '-'} ({_time_source(graph)})"
+    return Section(title=title, lead=lead, blocks=blocks)
+
+
+def _time_source(graph: TracedGraph) -> str:
+    """Return in words where the times come from."""
+    if graph.oracle == "roofline":
+        low, high = graph.error_low, graph.error_high
+        range_ = f", 80 % of measured steps within x {low:.2f} to {high:.2f}" if low and high else ""
+        precision_text = f", {graph.precision}" if graph.precision else ""
+        return f"on {graph.device}{precision_text}; all times predicted{range_}"
+    if graph.oracle == "measured":
+        return f"ops measured on this machine's {graph.device}, transfers predicted"
+    return f"ops from {graph.oracle}, transfers predicted" if graph.oracle is not None else "times from the file"
+
+
+def _order_table(
+    caption: str, schedules: Mapping[str, ScheduleFigures], limits: MakespanBounds, best_s: float | None = None
+) -> Table:
+    """Return the table of orders: those simulated, the exact one, and the bounds; ``best_s``: no order is faster."""
+
+    def spread(figures: ScheduleFigures) -> str:
+        if figures.status is not None:
+            return "optimal" if figures.status == "optimal" else f"gap {figures.gap:.2%}"
+        return f"{show_seconds(figures.makespan_min_s)} .. {show_seconds(figures.makespan_max_s)}"
+
+    compute_orders = {name for name, figures in schedules.items() if name == "exact" or figures.orders_compute}
+    names = [f"{name} (and compute)" if name in compute_orders else name for name in schedules]
+    columns: dict[str, Column[ScheduleFigures]] = {"step time": "makespan_s", "min .. max": spread}
+    columns["efficiency E"] = "efficiency:.3f"
+    table = tabled(caption, "simulated", schedules.values(), columns, names=("order", names))
+    bound_rows = [
+        ("lower bound L", show_seconds(limits.lower_s), "", "1"),
+        ("upper bound U", show_seconds(limits.upper_s), "", "0"),
+    ]
+    if best_s is not None:
+        best_row = ("best bound", show_seconds(best_s), "no order is faster", cell(limits.share(best_s), form=".3f"))
+        bound_rows = [best_row, *bound_rows]
+    return replace(table, rows=[*table.rows, *bound_rows])
+
+
+def _best_words(result: TraceResult) -> str:
+    """Return in words what part of 1 - E an order could still win over TAC, and which is the graph's."""
+    tac_order, improved_order = result.schedules["tac"], result.schedules["improved"]
+    shares = tac_order.attribution
+    if shares is None or tac_order.efficiency is None:
+        return "Nothing is left for an order to win."
+    tac_loss = 1.0 - tac_order.efficiency
+    text = f"Of TAC's 1 - E = {tac_loss:.3f}, {shares.graph:.3f} is the graph's own: ops wait for each other in every order."
+    text += f" An order can win back {shares.winnable:.3f}"
+    text += f", and {shares.open:.3f} is open (see --exact)." if shares.open > 5e-4 else "; that is proven."
+    gain = 1.0 - improved_order.makespan_s / tac_order.makespan_s
+    if gain >= 5e-4:
+        order_name = "Ordering compute as well" if improved_order.orders_compute else "The improved order"
+        text += f" {order_name} saves {gain:.2%} of TAC's step."
+    return text
+
+
+Setting = BucketFigures | PrefetchFigures | CompressionFigures
+
+
+def _collectives_table(collectives: CollectiveFigures, caption: str) -> Table:
+    """Return the table of DDP's and FSDP2's settings: step, exposed communication, memory."""
+    ddp, fsdp2 = collectives.ddp, collectives.fsdp2
+    settings: dict[str, Setting] = {"DDP default": ddp.default, "DDP best cap": ddp.best_cap}
+    settings["DDP best buckets"] = ddp.best
+    if collectives.compressed is not None:
+        settings[f"DDP {collectives.compressed.name}"] = collectives.compressed
+    if fsdp2 is not None:
+        settings |= {"FSDP2 default": fsdp2.default, "FSDP2 best": fsdp2.best}
+        settings["FSDP2 no reshard"] = fsdp2.without_reshard
+
+    def setting_text(entry: Setting) -> str:
+        if isinstance(entry, CompressionFigures):
+            return f"default, {show_bytes(entry.sent_bytes)} sent"
+        if isinstance(entry, PrefetchFigures):
+            backward_text = "" if fsdp2 is not None and entry is fsdp2.without_reshard else f" / {entry.backward_depth}"
+            return f"prefetch {entry.forward_depth}{backward_text}"
+        cap = "default" if entry.bucket_cap_mb is None else f"{entry.bucket_cap_mb:.4g} MiB"
+        return f"{'own list' if entry.bucket_cap_mb_list is not None else cap}, {entry.buckets} buckets"
+
+    columns: dict[str, Column[Setting]] = {
+        "setting": setting_text,
+        **{"step": "step_s", "exposed": "exposed_s"},
+        "gathered": lambda entry: show_bytes(entry.gathered_bytes) if isinstance(entry, PrefetchFigures) else None,
+    }
+    return tabled(caption, "predicted", settings.values(), columns, names=("framework", settings), text_columns=2)
+
+
+def _coverage_words(coverage: CoverageFigures) -> list[str]:
+    """Return how much of the compute time was measured, estimated by a rule, or guessed."""
+    if not coverage.rule_ops + coverage.measured_ops + coverage.default_ops + coverage.free_ops:
+        return ["Times of the ops: the file's own."]
+    measured = f"measurements {coverage.measured_time:.1%}, " if coverage.measured_ops else ""
+    sentences = [
+        f"Coverage of the compute time: {measured}rules {coverage.rule_time:.1%}, defaults {coverage.default_time:.1%} "
+        f"(of the ops: {coverage.measured_ops:.1%} measured, {coverage.rule_ops:.1%} by rule, {coverage.free_ops:.1%} free, "
+        f"{coverage.default_ops:.1%} by default)"
+    ]
+    if coverage.default_types:
+        type_text = ", ".join(f"{name} x{count}" for name, count in coverage.default_types[:4])
+        sentences.append(f"Without a rule: {type_text}")
+    return sentences
+
+
+_LEVELS = {
+    "none": "not even D0: an op has no deterministic kernel",
+    "unknown": "not known: an op is in no table",
+    "D1": "D1: equal bits on any number of devices of one type; not D2",
+    "D2": "D2-eligible by its documentation, tried on no GPU: equal bits on mixed types before Ampere",
+}
+_MODULES_SHOWN = 3
+
+
+def determinism_section(result: DeterminismResult) -> Section:
+    """Return the section of a scan: the level of a model's ops, what stands in the way, and what to set."""
+    scan, graph = result.determinism, result.graph
+    lead = [f"  {reason}" for reason in scan.reasons]
+    ops_by_class: dict[str, list[DeterminismOp]] = {}
+    for op in scan.ops:
+        ops_by_class.setdefault(op.class_, []).append(op)
+    for name, ops in ops_by_class.items():  # once per class what its bits depend on and what to set
+        lead.append(f"{name} ({sum(op.count for op in ops)}): {ops[0].reason}")
+        lead += [f"  set: {ops[0].setting}"] if ops[0].setting else []
+    lead.append(f"{scan.exact_ops} other ops depend on their inputs alone.")
+    if graph.mode == "inference":
+        lead.append("A forward graph: what the backward pass would add is not seen.")
+    columns: dict[str, Column[DeterminismOp]] = {"op": lambda op: op.op or "(no type)", "kernels": "class_"}
+    columns |= {"up to": "level", "n": "count:>3", "modules": lambda op: _module_names(op.modules)}
+    caption = "Ops whose bits depend on more than their inputs"
+    table = tabled(caption, "read", scan.ops, columns, text_columns=5)
+    title = f"{graph.name} ({graph.mode}): {_LEVELS[scan.level]}"
+    return Section(title=title, lead=lead, blocks=[table] if scan.ops else [])
+
+
+def _module_names(paths: Sequence[str]) -> str:
+    """Return the last two parts of the modules' paths, without repeats, cut to a few."""
+    names = list(dict.fromkeys(".".join(path.split(".")[-2:]) for path in paths))
+    hidden_count = f", +{len(names) - _MODULES_SHOWN}" if len(names) > _MODULES_SHOWN else ""
+    return ", ".join(names[:_MODULES_SHOWN]) + hidden_count

@@ -1,0 +1,83 @@
+"""Results where a notebook or a script shows them: as HTML, as a table, as a chart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from pydantic import BaseModel
+
+from ddltool.analyzers.answers.reporting.charts import altair_chart
+from ddltool.analyzers.answers.reporting.graph_section import trace_section
+from ddltool.analyzers.answers.reporting.page import fragment
+from ddltool.analyzers.answers.reporting.plan_section import joint_section
+from ddltool.analyzers.answers.reporting.predict_section import predict_section
+from ddltool.analyzers.answers.reporting.report import found_in, section_of
+from ddltool.analyzers.answers.reporting.section import Picture, Section, Table
+from ddltool.analyzers.step.costs.predict import predicted_profile
+from ddltool.artifact_files import ORDER
+from ddltool.errors import InputError
+from ddltool.graph_results import PredictResult, TraceResult
+from ddltool.profiles import write_profile
+from ddltool.results import JointPlan, ProfileResult
+
+
+def section(result: BaseModel) -> Section:
+    """Return the section of a result; of what has none its fields as a table."""
+    own: dict[type, Callable[[Any], Section]] = {
+        TraceResult: trace_section,
+        PredictResult: predict_section,
+        JointPlan: joint_section,
+    }
+    if make := own.get(type(result)):
+        return make(result)
+    kind = str(getattr(result, "kind", "")).removeprefix("ddltool.")
+    if kind in ORDER:
+        found = found_in(result)
+        return section_of(found, [found])
+    rows = [(name, str(value)) for name, value in result if isinstance(value, (str, int, float))]
+    title = kind or type(result).__name__
+    table = Table(caption=title, header=("field", "value"), rows=rows, label="read", text_columns=2)
+    return Section(title=title, lead=[], blocks=[table])
+
+
+# Where a result has its main rows.
+_MAIN = ("rows", "assignments", "policies", "predictors", "algorithms", "schedules", "checks", "cells", "sections")
+
+
+def html(result: BaseModel) -> str:
+    """Return a result's section as HTML without scripts; pictures are drawn in it."""
+    return fragment(section(result))
+
+
+def chart(result: BaseModel) -> Any:
+    """Return the first picture of a result's section as an Altair chart. Raises InputError where there is none."""
+    for block in section(result).blocks:
+        if isinstance(block, Picture):
+            return altair_chart(block.figures)
+    raise InputError(type(result).__name__, "has no picture", "see to_frame()")
+
+
+def frame(result: BaseModel) -> pd.DataFrame:
+    """Return the main rows of a result as a table: the first list of records in it, or the records that it has by name."""
+    if isinstance(result, PredictResult):
+        return predicted_profile(result)
+    document = result.model_dump(mode="json")
+    for name in _MAIN:
+        held = document.get(name)
+        if isinstance(held, list) and held:
+            return pd.json_normalize(held)
+        if isinstance(held, dict) and held:
+            plain = {key: {k: v for k, v in one.items() if not isinstance(v, list)} for key, one in held.items()}
+            return pd.json_normalize(list(plain.values())).set_axis(list(plain), axis="index")
+    return pd.json_normalize(document)
+
+
+def save_table(result: BaseModel, path: str | Path) -> None:
+    """Write the rows of a measured or predicted profile as CSV. Raises InputError for other results."""
+    if not isinstance(result, (PredictResult, ProfileResult)):
+        problem = f"a {type(result).__name__} is no profile"
+        raise InputError(str(path), problem, "name it .json, or to_frame().to_csv(...)")
+    write_profile(frame(result), path)

@@ -1,0 +1,149 @@
+"""One section of a result: sentences, tables and pictures, made once, shown by the terminal and by the report alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
+
+from ddltool.analyzers.answers.reporting.figures import Figure, value_of
+from ddltool.units import show_bytes, show_seconds
+
+Record = TypeVar("Record")
+Column = str | Callable[[Record], object]
+"""A record's field (``sync_s``, ``split.error:+.1%``), shown by the format or its name's unit; or a function of the record."""
+Label = Literal["measured", "predicted", "simulated", "read"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Rows of text under a header; ``label`` says where the figures come from.
+
+    Of more than ``head`` rows the rest folds away; how many are left out is said.
+    """
+
+    caption: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    label: Label
+    head: int = 10
+    text_columns: int = 1
+    """So many columns from the left hold words; of the others those in which no cell begins as a figure does."""
+    spare: Sequence[str] = ()
+    """Columns that go first, in this order, where the terminal is too narrow for all."""
+
+    def without(self, name: str) -> Table:
+        """Return the table without the column of that name."""
+        place = list(self.header).index(name)
+        return replace(
+            self,
+            header=[*self.header[:place], *self.header[place + 1 :]],
+            rows=[[*row[:place], *row[place + 1 :]] for row in self.rows],
+            text_columns=self.text_columns - (place < self.text_columns),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Picture:
+    """Figures under each other with a caption; their numbers stand in the table, which is all that a terminal shows."""
+
+    figures: Sequence[Figure]
+    caption: str
+    label: Label
+    table: Table | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What a result answers, in a sentence; how sure that is, and what to do next. ``good`` None: neither."""
+
+    answer: str
+    sure: str = ""
+    then: str = ""
+    good: bool | None = None
+    minor: bool = False
+    """There for contrast: a page does not open with it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Section:
+    """One result: plain sentences, pictures, tables."""
+
+    title: str
+    lead: Sequence[str]
+    blocks: Sequence[Picture | Table] = field(default_factory=tuple)
+    anchor: str = ""
+    """Its place on a page."""
+    verdict: Verdict | None = None
+
+
+Blocks = list[Picture | Table]
+
+
+def tabled(
+    caption: str,
+    label: Label,
+    records: Iterable[Record],
+    columns: Mapping[str, Column[Record]],
+    *,
+    names: tuple[str, Iterable[str]] | None = None,
+    **layout: Any,
+) -> Table:
+    """Return a table with a row for each record; ``names`` are the header and the cells of a column before the others."""
+    rows = [[_shown(record, column) for column in columns.values()] for record in records]
+    header = list(columns)
+    if names is not None:
+        header = [names[0], *header]
+        rows = [[first, *row] for first, row in zip(names[1], rows, strict=True)]
+    return Table(caption=caption, header=header, rows=rows, label=label, **layout)
+
+
+def _shown(record: Record, column: Column[Record]) -> str:
+    if not isinstance(column, str):
+        return cell(column(record))
+    path, _, form = column.partition(":")
+    return cell(value_of(record, path), path, form)
+
+
+def cell(value: Any, unit: str = "", form: str = "") -> str:
+    """Return a value as a table shows it: by a format, else by the unit that ends the name of its field.
+
+    >>> cell(None), cell(1200), cell(0.00153, "wait_s"), cell(1536, "size_bytes"), cell(0.05, form="+.1%")
+    ('-', '1,200', '1.53 ms', '1.5 KiB', '+5.0%')
+    """
+    if value is None or isinstance(value, str):
+        return "-" if value is None else value
+    if form:
+        return format(value, form)
+    if unit.endswith("_bytes_per_s"):
+        return f"{show_bytes(value)}/s"
+    if unit.endswith("_s") and not unit.endswith("_per_s"):
+        return show_seconds(value)
+    if unit.endswith("_bytes"):
+        return show_bytes(value)
+    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}"
+
+
+def pictured(caption: str, table: Table, *figures: Figure) -> Picture:
+    """Return figures over the table of their numbers."""
+    return Picture(figures=figures, caption=caption, label=table.label, table=table)
+
+
+def some(drawn: int, of: Sequence[object], noun: str) -> str:
+    """Return a remark that only some things are drawn, empty where all are."""
+    return f" {drawn} of {len(of)} {noun} are drawn." if len(of) > drawn else ""
+
+
+def filled(table: Table) -> Table:
+    """Return the table without the columns, but the first, in which no row has anything."""
+    kept = [
+        place
+        for place in range(len(table.header))
+        if not place or any(row[place] not in ("", "-") for row in table.rows)
+    ]
+    return replace(
+        table,
+        header=[table.header[place] for place in kept],
+        rows=[[row[place] for place in kept] for row in table.rows],
+        text_columns=sum(place < table.text_columns for place in kept),
+    )

@@ -1,0 +1,321 @@
+"""Sections of runs: telemetry of the hook (or agent), a synchronisation server's rows, and who holds the others up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from ddltool.analyzers.answers.reporting.figures import Bars, Lanes, Line, Lines, Span, merged, stacked
+from ddltool.analyzers.answers.reporting.result_sections import verified_table
+from ddltool.analyzers.answers.reporting.section import (
+    Blocks,
+    Column,
+    Picture,
+    Section,
+    Table,
+    Verdict,
+    pictured,
+    some,
+    tabled,
+)
+from ddltool.analyzers.job.diagnosing.verification import verify
+from ddltool.analyzers.step.measured.feedback import read_run
+from ddltool.arrays import Floats
+from ddltool.errors import InputError, few, shortened
+from ddltool.plans import Plan
+from ddltool.results import RankSplit, StragglersResult
+from ddltool.telemetry import WARMUP_STEPS
+from ddltool.units import counted, show_seconds
+
+POINTS = 240
+_RANKS_DRAWN, _BATCH_LINES = 24, 6
+_PHASES = ("compute_s", "wait_s", "sync_s")
+
+
+def binned(
+    label: str, step: NDArray[np.int64], value: Floats, points: int = POINTS, *, band: bool = False
+) -> tuple[Line, int]:
+    """Return the median of ``value`` (n,) over ``step`` (n,), any order, in at most ``points`` bins of equal width; and that.
+
+    ``band``: from the 5 % to the 95 % quantile.
+    """
+    first = int(step.min())
+    width = max(1, -(-(int(step.max()) - first + 1) // points))
+    bins = (step - first) // width
+    order = np.argsort(bins, kind="stable")
+    found, starts = np.unique(bins[order], return_index=True)
+    low, middle, high = np.array(
+        [np.quantile(part, (0.05, 0.5, 0.95)) for part in np.split(value[order], starts[1:])]
+    ).T
+    at = np.asarray(first + found * width + (width - 1) / 2, dtype=np.float64)
+    return Line(label=label, x=at, y=middle, low=low if band else None, high=high if band else None), width
+
+
+def telemetry_section(frame: pd.DataFrame, name: str, plans: Sequence[tuple[str, Plan]]) -> Section:
+    """Return the section of a run's telemetry rows; ``plans`` (file name, plan) are held against it.
+
+    ``frame`` has the columns of :class:`~ddltool.telemetry.TelemetryRow`, one row per rank and step, in any order.
+    """
+    steady = frame[frame["step"] >= frame["step"].min() + WARMUP_STEPS]
+    steady = steady if len(steady) else frame
+    ranks = int(frame["rank"].nunique())
+    lead = [
+        f"{counted(len(frame), 'row')}: steps {frame['step'].min():,} to {frame['step'].max():,} of {counted(ranks, 'rank')} "
+        f"(world size {', '.join(str(size) for size in sorted(set(frame['world_size']))[:8])}); median step "
+        f"{show_seconds(float(steady['step_s'].median()))}. Medians leave out the first {WARMUP_STEPS} steps."
+    ]
+    compared, levels, words = _compared(frame, plans)
+    blocks: Blocks = [_step_times(frame, levels), _phases(steady), *compared, *_batches(frame)]
+    blocks += _agent(frame)
+    return Section(title=f"Telemetry: {name}", lead=lead + words, blocks=blocks, verdict=_telemetry_verdict(steady))
+
+
+def _over(label: str, frame: pd.DataFrame, column: str, *, band: bool = False) -> tuple[Line, int]:
+    """Return a column's values over the steps, and how many steps a point stands for."""
+    return binned(label, frame["step"].to_numpy(dtype=np.int64), frame[column].to_numpy(dtype=float), band=band)
+
+
+def _step_times(frame: pd.DataFrame, levels: list[tuple[str, float]]) -> Picture:
+    (made, width), (waiting, _) = (
+        _over("step, median", frame, "step_s", band=True),
+        _over("of it waiting", frame, "wait_s"),
+    )
+    figure = Lines(
+        lines=[made, waiting],
+        xlabel="step",
+        ylabel="time",
+        title="Step time over time",
+        levels=levels,
+        seconds=True,
+        whole="x",
+    )
+    per = "" if width == 1 else f" Each point stands for {width:,} steps."
+    columns = {"step": "step:,.0f", "median": "median_s", "5 %": "low_s", "95 %": "high_s", "waiting": "wait_s"}
+    points = {"step": made.x, "median_s": made.y, "low_s": made.low, "high_s": made.high, "wait_s": waiting.y}
+    rows = pd.DataFrame(points).to_dict("records")
+    table = tabled("Step time over time, all ranks", "measured", rows, columns)
+    return pictured(f"Step time of all ranks; the band holds nine of ten rows.{per}", table, figure)
+
+
+def _phases(frame: pd.DataFrame) -> Picture:
+    """Return where each rank's median step goes; of many ranks those that compute longest."""
+    medians = frame.groupby("rank")[[*_PHASES, "step_s", "batch", "memory_bytes"]].median()
+    medians["device"] = frame.groupby("rank")["device"].last()
+    drawn = medians if len(medians) <= _RANKS_DRAWN else medians.nlargest(_RANKS_DRAWN, "compute_s").sort_index()
+    lanes = [
+        (f"rank {rank}", stacked({key.removesuffix("_s"): float(row[key]) for key in _PHASES}))
+        for rank, row in drawn.iterrows()
+    ]
+    columns: dict[str, Column[Any]] = {"rank": "rank", "device": "device", "batch": "batch:,.0f"}
+    columns |= {key.removesuffix("_s"): key for key in (*_PHASES, "step_s")}
+    columns["waiting"] = lambda row: f"{row['wait_s'] / row['step_s']:.1%}" if row["step_s"] > 0 else "-"
+    columns["peak memory"] = "memory_bytes"
+    rows = medians.reset_index().to_dict("records")
+    table = tabled("Median step of each rank", "measured", rows, columns, text_columns=2)
+    left = f" The {_RANKS_DRAWN} of {len(medians)} ranks that compute longest." if len(medians) > _RANKS_DRAWN else ""
+    figure = Lanes(lanes=lanes, xlabel="median step", title="Where each rank's step goes")
+    return pictured(f"Where each rank's median step goes.{left}", table, figure)
+
+
+def _batches(frame: pd.DataFrame) -> Blocks:
+    """Return the batch sizes over the steps, where they change or differ: by rank, or their spread over many ranks."""
+    if frame["batch"].min() == frame["batch"].max():
+        return []
+    parts = {str(rank): part for rank, part in frame.groupby("rank")}
+    if len(parts) <= _BATCH_LINES:
+        lines = [_over(f"rank {rank}", part, "batch")[0] for rank, part in parts.items()]
+    else:
+        parts, lines = {"all": frame}, [_over("median of the ranks", frame, "batch", band=True)[0]]
+    title = "Batch size of each rank over time"
+    figure = Lines(lines=lines, xlabel="step", ylabel="samples", title=title, draw="steps", whole="xy")
+    rows = []
+    for part in parts.values():
+        sizes = part["batch"]
+        rows.append((sizes.iloc[0], sizes.min(), sizes.median(), sizes.max(), sizes.iloc[-1]))
+    columns = {name: f"{place}:,.0f" for place, name in enumerate(("first", "least", "median", "most", "last"))}
+    table = tabled("Local batch sizes", "measured", rows, columns, names=("rank", parts))
+    return [pictured("Samples that each rank processed in a step.", table, figure)]
+
+
+def _agent(frame: pd.DataFrame) -> Blocks:
+    """Return what a goodput agent wrote: noise scale, learning rate factor and total batch over the steps."""
+    known = frame[frame["noise_scale"].notna()]
+    if known.empty:
+        return []
+    named = {"noise_scale": "gradient noise scale", "total_batch": "total batch size", "learning_rate_factor": ""}
+    noise, total, factor = (_over(label, known, column)[0] for column, label in named.items())
+    title = "Noise scale and total batch over time"
+    figure = Lines(lines=[noise, total], xlabel="step", ylabel="samples", title=title, whole="x")
+    rates = [None if np.isnan(rate) else rate for rate in factor.y]
+    rows = [*zip(noise.x, noise.y, total.y, rates, strict=True)]
+    columns = {"step": "0:,.0f", "noise scale": "1:,.0f", "total batch": "2:,.0f", "learning rate factor": "3:.3f"}
+    table = tabled("What the agent knew and set", "measured", rows, columns)
+    return [pictured("Gradient noise scale and the total batch that the agent set.", table, figure)]
+
+
+def _compared(
+    frame: pd.DataFrame, plans: Sequence[tuple[str, Plan]]
+) -> tuple[Blocks, list[tuple[str, float]], list[str]]:
+    """Return tables of predicted against measured, the predicted step times, and why a plan is not compared."""
+    blocks: Blocks = []
+    levels: list[tuple[str, float]] = []
+    words: list[str] = []
+    left_out: list[str] = []
+    for name, plan in plans:
+        try:
+            found = verify(plan, read_run(frame, "telemetry"))
+        except InputError as error:
+            left_out.append(f"{shortened(name, 60)} ({error.where} {error.problem})")
+            continue
+        levels.append((f"predicted, {name}", found.iteration.predicted_s))
+        blocks.append(verified_table(found, f"Predicted by {shortened(name, 60)} against measured"))
+        words.append(f"Against {shortened(name, 60)}: {'; '.join(few(found.refit)) or 'nothing to fit again'}.")
+    if left_out:
+        words.append(f"Not compared with {'; '.join(few(left_out, 8))}.")
+    return blocks, levels[:3], words
+
+
+def sync_section(rows: Sequence[Mapping[str, Any]], name: str) -> Section:
+    """Return the section of a synchronisation server's checked rows (kind ``ddltool.sync``): waiting and staleness."""
+    steps, barriers, summaries = (
+        [row for row in rows if row["event"] == event] for event in ("step", "barrier", "summary")
+    )
+    workers = len({row["worker"] for row in steps})
+    lead = [f"{counted(len(steps), 'step')} of {counted(workers, 'worker')}, {counted(len(barriers), 'barrier')}."]
+    if summaries:
+        last = summaries[-1]
+        lead.append(f"Policy {last['policy']}: {last['updates']:,} updates, {last['updates_per_s']:.4g} per second.")
+    else:
+        lead.append("The file has no last line yet: the server still runs, or was killed.")
+    blocks: Blocks = [_sync_waiting(steps), _sync_staleness(steps)] if steps else []
+    if barriers:
+        blocks.append(_sync_barriers(barriers))
+    if moved := [row for row in rows if row["event"] in ("left", "joined")]:
+        columns: dict[str, Column[Mapping[str, Any]]] = {"at": "time_s", "worker": "worker", "what": "event"}
+        columns["why"] = lambda row: row.get("reason", "")
+        blocks.append(tabled("Workers that came and went", "measured", moved, columns, text_columns=4))
+    return Section(title=f"Synchronisation: {name}", lead=lead, blocks=blocks, verdict=_sync_verdict(steps))
+
+
+def _sync_waiting(steps: Sequence[Mapping[str, Any]]) -> Picture:
+    import pandas as pd
+
+    figures = {"steps": ("step", "size"), "waited_s": ("wait_s", "sum"), "median_s": ("wait_s", "median")}
+    figures |= {"staleness": ("staleness", "mean"), "most": ("staleness", "max"), "gap": ("gap", "max")}
+    found = pd.DataFrame(steps).groupby("worker").agg(**figures)
+    columns: dict[str, Column[Any]] = {"steps": "steps", "waited": "waited_s", "median wait": "median_s"}
+    columns |= {"staleness": "staleness:.2f", "most": "most", "gap": "gap"}
+    rows = found.reset_index().to_dict("records")
+    table = tabled("By worker", "measured", rows, {"worker": "worker", **columns})
+    left, drawn = "", found["waited_s"]
+    if len(drawn) > _RANKS_DRAWN:
+        left = f" The {_RANKS_DRAWN} of {len(drawn)} workers that waited longest."
+        drawn = drawn.nlargest(_RANKS_DRAWN)
+    bars = [(f"worker {worker}", float(waited)) for worker, waited in drawn.items()]
+    figure = Bars(rows=bars, xlabel="time waited for others", title="Waiting by worker", seconds=True)
+    return pictured(f"How long each worker waited for others.{left}", table, figure)
+
+
+def _sync_staleness(steps: Sequence[Mapping[str, Any]]) -> Picture:
+    counts = sorted(Counter(row["staleness"] for row in steps).items())
+    used = sum(count for _, count in counts)
+    columns: dict[str, Column[tuple[int, int]]] = {"staleness": "0:d", "steps": "1"}
+    columns["share"] = lambda row: f"{row[1] / used:.1%}"
+    table = tabled("Staleness of the gradients that were used", "measured", counts, columns)
+    bars = [(f"{counted(staleness, 'update')} old" if staleness else "up to date", float(n)) for staleness, n in counts]
+    figure = Bars(rows=bars[:_RANKS_DRAWN], xlabel="steps", title="Staleness of gradients")
+    return pictured(f"How many updates old the used gradients were.{some(_RANKS_DRAWN, bars, 'ages')}", table, figure)
+
+
+def _sync_barriers(barriers: Sequence[Mapping[str, Any]]) -> Table:
+    def error(row: Mapping[str, Any]) -> str:
+        ends = zip(row["predicted_end_s"], row["end_s"], strict=False)
+        errors = [ahead / real - 1 for ahead, real in ends if real]
+        return f"{np.mean(errors):+.1%}" if errors else "-"
+
+    columns: dict[str, Column[Mapping[str, Any]]] = {
+        "superstep": "superstep",
+        "over at": "time_s",
+        "length": "length_s",
+        "iterations": lambda row: f"{min(row['iterations'])} .. {max(row['iterations'])}" if row["iterations"] else "-",
+        "ends, predicted against real": error,
+    }
+    return tabled("Supersteps", "measured", barriers, columns)
+
+
+_LANES_DRAWN = 16
+
+
+def stragglers_section(found: StragglersResult, name: str) -> Section:
+    """Return the section: the verdict, each finding, where the ranks' steps go, and their timeline."""
+    lead = [found.verdict, *(finding.sentence for finding in found.findings[1:])]
+    share = "" if found.m_w is None else f"; the slowest 3 % of the ranks explain {found.m_w:.0%} of that (M_W)"
+    lead.append(
+        f"A step takes {show_seconds(found.step_s)}, {found.slowdown:.3f} times the "
+        f"{show_seconds(found.ideal_step_s)} of equal ranks (slowdown S){share}."
+    )
+    blocks: Blocks = []
+    if found.splits:
+        blocks.append(_splits(found))
+    if found.classes:
+        rows = sorted((*found.classes.items(), *found.stages.items(), *found.workers.items()), key=lambda row: -row[1])
+        columns = {"operations": "0", "alone": "1:.3f"}
+        blocks.append(tabled("What the slowdown is of", "predicted", rows, columns))
+    return Section(
+        title=f"Stragglers: {name}", lead=[*lead, *found.remarks], blocks=blocks, verdict=_stragglers_verdict(found)
+    )
+
+
+def _splits(found: StragglersResult) -> Picture:
+    columns: dict[str, Column[RankSplit]] = {"step": "step_s", "waiting": "wait_s", "if median": "step_if_median_s"}
+    columns |= {part: _seconds_of(part) for part in found.splits[0].parts_s}
+    columns["exposed"] = "exposed_s"
+    names = ("rank", [str(row.rank) for row in found.splits])
+    spare = ("optimizer", "exposed", "host", "input")
+    table = tabled("Where the ranks' steps go", "measured", found.splits, columns, names=names, spare=spare)
+    if found.timeline:
+        drawn = found.timeline[:_LANES_DRAWN]
+        whole = max((span[1] for one in drawn for span in one.spans), default=0.0)
+        lanes = [(one.rank, merged([Span(*span) for span in one.spans], whole)) for one in drawn]
+        figure = Lanes(lanes=lanes, title="What each rank did")
+        return pictured(f"The first steps, on one clock.{some(_LANES_DRAWN, found.timeline, 'ranks')}", table, figure)
+    rows = [(f"rank {row.rank}", row.wait_s) for row in found.splits[:_LANES_DRAWN]]
+    bars = Bars(rows=rows, xlabel="waiting in a step", title="Waiting by rank", seconds=True)
+    return pictured(f"Who waits: a straggler does not.{some(_LANES_DRAWN, found.splits, 'ranks')}", table, bars)
+
+
+def _seconds_of(part: str) -> Column[RankSplit]:
+    return lambda row: show_seconds(row.parts_s[part])
+
+
+def _stragglers_verdict(found: StragglersResult) -> Verdict:
+    first = found.findings[0] if found.findings else None
+    sure = f"slowdown {found.slowdown:.3f} over {counted(found.steps, 'step')} of {counted(found.ranks, 'rank')}"
+    then = (first.command or "") if first is not None else "nothing: the ranks are alike"
+    return Verdict(answer=found.verdict, sure=sure, then=then, good=first is None)
+
+
+def _telemetry_verdict(steady: pd.DataFrame) -> Verdict:
+    low, middle, high = steady["step_s"].quantile([0.25, 0.5, 0.75])
+    waiting = float(steady["wait_s"].sum() / max(steady["step_s"].sum(), 1e-300))
+    return Verdict(
+        answer=f"A step took {show_seconds(middle)}; {waiting:.0%} of it waiting for others (measured).",
+        sure=f"half of all between {show_seconds(low)} and {show_seconds(high)}",
+        then="ddltool verify PLAN TELEMETRY; ddltool fit on it makes the next plan better",
+    )
+
+
+def _sync_verdict(steps: Sequence[Mapping[str, Any]]) -> Verdict | None:
+    waits = [row["wait_s"] for row in steps]
+    if not waits:
+        return None
+    low, middle, high = np.quantile(waits, [0.25, 0.5, 0.75])
+    return Verdict(
+        answer=f"A pull waited {show_seconds(middle)} for other workers (measured).",
+        sure=f"half of all between {show_seconds(low)} and {show_seconds(high)}",
+    )

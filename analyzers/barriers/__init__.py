@@ -1,1 +1,0 @@
-"""When workers should synchronise: barriers of elastic supersteps, chosen from predicted iteration ends (ElasticBSP)."""

@@ -1,0 +1,186 @@
+"""Is a resize worth its restart? For one job now: the time that a faster allocation saves over what is left.
+
+On the allocation that it has, the job needs T more seconds. On another one, whose goodput is ``r`` times as high, it
+needs ``d + T / r``, d the restart. The resize saves ``T (1 - 1/r) - d``, and pays when T is above ``d / (1 - 1/r)``,
+the break-even. T is a guess, r a prediction and d was measured some times: each is a distribution, and what is said is
+the expected saving and the probability that there is one. Guesses are log-normal: a median and a factor within which
+about two thirds of such guesses lie. This is the trade that Pollux's re-allocation factor (OSDI 2021, section 4.2)
+makes for a whole cluster without knowing T.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from scipy.special import ndtri
+
+from ddltool.analyzers.cluster.cluster import fewest_nodes
+from ddltool.analyzers.job.goodput.tuning import BatchLimits, tune, tune_one
+from ddltool.arrays import Floats
+from ddltool.artifacts import load
+from ddltool.errors import InputError
+from ddltool.goodput_model import Goodput
+from ddltool.job_state import JobState
+from ddltool.simulation_results import AdviceResult, JobNow, ResizeOption, ResizeSaving
+
+# Quantiles at which the distributions are summed: the grid has 199 x 39 x at most 16 points.
+_REMAINING, _GAIN, _RESTARTS = 199, 39, 16
+_LARGEST = 1e15
+# Replicas that are thought of, and options that are looked at: each is an integral over three distributions.
+_MOST_REPLICAS, _MOST_LOOKED_AT = 4096, 64
+
+
+def advise(
+    gain: float,
+    remaining_s: float,
+    restarts_s: Sequence[float],
+    *,
+    remaining_factor: float = 1.0,
+    gain_factor: float = 1.0,
+    hold_s: float | None = None,
+) -> ResizeSaving:
+    """Return what changing to an allocation of ``gain`` times the present goodput saves.
+
+    ``remaining_s``: seconds left on the present allocation; ``restarts_s``: measured restarts, each as likely as the
+    others. About two thirds of such guesses of the time left and of the gain lie within their median over and times
+    ``remaining_factor`` and ``gain_factor``; 1: known. ``hold_s``: after that the job is back on its present allocation,
+    by another restart; None: it keeps the new one.
+    """
+    restarts = np.array(restarts_s, dtype=np.float64)
+    delay = float(restarts.mean())
+    if len(restarts) > _RESTARTS:
+        restarts = np.quantile(restarts, (np.arange(_RESTARTS) + 0.5) / _RESTARTS)
+    left, gains = _likely(remaining_s, remaining_factor, _REMAINING), _likely(gain, gain_factor, _GAIN)
+    saved = saved_seconds(left[:, None, None], gains[:, None], restarts, hold_s)
+    low, high = np.quantile(saved, (0.1, 0.9), method="inverted_cdf").tolist()
+    return ResizeSaving(
+        gain=gain,
+        restart_s=delay,
+        break_even_s=_break_even(gain, delay, hold_s),
+        saved_s=float(saved_seconds(np.array(remaining_s), np.array(gain), np.array(delay), hold_s)),
+        expected_saved_s=float(saved.mean()),
+        saved_p10_s=low,
+        saved_p90_s=high,
+        probability=float((saved > 0).mean()),
+    )
+
+
+def _likely(median: float, factor: float, count: int) -> Floats:
+    """Return ``count`` equally likely values of a log-normal guess, one where it is known."""
+    if factor == 1:
+        return np.array([median])
+    return np.asarray(median * np.exp(math.log(factor) * ndtri((np.arange(count) + 0.5) / count)))
+
+
+def saved_seconds(remaining: Floats, gain: Floats, delay: Floats, hold_s: float | None = None) -> Floats:
+    """Return ``T (1 - 1/r) - d``; where the hold ends first, what it has brought by then less the restart back.
+
+    All broadcast; seconds. Within a hold of h the job does ``r max(h - d, 0)`` seconds' worth of its present work.
+    """
+    kept: Floats = remaining - remaining / gain - delay
+    if hold_s is None:
+        return kept
+    brought = gain * np.maximum(hold_s - delay, 0.0) - hold_s - delay
+    return np.where(delay + remaining / gain <= hold_s, kept, brought)
+
+
+def _break_even(gain: float, delay: float, hold_s: float | None) -> float | None:
+    """Return the least T from which every longer one saves time."""
+    # With T beyond what the hold allows the saving no longer depends on T.
+    if gain <= 1 or (hold_s is not None and gain * max(hold_s - delay, 0.0) <= hold_s + delay):
+        return None
+    return delay / (1 - 1 / gain)
+
+
+def placements(held: Sequence[int], free: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
+    """Yield the other allocations of 1 to ``most`` GPUs that the job could have now, each packed on the fewest nodes.
+
+    All are GPUs per node, (N,). Nodes with the most GPUs go first, those that it has on a tie; the last
+    of the nodes taken is the tightest that holds what is left. With the GPUs that it has only a placement on fewer
+    nodes is another one.
+    """
+    room = [one + other for one, other in zip(held, free, strict=True)]
+    order = sorted(range(len(room)), key=lambda node: (-room[node], -held[node], node))
+    for count in range(1, min(sum(room), most) + 1):
+        taken = dict(fewest_nodes(room, order, count))
+        gpus = [taken.get(node, 0) for node in range(len(room))]
+        if count != sum(held) or _nodes(gpus) < _nodes(held):
+            yield tuple(gpus)
+
+
+def _nodes(gpus: Sequence[int]) -> int:
+    return sum(count > 0 for count in gpus)
+
+
+def advise_job(path: Path) -> AdviceResult:
+    """Return what is best for the job in a JOBSTATE.yaml: every option, and the best.
+
+    Raises InputError, with file and field, for what cannot be, and Infeasible where the job's batch limits allow
+    nothing on what it holds.
+    """
+    state = load(path, JobState)
+    model = load(path.parent / state.goodput, Goodput)
+    params = model.params_of(state.device)
+    limits = BatchLimits(
+        initial_batch_size=state.initial_batch_size,
+        max_batch_size=state.max_batch_size,
+        max_local_batch_size=min(state.max_local_batch_size, state.max_batch_size),
+    )
+    held = sum(state.held)
+    now = tune_one(params, _nodes(state.held), held, limits, noise_scale=state.noise_scale)
+    # Without a time there are samples, at the efficiency of M0.
+    left_s = state.remaining_s or (state.remaining_samples or 0.0) / now.goodput_per_s
+    if not 0 < left_s <= _LARGEST:
+        raise InputError(f"{path}:remaining_samples", f"is {left_s:g} seconds of work", "what a job can have left")
+    # Both goodputs of a ratio carry the model's error.
+    rmsle = model.devices[state.device].rmsle if model.devices else model.rmsle
+    gain_factor = min(math.exp(math.sqrt(2) * rmsle), 1000.0)
+    allocations = _looked_at(state)
+    nodes, replicas = [_nodes(gpus) for gpus in allocations], [sum(gpus) for gpus in allocations]
+    tuned = tune(params, nodes or [1], replicas or [1], limits, noise_scale=state.noise_scale)
+    options = []
+    for row in np.flatnonzero(tuned.feasible[: len(allocations)]).tolist():
+        goodput_per_s = float(tuned.goodput_per_s[row])
+        saving = advise(
+            goodput_per_s / now.goodput_per_s,
+            left_s,
+            state.restarts_s,
+            remaining_factor=state.remaining_factor,
+            gain_factor=gain_factor,
+            hold_s=state.hold_s,
+        )
+        resized_s = saving.restart_s + left_s / saving.gain
+        options.append(
+            ResizeOption(
+                gpus_by_node={str(node): count for node, count in enumerate(allocations[row]) if count},
+                replicas=replicas[row],
+                nodes=nodes[row],
+                batch_size=int(tuned.total_batch_size[row]),
+                goodput_per_s=goodput_per_s,
+                extra_gpu_seconds=replicas[row] * resized_s - held * left_s,
+                **saving.model_dump(),
+            )
+        )
+    best = max(options, key=lambda option: option.expected_saved_s, default=None)
+    running = JobNow(
+        gpus=state.held,
+        replicas=held,
+        batch_size=now.total_batch_size,
+        goodput_per_s=now.goodput_per_s,
+        remaining_s=left_s,
+        remaining_factor=state.remaining_factor,
+    )
+    resize = best is not None and best.expected_saved_s > 0
+    return AdviceResult(job=str(path), now=running, gain_factor=gain_factor, resize=resize, best=best, options=options)
+
+
+def _looked_at(state: JobState) -> list[tuple[int, ...]]:
+    """Return the allocations that are looked at: of many, those of 64 numbers of GPUs in equal ratios, the ends included."""
+    allocations = list(placements(state.held, state.free, min(state.max_replicas or _MOST_REPLICAS, _MOST_REPLICAS)))
+    if len(allocations) <= _MOST_LOOKED_AT:
+        return allocations
+    rows = np.unique(np.geomspace(1, len(allocations), _MOST_LOOKED_AT).round().astype(int) - 1)
+    return [allocations[row] for row in rows]

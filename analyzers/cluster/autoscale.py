@@ -1,0 +1,124 @@
+"""Renting nodes for one long job: scale by goodput or by throughput, and what that costs. Start at :func:`autoscale`.
+
+Pollux, section 5.4.1. With ``N`` nodes a scaler looks at ``rate(N) / (N rate(1))``, what it gets over what perfect
+scaling would give. Whenever that is above ``U`` it takes the largest number of nodes at which it is still at least
+``L``. It never gives nodes back. The goodput scaler's rate is progress per second at the best batch of the current
+epoch, so it grows as larger batches become useful; the throughput scaler's (Or et al., MLSys 2020, as the paper
+describes it) is samples per second at the largest batch that the GPUs hold, which training does not change.
+
+Speeds and gradient statistics are as measured, and both scalers know them: what differs is the rule alone. Decisions
+are made between epochs.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+
+from ddltool.analyzers.cluster.truth import ANY_TYPE, Application
+from ddltool.errors import InputError
+from ddltool.simulation_results import AutoscalingResult, ScaledEpoch, ScaledTraining
+
+PRICE_PER_H = 1.0
+"""Of a node: costs are in its price."""
+UPPER, LOWER = 2 / 3, 1 / 2
+"""Pollux's U and L."""
+FIXED = (1, 4, 16)
+"""Numbers of nodes that are held throughout, to compare with."""
+_MOST_NODES = 1024
+
+
+class NodeSpeeds:
+    """Rates of an application on 1 to ``most`` whole nodes of ``gpus`` GPUs, at the best of 50 total batches.
+
+    Raises InputError where it was not measured on any GPU's type, or cannot use a whole node.
+    """
+
+    def __init__(self, application: Application, gpus: int, most: int) -> None:
+        if gpus < 1 or not 1 <= most <= _MOST_NODES:
+            raise InputError("nodes", f"are {most} of {gpus} GPUs", f"1 to {_MOST_NODES} of 1 GPU or more")
+        where = f"application {application.name}"
+        if not application.runs_on(ANY_TYPE):
+            raise InputError(where, "was not measured on any", f"measured on {', '.join(application.times)}")
+        if application.max_replicas < gpus:
+            problem = f"uses at most {application.max_replicas} GPUs"
+            raise InputError(where, problem, f"nodes of at most that, not {gpus}")
+        self.application = application
+        self.most = min(most, application.max_replicas // gpus)
+        self.batches = cache(lambda nodes: application.batches((gpus,) * nodes))
+        """(total batch, seconds per optimizer step, passes) on so many nodes."""
+
+    def goodput(self, nodes: int, epoch: int) -> tuple[float, int, float]:
+        """Return the best progress (iterations at M0) per second in an epoch, its total batch and seconds per step."""
+        return max((self.application.gain(total, epoch) / step, total, step) for total, step, _ in self.batches(nodes))
+
+    def throughput(self, nodes: int, epoch: int) -> tuple[float, int, float]:
+        """Return the most samples per second that the GPUs hold at once, the total batch and seconds per step."""
+        options = self.batches(nodes)
+        plain = [one for one in options if one[2] == 1] or options
+        return max((total / step, total, step) for total, step, _ in plain)
+
+
+def scale(speeds: NodeSpeeds, rule: str, *, restart_delay_s: float = 30.0) -> ScaledTraining:
+    """Return a whole training under ``rule``: "goodput", "throughput", or "fixed-N" nodes with batches by goodput.
+
+    Every change of the number of nodes and the first start cost ``restart_delay_s``, for which the new nodes are paid.
+    """
+    application, fixed = speeds.application, rule.startswith("fixed-")
+    rate = speeds.throughput if rule == "throughput" else speeds.goodput
+    nodes = min(int(rule.removeprefix("fixed-")), speeds.most) if fixed else 1
+    epochs: list[ScaledEpoch] = []
+    now_s = node_seconds = samples = useful = 0.0
+    for epoch in range(application.max_epochs):
+        alone = rate(1, epoch)[0]
+        if not fixed and rate(nodes, epoch)[0] / (nodes * alone) > UPPER:
+            more = range(nodes, speeds.most + 1)
+            nodes = max((n for n in more if rate(n, epoch)[0] >= LOWER * n * alone), default=nodes)
+        begin_s = now_s
+        if not epochs or nodes != epochs[-1].nodes:
+            now_s += restart_delay_s
+        _, batch, step_s = rate(nodes, epoch)
+        gain = application.gain(batch, epoch)
+        seconds = (application.progress[epoch + 1] - application.progress[epoch]) / gain * step_s
+        now_s += seconds
+        node_seconds += nodes * (now_s - begin_s)
+        efficiency = gain * application.init_batch_size / batch
+        samples, useful = samples + seconds * batch, useful + seconds * batch * efficiency
+        epochs.append(
+            ScaledEpoch(begin_s=begin_s, seconds=seconds, nodes=nodes, batch_size=batch, efficiency=efficiency)
+        )
+    return ScaledTraining(
+        seconds=now_s,
+        node_seconds=node_seconds,
+        cost=node_seconds / 3600 * PRICE_PER_H,
+        efficiency=useful / samples,
+        restarts=sum(one.nodes != other.nodes for one, other in pairwise(epochs)),
+        first_nodes=epochs[0].nodes,
+        last_nodes=epochs[-1].nodes,
+        epochs=epochs,
+    )
+
+
+def autoscale(
+    application: Application,
+    *,
+    gpus: int = 4,
+    most: int = 16,
+    restart_delay_s: float = 30.0,
+) -> AutoscalingResult:
+    """Return the goodput scaler, the throughput scaler and fixed clusters, on at most ``most`` nodes of ``gpus`` GPUs.
+
+    Raises InputError as :class:`NodeSpeeds`.
+    """
+    speeds = NodeSpeeds(application, gpus, most)
+    rules = ("throughput", "goodput", *(f"fixed-{count}" for count in FIXED if count <= most))
+    return AutoscalingResult(
+        application=application.name,
+        gpus_per_node=gpus,
+        most_nodes=most,
+        price_per_h=PRICE_PER_H,
+        upper=UPPER,
+        lower=LOWER,
+        restart_delay_s=restart_delay_s,
+        rules={rule: scale(speeds, rule, restart_delay_s=restart_delay_s) for rule in rules},
+    )

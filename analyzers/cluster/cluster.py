@@ -1,0 +1,285 @@
+"""Nodes, allocations and the few ways to place GPUs on nodes that the policies share.
+
+Nodes that fail, leave and come back: the events, seeded or given, and what they do to the cluster.
+
+A node fails after an exponentially distributed time (mean ``mtbf_s``) and is back exactly ``repair_s`` later; each node
+draws from a stream of its own, so that every policy meets the same failures. Given events come on top: ``fail`` and
+``leave`` take a node away (``leave`` is announced, so its jobs save a checkpoint first), ``join`` brings it back; those of
+the same moment happen in the order given. A node is up while neither source holds it down. Nodes that join late or leave
+for good make the cluster elastic.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from ddltool.errors import CheckFailed, InputError
+
+Allocation = tuple[tuple[int, int], ...]
+"""(node, GPUs) pairs, each node once, GPUs >= 1; () is no allocation. The order is that of the ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterSpec:
+    """``N`` nodes; node i has ``gpus[i]`` GPUs of type ``gpu_types[i]``."""
+
+    gpus: tuple[int, ...]
+    gpu_types: tuple[str, ...]
+    partial: bool = False
+    """Whether nodes may be down: these have 0 GPUs and keep their number; a type that is down altogether is not there."""
+
+    def __post_init__(self) -> None:
+        if not self.gpus or len(self.gpus) != len(self.gpu_types) or min(self.gpus) < (0 if self.partial else 1):
+            raise InputError("cluster", "has no nodes, or nodes without GPUs", "give one count and one type per node")
+
+    @classmethod
+    def homogeneous(cls, nodes: int, gpus_per_node: int, gpu_type: str = "gpu") -> ClusterSpec:
+        """Return ``nodes`` equal nodes."""
+        return cls(gpus=(gpus_per_node,) * nodes, gpu_types=(gpu_type,) * nodes)
+
+    @property
+    def total_gpus(self) -> int:
+        """All GPUs of all types."""
+        return sum(self.gpus)
+
+    @property
+    def type_names(self) -> tuple[str, ...]:
+        """GPU types in the order of their first node."""
+        return tuple(dict.fromkeys(name for name, count in zip(self.gpu_types, self.gpus, strict=True) if count))
+
+    def gpus_of(self, gpu_type: str) -> int:
+        """Return how many GPUs of one type there are."""
+        return sum(count for count, name in zip(self.gpus, self.gpu_types, strict=True) if name == gpu_type)
+
+    def nodes_of(self, gpu_type: str) -> tuple[int, ...]:
+        """Return the nodes with GPUs of one type, ascending; those that are down are left out."""
+        return tuple(node for node, name in enumerate(self.gpu_types) if name == gpu_type and self.gpus[node])
+
+    def of_type(self, gpu_type: str) -> ClusterSpec:
+        """Return the nodes of one type alone, numbered anew from 0 in the order of :meth:`nodes_of`."""
+        nodes = self.nodes_of(gpu_type)
+        return ClusterSpec(gpus=tuple(self.gpus[node] for node in nodes), gpu_types=(gpu_type,) * len(nodes))
+
+    def by_type(self, allocation: Allocation) -> Counter[str]:
+        """Return how many GPUs of each type an allocation has."""
+        held = Counter[str]()
+        for node, count in allocation:
+            held[self.gpu_types[node]] += count
+        return held
+
+    def type_of(self, allocation: Allocation) -> str:
+        """Return the GPU type of an allocation. Raises CheckFailed when it mixes types."""
+        found = {self.gpu_types[node] for node, _ in allocation}
+        if len(found) != 1:
+            raise CheckFailed(f"an allocation spans the GPU types {', '.join(sorted(found)) or '(none)'}")
+        return found.pop()
+
+
+def count_gpus(allocation: Allocation) -> int:
+    """Return how many GPUs an allocation has."""
+    return sum(count for _, count in allocation)
+
+
+def free_gpus(cluster: ClusterSpec, allocations: Iterable[Allocation]) -> list[int]:
+    """Return the free GPUs per node, (N,). Raises CheckFailed when a node's GPUs are given out twice."""
+    free = list(cluster.gpus)
+    for allocation in allocations:
+        for node, count in allocation:
+            free[node] -= count
+            if count < 1 or free[node] < 0:
+                raise CheckFailed(f"node {node} has {cluster.gpus[node]} GPUs, and more were given out")
+    return free
+
+
+def take_most_free(free: list[int], wanted: int, nodes: Sequence[int] | None = None) -> Allocation:
+    """Take ``wanted`` GPUs from the nodes with the most free ones first (ties: lowest node), and return them.
+
+    This is how the published simulator places Tiresias' and Optimus' jobs. ``free`` (N,) is reduced; ``nodes``: take
+    from these only. The caller sees to it that enough are free.
+    """
+    among = range(len(free)) if nodes is None else nodes
+    made: list[tuple[int, int]] = []
+    while wanted > 0:
+        node = max(among, key=free.__getitem__)
+        count = min(free[node], wanted)
+        if count == 0:
+            raise CheckFailed(f"{wanted} GPUs are wanted and none is free")
+        made.append((node, count))
+        free[node] -= count
+        wanted -= count
+    return tuple(made)
+
+
+def fewest_nodes(free: Sequence[int], order: Sequence[int], count: int) -> Allocation:
+    """Return ``count`` of the ``free`` (N,) GPUs on nodes in ``order``, roomiest first, the last on the tightest.
+
+    () if there are too few. Of equally tight nodes the first in order.
+    """
+    made: list[tuple[int, int]] = []
+    for place, node in enumerate(order):
+        if free[node] >= count:  # the last piece goes where it leaves least behind
+            tightest = min((n for n in order[place:] if free[n] >= count), key=free.__getitem__)
+            return tuple(sorted([*made, (tightest, count)]))
+        made.append((node, free[node]))
+        count -= free[node]
+    return ()
+
+
+def free_by_type(cluster: ClusterSpec, free: Sequence[int]) -> dict[str, int]:
+    """Return how many of the ``free`` (N,) GPUs are of each type, in the order of the cluster's types."""
+    return {name: sum(free[node] for node in cluster.nodes_of(name)) for name in cluster.type_names}
+
+
+def packed(cluster: ClusterSpec, replicas: int) -> tuple[int, ...]:
+    """Return the GPUs per node of ``replicas`` packed on as few of the cluster's nodes as possible.
+
+    >>> packed(ClusterSpec.homogeneous(4, 4), 6)
+    (4, 2)
+    """
+    sizes, made = sorted(cluster.gpus, reverse=True), list[int]()
+    while replicas > 0:
+        made.append(min(sizes[min(len(made), len(sizes) - 1)], replicas))
+        replicas -= made[-1]
+    return tuple(made)
+
+
+def interfering(allocations: Mapping[int, Allocation]) -> set[int]:
+    """Return the jobs that span nodes and share one of them with another such job."""
+    spanning = {job: allocation for job, allocation in allocations.items() if len(allocation) > 1}
+    users = Counter(node for allocation in spanning.values() for node, _ in allocation)
+    return {job for job, allocation in spanning.items() if any(users[node] > 1 for node, _ in allocation)}
+
+
+Kind = Literal["fail", "leave", "join"]
+KINDS: tuple[Kind, ...] = ("fail", "leave", "join")
+# Shorter mean times between failures than a second are another unit; longer ones than 1,000 years never fail.
+_MTBF_S = (1.0, 3.2e10)
+_LONGEST_S = 604_800.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeEvent:
+    """What happens to node ``node`` (from 0, in the cluster's order) at ``time_s``."""
+
+    time_s: float
+    node: int
+    kind: Kind
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeFailures:
+    """What goes wrong. Seconds; ``mtbf_s``: mean time between failures of one node, None for given events alone.
+
+    A running job saves a checkpoint every ``checkpoint_interval_s`` of training and whenever the policy stops it; saving
+    costs nothing beyond the restart delay, which is an assumption. Raises InputError for values that make no sense.
+    """
+
+    mtbf_s: float | None = None
+    repair_s: float = 1800.0
+    checkpoint_interval_s: float = 600.0
+    events: tuple[NodeEvent, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.mtbf_s is not None and not _MTBF_S[0] <= self.mtbf_s <= _MTBF_S[1]:
+            raise InputError("mtbf", f"is {self.mtbf_s:g} s", f"from {_MTBF_S[0]:g} to {_MTBF_S[1]:g} seconds per node")
+        for name, value in (("repair", self.repair_s), ("checkpoint interval", self.checkpoint_interval_s)):
+            if not 0 < value <= _LONGEST_S:
+                raise InputError(name, f"is {value:g} s", f"above 0 and at most {_LONGEST_S:.0f} seconds (a week)")
+        if self.seed < 0:
+            raise InputError("failure seed", f"is {self.seed}", "a whole number >= 0")
+        for event in self.events:
+            if not (math.isfinite(event.time_s) and event.time_s >= 0 and event.node >= 0 and event.kind in KINDS):
+                raise InputError("node event", f"is {event}", f"a time >= 0, a node >= 0 and one of {', '.join(KINDS)}")
+
+    def check(self, cluster: ClusterSpec) -> None:
+        """Raise InputError for an event on a node that the cluster does not have."""
+        for event in self.events:
+            if event.node >= len(cluster.gpus):
+                where = f"at {event.time_s:g} s is on node {event.node}"
+                raise InputError("node event", where, f"nodes are 0 to {len(cluster.gpus) - 1}")
+
+
+class NodeStates:
+    """Which nodes are up, as time goes by: :meth:`next_s`, then :meth:`pop`. The stream of drawn failures never ends.
+
+    O(log N) per event. Nodes start up; same seed, same events to the bit, whatever the jobs do.
+    """
+
+    def __init__(self, failures: NodeFailures, cluster: ClusterSpec) -> None:
+        failures.check(cluster)
+        self.failures = failures
+        self.down_until: dict[int, float] = {}
+        """Nodes under repair."""
+        self.away: set[int] = set()
+        """Nodes that a given event took away."""
+        self.failed = 0
+        """NodeFailures of nodes that were up."""
+        self._given = sorted(failures.events, key=lambda event: event.time_s)[::-1]  # stable: as given, last first
+        self._drawn: list[tuple[float, int]] = []
+        if failures.mtbf_s is not None:
+            self._chances = [np.random.default_rng([failures.seed, node]) for node in range(len(cluster.gpus))]
+            self._drawn = sorted((self._life_s(node), node) for node in range(len(cluster.gpus)))
+
+    @property
+    def down(self) -> frozenset[int]:
+        """Nodes that are not up."""
+        return frozenset(self.away) | frozenset(self.down_until)
+
+    @property
+    def returns(self) -> bool:
+        """Whether a node that is down will be up again for certain: waiting for it is not in vain."""
+        return bool(self.down - self.gone)
+
+    @property
+    def gone(self) -> frozenset[int]:
+        """Nodes that a given event took away and that no later one brings back."""
+        return frozenset(self.away) - {event.node for event in self._given if event.kind == "join"}
+
+    def next_s(self) -> float:
+        """Return when something happens next; inf if nothing will."""
+        given = self._given[-1].time_s if self._given else math.inf
+        return min(given, self._drawn[0][0] if self._drawn else math.inf)
+
+    def pop(self) -> tuple[list[int], list[int]]:
+        """Let the next event happen and return the nodes that failed and that left by it."""
+        before, kind = self.down, self._advance()
+        lost = sorted(self.down - before)
+        self.failed += len(lost) * (kind == "fail")
+        return (lost, []) if kind == "fail" else ([], lost)
+
+    def _life_s(self, node: int) -> float:
+        """Return the seconds from a node's repair to its next failure."""
+        assert self.failures.mtbf_s is not None
+        return float(self._chances[node].exponential(self.failures.mtbf_s))
+
+    def _advance(self) -> Kind:
+        if self._given and (not self._drawn or self._given[-1].time_s <= self._drawn[0][0]):
+            event = self._given.pop()
+            (self.away.discard if event.kind == "join" else self.away.add)(event.node)
+            return event.kind
+        now_s, node = self._drawn[0]
+        if node in self.down_until:  # repaired
+            del self.down_until[node]
+            heapq.heapreplace(self._drawn, (now_s + self._life_s(node), node))
+            return "join"
+        self.down_until[node] = now_s + self.failures.repair_s
+        heapq.heapreplace(self._drawn, (self.down_until[node], node))
+        return "fail"
+
+
+def without(cluster: ClusterSpec, down: Collection[int]) -> ClusterSpec:
+    """Return the cluster with 0 GPUs on the nodes that are down; numbers of nodes stay.
+
+    >>> without(ClusterSpec.homogeneous(3, 4), [1]).gpus
+    (4, 0, 4)
+    """
+    gpus = tuple(0 if node in down else count for node, count in enumerate(cluster.gpus))
+    return ClusterSpec(gpus=gpus, gpu_types=cluster.gpu_types, partial=True)

@@ -1,0 +1,178 @@
+"""Synthetic workloads, seeded: when jobs arrive, of which size class, and what they ask for. Start at :func:`generate`.
+
+Size classes are those of Pollux (section 5.1) by total GPU time: small up to 1 GPU-hour, medium to 10, large to 100, xlarge
+above. Applications of a class come from Pollux's Table 1 (:data:`POLLUX`), or from given applications
+(:func:`templates`), whose requests follow its rule: GPUs that reach 50 to 80 % of linear speed-up at their best batch.
+Nothing here was measured on a cluster: every workload is labelled synthetic in its jobs' names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ddltool.analyzers.cluster.cluster import ClusterSpec, packed
+from ddltool.analyzers.cluster.truth import Application
+from ddltool.arrays import Floats, Places
+from ddltool.errors import InputError, did_you_mean
+from ddltool.simulation_results import JobSpec
+
+SIZE_CLASSES: Mapping[str, float] = {"small": 1.0, "medium": 10.0, "large": 100.0, "xlarge": math.inf}
+"""Upper ends in GPU-hours (Pollux, section 5.1; its xlarge ends at 1,000, here it is open)."""
+CLASS_SHARES: Mapping[str, float] = {"small": 0.72, "medium": 0.20, "large": 0.06, "xlarge": 0.02}
+"""Share of jobs by class: the sums of Pollux's Table 1."""
+PATTERNS = ("constant", "poisson", "diurnal")
+# Relative rates over eight equal parts of the span: up to three times the first in the fourth. The shape is chosen.
+_DIURNAL = (1.0, 1.4, 2.2, 3.0, 2.4, 1.8, 1.4, 1.2)
+_MOST_JOBS, _MOST_HOURS = 10_000_000, 87_600.0
+# GPUs that a user who knows how the job scales asks for reach this share of linear speed-up (Pollux, section 5.1).
+_EFFICIENT = 0.5, 0.8
+_MOST_REQUESTED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """An application, its size class, its share of the jobs, and the (GPUs, total batch size) that its jobs ask for."""
+
+    application: str
+    size: str
+    share: float
+    requests: tuple[tuple[int, int], ...]
+
+
+# Classes and shares: Pollux, Table 1. Requests: the hand-tuned ones of its published workloads.
+POLLUX: tuple[Template, ...] = (
+    Template("imagenet", "xlarge", 0.02, ((24, 3200), (32, 6400), (48, 6400))),
+    Template("yolov3", "large", 0.06, ((4, 64),)),
+    Template("deepspeech2", "medium", 0.10, ((6, 320), (8, 320), (12, 640))),
+    Template("bert", "medium", 0.10, ((6, 384), (8, 384), (12, 384), (16, 384))),
+    Template("cifar10", "small", 0.36, ((6, 2048), (8, 2048), (12, 4096), (16, 4096))),
+    Template("ncf", "small", 0.36, ((1, 32768),)),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pattern:
+    """How many jobs over how many hours, arriving how: see :data:`PATTERNS`. Raises InputError naming the field.
+
+    ``constant``: equal gaps; ``poisson``: a Poisson process given its number of jobs; ``diurnal``: the same with a rate
+    that rises to three times its first value before the middle of the span and falls again.
+    """
+
+    jobs: int = 160
+    hours: float = 8.0
+    pattern: str = "diurnal"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.jobs <= _MOST_JOBS:
+            raise InputError("jobs", f"is {self.jobs}", f"from 1 to {_MOST_JOBS}")
+        if not 0 < self.hours <= _MOST_HOURS:
+            raise InputError("hours", f"is {self.hours:g}", f"above 0 and at most {_MOST_HOURS:.0f} (ten years)")
+        if self.pattern not in PATTERNS:
+            raise InputError("pattern", f"unknown pattern {self.pattern!r}", did_you_mean(self.pattern, PATTERNS))
+        if self.seed < 0:
+            raise InputError("seed", f"is {self.seed}", "a whole number >= 0")
+
+
+def size_class(gpu_hours: float) -> str:
+    """Return the size class of a total GPU time (Pollux, section 5.1).
+
+    >>> [size_class(hours) for hours in (0.5, 1.0, 99.0, 5000.0)]
+    ['small', 'medium', 'large', 'xlarge']
+    """
+    return next((name for name, end in SIZE_CLASSES.items() if gpu_hours < end), "xlarge")
+
+
+def class_indices(gpu_hours: Floats) -> Places:
+    """Return for n total GPU times the index (n,) of their class in :data:`SIZE_CLASSES`."""
+    return np.searchsorted(np.array(list(SIZE_CLASSES.values())[:-1]), gpu_hours, side="right")
+
+
+def arrivals(pattern: Pattern) -> Floats:
+    """Return the submission times (jobs,), whole seconds, ascending."""
+    chance = np.random.default_rng([pattern.seed, 0])
+    span = 3600.0 * pattern.hours
+    if pattern.pattern == "constant":
+        return np.floor(np.arange(pattern.jobs) * span / pattern.jobs)
+    drawn = chance.random(pattern.jobs)
+    if pattern.pattern == "diurnal":
+        rates = np.array(_DIURNAL)
+        ends = np.concatenate([[0.0], np.cumsum(rates) / rates.sum()])
+        drawn = np.interp(drawn, ends, np.linspace(0.0, 1.0, len(ends)))  # the inverse of the cumulative rate
+    return np.sort(np.floor(drawn * span))
+
+
+def generate(pattern: Pattern, templates: Sequence[Template] = POLLUX) -> list[JobSpec]:
+    """Return a workload of ``pattern.jobs`` jobs named ``synthetic-1``, ..., drawn from the templates' shares.
+
+    Same pattern and templates, same jobs. Raises InputError when there is nothing to draw from.
+    """
+    shares = np.array([template.share for template in templates])
+    if not templates or not (np.isfinite(shares).all() and (shares >= 0).all() and shares.sum() > 0):
+        raise InputError("templates", "hold no application with a share above 0", "give at least one")
+    times = arrivals(pattern)
+    chance = np.random.default_rng([pattern.seed, 1])
+    kinds = chance.choice(len(templates), pattern.jobs, p=shares / shares.sum())
+    return make_specs(times, kinds, templates, chance, "synthetic")
+
+
+def make_specs(
+    times: Floats, kinds: Places, templates: Sequence[Template], chance: np.random.Generator, prefix: str
+) -> list[JobSpec]:
+    """Return n jobs of ``templates[kinds]`` (n,) submitted at ``times`` (n,) s; requests drawn evenly per template."""
+    counts = np.array([len(template.requests) for template in templates])
+    picks = np.floor(chance.random(len(kinds)) * counts[kinds]).astype(int).tolist()
+    made = []
+    for number, (time_s, kind, pick) in enumerate(zip(times.tolist(), kinds.tolist(), picks, strict=True), start=1):
+        (replicas, batch), name = templates[kind].requests[pick], templates[kind].application
+        asked = {"application": name, "num_replicas": replicas, "batch_size": batch}
+        made.append(JobSpec(name=f"{prefix}-{number}", submit_s=time_s, **asked))
+    return made
+
+
+def templates(applications: Mapping[str, Application], cluster: ClusterSpec) -> tuple[Template, ...]:
+    """Return templates of given applications on ``cluster``: class by the GPU time on one GPU, requests by Pollux's rule.
+
+    Applications of Pollux's Table 1 keep their published class. A class's share is split evenly between its applications;
+    shares of classes that have none go to the others in proportion.
+    """
+    published = {template.application: template.size for template in POLLUX}
+    made = []
+    for name, application in applications.items():
+        kind = next((kind for kind in cluster.type_names if application.runs_on(kind)), None)
+        if kind is None:
+            continue
+        alone, requests = _requests(application, cluster, kind)
+        made.append((name, published.get(name) or size_class(alone / 3600.0), requests))
+    sizes = [size for _, size, _ in made]
+    return tuple(
+        Template(name, size, CLASS_SHARES[size] / sizes.count(size), requests) for name, size, requests in made
+    )
+
+
+def _requests(application: Application, cluster: ClusterSpec, kind: str) -> tuple[float, tuple[tuple[int, int], ...]]:
+    """Return the seconds on one GPU at the best batch size, and the (GPUs, batch) that are 50 to 80 % efficient."""
+    nodes, sizes = cluster.of_type(kind), application.batch_sizes.tolist()
+
+    def best(count: int) -> tuple[float, int]:
+        """Return the least seconds of the whole training over the measured batch sizes, and that batch size."""
+        tried = application.batches(packed(nodes, count), kind, sizes)
+        seconds, total = min(
+            ((float(application.epoch_seconds(total, step_s).sum()), total) for total, step_s, _ in tried),
+            default=(math.inf, application.init_batch_size),
+        )
+        return seconds, int(min(sizes, key=lambda size: abs(size - total)))
+
+    alone_s, alone_batch = best(1)
+    most = min(nodes.total_gpus, application.max_replicas, _MOST_REQUESTED)
+    tried = {count: best(count) for count in range(2, most + 1) if count <= 4 or count % 4 == 0}
+    found = [
+        (count, batch)
+        for count, (seconds, batch) in tried.items()
+        if _EFFICIENT[0] <= alone_s / seconds / count <= _EFFICIENT[1]
+    ]
+    return alone_s, tuple(found) or ((1, alone_batch),)

@@ -1,0 +1,587 @@
+"""What a replay reads: a workload or a cluster's trace, the cluster, node events, and the truth about the applications.
+
+That truth is measured traces, fitted models (kind ``ddltool.goodput``), or both.
+
+Traces of clusters are Microsoft's Philly (JSON), SenseTime's Helios, Acme's, Alibaba's of 2020 and 2023 (CSV), and tables
+alike. They say when a job came, how many GPUs it had and for how long; not what it trained. As Pollux does (section 5.1), each
+job is replaced by an application of the same size class by GPU time (:func:`to_workload`). Formats:
+github.com/msr-fiddle/philly-traces, ``cluster_job_log`` (a list of jobs with ``jobid``, ``submitted_time``,
+``attempts[].{start_time,end_time,detail[].gpus[]}``);
+github.com/S-Lab-System-Group/HeliosData, ``cluster_log.csv`` (``job_id,gpu_num,submit_time,duration``, ...), as in
+github.com/InternLM/AcmeTrace; github.com/alibaba/clusterdata, ``pai_task_table`` with its header, ``openb_pod_list``. Other
+tables name their columns as in :data:`COLUMNS`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ddltool.analyzers.cluster.cluster import KINDS, ClusterSpec, NodeEvent
+from ddltool.analyzers.cluster.generator import (
+    POLLUX,
+    SIZE_CLASSES,
+    Pattern,
+    Template,
+    class_indices,
+    generate,
+    make_specs,
+    templates,
+)
+from ddltool.analyzers.cluster.truth import (
+    ANY_TYPE,
+    Application,
+    FittedJob,
+    MeasuredTimes,
+    Validation,
+    assumptions,
+    fitted_application,
+)
+from ddltool.analyzers.job.goodput.observations import split_placements
+from ddltool.arrays import Floats
+from ddltool.artifacts import load, opened, read_text
+from ddltool.errors import InputError, did_you_mean
+from ddltool.goodput_model import Goodput
+from ddltool.job import Cluster
+from ddltool.simulation_results import JobSpec, WorkloadResult
+from ddltool.tables import demand, demand_distinct_jobs, numbers, read_columns, read_table, texts
+
+WORKLOAD = ("name", "time", "application", "num_replicas", "batch_size")
+_EVENTS = ("time", "node", "event")
+_PLACEMENTS = ("placement", "local_bsz", "step_time", "sync_time")
+_SCALABILITY = ("num_nodes", "num_replicas", "local_bsz", "step_time", "sync_time")
+_VALIDATION = ("progress", "iteration", "metric", "grad_sqr", "grad_var")
+_MOST_GPUS = 100_000
+# Later times and longer steps are in another unit, or typing errors.
+_LATEST_S, _LONGEST_STEP_S = 315_360_000.0, 3600.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FittedModel:
+    """A fitted model in place of an application's traces: its file, and what that does not know, also as it was given."""
+
+    application: str
+    file: Path
+    job: FittedJob
+    given: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Truth:
+    """How fast and how far per step the applications train; ``source`` and ``assumed`` say where that is from."""
+
+    applications: dict[str, Application]
+    source: str
+    assumed: tuple[str, ...]
+
+
+def read_cluster(path: Path) -> ClusterSpec:
+    """Return the nodes of a cluster.yaml (kind ``ddltool.cluster``), in file order."""
+    cluster = load(path, Cluster)
+    total = sum(group.count * group.devices.count for group in cluster.nodes)
+    if not 0 < total <= _MOST_GPUS:
+        raise InputError(f"{path}:nodes", f"have {total} GPUs", f"from 1 to {_MOST_GPUS}")
+    groups = [(group.devices.count, group.devices.type) for group in cluster.nodes for _ in range(group.count)]
+    return ClusterSpec(gpus=tuple(count for count, _ in groups), gpu_types=tuple(kind for _, kind in groups))
+
+
+def read_workload(path: Path) -> list[JobSpec]:
+    """Return the jobs of a CSV with the columns ``name,time,application,num_replicas,batch_size``, by row.
+
+    Raises InputError naming row and column: missing columns, names that stand twice, anything that is no number where
+    one is needed; and for a cluster's trace, which is no workload yet.
+    """
+    frame = None if is_json(path) else read_table(path, WORKLOAD)
+    if frame is None or is_trace(frame):
+        raise InputError(str(path), "is a cluster's trace", "make a workload of it with ddltool simulate convert first")
+    return _jobs(frame, path)
+
+
+def _jobs(frame: pd.DataFrame, path: Path) -> list[JobSpec]:
+    missing = [name for name in WORKLOAD if name not in frame.columns]
+    if missing:
+        remedy = f"a workload has {', '.join(WORKLOAD)}; {ACCEPTED}"
+        raise InputError(f"{path}:{missing[0]}", "column is missing", remedy)
+    late = f"seconds, at most {_LATEST_S:.0f} (ten years)"
+    times = numbers(frame, "time", path, maximum=_LATEST_S, remedy=late)
+    replicas, batches = (numbers(frame, name, path, minimum=1.0, whole=True) for name in WORKLOAD[3:])
+    names, kinds = (texts(frame, column, path) for column in ("name", "application"))
+    demand_distinct_jobs(frame["name"], path)
+    return [
+        JobSpec(name=name, submit_s=time, application=kind, num_replicas=int(count), batch_size=int(batch))
+        for name, time, kind, count, batch in zip(
+            names, times.tolist(), kinds, replicas.tolist(), batches.tolist(), strict=True
+        )
+    ]
+
+
+def workload_csv(found: WorkloadResult) -> str:
+    """Return a workload as the CSV that :func:`read_workload` reads, what its jobs are drawn from beside each."""
+    rows = [
+        (
+            job.name,
+            f"{job.submit_s!r}".removesuffix(".0"),
+            job.application,
+            job.num_replicas,
+            job.batch_size,
+            found.source,
+        )
+        for job in found.jobs
+    ]
+    return pd.DataFrame(rows, columns=[*WORKLOAD, "source"]).to_csv(index=False, lineterminator="\n")
+
+
+def generated(pattern: Pattern, folders: Sequence[Path], cluster: ClusterSpec | None) -> WorkloadResult:
+    """Return a synthetic workload of the applications of :func:`read_templates`."""
+    source = f"synthetic: {','.join(f'{key}={value}' for key, value in asdict(pattern).items())}"
+    return WorkloadResult(source=source, jobs=generate(pattern, read_templates(folders, cluster)))
+
+
+def read_jobs(
+    path: Path, drawn_from: Callable[[], Sequence[Template]], *, jobs: int | None, hours: float | None, seed: int
+) -> tuple[list[JobSpec], str]:
+    """Return the jobs of a workload, or of a cluster's trace (told by its columns, or JSON) and a remark about these.
+
+    ``jobs`` of a trace's busiest ``hours``, None: all; ``drawn_from``: what stands for them, as :func:`read_templates`.
+    """
+    if is_json(path):
+        try:
+            trace = read_philly(json.loads(read_text(path)), str(path))
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise InputError(str(path), f"is no JSON ({error})", "give Philly's cluster_job_log") from None
+    else:
+        frame = read_table(path, WORKLOAD, no_nan=COLUMNS["duration"])
+        if not is_trace(frame):
+            return _jobs(frame, path), ""
+        trace = read_table_trace(frame, str(path))
+    seen = len(trace.submit_s)
+    if hours is not None:
+        trace = busiest(trace, hours)
+    specs, sizes = to_workload(trace, drawn_from(), jobs=jobs, seed=seed)
+    left = ", ".join(f"{count} {reason}" for reason, count in trace.skipped.items() if count) or "none"
+    classes = ", ".join(f"{count} {name}" for name, count in sizes.items() if count)
+    still = f"; {trace.censored} still ran at the log's end and count until then" if trace.censored else ""
+    return specs, (
+        f"{path}: {len(specs)} of {seen} jobs ({classes}; left out: {left}{still}); "
+        "each stands for an application of its size class by GPU time, drawn with the seed"
+    )
+
+
+def read_templates(folders: Sequence[Path], cluster: ClusterSpec | None) -> tuple[Template, ...]:
+    """Return what generated and converted jobs are drawn from.
+
+    Pollux's Table 1 without ``folders`` or with those of its applications that have one; else every application there,
+    which needs a cluster.
+    """
+    names = sorted({path.name for folder in folders if folder.is_dir() for path in folder.iterdir() if path.is_dir()})
+    found: tuple[Template, ...] = tuple(one for one in POLLUX if not folders or one.application in names)
+    if not found:
+        if cluster is None:
+            raise InputError("--cluster", "is missing", "these applications' requests depend on the cluster")
+        found = templates(read_applications(folders, names), cluster)
+    if cluster is None:
+        return found
+    most = max(cluster.gpus_of(name) for name in cluster.type_names)
+    fitting = [replace(one, requests=tuple(each for each in one.requests if each[0] <= most)) for one in found]
+    return tuple(one for one in fitting if one.requests)
+
+
+def read_events(path: Path, nodes: int) -> tuple[NodeEvent, ...]:
+    """Return the node events of a CSV ``time,node,event``: seconds, node from 0 of ``nodes``, one of fail, leave, join.
+
+    Raises InputError naming file, row and column.
+    """
+    frame = read_columns(path, _EVENTS)
+    times = numbers(frame, "time", path)
+    places = numbers(frame, "node", path, maximum=nodes - 1, whole=True, remedy=f"nodes are 0 to {nodes - 1}")
+    kinds = frame["event"].fillna("empty")
+    demand(kinds.isin(KINDS).to_numpy(), kinds, "event", path, f"one of {', '.join(KINDS)}")
+    return tuple(
+        NodeEvent(time_s=time_s, node=int(node), kind=kind)
+        for time_s, node, kind in zip(times.tolist(), places.tolist(), kinds.tolist(), strict=True)
+    )
+
+
+def read_truth(jobs: Sequence[JobSpec], folders: Sequence[Path], models: Sequence[FittedModel]) -> Truth:
+    """Return the truth about the jobs' applications: fitted ``models`` where there are some, else traces.
+
+    Raises InputError for an application with neither, for a model of none, and for files that cannot be read.
+    """
+    names = {job.application for job in jobs}
+    applications: dict[str, Application] = {}
+    for one in models:
+        if one.application not in names:
+            problem = f"{one.application!r} is no application of the workload"
+            raise InputError("--goodput", problem, did_you_mean(one.application, names))
+        model = load(one.file, Goodput)
+        params = {kind: each.params for kind, each in model.devices.items()} or {ANY_TYPE: model.params}
+        applications[one.application] = fitted_application(one.application, params, one.job)
+    measured = [job.application for job in jobs if job.application not in applications]
+    if measured and not folders:
+        remedy = "give --traces or --goodput for it"
+        raise InputError("--traces", f"are missing for application {measured[0]!r}", remedy)
+    sources = [*(["measured traces"] if measured else []), *(["fitted models"] if models else [])]
+    return Truth(
+        applications=applications | read_applications(folders, measured),
+        source=" and ".join(sources),
+        assumed=tuple(assumptions(one.application, one.job) for one in models),
+    )
+
+
+def read_applications(folders: Sequence[Path], wanted: Sequence[str]) -> dict[str, Application]:
+    """Return the applications ``wanted`` from folders that hold one folder of traces each.
+
+    An application's folder holds ``placements.csv`` and ``scalability.csv`` for any GPU type, or
+    ``placements-TYPE.csv`` and ``scalability-TYPE.csv`` per type, and ``validation-BATCH.csv``; what one folder lacks
+    may stand in a later one. Raises InputError naming the file, row and column.
+    """
+    for folder in folders:
+        if not folder.is_dir():
+            raise InputError(str(folder), "is no folder", "give a folder of AdaptDL traces: APP/placements.csv, ...")
+    made = {}
+    for name in dict.fromkeys(wanted):
+        places = [folder / name for folder in folders if (folder / name).is_dir()]
+        if not places:
+            known = {path.name for folder in folders for path in folder.iterdir() if path.is_dir()}
+            shown = ", ".join(map(str, folders))
+            raise InputError(shown, f"holds no traces of application {name!r}", did_you_mean(name, known))
+        times: dict[str, MeasuredTimes] = {}
+        for place in places:
+            times = {**_step_times(place), **times}
+        runs = next((found for found in map(_validation, places) if found), [])
+        if not times:
+            raise InputError(str(places[0]), "holds no placements.csv", "give placements.csv or placements-TYPE.csv")
+        if not runs:
+            raise InputError(str(places[0]), "holds no validation-BATCH.csv", "give one per measured total batch size")
+        made[name] = Application(name, times, runs)
+    return made
+
+
+def _step_times(place: Path) -> dict[str, MeasuredTimes]:
+    """Return the step times of each GPU type in one application's folder."""
+    made = {}
+    for path in sorted(place.glob("placements*.csv")):
+        kind = path.stem.removeprefix("placements")
+        placements = read_columns(path, _PLACEMENTS, ended=True)
+        digits = split_placements(placements["placement"], str(path))
+        other = place / f"scalability{kind}.csv"
+        more = read_columns(other, _SCALABILITY, ended=True) if other.is_file() else None
+        scaled = [numbers(more, name, other, minimum=1.0) for name in _SCALABILITY[:3]] if more is not None else []
+        made[kind.removeprefix("-") or ANY_TYPE] = MeasuredTimes(
+            where=str(path),
+            placements=digits,
+            local_batch_size=numbers(placements, "local_bsz", path, minimum=1.0),
+            times_s=_step_and_sync(placements, path),
+            scalability=np.column_stack(scaled) if more is not None else np.empty((0, 3)),
+            scalability_times_s=_step_and_sync(more, other) if more is not None else np.empty((0, 2)),
+        )
+    return made
+
+
+def _step_and_sync(frame: pd.DataFrame, path: Path) -> Floats:
+    """Return step and sync times (n, 2)."""
+    hour = f"seconds, at most {_LONGEST_STEP_S:.0f} (an hour)"
+    step = numbers(frame, "step_time", path, maximum=_LONGEST_STEP_S, remedy=hour)
+    sync = numbers(frame, "sync_time", path)
+    demand((sync < step) & (step > 0), sync, "sync_time", path, "it is a part of the step, which is > 0")
+    return np.column_stack([step, sync])
+
+
+def _validation(place: Path) -> list[Validation]:
+    """Return the validation runs in one application's folder, all of as many epochs."""
+    runs: list[Validation] = []
+    sizes: dict[int, Path] = {}
+    for path in sorted(place.glob("validation-*.csv")):
+        text = path.stem.removeprefix("validation-")
+        if not text.isdigit() or int(text) == 0:
+            raise InputError(str(path), f"{text!r} is no batch size", "name it validation-BATCH.csv, such as -128")
+        frame = read_columns(path, _VALIDATION, ended=True)
+        columns = {name: numbers(frame, name, path) for name in _VALIDATION}
+        both = columns["grad_sqr"] + columns["grad_var"]
+        demand(both > 0, both, "grad_sqr", path, "one of them must be above 0", said="and grad_var are ")
+        sizes.setdefault(len(frame), path)
+        if len(sizes) > 1:
+            (short, at), (long, other) = sorted(sizes.items())
+            problem = f"has {short} epochs; {other.name} has {long}"
+            raise InputError(str(at), problem, "as many in all validation files; this one may be cut off")
+        del columns["metric"]  # read, so that a file is whole; nothing here depends on it
+        runs.append(Validation(batch_size=int(text), **columns))
+    return runs
+
+
+COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "name": ("job_id", "jobid", "id", "job_name"),
+    "submit": ("submit_time", "submitted_time", "submit", "creation_time", "timestamp"),
+    "gpus": ("gpu_num", "num_gpus", "num_gpu", "gpus", "gpu_request", "plan_gpu"),
+    "duration": ("duration", "run_time", "runtime"),
+    "start": ("start_time", "scheduled_time"),
+    "end": ("end_time", "deletion_time"),
+    "instances": ("inst_num", "num_inst", "worker_num"),
+}
+"""Names under which a table may hold each column; start and end may stand for the duration. GPUs are an instance's."""
+_START, _END = "start_time", "end_time"
+_PERCENT, _MILLI = "plan_gpu", "gpu_milli"
+_ZONE = r"\s*(?:PST|PDT|UTC|GMT|[+-]\d\d:\d\d)$"
+_MOST_GPUS, _LONGEST_S = 100_000, 315_360_000.0
+_BUSY_STEP_S = 3600.0
+_SPAN = "times within ten years"
+ACCEPTED = "a cluster's trace has {submit}; {gpus}; and {duration} (seconds), or {start} and {end}".format(
+    **{key: " or ".join(names) for key, names in COLUMNS.items()}
+)
+"""The columns of a trace, for people."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ClusterTrace:
+    """n jobs in order of submission: ``submit_s`` (n,) from the first one on, ``gpus`` (n,), ``gpu_hours`` (n,).
+
+    ``skipped`` counts the jobs that were left out, by reason: no GPU, never started. ``censored`` counts those that still
+    ran when the log ended: their GPU time is what they had until then, which is less than they took.
+    """
+
+    submit_s: Floats
+    gpus: Floats
+    gpu_hours: Floats
+    skipped: Mapping[str, int]
+    censored: int = 0
+
+
+def is_json(path: Path) -> bool:
+    """Return whether a file holds JSON: by its name, or, as the name of Philly's log does not tell, by how it begins."""
+    if ".json" in path.suffixes:
+        return True
+    with suppress(InputError), opened(path) as file:
+        return bool(file.peek(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["))
+    return False
+
+
+def is_trace(frame: pd.DataFrame) -> bool:
+    """Return whether a table is a cluster's trace and not a workload."""
+    chosen = _chosen(frame)
+    return bool(chosen["gpus"] and chosen["submit"])
+
+
+def _chosen(frame: pd.DataFrame) -> dict[str, str]:
+    """Return which column stands for which of :data:`COLUMNS`, empty for none; a task of Alibaba's came when it began."""
+    chosen = {key: next((name for name in names if name in frame.columns), "") for key, names in COLUMNS.items()}
+    if chosen["gpus"] == _PERCENT and not chosen["submit"]:
+        chosen["submit"] = chosen["start"]
+    return chosen
+
+
+def read_table_trace(frame: pd.DataFrame, where: str) -> ClusterTrace:
+    """Return the jobs of a table with the columns of :data:`COLUMNS`. Times are seconds or ``YYYY-MM-DD HH:MM:SS``.
+
+    A job of Alibaba's 2020 trace has a row for each task, GPUs in percent, and came when its first task began; the 2023
+    trace has shares of a GPU in thousandths. Raises InputError naming row and column. O(n log n), vectorised.
+    """
+    chosen = _chosen(frame)
+    for key in ("submit", "gpus", *(() if chosen["start"] and chosen["end"] else ("duration",))):
+        if not chosen[key]:
+            raise InputError(f"{where}:{COLUMNS[key][0]}", "column is missing", ACCEPTED)
+    start = _seconds(frame[chosen["start"]]) if chosen["start"] else np.full(len(frame), np.nan)
+    tasks = "task_name" in frame.columns and chosen["name"] != ""
+    if chosen["name"] and not tasks:
+        demand_distinct_jobs(frame[chosen["name"]], where)
+    submit = _times(frame[chosen["submit"]], where, missing=chosen["submit"] == chosen["start"])
+    shared = chosen["gpus"] == _PERCENT or bool(chosen["instances"])
+    gpus = numbers(frame, chosen["gpus"], where, maximum=_MOST_GPUS, whole=not shared, missing=shared)
+    if chosen["gpus"] == _PERCENT:
+        gpus = np.nan_to_num(gpus) / 100.0
+    if chosen["instances"]:
+        gpus = np.nan_to_num(gpus) * numbers(frame, chosen["instances"], where, maximum=_MOST_GPUS, whole=True)
+    if _MILLI in frame.columns:
+        gpus = np.where(gpus == 1, numbers(frame, _MILLI, where, maximum=1000.0) / 1000.0, gpus)
+    if chosen["duration"]:
+        length = numbers(frame, chosen["duration"], where, maximum=_LONGEST_S, missing=True)
+    else:
+        length = _times(frame[chosen["end"]], where, missing=True) - _times(frame[chosen["start"]], where, missing=True)
+        bad = (length < 0) | (length > _LONGEST_S)
+        remedy = f"a later time than {chosen['start']}; {_SPAN}"
+        demand(~bad, length, chosen["end"], where, remedy, said=f"less {chosen['start']} is ")
+    started = ~np.isnan(start)
+    end = _seconds(frame[chosen["end"]]) if chosen["end"] else start + length
+    over = np.max(np.concatenate([submit[~np.isnan(submit)], start[started], end[~np.isnan(end)]]), initial=0.0)
+    until_now = np.where(started & np.isnan(length), gpus * (over - start) / 3600.0, np.nan)
+    hours = gpus * length / 3600.0
+    if tasks:
+        rows = pd.DataFrame({"submit": submit, "gpus": gpus, "hours": hours, "until_now": until_now})
+        whole = rows.groupby(frame[chosen["name"]].to_numpy(), sort=False)
+        made = whole.agg({"submit": "min", "gpus": "sum"}).join(whole[["hours", "until_now"]].sum(min_count=1))
+        # What had ended counts as well where another task of the job still runs.
+        made["until_now"] += made["hours"].fillna(0.0)
+        submit, gpus, hours, until_now = (made[name].to_numpy() for name in made)
+    return _trace(submit, gpus, hours, until_now, where)
+
+
+def read_philly(document: Any, where: str) -> ClusterTrace:
+    """Return the jobs of Philly's ``cluster_job_log``. A job's GPUs are those of its last attempt, its GPU time that of all.
+
+    Attempts without a start or an end count nothing; a job none of
+    whose attempts ended counts from its first start until the last time in the log.
+
+    Raises InputError naming the job (from 1) and the field.
+    """
+    if not isinstance(document, list):
+        raise InputError(where, "is no list of jobs", "give Philly's cluster_job_log: a JSON list")
+    jobs = pd.DataFrame({name: _fields(document, name, where) for name in ("submitted_time", "jobid")}, dtype=object)
+    gpus, running = np.zeros(len(document)), np.full(len(document), np.nan)
+    attempts: list[tuple[int, int, Any, Any]] = []
+    for row, tries in enumerate(_fields(document, "attempts", where)):
+        try:
+            for attempt in tries:
+                gpus[row] = sum(len(machine["gpus"]) for machine in attempt["detail"])
+                start, end = (None if attempt[name] in ("", "None") else attempt[name] for name in (_START, _END))
+                if start is not None and end is None:
+                    running[row] = np.fmin(running[row], _seconds(pd.Series([start], dtype=object))[0])
+                if start is not None and end is not None:
+                    attempts.append((row, int(gpus[row]), start, end))
+        except (TypeError, KeyError) as error:
+            remedy = "a list of attempts with start_time, end_time, detail[].gpus[]"
+            raise InputError(f"{where}:job {row + 1}:attempts", f"are broken ({error})", remedy) from None
+    demand_distinct_jobs(jobs["jobid"], where)
+    submit = _times(jobs["submitted_time"], where)
+    ran = pd.DataFrame(attempts, columns=["row", "gpus", _START, _END])
+    begin, end = _seconds(ran[_START].astype(object)), _seconds(ran[_END].astype(object))
+    with np.errstate(invalid="ignore"):
+        orderly = np.where((end < begin) | (end - begin > _LONGEST_S), np.nan, end)
+    for name, found in ((_START, begin), (_END, end), (_END, orderly)):
+        if np.isnan(found).any():
+            bad = int(np.isnan(found).argmax())
+            problem = f"of an attempt is {ran[name].iloc[bad]!r}"
+            remedy = "YYYY-MM-DD HH:MM:SS, the end after the start by ten years at most"
+            raise InputError(f"{where}:job {attempts[bad][0] + 1}:{name}", problem, remedy)
+    owner = ran["row"].to_numpy(dtype=int)
+    hours = np.bincount(owner, ran["gpus"].to_numpy(dtype=float) * (end - begin), minlength=len(document)) / 3600.0
+    over = max((float(times.max()) for times in (submit, end) if len(times)), default=0.0)
+    never = np.bincount(owner, minlength=len(document)) == 0
+    hours[never] = np.nan
+    until_now = np.where(never, gpus * np.maximum(over - running, 0.0) / 3600.0, np.nan)
+    return _trace(submit, gpus, hours, until_now, where)
+
+
+def busiest(trace: ClusterTrace, hours: float) -> ClusterTrace:
+    """Return the jobs of the span of ``hours`` in which most jobs came, beginning at a full hour; times from its start.
+
+    Source: Pollux, section 5.1, which samples from the busiest eight hours.
+    """
+    if not 0 < hours <= _LONGEST_S / 3600:
+        raise InputError("hours", f"is {hours:g}", "above 0 and at most ten years")
+    starts = np.arange(0.0, trace.submit_s[-1] + _BUSY_STEP_S, _BUSY_STEP_S)
+    low = np.searchsorted(trace.submit_s, starts)
+    high = np.searchsorted(trace.submit_s, starts + 3600.0 * hours)
+    best = int(np.argmax(high - low))
+    kept = slice(int(low[best]), int(high[best]))
+    columns = {"submit_s": trace.submit_s[kept] - starts[best], "gpus": trace.gpus[kept]}
+    return replace(trace, **columns, gpu_hours=trace.gpu_hours[kept])
+
+
+def to_workload(
+    trace: ClusterTrace, templates: Sequence[Template], *, jobs: int | None = None, seed: int = 0
+) -> tuple[list[JobSpec], dict[str, int]]:
+    """Return a workload: ``jobs`` of the trace (None: all), each an application of its size class; and jobs per class.
+
+    Within a class applications are drawn by their shares, requests evenly (Pollux, section 5.1); a class without an
+    application gets those of the nearest class that has one. Same seed, same jobs.
+    """
+    if not templates:
+        raise InputError("templates", "are none", "give at least one application")
+    chance = np.random.default_rng([seed, 2])
+    total = len(trace.submit_s)
+    if jobs is not None and not 1 <= jobs <= total:
+        raise InputError("jobs", f"is {jobs}", f"the trace has {total} in that span")
+    chosen = np.arange(total) if jobs is None else np.sort(chance.choice(total, jobs, replace=False))
+    sizes, names = class_indices(trace.gpu_hours[chosen]), list(SIZE_CLASSES)
+    of_size = {size: [at for at, one in enumerate(templates) if one.size == name] for size, name in enumerate(names)}
+    kinds = np.zeros(len(chosen), dtype=np.intp)
+    for size in of_size:
+        rows = np.flatnonzero(sizes == size)
+        nearest = min(filter(of_size.get, of_size), key=lambda other: (abs(other - size), other))
+        shares = np.array([templates[at].share for at in of_size[nearest]])
+        kinds[rows] = chance.choice(of_size[nearest], len(rows), p=shares / shares.sum())
+    specs = make_specs(np.floor(trace.submit_s[chosen]), kinds, templates, chance, "trace")
+    return specs, {name: int((sizes == size).sum()) for size, name in enumerate(names)}
+
+
+def _trace(submit: Floats, gpus: Floats, hours: Floats, until_now: Floats, where: str) -> ClusterTrace:
+    """Return the jobs that ran on GPUs, by submission; all arrays are (n,), ``hours`` of GPU time NaN where unknown.
+
+    ``until_now``: the GPU hours up to the log's end of jobs that were then still running, NaN for others.
+    """
+    running = ~np.isnan(until_now)
+    hours = np.where(running, until_now, hours)
+    unknown = np.isnan(hours)
+    kept = np.flatnonzero(~unknown & (gpus > 0))
+    if not kept.size:
+        raise InputError(where, "holds no job that ran on a GPU", "give one with GPUs above 0 and a duration")
+    order = kept[np.argsort(submit[kept], kind="stable")]
+    skipped = {"no GPU": (gpus == 0) & ~unknown, "never started": unknown}
+    return ClusterTrace(
+        submit_s=submit[order] - submit[order[0]],
+        gpus=gpus[order],
+        gpu_hours=hours[order],
+        skipped={reason: int(rows.sum()) for reason, rows in skipped.items()},
+        censored=int((running & (gpus > 0)).sum()),
+    )
+
+
+def _fields(document: Sequence[Any], name: str, where: str) -> list[Any]:
+    """Return one field of every job."""
+    made = []
+    for number, job in enumerate(document, start=1):
+        if not isinstance(job, dict):
+            raise InputError(f"{where}:job {number}", "is no object", "jobid, submitted_time, attempts")
+        if name not in job:
+            raise InputError(f"{where}:job {number}:{name}", "is missing", "jobid, submitted_time and attempts")
+        made.append(job[name])
+    return made
+
+
+def _seconds(values: pd.Series[Any]) -> Floats:
+    """Return seconds (n,): numbers as they are, dates since 1970 (their zone's name dropped), NaN for anything else."""
+    made = pd.to_numeric(values, errors="coerce").to_numpy(dtype=np.float64, copy=True)
+    rest = np.flatnonzero(np.isnan(made))
+    if rest.size:
+        shown = values.iloc[rest].astype(str).str.strip()
+        if shown.str.endswith(("T", "C", ":00")).any():
+            shown = shown.str.replace(_ZONE, "", regex=True)
+        dates = pd.to_datetime(shown, format="%Y-%m-%d %H:%M:%S", errors="coerce").to_numpy()
+        # In whole seconds, as numpy counts them: years far from 1970 do not fit into nanoseconds.
+        seconds = dates.astype("datetime64[s]").astype(np.int64).astype(np.float64)
+        made[rest] = np.where(np.isnat(dates), np.nan, seconds)
+    return made
+
+
+def _times(values: pd.Series[Any], where: str, *, missing: bool = False) -> Floats:
+    """Return seconds; a missing value stays NaN where it may. Raises InputError for what is no time.
+
+    Also for times far apart: of them one is mistyped, or dates and seconds stand in one column.
+    """
+
+    def refuse(row: int, problem: str, remedy: str) -> InputError:
+        return InputError(f"{where}:row {row + 1}:{values.name}", f"is {values.iloc[row]}{problem}", remedy)
+
+    made = _seconds(values)
+    empty = (values.isna() | values.isin(["", "None"])).to_numpy() if missing else np.zeros(len(values), dtype=bool)
+    bad = (~np.isfinite(made) | (made < 0)) & ~empty
+    if bad.any():
+        raise refuse(int(bad.argmax()), "", "YYYY-MM-DD HH:MM:SS, or seconds >= 0")
+    given = ~np.isnan(made)
+    if given.any():
+        numeric, first = pd.to_numeric(values, errors="coerce").notna().to_numpy(), int(given.argmax())
+        mixed = (numeric != numeric[first]) & given
+        if mixed.any():
+            problem = f", and row {first + 1} has {values.iloc[first]}"
+            raise refuse(int(mixed.argmax()), problem, "dates or seconds, the same in all rows")
+        off = np.abs(made - np.nanmedian(made))
+        if np.nanmax(made) - np.nanmin(made) > _LONGEST_S:
+            row = int(np.nanargmax(off))
+            raise refuse(row, f", {off[row] / 31_536_000:,.0f} years from the middle of the trace", _SPAN)
+    return made

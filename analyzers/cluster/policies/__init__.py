@@ -1,0 +1,58 @@
+"""The scheduling policies, found in the modules of this folder: a new one is one new file here.
+
+A policy is a class like :class:`~ddltool.analyzers.cluster.simulator.SchedulingPolicy`, with a ``name`` and one method,
+``allocate``. Of the settings ``power`` (of Pollux's fitness), ``delay_s`` (what a restart costs) and ``seed`` it is given
+those that its constructor names.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from ddltool.analyzers.cluster.simulator import SchedulingPolicy
+from ddltool.errors import InputError, did_you_mean
+
+
+def _found() -> dict[str, Callable[..., Any]]:
+    """Return the classes of this folder's modules that have a name and an ``allocate``, in alphabetical order."""
+    modules = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
+    classes: list[Any] = [
+        one
+        for module in modules
+        for one in vars(module).values()
+        if inspect.isclass(one) and one.__module__ == module.__name__ and hasattr(one, "allocate")
+    ]
+    named = {one.name: one for one in classes if getattr(one, "name", "")}
+    return {name: named[name] for name in sorted(named)}
+
+
+POLICIES: Mapping[str, Callable[..., Any]] = _found()
+"""The policies by their names."""
+
+
+def policies(
+    names: str, power: float = -1.0, delay_s: float = 30.0, seed: int = 0, *, mixed: bool = False
+) -> dict[str, Callable[[], SchedulingPolicy]]:
+    """Return what makes each policy of a comma-separated list, in its order.
+
+    ``all`` leaves those out that know one GPU type only where the cluster is ``mixed``. Raises InputError for unknown
+    names, and for a power that cannot be.
+    """
+    everything = [name for name, one in POLICIES.items() if not mixed or getattr(one, "mixed", True)]
+    wanted = everything if names == "all" else [name.strip() for name in names.split(",") if name.strip()]
+    settings = {"power": power, "delay_s": delay_s, "seed": seed}
+    makers: dict[str, Callable[[], SchedulingPolicy]] = {}
+    for name in wanted:
+        if name not in POLICIES:
+            raise InputError("--policy", f"unknown policy {name!r}", did_you_mean(name, [*POLICIES, "all"]))
+        asked = inspect.signature(POLICIES[name]).parameters
+        makers[name] = partial(POLICIES[name], **{key: value for key, value in settings.items() if key in asked})
+        makers[name]()  # refuses settings before anything is replayed, in a sweep too
+    if not makers:
+        raise InputError("--policy", "names no policy", did_you_mean(names, POLICIES))
+    return makers

@@ -1,0 +1,117 @@
+"""Policies that change nothing of a job: all requested GPUs of one type at once, or none. FIFO, Tiresias, SRTF."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ddltool.analyzers.cluster.cluster import Allocation, ClusterSpec, free_gpus, take_most_free
+from ddltool.analyzers.cluster.job import SimulatedJob, Tuning
+
+THRESHOLD_GPU_S = 16 * 3600.0
+"""GPU-seconds after which Tiresias demotes a job: the value of Pollux's published simulator."""
+
+
+def choose_type(job: SimulatedJob, left: Mapping[str, int]) -> str | None:
+    """Return the GPU type of a gang: the one with the most GPUs left (ties: first in the cluster), None if none fits.
+
+    YARN's capacity scheduler gives a job the one type that it asks for; a workload does not name one, so the emptiest
+    type that it was measured on stands in.
+    """
+    fitting = [name for name in job.gpu_types if left[name] >= job.spec.num_replicas]
+    return max(fitting, key=left.__getitem__, default=None)
+
+
+def start_gangs(
+    order: Sequence[SimulatedJob], cluster: ClusterSpec, *, overtaking: bool = True
+) -> dict[int, Allocation]:
+    """Return the allocations of the jobs that run when GPUs are given out in this order.
+
+    What does not fit is passed, or, without ``overtaking``, holds up all that come after it. A job that runs on keeps its
+    GPUs, so it stays on its type. O(jobs x nodes).
+    """
+    left = {name: cluster.gpus_of(name) for name in cluster.type_names}
+    chosen: dict[int, str] = {}
+    for job in order:
+        if job.allocation:
+            held = cluster.type_of(job.allocation)
+            name = held if left[held] >= job.spec.num_replicas else None
+        else:
+            name = choose_type(job, left)
+        if name is not None:
+            left[name] -= job.spec.num_replicas
+            chosen[job.index] = name
+        elif not overtaking:
+            break
+    made = {job.index: job.allocation for job in order if job.allocation and job.index in chosen}
+    free = free_gpus(cluster, made.values())
+    nodes = {name: cluster.nodes_of(name) for name in cluster.type_names}
+    for job in order:
+        if job.index in chosen and job.index not in made:
+            made[job.index] = take_most_free(free, job.spec.num_replicas, nodes[chosen[job.index]])
+    return made
+
+
+class Fifo:
+    """First in, first out, as YARN's capacity scheduler does it: no job overtakes, none is preempted.
+
+    The first job that does not fit holds all later ones up. In a mixed cluster each job runs on one type:
+    :func:`choose_type`.
+    """
+
+    name = "fifo"
+    tuning = Tuning.RIGID
+
+    def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
+        """Return the current allocations and those of the jobs that can start now, in order of submission."""
+        order = sorted(jobs, key=lambda job: (not job.allocation, job.spec.submit_s, job.index))
+        return start_gangs(order, cluster, overtaking=False)
+
+
+class Tiresias:
+    """Discretised two-dimensional least attained service with two queues (Gu et al., NSDI 2019).
+
+    Jobs that have used fewer GPU-seconds than the threshold come first; first in, first out within a queue. Service
+    counts from round to round while a job runs, replicas times seconds, restarts included. A job that does not fit is
+    passed over; one that is overtaken is preempted. No promotion back (the published simulator's default).
+    """
+
+    name = "tiresias"
+    tuning = Tuning.RIGID
+
+    def __init__(self, threshold_gpu_s: float = THRESHOLD_GPU_S) -> None:
+        self.threshold_gpu_s = threshold_gpu_s
+        self.queues: tuple[list[int], list[int]] = ([], [])
+        self.service: dict[int, float] = {}
+        self.running: set[int] = set()
+        self.last_s = 0.0
+
+    def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
+        """Return the allocations of the jobs that run in the next interval."""
+        by_index = {job.index: job for job in jobs}
+        first, second = ([index for index in queue if index in by_index] for queue in self.queues)
+        first += [index for index in by_index if index not in self.service]
+        for index in by_index:
+            ran = now_s - self.last_s if index in self.running else 0.0
+            self.service[index] = self.service.get(index, 0.0) + ran * by_index[index].spec.num_replicas
+        waiting = set(first)
+        demoted = [index for index in by_index if index in waiting and self.service[index] >= self.threshold_gpu_s]
+        kept = waiting.difference(demoted)
+        self.queues, self.last_s = ([index for index in first if index in kept], [*second, *demoted]), now_s
+        made = start_gangs([by_index[index] for queue in self.queues for index in queue], cluster)
+        self.running = set(made)
+        return made
+
+
+class Srtf:
+    """Preemptive shortest remaining time first with an oracle, on the requested GPUs; what does not fit is passed over.
+
+    On one machine without restart costs this order has the least average completion time (Schrage 1968); for gangs of
+    several GPUs and with restarts it is a yardstick, no bound.
+    """
+
+    name = "srtf"
+    tuning = Tuning.RIGID
+
+    def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
+        """Return the allocations for the next interval."""
+        return start_gangs(sorted(jobs, key=lambda job: (job.remaining_s(job.spec.num_replicas), job.index)), cluster)

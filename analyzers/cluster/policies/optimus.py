@@ -1,0 +1,67 @@
+"""Optimus with an oracle (Peng et al., EuroSys 2018): GPUs go, one at a time, where they save the most time."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+
+from ddltool.analyzers.cluster.cluster import Allocation, ClusterSpec, count_gpus, free_gpus, take_most_free
+from ddltool.analyzers.cluster.job import SimulatedJob, Tuning
+
+
+class Optimus:
+    """One GPU for every job in the workload's order, then each further one to the job with the largest gain.
+
+    The gain is the true step time saved by one more replica times the true iterations left, both at the requested
+    batch size: the remaining time that Optimus would have to predict. Jobs whose number of GPUs stays keep theirs.
+    """
+
+    name = "optimus"
+    tuning = Tuning.ELASTIC
+    mixed = False
+
+    def __init__(self) -> None:
+        self._steps: dict[tuple[str, int, int], float] = {}
+
+    def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
+        """Return the allocations for the next interval."""
+        replicas = self.count(jobs, cluster.total_gpus)
+        made = {
+            job.index: job.allocation
+            for job in jobs
+            if job.allocation and count_gpus(job.allocation) == replicas[job.index]
+        }
+        free = free_gpus(cluster, made.values())
+        for job in sorted(jobs, key=lambda job: replicas[job.index]):
+            if replicas[job.index] and job.index not in made:
+                made[job.index] = take_most_free(free, replicas[job.index])
+        return made
+
+    def count(self, jobs: Sequence[SimulatedJob], gpus: int) -> dict[int, int]:
+        """Return the number of GPUs of each job, by index."""
+        replicas = {job.index: int(place < gpus) for place, job in enumerate(jobs)}
+        left = gpus - sum(replicas.values())
+        # Ties go to the job that comes first in the workload.
+        gains = [(-self._gain(job, 1), place, 1) for place, job in enumerate(jobs) if replicas[job.index]]
+        heapq.heapify(gains)
+        while left > 0 and gains:
+            loss, place, count = heapq.heappop(gains)
+            if loss >= 0:
+                break
+            job = jobs[place]
+            replicas[job.index] = count + 1
+            left -= 1
+            heapq.heappush(gains, (-self._gain(job, count + 1), place, count + 1))
+        return replicas
+
+    def _gain(self, job: SimulatedJob, replicas: int) -> float:
+        """Return the seconds that one more replica saves."""
+        if replicas + 1 > job.most_replicas:
+            return 0.0
+        return (self._step_s(job, replicas) - self._step_s(job, replicas + 1)) * job.remaining_iterations()
+
+    def _step_s(self, job: SimulatedJob, replicas: int) -> float:
+        key = (job.spec.application, job.spec.batch_size, replicas)
+        if key not in self._steps:
+            self._steps[key] = job.true_step_s(replicas)
+        return self._steps[key]

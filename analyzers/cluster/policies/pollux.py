@@ -1,0 +1,85 @@
+"""Pollux (Qiao et al., OSDI 2021): every job's goodput in proportion to its fair share, by GPUs and batch together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ddltool.analyzers.cluster.cluster import Allocation, ClusterSpec, count_gpus
+from ddltool.analyzers.cluster.job import SimulatedJob, Tuning
+from ddltool.analyzers.cluster.search import JobCosts, search
+from ddltool.arrays import Floats
+from ddltool.errors import InputError
+
+# Keeps the power of a job without GPUs finite; the published simulator's number.
+_OFFSET = 1e-3
+# Beyond it the summands of speedups from _OFFSET to 100,000 overflow; nearer to 0 they differ by rounding alone, and the
+# limit, the geometric mean, is taken in their place.
+_MOST_POWER, _LEAST_POWER = 50.0, 1e-3
+# A job can use no more replicas in the published simulator.
+_MOST_REPLICAS = 64
+
+
+class Pollux:
+    """Maximises ``FITNESS_p``, the power mean of the jobs' speedups over an equal share (section 4.2).
+
+    Re-allocated jobs count with the factor ``max(T - R d, 0) / (T + d)``; a job explores at most twice the replicas it
+    has run with; at most one job that spans nodes runs on a node. ``power`` is p, from -50 to 50 (near 0: the geometric
+    mean), ``delay_s`` is d.
+    """
+
+    name = "pollux"
+    tuning = Tuning.ADAPTIVE
+    mixed = False
+
+    def __init__(self, *, power: float = -1.0, delay_s: float = 30.0, seed: int = 0) -> None:
+        if not abs(power) <= _MOST_POWER:
+            raise InputError("power", f"is {power}", f"from -{_MOST_POWER:.0f} to {_MOST_POWER:.0f}; -1 is Pollux's")
+        self.power = power if abs(power) >= _LEAST_POWER else 0.0
+        self.delay_s, self.seed = delay_s, seed
+
+    def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
+        """Return the allocations for the next interval."""
+        choices = [self.choice(job, len(jobs), cluster, now_s) for job in jobs]
+        found = search(choices, cluster.gpus, seed=self.seed).allocations
+        return {job.index: made for job, made in zip(jobs, found, strict=True) if made}
+
+    def choice(self, job: SimulatedJob, jobs: int, cluster: ClusterSpec, now_s: float) -> JobCosts:
+        """Return what each number of GPUs costs one of ``jobs`` jobs."""
+        most = min(job.most_replicas, _MOST_REPLICAS)
+        within, across, held = self.speedups(job, most, math.ceil(cluster.total_gpus / jobs), cluster)
+        factor = job.restart_factor(now_s, self.delay_s)
+        within_cost, across_cost = self.cost(within * factor), self.cost(across * factor)
+        within_cost[max(cluster.gpus) + 1 :] = np.inf
+        across_cost[:2] = np.inf
+        return JobCosts(
+            within=within_cost,
+            across=across_cost,
+            base=job.allocation,
+            keep=float(self.cost(np.array([held]))[0]) if job.allocation else np.inf,
+        )
+
+    def speedups(self, job: SimulatedJob, most: int, fair: int, cluster: ClusterSpec) -> tuple[Floats, Floats, float]:
+        """Return speedups (most + 1,) within and across nodes, and the current allocation's.
+
+        The base is the goodput on ``fair`` GPUs; as published, on one node, however many GPUs these are. They are scaled
+        so that a share of one GPU per job and node counts as in the published fitness.
+        """
+        scale = len(cluster.gpus) / cluster.total_gpus
+        held = count_gpus(job.allocation)
+        widest = max(most, fair, held)
+        table = job.goodput_table(widest)
+        if table is None:
+            linear = np.arange(widest + 1) / fair * scale
+            return linear[: most + 1], linear[: most + 1].copy(), float(linear[held])
+        table = table * (scale / table[0, fair])
+        row = min(len(job.allocation), 2) - 1
+        return table[0, : most + 1], table[1, : most + 1], float(table[row, held]) if held else 0.0
+
+    def cost(self, speedups: Floats) -> Floats:
+        """Return what is to be summed and minimised: the power mean's summands, negated where it grows with them."""
+        if self.power == 0:
+            return np.asarray(-np.log(np.maximum(speedups, _OFFSET)))
+        return np.asarray(-np.sign(self.power) * (speedups + _OFFSET) ** self.power)

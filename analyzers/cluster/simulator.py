@@ -1,0 +1,425 @@
+"""Replays a workload on a cluster under a policy. Start at :func:`simulate`.
+
+Discrete events: a submission, the end of a job's epoch (where it re-tunes its batch, or ends), a scheduling round.
+Between events every job's progress is a straight line, so nothing is stepped through. Rounds come at multiples of the
+interval while a job is there; with ``react`` also whenever a job arrives or ends, or a node goes or comes.
+``whole_seconds`` rounds the ends of epochs to seconds, as the published fixed-step simulator does, for like-for-like
+checks. With :class:`NodeFailures` nodes go and come: their jobs fall back to the last checkpoint and wait for the next round,
+and the policy sees the nodes that are up. :class:`Watchdog` ends replays that would never end by themselves.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ddltool.analyzers.cluster.cluster import (
+    Allocation,
+    ClusterSpec,
+    NodeFailures,
+    NodeStates,
+    count_gpus,
+    free_gpus,
+    interfering,
+    without,
+)
+from ddltool.analyzers.cluster.job import JobTally, SimulatedJob, Tuning, make_jobs
+from ddltool.analyzers.cluster.truth import Application
+from ddltool.errors import Infeasible, InputError, listed
+from ddltool.simulation_results import JobSpec
+
+YEAR_S = 31_536_000.0
+# Other intervals and delays are in another unit, or a typing error.
+_INTERVAL_S = (1.0, 604_800.0)
+_LONGEST_DELAY_S = 86_400.0
+# Applications that take longer at best than this have step times or iterations in another unit.
+_LONGEST_JOB_S = YEAR_S
+# NodeFailures that may be drawn until the last job comes: more take minutes and mean nothing.
+_MOST_FAILURES = 1e7
+# Rounds in which nothing runs and nothing is on its way, after which a policy is taken to starve its jobs for good.
+_PATIENCE = 1000
+# Rounds and seconds in which no job gets further than before, after which all training is taken to be undone.
+_FUTILE = 10_000, 604_800.0
+# From the first submission on. No workload that people replay lasts as long.
+_LONGEST_S = 100 * YEAR_S
+_NAMED_NODES, _NAMED_JOBS = 8, 3
+
+
+class SchedulingPolicy(Protocol):
+    """Who gets which GPUs. A policy may keep state from round to round; it belongs to one simulation.
+
+    One with an attribute ``pools`` that is true lets the jobs of an application share what they have seen; one with an
+    attribute ``mixed`` that is false knows one GPU type only.
+    """
+
+    name: str
+    tuning: Tuning
+
+    def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
+        """Return the allocation of each job by ``job.index``; a job that is missing has none.
+
+        ``jobs`` are those submitted and not finished, in the workload's order; their current allocations are in
+        ``job.allocation``. An allocation that differs from the current one restarts the job.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Usage:
+    """GPUs in use and jobs in the system from ``time_s`` on; ``up``: GPUs of nodes that are up (-1: all)."""
+
+    time_s: float
+    gpus: int
+    jobs: int
+    up: int = -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulationResult:
+    """The jobs in the workload's order, and how the cluster was used."""
+
+    policy: str
+    jobs: tuple[JobTally, ...]
+    usage: tuple[Usage, ...]
+    total_gpus: int
+    rounds: int
+    wall_seconds: float
+    policy_seconds: float
+    """CPU seconds within the policy."""
+    node_failures: int = 0
+    available_gpu_seconds: Mapping[str, float] = field(default_factory=dict)
+    """GPU time of the nodes that were up, by type, from the first submission to the last finish."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """How to replay. Seconds; ``interference``: the share of speed lost by jobs across nodes that share a node."""
+
+    interval_s: float = 60.0
+    restart_delay_s: float = 30.0
+    interference: float = 0.0
+    whole_seconds: bool = False
+    react: bool = False
+    failures: NodeFailures | None = None
+
+    def __post_init__(self) -> None:
+        least, most = _INTERVAL_S
+        if not least <= self.interval_s <= most:
+            raise InputError("interval", f"is {self.interval_s}", f"from {least:.0f} to {most:.0f} seconds (a week)")
+        if not 0 <= self.restart_delay_s <= _LONGEST_DELAY_S:
+            problem = f"is {self.restart_delay_s}"
+            raise InputError("restart delay", problem, f"from 0 to {_LONGEST_DELAY_S:.0f} seconds (a day)")
+        if not 0 <= self.interference < 1:
+            raise InputError("interference", f"is {self.interference}", "a share of the speed, at least 0 and below 1")
+
+
+def simulate(
+    workload: Sequence[JobSpec],
+    applications: dict[str, Application],
+    cluster: ClusterSpec,
+    policy: SchedulingPolicy,
+    options: Options | None = None,
+    *,
+    on_round: Callable[[int, float], None] | None = None,
+) -> SimulationResult:
+    """Return what becomes of ``workload`` (n jobs) under ``policy``. ``on_round(finished jobs, now_s)`` may show it.
+
+    Raises InputError for jobs that can never run, CheckFailed when the policy gives GPUs out twice, Infeasible when it
+    lets jobs starve, when for a week nothing is trained that lasts, and after a hundred simulated years.
+    O((n + rounds + epochs) log n) and the policy's own time.
+    """
+    begin = time.perf_counter()
+    options = options or Options()
+    _check_types(policy, cluster)
+    jobs = make_jobs(workload, applications, policy.tuning, cluster, pooled=getattr(policy, "pools", False))
+    if options.failures is not None:
+        _check_failures(options.failures, workload, cluster)
+    run = _Run(jobs, cluster, policy, options, on_round)
+    run.play()
+    return SimulationResult(
+        policy=policy.name,
+        jobs=tuple(job.tally for job in run.jobs),
+        usage=tuple(run.usage),
+        total_gpus=cluster.total_gpus,
+        rounds=run.rounds,
+        wall_seconds=time.perf_counter() - begin,
+        policy_seconds=run.policy_seconds,
+        node_failures=run.nodes.failed if run.nodes else 0,
+        available_gpu_seconds=run.available,
+    )
+
+
+def check_runs(
+    workload: Sequence[JobSpec], applications: dict[str, Application], cluster: ClusterSpec, policy: SchedulingPolicy
+) -> None:
+    """Raise InputError, before anything is replayed, for a workload or a cluster that this policy cannot run."""
+    _check_types(policy, cluster)
+    make_jobs(workload, applications, policy.tuning, cluster)
+    for application in {
+        id(each): each for each in map(applications.get, (job.application for job in workload))
+    }.values():
+        if application is not None and (least_s := application.least_s(cluster.type_names)) > _LONGEST_JOB_S:
+            problem = f"takes {least_s / YEAR_S:,.1f} years or more on any GPUs"
+            raise InputError(
+                f"application {application.name}", problem, "a year at most; check step times and iterations"
+            )
+
+
+def _check_types(policy: SchedulingPolicy, cluster: ClusterSpec) -> None:
+    if not getattr(policy, "mixed", True) and len(cluster.type_names) > 1:
+        problem = f"knows one GPU type, and the cluster has {', '.join(cluster.type_names)}"
+        remedy = "use a cluster of one type, or a policy that knows several, such as sia"
+        raise InputError(f"policy {policy.name}", problem, remedy)
+
+
+def _check_failures(failures: NodeFailures, workload: Sequence[JobSpec], cluster: ClusterSpec) -> None:
+    """Raise InputError for events on unknown nodes, and more failures before the last submission than are worth drawing."""
+    failures.check(cluster)
+    node_s = len(cluster.gpus) * max((job.submit_s for job in workload), default=0.0)
+    if failures.mtbf_s is not None and node_s / (failures.mtbf_s + failures.repair_s) > _MOST_FAILURES:
+        problem = f"is {failures.mtbf_s:g} s: more than {_MOST_FAILURES:.0e} failures until the last job comes"
+        raise InputError("mtbf", problem, "a longer time, or jobs that come sooner")
+
+
+class _Run:
+    """One replay: the event queue and what happens at each event."""
+
+    def __init__(
+        self,
+        jobs: list[SimulatedJob],
+        cluster: ClusterSpec,
+        policy: SchedulingPolicy,
+        options: Options,
+        on_round: Callable[[int, float], None] | None = None,
+    ) -> None:
+        self.jobs, self.cluster, self.policy, self.options, self.on_round = jobs, cluster, policy, options, on_round
+        self.waiting = sorted(jobs, key=lambda job: (job.spec.submit_s, job.index))[::-1]
+        self.active: dict[int, SimulatedJob] = {}
+        self.epoch_ends: list[tuple[float, int]] = []
+
+        self.usage: list[Usage] = []
+        self.rounds = 0
+        self.policy_seconds = 0.0
+        self.up = cluster
+        """The cluster as the policy sees it: with the nodes that are up."""
+        self.nodes = NodeStates(options.failures, cluster) if options.failures is not None else None
+        if options.failures is not None:
+            for job in jobs:
+                job.checkpoint_interval_s = options.failures.checkpoint_interval_s
+        self.available = dict.fromkeys(cluster.type_names, 0.0)
+        self.counted_s = self.waiting[-1].spec.submit_s if self.waiting else 0.0
+        self.watchdog = Watchdog(policy.name, self.nodes, self.counted_s)
+
+    def play(self) -> None:
+        """Go from event to event until every job is finished."""
+        last_s = 0.0
+        while self.active or self.waiting:
+            now_s = self._next_round(last_s)
+            if self.options.react and self.waiting:
+                now_s = min(now_s, max(self.waiting[-1].spec.submit_s, last_s))
+            end_s = self._next_epoch_end()
+            if self.nodes is not None and self.nodes.next_s() <= now_s and self.nodes.next_s() < end_s:
+                now_s = self.nodes.next_s()
+                self._change_nodes(now_s)
+                if not (self.options.react and self.active):
+                    continue
+                self._admit(now_s)
+                self._round(now_s)
+                last_s = now_s
+                continue
+            # An epoch that ends with the interval ends before the round looks at the job, unless it was rounded down.
+            if end_s < now_s or (end_s == now_s and self.jobs[self.epoch_ends[0][1]].exact_next_s <= now_s):
+                finished = self._end_epoch(end_s)
+                while self._next_epoch_end() == end_s:
+                    finished |= self._end_epoch(end_s)
+                if not (finished and self.options.react and self.active):
+                    continue
+                now_s = end_s
+            if self.nodes is not None and self.nodes.next_s() <= now_s:
+                self._change_nodes(now_s)
+            self._admit(now_s)
+            self._round(now_s)
+            last_s = now_s
+        self._count_available(max((job.tally.finish_s for job in self.jobs), default=0.0))
+
+    def _change_nodes(self, now_s: float) -> None:
+        """Let what happens to nodes at ``now_s`` happen, and take their jobs off them."""
+        assert self.nodes is not None
+        self._count_available(now_s)
+        while self.nodes.next_s() == now_s:
+            failed, left = self.nodes.pop()
+            for job in self.active.values():
+                held = {node for node, _ in job.allocation}
+                if held.intersection(failed):
+                    job.fail(now_s)
+                elif held.intersection(left):
+                    job.advance(now_s)
+                    job.reallocate((), now_s, 0.0)
+        self._show_nodes()
+        if self.options.interference:
+            self._set_slowdowns(now_s)
+        self._note_usage(now_s)
+
+    def _show_nodes(self) -> None:
+        """Let policy and jobs see the nodes that are up."""
+        assert self.nodes is not None
+        self.up = without(self.cluster, self.nodes.down)
+        types = self.up.type_names
+        for job in self.jobs:
+            job.gpu_types = tuple(name for name in job.measured_types if name in types)
+
+    def _count_available(self, now_s: float) -> None:
+        """Count the GPU time of the nodes that were up since the last change."""
+        if now_s > self.counted_s:
+            for name in self.up.type_names:
+                self.available[name] += self.up.gpus_of(name) * (now_s - self.counted_s)
+            self.counted_s = now_s
+
+    def _next_round(self, last_s: float) -> float:
+        """Return the next multiple of the interval at which a job is there. The first is one interval after 0."""
+        interval = self.options.interval_s
+        if self.active:
+            return (math.floor(last_s / interval + 1e-9) + 1) * interval
+        at = self.waiting[-1].spec.submit_s
+        return max(math.ceil(at / interval - 1e-9), math.floor(last_s / interval + 1e-9) + 1) * interval
+
+    def _next_epoch_end(self) -> float:
+        """Return when the next epoch ends, and drop entries that a change of plan has made void."""
+        while self.epoch_ends:
+            at, index = self.epoch_ends[0]
+            if self.jobs[index].next_s == at:
+                return at
+            heapq.heappop(self.epoch_ends)
+        return math.inf
+
+    def _end_epoch(self, now_s: float) -> bool:
+        """Handle one job's end of epoch and return whether the job finished."""
+        _, index = heapq.heappop(self.epoch_ends)
+        job = self.jobs[index]
+        if job.end_epoch(now_s):
+            del self.active[index]
+            self.watchdog.finished(now_s)
+            self._note_usage(now_s)
+            if self.options.interference and not self.options.whole_seconds:
+                self._set_slowdowns(now_s)
+            return True
+        self._retune(job, now_s)
+        return False
+
+    def _admit(self, now_s: float) -> None:
+        while self.waiting and self.waiting[-1].spec.submit_s <= now_s:
+            job = self.waiting.pop()
+            job.last_s = now_s
+            job.profile()
+            self.active[job.index] = job
+
+    def _retune(self, job: SimulatedJob, now_s: float) -> None:
+        before = job.next_s
+        job.retune(now_s, self.options.whole_seconds)
+        if job.next_s != before:
+            heapq.heappush(self.epoch_ends, (job.next_s, job.index))
+
+    def _round(self, now_s: float) -> None:
+        """Let the jobs take note and re-tune, ask the policy, and put its answer into effect."""
+        jobs = sorted(self.active.values(), key=lambda job: job.index)
+        for job in jobs:
+            job.advance(now_s)
+            self._retune(job, now_s)
+        begin = time.process_time()
+        # A job whose every GPU type is down is not shown to the policy: there is nothing that it could be given.
+        shown = jobs if self.nodes is None else [job for job in jobs if job.gpu_types]
+        chosen = self.policy.allocate(shown, self.up, now_s) if shown else {}
+        self.policy_seconds += time.process_time() - begin
+        free_gpus(self.up, chosen.values())
+        for job in jobs:
+            allocation = chosen.get(job.index, ())
+            if allocation != job.allocation:
+                job.reallocate(allocation, now_s, self.options.restart_delay_s)
+                if allocation and self.policy.tuning is not Tuning.LOGICAL:
+                    self.cluster.type_of(allocation)
+                self._retune(job, now_s)
+        if self.options.interference:
+            self._set_slowdowns(now_s)
+        self.rounds += 1
+        self._note_usage(now_s)
+        self.watchdog.look(jobs, self.up, now_s, more=bool(self.waiting))
+        if self.on_round is not None:
+            self.on_round(len(self.jobs) - len(self.waiting) - len(self.active), now_s)
+
+    def _set_slowdowns(self, now_s: float) -> None:
+        hit = interfering({index: job.allocation for index, job in self.active.items()})
+        for index, job in self.active.items():
+            slowdown = self.options.interference if index in hit else 0.0
+            if slowdown != job.slowdown:
+                job.advance(now_s)
+                job.slowdown = slowdown
+                self._retune(job, now_s)
+
+    def _note_usage(self, now_s: float) -> None:
+        gpus = sum(count_gpus(job.allocation) for job in self.active.values())
+        state = Usage(time_s=now_s, gpus=gpus, jobs=len(self.active), up=self.up.total_gpus)
+        last = self.usage[-1] if self.usage else None
+        if last is None or (last.gpus, last.jobs, last.up) != (state.gpus, state.jobs, state.up):
+            self.usage.append(state)
+
+
+class Watchdog:
+    """Looks at every round of one replay under the policy called ``policy``; ``nodes``: None where none can fail."""
+
+    def __init__(self, policy: str, nodes: NodeStates | None, first_submit_s: float) -> None:
+        self.policy, self.nodes, self.first_submit_s = policy, nodes, first_submit_s
+        self.rounds = self.idle = 0
+        self.furthest: dict[int, float] = {}
+        self.gained = 0, 0.0
+        """Round and time at which a job last got further than ever."""
+
+    def finished(self, now_s: float) -> None:
+        """Take note that a job finished: one that is shorter than a round is never seen in one with progress."""
+        self.gained = self.rounds, now_s
+
+    def look(self, jobs: Sequence[SimulatedJob], up: ClusterSpec, now_s: float, *, more: bool) -> None:
+        """Look at the jobs of a round; ``more``: some are still to come. Raises Infeasible where it is in vain to go on."""
+        self.rounds += 1
+        moving = more or any(job.allocation for job in jobs) or (self.nodes is not None and self.nodes.returns)
+        self.idle = 0 if moving else self.idle + 1
+        for job in jobs:
+            if job.progress > self.furthest.get(job.index, 0.0):
+                self.furthest[job.index] = job.progress
+                self.gained = self.rounds, now_s
+        many, without_s, problem = f"{len(jobs)} jobs", now_s - self.gained[1], ""
+        if self.idle > _PATIENCE:
+            problem = f"policy {self.policy} gives no GPUs to {many} ({_first_names(jobs)}) any more"
+        elif self.rounds - self.gained[0] > _FUTILE[0] and without_s > _FUTILE[1]:
+            why = "restarts leave no time to train; shorten the restart delay or lengthen the interval"
+            if self.nodes is not None:
+                why = "failures undo what is trained, or too few nodes are up; shorten the checkpoint interval or fail less"
+            problem = f"under policy {self.policy} no job has come further for {without_s:.0f} s: {why}"
+        elif now_s - self.first_submit_s > _LONGEST_S:
+            years = f"after {_LONGEST_S / YEAR_S:.0f} simulated years under policy {self.policy}"
+            problem = f"{years} {many} are not done ({_first_names(jobs)}): check the units of times and batch sizes"
+        if problem:
+            raise Infeasible(f"{self._cause(jobs, up)}{problem}")
+
+    def _cause(self, jobs: Sequence[SimulatedJob], up: ClusterSpec) -> str:
+        """Return which nodes are gone and which job needs them; "" where all nodes come back."""
+        gone = sorted(self.nodes.gone) if self.nodes is not None else []
+        if not gone:
+            return ""
+        stuck, wants = min(jobs, key=lambda job: (job.spec.submit_s, job.index)), 0
+        for job in sorted(jobs, key=lambda job: (job.spec.submit_s, job.index)):
+            most = max((up.gpus_of(name) for name in job.gpu_types), default=0)
+            if job.tuning is Tuning.RIGID and job.spec.num_replicas > most:
+                stuck, wants = job, job.spec.num_replicas
+                break
+        need = f" and it wants {wants} of the {up.total_gpus} GPUs that are left" if wants else ""
+        nodes = listed(list(map(str, gone)), _NAMED_NODES)
+        noun, verb = ("node", "does") if len(gone) == 1 else ("nodes", "do")
+        return f"job {stuck.spec.name} cannot run: {noun} {nodes} {verb} not come back{need}; "
+
+
+def _first_names(jobs: Sequence[SimulatedJob]) -> str:
+    return listed([job.spec.name for job in jobs], _NAMED_JOBS)

@@ -1,0 +1,454 @@
+"""Sweeps: workloads x policies x seeds in this process, in local ones or on a Ray cluster, resumable (:func:`sweep`).
+
+A cell is one replay: a workload, a policy, a seed. Its figures are numbers that depend on nothing else, so that they are
+the same bit for bit wherever they were computed; how long it took is kept beside them. The output is rewritten after
+every cell, by one sweep at a time, and taken up again where it is there.
+
+:func:`compare` says which of two policies is better, and how sure that is. Every workload is replayed under both, so what
+makes one harder than another cancels. Ratios are compared, in their logarithm: a policy that halves and one that doubles a
+figure are then equally far from equality, and long workloads do not outweigh short ones. The interval is Student's t on the
+mean log ratio: a bootstrap's is too narrow with the handful of workloads that one has. Seeds of one workload are no
+independent evidence of what happens on others: they are averaged first, so that n is the number of workloads; with one
+workload n is its seeds, and the answer speaks of that workload alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import signal
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from functools import lru_cache
+from importlib import import_module
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pandas as pd
+from filelock import FileLock, Timeout
+from scipy.special import stdtrit
+
+from ddltool.analyzers.cluster.cluster import ClusterSpec
+from ddltool.analyzers.cluster.inputs import FittedModel, read_cluster, read_truth, read_workload
+from ddltool.analyzers.cluster.policies import policies as policies_of
+from ddltool.analyzers.cluster.replay import Setup, replays
+from ddltool.analyzers.cluster.truth import Application
+from ddltool.arrays import Floats
+from ddltool.artifacts import check_writable, load, read_text, save, write_text
+from ddltool.errors import InputError, MissingExtra, known, one_line
+from ddltool.simulation_results import (
+    ComparedMeasure,
+    JobSpec,
+    PolicyComparison,
+    SweepCell,
+    SweepDocument,
+    SweepFigures,
+)
+
+ENGINES = ("local", "ray")
+FIGURES = tuple(SweepFigures.model_fields)
+COLUMNS = ("workload", "policy", "seed", *FIGURES, "cpu_s", "error")
+"""Of the CSV: one row per cell; the cost is there where prices are given, else empty."""
+_MOST_CELLS = 1_000_000
+# Settings that hold one value per file or application: a file of other ones may be taken up, not of changed ones.
+_BY_NAME = ("workloads", "traces", "assumptions")
+_PATIENCE_S = 0.5
+
+
+Key = tuple[str, str, int]
+"""A cell: the workload's name, the policy, the seed."""
+
+
+class SweepTask(NamedTuple):
+    """A cell, the file of its workload, and what all share."""
+
+    key: Key
+    workload: Path
+    setup: Setup
+
+    def record(
+        self, *, figures: SweepFigures | None = None, cpu_s: float | None = None, error: str | None = None
+    ) -> SweepCell:
+        """Return the record of the cell: what its replay came to, or the one line that says why there was none."""
+        workload, policy, seed = self.key
+        error = one_line(error) if error is not None else None
+        return SweepCell(workload=workload, policy=policy, seed=seed, figures=figures, cpu_s=cpu_s, error=error)
+
+
+def cells(workloads: Sequence[str], policies: Sequence[str], seeds: Sequence[int]) -> list[Key]:
+    """Return workloads x policies x seeds, in this order. Raises InputError for repeated or missing values."""
+    for name, values in (("workloads", workloads), ("policies", policies), ("seeds", seeds)):
+        if not values:
+            raise InputError(name, "are empty", "give at least one")
+        if twice := [value for value, times in Counter(values).items() if times > 1]:
+            raise InputError(name, f"name {twice[0]!r} twice", "give each once")
+    count = len(workloads) * len(policies) * len(seeds)
+    if count > _MOST_CELLS:
+        raise InputError("seeds", f"make {count:,} replays", f"at most {_MOST_CELLS:,} in one sweep")
+    return [(workload, policy, seed) for workload in workloads for policy in policies for seed in seeds]
+
+
+def sweep(
+    workloads: Sequence[Path],
+    setup: Setup,
+    policies: Sequence[str],
+    seeds: Sequence[int],
+    *,
+    jobs: int = 1,
+    engine: str = "local",
+    output: Path | None = None,
+    table: Path | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+    advance: Callable[[int, str], None] = lambda done, remark: None,
+) -> SweepDocument:
+    """Replay every cell and return them in the order asked, then what an earlier run with others left in the file.
+
+    ``jobs`` local processes (``engine="local"``; 1: this process), or as many as a Ray cluster holds. ``output`` is
+    rewritten after every cell and taken up again when it is there: what it holds is not replayed, what failed is tried
+    again. ``table``: the same as CSV. ``tell`` is given remarks, ``advance`` the cells done and the last one. Raises
+    InputError before anything runs for input that cannot be read, for an ``output`` of other settings and for one that
+    another sweep is writing.
+    """
+    engine = known("--engine", engine, ENGINES)
+    if jobs < 1:
+        raise InputError("--jobs", f"is {jobs}", "at least 1")
+    names = _names(workloads)
+    wanted = cells(list(names), policies, seeds)
+    settings = _settings(names, setup, tell)
+    for place in (output, table):
+        if place is not None:
+            check_writable(place)
+    with sole_writer(output):
+        records = _earlier_cells(output, settings)
+        todo = [SweepTask(key, names[key[0]].resolve(), setup.resolved()) for key in wanted if key not in records]
+        there = len(wanted) - len(todo)
+        if there:
+            tell(f"{output}: {there} of {len(wanted)} replays are there already")
+        advance(there, "")
+        for ended, record in enumerate(_run(todo, jobs, engine), start=1):
+            records[record.key] = record
+            if record.error:
+                tell(f"failed: {record}: {record.error}")
+            advance(there + ended, str(record))
+            if output is not None:
+                save(_document(settings, records, wanted), output)
+        document = _document(settings, records, wanted)
+        if output is not None:
+            save(document, output)
+    if table is not None:
+        rows = [{**record, **(record["figures"] or {})} for record in document.model_dump()["cells"]]
+        write_text(table, pd.DataFrame(rows, columns=COLUMNS, dtype=object).to_csv(index=False, lineterminator="\n"))
+    return document
+
+
+def _names(workloads: Sequence[Path]) -> dict[str, Path]:
+    """Return each workload's name (its file's, or the path where two files are named alike) and file."""
+    if twice := [path for path, times in Counter(workloads).items() if times > 1]:
+        raise InputError(str(twice[0]), "is given twice", "give each workload once")
+    stems = Counter(path.stem for path in workloads)
+    return {path.stem if stems[path.stem] == 1 else str(path): path for path in workloads}
+
+
+def _document(settings: dict[str, Any], records: Mapping[Key, SweepCell], wanted: Sequence[Key]) -> SweepDocument:
+    asked = set(wanted)
+    found = [records[key] for key in wanted if key in records]
+    return SweepDocument(
+        settings=settings,
+        cells_wanted=len(wanted),
+        cells_failed=sum(record.error is not None for record in records.values()),
+        cells=[*found, *(record for key, record in records.items() if key not in asked)],
+    )
+
+
+# One cell, wherever it is replayed.
+
+
+def run_cell(task: SweepTask) -> SweepCell:
+    """Return the record of one cell; a problem is a record too."""
+    begin = time.process_time()
+    try:
+        figures = _replayed(*task)
+    except Exception as error:  # a cell may fail in any way, and the others are to go on
+        return task.record(error=str(error) or type(error).__name__)
+    return task.record(figures=figures, cpu_s=time.process_time() - begin)
+
+
+def _replayed(key: Key, workload: Path, setup: Setup) -> SweepFigures:
+    """Return one replay's figures, a cost where there are prices. Each seed draws failures of its own for all policies."""
+    _, policy, seed = key
+    jobs, machines, applications = _inputs(workload, setup.cluster, tuple(setup.traces), tuple(setup.models))
+    options = setup.options
+    if options.failures is not None:
+        options = replace(options, failures=replace(options.failures, seed=options.failures.seed + seed))
+    mixed = len(machines.type_names) > 1
+    makers = policies_of(policy, setup.power, options.restart_delay_s, seed, mixed=mixed)
+    ((_, summary),) = replays(jobs, applications, machines, makers, options, prices=setup.prices)
+    own = {name: getattr(summary, name) for name in FIGURES if hasattr(summary, name) and name != "cost"}
+    own |= {"jobs": len(summary.jobs), "gpu_seconds": sum(job.gpu_seconds for job in summary.jobs)}
+    own |= {} if summary.cost is None else {"cost": summary.cost.jobs}
+    fair = summary.finish_time_fairness
+    return SweepFigures.model_validate({**own, "worst_fairness": fair.max, "fair_share": fair.share_below_1})
+
+
+@lru_cache(maxsize=4)
+def _inputs(
+    workload: Path, cluster: Path, traces: tuple[Path, ...], models: tuple[FittedModel, ...]
+) -> tuple[list[JobSpec], ClusterSpec, dict[str, Application]]:
+    """Return the workload, the cluster and the applications, read once for the cells of a workload."""
+    jobs = read_workload(workload)
+    named = {job.application for job in jobs}
+    mine = [model for model in models if model.application in named]  # the others are of other workloads
+    return jobs, read_cluster(cluster), read_truth(jobs, traces, mine).applications
+
+
+# Where cells are replayed.
+
+
+def _run(tasks: Sequence[SweepTask], jobs: int, engine: str) -> Iterator[SweepCell]:
+    """Yield the record of each task as it ends; no process is left however the caller stops."""
+    if engine == "ray" and tasks:
+        yield from _run_on_ray(tasks)
+    elif min(jobs, len(tasks)) <= 1:
+        yield from map(run_cell, tasks)
+    else:
+        waiting = deque(tasks)
+        while waiting:
+            suspects = yield from _run_in_processes(waiting, min(jobs, len(waiting)))
+            for task in suspects:  # a process died: whose replay ends it is found by replaying them one at a time
+                if (yield from _run_in_processes(deque([task]), 1)):
+                    yield task.record(error="its process was killed, twice; the machine may be short of memory")
+
+
+def _run_in_processes(waiting: deque[SweepTask], count: int) -> Generator[SweepCell, None, list[SweepTask]]:
+    """Yield records until nothing waits, and return the tasks that were under way when a process died, else none."""
+    context = get_context("spawn")
+    theirs, mine = context.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(count, mp_context=context, initializer=_end_with, initargs=(theirs,))
+    running: dict[Future[SweepCell], SweepTask] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < count:
+                running[pool.submit(run_cell, waiting[0])] = waiting[0]
+                waiting.popleft()
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                record = future.result()
+                del running[future]
+                yield record
+    except BrokenProcessPool:
+        return list(running.values())
+    finally:
+        mine.close()
+        pool.shutdown(cancel_futures=True)
+        theirs.close()
+    return []
+
+
+def _end_with(line: Connection) -> None:
+    """Let this process end at once, in the middle of a replay too, when the sweep has closed its end or is gone."""
+
+    def watch() -> None:
+        with suppress(OSError):
+            line.poll(None)
+        os._exit(0)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the sweep's to answer
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _run_on_ray(tasks: Sequence[SweepTask]) -> Iterator[SweepCell]:
+    """Yield records from a Ray cluster: the one that ``RAY_ADDRESS`` names, or one on this machine.
+
+    All its nodes must see the input files under the same paths and have ddltool installed. One core per cell.
+    """
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")  # else it warns for minutes before it gives up
+    try:
+        ray = import_module("ray")
+    except ImportError:
+        raise MissingExtra("--engine ray", "ray", "ray") from None
+    own = not ray.is_initialized()
+    if own:
+        try:
+            ray.init(log_to_driver=False, include_dashboard=False, logging_level="error")
+        except Exception as error:  # Ray raises a bare Exception where its processes do not start in time
+            problem = f"cannot be reached ({one_line(str(error))[:120]})"
+            remedy = "check RAY_ADDRESS; unset it to start Ray on this machine"
+            raise InputError("--engine ray", problem, remedy) from None
+    remote = ray.remote(num_cpus=1, max_retries=0)(run_cell)
+    running: dict[Any, SweepTask] = {}
+    try:
+        running = {remote.remote(task): task for task in tasks}
+        while running:
+            for reference in ray.wait(list(running), num_returns=1)[0]:
+                task = running.pop(reference)
+                try:
+                    record = ray.get(reference)
+                except ray.exceptions.RayError as error:
+                    record = task.record(error=f"{type(error).__name__}: {str(error).splitlines()[0]}")
+                yield record
+    finally:
+        for reference in running:
+            ray.cancel(reference, force=True)
+        if own:
+            ray.shutdown()
+
+
+# What the figures depend on, and the file of an earlier run.
+
+
+def _settings(names: Mapping[str, Path], setup: Setup, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Return what the figures depend on: file contents by their hash. Tells what fitted models assume.
+
+    Raises InputError for what cannot be read.
+    """
+    jobs = [job for path in names.values() for job in read_workload(path)]
+    read_cluster(setup.cluster)
+    assumed = read_truth(jobs, setup.traces, setup.models).assumed
+    fitted = {model.application: f"{model.given}:".encode() + model.file.read_bytes() for model in setup.models}
+    for text in assumed:
+        tell(text)
+    applications = sorted({job.application for job in jobs})
+
+    def hashed(content: bytes) -> str:
+        return hashlib.sha256(content).hexdigest()
+
+    return {
+        "workloads": {name: hashed(path.read_bytes()) for name, path in names.items()},
+        "cluster": hashed(read_text(setup.cluster).encode()),
+        "traces": {name: hashed(fitted.get(name) or _traces(setup.traces, name)) for name in applications},
+        "options": asdict(setup.options),
+        "power": setup.power,
+        **({"prices_per_gpu_hour": dict(setup.prices)} if setup.prices is not None else {}),
+        **({"assumptions": dict(zip(fitted, assumed, strict=True))} if fitted else {}),
+    }
+
+
+def _traces(folders: Sequence[Path], application: str) -> bytes:
+    """Return all that the folders hold of one application."""
+    files = [path for folder in folders for path in sorted((folder / application).glob("*.csv"))]
+    return b"".join(f"{path.name}:{path.stat().st_size}:".encode() + path.read_bytes() for path in files)
+
+
+def _earlier_cells(output: Path | None, settings: dict[str, Any]) -> dict[Key, SweepCell]:
+    """Return the cells of an earlier run with these settings, and add to ``settings`` the files that only it had."""
+    if output is None or not output.is_file() or output.stat().st_size == 0:
+        return {}
+    found = load(output, SweepDocument)
+    remedy = "give a new file name, or remove it"
+    # Through JSON, as the file has gone: tuples and integers look alike on both sides.
+    new = json.loads(json.dumps(settings))
+    for name in {**new, **found.settings}:
+        value, known = new.get(name), found.settings.get(name)
+        if name not in _BY_NAME:
+            if known != value:
+                raise InputError(f"{output}:settings.{name}", "is not that of this sweep", remedy)
+            continue
+        if name == "assumptions":  # not there without fitted models
+            value, known = value or {}, known or {}
+        if not (isinstance(known, dict) and all(isinstance(each, str) for each in known.values())):
+            raise InputError(f"{output}:settings.{name}", "is missing", remedy)
+        changed = [key for key in value if known.get(key, value[key]) != value[key]]
+        if changed:
+            raise InputError(f"{output}:settings.{name}.{changed[0]}", "has changed since", remedy)
+        settings[name] = {**known, **value}
+    # Failed ones are left out, to be tried again.
+    return {record.key: record for record in found.cells if record.figures is not None}
+
+
+@contextmanager
+def sole_writer(output: Path | None) -> Iterator[None]:
+    """Hold the lock of ``output`` (a side file beside it, gone afterwards).
+
+    None, ``-``, pipes and devices are written without a lock. The lock ends with the process, however that ends. Raises
+    InputError when another sweep holds it, and where there can be none.
+    """
+    if output is None or str(output) == "-" or (output.exists() and not output.is_file()):
+        yield
+        return
+    side = output.resolve().with_name(f".{output.resolve().name}.lock")
+    lock = FileLock(side)
+    try:
+        lock.acquire(timeout=_PATIENCE_S)  # its last holder may just remove it: then it is tried again
+    except Timeout:
+        remedy = "wait until it ends, or give another file"
+        raise InputError("-o", f"another sweep is writing {output}", remedy) from None
+    except OSError as error:
+        side.unlink(missing_ok=True)
+        problem = f"cannot be locked ({error.strerror}: {side})"
+        raise InputError(str(output), problem, "give a file in a writable folder") from None
+    try:
+        yield
+    finally:
+        side.unlink(missing_ok=True)  # while it is held: who then locks a file without a name tries again
+        lock.release()
+
+
+MEASURES = ("avg_jct_s", "p99_jct_s", "worst_fairness", "makespan_s", "gpu_seconds", "cost")
+"""What is compared, the cost where every replay has one above 0; less is better for all of them."""
+
+
+def compare(cells: Sequence[SweepCell], first: str, second: str, *, confidence: float = 0.95) -> PolicyComparison:
+    """Return the first policy's figures over the second's, over what both have replayed.
+
+    Replays that only one policy has (a failed cell) are left out in pairs. Raises InputError without any pair, for a
+    policy compared with itself and figures that are not above 0.
+    """
+    if first == second:
+        raise InputError("--compare", f"names {first!r} twice", "name two policies, such as ours,pollux")
+    if not 0 < confidence < 1:
+        raise InputError("confidence", f"is {confidence}", "between 0 and 1, such as 0.95")
+    found = {
+        name: {(cell.workload, cell.seed): cell.figures for cell in cells if cell.policy == name and cell.figures}
+        for name in (first, second)
+    }
+    shared = [(key, one, found[second][key]) for key, one in found[first].items() if key in found[second]]
+    if not shared:
+        raise InputError("--compare", f"{first} and {second} have no workload and seed in common", "replay both on one")
+    several = len({workload for (workload, _), *_ in shared}) > 1
+    priced = all((figures.cost or 0) > 0 for _, *both in shared for figures in both)
+    made = []
+    for measure in MEASURES if priced else MEASURES[:-1]:
+        units: dict[object, list[float]] = {}
+        for (workload, seed), one, other in shared:
+            ratio = _log(one, measure, workload, seed) - _log(other, measure, workload, seed)
+            units.setdefault(workload if several else seed, []).append(ratio)
+        made.append(_interval(measure, np.array([np.mean(each) for each in units.values()]), confidence))
+    unit: Literal["workload", "seed"] = "workload" if several else "seed"
+    return PolicyComparison(first=first, second=second, unit=unit, confidence=confidence, comparisons=made)
+
+
+def _log(figures: SweepFigures, measure: str, workload: str, seed: int) -> float:
+    value = getattr(figures, measure)
+    if not value > 0:
+        raise InputError(f"workload {workload} seed {seed}:{measure}", f"is {value}", "a number above 0")
+    return math.log(value)
+
+
+def _interval(measure: str, logs: Floats, confidence: float) -> ComparedMeasure:
+    """Return the comparison of log ratios (n,)."""
+    n, mean = len(logs), float(logs.mean())
+    low = high = None
+    # Pairs that agree to the last digits are one replay repeated (seeds that nothing drew from), not evidence.
+    if n > 1 and float(np.ptp(logs)) > 1e-12:
+        half = float(stdtrit(n - 1, 0.5 + confidence / 2)) * float(logs.std(ddof=1)) / math.sqrt(n)
+        # Beyond the range of floating point an interval says no more than that.
+        low, high = math.exp(max(mean - half, -700.0)), math.exp(min(mean + half, 700.0))
+    return ComparedMeasure(
+        measure=measure,
+        ratio=math.exp(mean),
+        low=low,
+        high=high,
+        better=int((logs < 0).sum()),
+        units=n,
+        decided=low is not None and high is not None and not low <= 1 <= high,
+    )

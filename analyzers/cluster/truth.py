@@ -1,0 +1,407 @@
+"""What really happens when a job trains: step times, gradient statistics and the work until it ends.
+
+An :class:`Application` holds one application's measurements and answers the simulator's questions about it. The rules
+of interpolation are those of Pollux's published simulator (AdaptDL traces): a measured placement, rotated to its
+smallest form, interpolates linearly in the local batch size; any other placement interpolates over nodes, replicas and
+local batch size; gradient statistics interpolate in the total batch size, per epoch; progress counts iterations at M0.
+
+Where no traces were measured, :func:`fitted_application` makes one from a fitted throughput model. Assumed then, and to
+be said wherever it is used (:func:`assumptions`): step times are exactly the model's (Pollux, section 3.2; the fit's
+errors are not replayed), the gradient noise scale is one constant for the whole training (it usually grows), the largest
+local batch is as given, and the work left is counted in samples at the smallest batch size, in equal epochs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ddltool.analyzers.job.goodput.throughput import ThroughputParams, grad_time_s, iteration_time_s
+from ddltool.arrays import Floats
+from ddltool.errors import InputError, did_you_mean
+
+Placement = tuple[int, ...]
+Curve = tuple[Floats, Floats]
+ANY_TYPE = "*"
+"""The GPU type of measurements that name none: they hold for every type."""
+# Larger node counts than these were not measured; the published simulator counts more nodes as this many.
+_MOST_NODES = 16
+# Beyond the measured batch sizes the two lines may cross; some of a step always computes.
+_MOST_SYNC = 0.999
+# Total batch sizes tried between the smallest and the largest, in equal ratios; the published simulator's number.
+_CANDIDATES = 50
+# Linear interpolation between so many batch sizes keeps the iterations of a fitted job within 0.1 % of the formula.
+_BATCHES = 129
+_MOST = 1e15
+
+
+def smallest_rotation(placement: Sequence[int]) -> Placement:
+    """Return the GPUs per node without zeros, rotated to the lexicographically smallest form.
+
+    >>> smallest_rotation((4, 0, 2, 3))
+    (2, 3, 4)
+    """
+    used = tuple(count for count in placement if count)
+    return min((used[at:] + used[:at] for at in range(len(used))), default=())
+
+
+@dataclass(kw_only=True, eq=False)
+class MeasuredTimes:
+    """Measured times of one application on one GPU type: ``n`` placement rows and ``m`` scalability rows, seconds."""
+
+    where: str
+    placements: Sequence[Placement]
+    """(n,) GPUs per node, as measured."""
+    local_batch_size: Floats
+    """(n,)"""
+    times_s: Floats
+    """(n, 2) step time and the part of it that synchronises."""
+    scalability: Floats
+    """(m, 3) nodes, replicas, local batch size."""
+    scalability_times_s: Floats
+    """(m, 2)"""
+
+    def __post_init__(self) -> None:
+        if not self.placements:
+            raise InputError(self.where, "holds no placement", "give at least one measured row")
+        rotated = [smallest_rotation(placement) for placement in self.placements]
+        self._curves = _curves(rotated, self.local_batch_size, self.times_s)
+
+    @property
+    def batch_range(self) -> tuple[int, int]:
+        """Smallest and largest measured local batch size."""
+        return int(self.local_batch_size.min()), int(self.local_batch_size.max())
+
+    def __call__(self, placement: Placement, local_batch_size: int) -> tuple[float, float]:
+        """Return (step time, sync time) in seconds of a placement without zeros."""
+        rotated = smallest_rotation(placement)
+        curve = self._curves.get(rotated)
+        return _at(curve, local_batch_size) if curve else self._interpolated(rotated, local_batch_size)
+
+    def _interpolated(self, placement: Placement, local_batch_size: int) -> tuple[float, float]:
+        """Return the times of a placement that was not measured, from those around it."""
+        surface, groups = self._neighbours
+        nodes, replicas = min(len(placement), _MOST_NODES), sum(placement)
+        step, sync = surface([nodes, replicas, local_batch_size])[0].tolist()
+        if not math.isnan(step + sync):
+            return step, sync
+        # Outside the measured hull: the nearest measured (nodes, replicas), in ratios, speaks for it.
+        nearest = min(groups, key=lambda at: (abs(math.log(at[0] / nodes)) + abs(math.log(at[1] / replicas)), at))
+        return _at(groups[nearest], local_batch_size)
+
+    @cached_property
+    def _neighbours(self) -> tuple[Callable[[Any], Floats], dict[Placement, Curve]]:
+        """The linear interpolation over (nodes, replicas, local batch size), and its rows by configuration."""
+        from scipy.interpolate import LinearNDInterpolator
+        from scipy.spatial import QhullError
+
+        at = np.array([(len(place), sum(place)) for place in map(smallest_rotation, self.placements)], dtype=np.float64)
+        unique, means = _means(np.column_stack([at, self.local_batch_size]), self.times_s)
+        points, times = np.vstack([unique, self.scalability]), np.vstack([means, self.scalability_times_s])
+        curves = _curves(
+            [(nodes, replicas) for nodes, replicas in points[:, :2].astype(int).tolist()], points[:, 2], times
+        )
+        try:
+            return LinearNDInterpolator(points, times), curves
+        except (QhullError, ValueError):
+            # Too few or too flat rows for a volume: nothing lies inside it, so the nearest configuration speaks.
+            return _nothing, curves
+
+
+def _nothing(point: Any) -> Floats:
+    return np.full((1, 2), np.nan)
+
+
+def _curves(keys: Sequence[Placement], batch: Floats, times: Floats) -> dict[Placement, Curve]:
+    """Return by key the batch sizes (ascending, each once) and their mean times (k, 2)."""
+    rows: dict[Placement, list[int]] = {}
+    for row, key in enumerate(keys):
+        rows.setdefault(key, []).append(row)
+    return {key: _means(batch[chosen], times[chosen]) for key, chosen in rows.items()}
+
+
+def _means(keys: Floats, times: Floats) -> Curve:
+    """Return the distinct keys, ascending, and the mean times (k, 2) of each."""
+    unique, inverse = np.unique(keys, axis=0, return_inverse=True)
+    counts = np.bincount(inverse.ravel())
+    return unique, np.stack([np.bincount(inverse.ravel(), times[:, c]) / counts for c in range(2)], axis=1)
+
+
+def _at(curve: Curve, batch: float) -> tuple[float, float]:
+    """Return the times at a batch size: linear between measured ones, and on along the last two beyond them."""
+    sizes, times = curve
+    if len(sizes) == 1:
+        return float(times[0, 0]), float(times[0, 1])
+    upper = min(max(int(np.searchsorted(sizes, batch)), 1), len(sizes) - 1)
+    share = (batch - sizes[upper - 1]) / (sizes[upper] - sizes[upper - 1])
+    step, sync = (times[upper - 1] + share * (times[upper] - times[upper - 1])).tolist()
+    least = float(times[:, 0].min()) * 1e-3  # beyond the measured sizes a falling line must not cross zero
+    step = max(step, least)
+    return step, min(max(sync, 0.0), _MOST_SYNC * step)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Validation:
+    """One validation run at total batch ``batch_size``: arrays over its ``E`` epochs."""
+
+    batch_size: int
+    progress: Floats
+    """Iterations at M0 done at the end of the epoch."""
+    iteration: Floats
+    """Iterations at this batch size done at the end of the epoch."""
+    grad_sqr: Floats
+    grad_var: Floats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What an application may do beyond its measurements. None: what the measurements say, or no limit."""
+
+    max_epochs: int | None = None
+    max_local_batch_size: int | None = None
+    fixed_batch_size: int | None = None
+    """Total batch of a job whose batch may not be tuned."""
+    max_replicas: int | None = None
+
+
+# Pollux's published simulator (petuum/adaptdl, osdi21-artifact) sets these by hand, ncf's under adaptive policies.
+PUBLISHED_LIMITS: Mapping[str, Limits] = {
+    "bert": Limits(max_epochs=2),
+    "cifar10": Limits(max_epochs=100),
+    "ncf": Limits(max_epochs=10, fixed_batch_size=32768, max_replicas=1),
+    "imagenet": Limits(max_epochs=90),
+    "deepspeech2": Limits(max_epochs=80),
+    "yolov3": Limits(max_epochs=50, max_local_batch_size=8),
+}
+
+
+class Application:
+    """The truth about one application. Batch sizes are in samples, progress in iterations at M0, times in seconds.
+
+    ``times``: step times by GPU type (:data:`ANY_TYPE` for all types); ``validation``: at least one run.
+    Raises InputError where the measurements contradict each other or the limits.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        times: Mapping[str, MeasuredTimes | FittedTimes],
+        validation: Sequence[Validation],
+        limits: Limits | None = None,
+    ) -> None:
+        limits = limits if limits is not None else PUBLISHED_LIMITS.get(name, Limits())
+        if not times or not validation:
+            raise InputError(f"application {name}", "lacks step times or validation runs", "give both")
+        runs = sorted(validation, key=lambda run: run.batch_size)
+        epochs = min(len(run.progress) for run in runs)
+        self.name = name
+        self.times = dict(times)
+        self.limits = limits
+        self.max_epochs = limits.max_epochs or epochs
+        if not 1 <= self.max_epochs <= epochs:
+            raise InputError(f"application {name}", f"max epochs {self.max_epochs}", f"1 to {epochs} are measured")
+        self.batch_sizes = np.array([run.batch_size for run in runs], dtype=np.float64)
+        self.init_batch_size, self.max_batch_size = runs[0].batch_size, runs[-1].batch_size
+        ranges = [table.batch_range for table in times.values()]
+        self.min_local_batch_size = min(low for low, _ in ranges)
+        self.max_local_batch_size = limits.max_local_batch_size or max(high for _, high in ranges)
+        self.fixed_batch_size = limits.fixed_batch_size
+        most = max(1, self.max_batch_size // self.min_local_batch_size)
+        self.max_replicas = min(most, limits.max_replicas or most)
+        kept = slice(0, epochs)
+        self.iteration = np.stack([run.iteration[kept] for run in runs])
+        self.grad_sqr = np.stack([run.grad_sqr[kept] for run in runs])
+        self.grad_var = np.stack([run.grad_var[kept] for run in runs])
+        progress = np.stack([run.progress[kept] for run in runs]).min(axis=0)
+        self.progress: list[float] = [0.0, *progress.tolist()]
+        """``progress[e]``: iterations at M0 until e epochs are done, the least over the measured batch sizes."""
+        if np.any(np.diff(self.progress[: self.max_epochs + 1]) <= 0):
+            raise InputError(
+                f"application {name}:progress", "does not grow with the epochs", "check the validation runs"
+            )
+        # The same few configurations are asked for again and again.
+        self._steps: dict[tuple[Placement, int, str], tuple[float, float]] = {}
+        self._grad: dict[int, tuple[Floats, Floats, Floats]] = {}
+
+    def step_times(self, placement: Placement, local_batch_size: int, gpu_type: str = ANY_TYPE) -> tuple[float, float]:
+        """Return (step time, sync time) in seconds on ``placement`` (GPUs per node) of one GPU type.
+
+        Raises InputError for a type without measurements.
+        """
+        key = (placement, local_batch_size, gpu_type)
+        if key not in self._steps:
+            if not self.runs_on(gpu_type):
+                hint = did_you_mean(gpu_type, self.times)
+                raise InputError(f"application {self.name}", f"no step times on {gpu_type!r}", hint)
+            self._steps[key] = (self.times.get(gpu_type) or self.times[ANY_TYPE])(placement, local_batch_size)
+        return self._steps[key]
+
+    def least_s(self, gpu_types: Sequence[str]) -> float:
+        """Return the seconds that it takes at the very best: at the largest batch, in steps as short as the shortest.
+
+        The shortest step is that of one GPU of any of the types at the smallest local batch; a bound for plausibility.
+        """
+        types = [name for name in gpu_types if self.runs_on(name)]
+        step_s = min((self.step_times((1,), self.min_local_batch_size, name)[0] for name in types), default=0.0)
+        return self.progress[self.max_epochs] * self.init_batch_size / self.max_batch_size * step_s
+
+    def runs_on(self, gpu_type: str) -> bool:
+        """Return whether the application was measured on this GPU type."""
+        return gpu_type in self.times or ANY_TYPE in self.times
+
+    def largest_local_batch(self, gpu_type: str) -> int:
+        """Return the largest local batch size on one GPU type: that of its memory, as far as measured, or the limit."""
+        table = self.times.get(gpu_type) or self.times.get(ANY_TYPE)
+        if table is None or self.limits.max_local_batch_size:
+            return self.max_local_batch_size
+        return table.batch_range[1]
+
+    def _weights(self, batch_size: float) -> tuple[int, int, float]:
+        """Return the measured runs around a total batch size and the weight of the upper one."""
+        sizes = self.batch_sizes
+        if not sizes[0] <= batch_size <= sizes[-1]:
+            where = f"application {self.name}:batch size"
+            raise InputError(where, f"is {batch_size:g}", f"measured from {sizes[0]:g} to {sizes[-1]:g}")
+        upper = int(np.searchsorted(sizes, batch_size))
+        if sizes[upper] == batch_size:
+            return upper, upper, 0.0
+        return upper - 1, upper, float((batch_size - sizes[upper - 1]) / (sizes[upper] - sizes[upper - 1]))
+
+    def grad_stats(self, batch_size: int, epoch: int) -> tuple[float, float]:
+        """Return the gradient's squared norm and variance (at M0) during ``epoch`` (from 0) at a total batch size."""
+        sqr, var, _gain = self._gradients(batch_size)
+        return float(sqr[epoch]), float(var[epoch])
+
+    def _gradients(self, batch_size: int) -> tuple[Floats, Floats, Floats]:
+        """Return squared norm, variance and gain at a total batch size in every epoch, (E,) each."""
+        found = self._grad.get(batch_size)
+        if found is None:
+            low, high, share = self._weights(batch_size)
+            sqr, var = (known[low] * (1 - share) + known[high] * share for known in (self.grad_sqr, self.grad_var))
+            found = self._grad[batch_size] = sqr, var, (var + sqr) / (var * self.init_batch_size / batch_size + sqr)
+        return found
+
+    def batches(
+        self, placement: Placement, gpu_type: str = ANY_TYPE, totals: Sequence[float] | None = None
+    ) -> list[tuple[int, float, int]]:
+        """Return (total batch, true seconds per optimizer step, passes) on a placement, ascending, each total once.
+
+        ``totals``: by default the fixed batch, or 50 in equal ratios between the smallest and the largest. Each is split
+        into the fewest passes that fit into the memory; what the limits do not allow is left out.
+        """
+        replicas, largest = sum(placement), self.largest_local_batch(gpu_type)
+        low = max(self.init_batch_size, self.min_local_batch_size * replicas)
+        if totals is None:
+            spread = np.geomspace(low, self.max_batch_size, _CANDIDATES).tolist()
+            totals = [self.fixed_batch_size] if self.fixed_batch_size else spread
+        found: dict[int, tuple[float, int]] = {}
+        for total in totals:
+            passes = max(math.ceil(total / replicas / largest - 1e-8), 1)
+            local = math.ceil(total / replicas / passes - 1e-8)
+            local -= replicas * local * passes > self.max_batch_size
+            whole = replicas * local * passes
+            if local >= self.min_local_batch_size and low <= whole <= self.max_batch_size:
+                step, sync = self.step_times(placement, local, gpu_type)
+                found[whole] = step + (passes - 1) * (step - sync), passes
+        return [(total, *found[total]) for total in sorted(found)]
+
+    def epoch_seconds(self, total: int, step_s: float) -> Floats:
+        """Return the seconds of each epoch (E,) at a total batch whose step takes ``step_s``."""
+        gain = self._gradients(total)[2][: self.max_epochs]
+        return np.asarray(np.diff(self.progress[: self.max_epochs + 1]) / gain * step_s)
+
+    def gain(self, batch_size: int, epoch: int) -> float:
+        """Return the progress of one iteration, in iterations at M0: AdaScale's gain of the batch size."""
+        return float(self._gradients(batch_size)[2][epoch])
+
+    def iterations(self, batch_size: int, epoch: int) -> float:
+        """Return the iterations at ``batch_size`` done at the end of epoch ``epoch`` (from 0)."""
+        low, high, share = self._weights(batch_size)
+        return float(self.iteration[low, epoch] * (1 - share) + self.iteration[high, epoch] * share)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FittedJob:
+    """What a fitted model does not know. Raises InputError for values that make no sense.
+
+    ``noise_scale`` (samples, >= 0): phi, the batch size at which half of the samples are wasted; 0: larger batches bring
+    nothing. ``total_samples``: samples to train at ``batch_size`` = M0. ``max_batch_size`` over all replicas;
+    ``max_local_batch_size``: what fits into one GPU's memory.
+    """
+
+    noise_scale: float
+    total_samples: float
+    batch_size: int
+    max_batch_size: int
+    max_local_batch_size: int
+    epochs: int = 20
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.noise_scale <= _MOST:
+            raise InputError("noise", f"is {self.noise_scale:g}", "samples, a finite number >= 0")
+        if not (self.batch_size >= 1 and self.max_local_batch_size >= 1 and 1 <= self.epochs <= 10_000):
+            problem = f"batch {self.batch_size}, max-local {self.max_local_batch_size}, epochs {self.epochs}"
+            raise InputError("batch", problem, "whole numbers >= 1, at most 10,000 epochs")
+        if not self.batch_size <= self.max_batch_size <= _MOST:
+            raise InputError("max-batch", f"is {self.max_batch_size}", f"at least the batch size {self.batch_size}")
+        if not self.batch_size * self.epochs <= self.total_samples <= _MOST:
+            problem = f"is {self.total_samples:g}"
+            raise InputError("samples", problem, f"at least {self.batch_size * self.epochs}: a step per epoch")
+
+
+@dataclass(frozen=True, slots=True)
+class FittedTimes:
+    """Step times (seconds) by the throughput model, as :class:`MeasuredTimes` gives them."""
+
+    params: ThroughputParams
+    max_local_batch_size: int
+
+    @property
+    def batch_range(self) -> tuple[int, int]:
+        """Smallest and largest local batch size."""
+        return 1, self.max_local_batch_size
+
+    def __call__(self, placement: Placement, local_batch_size: int) -> tuple[float, float]:
+        """Return (step time, the part of it beyond one gradient's computation) in seconds; only nodes and GPUs count.
+
+        Source: Pollux, Equations 9 to 11: T_iter without accumulation, and T_iter - T_grad.
+        """
+        used = [count for count in placement if count]
+        step = float(iteration_time_s(self.params, len(used), sum(used), local_batch_size))
+        return step, max(step - float(grad_time_s(self.params, local_batch_size)), 0.0)
+
+
+def fitted_application(name: str, params: Mapping[str, ThroughputParams], job: FittedJob) -> Application:
+    """Return the truth of an application from its fitted model on each GPU type (``"*"``: any type).
+
+    Gain of a batch size M over M0: ``(phi / M0 + 1) / (phi / M + 1)``, Pollux's efficiency (section 3.1), so an iteration
+    at M is worth ``M EFFICIENCY(M) / M0`` iterations at M0. Raises InputError for a model without time.
+    """
+    for kind, values in params.items():
+        seconds = float(grad_time_s(values, job.batch_size))
+        if not (math.isfinite(seconds) and seconds > 0):
+            raise InputError(f"{name}:{kind}", f"one gradient takes {seconds:g} s", "a fit with a time above 0")
+    times = {kind: FittedTimes(values, job.max_local_batch_size) for kind, values in params.items()}
+    progress = np.linspace(0.0, job.total_samples / job.batch_size, job.epochs + 1)[1:]
+    variance = job.noise_scale / job.batch_size
+    sqr, var, runs = np.ones(job.epochs), np.full(job.epochs, variance), []
+    for batch in np.unique(np.geomspace(job.batch_size, job.max_batch_size, _BATCHES).round().astype(int)).tolist():
+        gain = (variance + 1.0) / (variance * job.batch_size / batch + 1.0)
+        runs.append(
+            Validation(batch_size=batch, progress=progress, iteration=progress / gain, grad_sqr=sqr, grad_var=var)
+        )
+    return Application(name, times, runs, Limits(max_epochs=job.epochs))
+
+
+def assumptions(name: str, job: FittedJob) -> str:
+    """Return one line that says what is assumed about the job."""
+    return (
+        f"{name}: step times as fitted (its errors are not replayed), constant noise scale {job.noise_scale:g}, "
+        f"{job.total_samples:g} samples at batch {job.batch_size} (to {job.max_batch_size}), "
+        f"at most {job.max_local_batch_size} per GPU"
+    )

@@ -1,1 +1,0 @@
-"""In which order parameters should travel, and how good that order is."""

@@ -1,1 +1,0 @@
-"""Enforcement settings written for launchers and frameworks."""

@@ -1,1 +1,0 @@
-"""Gating: named figures of any artifact, rules about them, and a verdict that knows measurement noise."""

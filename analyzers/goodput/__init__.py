@@ -1,1 +1,0 @@
-"""How fast a job runs, and how much of that is progress."""

@@ -1,0 +1,1 @@
+"""How many samples each worker should process: predicted speeds and batch sizes (LB-BSP)."""

@@ -1,0 +1,220 @@
+"""Batch sizes on GPU clusters, found by trial while the job runs (LB-BSP, section 3.3.2 and Algorithm 2).
+
+Time over batch size is not known, only that it never falls. After each iteration the *leader* (shortest time, among those
+with memory to spare) and the *straggler* (longest time) are named; a leader that has been faster than the straggler in
+every iteration of a window takes some of the straggler's samples. Fast approach: 5 samples, a window of 5. Once a leader
+is found to have been slower than the straggler before, so that samples went to and fro: fine tuning, 1 sample, a window
+of 20. The total never changes. Start at :meth:`Algorithm2.observe`.
+
+Two additions to the listing. It tells "remove this straggler" as soon as that one has no more samples than one step, and
+leaves all as it is; in the fast approach it would stop there with up to 5 samples of which fine tuning could still give some
+away. Here that ends the fast approach, and only fine tuning gives the advice (``strict`` follows the listing). And where sizes
+come into force some iterations after they were chosen, as they do when chosen in the background, times of the old sizes
+would move samples again that are on their way already: :meth:`Algorithm2.observe` is told which sizes the times belong to.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ddltool.analyzers.job.balancing.sizing import checked_sizes
+from ddltool.arrays import Floats
+from ddltool.errors import InputError
+
+MEMORY_SHARE = 0.95
+"""Of its memory in use, above which a worker takes no more samples."""
+
+
+class Phase(StrEnum):
+    """How boldly batch sizes are changed."""
+
+    APPROACH = "approach"
+    FINE = "fine"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Algorithm2Settings:
+    """Steps and windows; the defaults are the paper's."""
+
+    step: int = 5
+    """Samples that move at a time in the fast approach."""
+    window: int = 5
+    """Iterations in which the leader must have been the faster one, in the fast approach."""
+    fine_step: int = 1
+    fine_window: int = 20
+    strict: bool = False
+    """Advise to remove a straggler as the listing does, also in the fast approach."""
+    renew: bool = False
+    """Go back to the fast approach once there is work for it again (speeds have changed); the listing never does."""
+
+    def __post_init__(self) -> None:
+        for name in ("step", "window", "fine_step", "fine_window"):
+            if getattr(self, name) < 1:
+                raise InputError(name, f"is {getattr(self, name)}", "give a whole number >= 1")
+
+
+class SizesDecision(NamedTuple):
+    """What one iteration's times led to."""
+
+    sizes: tuple[int, ...]
+    """Samples of each worker from now on; their sum is that of the start."""
+    leader: int | None
+    """None: no worker may take more samples."""
+    straggler: int
+    phase: Phase
+    """After the decision."""
+    moved: int
+    """Samples that went from the straggler to the leader."""
+    remove: bool
+    """The straggler is the slowest although it has hardly any samples left: train without it."""
+
+
+class Algorithm2:
+    """The state of Algorithm 2 for n workers.
+
+    Args:
+        sizes: (n,) samples at the start, each at least ``least``; ``sum(sizes)`` is kept.
+        limits: (n,) most samples of each worker; None: memory use alone limits them.
+        settings: steps and windows.
+        least: samples that each worker keeps; the listing's is 1.
+
+    Raises InputError for sizes below ``least`` or above their limits.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        limits: Sequence[int] | None = None,
+        settings: Algorithm2Settings | None = None,
+        least: int = 1,
+    ) -> None:
+        self.settings = settings if settings is not None else Algorithm2Settings()
+        self.sizes = checked_sizes(sizes, least)
+        self.least = least
+        self.limits = np.full(len(self.sizes), np.iinfo(np.int64).max) if limits is None else np.array(limits)
+        if self.limits.shape != self.sizes.shape or (self.limits < self.sizes).any():
+            raise InputError("limits", f"is {limits}", f"give each of {len(self.sizes)} workers at least its batch")
+        self.phase = Phase.APPROACH
+        longest = max(self.settings.window, self.settings.fine_window)
+        self._recent: deque[Floats] = deque(maxlen=longest)
+        # [a, b]: a was slower than b in some iteration. One matrix instead of the whole history: O(n^2), not O(n k).
+        self._was_slower = np.zeros((len(self.sizes), len(self.sizes)), dtype=bool)
+
+    def observe(
+        self, seconds: ArrayLike, memory: ArrayLike | None = None, sizes: ArrayLike | None = None
+    ) -> SizesDecision:
+        """Take an iteration's times and return the batch sizes to use from now on.
+
+        Args:
+            seconds: (n,) batch processing times, communication included, waiting for others not; above 0, finite.
+            memory: (n,) shares of each worker's memory in use, 0 to 1; None: nobody is short of memory.
+            sizes: (n,) samples that took these times; None: those of the last decision. Where leader or straggler had
+                others, nothing is moved between them yet.
+
+        O(n^2). Raises InputError for times that are no positive numbers.
+        """
+        seconds_array = np.asarray(seconds, dtype=np.float64)
+        memory_shares = np.zeros(len(seconds_array)) if memory is None else np.asarray(memory, dtype=np.float64)
+        self._check_times(seconds_array, memory_shares)
+        self._recent.append(seconds_array)
+        self._was_slower |= seconds_array[:, None] > seconds_array[None, :]
+        straggler = int(np.argmax(seconds_array))
+        leader = self._leader(seconds_array, memory_shares)
+        moved = remove = 0
+        timed_sizes = self.sizes if sizes is None else np.asarray(sizes)
+        sizes_in_force = (
+            leader is not None
+            and timed_sizes[leader] == self.sizes[leader]
+            and timed_sizes[straggler] == self.sizes[straggler]
+        )
+        if leader is not None and leader != straggler and sizes_in_force:
+            moved, remove = self._move_or_fine_tune(leader, straggler)
+        if moved:
+            self.sizes[leader] += moved
+            self.sizes[straggler] -= moved
+        sizes_now = tuple(self.sizes.tolist())
+        return SizesDecision(sizes_now, leader, straggler, self.phase, moved, bool(remove))
+
+    def _check_times(self, seconds: Floats, memory: Floats) -> None:
+        for name, values, lowest in (("seconds", seconds, np.nextafter(0, 1)), ("memory", memory, 0.0)):
+            if values.shape != self.sizes.shape:
+                raise InputError(name, f"has shape {values.shape}", f"give one number for each of {len(self.sizes)}")
+            is_wrong = ~(np.isfinite(values) & (values >= lowest))
+            if is_wrong.any():
+                worker = int(np.argmax(is_wrong))
+                raise InputError(f"{name}[{worker}]", f"is {values[worker]:g}", "give finite numbers above 0")
+
+    def _leader(self, seconds: Floats, memory: Floats) -> int | None:
+        """Return the fastest worker that may take one more step of samples."""
+        has_room = (memory <= MEMORY_SHARE) & (self.sizes + self._step <= self.limits)
+        return int(np.argmin(np.where(has_room, seconds, np.inf))) if has_room.any() else None
+
+    @property
+    def _step(self) -> int:
+        return self.settings.step if self.phase is Phase.APPROACH else self.settings.fine_step
+
+    def _move_or_fine_tune(self, leader: int, straggler: int) -> tuple[int, int]:
+        """Return the samples to move, and 1 where removing the straggler is advised, else 0; may change the phase."""
+        if self.settings.renew and self.phase is Phase.FINE and self._still_far_apart(leader, straggler):
+            self.phase = Phase.APPROACH
+            self._was_slower[:] = False  # that was before the change
+        step = self._step
+        if self.sizes[straggler] - step < self.least:
+            if self.phase is Phase.FINE or self.settings.strict:
+                return 0, 1
+            self.phase = Phase.FINE
+            return 0, 0
+        window = self.settings.window if self.phase is Phase.APPROACH else self.settings.fine_window
+        if len(self._recent) >= window:
+            recent = list(self._recent)[-window:]
+            if all(iteration_s[leader] < iteration_s[straggler] for iteration_s in recent):
+                return step, 0
+        if self._was_slower[leader, straggler]:
+            self.phase = Phase.FINE
+        return 0, 0
+
+    def _still_far_apart(self, leader: int, straggler: int) -> bool:
+        """Return whether the leader would be faster after a step of the fast approach in each iteration of its window.
+
+        Times are taken as proportional to samples, which for GPUs is more than they change: no step is too large.
+        """
+        step, window, sizes = self.settings.step, self.settings.window, self.sizes
+        at_limit = sizes[straggler] - step < self.least or sizes[leader] + step > self.limits[leader]
+        if at_limit or len(self._recent) < window:
+            return False
+        leader_growth, straggler_shrink = (
+            (sizes[leader] + step) / sizes[leader],
+            (sizes[straggler] - step) / sizes[straggler],
+        )
+        return all(
+            iteration_s[leader] * leader_growth < iteration_s[straggler] * straggler_shrink
+            for iteration_s in list(self._recent)[-window:]
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs, as plain numbers."""
+        return {
+            "sizes": self.sizes.tolist(),
+            "phase": self.phase.value,
+            "recent": [iteration_s.tolist() for iteration_s in self._recent],
+            "was_slower": self._was_slower.tolist(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`'s answer. Raises InputError where it is for other workers or another total."""
+        sizes, present_sizes = np.array(state.get("sizes", []), dtype=np.int64), self.sizes
+        if sizes.shape != present_sizes.shape or sizes.sum() != present_sizes.sum() or sizes.min() < self.least:
+            job = f"this job has {len(present_sizes)} workers and {present_sizes.sum()} samples, {self.least} or more each"
+            raise InputError("state", f"has sizes {sizes.tolist()}", job)
+        self.sizes = sizes
+        self.phase = Phase(state["phase"])
+        self._recent.clear()
+        self._recent.extend(np.array(iteration_s) for iteration_s in state["recent"])
+        self._was_slower = np.array(state["was_slower"], dtype=bool)

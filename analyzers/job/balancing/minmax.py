@@ -1,0 +1,511 @@
+"""The integer batch sizes that minimise the slowest worker's time, exactly, and the workers to leave out.
+
+``min over x of max_i t_i(x_i)`` with ``sum x_i = X`` (LB-BSP, Equation 3), for curves t_i that never fall with x_i. The
+greedy rule gives one sample after the other to the worker whose next sample would end earliest. It is optimal: if the
+result ends at T, every next sample would have ended at T or later when the greedy gave its last sample, so fewer than X
+samples in all end before T, whatever the sizes. The greedy's sizes after all samples that end by a given time do not
+depend on the order, so a bisection over T for the last such state (:func:`_earliest_state`) replaces its X steps.
+
+Leaving a worker out is giving it nothing. As one worker's time does not depend on the others, the least T at which the
+workers' capacities reach X, with nothing from those that cannot make one sample by T, is the optimum over all choices of
+workers at once. Workers of a type are alike, so 100,000 of them cost no more than one. Within limits on devices and money
+the workers that make most by T are chosen: without prices those with the largest capacities, with prices by a knapsack
+with one whole number per type, which CP-SAT solves where those of the largest capacity cost too much.
+
+Where an iteration takes longer the more workers take part, let T(k) be the least time by which at most k make the whole batch;
+it never rises with k. The shortest iteration is the least ``finish(T(k), k)``, and for numbers of workers from k1 to k2 nothing
+is less than ``finish(T(k2), k1)``: intervals that cannot win are dropped, the others halved (:func:`shortest`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ddltool.analyzers.job.goodput.step_time import StepTime
+from ddltool.arrays import Floats
+from ddltool.arrays import Ints as Counts
+from ddltool.errors import InputError
+from ddltool.search import search
+
+_UNLIMITED = 2**40
+"""Samples: more than any batch has."""
+Finish = Callable[[float, int], float]
+"""From the seconds of the slowest worker and the number of workers to those of the iteration; never falling in either."""
+
+
+class Curves(Protocol):
+    """Seconds over batch size of n workers."""
+
+    @property
+    def limits(self) -> Counts:
+        """(n,) most samples of each worker; at least 0."""
+        ...
+
+    def seconds(self, sizes: Counts) -> Floats:
+        """Return (n,) seconds of the workers with (n,) ``sizes`` samples, ``1 <= sizes <= limits``; never falling."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class DeviceCurves:
+    """``launch + per_sample * max(x, saturation) + communication``, all (n,) arrays; made by :meth:`of`.
+
+    With accumulation a batch above the memory limit is made in as few and as equal parts as fit, each with its own
+    launch; gradients travel once.
+    """
+
+    launch_s: Floats
+    per_sample_s: Floats
+    saturation: Floats
+    communication_s: Floats
+    memory_limit: Counts
+    accumulate: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        per_sample_s: ArrayLike,
+        launch_s: ArrayLike = 0.0,
+        saturation: ArrayLike = 0.0,
+        communication_s: ArrayLike = 0.0,
+        memory_limit: ArrayLike = 2**31,
+        accumulate: bool = False,
+    ) -> DeviceCurves:
+        """Return curves; each argument is (n,) or one number for all, at least 0 and finite.
+
+        Args:
+            per_sample_s: seconds per sample where the device is saturated; its length is n.
+            launch_s: Gamma(0), seconds of a batch whatever its size.
+            saturation: samples below which time does not fall (x^s).
+            communication_s: t_comm, seconds that do not overlap with computation.
+            memory_limit: most samples in memory at a time (x^o).
+            accumulate: whether larger batches are made by gradient accumulation.
+        """
+        slope = np.atleast_1d(np.asarray(per_sample_s, dtype=np.float64))
+
+        def of_all(values: ArrayLike) -> Floats:
+            return np.broadcast_to(np.asarray(values, dtype=np.float64), slope.shape)
+
+        return cls(
+            per_sample_s=slope,
+            launch_s=of_all(launch_s),
+            saturation=of_all(saturation),
+            communication_s=of_all(communication_s),
+            memory_limit=np.broadcast_to(np.asarray(memory_limit, dtype=np.int64), slope.shape),
+            accumulate=accumulate,
+        )
+
+    @classmethod
+    def of_types(cls, times: Sequence[StepTime], *, accumulate: bool = False) -> DeviceCurves:
+        """Return the curves of the given device types; NaN per sample where a type has no time per sample."""
+        return cls.of(
+            per_sample_s=[math.nan if time.per_sample_s is None else time.per_sample_s for time in times],
+            launch_s=[time.launch_s for time in times],
+            saturation=[float(time.saturation) for time in times],
+            memory_limit=[_UNLIMITED if time.memory_limit is None else time.memory_limit for time in times],
+            accumulate=accumulate,
+        )
+
+    @property
+    def limits(self) -> Counts:
+        """(n,) most samples; with accumulation memory does not bind."""
+        if self.accumulate:
+            return np.where(self.memory_limit > 0, np.int64(_UNLIMITED), 0)
+        return self.memory_limit
+
+    def seconds(self, sizes: Counts) -> Floats:
+        """Return (n,) seconds of an iteration with (n,) ``sizes`` samples."""
+        seconds: Floats
+        if not self.accumulate:
+            seconds = self.communication_s + self.launch_s + self.per_sample_s * np.maximum(sizes, self.saturation)
+            return seconds
+        passes = np.maximum(-(-sizes // np.maximum(self.memory_limit, 1)), 1)
+        smaller_size, larger_passes = sizes // passes, sizes % passes  # `larger` parts hold one sample more
+        computed_samples = larger_passes * np.maximum(smaller_size + 1, self.saturation)
+        computed_samples += (passes - larger_passes) * np.maximum(smaller_size, self.saturation)
+        seconds = self.communication_s + passes * self.launch_s + self.per_sample_s * computed_samples
+        return seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """The offered devices of K types, and the limits on the devices in use."""
+
+    counts: tuple[int, ...]
+    max_devices: int | None = None
+    prices: tuple[int, ...] | None = None
+    """Whole prices of one device of each type; None: they cost nothing."""
+    budget: int = 0
+    """Most that all used devices may cost; read where there are prices."""
+    single_type: bool = False
+
+
+class Row(NamedTuple):
+    """``devices`` devices of the type with index ``kind`` that take ``size`` samples each."""
+
+    kind: int
+    devices: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chosen:
+    """Devices and sizes of the shortest step."""
+
+    rows: tuple[Row, ...]
+    numbers: tuple[int, ...]
+    """Used devices of each type."""
+    slowest_s: float
+    """Seconds of the slowest device."""
+    iteration_s: float
+    """Seconds of the step, synchronisation included where it is known."""
+
+
+def choose(curves: Curves, offer: Offer, total: int, finish: Finish | None = None) -> Chosen | None:
+    """Return the devices and sizes with the shortest step over all choices that ``offer`` allows; None where none fits.
+
+    Args:
+        curves: of the K types, in the order of ``offer``.
+        total: X, samples of all devices together; at least 1.
+        finish: how synchronisation lengthens the step; None: not at all.
+
+    Where devices cost nothing, of equal steps the one with most devices is taken, so that none is left out without need.
+    """
+    offers = [offer]
+    if offer.single_type:
+        single_type_counts = np.diag(offer.counts).tolist()
+        offers = [replace(offer, counts=tuple(counts)) for counts in single_type_counts]
+    choices = []
+    for single_offer in offers:
+        numbers = _shortest_step_counts(curves, single_offer, total, finish)
+        if numbers is not None:
+            rows = spread(curves, numbers.tolist(), total)
+            assert rows is not None  # what they make by the best time reaches the total
+            slowest_s, used_counts = slowest_of(curves, rows), tuple(numbers.tolist())
+            iteration_s = slowest_s if finish is None else finish(slowest_s, sum(used_counts))
+            choices.append(Chosen(rows=rows, numbers=used_counts, slowest_s=slowest_s, iteration_s=iteration_s))
+    return min(choices, key=lambda choice: choice.iteration_s, default=None)
+
+
+def spread(curves: Curves, numbers: Sequence[int], total: int) -> tuple[Row, ...] | None:
+    """Return the sizes with the least slowest device where ``numbers`` devices of each type all take part.
+
+    Each gets a sample at least; None where they cannot take ``total``. Greedy by marginal time, by types.
+    """
+    counts = np.asarray(numbers, dtype=np.int64)
+    greedy_state = _fill_greedily(curves, counts, total)
+    if greedy_state is None:
+        return None
+    sizes_before, sizes_at_end, extra_samples = greedy_state
+    full_devices, rest_samples = np.divmod(extra_samples, np.maximum(sizes_at_end - sizes_before, 1))
+    partial_devices = np.minimum(rest_samples, 1)  # the one device that gets a part of what the type could take more
+    devices = np.column_stack((full_devices, partial_devices, counts - full_devices - partial_devices))
+    type_indices, size_indices = np.nonzero(devices)
+    sizes = np.column_stack((sizes_at_end, sizes_before + rest_samples, sizes_before))[type_indices, size_indices]
+    return tuple(map(Row, type_indices.tolist(), devices[type_indices, size_indices].tolist(), sizes.tolist()))
+
+
+def slowest_of(curves: Curves, rows: Sequence[Row]) -> float:
+    """Return the seconds of the slowest of the rows' devices."""
+    sizes = np.zeros(len(curves.limits), dtype=np.int64)
+    np.maximum.at(sizes, [row.kind for row in rows], [row.size for row in rows])
+    return float(curves.seconds(np.maximum(sizes, 1)).max(where=sizes > 0, initial=-1.0))
+
+
+def _fill_greedily(curves: Curves, numbers: Counts, total: int) -> tuple[Counts, Counts, Counts] | None:
+    """Return the greedy's (K,) sizes before its end time, (K,) sizes at the end time, and (K,) samples beyond the former.
+
+    ``numbers`` (K,) devices of each type take part, each with at least one sample; None where they cannot take ``total``.
+    """
+    is_used = numbers > 0
+    max_sizes = np.where(is_used, np.minimum(curves.limits, total), 0)
+    devices = int(numbers.sum())
+    if (
+        not 0 < devices <= total
+        or (max_sizes[is_used] < 1).any()
+        or _type_samples(numbers, max_sizes, total).sum() < total
+    ):
+        return None
+    sizes_before = sizes_at_end = np.minimum(max_sizes, 1)
+    if devices < total:
+        earliest = _earliest_state(
+            lambda sizes: bool(_type_samples(numbers, sizes, total).sum() >= total), curves, 1, max_sizes
+        )
+        assert earliest is not None  # the limits admit the total
+        sizes_before, sizes_at_end = earliest.before, earliest.sizes
+    last_samples = _type_samples(numbers, sizes_at_end - sizes_before, total)  # samples that end exactly at the optimum
+    last_samples_before = np.concatenate(([0], np.cumsum(last_samples)[:-1]))
+    return (
+        sizes_before,
+        sizes_at_end,
+        np.clip(total - int((numbers * sizes_before).sum()) - last_samples_before, 0, last_samples),
+    )
+
+
+def _type_samples(numbers: Counts, sizes: Counts, total: int) -> Counts:
+    """Return (K,) samples of all devices of each type: ``numbers * sizes``.
+
+    Where products might pass 64 bits, devices beyond those that make ``total`` samples are not counted, so a sum reaches
+    ``total`` exactly where the true sum does.
+    """
+    if int(numbers.sum()) * total >= 2**62:
+        numbers = np.minimum(numbers, -(-total // np.maximum(sizes, 1)))
+    samples: Counts = numbers * sizes
+    return samples
+
+
+def _shortest_step_counts(curves: Curves, offer: Offer, total: int, finish: Finish | None) -> Counts | None:
+    """Return (K,) devices in use in the shortest step; None where all offered devices together cannot make ``total``."""
+    counts = np.asarray(offer.counts, dtype=np.int64)
+    limit = min(total, int(counts.sum()), total if offer.max_devices is None else offer.max_devices)
+    prices = None if offer.prices is None else np.asarray(offer.prices, dtype=object)
+    same_counts = prices is None and counts.min() == counts.max()
+
+    def largest_capacity_counts(sizes: Counts, order: Counts, devices: int) -> Counts | None:
+        """Return (K,) counts of the ``devices`` devices of largest ``sizes``; None where they exceed the budget.
+
+        ``order`` (K,) holds the type indices by falling sizes.
+        """
+        ordered_counts = np.diff(
+            np.minimum(np.cumsum(np.where(sizes[order] > 0, counts[order], 0)), devices), prepend=0
+        )
+        numbers = np.zeros_like(counts)
+        numbers[order] = ordered_counts
+        return numbers if prices is None or int(prices @ numbers) <= offer.budget else None
+
+    def fewest_devices(sizes: Counts) -> int:
+        if same_counts:  # sorting alone is many times faster than finding the order
+            ordered_sizes, ordered_counts = np.sort(sizes)[::-1], counts
+        else:
+            order = np.argsort(sizes)[::-1]
+            ordered_sizes, ordered_counts = sizes[order], counts[order]
+        cumulative_samples = np.cumsum(_type_samples(ordered_counts, ordered_sizes, total))
+        if cumulative_samples[-1] < total:
+            return 0
+        last_type = int(np.searchsorted(cumulative_samples, total))
+        missing_samples = total - (int(cumulative_samples[last_type - 1]) if last_type else 0)
+        devices = int(ordered_counts[:last_type].sum()) - (-missing_samples // int(ordered_sizes[last_type]))
+        if devices > limit:
+            return 0
+        if prices is None or largest_capacity_counts(sizes, order, devices) is not None:
+            return devices
+        numbers = _solve_knapsack(sizes, offer, total, limit, total)
+        return 0 if numbers is None else int(numbers.sum())
+
+    def most_devices(sizes: Counts) -> int:
+        return limit if prices is not None else min(limit, int(counts[sizes > 0].sum()))
+
+    shortest_iteration = shortest(
+        fewest_devices, most_devices, finish, curves, np.where(counts > 0, np.minimum(curves.limits, total), 0)
+    )
+    if shortest_iteration is None:
+        return None
+    numbers = largest_capacity_counts(
+        shortest_iteration.sizes, np.argsort(-shortest_iteration.sizes, kind="stable"), shortest_iteration.number
+    )
+    return (
+        _solve_knapsack(shortest_iteration.sizes, offer, None, shortest_iteration.number, total)
+        if numbers is None
+        else numbers
+    )
+
+
+def _solve_knapsack(
+    sizes: Counts, offer: Offer, required_samples: int | None, devices: int, total: int
+) -> Counts | None:
+    """Return (K,) counts within the budget by CP-SAT; None where no counts are possible.
+
+    They are the fewest devices that make ``required_samples`` or, with None, the devices that make the most samples.
+    """
+    from ortools.sat.python import cp_model
+
+    assert offer.prices is not None
+    model = cp_model.CpModel()
+    # More devices of one type than make the whole batch are not needed, and products stay within 64 bits.
+    max_counts = [
+        min(count, devices, offer.budget // price if price else devices, -(-total // size)) if size else 0
+        for count, price, size in zip(offer.counts, offer.prices, sizes.tolist(), strict=True)
+    ]
+    used = [model.new_int_var(0, number, "") for number in max_counts]
+    model.add(cp_model.LinearExpr.sum(used) <= devices)
+    model.add(cp_model.LinearExpr.weighted_sum(used, list(offer.prices)) <= offer.budget)
+    samples = cp_model.LinearExpr.weighted_sum(used, sizes.tolist())
+    if required_samples is None:
+        model.maximize(samples)
+    else:
+        model.add(samples >= required_samples)
+        model.minimize(cp_model.LinearExpr.sum(used))
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return None
+    return np.array([solver.value(variable) for variable in used], dtype=np.int64)
+
+
+def capacities(curves: Curves, within_s: float, least: int | Counts, most: Counts) -> Counts:
+    """Return (n,) the most samples that each worker makes within ``within_s``, from ``least`` to (n,) ``most``.
+
+    ``least`` is one number or (n,); where ``most`` is less than it, ``most`` is the answer.
+
+    Bisection over the size for all workers at once: O(n log max(most - least)).
+    """
+    high = np.array(most, dtype=np.int64)
+    low = np.minimum(high, least)
+    while (low < high).any():
+        middle = high - (high - low) // 2
+        # Where the search has ended the middle may be 0, for which curves need not be defined.
+        fits = curves.seconds(np.maximum(middle, 1)) <= within_s
+        is_searching = low < high
+        low = np.where(is_searching & fits, middle, low)
+        high = np.where(is_searching & ~fits, middle - 1, high)
+    return low
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _EarliestState:
+    """The least time at which a condition holds, and the workers' sizes at and before it."""
+
+    at_s: float
+    sizes: Counts
+    """(n,) most samples that each makes by ``at_s``."""
+    before: Counts
+    """(n,) most samples that each makes by any earlier time."""
+
+
+def _earliest_state(
+    is_enough: Callable[[Counts], bool], curves: Curves, min_size: int, max_sizes: Counts
+) -> _EarliestState | None:
+    """Return the least time at which ``is_enough`` holds for the workers' capacities; None if it never holds.
+
+    Args:
+        is_enough: condition on (n,) capacities between ``min_size`` and ``max_sizes``; it must stay true for larger ones,
+            and be false where no worker makes more than ``min_size``.
+        curves: seconds over batch size.
+        min_size: samples that each worker has in any case (``max_sizes`` where that is less).
+        max_sizes: (n,) most samples.
+
+    Raises InputError where the time of ``max_sizes`` samples is not finite.
+    """
+    sizes_before = np.minimum(max_sizes, min_size)
+    sizes_at_end: Counts = np.array(max_sizes, dtype=np.int64)
+    end_s = _last_end_s(curves, max_sizes > 0, sizes_at_end)
+    if not math.isfinite(end_s):
+        raise InputError("curves", "give times too large for a number", "seconds of the whole batch must be finite")
+    if not is_enough(sizes_at_end):
+        return None
+    min_sizes = sizes_before
+    end_s = _last_end_s(curves, sizes_at_end > min_sizes, sizes_at_end)
+    next_s = _next_end_s(curves, sizes_before, max_sizes)
+    while next_s < end_s:
+        middle_s = _midpoint(next_s, end_s)
+        sizes = capacities(curves, middle_s, sizes_before, sizes_at_end)
+        if is_enough(sizes):
+            sizes_at_end, end_s = sizes, _last_end_s(curves, sizes > min_sizes, sizes)
+        else:
+            sizes_before, next_s = sizes, _next_end_s(curves, sizes, max_sizes)
+    return _EarliestState(at_s=end_s, sizes=sizes_at_end, before=sizes_before)
+
+
+def _last_end_s(curves: Curves, mask: NDArray[np.bool_], sizes: Counts) -> float:
+    """Return the seconds until the last worker in ``mask`` (n,) ends its ``sizes`` (n,) samples; -1 for an empty mask."""
+    with np.errstate(over="ignore"):
+        seconds = curves.seconds(np.maximum(sizes, 1))
+    return float(seconds.max(where=mask, initial=-1.0))
+
+
+def _next_end_s(curves: Curves, sizes: Counts, max_sizes: Counts) -> float:
+    """Return when the first of the workers would end one sample more than ``sizes``; infinity if none has room."""
+    seconds = curves.seconds(np.maximum(np.minimum(sizes + 1, max_sizes), 1))
+    return float(seconds.min(where=sizes < max_sizes, initial=np.inf))
+
+
+def _midpoint(low: float, high: float) -> float:
+    """Return the midpoint, or ``low`` where rounding moves the midpoint out of [low, high)."""
+    middle = low + (high - low) / 2
+    return middle if low < middle < high else low
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shortest:
+    """The shortest iteration."""
+
+    sizes: Counts
+    """(n,) most samples that each worker makes by the least time in which ``number`` workers can make the batch."""
+    number: int
+    """Most workers that can take part without making the iteration longer."""
+
+
+def shortest(
+    fewest: Callable[[Counts], int],
+    largest: Callable[[Counts], int],
+    finish: Finish | None,
+    curves: Curves,
+    most: Counts,
+) -> Shortest | None:
+    """Return the shortest iteration over all numbers of workers; None where all workers together make too little.
+
+    Args:
+        fewest: from (n,) capacities to the least number of workers that make the whole batch, 0 where all together do not;
+            never rising with capacities (0 counting as infinite).
+        largest: from (n,) capacities to the most workers that can take part, with a sample at least for each; no less than
+            ``fewest``, never falling with capacities.
+        finish: from the seconds of the slowest worker and the number of workers to those of the iteration; never falling.
+            None: an iteration takes as long as its slowest worker.
+        curves: seconds over batch size.
+        most: (n,) most samples.
+
+    Of equal iterations the one with most workers is taken, and of those the one whose slowest worker ends first. Exact: what
+    decides are the given functions' own numbers.
+    """
+    earliest = _earliest_state(lambda sizes: fewest(sizes) > 0, curves, 0, most)
+    if earliest is None:
+        return None
+    if finish is None:
+        return Shortest(sizes=earliest.sizes, number=largest(earliest.sizes))
+
+    @cache
+    def earliest_with_at_most(number: int) -> _EarliestState:
+        """Return the earliest state in which at most ``number`` workers make the batch."""
+        state = _earliest_state(lambda sizes: 0 < fewest(sizes) <= number, curves, 0, most)
+        assert state is not None  # they do by the last time of all
+        return state
+
+    @cache
+    def earliest_with_exactly(number: int) -> _EarliestState:
+        """Return the earliest state in which ``number`` workers make the batch, each with at least one sample."""
+        state = earliest_with_at_most(number)
+        if largest(state.sizes) < number:
+            later_state = _earliest_state(lambda sizes: 0 < fewest(sizes) <= number <= largest(sizes), curves, 0, most)
+            assert later_state is not None  # they do by the last time of all
+            state = later_state
+        return state
+
+    def rank(number: int) -> tuple[float, int]:
+        return finish(earliest_with_exactly(number).at_s, number), -number
+
+    smallest_number, largest_number = fewest(most), largest(most)
+    best = min(smallest_number, largest_number, key=rank)
+
+    def bound(interval: tuple[int, int]) -> tuple[float, int]:
+        low, high = interval
+        return finish(earliest_with_at_most(high).at_s, low), -high
+
+    def split(interval: tuple[int, int]) -> list[tuple[int, int]]:
+        nonlocal best
+        low, high = interval
+        if high - low < 2:  # both ends were looked at
+            return []
+        middle = (low + high) // 2
+        best = min(best, middle, key=rank)
+        return [(low, middle), (middle, high)]
+
+    search([(smallest_number, largest_number)], bound, split, lambda: rank(best))
+    return Shortest(sizes=earliest_with_exactly(best).sizes, number=best)

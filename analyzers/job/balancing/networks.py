@@ -1,0 +1,203 @@
+"""Simple RNN, LSTM and NARX that predict each worker's speed; one small model per worker, all in one batch.
+
+Every parameter has the worker as its first dimension, so one tensor operation serves all workers while no worker's
+model sees another's data: the loss is a sum over workers and Adam treats each parameter for itself. Look-back is 2 and
+there is one hidden layer (LB-BSP, section 3.2.2). NARX is a feedforward network over two past speeds and the current
+and two past readings of CPU and memory (Equation 4).
+
+Models are initialised by reuse, as in the paper: the first training begins with one model for the recent iterations of
+all workers together, from which each worker's own goes on. A worker that has never been short of memory so knows from
+the others what that does. Speeds enter relative to the worker's own 90th percentile and readings as the shares they are,
+so weights mean the same for every worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ddltool.analyzers.job.balancing.predict import PredictorSettings, Trained
+from ddltool.arrays import Floats
+
+LOOK_BACK = 2
+VALIDATED = 0.2
+# The common model sees at most this many iterations of all workers together; more cost time and teach it little.
+POOLED = 4000
+_POOLED_RATE, _OWN_RATE = 0.01, 0.003
+# Relative speeds and shares lie between 0 and about 1; this brings them to about -1.5 to 1.5.
+_CENTRE, _SCALE = 0.5, 0.3
+_REFERENCE = 0.9
+
+
+class NeuralNetwork(Trained):
+    """A recurrent or NARX network for each of n workers.
+
+    Attributes:
+        weights: name -> (n, ...) parameters in double precision.
+    """
+
+    LEARNED = ("weights", "_reference")
+
+    def __init__(self, kind: str, workers: int, settings: PredictorSettings) -> None:
+        """``kind``: rnn, lstm or narx."""
+        super().__init__(workers, settings)
+        self.kind = kind
+        self.workers = workers
+        self.weights = initial_weights(kind, settings, workers)
+        self._reference = np.ones(workers)
+
+    def _train(self) -> None:
+        """Fit the weights to the window's rows; the first training begins with the common model."""
+        rows = self.last(self.settings.window)
+        self._reference = np.quantile(rows[:, 0], _REFERENCE, axis=0)
+        inputs, targets = (torch.from_numpy(array) for array in _samples(self.kind, self._scaled(rows)))
+        with one_thread():
+            if not self.ready:
+                self._fit_common(inputs, targets)
+            self.weights = self._fit(self.weights, inputs, targets, _OWN_RATE, self.settings.own_steps)
+
+    def _fit_common(self, inputs: Tensor, targets: Tensor) -> None:
+        """Begin every worker's weights from one model of all workers' iterations."""
+        held_out = _held_out(targets.shape[1])
+        generator = torch.Generator().manual_seed(self.settings.seed)
+        train_and_validation = []
+        for span in (slice(None, -held_out), slice(-held_out, None)):
+            sample_inputs, sample_targets = inputs[:, span].flatten(0, 1), targets[:, span].flatten()
+            chosen = torch.randperm(len(sample_targets), generator=generator)[: POOLED if span.stop else POOLED // 4]
+            train_and_validation.append((sample_inputs[chosen], sample_targets[chosen]))
+        common_weights = {name: value[:1] for name, value in self.weights.items()}
+        sample_inputs = torch.cat([samples[0] for samples in train_and_validation])[None]
+        sample_targets = torch.cat([samples[1] for samples in train_and_validation])[None]
+        common_weights = self._fit(
+            common_weights,
+            sample_inputs,
+            sample_targets,
+            _POOLED_RATE,
+            self.settings.most_steps,
+            len(train_and_validation[1][1]),
+        )
+        self.weights = {
+            name: value.expand(self.workers, *value.shape[1:]).clone() for name, value in common_weights.items()
+        }
+
+    def _fit(
+        self, weights: Mapping[str, Tensor], inputs: Tensor, targets: Tensor, rate: float, steps: int, held_out: int = 0
+    ) -> dict[str, Tensor]:
+        """Train on (m, s, f) inputs and (m, s) targets; return the weights with the lowest validation error of each model.
+
+        The last ``held`` samples validate. A model whose validation error has not fallen for a while has ended; all
+        train on until the last one has.
+        """
+        held_out = held_out or _held_out(targets.shape[1])
+        parameters = {name: value.clone().requires_grad_() for name, value in weights.items()}
+        optimizer = torch.optim.Adam(parameters.values(), lr=rate)
+        best_weights = {name: value.clone() for name, value in weights.items()}
+        lowest_error = torch.full((len(targets),), torch.inf, dtype=torch.float64)
+        steps_without_gain = torch.zeros(len(targets))
+        for _ in range(steps):
+            squared_errors = (_forward(self.kind, parameters, inputs) - targets) ** 2
+            error = squared_errors[:, -held_out:].mean(dim=1).detach()
+            has_improved = (error < lowest_error * (1 - 1e-4)) & (steps_without_gain < self.settings.patience)
+            lowest_error = torch.where(has_improved, error, lowest_error)
+            for name, value in parameters.items():
+                best_weights[name][has_improved] = value.detach()[has_improved]
+            steps_without_gain = torch.where(has_improved, 0, steps_without_gain + 1)
+            if (steps_without_gain >= self.settings.patience).all():
+                break
+            optimizer.zero_grad()
+            squared_errors[:, :-held_out].mean(dim=1).sum().backward()
+            optimizer.step()
+        return best_weights
+
+    def _forecast(self, cpu: Floats, memory: Floats) -> Floats:
+        """Return (n,) forecast speeds from the last two rows and the (n,) present readings."""
+        past_rows = self.last(LOOK_BACK)
+        present_row = np.stack((np.zeros_like(cpu), cpu, memory))[None]
+        inputs, _ = _samples(self.kind, self._scaled(np.concatenate((past_rows, present_row))))
+        with one_thread(), torch.no_grad():
+            forecast = _forward(self.kind, self.weights, torch.from_numpy(inputs)).numpy()[:, 0]
+        speeds: Floats = (forecast * _SCALE + _CENTRE) * self._reference
+        return speeds
+
+    def _scaled(self, rows: Floats) -> Floats:
+        """Return (k, 3, n) rows of relative speed, CPU and memory as the networks see them."""
+        ones = np.ones(self.workers)
+        scaled: Floats = (rows / np.stack((self._reference, ones, ones)) - _CENTRE) / _SCALE
+        return scaled
+
+
+def initial_weights(kind: str, settings: PredictorSettings, workers: int = 1) -> dict[str, Tensor]:
+    """Return name -> (n, ...) seeded parameters before any training, the same for every worker."""
+    generator = torch.Generator().manual_seed(settings.seed)
+    shapes = _shapes(kind, settings.hidden)
+    return {name: _uniform((workers, *shape), fan_in, generator) for name, (shape, fan_in) in shapes.items()}
+
+
+def _held_out(samples: int) -> int:
+    return max(1, int(VALIDATED * samples))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute on one thread: these operations are too small for more, and sums keep their order."""
+    thread_count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(thread_count)
+
+
+def _shapes(kind: str, hidden: int) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Return name -> (shape of one worker's parameter, fan-in)."""
+    output_shapes: dict[str, tuple[tuple[int, ...], int]] = {"out": ((hidden, 1), hidden), "out_bias": ((1, 1), hidden)}
+    if kind == "narx":
+        features = LOOK_BACK + 2 * (LOOK_BACK + 1)
+        return {"in": ((features, hidden), features), "bias": ((1, hidden), features), **output_shapes}
+    gates = 4 if kind == "lstm" else 1
+    rows = {"in": 1, "recurrent": hidden, "bias": 1}
+    return {**{name: ((count, gates * hidden), hidden) for name, count in rows.items()}, **output_shapes}
+
+
+def _uniform(shape: tuple[int, ...], fan_in: int, generator: torch.Generator) -> Tensor:
+    """Return uniform values in +-1/sqrt(fan_in), the same for every worker: models then differ by their data alone."""
+    bound = fan_in**-0.5
+    worker_values = torch.empty(shape[1:], dtype=torch.float64).uniform_(-bound, bound, generator=generator)
+    return worker_values.expand(shape).clone()
+
+
+def _samples(kind: str, scaled: Floats) -> tuple[Floats, Floats]:
+    """Return (n, s, f) inputs and (n, s) targets of (k, 3, n) scaled rows, s = k - 2.
+
+    Recurrent networks see the two past speeds, oldest first; NARX also sees CPU and memory of those and of the row.
+    """
+    speed, cpu, memory = scaled[:, 0], scaled[:, 1], scaled[:, 2]
+    columns = [speed[:-2], speed[1:-1]]
+    if kind == "narx":
+        columns += [cpu[:-2], cpu[1:-1], cpu[2:], memory[:-2], memory[1:-1], memory[2:]]
+    inputs = np.ascontiguousarray(np.stack(columns, axis=-1).transpose(1, 0, 2))
+    return inputs, np.ascontiguousarray(speed[2:].T)
+
+
+def _forward(kind: str, weights: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
+    """Return (n, s) outputs for (n, s, f) inputs."""
+    if kind == "narx":
+        state = torch.tanh(torch.baddbmm(weights["bias"], inputs, weights["in"]))
+        return torch.baddbmm(weights["out_bias"], state, weights["out"])[..., 0]
+    hidden = weights["out"].shape[1]
+    state = inputs.new_zeros((*inputs.shape[:2], hidden))
+    cell = state
+    for step in range(inputs.shape[2]):
+        input_gates = torch.baddbmm(weights["bias"], inputs[..., step : step + 1], weights["in"])
+        gates = torch.baddbmm(input_gates, state, weights["recurrent"])
+        if kind == "rnn":
+            state = torch.tanh(gates)
+            continue
+        enter, forget, new, leave = gates.split(hidden, dim=-1)
+        cell = torch.sigmoid(forget) * cell + torch.sigmoid(enter) * torch.tanh(new)
+        state = torch.sigmoid(leave) * torch.tanh(cell)
+    return torch.baddbmm(weights["out_bias"], state, weights["out"])[..., 0]

@@ -1,0 +1,350 @@
+"""Replay of a recorded speed trace: predict, size the batches, and compute how long each iteration would have taken.
+
+Row k of the trace says how fast each worker was in iteration k, so an iteration with batch sizes x takes
+``max_i x_i / v_i`` (LB-BSP, section 3.2). Every predictor is judged on the same iterations, those after the warm-up.
+
+:func:`compare` puts BSP, ASP, SSP, redundant execution, work shifting and LB-BSP beside each other. These let workers run
+apart, so there a row of the trace is a stretch of wall-clock time, as long as iteration k lasts with equal batches. Within
+it a worker's rate is constant; what it gets done by time t is piecewise linear, and the time at which work is done is the
+inverse of that. BSP so reproduces the trace exactly. An update is one worker's gradient. Time per iteration is
+horizon * X / samples processed: for asynchronous schemes the paper's per-update time, times n. Staleness is how many
+updates of others a gradient has not seen: those applied between its worker's reading of the parameters and its own update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ddltool.analyzers.job.balancing.predict import SpeedPredictor
+from ddltool.analyzers.job.balancing.sizing import equal, proportional
+from ddltool.analyzers.step.measured.balance_trace import MOST_SPEED, SpeedTrace
+from ddltool.arrays import Floats, Ints
+from ddltool.errors import InputError
+
+BATCH_PER_WORKER = 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Outcome:
+    """Times and speeds of one batch sizing rule over the J iterations after the warm-up."""
+
+    iteration_s: Floats
+    """(J,) seconds of the slowest worker."""
+    predicted: Floats
+    """(J, n) predicted speeds; the actual ones where nothing is predicted."""
+    actual: Floats
+    """(J, n) samples per second."""
+
+    @property
+    def rmse(self) -> float:
+        """Root mean square error of a worker's predicted speed, the mean over workers; samples per second."""
+        return float(np.sqrt(((self.predicted - self.actual) ** 2).mean(axis=0)).mean())
+
+    @property
+    def rmse_relative(self) -> float:
+        """The same as a share of each worker's mean speed."""
+        errors = np.sqrt(((self.predicted - self.actual) ** 2).mean(axis=0))
+        return float((errors / self.actual.mean(axis=0)).mean())
+
+    @property
+    def mean_s(self) -> float:
+        """Mean seconds of an iteration."""
+        return float(self.iteration_s.mean())
+
+
+def replay(trace: SpeedTrace, predictor: SpeedPredictor, total: int, *, since: int = 0) -> Outcome:
+    """Return the outcome of sizing by this predictor's speeds from iteration ``since`` on, ``total`` samples in all.
+
+    ``predictor``: a fresh one; it sees all iterations in order. Where nothing can be predicted yet batches are equal.
+    Raises Infeasible as :func:`~.sizing.proportional` does.
+    """
+    predicted = np.empty_like(trace.speed)
+    times = np.empty(trace.iterations)
+    for k in range(trace.iterations):
+        speeds = np.array(predictor.predict(trace.cpu[k], trace.memory[k]))
+        predicted[k] = speeds
+        if k >= since:
+            known = np.isfinite(speeds).all()
+            sizes = proportional(speeds, total) if known else equal(trace.workers, total)
+            times[k] = (sizes / trace.speed[k]).max()
+        predictor.observe(trace.speed[k])
+    return Outcome(iteration_s=times[since:], predicted=predicted[since:], actual=trace.speed[since:])
+
+
+def replay_equal(trace: SpeedTrace, total: int, *, since: int = 0) -> Outcome:
+    """Return the outcome of equal batches: BSP as frameworks have it."""
+    sizes = equal(trace.workers, total)
+    actual = trace.speed[since:]
+    return Outcome(iteration_s=(sizes / actual).max(axis=1), predicted=actual, actual=actual)
+
+
+def replay_oracle(trace: SpeedTrace, total: int, *, since: int = 0) -> Outcome:
+    """Return the outcome of proportional sizing with each iteration's speeds known beforehand."""
+    actual = trace.speed[since:]
+    times = np.array([(proportional(speeds, total) / speeds).max() for speeds in actual])
+    return Outcome(iteration_s=times, predicted=actual, actual=actual)
+
+
+def gain_kept(outcome: Outcome, equal_split: Outcome, oracle: Outcome) -> float:
+    """Return the share of the oracle's gain over the equal split that ``outcome`` reaches; 1 where there is none."""
+    possible = equal_split.mean_s - oracle.mean_s
+    return 1.0 if possible <= 0 else (equal_split.mean_s - outcome.mean_s) / possible
+
+
+SSP_BOUND = 5
+FLEXRR_CHECKS = 100
+FLEXRR_TRIGGER = 0.2
+FLEXRR_CHUNK = 0.05
+MOST_PER_ROW = 100
+"""Iterations per row of the trace after which the rest of the horizon is left out: the mean is known by then."""
+MOST_SHIFTING_PER_ROW = 20
+"""The same for work shifting, whose iterations are simulated check by check."""
+MOST_RATIO = 1e9
+"""Between the fastest and the slowest speed of a trace; beyond it one row is more iterations than can be simulated."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchemeResult:
+    """Mean figures of one synchronisation scheme over a trace."""
+
+    iteration_s: float
+    """Mean seconds in which X samples are processed (and used)."""
+    staleness: float
+    """Mean number of other workers' updates that a gradient has not seen; 0 for synchronous schemes."""
+    iteration_gap: int
+    """Most iterations that one worker was ahead of another."""
+    wasted: float = 0.0
+    """Share of the processed samples whose gradients are thrown away."""
+
+
+class Clock:
+    """Cumulative work of n workers over time, with rates that are constant within each of K rows."""
+
+    def __init__(self, rates: Floats, row_s: Floats) -> None:
+        """``rates``: (K, n) work per second; ``row_s``: (K,) seconds of each row. After the last row its rates go on."""
+        self.ends_s = np.concatenate(([0.0], np.cumsum(row_s)))
+        self.done = np.concatenate((np.zeros((1, rates.shape[1])), np.cumsum(rates * row_s[:, None], axis=0)))
+        self.rates = rates
+        self.horizon_s = float(self.ends_s[-1])
+        self._every = np.arange(rates.shape[1])
+        # One ascending array for all workers, so that one search finds the row of each: work counted from a base that
+        # lies beyond anything the worker before it gets done.
+        self._base = np.concatenate(([0.0], np.cumsum(self.done[-1] + 1.0)[:-1]))
+        self._line = (self.done + self._base).T.ravel()
+
+    def row(self, at_s: float) -> int:
+        """Return the row at a time."""
+        return int(np.clip(np.searchsorted(self.ends_s, at_s, side="right") - 1, 0, len(self.rates) - 1))
+
+    def done_by(self, at_s: Floats | float) -> Floats:
+        """Return (n,) work done by the given time, one for all or (n,)."""
+        row = np.clip(np.searchsorted(self.ends_s, at_s, side="right") - 1, 0, len(self.rates) - 1)
+        rates: Floats = self.done[row, self._every] + (at_s - self.ends_s[row]) * self.rates[row, self._every]
+        return rates
+
+    def when(self, work: Floats) -> Floats:
+        """Return (n,) the times by which the workers have done (n,) ``work``, counted from time 0."""
+        rows = len(self.rates)
+        is_past_end = work > self.done[-1]
+        flat_index = np.searchsorted(self._line, np.minimum(work, self.done[-1]) + self._base, side="right") - 1
+        row = np.where(is_past_end, rows - 1, np.clip(flat_index - self._every * (rows + 1), 0, rows - 1))
+        times: Floats = self.ends_s[row] + (work - self.done[row, self._every]) / self.rates[row, self._every]
+        return times
+
+
+def check_ratio(trace: SpeedTrace) -> None:
+    """Raise InputError for speeds further apart than :data:`MOST_RATIO`."""
+    low, high = float(trace.speed.min()), float(trace.speed.max())
+    if high > MOST_RATIO * low:
+        problem = f"lie between {low:g} and {high:g} samples per second"
+        raise InputError("speeds", problem, f"schemes are simulated up to a ratio of {MOST_RATIO:g}")
+
+
+def cpu_clock(trace: SpeedTrace, total: int) -> Clock:
+    """Return the clock of a trace: work is samples, and a row lasts as long as an iteration with equal batches.
+
+    Raises InputError for speeds too far apart (:func:`check_ratio`).
+    """
+    check_ratio(trace)
+    return Clock(trace.speed, (equal(trace.workers, total) / trace.speed).max(axis=1))
+
+
+def bsp(clock: Clock, need: Floats) -> SchemeResult:
+    """Return BSP, where all workers wait for the slowest; ``need``: (n,) work of each worker's batch."""
+    return _synchronous(clock, lambda at: need)
+
+
+def bounded(clock: Clock, need: Floats, bound: int | None = SSP_BOUND) -> SchemeResult:
+    """Return SSP, where nobody may be more than ``bound`` iterations ahead of the slowest; None: ASP.
+
+    A worker begins its j-th iteration when it has ended the one before and all have ended j - bound.
+    """
+    workers = len(need)
+    begin_rows: list[Floats] = []
+    end_rows: list[Floats] = []
+    last_end_s = np.zeros(workers)
+    while last_end_s.min() < clock.horizon_s and len(end_rows) < MOST_PER_ROW * len(clock.rates):
+        start_s = last_end_s
+        if bound is not None and len(end_rows) >= bound:
+            start_s = np.maximum(start_s, end_rows[len(end_rows) - bound].max())
+        last_end_s = clock.when(clock.done_by(start_s) + need)
+        begin_rows.append(start_s)
+        end_rows.append(last_end_s)
+    begin_s, end_s = np.array(begin_rows), np.array(end_rows)
+    in_horizon = end_s <= clock.horizon_s
+    updates = np.sort(end_s.ravel())
+    updates_missed = np.searchsorted(updates, end_s, side="left") - np.searchsorted(updates, begin_s, side="right")
+    return SchemeResult(
+        iteration_s=clock.horizon_s * workers / max(1, int(in_horizon.sum())),
+        staleness=float(updates_missed[in_horizon].mean()) if in_horizon.any() else 0.0,
+        iteration_gap=_widest_gap(end_s, clock.horizon_s),
+    )
+
+
+def redundant(clock: Clock, need: Callable[[Ints], Floats], total: int, backups: int) -> SchemeResult:
+    """Return redundant execution: only the first n - ``backups`` gradients count, the others are thrown away.
+
+    Of the trace's n workers ``backups`` are redundant, so batches are X / (n - backups); with the paper's two extra
+    instances on 32 workers it is the same but for the number of machines.
+    """
+    workers = clock.rates.shape[1]
+    counted = workers - backups
+    sizes = np.full(workers, -(-total // counted), dtype=np.int64)
+    work = need(sizes)
+    now_s, iterations = 0.0, 0
+    while now_s < clock.horizon_s and iterations < MOST_PER_ROW * len(clock.rates):
+        now_s = float(np.partition(clock.when(clock.done_by(now_s) + work), counted - 1)[counted - 1])
+        iterations += 1
+    return SchemeResult(iteration_s=now_s / iterations, staleness=0.0, iteration_gap=0, wasted=backups / workers)
+
+
+def work_shifting(clock: Clock, total: int, overhead: float = 0.005) -> SchemeResult:
+    """Return a FlexRR-like scheme on CPU workers: inside an iteration, those who are done take work from stragglers.
+
+    Progress is checked 100 times per (equal-split) iteration, in one that lasts longer each hundredth of its time so far. A
+    worker that has ended takes 5 % of a batch from the one with most left, provided that one lags by more than 20 % of a
+    batch; each transfer costs the helper ``overhead`` of the iteration before it begins. Samples must be processed one by one
+    for this, which the figures do not charge for.
+    """
+    workers = clock.rates.shape[1]
+    batch = total / workers
+    now_s, iterations = 0.0, 0
+    while now_s < clock.horizon_s and iterations < MOST_SHIFTING_PER_ROW * len(clock.rates):
+        rates = clock.rates[clock.row(now_s)]
+        iteration_s = float((batch / rates).max())
+        check_s = iteration_s / FLEXRR_CHECKS
+        samples_left = np.full(workers, batch)
+        # Before the first worker ends nothing is shifted.
+        elapsed_s = float((batch / rates).min())
+        end_s = elapsed_s
+        samples_left = np.maximum(0.0, samples_left - (clock.done_by(now_s + elapsed_s) - clock.done_by(now_s)))
+        while samples_left.max() > 1e-9 * batch:
+            check_s = max(check_s, elapsed_s / FLEXRR_CHECKS)
+            done = clock.done_by(now_s + elapsed_s + check_s) - clock.done_by(now_s + elapsed_s)
+            idle = np.flatnonzero(samples_left <= 1e-9 * batch)
+            stragglers = np.argsort(-samples_left, kind="stable")
+            stragglers = stragglers[samples_left[stragglers] > FLEXRR_TRIGGER * batch][: len(idle)]
+            # The fastest helpers first; the delay of a transfer is work that its helper does not do.
+            helpers = idle[np.argsort(-done[idle], kind="stable")][: len(stragglers)]
+            samples_left[stragglers] -= FLEXRR_CHUNK * batch
+            samples_left[helpers] += FLEXRR_CHUNK * batch + overhead * iteration_s * done[helpers] / check_s
+            end_s = elapsed_s + check_s * float(
+                np.max(np.where(samples_left > 0, np.minimum(1.0, samples_left / done), 0.0))
+            )
+            samples_left = np.maximum(0.0, samples_left - done)
+            elapsed_s += check_s
+        now_s += end_s
+        iterations += 1
+    return SchemeResult(iteration_s=now_s / iterations, staleness=0.0, iteration_gap=0)
+
+
+def lb_bsp(clock: Clock, trace: SpeedTrace, total: int, predictor: SpeedPredictor) -> SchemeResult:
+    """Return LB-BSP on CPU workers: batches by predicted speeds, with the readings of the moment they are chosen."""
+
+    sizes = equal(trace.workers, total)
+
+    def need(at: float) -> Floats:
+        """Return the (n,) batches of the iteration that begins at ``at``; equal until the predictor knows all speeds."""
+        nonlocal sizes
+        row = clock.row(at)
+        speeds = np.asarray(predictor.predict(trace.cpu[row], trace.memory[row]))
+        sizes = proportional(speeds, total) if np.isfinite(speeds).all() else equal(trace.workers, total)
+        return sizes.astype(np.float64)
+
+    def observe(seconds: Floats) -> None:
+        """Tell the predictor the speeds at which those batches were computed."""
+        # Far into a trace a short time can be lost to rounding.
+        predictor.observe(np.minimum(sizes / np.maximum(seconds, 1e-300), MOST_SPEED))
+
+    return _synchronous(clock, need, observe)
+
+
+def lb_bsp_oracle(clock: Clock, total: int) -> SchemeResult:
+    """Return LB-BSP on CPU workers that know what each will get done: the least whole batches allow, to a sample."""
+
+    def need(at: float) -> Floats:
+        """Return the (n,) samples that each worker gets done until all together have done ``total``, by bisection."""
+        begun = clock.done_by(at)
+        low, high = 0.0, float(((total / len(begun)) / clock.rates[clock.row(at)]).max()) * 4 + 1e-9
+        while float((clock.done_by(at + high) - begun).sum()) < total:
+            high *= 2
+        for _ in range(50):
+            middle = (low + high) / 2
+            if float((clock.done_by(at + middle) - begun).sum()) < total:
+                low = middle
+            else:
+                high = middle
+        done = clock.done_by(at + high) - begun
+        # Far into a trace the little that a slow worker gets done can be lost to rounding.
+        return proportional(np.maximum(done, 1e-12 * done.max()), total).astype(np.float64)
+
+    return _synchronous(clock, need)
+
+
+WORKERS_PER_BACKUP = 16
+
+
+def compare(trace: SpeedTrace, total: int, predictor: SpeedPredictor) -> dict[str, SchemeResult]:
+    """Return the result of every scheme on a CPU cluster's trace, LB-BSP by ``predictor``.
+
+    Redundant execution has one backup in 16 workers, and no part with fewer. Raises InputError as :func:`cpu_clock`.
+    """
+    clock, need = cpu_clock(trace, total), equal(trace.workers, total).astype(float)
+    results = {"bsp": bsp(clock, need), "asp": bounded(clock, need, None), "ssp": bounded(clock, need)}
+    if backups := trace.workers // WORKERS_PER_BACKUP:
+        results["redundant"] = redundant(clock, lambda sizes: sizes.astype(float), total, backups)
+    results["work_shifting"] = work_shifting(clock, total)
+    results["lb_bsp"] = lb_bsp(clock, trace, total, predictor)
+    results["lb_bsp_oracle"] = lb_bsp_oracle(clock, total)
+    return results
+
+
+def _synchronous(
+    clock: Clock, need: Callable[[float], Floats], observe: Callable[[Floats], None] | None = None
+) -> SchemeResult:
+    """Return the result of iterations that all workers begin together, with ``need(begin)`` (n,) work, until the horizon.
+
+    ``observe`` receives the (n,) seconds of each iteration.
+    """
+    now_s, iterations = 0.0, 0
+    # Rounding must not let one more iteration begin an instant before the end.
+    while now_s < clock.horizon_s * (1 - 1e-12) and iterations < MOST_PER_ROW * len(clock.rates):
+        end_s = clock.when(clock.done_by(now_s) + need(now_s))
+        if observe is not None:
+            observe(end_s - now_s)
+        now_s = float(end_s.max())
+        iterations += 1
+    return SchemeResult(iteration_s=now_s / iterations, staleness=0.0, iteration_gap=0)
+
+
+def _widest_gap(end_s: Floats, horizon_s: float) -> int:
+    """Return the largest difference of ended iterations between two workers up to the horizon, from (J, n) end times."""
+    counts = np.arange(1, len(end_s) + 1)
+    last_end_s = end_s.max(axis=1)
+    first_end_s = end_s.min(axis=1)
+    slowest_counts = np.searchsorted(last_end_s, first_end_s, side="right")
+    in_horizon = first_end_s <= horizon_s
+    return int((counts - slowest_counts)[in_horizon].max()) if in_horizon.any() else 0

@@ -1,0 +1,1 @@
+"""When workers should synchronise: barriers of elastic supersteps (ElasticBSP)."""

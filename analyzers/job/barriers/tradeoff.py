@@ -1,0 +1,125 @@
+"""Barriers under a bound on staleness, and barriers with the least waiting of all workers together.
+
+ElasticBSP minimises the waiting of one worker, the first to arrive, and bounds the iteration gap only by the lookahead.
+Here the gap (most iterations less fewest) may be bounded, and the waiting of all workers minimised, per barrier or per
+iteration made until it; all exactly.
+
+For a barrier at time T let L_p be worker p's iterations up to T and m the least of them. No worker may make more than
+``m + s``, and letting each make ``min(L_p, m + s)`` keeps to the bound with every worker as late as possible at once: so
+this is best for T under any objective that falls with later arrivals and more iterations. As T grows, worker p's i-th
+end comes into use at ``max(e_i, M_(i-s))``, where ``M_j`` is when the slowest worker has ended j iterations. Sorted by
+these moments, running sums give the total waiting and running maxima the first arrival for every T: O(N log N) per bound
+for N ends.
+
+If clipping leaves no worker at T itself, the barrier is really earlier; but then T is not chosen, for the earlier moment
+is a candidate too, has the same or later arrivals, and so waits less.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from ddltool.analyzers.job.barriers.ends import Barrier, EndTimes, Times
+from ddltool.arrays import Floats, Ints
+from ddltool.errors import InputError
+
+Objective = Literal["waiting", "total", "per_iteration"]
+OBJECTIVES: tuple[Objective, ...] = ("waiting", "total", "per_iteration")
+# Running sums over N ends carry rounding errors; totals closer than this share of the whole horizon are equal.
+_RELATIVE = 1e-12
+
+
+def best_barrier(times: Times, *, objective: Objective = "total", max_gap: int | None = None) -> Barrier:
+    """Return the earliest barrier that minimises the objective with an iteration gap of at most ``max_gap``.
+
+    Args:
+        times: per worker its (R_p,) iteration ends in seconds, ascending; lengths may differ.
+        objective: ``waiting`` is ``max(Z) - min(Z)``; ``total`` is the sum of ``max(Z) - z_p``; ``per_iteration`` is that
+            sum over the number of iterations made.
+        max_gap: None: no bound.
+
+    Under a gap of 0 all workers make the same number of iterations. Values equal but for rounding are ties. Raises
+    InputError for ends as in :meth:`EndTimes.of`, and a negative bound.
+    """
+    return _Scan(EndTimes.of(times)).best(objective, max_gap)
+
+
+def tradeoff(times: Times, points: int | None = None) -> dict[int, dict[Objective, Barrier]]:
+    """Return the best barriers by objective for bounds on the iteration gap, from 0 to the one from which nothing improves.
+
+    ``points``: at most this many bounds, spread over their range; None: every one.
+    """
+    scan = _Scan(EndTimes.of(times))
+    most = max(scan.best(objective, None).iteration_gap for objective in OBJECTIVES)
+    gaps = list(range(most + 1))
+    if points is not None and most >= points:
+        gaps = [0, *np.unique(np.geomspace(1, most, points - 1).round().astype(int)).tolist()]
+    return {gap: {objective: scan.best(objective, gap) for objective in OBJECTIVES} for gap in gaps}
+
+
+class _Scan:
+    """What all bounds have in common for one set of ends."""
+
+    def __init__(self, ends: EndTimes) -> None:
+        self.ends = ends
+        self.order = np.argsort(ends.end_s)
+        at = ends.end_s[self.order]
+        fresh = np.append(True, at[1:] > at[:-1])
+        self.barriers_s = at[fresh & (at >= ends.first_s.max())]  # (k,) ascending
+        lengths = np.diff(ends.pointers)
+        self.place = np.arange(len(at)) - np.repeat(ends.pointers[:-1], lengths)  # (N,) from 0 within the worker
+        rounds = int(lengths.min())
+        columns = ends.pointers[:-1, None] + np.arange(rounds)
+        # (R,) when every worker has ended its j-th iteration; never, once a worker's lookahead is used up.
+        self.slowest_s = np.full(int(lengths.max()), np.inf)
+        self.slowest_s[:rounds] = ends.end_s[columns].max(axis=0)
+        # Times count from the first end, so that sums stay exact enough on clocks that began long ago.
+        self.base_s = float(ends.first_s.min())
+        self.steps_s = np.diff(ends.end_s, prepend=self.base_s)
+        self.steps_s[ends.pointers[:-1]] = ends.first_s - self.base_s
+
+    def best(self, objective: Objective, max_gap: int | None) -> Barrier:
+        """Return the earliest best barrier under the bound."""
+        if max_gap is not None and max_gap < 0:
+            raise InputError("max_gap", f"is {max_gap}", "the bound on the iteration gap is 0 or more")
+        in_use_s = self._moments(max_gap)
+        if objective == "waiting":
+            waiting, rounding = self._longest(in_use_s), self.ends.rounding_s
+        else:
+            waiting, iterations = self._total(in_use_s)
+            horizon = float(self.barriers_s[-1]) - self.base_s
+            rounding = self.ends.workers * (self.ends.rounding_s + _RELATIVE * horizon)
+            if objective == "per_iteration":
+                waiting, rounding = waiting / iterations, rounding / float(iterations[0])
+        choice = int(np.argmax(waiting <= waiting.min() + rounding))
+        return self.ends.barrier(self.ends.count(in_use_s <= self.barriers_s[choice]))
+
+    def _moments(self, max_gap: int | None) -> Floats:
+        """Return (N,) from which barrier time on an end is its worker's choice (until the worker's next one is)."""
+        if max_gap is None or max_gap >= len(self.slowest_s):
+            return self.ends.end_s
+        moments = self.ends.end_s.copy()
+        held = self.place >= max_gap
+        # The end at place i (from 0) is iteration i + 1 and needs all workers past iteration i + 1 - max_gap.
+        needed = self.place[held] - max_gap
+        moments[held] = np.maximum(moments[held], self.slowest_s[needed])
+        return moments
+
+    def _longest(self, in_use_s: Floats) -> Floats:
+        """Return (k,) the waiting time at each candidate barrier."""
+        until_s = np.append(in_use_s[1:], np.inf)
+        until_s[self.ends.pointers[1:] - 1] = np.inf
+        lasts = np.maximum.accumulate(until_s[self.order])
+        first = np.searchsorted(lasts, self.barriers_s, side="right")
+        waiting: Floats = self.barriers_s - self.ends.end_s[self.order[first]]
+        return waiting
+
+    def _total(self, in_use_s: Floats) -> tuple[Floats, Ints]:
+        """Return (k,) the waiting of all workers at each candidate barrier, and (k,) their iterations."""
+        order = np.argsort(in_use_s)
+        sums = np.cumsum(self.steps_s[order])
+        taken = np.searchsorted(in_use_s[order], self.barriers_s, side="right")
+        total: Floats = self.ends.workers * (self.barriers_s - self.base_s) - sums[taken - 1]
+        return total, taken

@@ -1,0 +1,91 @@
+"""ZipLine, the barrier with the least waiting time, and the published heuristics beside it (ElasticBSP, Algorithms 1 and 2).
+
+ZipLine's problem is the smallest range that covers one element of each of n sorted lists. For a barrier at time T the best
+any worker can do is its latest end up to T, so only the choice of T is left, and T is one of the ends: one sort, one scan.
+
+For GridScan and FullGridScan every worker brings the end nearest to a pivot: an end of one worker, or of any. The nearest
+end of a worker changes halfway between two of its ends, so over a moving pivot both the latest and the earliest chosen end
+are found by running extremes: O(N log N) for N ends, where the published loops take O(R N) and O(N^2).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ddltool.analyzers.job.barriers.ends import Barrier, EndTimes, Times
+from ddltool.arrays import Floats
+
+
+def zipline(times: Times) -> Barrier:
+    """Return the barrier with the least waiting time ``max(Z) - min(Z)``.
+
+    Of several the earliest wins, and every worker brings its latest end up to the barrier; so the answer does not
+    depend on the order of the workers. Waiting times that differ by rounding alone (``EndTimes.rounding_s``) are equal.
+
+    ``times``: per worker its (R_p,) iteration ends in seconds, ascending; lengths may differ. O(N log N) for N ends in
+    all, where the published list handling takes O(N n).
+
+    Raises InputError for ends that are missing, not finite or not ascending.
+    """
+    ends = EndTimes.of(times)
+    size = len(ends.end_s)
+    order = np.argsort(ends.end_s)
+    at = ends.end_s[order]
+    # Place k of the sorted line holds the latest end of its worker until the worker's next end comes, at place until[k].
+    place = np.empty(size, dtype=np.int32 if size < 2**31 else np.int64)
+    place[order] = np.arange(size, dtype=place.dtype)
+    following = np.empty_like(place)
+    following[:-1] = place[1:]
+    following[ends.pointers[1:] - 1] = size
+    until = np.maximum.accumulate(following[order])
+    # The earliest of the workers' latest ends at place k is the first one that lasts beyond k: as many places lie
+    # before it as there are running maxima up to k. Within a tie this sees ends that are about to be replaced, and so
+    # too long a waiting; the tie's last place, whose barrier is the same, corrects it.
+    begin = int(np.searchsorted(at, ends.first_s.max()))
+    earliest = np.cumsum(np.bincount(until, minlength=size + 1)[:size])[begin:]
+    waiting = at[begin:] - at[earliest]
+    best = int(np.argmax(waiting <= waiting.min() + ends.rounding_s))
+    return ends.latest(float(at[begin + best]))
+
+
+def gridscan(times: Times) -> Barrier:
+    """Return the best barrier over the pivots of the worker whose first end is the earliest.
+
+    Of several barriers the one with the earliest pivot wins, of two equally near ends the earlier, of workers with the
+    same first end the one whose ends come first in lexicographic order. See :func:`~.zipline.zipline` for ``times``
+    and errors.
+    """
+    ends = EndTimes.of(times)
+    tied = np.flatnonzero(ends.first_s == ends.first_s.min())
+    row = ends.row(int(tied[0])) if len(tied) == 1 else min((ends.row(int(w)) for w in tied), key=tuple)
+    return _best_pivot(ends, row)
+
+
+def full_gridscan(times: Times) -> Barrier:
+    """Return the best barrier over the pivots of all workers; ties as in :func:`gridscan`."""
+    ends = EndTimes.of(times)
+    return _best_pivot(ends, np.sort(ends.end_s))
+
+
+def _best_pivot(ends: EndTimes, pivots: Floats) -> Barrier:
+    """Return the barrier of the first of the ascending ``pivots`` (k,) with the least waiting time.
+
+    With the pivot the barrier moves forward too, so the earliest pivot has the earliest barrier.
+    """
+    # A worker's end is the nearest to pivots in (since, until].
+    since = np.empty_like(ends.end_s)
+    since[1:] = ends.end_s[:-1] + (ends.end_s[1:] - ends.end_s[:-1]) / 2
+    since[ends.pointers[:-1]] = -np.inf
+    until = np.append(since[1:], np.inf)
+    until[ends.pointers[1:] - 1] = np.inf
+    order = np.argsort(ends.end_s)
+    at = ends.end_s[order]
+    # Among the ends that a pivot has not passed, the earliest is in use (its worker has no earlier one left), and among
+    # those whose turn has come, the latest is.
+    passed = np.maximum.accumulate(until[order])
+    begun = np.minimum.accumulate(since[order][::-1])[::-1]
+    earliest = at[np.searchsorted(passed, pivots, side="left")]
+    latest = at[np.searchsorted(begun, pivots, side="left") - 1]
+    waiting = latest - earliest
+    best = int(np.argmax(waiting <= waiting.min() + ends.rounding_s))
+    return ends.barrier(ends.count(since < pivots[best]))

@@ -1,0 +1,447 @@
+"""Names the ranks that hold the others up: since when, by how much, why, and what to do. Start at :func:`diagnose`.
+
+A step takes the slowest rank's own work plus a rest that all ranks share. A rank's *excess* is its own work above the
+median of the others'; its *gain* is what a step would save if the rank worked at that median, the *what-if* of ByteDance's
+study ("Understanding Stragglers in Large Model Training Using What-if Analysis", OSDI 2025), whose slowdown S and M_W are
+given too. Array shapes: R ranks, K steps; times are in seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import pandas as pd
+
+from ddltool.analyzers.step.measured.balance_trace import default_warm_up
+from ddltool.analyzers.step.measured.ranks import COMPUTE, RankSteps
+from ddltool.arrays import Flags, Floats
+from ddltool.results import Drawn, RankSplit, StragglerFinding, StragglersResult
+from ddltool.telemetry import TelemetryRow
+from ddltool.units import show_seconds
+
+Pattern = Literal["persistent", "periodic", "transient"]
+LEAST_GAIN = 0.05
+"""Share of the run that a rank must cost before it is named."""
+TIMES_THE_OTHERS = 3.0
+"""A named rank costs at least this many times the median of the others: by chance each is the slowest now and then."""
+SURE = 0.95
+"""Confidence, by bootstrap over steps, that a named rank costs at least :data:`LEAST_GAIN` of the run."""
+LEAST_CHANCE = 0.01
+"""Largest p-value of a named rank that costs less than :data:`PLAIN_GAIN`, under a random slowest rank in each step."""
+PLAIN_GAIN = 0.2
+_DRAWS = 2000
+_FEWEST_STEPS, _FEWEST_PLAIN = 3, 2
+_FEWEST_LINK, _OFTEN = 5, 0.75
+_PERSISTENT, _SELDOM = 0.6, 0.4
+_LEAST_EXCESS, _OF_WORST = 0.05, 0.2
+_LINK_SHARE, _LATE_SHARE = 0.15, 0.03
+WORST_SHARE = 0.03
+"""M_W asks what the slowest 3 % of the workers explain."""
+
+
+_PAUSES = (
+    "Collect garbage and save checkpoints in the same step on all ranks: gc.disable(), gc.collect() every N steps."
+)
+_INPUT = "Give its DataLoader more workers (num_workers, prefetch_factor) or faster storage."
+_HOST = "Look at what else runs on its host: CPU affinity, other jobs, logging."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feeds:
+    """Files that other commands read, by their names in the remedies."""
+
+    speeds: str = "speeds.csv"
+    ends: str = "ends.csv"
+    telemetry: str = "telemetry.jsonl"
+
+    @classmethod
+    def all(cls, telemetry: str) -> Feeds:
+        """Return the feeds of commands that all read one telemetry file."""
+        return cls(speeds=telemetry, ends=telemetry, telemetry=telemetry)
+
+
+def diagnose(run: RankSteps, source: str, feeds: Feeds | None = None) -> StragglersResult:
+    """Return the split of every rank, the what-ifs, and a finding for each rank that holds the others up."""
+    feeds, whole_run, run = feeds or Feeds(), run, run.between_meetings()
+    step_s = np.median(run.step_s, axis=0)
+    mean_step_s = float(step_s.mean())
+    rest_s = np.maximum(step_s - run.own_s.max(axis=0), 0.0)
+    gains = np.array([_gain_s(run, step_s, rest_s, row) for row in range(len(run.ranks))])
+    excess = np.array([run.own_s[row] - _median_of_others(run.own_s, row) for row in range(len(run.ranks))])
+    rows = np.argsort(-gains.sum(axis=1)).tolist()
+    candidates = (_finding(run, row, excess[row], gains, step_s, feeds) for row in rows)
+    findings = [finding for finding in candidates if finding is not None]
+    if not findings and (link := _slow_link(run, mean_step_s)) is not None:
+        findings.append(link)
+    ideal_step_s, without_worst_s = _ideal_steps(run, rest_s)
+    slowdown, waiting_share = mean_step_s / ideal_step_s, float(run.wait_s.mean() / mean_step_s)
+    nobody = f"No rank holds the others up: waiting takes {waiting_share:.0%} of a step, by turns."
+    return StragglersResult(
+        source=source,
+        ranks=len(run.ranks),
+        steps=len(run.steps),
+        step_s=mean_step_s,
+        ideal_step_s=ideal_step_s,
+        slowdown=slowdown,
+        m_w=(mean_step_s - without_worst_s) / (mean_step_s - ideal_step_s) if slowdown > 1.02 else None,
+        waiting_share=waiting_share,
+        verdict=findings[0].sentence if findings else nobody,
+        findings=findings,
+        splits=[_split(whole_run, row, float((step_s - gains[row]).mean())) for row in range(len(run.ranks))],
+        classes={name: _class_step_s(run, name, rest_s) / ideal_step_s for name in run.parts},
+        timeline=[Drawn(rank=name, spans=spans) for name, spans in run.timeline],
+        remarks=[*run.remarks],
+    )
+
+
+def _median_of_others(values: Floats, row: int) -> Floats:
+    """Return the median (K,) of ``values`` (R, K) over all ranks but ``row``."""
+    median: Floats = np.median(np.delete(values, row, axis=0), axis=0)
+    return median
+
+
+def _gain_s(run: RankSteps, step: Floats, rest: Floats, row: int) -> Floats:
+    """Return the seconds (K,) that each step would save if the rank were as fast as the median of the others."""
+    own_s = run.own_s.copy()
+    own_s[row] = np.minimum(own_s[row], _median_of_others(own_s, row))
+    gain_s: Floats = np.maximum(step - np.maximum(own_s.max(axis=0) + rest, 0.0), 0.0)
+    return gain_s
+
+
+def _ideal_steps(run: RankSteps, rest: Floats) -> tuple[float, float]:
+    """Return the mean step with every part at its mean over ranks and steps, and with that of the slowest 3 % of ranks only."""
+    means = {name: float(values.mean()) for name, values in run.parts.items()}
+    ideal_s = sum(means.values()) + float(np.median(rest))
+    slowest = np.argsort(-run.own_s.mean(axis=1))[: int(np.ceil(len(run.ranks) * WORST_SHARE))]
+    own_s = run.own_s.copy()
+    own_s[slowest] = sum(means.values())
+    return ideal_s, float((own_s.max(axis=0) + rest).mean())
+
+
+def _class_step_s(run: RankSteps, name: str, rest: Floats) -> float:
+    """Return the mean step with all parts but ``name`` at their means over ranks and steps."""
+    other = sum(float(values.mean()) for part, values in run.parts.items() if part != name)
+    return float(run.parts[name].max(axis=0).mean() + other + np.median(rest))
+
+
+def _split(run: RankSteps, row: int, if_median: float) -> RankSplit:
+    return RankSplit(
+        rank=run.ranks[row],
+        node=run.nodes[row],
+        step_s=float(run.step_s[row].mean()),
+        parts_s={name: float(values[row].mean()) for name, values in run.parts.items()},
+        wait_s=float(run.wait_s[row].mean()),
+        exposed_s=float(run.exposed_s[row].mean()),
+        step_if_median_s=if_median,
+        clock_offset_s=float(run.offsets_s[row]) if run.offsets_s is not None else 0.0,
+    )
+
+
+def _finding(
+    run: RankSteps, row: int, excess: Floats, gains: Floats, step: Floats, feeds: Feeds
+) -> StragglerFinding | None:
+    """Return the finding about a rank; None where it does not hold the others up beyond chance.
+
+    Args:
+        excess: (K,) the rank's own work above the median of the others, in seconds.
+        gains: (R, K) what each step would save by each rank, in seconds.
+        step: (K,) step times in seconds.
+    """
+    share = float(gains[row].sum()) / float(step.sum())
+    is_slow = (excess > max(_LEAST_EXCESS * float(step.mean()), _OF_WORST * float(excess.max()))) & (gains[row] > 0)
+    if not _holds_up(gains, row, step, is_slow):
+        return None
+    onset_index = _onset_index(is_slow)
+    pattern, period = _pattern(is_slow, onset_index)
+    parts = {
+        name: float((values[row] - _median_of_others(values, row))[is_slow].mean())
+        for name, values in run.parts.items()
+    }
+    part = max(parts, key=lambda name: parts[name])
+    cause = _cause(run, row, excess, is_slow, pattern, part)
+    shown_part = (
+        "compute" if part in COMPUTE and parts[part] < 0.8 * sum(parts.get(name, 0.0) for name in COMPUTE) else part
+    )
+    names = [name for name in run.parts if name in COMPUTE] if shown_part == "compute" else [part]
+    values: Floats = np.sum([run.parts[name] for name in names], axis=0)
+    own_s, others_s = float(values[row][is_slow].mean()), float(_median_of_others(values, row)[is_slow].mean())
+    ratio = own_s / others_s if others_s > 0 else None
+    remedy, predicted, command = _remedy(run, cause, share, float(np.median(gains[row] / step)), feeds)
+    finding = StragglerFinding(
+        rank=run.ranks[row],
+        node=run.nodes[row],
+        cause=cause,
+        pattern=pattern,
+        part=shown_part,
+        since_step=int(run.steps[onset_index]),
+        every_steps=period,
+        slow_steps=int(is_slow.sum()),
+        ratio=ratio,
+        excess_s=float(excess[is_slow].mean()),
+        share_of_steps=float(gains[row][is_slow].sum() / step[is_slow].sum()),
+        share_of_run=share,
+        predicted_gain=predicted,
+        command=command,
+        sentence="",
+    )
+    has_several_nodes = len(set(run.nodes)) > 1
+    sentence = _sentence(finding, parts[part], len(step), from_begin=onset_index == 0, name_node=has_several_nodes)
+    return finding.model_copy(update={"sentence": f"{sentence} {remedy}"})
+
+
+def _holds_up(gains: Floats, row: int, step: Floats, slow: Flags) -> bool:
+    """Return whether a rank costs the run enough, a multiple of the others' cost, and more than by chance."""
+    costs = gains.sum(axis=1) / float(step.sum())
+    is_plain = costs[row] >= PLAIN_GAIN
+    fewest = min(_FEWEST_PLAIN if is_plain else _FEWEST_STEPS, len(step))
+    others = float(np.median(np.delete(costs, row)))
+    if costs[row] < LEAST_GAIN or costs[row] < TIMES_THE_OTHERS * others or int(slow.sum()) < fewest:
+        return False
+    if not is_plain and _chance_p_value(gains, row) > LEAST_CHANCE:
+        return False
+    return _sure_share(gains, row, step) >= LEAST_GAIN
+
+
+def _sentence(finding: StragglerFinding, longer_s: float, steps: int, *, from_begin: bool, name_node: bool) -> str:
+    """Return the sentence on rank, slowness, pattern and cost; ``longer_s``: its excess seconds in the named part."""
+    who = f"Rank {finding.rank}" + (f" ({finding.node})" if name_node else "")
+    when = {
+        "persistent": "in every step" if from_begin else f"since step {finding.since_step}",
+        "periodic": f"every {finding.every_steps} steps or so",
+        "transient": f"in {finding.slow_steps} of {steps} steps",
+    }[finding.pattern]
+    pace = f"takes {show_seconds(longer_s)} longer in {finding.part}"
+    if finding.ratio is not None and finding.ratio < 20:
+        pace = f"is {finding.ratio:.2f}x slower in {finding.part}"
+    if finding.cause == "pauses":
+        pace = f"pauses for {show_seconds(finding.excess_s)}"
+    cost = f"{finding.share_of_steps:.0%} of those steps, {finding.share_of_run:.0%} of the run"
+    return f"{who} {pace} {when}: {cost} ({finding.cause})."
+
+
+def _chance_p_value(gains: Floats, row: int) -> float:
+    """Return the p-value: how often some rank costs as much as this one if each step's slowest rank is drawn at random."""
+    ranks, steps = gains.shape
+    cost = gains.max(axis=0)
+    slowest_drawn = np.random.default_rng(0).integers(ranks, size=(_DRAWS, steps))
+    highest_costs = np.max([np.where(slowest_drawn == rank, cost, 0.0).sum(axis=1) for rank in range(ranks)], axis=0)
+    return float((highest_costs >= gains[row].sum() * (1 - 1e-9)).mean())
+
+
+def _sure_share(gains: Floats, row: int, step: Floats) -> float:
+    """Return the 5 % quantile, by bootstrap over steps, of the share of the run that a rank costs beyond the median other."""
+    drawn = np.random.default_rng(0).integers(len(step), size=(_DRAWS, len(step)))
+    extra_s = (gains[row] - np.median(np.delete(gains, row, axis=0), axis=0))[drawn].sum(axis=1)
+    return float(np.quantile(extra_s / step[drawn].sum(axis=1), 1 - SURE))
+
+
+def _onset_index(slow: Flags) -> int:
+    """Return the index of the step where slowness sets in: the maximum of share times root of number of slow steps after it."""
+    slow_indices = np.flatnonzero(slow)
+    scores = [slow[start:].mean() * np.sqrt(slow[start:].sum()) for start in slow_indices]
+    return int(slow_indices[int(np.argmax(scores))])
+
+
+def _pattern(slow: Flags, since: int) -> tuple[Pattern, int | None]:
+    """Return the pattern of the slow steps, and the period in steps where it is periodic, else None."""
+    slow_indices = np.flatnonzero(slow)
+    if slow[since:].mean() >= _PERSISTENT and slow[since:].sum() >= _FEWEST_STEPS:
+        return "persistent", None
+    distances = np.diff(slow_indices)
+    if len(distances) >= 2 and distances.std() <= 0.25 * distances.mean():
+        return "periodic", round(float(distances.mean()))
+    return "transient", None
+
+
+def _cause(run: RankSteps, row: int, excess: Floats, slow: Flags, pattern: str, part: str) -> str:
+    """Return the cause, from the part with the excess, its pattern, and the parts that are not slower."""
+    if part == "input":
+        return "slow input"
+    gap_s, is_seldom = 0.0, pattern != "persistent" and slow.mean() <= _SELDOM
+    if run.gap_s is not None:
+        gap_s = float((run.gap_s[row] - _median_of_others(run.gap_s, row))[slow].mean())
+        is_seldom = is_seldom and gap_s >= 0.6 * float(excess[slow].mean())
+    else:  # telemetry has no gaps: pauses are single slow steps, without more work than the others
+        has_more_work = run.work is not None and (run.work[row] > 1.02 * _median_of_others(run.work, row))[slow].any()
+        is_seldom = is_seldom and not has_more_work and not (slow[1:] & slow[:-1]).any()
+    if is_seldom:
+        return "pauses"
+    if part == "host":
+        return "slow host"
+    if _is_drifting(excess):
+        return "thermal drift"
+    compute_s, others_s = run.compute_s[row][slow].mean(), _median_of_others(run.compute_s, row)[slow].mean()
+    ratio = float(compute_s / max(others_s, 1e-12))
+    if run.work is not None:
+        work_ratio = float(run.work[row][slow].mean() / max(_median_of_others(run.work, row)[slow].mean(), 1e-12))
+        return "uneven work" if work_ratio > 1.02 and work_ratio - 1 >= 0.3 * (ratio - 1) else "slow device"
+    if run.gap_s is not None and gap_s >= 0.3 * float(excess[slow].mean()):
+        return "slow device"  # it stands still within its own phase
+    control = run.parts.get("optimizer")
+    if control is not None and float(np.median(control)) > 1e-4 and {"forward", "backward"} <= run.parts.keys():
+        # The optimizer does the same whatever the batch: a slow device is slow there too.
+        optimizer_ratio = float(np.median(control[row][slow]) / np.median(_median_of_others(control, row)[slow]))
+        passes = [run.parts[name] for name in COMPUTE[:2]]
+        pass_ratios = [
+            float(part_s[row][slow].mean() / _median_of_others(part_s, row)[slow].mean()) for part_s in passes
+        ]
+        if optimizer_ratio - 1 < 0.35 * (ratio - 1) and min(pass_ratios) - 1 > 0.4 * (max(pass_ratios) - 1):
+            return "uneven work"
+    return "slow device"
+
+
+def _is_drifting(excess: Floats) -> bool:
+    """Return whether a rank slows down gradually: a line fits its excess (K,) better than a jump between two levels.
+
+    Compared by Schwarz's criterion, as the jump has one parameter more, its position. A running median of 3 removes outliers.
+    """
+    count = len(excess)
+    if count < 9:
+        return False
+    padded = np.concatenate([excess[:1], excess, excess[-1:]])
+    values: Floats = np.median([padded[:-2], padded[1:-1], padded[2:]], axis=0)
+    third, index = count // 3, np.arange(count)
+    if (
+        np.ptp(values) == 0.0
+        or pd.Series(values).rank().corr(pd.Series(index)) < 0.6
+        or np.median(values[-third:]) < 1.5 * np.median(values[:third])
+    ):
+        return False
+    line_residual = float(((values - np.polyval(np.polyfit(index, values, 1), index)) ** 2).sum())
+    jump_residuals = (
+        values[:split].var() * split + values[split:].var() * (count - split) for split in range(1, count)
+    )
+    return bool(line_residual < float(min(jump_residuals)) * count ** (1 / count))
+
+
+def _slow_link(run: RankSteps, mean: float) -> StragglerFinding | None:
+    """Return a slow link, where one rank or two ring neighbours often see the longest collectives end late; else None.
+
+    In a ring, data over a slow link arrives late at the receiving rank, and at the rank to which that one sends on.
+    ``mean``: mean step in seconds.
+    """
+    exposed = float(run.exposed_s.mean(axis=1).max() / mean)
+    if run.late_s is None or run.late_s.shape[1] < _FEWEST_LINK or exposed < _LINK_SHARE:
+        return None
+    median_late_s, ranks = np.median(run.late_s, axis=1), len(run.ranks)
+    row, second_row = np.argsort(-median_late_s)[:2].tolist()
+    end_rows = [row]
+    if median_late_s[second_row] >= 0.5 * median_late_s[row] and ranks > 2:
+        if (row - second_row) % ranks not in (1, ranks - 1):
+            return None
+        end_rows = [row, second_row]
+        row = row if (row + run.ring) % ranks == second_row else second_row
+    others_late = np.delete(run.late_s, end_rows, axis=0)
+    margin_s = run.late_s[end_rows].min(axis=0) - np.median(others_late, axis=0)
+    # A busy machine wakes some rank later than others, too, but by turns, and none so much later.
+    typical_margin_s, next_s = float(np.median(margin_s)), float(np.median(others_late, axis=1).max())
+    if typical_margin_s < _LATE_SHARE * mean or (margin_s > 0.5 * typical_margin_s).mean() < _OFTEN:
+        return None
+    if len(end_rows) == 1 and median_late_s[end_rows[0]] < TIMES_THE_OTHERS * next_s:
+        return None
+    late_s = float(median_late_s[row])
+    command = "ddltool network"
+    remedy = f"Measure the links, pair by pair: {command}"
+    sentence = (
+        f"Rank {run.ranks[row]} sees collectives end {show_seconds(late_s)} after the first: its link is slow; "
+        f"communication that nothing hides takes {exposed:.0%} of a step (slow link). {remedy}"
+    )
+    return StragglerFinding(
+        rank=run.ranks[row],
+        node=run.nodes[row],
+        cause="slow link",
+        pattern="persistent",
+        part="communication",
+        since_step=int(run.steps[0]),
+        slow_steps=len(run.steps),
+        share_of_run=exposed,
+        share_of_steps=exposed,
+        excess_s=late_s,
+        command=command,
+        sentence=sentence,
+    )
+
+
+def balanced_gain(run: RankSteps) -> float:
+    """Return the share of a median step that batches in proportion to speeds would save (LB-BSP: ``x_i = v_i / sum v * X``).
+
+    All ranks then compute for the harmonic mean of their compute times; work that does not grow with the batch stays.
+    """
+    step = np.median(run.step_s, axis=0)
+    compute = np.median(run.compute_s, axis=1)
+    fixed = np.median(run.own_s - run.compute_s, axis=1)
+    balanced_s = len(compute) / float((1.0 / np.maximum(compute, 1e-12)).sum())
+    rest = float(np.median(step - run.own_s.max(axis=0)))
+    return max(0.0, 1.0 - (balanced_s + float(fixed.max()) + max(rest, 0.0)) / float(np.median(step)))
+
+
+def _remedy(
+    run: RankSteps, cause: str, share: float, typical: float, feeds: Feeds
+) -> tuple[str, float | None, str | None]:
+    """Return the remedy in words, the share of a step that it is predicted to gain, and the command.
+
+    ``share``: what the rank costs of the run; ``typical``: of the median step.
+    """
+    if cause in ("slow device", "uneven work", "thermal drift"):
+        gain = min(balanced_gain(run), max(share, typical))
+        if len(run.steps) <= default_warm_up(0, 0):  # too short to replay
+            command = f"ddltool plan job.yaml --strategy lb-bsp --telemetry {feeds.telemetry}"
+            return f"Balanced batches would win {gain:.0%} back (predicted): {command}", gain, command
+        follow_up = " and follow it while it runs with ddltool.runtime.balance" if cause == "thermal drift" else ""
+        command = f"ddltool balance {feeds.speeds}"
+        return f"Balanced batches would win {gain:.0%} back (predicted){follow_up}: {command}", gain, command
+    if cause == "pauses":
+        command, advice = f"ddltool barrier {feeds.ends}", _PAUSES
+    else:
+        command, advice = (
+            f"ddltool plan job.yaml --telemetry {feeds.telemetry}",
+            _INPUT if cause == "slow input" else _HOST,
+        )
+    return f"{advice} That wins up to {share:.0%} (predicted). What else would help: {command}", share, command
+
+
+def speeds(run: RankSteps, batch: int) -> list[Sequence[float | int]]:
+    """Return rows of ``ddltool balance``: iteration, worker, samples a second of its own compute, cpu and memory (1)."""
+    speed = run.speed(batch)
+    return [
+        (int(number), rank, float(speed[row, column]), 1.0, 1.0)
+        for column, number in enumerate(run.steps)
+        for row, rank in enumerate(run.ranks)
+    ]
+
+
+def ends(run: RankSteps) -> list[Sequence[float | int]]:
+    """Return rows of ``ddltool barrier``: worker, iteration (from 0) and its end, had nobody waited."""
+    end = run.own_s.cumsum(axis=1)
+    end += end[:, -1].max() - end[:, -1:]
+    return [
+        (rank, column, float(end[row, column]))
+        for row, rank in enumerate(run.ranks)
+        for column in range(len(run.steps))
+    ]
+
+
+def telemetry(run: RankSteps, batch: int, device: str = "cpu") -> list[TelemetryRow]:
+    """Return the run as rows of telemetry, which ``plan --telemetry``, ``fit`` and ``verify`` read."""
+    nodes = max(1, len(set(run.nodes)))
+    return [
+        TelemetryRow(
+            step=int(number),
+            rank=row,
+            world_size=len(run.ranks),
+            num_nodes=nodes,
+            device=device,
+            batch=batch,
+            total_batch=batch * len(run.ranks),
+            compute_s=max(float(run.compute_s[row, column]), 1e-9),
+            wait_s=float(run.wait_s[row, column]),
+            sync_s=float(run.exposed_s[row, column]),
+            step_s=float(run.step_s[row, column]),
+            memory_bytes=0.0,
+        )
+        for column, number in enumerate(run.steps)
+        for row in range(len(run.ranks))
+    ]

@@ -1,0 +1,433 @@
+"""Splits the steps of several ranks into their parts, from one profiler trace per rank. Start at :func:`of_traces`.
+
+A rank is blocked where it computes nothing while a collective runs, up to that collective's end: it waits until the last
+rank has joined, then it communicates. The rest of a step is the rank's own; a collective hidden by compute costs nothing.
+Collectives of one group are matched between ranks by their order within a step. Array shapes: R ranks, k steps of one rank,
+K steps that all ranks have, m intervals or collectives; times are in seconds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ddltool.analyzers.step.measured.kineto import RankTrace, clipped, read_rank, union
+from ddltool.analyzers.step.measured.ranks import RankSteps
+from ddltool.arrays import Flags, Floats, Indices
+from ddltool.errors import InputError
+from ddltool.graph import natural_key
+
+_INPUT = re.compile(r"enumerate\(DataLoader\)|data_?load|next_batch|prefetch", re.IGNORECASE)
+_OPTIMIZER = re.compile(r"Optimizer\.(step|zero_grad)")
+_BACKWARD = re.compile(r"autograd::engine::evaluate_function|torch.distributed.ddp.reducer::")
+_OPERATOR = re.compile(r"(?!autograd::)[A-Za-z_]\w*::\w+$")
+PARTS = ("input", "forward", "backward", "optimizer", "host")
+_INPUT_PART, _FORWARD, _BACKWARD_PART, _OPTIMIZER_PART, _HOST, _BLOCKED = range(6)
+# A waiting thread resumes within this time, or share of the gap, after the collective's end; the scheduler causes the delay.
+_WAKES_S, _WAKES_SHARE = 2e-3, 0.2
+# It may also resume before the profiler records the end, by at most this share of the gap.
+_NOTED_SHARE = 0.05
+# Epochs of traces of one machine differ by less than this; else the clocks count as different.
+_ONE_CLOCK_S = 86400.0
+_STEPS_DRAWN = 6
+_TURNS = 200
+
+
+_Key = tuple[int, str, int]
+"""Identifies a collective on all its ranks: number of the step, group, index among the group's collectives in the step."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Rank:
+    """One rank's k steps, not yet aligned with other ranks; seconds since the rank's epoch."""
+
+    trace: RankTrace
+    step: Floats
+    """(3, k) number, start and length."""
+    parts: Floats
+    """(2, 5, k) seconds of each of :data:`PARTS`: before (0) and after (1) the end of the step's last collective."""
+    gap_s: Floats
+    """(2, k) the longest gap without compute, before and after that end."""
+    blocked: Floats
+    """(4, b) of each blocked interval: index of the step, start, end, and column of the collective in the trace."""
+    keys: list[_Key]
+    """(n,) of each collective."""
+    work: Floats
+    drawn: list[tuple[float, float, str]]
+
+
+def of_traces(paths: Sequence[Path], advance: Callable[[int, str], None] = lambda done, name: None) -> RankSteps:
+    """Return the aligned steps of all ranks from one trace file per rank; ``advance`` gets the index and name of each file.
+
+    Only one file is in memory at a time. Raises InputError as ``read_steps`` does, for a single file, for two files of one
+    rank, and for traces without a common step.
+    """
+    ranks_seen = []
+    for index, path in enumerate(sorted(paths, key=lambda path: natural_key(str(path)))):
+        advance(index, path.name)
+        ranks_seen.append(_split_rank(read_rank(path)))
+    if len(ranks_seen) < 2:
+        raise InputError(
+            str(paths[0]) if paths else "TRACE", "is the trace of one rank", "give one trace for each rank"
+        )
+    known_ranks = [
+        rank.trace.rank if rank.trace.rank is not None else _rank_in_name(rank.trace.where) for rank in ranks_seen
+    ]
+    ranks = [index if None in known_ranks else int(name or 0) for index, name in enumerate(known_ranks)]
+    for index, rank in enumerate(ranks):
+        if rank in ranks[:index]:
+            raise InputError(
+                ranks_seen[index].trace.where, f"is a second trace of rank {rank}", "give one trace for each rank"
+            )
+    order = sorted(range(len(ranks)), key=ranks.__getitem__)
+    return _align_ranks([ranks_seen[index] for index in order], tuple(ranks[index] for index in order))
+
+
+def _rank_in_name(where: str) -> int | None:
+    """Return the rank in a file's name; None without one."""
+    match = re.search(r"rank[-_.]?(\d+)", Path(where).name)
+    return int(match[1]) if match else None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Activity:
+    """What a rank's trace shows of its work; intervals (2, m) of start and end are in order and disjoint."""
+
+    kernels: Floats
+    """(3, m) start, length and moment of the launch; empty for a job on CPUs."""
+    busy: Floats
+    """While the device, or on CPUs an operator, computes."""
+    inputs: Floats
+    optimizers: Floats
+    backwards: Floats
+    """(2, m) start and end; may overlap, unlike the others."""
+    forward_calls: Floats
+    """(m,) starts of the operators outside loader and optimizer."""
+
+    @classmethod
+    def of(cls, trace: RankTrace) -> _Activity:
+        """Return the activity in a trace, told by the names of its spans."""
+        spans = trace.spans
+
+        def spans_of(pattern: re.Pattern[str]) -> Floats:
+            wanted = np.array([pattern.match(name) is not None for name in trace.names], dtype=bool)[spans.key]
+            return np.stack([spans.start_s[wanted], (spans.start_s + spans.duration_s)[wanted]])
+
+        inputs, optimizers = union(spans_of(_INPUT)), union(spans_of(_OPTIMIZER))
+        operators = spans_of(_OPERATOR)
+        middle = operators.mean(axis=0)  # the start may coincide with the end of another span
+        return cls(
+            kernels=trace.kernels,
+            busy=union(trace.kernels[:2] if trace.kernels.shape[1] else operators),
+            inputs=inputs,
+            optimizers=optimizers,
+            backwards=spans_of(_BACKWARD),
+            forward_calls=operators[0, ~_is_inside(middle, inputs) & ~_is_inside(middle, optimizers)],
+        )
+
+    @property
+    def on_device(self) -> bool:
+        """Whether kernels compute; else operators do."""
+        return bool(self.kernels.shape[1])
+
+    def gaps(self, low: float, high: float) -> Floats:
+        """Return the intervals (2, m) of a step in which nothing computes, those above a microsecond."""
+        busy = clipped(self.busy, low, high)
+        gaps = np.clip([np.append(low, busy[1]), np.append(busy[0], high)], low, high)
+        return np.asarray(gaps[:, gaps[1] - gaps[0] > 1e-6])
+
+    def windows(self, low: float, high: float, blocked: Sequence[tuple[float, float, int]]) -> list[tuple[int, Floats]]:
+        """Return (part, intervals (2, m)) of each phase of a step; where two overlap, the later in the list counts."""
+        backward = self.backwards[:, (self.backwards[0] >= low) & (self.backwards[0] < high)]
+        backward_start, backward_end = (backward[0].min(), backward[1].max()) if backward.size else (high, high)
+        forward_starts = self.forward_calls[(self.forward_calls >= low) & (self.forward_calls < backward_start)]
+        return [
+            (_HOST, np.array([[low], [high]])),
+            (_FORWARD, np.array([[forward_starts.min() if forward_starts.size else backward_start], [backward_start]])),
+            (_BACKWARD_PART, np.array([[backward_start], [backward_end]])),
+            (_OPTIMIZER_PART, clipped(self.optimizers, low, high)),
+            (_INPUT_PART, clipped(self.inputs, low, high)),
+            (_BLOCKED, np.array([[row[0] for row in blocked], [row[1] for row in blocked]]).reshape(2, -1)),
+        ]
+
+    def seconds(self, windows: list[tuple[int, Floats]], begin: float, end: float) -> Floats:
+        """Return the seconds (5,) of each of :data:`PARTS` from ``begin`` to ``end`` in a step with these :meth:`windows`."""
+        edges, label = _label_pieces(windows, begin, end)
+        if self.on_device:
+            return _device_parts(self.kernels, clipped(self.busy, begin, end), edges, label)
+        if end <= begin:
+            return np.zeros(5)
+        return np.asarray(np.bincount(label, weights=np.diff(edges), minlength=6)[:5], dtype=np.float64)
+
+    def longest_gap(self, gaps: Floats, blocked: Sequence[tuple[float, float, int]], begin: float, end: float) -> float:
+        """Return the seconds of the longest gap without compute, outside waits for the loader or for collectives."""
+        lengths = (
+            min(stop, end) - max(start, begin)
+            for start, stop in gaps.T.tolist()
+            if not any(low < stop and high > start for low, high, _ in blocked)
+            and not _is_inside(np.array([(start + stop) / 2]), self.inputs)[0]
+        )
+        return max(lengths, default=0.0)
+
+
+def _split_rank(trace: RankTrace) -> _Rank:
+    """Return the parts of one rank's k steps, before and after the end of each step's last collective."""
+    steps, collectives, activity = trace.steps, trace.collectives, _Activity.of(trace)
+    ends = np.minimum(steps.until_s, np.where(np.isfinite(steps.until_s), np.inf, steps.start_s + steps.length_s))
+    # A step lasts until the next one starts, unless that is over 1.5 step lengths away: then a step in between was left out.
+    ends = np.where(ends - steps.start_s > 1.5 * steps.length_s, steps.start_s + steps.length_s, ends)
+    count = len(steps.start_s)
+    parts, gap_s = np.zeros((2, 5, count)), np.zeros((2, count))
+    blocked: list[tuple[float, ...]] = []
+    drawn: list[tuple[float, float, str]] = []
+    for k, (low, high) in enumerate(zip(steps.start_s.tolist(), ends.tolist(), strict=True)):
+        gaps = activity.gaps(low, high)
+        blocked_here = _blocked_intervals(gaps, collectives, activity.on_device)
+        blocked += [(k, *row) for row in blocked_here]
+        windows = activity.windows(low, high, blocked_here)
+        ended = collectives[2, (collectives[1] >= low) & (collectives[1] < high)]
+        last_end = min(float(ended.max(initial=low)), high) if ended.size else high
+        for after, (begin, end) in enumerate(((low, last_end), (last_end, high))):
+            parts[after, :, k] = activity.seconds(windows, begin, end)
+            gap_s[after, k] = activity.longest_gap(gaps, blocked_here, begin, end)
+        if k < _STEPS_DRAWN:
+            edges, label = _label_pieces(windows, low, high)
+            names = [(*PARTS, "waiting")[part] for part in label.tolist()]
+            drawn += zip(edges[:-1].tolist(), edges[1:].tolist(), names, strict=True)
+    step_index = steps.at(trace.work[0])
+    work = np.bincount(step_index[step_index >= 0], weights=trace.work[1][step_index >= 0], minlength=count)
+    return _Rank(
+        trace=trace,
+        step=np.stack([steps.number.astype(np.float64), steps.start_s, ends - steps.start_s]),
+        parts=parts,
+        gap_s=gap_s,
+        blocked=np.array(blocked, dtype=np.float64).reshape(-1, 4).T,
+        keys=_collective_keys(trace),
+        work=work.astype(np.float64),
+        drawn=drawn,
+    )
+
+
+def _collective_keys(trace: RankTrace) -> list[_Key]:
+    """Return the key of each collective; collectives before the first step have the step number -1."""
+    order = np.argsort(trace.collectives[1], kind="stable")
+    step_index = np.searchsorted(trace.steps.start_s, trace.collectives[1, order], side="right") - 1
+    counts = Counter[tuple[int, str]]()
+    keys: list[_Key] = [(-1, "", 0)] * len(order)
+    for row, step in zip(order.tolist(), step_index.tolist(), strict=True):
+        number = int(trace.steps.number[step]) if step >= 0 else -1
+        group = trace.groups[int(trace.collectives[0, row])]
+        keys[row] = (number, group, counts[number, group])
+        counts[number, group] += 1
+    return keys
+
+
+def _device_parts(kernels: Floats, busy: Floats, edges: Floats, label: Indices) -> Floats:
+    """Return the seconds (5,) by part: kernels count for the phase that launched them, idle time for input or host."""
+    parts, length = np.zeros(5), np.diff(edges)
+    if not len(label):
+        return parts
+    step_kernels = kernels[:, (kernels[0] >= edges[0]) & (kernels[0] < edges[-1])]
+    phase = label[np.clip(np.searchsorted(edges, step_kernels[2], side="right") - 1, 0, len(label) - 1)]
+    phase = np.where(phase == _BLOCKED, _BACKWARD_PART, phase)
+    # Kernels launched by host or loader, such as the copy of a batch to the device, count as forward.
+    phase = np.where((phase == _HOST) | (phase == _INPUT_PART), _FORWARD, phase)
+    kernel_s = np.bincount(phase, weights=step_kernels[1] - step_kernels[0], minlength=5)[:5]
+    if kernel_s.sum() > 0:
+        parts += kernel_s * float((busy[1] - busy[0]).sum()) / kernel_s.sum()
+    is_input = label == _INPUT_PART
+    parts[_INPUT_PART] = _seconds_outside(edges[:-1][is_input], edges[1:][is_input], busy)
+    parts[_HOST] = max(float(length[label != _BLOCKED].sum()) - float(parts.sum()), 0.0)
+    return parts
+
+
+def _blocked_intervals(gaps: Floats, collectives: Floats, device: bool) -> list[tuple[float, float, int]]:
+    """Return (start, end, column of the collective) of the gaps, or their parts, that end with a collective."""
+    blocked = []
+    for low, high in gaps.T.tolist():
+        ending = np.flatnonzero((collectives[2] > low) & (collectives[1] < high))
+        if not len(ending):
+            continue
+        if device:  # kernels of one communicator run one after another, so each blocks on its own
+            blocked += [(max(low, collectives[1, row]), min(high, collectives[2, row]), int(row)) for row in ending]
+            continue
+        ending = ending[collectives[2, ending] <= high + max(_WAKES_S, _NOTED_SHARE * (high - low))]
+        if not len(ending):
+            continue
+        last = ending[np.argmax(collectives[2, ending])]
+        if high - collectives[2, last] > max(_WAKES_S, _WAKES_SHARE * (high - low)):
+            continue
+        begin = max(low, float(collectives[1, ending].min()))
+        if min(high, collectives[2, last]) > begin:
+            blocked.append((begin, float(min(high, collectives[2, last])), int(last)))
+    return blocked
+
+
+def _align_ranks(ranks_seen: list[_Rank], ranks: tuple[int, ...]) -> RankSteps:
+    """Return the R ranks on a common clock, blocked time split into waiting and communicating by the last rank's arrival."""
+    numbers = sorted(set.intersection(*(set(rank.step[0].astype(int).tolist()) for rank in ranks_seen)))
+    if not numbers:
+        where, remedy = ranks_seen[0].trace.where, "profile the same steps on all ranks"
+        raise InputError(where, "has no step in common with the others", remedy)
+    remarks = [f"{rank.trace.where}: {remark}" for rank in ranks_seen for remark in rank.trace.steps.left_out]
+    epoch = min(rank.trace.epoch_s for rank in ranks_seen)
+    shift = np.array([rank.trace.epoch_s - epoch for rank in ranks_seen])
+    met, begin, end, partial = _match_collectives(ranks_seen, ranks, set(numbers), shift)
+    if partial:
+        total = partial + len(met)
+        remarks.append(
+            f"{partial} of {total} collectives are not in all their ranks' traces and tell nothing of waiting"
+        )
+    nodes = tuple(rank.trace.node for rank in ranks_seen)
+    one_clock = len(set(nodes)) == 1 and nodes[0] != "" and np.ptp(shift) < _ONE_CLOCK_S
+    offsets, late = np.zeros(len(ranks_seen)), None
+    if not met:
+        remark = (
+            "no collective is in all its ranks' traces: clocks are not aligned, and all blocked time counts as waiting"
+        )
+        remarks.append(remark)
+    elif not one_clock:
+        offsets = _offsets(end)
+    else:
+        late = _late_seconds(met, begin, end)
+    came_last = dict(zip(met, np.nanmax(begin - offsets[:, None], axis=0).tolist() if met else (), strict=True))
+    moves = (shift - offsets).tolist()
+    columns = [
+        _select_steps(rank, numbers, came_last, clock_shift)
+        for rank, clock_shift in zip(ranks_seen, moves, strict=True)
+    ]
+    wait, exposed, step, work, parts, gap = (np.array(values) for values in zip(*columns, strict=True))
+    drawn = [
+        (f"rank {name}", [(start + clock_shift, stop + clock_shift, kind) for start, stop, kind in rank.drawn])
+        for name, rank, clock_shift in zip(ranks, ranks_seen, moves, strict=True)
+    ]
+    origin = min((start for _, spans in drawn for start, _, _ in spans), default=0.0)
+    return RankSteps(
+        ranks=ranks,
+        nodes=nodes,
+        steps=np.array(numbers, dtype=np.int64),
+        parts={name: parts[:, :, part_index].sum(axis=1) for part_index, name in enumerate(PARTS)},
+        after={name: parts[:, 1, part_index] for part_index, name in enumerate(PARTS)},
+        wait_s=wait,
+        exposed_s=exposed,
+        step_s=step,
+        gap_s=gap.max(axis=1),
+        gap_after_s=gap[:, 1],
+        work=work if (work > 0).all() else None,
+        offsets_s=offsets,
+        late_s=late,
+        ring=-1 if all(group.startswith("gloo") for _, group, _ in met) else 1,
+        remarks=tuple(remarks),
+        timeline=[(name, [(a - origin, b - origin, kind) for a, b, kind in spans]) for name, spans in drawn],
+    )
+
+
+def _select_steps(
+    rank: _Rank, numbers: Sequence[int], came_last: Mapping[_Key, float], move: float
+) -> tuple[Floats, ...]:
+    """Return a rank's K steps with these numbers: waiting, exposed communication, length, work (K,), parts and gaps.
+
+    Args:
+        came_last: start of each collective on its last rank, on the common clock; without an entry all blocked time waits.
+        move: seconds to add to the rank's times for the common clock.
+    """
+    column_of = {int(number): column for column, number in enumerate(rank.step[0].tolist())}
+    kept = np.array([column_of[number] for number in numbers])
+    last_start_s = np.array([came_last.get(key, np.inf) for key in rank.keys])
+    at_step, low, high, collective = rank.blocked
+    waits_s = np.clip(last_start_s[collective.astype(int)] - (low + move), 0.0, high - low)
+    count, step = rank.step.shape[1], at_step.astype(int)
+    wait_s = np.bincount(step, weights=waits_s, minlength=count).astype(np.float64)
+    blocked_s = np.bincount(step, weights=high - low, minlength=count).astype(np.float64)
+    columns = (wait_s, blocked_s - wait_s, rank.step[2], rank.work, rank.parts, rank.gap_s)
+    return tuple(values[..., kept] for values in columns)
+
+
+def _late_seconds(met: Sequence[_Key], begin: Floats, end: Floats) -> Floats | None:
+    """Return by how many seconds each rank sees the end of each step's longest collective after the first rank (R, steps).
+
+    ``begin`` and ``end`` (R, m) of the collectives are on one clock. None where no collective is of all ranks.
+    """
+    of_all = np.flatnonzero(np.isfinite(end).all(axis=0))
+    if not len(of_all):
+        return None
+    transfer = np.median(end[:, of_all], axis=0) - begin[:, of_all].max(axis=0)
+    longest = {met[column][0]: column for column in of_all[np.argsort(transfer, kind="stable")].tolist()}
+    ends = end[:, [longest[number] for number in sorted(longest)]]
+    return np.asarray(ends - ends.min(axis=0))
+
+
+def _match_collectives(
+    ranks_seen: list[_Rank], ranks: tuple[int, ...], numbers: set[int], shift: Floats
+) -> tuple[list[_Key], Floats, Floats, int]:
+    """Return the m complete collectives in the steps ``numbers``, their begin and end (R, m), and how many are incomplete.
+
+    Complete: traced on all ranks of its group, which the group's name lists (else all ranks). NaN: the rank is not in the
+    group, as with HSDP, tensor and pipeline parallelism.
+    """
+    columns = [dict(zip(rank.keys, range(len(rank.keys)), strict=True)) for rank in ranks_seen]
+    rows_by_key: dict[_Key, list[int]] = {}
+    for row, keys in enumerate(columns):
+        for key in keys:
+            if key[0] in numbers:
+                rows_by_key.setdefault(key, []).append(row)
+    traced_ranks = set(ranks)
+    members = {
+        group: {int(name) for name in re.findall(r"\d+", group.partition("[")[2])} for _, group, _ in rows_by_key
+    }
+    met = sorted(
+        key
+        for key, rows in rows_by_key.items()
+        if len(rows) > 1 and len(rows) >= len(members[key[1]] & traced_ranks if members[key[1]] else traced_ranks)
+    )
+    begin, end = np.full((2, len(ranks_seen), len(met)), np.nan)
+    for column, key in enumerate(met):
+        for row in rows_by_key[key]:
+            begin[row, column], end[row, column] = ranks_seen[row].trace.collectives[1:, columns[row][key]] + shift[row]
+    return met, begin, end, len(rows_by_key) - len(met)
+
+
+def _offsets(end: Floats) -> Floats:
+    """Return the seconds (R,) by which each clock is ahead, as a collective ends (R, m) at the same moment on its ranks.
+
+    Alternates between estimating moments and offsets, because groups may overlap only in part; NaN: not in the group.
+    """
+    offsets = np.zeros(len(end))
+    for _ in range(_TURNS):
+        moment = np.nanmedian(end - offsets[:, None], axis=0)
+        change = np.nan_to_num(np.nanmedian(end - offsets[:, None] - moment, axis=1))
+        offsets = offsets + change
+        if np.abs(change).max() < 1e-8:
+            break
+    return offsets
+
+
+def _label_pieces(windows: list[tuple[int, Floats]], low: float, high: float) -> tuple[Floats, Indices]:
+    """Return the edges (n + 1,) of the pieces of a step and the part (n,) of each, that of the last window covering it."""
+    edges = np.unique(np.clip(np.concatenate([[low, high], *(window.ravel() for _, window in windows)]), low, high))
+    middle = (edges[1:] + edges[:-1]) / 2
+    label = np.full(len(middle), _HOST, dtype=np.int32)
+    for name, window in windows:
+        label[_is_inside(middle, window)] = name
+    return edges, label
+
+
+def _is_inside(time: Floats, intervals: Floats) -> Flags:
+    """Return (n,) whether each moment lies in one of the ordered, disjoint intervals (2, m)."""
+    if not intervals.shape[1]:
+        return np.zeros(len(time), dtype=bool)
+    index = np.searchsorted(intervals[0], time, side="right") - 1
+    inside: Flags = (index >= 0) & (time < intervals[1][np.maximum(index, 0)])
+    return inside
+
+
+def _seconds_outside(start: Floats, end: Floats, intervals: Floats) -> float:
+    """Return the seconds of the pieces that lie in none of the ordered, disjoint intervals (2, m)."""
+    pieces = zip(start.tolist(), end.tolist(), strict=True)
+    overlaps_s = (np.clip(intervals[1], low, high) - np.clip(intervals[0], low, high) for low, high in pieces)
+    return float((end - start).sum()) - sum(float(overlap_s.sum()) for overlap_s in overlaps_s)

@@ -1,0 +1,1 @@
+"""How fast a job runs, and how much of that is progress (Pollux)."""

@@ -1,0 +1,174 @@
+"""Measurements of others as rows of profile.csv, and which rows of a profile tell of one device."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddltool.analyzers.job.goodput.observations import TELEMETRY_NUMBERS, import_steps, import_table, kind_of
+from ddltool.analyzers.step.costs.fitting import MeasuredStep
+from ddltool.analyzers.step.costs.model import OPTIMIZERS
+from ddltool.analyzers.step.measured.kineto import read_steps
+from ddltool.artifacts import demand_once, ending
+from ddltool.device import Device, DeviceTable, name_key
+from ddltool.errors import InputError, did_you_mean
+from ddltool.results import ImportedFile
+from ddltool.tables import read_table
+from ddltool.telemetry import runs_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+# Files of earlier versions lack these.
+_MAY_BE_MISSING = ("memory_bytes", "passes")
+
+
+def import_files(
+    files: Sequence[Path],
+    *,
+    device: str | None = None,
+    batch_size: int | None = None,
+    num_nodes: int | None = None,
+    num_replicas: int | None = None,
+    unnamed: str = "",
+) -> tuple[pd.DataFrame, list[ImportedFile]]:
+    """Return the rows of all files, in their order, and what each gave. Nothing is returned when one of them is bad.
+
+    ``device`` names the device of all rows, ``unnamed`` that of rows that name none; the three numbers are what a profiler
+    trace does not always say. Raises InputError naming file, row and column; also for a file given twice.
+    """
+    import pandas as pd
+
+    if not files:
+        raise InputError("FILE", "is missing", "give a placements.csv, telemetry.jsonl, trace or profile.csv")
+    parts, sources = [], []
+    demand_once(files, "its rows would count double")
+    for path in files:
+        last = ending(path)
+        if last == ".json":
+            steps = read_steps(path)
+            named = device or steps.device or unnamed or None
+            numbers = {"local_batch_size": batch_size, "num_nodes": num_nodes, "num_replicas": num_replicas}
+            parts.append(import_steps(steps, device=named, **numbers))
+            source = ImportedFile(path=str(path), kind="trace", rows=len(steps.step_time_s))
+            sources.append(source.model_copy(update={"remarks": [*steps.remarks]}) if steps.remarks else source)
+            continue
+        if last not in (".csv", ".jsonl", ".ndjson"):
+            raise InputError(
+                str(path), f"ends in {last or 'nothing'}", "give a .csv, .jsonl or .json file (or .gz of one)"
+            )
+        frame = read_table(path) if last == ".csv" else _telemetry(path)
+        kind = kind_of([str(name) for name in frame.columns], str(path))
+        named = device
+        if unnamed and "device" in frame.columns:
+            frame["device"] = frame["device"].fillna("").astype(str).str.strip().replace("", unnamed)
+        elif unnamed:
+            named = device or unnamed
+        parts.append(import_table(frame, str(path), named))
+        source = ImportedFile(path=str(path), kind=kind, rows=len(frame))
+        count = runs_of(frame).nunique() if kind == "telemetry" else 1
+        sources.append(source.model_copy(update={"remarks": [f"all of its {count} runs"]}) if count > 1 else source)
+    # The tables say these of each row.
+    given = {"--batch-size": batch_size, "--nodes": num_nodes, "--replicas": num_replicas}
+    said = [name for name, value in given.items() if value is not None]
+    if said and all(source.kind != "trace" for source in sources):
+        raise InputError(said[0], f"has no part in the import of {sources[0].path}", "it is for a profiler trace")
+    return pd.concat(parts, ignore_index=True), sources
+
+
+def _telemetry(path: Path) -> pd.DataFrame:
+    """Return the rows of a telemetry file. Raises InputError for lines of another kind and for keys that are missing."""
+    frame = read_table(path)
+    if "kind" in frame.columns:
+        other = (frame["kind"].fillna("ddltool.telemetry") != "ddltool.telemetry").to_numpy()
+        if other.any():
+            line = int(other.argmax())
+            problem = f"is {frame['kind'].iloc[line]!r}"
+            raise InputError(f"{path}:line {line + 1}", problem, "every line is a ddltool.telemetry object")
+    for name in TELEMETRY_NUMBERS:
+        if name not in frame.columns and name not in _MAY_BE_MISSING:
+            raise InputError(f"{path}:line 1:{name}", "is missing", "it must be a finite number >= 0")
+    return frame
+
+
+# What `ddltool profile` trains with; its settings name neither.
+_PROFILE = {"precision": "fp32", "optimizer": "sgd"}
+_PROFILE_SETTINGS = {"device", "warmup", "torch"}
+# The name of a row's device where it was given none.
+_UNNAMED = {"", "cuda", "gpu"}
+_DIGEST = re.compile(r"#[0-9a-f]{12}$")
+
+
+def measured_rows(
+    frame: pd.DataFrame,
+    where: str,
+    device: Device,
+    known: DeviceTable,
+    *,
+    model: str | None = None,
+    precision: str = "fp32",
+    optimizer: str | None = None,
+) -> list[MeasuredStep]:
+    """Return the rows of a profile (``num_replicas`` 1, no accumulation) that were measured on a device.
+
+    ``frame``: in the columns of :class:`ProfileRow`. ``model``: SOURCE of rows that do not say; ``optimizer``: of rows that do
+    not say, adam by default. Raises InputError when no row is of the device, when one was predicted, was measured with another
+    precision or optimizer, on a CPU, or does not say its model.
+    """
+    names = [str(name) for name in frame["device"]]
+    is_own = {name: _is(device, name, known) for name in set(names)}
+    if not any(is_own.values()):
+        others = ", ".join(sorted(is_own)[:8])
+        remedy = "name the device that was measured, as ddltool devices or --devices-file names it"
+        raise InputError(where, f"holds rows of {others} and none of {device.name}", remedy)
+    found = []
+    for number, (name, row) in enumerate(zip(names, frame.to_dict("records"), strict=True), start=1):
+        if not is_own[name]:
+            continue
+        place = f"{where}:row {number}"
+        if row.get("origin") == "predicted" or str(row.get("settings", "")).startswith("predicted"):
+            raise InputError(f"{place}:origin", "is predicted", "calibrate with measured rows")
+        passes = row.get("accumulation_steps", 0)
+        if row["num_replicas"] != 1 or passes > 0:  # a row that does not say has NaN
+            continue
+        said = _said(row, place)
+        if said.get("precision", precision) not in (precision, {"tf32": "fp32"}.get(precision)):
+            raise InputError(place, f"was measured in {said['precision']}, not {precision}", _alike("precision"))
+        if optimizer is not None and said.get("optimizer", optimizer) != optimizer:
+            raise InputError(place, f"was measured with {said['optimizer']}, not {optimizer}", _alike("optimizer"))
+        trained = said.get("optimizer") or optimizer or "adam"
+        if trained not in OPTIMIZERS:
+            raise InputError(f"{place}:optimizer", f"unknown {trained!r}", did_you_mean(trained, OPTIMIZERS))
+        source = row.get("source")
+        source = _DIGEST.sub("", source) if isinstance(source, str) and source else model
+        if source is None:
+            raise InputError(where, "does not say which model was trained", "name it: --model SOURCE")
+        found.append(
+            MeasuredStep(
+                model=source, batch=int(row["local_batch_size"]), optimizer=trained, seconds=float(row["step_time_s"])
+            )
+        )
+    return found
+
+
+def _is(device: Device, name: str, known: DeviceTable) -> bool:
+    found = known.find(name)
+    return name.casefold() in _UNNAMED or (found is not None and name_key(found.name) == name_key(device.name))
+
+
+def _said(row: Mapping[Any, Any], place: str) -> dict[str, str]:
+    """Return the precision and optimizer that a row tells, in its columns, its settings, or by who wrote it."""
+    settings = dict(part.split("=", 1) for part in str(row.get("settings", "")).split(";") if "=" in part)
+    said = dict(_PROFILE) if set(settings) >= _PROFILE_SETTINGS else {}
+    for told in (settings, row):
+        said |= {name: told[name] for name in _PROFILE if isinstance(told.get(name), str) and told[name]}
+    if settings.get("device") == "cpu":
+        raise InputError(place, "was measured on a CPU", "measure on the GPU: ddltool profile --device cuda")
+    return said
+
+
+def _alike(option: str) -> str:
+    return f"leave --{option} out, or measure alike"

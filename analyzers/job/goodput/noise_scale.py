@@ -1,0 +1,163 @@
+"""The gradient noise scale phi: how many samples a batch needs until its gradient is more signal than noise.
+
+Start at :class:`NoiseScaleEstimator`, which takes squared norms (numbers, no tensors) step by step. With G the true
+gradient and S the trace of the covariance of one sample's gradient, ``phi = S / |G|^2`` in samples (McCandlish et al. 2018,
+"simple" noise scale, appendix A.1). A mean gradient over a batch of B samples has ``E |g|^2 = |G|^2 + S / B``; two batch
+sizes make two equations, from K replicas, accumulation steps, or two consecutive steps. For optimizers that scale each
+coordinate (Adam), take all norms of ``P g`` instead of ``g``: the pre-conditioned noise scale of Pollux, section 3.1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ddltool.analyzers.job.goodput.lr_rules import GradientStatistics
+from ddltool.arrays import Ints
+from ddltool.errors import InputError
+
+# Effective number of past observations: 1 / (1 - smoothing).
+SMOOTHING = 0.99
+# What is averaged: 1 (so that the start's bias can be corrected), both terms, their squares and product.
+_MOMENTS = ("weight", "sqr", "var", "sqr_sqr", "var_var", "sqr_var")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoiseTerms:
+    """Unbiased estimates of ``|G|^2`` (sqr) and of S (var_per_sample); either can be negative by chance."""
+
+    sqr: float
+    var_per_sample: float
+
+
+def small_batch(batch_sizes: Sequence[int] | Ints) -> float:
+    """Return B_small for gradients of unequal batches, their harmonic mean: the mean of ``S / B_i`` is ``S / B_small``.
+
+    Raises InputError when there is none or one is below 1.
+    """
+    sizes = np.asarray(batch_sizes, dtype=np.float64)
+    if sizes.size == 0 or sizes.min() < 1:
+        raise InputError("batch_sizes", f"is {list(batch_sizes)}", "give each gradient's number of samples, 1 or more")
+    return float(1.0 / np.mean(1.0 / sizes))
+
+
+def noise_terms(small_sqr: float, big_sqr: float, small: float, big: float) -> NoiseTerms:
+    """Return both terms from squared norms at two batch sizes (McCandlish et al., appendix A.1).
+
+    ``small_sqr`` is the mean of ``|g_i|^2`` over independent gradients of ``small`` samples each, ``big_sqr`` the squared
+    norm of their mean over all ``big`` samples (weighted by samples when unequal; see :func:`small_batch`). Unbiased for
+    independent samples. Raises InputError unless ``0 < small < big`` and the norms are finite.
+    """
+    if not 0 < small < big:
+        raise InputError(
+            "batch sizes", f"are {small:g} and {big:g}", "the second must be larger: give two or more gradients"
+        )
+    if not (math.isfinite(small_sqr) and math.isfinite(big_sqr) and small_sqr >= 0 and big_sqr >= 0):
+        raise InputError("squared norms", f"are {small_sqr} and {big_sqr}", "they must be finite and >= 0")
+    return NoiseTerms(
+        sqr=(big * big_sqr - small * small_sqr) / (big - small),
+        var_per_sample=(small_sqr - big_sqr) / (1.0 / small - 1.0 / big),
+    )
+
+
+def differenced_terms(first_sqr: float, second_sqr: float, dot: float, batch: float) -> NoiseTerms:
+    """Return both terms from the gradients g1, g2 of two consecutive steps of ``batch`` samples, taken at almost one point.
+
+    The same equations with B_small = batch and B_big = 2 batch: ``|G|^2 ~ g1 . g2``, ``S ~ batch |g1 - g2|^2 / 2``. As far
+    as G moves between the steps, S is too large by ``batch |G1 - G2|^2 / 2``. Raises InputError as :func:`noise_terms`.
+    """
+    both = first_sqr + second_sqr
+    return noise_terms(both / 2.0, max(both + 2.0 * dot, 0.0) / 4.0, batch, 2.0 * batch)
+
+
+class NoiseScaleEstimator:
+    """Smooths the two terms separately and divides.
+
+    Both are exponential moving averages whose bias towards the start is corrected (as Adam corrects its moments): an
+    average over the last ``1 / (1 - smoothing)`` observations or so. Nothing that is not finite gets in.
+
+    Args:
+        smoothing: weight of the past, 0 <= smoothing < 1.
+    """
+
+    def __init__(self, smoothing: float = SMOOTHING) -> None:
+        if not 0 <= smoothing < 1:
+            raise InputError("smoothing", f"is {smoothing}", "give a number from 0 to below 1")
+        self.smoothing = smoothing
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all observations."""
+        self._moments = np.zeros(len(_MOMENTS))
+        self._weight_sqr = 0.0
+        self.count = 0
+        """Observations taken since the start or the last reset."""
+
+    def add(self, terms: NoiseTerms) -> None:
+        """Take one observation of both terms."""
+        past, rest = self.smoothing, 1.0 - self.smoothing
+        sqr, var = terms.sqr, terms.var_per_sample
+        self._moments = past * self._moments + rest * np.array([1.0, sqr, var, sqr * sqr, var * var, sqr * var])
+        self._weight_sqr = past * past * self._weight_sqr + rest * rest
+        self.count += 1
+
+    @property
+    def terms(self) -> NoiseTerms | None:
+        """Both smoothed terms, None before the first observation."""
+        if not self.count:
+            return None
+        weight, sqr, var, *_ = self._moments.tolist()
+        return NoiseTerms(sqr=sqr / weight, var_per_sample=var / weight)
+
+    @property
+    def noise_scale(self) -> float | None:
+        """Phi in samples; None when unknown: nothing seen, or no gradient visible above the noise (|G|^2 <= 0).
+
+        A negative S means noise too small to be seen: phi is 0 then.
+        """
+        terms = self.terms
+        if terms is None or terms.sqr <= 0:
+            return None
+        phi = max(terms.var_per_sample, 0.0) / terms.sqr
+        return phi if math.isfinite(phi) else None
+
+    @property
+    def relative_error(self) -> float | None:
+        """Relative standard error of :attr:`noise_scale`, to first order; None where that or the error is unknown.
+
+        From the scatter of the observations, taken as independent. Above about 0.3 the ratio is biased upwards as well:
+        smooth over more of them.
+        """
+        terms, phi = self.terms, self.noise_scale
+        if terms is None or not phi or self.count < 3:
+            return None
+        sqr, var = terms.sqr, terms.var_per_sample
+        weight, _, _, sqr_sqr, var_var, sqr_var = self._moments.tolist()
+        scatter = sqr_sqr / weight / sqr**2 + var_var / weight / var**2 - 2.0 * sqr_var / weight / (sqr * var)
+        share = self._weight_sqr / weight**2  # of one observation: 1 / their effective number
+        # as the sample variance divides by n - 1, so that few observations do not look surer than they are
+        return math.sqrt(max(scatter, 0.0) * share / max(1.0 - share, share))
+
+    def statistics(self, initial_batch_size: int) -> GradientStatistics | None:
+        """Return what AdaScale needs, at batch M0; None where the noise scale is unknown."""
+        terms = self.terms
+        if terms is None or self.noise_scale is None:
+            return None
+        return GradientStatistics(sqr=terms.sqr, var=max(terms.var_per_sample, 0.0) / initial_batch_size)
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the state for a checkpoint."""
+        moments = dict(zip(_MOMENTS, self._moments.tolist(), strict=True))
+        return {"smoothing": self.smoothing, **moments, "weight_sqr": self._weight_sqr, "count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Take up a state again. Raises InputError naming what is missing."""
+        missing = sorted({"smoothing", *_MOMENTS, "weight_sqr", "count"} - set(state))
+        if missing:
+            raise InputError("noise scale state", f"lacks {', '.join(missing)}", "give what state_dict returned")
+        self._moments = np.array([float(state[name]) for name in _MOMENTS])
+        self.smoothing, self._weight_sqr = float(state["smoothing"]), float(state["weight_sqr"])
+        self.count = int(state["count"])

@@ -1,0 +1,305 @@
+"""Measured steps from each kind of table that people have, as arrays for the fit or as rows of profile.csv.
+
+Tables are native profiles, hook telemetry, AdaptDL's placements and scalability tables, and profiler traces. Start at
+:func:`from_frame` and :func:`import_table`. Every check is vectorised, so that a million rows take seconds; a bad value is
+named as ``FILE:row N:COLUMN``, rows counted from 1 after the header.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddltool.arrays import Flags, Floats, Ints
+from ddltool.errors import InputError, did_you_mean
+from ddltool.profiles import LARGEST_COUNT, TIMES_S, check_profile
+from ddltool.tables import demand, numbers
+from ddltool.telemetry import WARMUP_STEPS, runs_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from ddltool.analyzers.step.measured.kineto import TraceSteps
+
+Kind = Literal["profile", "placements", "scalability", "telemetry"]
+_COUNTS = ("num_nodes", "num_replicas", "local_batch_size")
+# AdaptDL's column for each of ours.
+_ADAPTDL = {"local_bsz": "local_batch_size", "step_time": "step_time_s", "sync_time": "sync_time_s"}
+_TELEMETRY = ("step", "rank", "world_size", "num_nodes", "batch", "compute_s", "sync_s")
+_DIGITS, _PER_NODE = re.compile("[0-9]+"), "one digit per node, such as 44"
+TELEMETRY_NUMBERS = (*_TELEMETRY, "memory_bytes", "passes")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Observations:
+    """``n`` measured configurations; arrays of shape (n,), times in seconds, ``grad_time_s`` NaN where not observed.
+
+    ``accumulation_steps`` s: passes without synchronisation before the one that synchronises; ``grad_time_s`` is the time
+    of one pass. ``part`` tells which of several tables a row came from.
+    """
+
+    num_nodes: Floats
+    num_replicas: Floats
+    local_batch_size: Floats
+    step_time_s: Floats
+    grad_time_s: Floats
+    accumulation_steps: Floats = field(default_factory=lambda: np.zeros(0))
+    device: NDArray[np.object_] = field(default_factory=lambda: np.zeros(0, dtype=object))
+    part: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+    def __post_init__(self) -> None:
+        """Fill in what most tables do not say: no accumulation, one device without a name."""
+        count = len(self.step_time_s)
+        usual: dict[str, NDArray[Any]] = {
+            "accumulation_steps": np.zeros(count),
+            "device": np.full(count, "", dtype=object),
+            "part": np.zeros(count, dtype=np.int64),
+        }
+        for name, values in usual.items():
+            if len(getattr(self, name)) == 0:
+                object.__setattr__(self, name, values)
+
+    def __len__(self) -> int:
+        return len(self.step_time_s)
+
+    def take(self, rows: Flags | Ints) -> Observations:
+        """Return the rows that a mask (n,) or indices choose."""
+        return Observations(**{f.name: getattr(self, f.name)[rows] for f in fields(Observations)})
+
+    def by_device(self) -> dict[str, Observations]:
+        """Return the rows of each device type, types in the order in which they come."""
+        names, first, which = np.unique(self.device.astype(str), return_index=True, return_inverse=True)
+        return {str(names[i]): self.take(which == i) for i in np.argsort(first)}
+
+
+def concatenate(parts: Sequence[Observations]) -> Observations:
+    """Return all rows of the parts, one after the other; ``part`` then counts the parts from 0."""
+    columns = {f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Observations)}
+    columns["part"] = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    return Observations(**columns)
+
+
+def check(rows: Observations) -> None:
+    """Raise InputError when there are no rows, or a time or count is no number that a measurement can give."""
+    if len(rows) == 0:
+        raise InputError("observations", "are empty", "give at least one measured row")
+    limits = {
+        "step_time_s": TIMES_S,
+        "grad_time_s": (1e-15, TIMES_S[1]),
+        **dict.fromkeys(_COUNTS, (1, LARGEST_COUNT)),
+        "accumulation_steps": (0, LARGEST_COUNT),
+    }
+    for name, (low, high) in limits.items():
+        values = getattr(rows, name)
+        good = (values >= low) & (values <= high) | (np.isnan(values) & (name == "grad_time_s"))
+        demand(good, values, name, "observations", f"a number from {low:g} to {high:.15g}")
+
+
+def kind_of(columns: list[str], where: str) -> Kind:
+    """Return what a table with these columns holds.
+
+    Raises InputError for a column that occurs twice, for columns of two kinds of table, and for those of none.
+    """
+    twice = sorted({name for name in columns if columns.count(name) > 1})
+    if twice:
+        raise InputError(f"{where}:{twice[0]}", "is the name of two columns", "name each column once")
+    names = set(columns)
+    own, theirs = names & {"local_batch_size", "step_time_s", "sync_time_s"}, names & set(_ADAPTDL)
+    if own and theirs:
+        mixed = f"mixes the columns of two kinds of table ({sorted(own)[0]} and {sorted(theirs)[0]})"
+        raise InputError(where, mixed, "give one kind per file")
+    if "placement" in names and names & {"num_nodes", "num_replicas"}:
+        raise InputError(where, "has both placement and num_nodes or num_replicas", "keep one of them")
+    if names >= set(_TELEMETRY):
+        return "telemetry"
+    wanted: dict[Kind, set[str]] = {
+        "profile": {*_COUNTS, "step_time_s", "sync_time_s"},
+        "placements": {"placement", *_ADAPTDL},
+        "scalability": {"num_nodes", "num_replicas", *_ADAPTDL},
+    }
+    for kind, needed in wanted.items():
+        if names >= needed:
+            return kind
+    nearest = max(wanted, key=lambda kind: len(names & wanted[kind]) / len(wanted[kind]))
+    if names & wanted[nearest]:
+        missing = min(wanted[nearest] - names)
+        raise InputError(where, f"has no column {missing!r}", did_you_mean(missing, names))
+    expected = " or ".join(",".join(sorted(needed)) for needed in wanted.values())
+    raise InputError(where, f"has columns {', '.join(sorted(names))[:200]}", f"expected {expected}")
+
+
+def from_frame(frame: pd.DataFrame, where: str) -> Observations:
+    """Return the observations of a native profile, hook telemetry, or AdaptDL's placements or scalability table.
+
+    T_grad is ``grad_time_s`` where the table has it, else one pass's share of what the step takes without synchronisation.
+    Raises InputError naming the row and the column, or the columns that would be right.
+    """
+    kind = kind_of([str(name) for name in frame.columns], where)
+    rows = _rows(frame, kind, where)
+    step, sync = rows["step_time_s"].to_numpy(dtype=float), rows["sync_time_s"].to_numpy(dtype=float)
+    nothing = np.full(len(rows), np.nan)
+    passes = np.nan_to_num(rows.get("accumulation_steps", nothing))
+    grad = np.asarray(rows.get("grad_time_s", nothing), dtype=float)
+    known = ~np.isnan(grad)
+    remedy = "it must be the time of one pass, above 0 and at most the step time"
+    demand(~known | (grad <= step), grad, "grad_time_s", where, remedy)
+    grad = np.where(known, grad, (step - sync) / (passes + 1.0))
+    return Observations(
+        **{name: rows[name].to_numpy(dtype=float) for name in _COUNTS},
+        step_time_s=step,
+        # a pass below the resolution of any clock says that all was synchronisation: nothing about T_grad
+        grad_time_s=np.where(grad >= TIMES_S[0] * 1e-6, grad, np.nan),
+        accumulation_steps=passes,
+        device=rows["device"].astype(str).to_numpy(dtype=object) if "device" in rows else np.zeros(0, dtype=object),
+    )
+
+
+def import_table(frame: pd.DataFrame, where: str, device: str | None) -> pd.DataFrame:
+    """Return a table's rows in the columns of profile.csv, with ``origin`` = imported.
+
+    ``device`` overrides the file's own device column; AdaptDL's tables have none and need it. Telemetry becomes one
+    row per rank, batch size and number of passes: the medians of its steps, the first three left out. Raises InputError
+    as the module says.
+    """
+    kind = kind_of([str(name) for name in frame.columns], where)
+    if frame.empty:
+        raise InputError(where, "has no rows", "give at least one measured row")
+    rows = _rows(frame, kind, where)
+    if kind == "telemetry":
+        rows["local_batch_size"] = np.maximum(np.rint(rows["local_batch_size"]), 1)
+        rows[list(_COUNTS)] = rows[list(_COUNTS)].astype(np.int64)
+    return _named(rows, where, device)
+
+
+def _rows(frame: pd.DataFrame, kind: Kind, where: str) -> pd.DataFrame:
+    """Return the checked rows of a table of some kind, columns named as in profile.csv."""
+    if kind == "telemetry":
+        return _of_telemetry(frame, where)
+    if kind == "profile":
+        return _checked(frame, where)
+    rows = frame[list(_ADAPTDL)].rename(columns=_ADAPTDL)
+    if kind == "placements":
+        places = split_placements(frame["placement"], where)
+        rows = rows.assign(num_nodes=list(map(len, places)), num_replicas=list(map(sum, places)))
+    else:
+        rows = rows.assign(num_nodes=frame["num_nodes"], num_replicas=frame["num_replicas"])
+    return _checked(rows, where, {own: theirs for theirs, own in _ADAPTDL.items()}).drop(columns="device")
+
+
+def import_steps(
+    steps: TraceSteps,
+    *,
+    local_batch_size: int | None,
+    num_nodes: int | None = None,
+    num_replicas: int | None = None,
+    device: str | None = None,
+) -> pd.DataFrame:
+    """Return a profiler trace as one row: medians over its steps, synchronisation that no compute hid.
+
+    A trace knows neither the batch size nor the nodes; the device and the number of replicas where it says so. Raises
+    InputError when it lacks what is not given either, and when the replicas given are not those it says.
+    """
+    import pandas as pd
+
+    if local_batch_size is None:
+        raise InputError(steps.where, "does not say the batch size", "give it with --batch-size N")
+    replicas = steps.world_size or num_replicas
+    if num_replicas is not None and num_replicas != replicas:
+        problem = f"is of a job of {replicas} replicas, not {num_replicas}"
+        raise InputError(steps.where, problem, "leave --replicas out")
+    if replicas is None and steps.communication_s.any():
+        raise InputError(steps.where, "has collectives and does not say of how many replicas", "give --replicas N")
+    replicas = replicas or 1
+    if num_nodes is None and replicas > 1:
+        raise InputError(steps.where, f"does not say on how many nodes its {replicas} ranks ran", "give --nodes N")
+    low, high = np.percentile(steps.step_time_s, [25, 75])
+    row = {
+        "device": steps.device or "",
+        "num_nodes": num_nodes or 1,
+        "num_replicas": replicas,
+        "local_batch_size": local_batch_size,
+        "step_time_s": float(np.median(steps.step_time_s)),
+        "sync_time_s": float(np.median(steps.exposed_s)),
+        "step_time_spread_s": float(high - low),
+        "repeats": len(steps.step_time_s),
+    }
+    return _named(_checked(pd.DataFrame([row]), steps.where), steps.where, device)
+
+
+def _checked(frame: pd.DataFrame, where: str, shown: Mapping[str, str] | None = None) -> pd.DataFrame:
+    """Return the checked rows of a profile, its device empty where it names none; ``shown`` as in ``check_profile``."""
+    rows = check_profile(frame if "device" in frame else frame.assign(device=""), where, shown)
+    label = (shown or {}).get("sync_time_s", "sync_time_s")
+    remedy = "it is the part of the step that synchronises, and below the step time"
+    demand((rows["sync_time_s"] < rows["step_time_s"]).to_numpy(), rows["sync_time_s"], label, where, remedy)
+    return rows
+
+
+def split_placements(placements: pd.Series[Any], where: str) -> list[tuple[int, ...]]:
+    """Return the GPUs on each node of AdaptDL's placements, which have one digit per node; nodes without any left out."""
+    texts = placements.fillna("").astype(str).tolist()
+    known = {
+        text: tuple(int(digit) for digit in text if digit != "0") for text in set(texts) if _DIGITS.fullmatch(text)
+    }
+    demand(np.array([bool(known.get(text)) for text in texts], dtype=bool), placements, "placement", where, _PER_NODE)
+    return [known[text] for text in texts]
+
+
+def _of_telemetry(frame: pd.DataFrame, where: str) -> pd.DataFrame:
+    """Return medians per rank and batch size of each run, its warm-up left out.
+
+    The step is compute plus synchronisation. Waiting for slower ranks is left out: it comes from how the batch is
+    split, not from how fast this rank or the network is.
+    """
+    names = [name for name in TELEMETRY_NUMBERS if name in frame.columns]
+    log = frame[names].copy()
+    for name in names:
+        log[name] = numbers(frame, name, where, missing=name == "passes", unit="line")
+    passes = log["passes"].fillna(1.0).clip(lower=1.0) if "passes" in names else 1.0
+    device = frame["device"].astype(str) if "device" in frame.columns else ""
+    log = log.assign(device=device, passes=passes, run=runs_of(frame))
+    begun = log.groupby("run")["step"].transform("nunique") > 2 * WARMUP_STEPS
+    steady = log[(log["step"] >= WARMUP_STEPS) | ~begun]
+    steady = steady[(steady["batch"] > 0) & (steady["compute_s"] > 0)]
+    if steady.empty:
+        raise InputError(where, "holds no step with samples", "let the job train for more steps")
+    steady = steady.assign(step_time_s=steady["compute_s"] + steady["sync_s"])
+    by = ["run", "device", "num_nodes", "world_size", "rank", "batch", "passes"]
+    groups = steady.groupby(by, as_index=False, dropna=False)
+    quartiles = [groups["step_time_s"].quantile(share)["step_time_s"] for share in (0.25, 0.75)]
+    rows: pd.DataFrame = groups[["compute_s", "sync_s"]].median()
+    rows = rows.assign(
+        num_replicas=rows["world_size"],
+        # The samples of a step are those of all its passes; the local batch is one pass's.
+        local_batch_size=rows["batch"] / rows["passes"],
+        step_time_s=rows["compute_s"] + rows["sync_s"],
+        sync_time_s=rows["sync_s"],
+        step_time_spread_s=quartiles[1] - quartiles[0],
+        repeats=groups.size()["size"],
+    )
+    if "memory_bytes" in names:
+        rows["peak_memory_bytes"] = groups["memory_bytes"].max()["memory_bytes"]
+    if (rows["passes"] > 1).any():
+        rows["accumulation_steps"] = (rows["passes"] - 1).astype(np.int64)
+        rows["grad_time_s"] = rows["compute_s"] / rows["passes"]
+    for name, (low, high) in {"step_time_s": TIMES_S, **dict.fromkeys(_COUNTS, (1, LARGEST_COUNT))}.items():
+        numbers(rows, name, f"{where} (medians)", minimum=low, maximum=high)
+    return rows.drop(columns=["run", "world_size", "batch", "compute_s", "sync_s", "passes"])
+
+
+def _named(rows: pd.DataFrame, where: str, device: str | None) -> pd.DataFrame:
+    """Return the rows with their device, the given one first, and where they come from."""
+    if device is not None:
+        rows = rows.assign(device=device)
+    elif "device" not in rows.columns:
+        raise InputError(where, "does not say the device", "name it with --device-name NAME")
+    else:
+        named = rows["device"].notna() & (rows["device"].astype(str).str.strip() != "")
+        cells = rows["device"].where(named, "empty").reset_index(drop=True)
+        demand(named.to_numpy(), cells, "device", where, "name it with --device-name NAME")
+    return rows if "origin" in rows.columns else rows.assign(origin="imported")

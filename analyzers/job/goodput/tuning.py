@@ -1,0 +1,366 @@
+"""The batch that makes the most progress: local batch m and accumulation steps s of highest goodput, exact over integers.
+
+Start at :func:`tune` (thousands of allocations at once), :func:`tune_one`, or :func:`frontier` (what more
+GPUs buy); :func:`goodput_grid` is the picture behind it.
+
+With ``n = s + 1`` passes, ``M = K m n`` and noise scale phi, goodput is ``(phi + M0) / h`` with
+``h(m, n) = (1 + phi / M) T_iter``, ``T_iter = (n - 1) X + R(X)``, ``X = T_grad(m)``, ``R(X) = (X^g + T_sync^g)^(1/g)``.
+Three facts make the search over all integers (m, n) short:
+
+1. For each n, h is convex in ``u = 1 / m`` (``T_iter / m`` is the perspective of a convex function; ``X(1 / u)`` is convex
+   in u): the best integer m is one of the two next to the real minimum. That solves ``b m^2 = (phi / (K n))
+   (a + X e q / (n - 1 + q))`` with ``e = (T_sync / X)^g`` and ``q = (X / R)^(g - 1)``, monotone in log m: Newton's method
+   with a bracket.
+2. For each per-replica batch ``B = m n``, fewer passes with larger m are never slower: ``n X(B / n)`` grows with n, and so
+   does ``R(X) - X``. So h at ``m = m_max`` with a real n bounds every point of the same B >= m_max from below. That
+   bound is convex in B with its minimum at ``B* = sqrt(phi m_max (R - X) / (K X))``. With B* moved into the allowed
+   range, ``n1 = floor(B* / m_max)``: all n <= n1 are answered by (m_max, n1).
+3. From n = n1 + 1 on, with ``h*(n)`` the minimum over real m: a point of more passes with ``B <= n m_max`` costs at least
+   ``h*(n) + a (1 + phi / M_max)`` (fact 2; each pass adds a), one of larger B at least ``h(m_max, n)``, already tried. The
+   search stops when the former is not below the best point found. Usually that is at once; where few integers fit
+   between the smallest and the largest total batch it can take many n, and the answer is exact all the same.
+
+Exact up to rounding: no point is better by more than a 1e-12th. Where no equal local batches add up to a total within the
+limits (128 samples on 3 replicas), the total is M0 rounded up to the next that they do (3 x 43).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ddltool.analyzers.job.goodput.elastic_table import ElasticLimits
+from ddltool.analyzers.job.goodput.throughput import ThroughputParams, efficiency, iteration_time_s, sync_time_s
+from ddltool.arrays import Flags, Floats, Ints
+from ddltool.errors import Infeasible, InputError
+
+_ROUNDING = 1e-12
+# Zero times make logarithms infinite; this one is zero beside any time that can be measured.
+_TINY = 1e-300
+_LARGEST_CHUNK = 1 << 18
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchLimits(ElasticLimits):
+    """What a job allows: total batch ``M0 <= M <= max``, local batch within memory, accumulation steps.
+
+    Raises InputError for a value out of range.
+    """
+
+    initial_batch_size: int
+    max_batch_size: int
+
+    def __post_init__(self) -> None:
+        ElasticLimits.__post_init__(self)
+        if self.initial_batch_size > self.max_batch_size:
+            remedy = f"it must be at most max_batch_size, {self.max_batch_size}"
+            raise InputError("initial_batch_size", f"is {self.initial_batch_size}", remedy)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Tuned:
+    """The best batch per allocation; arrays of shape (n,), all zero where no batch is allowed."""
+
+    local_batch_size: Ints
+    accumulation_steps: Ints
+    total_batch_size: Ints
+    goodput_per_s: Floats
+
+    @property
+    def feasible(self) -> Flags:
+        """Where a batch is allowed at all, shape (n,)."""
+        return self.local_batch_size > 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TunedOne:
+    """The best batch for one allocation."""
+
+    local_batch_size: int
+    accumulation_steps: int
+    total_batch_size: int
+    goodput_per_s: float
+
+
+def tune(
+    params: ThroughputParams, num_nodes: ArrayLike, num_replicas: ArrayLike, limits: BatchLimits, *, noise_scale: float
+) -> Tuned:
+    """Return the batch of highest goodput for each allocation (Pollux, Equation 13; exact over integer m and s).
+
+    ``num_nodes`` and ``num_replicas`` broadcast to shape (n,). ``noise_scale`` phi >= 0 in samples; ``math.inf`` makes
+    efficiency 1, so throughput alone counts. Goodput in useful samples per second, zeros where no batch is allowed.
+    Raises InputError for an allocation or a noise scale that cannot be, and when a pass takes no time.
+    """
+    if not noise_scale >= 0:
+        raise InputError("noise_scale", f"is {noise_scale}", "a number of samples >= 0, or inf for throughput alone")
+    if params.alpha_grad_s + params.beta_grad_s <= 0:
+        raise InputError("params", "say that a pass takes no time", "alpha_grad_s or beta_grad_s must be above 0")
+    nodes, replicas = np.broadcast_arrays(_whole("num_nodes", num_nodes), _whole("num_replicas", num_replicas))
+    bad = np.flatnonzero((nodes < 1) | (replicas < nodes))
+    if bad.size:
+        problem = f"has {replicas[bad[0]]} replicas on {nodes[bad[0]]} nodes"
+        raise InputError(f"allocation {bad[0]}", problem, "each node has at least one")
+    # one answer per number of replicas, on one node or several: nothing else matters
+    keys = 2 * replicas + (nodes > 1)
+    place = np.zeros(keys.max(initial=0) + 1, dtype=np.int64)
+    place[keys] = 1
+    distinct = np.flatnonzero(place)
+    place[distinct] = np.arange(len(distinct))
+    where = place[keys]
+    alone = distinct // 2
+    search = _Search(params, 1 + distinct % 2, alone, limits, noise_scale)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        search.run()
+        search.round_up()
+    scale = 1.0 if math.isinf(noise_scale) else noise_scale + limits.initial_batch_size
+    local, passes = search.m_best.astype(np.int64), search.n_best.astype(np.int64)
+    return Tuned(
+        local_batch_size=local[where],
+        accumulation_steps=np.maximum(passes - 1, 0)[where],
+        total_batch_size=(alone * local * passes)[where],
+        goodput_per_s=np.where(local > 0, scale / search.cost_best, 0.0)[where],
+    )
+
+
+def tune_one(
+    params: ThroughputParams, num_nodes: int, num_replicas: int, limits: BatchLimits, *, noise_scale: float
+) -> TunedOne:
+    """Return the batch of highest goodput for one allocation. Raises Infeasible, naming the limits, when none is allowed."""
+    found = tune(params, num_nodes, num_replicas, limits, noise_scale=noise_scale)
+    if not found.feasible[0]:
+        steps = "any" if limits.max_accumulation_steps is None else f"at most {limits.max_accumulation_steps}"
+        raise Infeasible(
+            f"no batch fits {num_replicas} replicas: no multiple of {num_replicas} from {limits.initial_batch_size} to "
+            f"{limits.max_batch_size} samples has local batches of {limits.min_local_batch_size} to "
+            f"{limits.max_local_batch_size} with {steps} accumulation steps"
+        )
+    return TunedOne(**{item.name: getattr(found, item.name)[0].item() for item in fields(TunedOne)})
+
+
+def _whole(name: str, values: ArrayLike) -> Ints:
+    given = np.atleast_1d(values)
+    made: Ints = given.astype(np.int64)
+    if given.dtype.kind not in "iu" and not np.array_equal(made, given):
+        raise InputError(name, "has a value that is no integer", "give whole numbers")
+    return made
+
+
+class _Search:
+    """The search over (m, n) for many allocations at once; arrays have shape (allocations, numbers of passes)."""
+
+    def __init__(
+        self, params: ThroughputParams, nodes: Ints, replicas: Ints, limits: BatchLimits, noise: float
+    ) -> None:
+        self.alpha, self.beta = params.alpha_grad_s, params.beta_grad_s
+        self.gamma, self.noise = params.gamma, noise
+        # h = (weight + share / M) T_iter; without noise in sight (phi = inf) only T_iter / M counts.
+        self.weight, self.share = (0.0, 1.0) if math.isinf(noise) else (1.0, float(noise))
+        self.smallest, self.largest = float(limits.min_local_batch_size), float(limits.max_local_batch_size)
+        self.most_passes = math.inf if limits.max_accumulation_steps is None else limits.max_accumulation_steps + 1.0
+        self.replicas = replicas[:, None].astype(np.float64)
+        self.sync = np.asarray(sync_time_s(params, nodes, replicas), dtype=np.float64)[:, None]
+        self.log_sync = np.log(np.maximum(self.sync, _TINY))
+        self.low = np.ceil(limits.initial_batch_size / self.replicas)
+        self.high = np.floor(limits.max_batch_size / self.replicas)
+
+    def overlapped(self, x: Floats, rows: slice | Ints) -> Floats:
+        """Return R(X), at least X."""
+        # the cap keeps the power finite; it is reached only where T_sync is e^60 times X or more
+        ratio = np.exp(np.minimum(self.gamma * (self.log_sync[rows] - np.log(x)), 600.0))
+        made: Floats = x * np.exp(np.log(1.0 + ratio) / self.gamma)
+        return made
+
+    def cost(self, m: Floats, n: Floats, rows: slice | Ints) -> Floats:
+        """Return h(m, n) for m, n >= 1 (not checked against the limits)."""
+        x = self.alpha + self.beta * m
+        step = (n - 1.0) * x + self.overlapped(x, rows)
+        made: Floats = (self.weight + self.share / (self.replicas[rows] * m * n)) * step
+        return made
+
+    def stationary(self, n: Floats, rows: slice | Ints) -> Floats:
+        """Return the m > 0 of least h, infinite where h falls for ever.
+
+        Newton on ``F(y) = 2 y - log(c / beta) - log(alpha + D)``, y = log m, whose slope lies in [2, 1 + gamma]; alone it
+        can swing to and fro for ever, so the bracket is halved where F did not.
+        """
+        if math.isinf(self.noise) or self.beta == 0 or self.noise == 0:
+            return np.full(np.broadcast_shapes(n.shape, self.replicas[rows].shape), np.inf if self.noise else 0.0)
+        log_c = np.log(self.noise / self.beta / (self.replicas[rows] * n))
+        log_sync, more = self.log_sync[rows], n - 1.0
+        alpha = max(self.alpha, _TINY)
+        y = 0.5 * (log_c + np.log(alpha + self.sync[rows]))  # exact for gamma = 1
+        above, below = np.full_like(y, np.inf), np.full_like(y, -np.inf)
+        before = above
+        for _ in range(60):
+            bm = self.beta * np.exp(y)
+            x = alpha + bm
+            e = np.exp(np.minimum(self.gamma * (log_sync - np.log(x)), 600.0))
+            q = np.exp((1.0 / self.gamma - 1.0) * np.log(1.0 + e))
+            final = q / (more + q)  # how much the synchronising pass weighs among all
+            d = x * e * final
+            value = 2.0 * y - log_c - np.log(alpha + d)
+            slope = 2.0 + (self.gamma - 1.0) * (1.0 - (1.0 - final) * e / (1.0 + e)) * d / (alpha + d) * bm / x
+            positive = value > 0
+            above, below = np.where(positive, y, above), np.where(positive, below, y)
+            step = value / slope
+            if np.abs(step).max(initial=0.0) < 1e-10:
+                break
+            y = y - step
+            size = np.abs(value)
+            halve = ((2.0 * size > before) & (np.abs(step) > 1e-6)) | (y > above) | (y < below)
+            halve &= np.isfinite(above - below)
+            if halve.any():
+                y = np.where(halve, 0.5 * (above + below), y)
+            before = size
+        return np.exp(y)
+
+    def run(self) -> None:
+        """Find m, n and h of the best point per allocation, shape (allocations,); m = 0 and h = inf where none is."""
+        every: slice | Ints = slice(None)
+        x = self.alpha + self.beta * self.largest
+        high = np.minimum(self.high, self.most_passes * self.largest)
+        # fact 2; noise 0 asks for the smallest batch, inf for the largest
+        more = self.overlapped(np.array([[x]]), every) / x - 1.0
+        best_batch = np.sqrt(self.noise * self.largest / self.replicas * more)
+        best_batch = np.where(np.isnan(best_batch), np.inf if math.isinf(self.noise) else 0.0, best_batch)
+        full = np.floor(np.minimum(np.maximum(best_batch, self.low), high) / self.largest)
+        allowed = (full >= 1) & (full * self.largest >= self.low) & (self.low <= high)
+        cost = np.where(allowed, self.cost(np.array([[self.largest]]), np.maximum(full, 1.0), every), np.inf)
+        self.cost_best, self.m_best, self.n_best = cost[:, 0], (allowed * self.largest)[:, 0], (allowed * full)[:, 0]
+        rows, start, width = every, full + 1.0, 1
+        while True:
+            bound = self._consider(start + np.arange(width), rows)
+            # fact 3
+            grown = bound[:, -1:] + self.alpha * (self.weight + self.share / (self.replicas[rows] * high[rows]))
+            start = start + width
+            on = (grown < self.cost_best[rows, None] * (1.0 - _ROUNDING)) & (start <= self.most_passes)
+            on &= (start * self.smallest <= high[rows]) & (self.low[rows] <= high[rows])
+            index = np.flatnonzero(on[:, 0])
+            if not index.size:
+                return
+            rows, start = np.arange(len(self.replicas))[rows][index], start[index]
+            width = max(1, min(4 * width, _LARGEST_CHUNK // index.size))
+
+    def round_up(self) -> None:
+        """Where no total within the limits can be shared equally, take the next above M0 that can, in as few passes as fit."""
+        # least: the smallest local batch on each replica is within the limits
+        least = np.isinf(self.cost_best[:, None]) & (self.high >= self.smallest)
+        if not least.any():
+            return
+        n = np.ceil(self.low / self.largest)
+        m = np.ceil(self.low / n)
+        rounded = (m >= self.smallest) & (m <= self.largest) & (n <= self.most_passes)
+        self._take(slice(None), m, n, np.where(rounded & least, self.cost(m, n, slice(None)), np.inf))
+
+    def _take(self, rows: slice | Ints, m: Floats, n: Floats, cost: Floats) -> None:
+        """Keep the best of the points (rows, width), where it is better than the best so far."""
+        pick = (np.arange(len(cost)), cost.argmin(axis=1))
+        better = cost[pick] < self.cost_best[rows]
+        for best, tried in ((self.cost_best, cost), (self.m_best, m), (self.n_best, n)):
+            best[rows] = np.where(better, tried[pick], best[rows])
+
+    def _consider(self, n: Floats, rows: slice | Ints) -> Floats:
+        """Try all m for each of the n, shape (rows, width); return the least h over real m, inf where none is allowed."""
+        low, high = self.low[rows], self.high[rows]
+        real_low, real_high = np.maximum(self.smallest, low / n), np.minimum(self.largest, high / n)
+        m = np.minimum(np.maximum(self.stationary(n, rows), real_low), real_high)
+        bound = np.where((real_low <= real_high) & (n <= self.most_passes), self.cost(m, n, rows), np.inf)
+        least, most = np.maximum(self.smallest, np.ceil(low / n)), np.minimum(self.largest, np.floor(high / n))
+        fits = (least <= most) & (n <= self.most_passes)
+        below = np.floor(m)
+        first, second = (np.maximum(np.minimum(np.maximum(x, least), most), 1.0) for x in (below, below + 1.0))
+        costs = self.cost(first, n, rows), self.cost(second, n, rows)
+        self._take(rows, np.where(costs[1] < costs[0], second, first), n, np.where(fits, np.minimum(*costs), np.inf))
+        return bound
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Frontier:
+    """Goodput over the number of GPUs; arrays of shape (n,), one entry per number of GPUs from 1 to n."""
+
+    num_replicas: Ints
+    num_nodes: Ints
+    tuned: Tuned
+    speedup: Floats
+    """Goodput over that of the fewest GPUs that can run the job; 0 where it cannot run."""
+    efficient: Flags
+    """True where no smaller number of GPUs has at least this goodput."""
+    pays_until: int
+    """The number of GPUs from which on more cost more than they bring at the threshold."""
+    threshold: float
+
+
+def frontier(
+    params: ThroughputParams,
+    max_replicas: int,
+    limits: BatchLimits,
+    *,
+    noise_scale: float,
+    replicas_per_node: int,
+    threshold: float = 0.5,
+) -> Frontier:
+    """Return tuned goodput for 1 to ``max_replicas`` GPUs on as few nodes as hold them.
+
+    With ``g1`` the goodput per GPU of the fewest GPUs that can run the job, ``pays_until`` is the largest K of those that
+    maximise ``goodput(K) - threshold g1 K``: beyond it no number of further GPUs brings, on average, the share
+    ``threshold`` of what the first ones do. A dip (the first GPU of a second node) does not end it when what follows makes
+    up for it. Raises InputError for arguments out of range, Infeasible when no number of GPUs can run the job.
+    """
+    if min(max_replicas, replicas_per_node) < 1:
+        raise InputError(
+            "max_replicas, replicas_per_node", f"are {max_replicas}, {replicas_per_node}", "give 1 or more"
+        )
+    if not 0 <= threshold <= 1:
+        raise InputError("threshold", f"is {threshold}", "give a share between 0 and 1")
+    replicas = np.arange(1, max_replicas + 1, dtype=np.int64)
+    nodes = -(-replicas // replicas_per_node)
+    tuned = tune(params, nodes, replicas, limits, noise_scale=noise_scale)
+    goodput = tuned.goodput_per_s
+    can = np.flatnonzero(tuned.feasible)
+    if not can.size:
+        raise Infeasible(f"no number of GPUs up to {max_replicas} allows a batch within {limits}")
+    first = int(can[0])
+    before = np.concatenate([[0.0], np.maximum.accumulate(goodput)[:-1]])
+    efficient = goodput > before
+    per_gpu = goodput[first] / replicas[first]
+    worth = np.where(tuned.feasible, goodput - threshold * per_gpu * replicas, -math.inf)
+    return Frontier(
+        num_replicas=replicas,
+        num_nodes=nodes,
+        tuned=tuned,
+        speedup=goodput / goodput[first],
+        efficient=efficient,
+        pays_until=int(replicas[np.flatnonzero(worth == worth.max())[-1]]),
+        threshold=threshold,
+    )
+
+
+def goodput_grid(
+    params: ThroughputParams,
+    num_nodes: ArrayLike,
+    num_replicas: ArrayLike,
+    total_batch_sizes: ArrayLike,
+    limits: BatchLimits,
+    *,
+    noise_scale: float,
+) -> Floats:
+    """Return goodput of shape (allocations, batches) at given total batches; NaN where the limits do not allow one.
+
+    For each pair the fewest accumulation steps that fit into memory (fastest for a given batch), local batches as if they
+    could be fractions: a surface to look at. ``noise_scale`` as in :func:`tune`.
+    """
+    nodes, replicas = (np.atleast_1d(np.asarray(item, dtype=np.float64))[:, None] for item in (num_nodes, num_replicas))
+    total = np.atleast_1d(np.asarray(total_batch_sizes, dtype=np.float64))[None, :]
+    passes = np.maximum(np.ceil(total / (replicas * limits.max_local_batch_size)), 1.0)
+    local = total / (replicas * passes)
+    step = np.asarray(iteration_time_s(params, nodes, replicas, local, passes - 1.0))
+    share = np.asarray(efficiency(noise_scale, total, limits.initial_batch_size))
+    allowed = (local >= limits.min_local_batch_size) & (total >= limits.initial_batch_size)
+    allowed &= total <= limits.max_batch_size
+    if limits.max_accumulation_steps is not None:
+        allowed &= passes <= limits.max_accumulation_steps + 1
+    made: Floats = np.where(allowed, total / step * share, np.nan)
+    return made

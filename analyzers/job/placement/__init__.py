@@ -1,0 +1,1 @@
+"""Which logical worker runs on which device (EasyScale)."""

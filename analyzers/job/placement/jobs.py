@@ -1,0 +1,529 @@
+"""The allocation of shared devices to several jobs at once. Start at :func:`solve_jobs`.
+
+A line is one step time of one job, with its device counts as variables. A single mixed-integer program, solved by HiGHS,
+picks at most one line for each job and a whole number of devices for the line, within the shared devices. The share of a
+line is at most the share of its step time, and at most the share of its devices while all of them compute: the second
+limit keeps the linear relaxation close to whole devices, so step times may be grouped where there are many. The bound of
+the program holds with groups too, and the share of each job is recomputed exactly from its devices.
+
+The largest smallest share is found by bisection over the shares: the same program, with one line for each job, decides
+whether all jobs can reach a share at once.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddltool.analyzers.job.placement.est import solve_est
+from ddltool.analyzers.job.placement.problem import DeviceType, Problem
+from ddltool.analyzers.job.placement.steps import (
+    Counts,
+    best_step,
+    counts_of,
+    evaluate,
+    plan_of,
+    step_table,
+    step_time_of,
+)
+from ddltool.arrays import Floats, Ints
+from ddltool.errors import Infeasible, InputError, NotProven
+from ddltool.graph import natural_key
+from ddltool.job import LARGEST
+from ddltool.plans import Plan
+from ddltool.results import JointJob, JointPlan, Sharing
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
+
+Sharings = list[Counts | None]
+"""Devices of each shared type for each job; None: the job waits."""
+# Lines of one program over all jobs; longer tables are grouped, each into _MIN_LINES groups at least.
+_MAX_LINES, _MIN_LINES = 1500, 6
+# Groups of step times in one job's table at most.
+_MAX_GROUPS = 1500
+# Programs of at most _EXACT_LINES lines are solved to a gap of 0, larger ones to _GAP_LIMIT.
+_EXACT_LINES, _GAP_LIMIT = 400, 1e-3
+# With "max-min" the smallest share has this part of the time limit, and the sum after it at most _SUM_LIMIT_S seconds.
+_FLOOR_SHARE, _SUM_LIMIT_S = 0.6, 4.0
+# Time limit of one program that decides whether all jobs reach a share.
+_FLOOR_LIMIT_S = 1.0
+# A gap below this is rounding.
+_ROUNDING = 1e-7
+# Step times and shares this near (relatively) are the same: floats of the same fractions, in another order.
+_SAME = 1e-12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobTable:
+    """One job's useful step times in S groups, fastest first, over the T shared device types."""
+
+    problem: Problem
+    type_indices: tuple[int, ...]
+    """For each of the problem's types, its index among the T shared types."""
+    available: Ints
+    """(T,) devices of each shared type that the job may use."""
+    best_shares: Floats
+    """(S,) throughput of a group's fastest step, relative to the job alone."""
+    capacities: Ints
+    """(S, T) EST capacity of one device in a group's slowest step; 0 for types that the job cannot use."""
+    alone: float
+    """Mini-batches per second with every device to itself."""
+    weight: float
+
+    def share(self, devices: Sequence[int]) -> float | None:
+        """Return the throughput on (T,) devices relative to the job alone; None: the devices break a constraint of the job."""
+        counts = tuple(int(devices[type_index]) for type_index in self.type_indices)
+        if sum(counts) != sum(devices) or not self.problem.allows(counts):
+            return None
+        step = best_step(self.problem, counts)
+        if step is None or step > self.problem.slowest_step:
+            return None
+        return float(self.problem.max_workers / step) / self.alone
+
+    def of_types(self, values: Sequence[float]) -> Floats:
+        """Return (T,) values over the shared types from one value per type of the problem; 0 for the other types."""
+        shared_values = np.zeros(len(self.available))
+        shared_values[list(self.type_indices)] = values
+        return shared_values
+
+    def at_least(self, floor: float) -> Self:
+        """Return the table without step times too slow for the share ``floor``, which also becomes a limit of its problem."""
+        groups = self._groups_with_share(floor)
+        least, required = Fraction(floor * (1 - _SAME) * self.alone), self.problem.min_throughput
+        problem = replace(self.problem, min_throughput=least if required is None else max(required, least))
+        return replace(self, problem=problem, best_shares=self.best_shares[groups], capacities=self.capacities[groups])
+
+    def just(self, floor: float) -> Self:
+        """Return the table with only the slowest group that reaches the share ``floor``, or with no group.
+
+        Devices have their largest capacity in the slowest step. A grouped step may be slightly too slow for the share, so
+        a program over such tables that is infeasible proves the share impossible.
+        """
+        slowest_group = self._groups_with_share(floor)[-1:]
+        return replace(self, best_shares=self.best_shares[slowest_group], capacities=self.capacities[slowest_group])
+
+    def _groups_with_share(self, floor: float) -> Ints:
+        return np.flatnonzero(self.best_shares >= floor * (1 - _SAME))
+
+    def grouped(self, lines: int) -> Self:
+        """Return the table with at most ``lines`` groups, whose limits are in equal ratios of the shares."""
+        if len(self.best_shares) <= lines:
+            return self
+        first, last = _group_bounds(1 / self.best_shares, lines)
+        return replace(self, best_shares=self.best_shares[first], capacities=self.capacities[last])
+
+
+class Answer(NamedTuple):
+    """The sharing that a program found, and its bound."""
+
+    devices: Sharings | None
+    """None: no sharing was found in time, or there is none."""
+    bound: float
+    """No sharing has a larger weighted sum of shares; -infinity: there is none."""
+
+
+def solve_jobs(
+    problems: Sequence[Problem],
+    devices: Mapping[str, int],
+    *,
+    weights: Sequence[float] | None = None,
+    objective: Sharing = "sum",
+    time_limit_s: float = 10.0,
+    seed: int = 0,
+) -> JointPlan:
+    """Return the devices of each job; no device belongs to two jobs, and every job keeps its own constraints.
+
+    ``gap`` of the result is relative to a bound on every sharing; ``file`` of a job in the result is its problem's name.
+    Raises Infeasible where a job cannot run even alone, NotProven where a job's throughput alone is not proven,
+    InputError for no jobs, unknown types, or weights that are not positive.
+
+    Args:
+        problems: the jobs; a job uses the types that its problem names, at most as many devices as it offers.
+        devices: shared devices by type.
+        weights: of the jobs, above 0; None: equal.
+        objective: "sum" maximises the weighted sum of throughputs relative to the job alone, where a job may wait;
+            "max-min" maximises the smallest relative throughput, then the sum.
+    """
+    started = time.perf_counter()
+    deadline = started + time_limit_s
+    names = sorted((name for name, count in devices.items() if count > 0), key=natural_key)
+    counts = np.array([devices[name] for name in names], dtype=np.int64)
+    tables = _tables(problems, names, counts, weights or [1.0] * len(problems), seed)
+    chosen, floor_bound, must_serve_all = _greedy_sharing(tables, counts), 1.0, False
+    if objective == "max-min":
+        floor_deadline = time.perf_counter() + _FLOOR_SHARE * (deadline - time.perf_counter())
+        floor, floor_bound, floor_sharing = _highest_floor(tables, counts, floor_deadline)
+        if floor_sharing is not None:
+            tables, chosen, must_serve_all = [table.at_least(floor) for table in tables], floor_sharing, True
+        deadline = min(deadline, time.perf_counter() + _SUM_LIMIT_S)  # what follows only settles the sum
+    max_groups = max(_MIN_LINES, _MAX_LINES // len(tables))
+    program_sharing, bound = solve_sharing(
+        [table.grouped(max_groups) for table in tables],
+        counts,
+        must_serve_all=must_serve_all,
+        limit_s=max(0.05, deadline - time.perf_counter()),
+    )
+    if program_sharing is not None and _weighted_sum(tables, program_sharing) > _weighted_sum(tables, chosen):
+        chosen = program_sharing
+    shares = _shares_of(tables, chosen)
+    value = _weighted_sum(tables, chosen)
+    if objective == "max-min":
+        value, bound = min(shares), floor_bound
+    gap = max(0.0, 1 - value / bound) if bound > 0 else 0.0
+    gap = gap if gap > _ROUNDING else 0.0
+    seconds = time.perf_counter() - started
+    jobs = [
+        JointJob(file=table.problem.job, relative=share, plan=_plan(table, row_counts, gap, seconds), waits=None)
+        for table, row_counts, share in zip(tables, chosen, shares, strict=True)
+    ]
+    status = "optimal" if gap == 0 else "feasible"
+    bound = max(bound, value) if gap else value
+    return JointPlan(
+        objective=objective, value=value, bound=bound, gap=gap, status=status, solve_seconds=seconds, jobs=jobs
+    )
+
+
+def idle_throughput(problem: Problem, devices: Mapping[str, int], plans: Sequence[Plan | None]) -> float:
+    """Return a job's throughput on the devices that no plan uses, without its throughput limit; 0: it cannot run there."""
+    devices_left = dict(devices)
+    for plan in plans:
+        for row in () if plan is None else plan.assignments:
+            devices_left[row.device_type] -= row.devices
+    offered = _offered_devices(problem, devices_left)
+    try:
+        return solve_est(replace(problem, devices=offered, min_throughput=None)).throughput if offered else 0.0
+    except Infeasible:
+        return 0.0
+
+
+def _offered_devices(problem: Problem, devices: Mapping[str, int]) -> tuple[DeviceType, ...]:
+    """Return the job's device types that ``devices`` holds, each with the smaller of both counts."""
+    usable = [device for device in problem.devices if devices.get(device.name)]
+    return tuple(replace(device, count=min(device.count, devices[device.name])) for device in usable)
+
+
+def _plan(table: JobTable, shared_counts: Counts | None, gap: float, seconds: float) -> Plan | None:
+    """Return the plan of a job on (T,) shared devices; None for a job that waits."""
+    if shared_counts is None:
+        return None
+    figures = evaluate(table.problem, tuple(shared_counts[type_index] for type_index in table.type_indices))
+    return plan_of(table.problem, figures, optimal=gap == 0, gap=gap, solve_seconds=seconds)
+
+
+def _tables(
+    problems: Sequence[Problem], names: Sequence[str], counts: Ints, weights: Sequence[float], seed: int
+) -> list[JobTable]:
+    """Return each job's table over the shared types; raises as :func:`solve_jobs`."""
+    if not problems:
+        raise InputError("jobs", "there are none", "give one job at least")
+    if len(weights) != len(problems) or not all(0 < weight <= LARGEST for weight in weights):
+        problem_text = f"must be one positive number for each job, at most {LARGEST:g}"
+        raise InputError("weights", problem_text, "leave them out for equal weights")
+    tables = []
+    shared = dict(zip(names, counts.tolist(), strict=True))
+    for problem, weight in zip(problems, weights, strict=True):
+        offered = _offered_devices(problem, shared)
+        if not offered:
+            raise InputError(f"{problem.job}:devices", "none of its device types is there", f"there are {names}")
+        problem = replace(problem, devices=offered)
+        try:
+            alone_plan = solve_est(problem, seed=seed)
+        except Infeasible as error:
+            raise Infeasible(f"{problem.job}: {error}") from None
+        if alone_plan.gap > 0:  # shares of less than the best would pass 1, and no bound would hold
+            raise NotProven(f"{problem.job}: what it reaches alone was not settled in {alone_plan.solve_seconds:.0f} s")
+        tables.append(job_table(problem, names, counts, weight, step_time_of(problem, counts_of(problem, alone_plan))))
+    return tables
+
+
+def job_table(problem: Problem, names: Sequence[str], devices: Ints, weight: float, alone_step: Fraction) -> JobTable:
+    """Return the table of one job; ``names`` and ``devices`` (T,) are the shared types and how many there are.
+
+    ``alone_step``: the smallest step time with all of them. Steps that are faster, or too slow for the job, are left out.
+    """
+    table = step_table(
+        tuple(device.capability_per_s for device in problem.devices),
+        problem.max_workers,
+        tuple(device.most_ests for device in problem.devices),
+    )
+    type_indices = tuple(list(names).index(device.name) for device in problem.devices)
+    first_step = int(np.searchsorted(table.seconds, float(alone_step) * (1 - _SAME)))
+    last_step = int(np.searchsorted(table.seconds, float(problem.slowest_step) * (1 + _SAME), side="right"))
+    group_starts, group_ends = _group_bounds(table.seconds[first_step : max(last_step, first_step + 1)], _MAX_GROUPS)
+    capacities = np.zeros((len(group_ends), len(names)), dtype=np.int64)
+    capacities[:, list(type_indices)] = table.capacities[first_step + group_ends]
+    available = np.zeros(len(names), dtype=np.int64)
+    for device, type_index in zip(problem.devices, type_indices, strict=True):
+        available[type_index] = min(problem.affordable(device), int(devices[type_index]))
+    alone_throughput = float(problem.max_workers / alone_step)
+    return JobTable(
+        problem=problem,
+        type_indices=type_indices,
+        available=available,
+        best_shares=table.throughputs[first_step + group_starts] / alone_throughput,
+        capacities=capacities,
+        alone=alone_throughput,
+        weight=weight,
+    )
+
+
+def _group_bounds(seconds: Floats, max_groups: int) -> tuple[Ints, Ints]:
+    """Return (G,) indices of the first and of the last of (S,) rising step times in each of at most ``max_groups`` groups."""
+    edges = np.arange(len(seconds) + 1)
+    if len(seconds) > max_groups:
+        boundary_times = np.geomspace(seconds[0], seconds[-1], max_groups + 1)[1:-1]
+        edges = np.unique([0, *np.searchsorted(seconds, boundary_times), len(seconds)])
+    return edges[:-1], edges[1:] - 1
+
+
+def _shares_of(tables: Sequence[JobTable], devices: Sharings) -> list[float]:
+    """Return each job's share on its devices; 0 for a job that waits."""
+    return [0.0 if row is None else table.share(row) or 0.0 for table, row in zip(tables, devices, strict=True)]
+
+
+def _weighted_sum(tables: Sequence[JobTable], devices: Sharings) -> float:
+    """Return the weighted sum of shares."""
+    pairs = zip(tables, _shares_of(tables, devices), strict=True)
+    return sum(table.weight * share for table, share in pairs)
+
+
+def _greedy_sharing(tables: Sequence[JobTable], counts: Ints) -> Sharings:
+    """Return the sharing in which each job in turn takes the offer of its largest share from the devices that are left.
+
+    The offers are one device of one type, and an equal part of all types.
+    """
+    devices_left = counts.copy()
+    chosen: Sharings = []
+    for table in tables:
+        offers = np.minimum(np.vstack([np.eye(len(counts), dtype=np.int64), counts // len(tables)]), table.available)
+        fitting_rows = [tuple(row) for row in offers[(offers <= devices_left).all(axis=1)].tolist()]
+        shares = {row: share for row in fitting_rows if (share := table.share(row)) is not None}
+        chosen.append(max(shares, key=shares.__getitem__, default=None))
+        devices_left = devices_left - np.array(chosen[-1] or 0)
+    return chosen
+
+
+def _highest_floor(tables: Sequence[JobTable], counts: Ints, deadline: float) -> tuple[float, float, Sharings | None]:
+    """Return the highest share that all jobs reach at once, an upper bound on it, and the sharing that reaches it.
+
+    The sharing is None where no program found one. The lowest floor is tried first, whatever the deadline. Then a
+    bisection finds the highest floor with a sharing, and a second one above it the lowest floor proven impossible.
+    """
+    floors = np.unique(np.concatenate([table.best_shares for table in tables]))
+    best_sharing: Sharings | None = None
+    # Indices in ``floors``: -1 while no floor is reached, len(floors) while none is proven impossible.
+    reached_index, barred_index = -1, len(floors)
+
+    def try_floor(floor_index: int) -> bool | None:
+        """Return whether all jobs reach a floor; None: neither reached nor proven impossible."""
+        nonlocal best_sharing, reached_index, barred_index
+        devices, bound = find_floor_sharing(tables, counts, float(floors[floor_index]))
+        if bound == -math.inf:
+            barred_index = min(barred_index, floor_index)
+            return False
+        if devices is None:
+            return None
+        smallest_share = min(_shares_of(tables, devices))
+        attained_index = int(np.searchsorted(floors, smallest_share * (1 + _SAME), side="right")) - 1
+        if attained_index > reached_index:  # more than this floor, or less where step times are grouped
+            reached_index, best_sharing = attained_index, devices
+        return True if reached_index >= floor_index else None
+
+    try_floor(0)
+    high = barred_index
+    while high - reached_index > 1 and time.perf_counter() < deadline:
+        middle = (max(reached_index, 0) + high) // 2
+        if not try_floor(max(middle, reached_index + 1)):
+            high = max(middle, reached_index + 1)
+    low = high
+    while barred_index - low > 1 and time.perf_counter() < deadline:
+        middle = (low + barred_index) // 2
+        low = middle if try_floor(middle) is not False else low
+    grouped = any(len(table.best_shares) >= _MAX_GROUPS for table in tables)
+    bound = float(floors[min(barred_index if grouped else barred_index - 1, len(floors) - 1)]) if barred_index else 0.0
+    return float(floors[max(reached_index, 0)]), bound, best_sharing
+
+
+def find_floor_sharing(tables: Sequence[JobTable], counts: Ints, floor: float) -> Answer:
+    """Return a sharing in which all jobs reach (about) the share ``floor``; the bound is -infinity if proven impossible."""
+    floor_tables = [table.just(floor) for table in tables]
+    if not all(len(table.best_shares) for table in floor_tables):
+        return Answer(None, -math.inf)
+    return solve_sharing(floor_tables, counts, must_serve_all=True, limit_s=_FLOOR_LIMIT_S, first_feasible=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Lines:
+    """The L lines of all jobs, job after job; a job on a single device type has each step time once for each type."""
+
+    jobs: Ints
+    """(L,) index of the job."""
+    workers: Ints
+    """(L,)"""
+    job_weights: Floats
+    """(L,)"""
+    best_shares: Floats
+    """(L,)"""
+    capacities: Ints
+    """(L, T)"""
+    available: Ints
+    """(L, T)"""
+    speeds: Floats
+    """(L, T) share of one device that computes without a pause."""
+    limit_shares: Floats
+    """(2, L, T) fraction of the job's limits that one device uses: of the number of devices, and of the hourly price."""
+
+    @classmethod
+    def of(cls, tables: Sequence[JobTable]) -> Self:
+        """Return the lines of the tables."""
+        one_type_masks = np.eye(len(tables[0].available), dtype=np.int64)
+        table_rows = [
+            (job, table, type_mask)
+            for job, table in enumerate(tables)
+            for type_mask in (one_type_masks if table.problem.single_type else [one_type_masks.sum(axis=0)])
+            if (type_mask * table.available).any()
+        ]
+        group_counts = [len(table.best_shares) for _, table, _ in table_rows]
+        speeds, limit_shares = [], []
+        for _, table, _ in table_rows:
+            problem, price_limit = table.problem, table.problem.max_price_micro
+            speeds.append(table.of_types([float(device.capability_per_s) / table.alone for device in problem.devices]))
+            prices = [(device.price_micro or 0) / price_limit if price_limit else 0.0 for device in problem.devices]
+            limit_shares.append([np.full(len(one_type_masks), 1 / problem.device_limit), table.of_types(prices)])
+        return cls(
+            jobs=np.repeat([job for job, _, _ in table_rows], group_counts),
+            workers=np.repeat([table.problem.max_workers for _, table, _ in table_rows], group_counts),
+            job_weights=np.repeat([table.weight for _, table, _ in table_rows], group_counts),
+            best_shares=np.concatenate([table.best_shares for _, table, _ in table_rows]),
+            capacities=np.concatenate([table.capacities * type_mask for _, table, type_mask in table_rows]),
+            available=np.repeat(
+                [type_mask * table.available for _, table, type_mask in table_rows], group_counts, axis=0
+            ),
+            speeds=np.repeat(speeds, group_counts, axis=0),
+            limit_shares=np.repeat(np.array(limit_shares).transpose(1, 0, 2), group_counts, axis=1),
+        )
+
+    @property
+    def devices_alone(self) -> Ints:
+        """(L, T) devices of one type alone that hold every EST of the job."""
+        return np.asarray(-(-self.workers[:, None] // np.maximum(self.capacities, 1)))
+
+    def constraints(self, *, with_rounded_cuts: bool) -> csr_matrix:
+        """Return the (R, L + L + L T) matrix A of the constraints ``A (picked, share, count) <= 0``.
+
+        ``with_rounded_cuts`` adds Chvatal-Gomory cuts: implied by whole devices, and tighter for fractions of them.
+        """
+        from scipy import sparse
+
+        line_count, type_count = self.capacities.shape
+        identity, zeros = sparse.identity(line_count, format="csr"), sparse.csr_matrix((line_count, line_count))
+        row_ends, column_indices = (
+            np.arange(0, line_count * type_count + 1, type_count),
+            np.arange(line_count * type_count),
+        )
+
+        def inequality(
+            pick: Floats | Ints | float,
+            share: csr_matrix,
+            counts: Floats | Ints,
+            kept: NDArray[np.bool_] | slice,
+        ) -> csr_matrix:
+            """Return (L,) coefficients of each line's pick, its share columns, and (L, T) coefficients of its counts."""
+            count_columns = sparse.csr_matrix((counts.ravel(), column_indices, row_ends))
+            picked_columns = identity.multiply(np.reshape(pick, (-1, 1)))
+            return sparse.csr_matrix(sparse.hstack([picked_columns, share, count_columns], format="csr")[kept])
+
+        all_rows = slice(None)
+        blocks = [
+            # The devices of a picked line hold every EST.
+            inequality(self.workers, zeros, -self.capacities, all_rows),
+            # Its share is at most the share of its fastest step, and of its devices computing without a pause.
+            inequality(-self.best_shares, identity, np.zeros((line_count, type_count)), all_rows),
+            inequality(0.0, identity, -self.speeds, all_rows),
+            # It keeps the job's own limits.
+            *(inequality(-1.0, zeros, part, (self.available * part).sum(axis=1) > 1) for part in self.limit_shares),
+        ]
+        for type_index in range(type_count):
+            # Where the available devices of a type cannot hold the job alone, their count is bounded by the pick.
+            type_mask = np.eye(type_count)[type_index] * np.ones((line_count, 1))
+            short = (self.capacities[:, type_index] > 0) & (
+                self.available[:, type_index] < self.devices_alone[:, type_index]
+            )
+            blocks.append(inequality(-self.available[:, type_index], zeros, type_mask, short))
+            if with_rounded_cuts:  # sum(capacity count) >= ESTs, divided by one type's capacity and rounded up
+                capacity = np.maximum(self.capacities[:, type_index], 1)
+                blocks.append(
+                    inequality(-(-self.workers // capacity), zeros, -self.capacities // capacity[:, None], all_rows)
+                )
+        return sparse.csr_matrix(sparse.vstack(blocks))
+
+
+def solve_sharing(
+    tables: Sequence[JobTable], devices: Ints, *, must_serve_all: bool, limit_s: float, first_feasible: bool = False
+) -> Answer:
+    """Return the sharing of (T,) devices with the largest weighted sum of shares, and a bound on the sum.
+
+    ``must_serve_all`` picks one line for each job, else a job may wait. ``first_feasible`` returns the first sharing found,
+    with no more devices for a job than hold it alone. The variables of L lines are ``picked`` (L,), 0 or 1, ``share`` (L,),
+    and ``count`` (L, T), whole numbers.
+    """
+    from scipy import optimize, sparse  # of all plans only these need it
+
+    lines = _Lines.of(tables)
+    line_count, type_count = lines.capacities.shape
+    max_counts = np.where(lines.capacities > 0, lines.available, 0)
+    costs = np.concatenate([np.zeros(line_count), -lines.job_weights, np.zeros(line_count * type_count)])
+    gap_limit = 0.0 if line_count <= _EXACT_LINES else _GAP_LIMIT
+    if first_feasible:  # minimising devices finds a sharing soonest
+        max_counts = np.minimum(max_counts, lines.devices_alone)
+        costs, gap_limit = np.concatenate([np.zeros(2 * line_count), np.ones(line_count * type_count)]), math.inf
+    rows = lines.constraints(with_rounded_cuts=first_feasible)
+    of_job = sparse.csr_matrix(
+        (np.ones(line_count), (lines.jobs, np.arange(line_count))), shape=(len(tables), line_count)
+    )
+    of_type = sparse.csr_matrix(np.tile(np.eye(type_count), line_count))
+    solved = optimize.milp(
+        costs,
+        integrality=np.concatenate([np.ones(line_count), np.zeros(line_count), np.ones(line_count * type_count)]),
+        bounds=optimize.Bounds(0, np.concatenate([np.ones(line_count), lines.best_shares, max_counts.ravel()])),
+        constraints=[
+            optimize.LinearConstraint(rows, ub=0.0),
+            # At most one line for each job, and at most the shared devices of each type.
+            optimize.LinearConstraint(
+                _padded(of_job, line_count * (type_count + 1), 0), 1.0 if must_serve_all else 0.0, 1.0
+            ),
+            optimize.LinearConstraint(_padded(of_type, 2 * line_count, 1), ub=devices),
+        ],
+        options={"time_limit": limit_s, "mip_rel_gap": min(gap_limit, 1e9)},
+    )
+    if solved.status == 2:  # infeasible
+        return Answer(None, -math.inf)
+    bound = float(sum(table.weight * table.best_shares.max(initial=0.0) for table in tables))
+    if solved.mip_dual_bound is not None and not first_feasible:
+        bound = min(bound, -float(solved.mip_dual_bound))
+    if solved.x is None:
+        return Answer(None, bound)
+    picked, _, counts = np.split(np.rint(solved.x).astype(np.int64), [line_count, 2 * line_count])
+    chosen: Sharings = [None] * len(tables)
+    for line in np.flatnonzero(picked).tolist():
+        chosen[lines.jobs[line]] = tuple(counts.reshape(line_count, type_count)[line].tolist())
+    # HiGHS computes in floats, so its solution is checked in whole numbers.
+    is_feasible = all(row is None or table.share(row) is not None for table, row in zip(tables, chosen, strict=True))
+    is_feasible = is_feasible and bool((sum(np.array(row) for row in chosen if row is not None) <= devices).all())
+    return Answer(chosen if is_feasible and not (must_serve_all and None in chosen) else None, bound)
+
+
+def _padded(matrix: csr_matrix, zero_columns: int, zeros_first: int) -> csr_matrix:
+    """Return the matrix with ``zero_columns`` columns of zeros after it, or before it where ``zeros_first`` is 1."""
+    from scipy import sparse
+
+    zeros = sparse.csr_matrix((matrix.shape[0], zero_columns))
+    return sparse.csr_matrix(sparse.hstack([zeros, matrix] if zeros_first else [matrix, zeros]))

@@ -1,0 +1,250 @@
+"""EST plans on nodes: the step is computing and synchronising, so fewer devices on fewer nodes may be faster.
+
+Computing takes ``f = max A_i / C_i`` (EasyScale, Equation 1b); synchronising takes Pollux's ``T_sync(N, K)`` for K devices
+on N nodes, and both overlap: ``(f^g + T_sync^g)^(1/g)`` (Pollux, section 3.2). Across nodes, T_sync grows with K alone and
+f falls with K, so the best K is found by bounding both over intervals of K; one node, and one device, are tried apart.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cache, partial
+from typing import Protocol
+
+from ddltool.analyzers.job.goodput.throughput import ThroughputParams, overlapped, sync_time_s
+from ddltool.analyzers.job.placement.est import is_feasible, solve_est
+from ddltool.analyzers.job.placement.problem import Problem, check_affordable, demand_throughput
+from ddltool.analyzers.job.placement.steps import (
+    Counts,
+    best_step,
+    counts_of,
+    device_counts,
+    evaluate,
+    plan_of,
+    step_time_of,
+)
+from ddltool.errors import Infeasible, InputError
+from ddltool.job import NodeGroup
+from ddltool.plans import Alternative, Choice, NetworkCost, Plan
+from ddltool.search import search
+
+# Relative difference to the best step below which a bound is equal to it.
+_ROUNDING = 1e-12
+
+
+class Steps(Protocol):
+    """Step times with synchronisation; they never fall with the number of nodes (one or several) or of devices."""
+
+    def sync_s(self, nodes: int, replicas: int) -> float:
+        """Return the seconds of synchronising alone."""
+        ...
+
+    def step_s(self, compute_s: float, nodes: int, replicas: int) -> float:
+        """Return the seconds of a step."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _FittedSync:
+    """Pollux's T_sync and overlap."""
+
+    params: ThroughputParams
+
+    def sync_s(self, nodes: int, replicas: int) -> float:
+        """Return T_sync in seconds; across nodes at least what it is on one."""
+        on_one = float(sync_time_s(self.params, 1, replicas))
+        return on_one if nodes == 1 else max(on_one, float(sync_time_s(self.params, nodes, replicas)))
+
+    def step_s(self, compute_s: float, nodes: int, replicas: int) -> float:
+        """Return both, overlapped."""
+        return float(overlapped(compute_s, self.sync_s(nodes, replicas), self.params.gamma))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _NodePlan:
+    """Devices, the nodes that hold them, and their step time."""
+
+    step_s: float
+    counts: Counts
+    compute_s: Fraction
+    nodes: int
+    proven: bool
+
+
+# The computing time reached, and a lower bound on it; the bound is smaller where the solver's time ran out.
+_ComputeTimes = tuple[Fraction, Fraction]
+
+
+def solve_on_nodes(
+    problem: Problem,
+    nodes: Sequence[NodeGroup],
+    params: ThroughputParams | Steps,
+    *,
+    time_limit_s: float = 10.0,
+    seed: int = 0,
+) -> Plan:
+    """Return the plan of smallest step, synchronisation included, with the best of the other choices as alternatives.
+
+    The choices are one device, one node, and several nodes. ``params`` gives the synchronisation times, a fit's (one per
+    device type would differ in its computing times only, which are not used) or those of known links; across nodes they are
+    taken to be no shorter than on one. ``iteration_s`` and ``throughput`` include synchronising, ``overload_factor`` does
+    not, ``waste`` counts the devices' time in it as idle. Every constraint holds as for ``solve_est``. Raises
+    Infeasible as it does, InputError when a type has no nodes.
+    """
+    started = time.perf_counter()
+    steps = _FittedSync(params) if isinstance(params, ThroughputParams) else params
+    check_affordable(problem)
+    for name in {device.name for device in problem.devices} - {group.devices.type for group in nodes}:
+        raise InputError(f"cluster:nodes.{name}", "has no nodes", "name the nodes of every device type")
+    unlimited = replace(problem, min_throughput=None)  # the limit is on the whole step: checked at the end
+    if not is_feasible(unlimited, seed=seed):
+        solve_est(unlimited, seed=seed)  # raises with the requirements that conflict
+    deadline = started + time_limit_s
+    best_by_choice = _on_one_node(unlimited, nodes, steps)
+    limit_s = min((node_plan.step_s for node_plan in best_by_choice.values()), default=math.inf)
+    several_nodes, bound_s = _across_nodes(unlimited, nodes, steps, limit_s, deadline, seed)
+    if several_nodes is not None:
+        _keep_if_best(best_by_choice, several_nodes)
+    ranked = sorted(best_by_choice.items(), key=lambda item: (item[1].step_s, item[1].nodes, sum(item[1].counts)))
+    best = ranked[0][1]
+    message = "with synchronisation the most that can be reached is"
+    demand_throughput(problem.max_workers / best.step_s, problem.min_throughput, message)
+    gap = max(0.0, 1.0 - min(bound_s, best.step_s) / best.step_s)
+    gap = gap if gap > _ROUNDING else 0.0
+    seconds = time.perf_counter() - started
+    plan = plan_of(
+        problem, _alternative(unlimited, best), optimal=gap == 0 and best.proven, gap=gap, solve_seconds=seconds
+    )
+    cost = NetworkCost(
+        choice=ranked[0][0],
+        num_nodes=best.nodes,
+        num_replicas=sum(best.counts),
+        compute_s=float(best.compute_s),
+        sync_s=steps.sync_s(best.nodes, sum(best.counts)),
+        best_steps={choice: node_plan.step_s for choice, node_plan in ranked},
+    )
+    alternatives = [_alternative(unlimited, node_plan) for _, node_plan in ranked[1:]]
+    waiting_s = max(0.0, best.step_s - float(best.compute_s))
+    return plan.model_copy(update={"alternatives": alternatives, "network": cost, "communication_s": waiting_s})
+
+
+def nodes_needed(counts: Mapping[str, int], nodes: Sequence[NodeGroup]) -> int:
+    """Return the fewest nodes that hold so many devices of each type: largest nodes first.
+
+    Raises InputError when there are not enough.
+    """
+    total_nodes = 0
+    for name, remaining in counts.items():
+        type_groups = [group for group in nodes if group.devices.type == name]
+        for group in sorted(type_groups, key=lambda group: -group.devices.count):
+            used_nodes = min(group.count, -(-remaining // group.devices.count))
+            total_nodes += used_nodes
+            remaining = max(0, remaining - used_nodes * group.devices.count)
+        if remaining:
+            raise InputError(
+                f"devices.{name}.count", f"is more than the cluster's nodes hold by {remaining}", "offer fewer"
+            )
+    return total_nodes
+
+
+def _keep_if_best(best: dict[Choice, _NodePlan], plan: _NodePlan) -> None:
+    """Store a plan in ``best_by_choice`` if its step is the shortest of its choice."""
+    choice: Choice = "several nodes" if plan.nodes > 1 else "one node" if sum(plan.counts) > 1 else "one device"
+    if choice not in best or plan.step_s < best[choice].step_s:
+        best[choice] = plan
+
+
+def _on_one_node(problem: Problem, nodes: Sequence[NodeGroup], steps: Steps) -> dict[Choice, _NodePlan]:
+    """Return the best plans on one device and on one node, where they exist; a node holds one device type."""
+    best: dict[Choice, _NodePlan] = {}
+    for type_index, device in enumerate(problem.devices):
+        node_sizes = [group.devices.count for group in nodes if group.count and group.devices.type == device.name]
+        for devices in range(1, min(max(node_sizes, default=0), problem.device_limit, device.count) + 1):
+            counts = tuple(devices if type_index == other_index else 0 for other_index in range(len(problem.devices)))
+            compute_s = best_step(problem, counts) if problem.allows(counts) else None
+            if compute_s is None:
+                continue
+            step_s = steps.step_s(float(compute_s), 1, devices)
+            _keep_if_best(best, _NodePlan(step_s=step_s, counts=counts, compute_s=compute_s, nodes=1, proven=True))
+    return best
+
+
+def _across_nodes(
+    problem: Problem, nodes: Sequence[NodeGroup], steps: Steps, limit_s: float, deadline: float, seed: int
+) -> tuple[_NodePlan | None, float]:
+    """Return the best plan on at least two devices anywhere, and a step time that none of them can beat.
+
+    Intervals of K are split, most promising first: ``f`` at the upper end and ``T_sync`` at the lower one bound the step.
+    """
+    max_devices = min(problem.device_limit, sum(device.count for device in problem.devices))
+    if max_devices < 2 or sum(group.count for group in nodes) < 2:
+        return None, math.inf
+    compute_times = cache(partial(_compute_time, problem, seed))
+    if compute_times(max_devices) is None:
+        return None, math.inf
+    best_devices, best_step_s, unproven_s = max_devices, math.inf, math.inf
+
+    def evaluate_devices(devices: int) -> None:
+        nonlocal best_devices, best_step_s, unproven_s
+        if (times := compute_times(devices)) is None:
+            return
+        if (step := steps.step_s(float(times[0]), 2, devices)) < best_step_s:
+            best_devices, best_step_s = devices, step
+        if times[1] < times[0]:
+            unproven_s = min(unproven_s, steps.step_s(float(times[1]), 2, devices))
+
+    def bound(interval: tuple[int, int]) -> float:
+        low, high = interval
+        times = compute_times(high)
+        return math.inf if times is None else steps.step_s(float(times[1]), 2, low)
+
+    def split(interval: tuple[int, int]) -> list[tuple[int, int]]:
+        low, high = interval
+        if high - low <= 1 or compute_times(low) == compute_times(high):
+            return []  # both ends were looked at; with equal computing times the lower end is the best
+        middle = (low + high) // 2
+        evaluate_devices(middle)
+        return [(low, middle), (middle, high)]
+
+    evaluate_devices(2)
+    evaluate_devices(max_devices)
+    unopened = search(
+        [(2, max_devices)], bound, split, lambda: best_step_s * (1 - _ROUNDING), lambda: time.perf_counter() >= deadline
+    )
+    bound_s = min(best_step_s, unproven_s, math.inf if unopened is None else unopened)
+    plan = solve_est(replace(problem, max_devices=best_devices), seed=seed)
+    counts = counts_of(problem, plan)
+    needed, compute_s = nodes_needed(device_counts(plan), nodes), step_time_of(problem, counts)
+    step = steps.step_s(float(compute_s), needed, sum(counts))
+    proven = plan.status == "optimal"
+    return _NodePlan(step_s=step, counts=counts, compute_s=compute_s, nodes=needed, proven=proven), min(
+        bound_s, limit_s, step
+    )
+
+
+def _compute_time(problem: Problem, seed: int, devices: int) -> _ComputeTimes | None:
+    """Return the smallest computing time f with at most ``devices`` devices; None: they cannot hold every EST."""
+    limited = replace(problem, max_devices=devices)
+    if problem.max_price_micro is None:
+        best = best_step(limited)
+        return None if best is None else (best, best)
+    try:
+        plan = solve_est(limited, seed=seed)
+    except Infeasible:
+        return None
+    reached_s = step_time_of(limited, counts_of(limited, plan))
+    return reached_s, reached_s * (1 - Fraction(plan.gap))
+
+
+def _alternative(problem: Problem, node_plan: _NodePlan) -> Alternative:
+    """Return a plan's figures with the synchronisation in its step."""
+    alternative = evaluate(problem, node_plan.counts)
+    throughput = problem.max_workers / node_plan.step_s
+    capability_in_use = alternative.waste + alternative.throughput
+    return alternative.model_copy(
+        update={"iteration_s": node_plan.step_s, "throughput": throughput, "waste": capability_in_use - throughput}
+    )

@@ -1,0 +1,452 @@
+"""The placement problem: from job.yaml, and which of its requirements cannot be kept together, in its own words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ddltool.errors import Infeasible, InputError, did_you_mean
+from ddltool.graph import COMPUTE, Graph, natural_key
+from ddltool.job import Constraints, DeviceOffer, Job
+from ddltool.plans import Assignment, Plan, Strategy
+
+if TYPE_CHECKING:  # read tables alone need it
+    import pandas as pd
+
+# Capabilities outside these bounds are mistakes, and step times over them leave the range of floats.
+SMALLEST_CAPABILITY, LARGEST_CAPABILITY = 1e-12, 1e12
+# Prices are compared as whole millionths: a device's price rounded up, the limit rounded down, so that a plan can
+# never cost more than it may. Prices with up to six decimals are exact.
+PRICE_UNIT = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceType:
+    """Devices of one type. ``capability_per_s`` is exact: the decimal number that was written."""
+
+    name: str
+    count: int
+    capability_per_s: Fraction
+    memory_gib: float | None = None
+    price_micro: int | None = None
+    """Price of one device for an hour, in millionths; None when unknown."""
+    max_ests: int | None = None
+    """Most ESTs on one device; None: any number."""
+    memory_ests: int | None = None
+    """ESTs that fit into one device's memory; None: any number."""
+
+    @property
+    def most_ests(self) -> int | None:
+        """Most ESTs on one device for either reason; None: any number."""
+        limits = [limit for limit in (self.max_ests, self.memory_ests) if limit is not None]
+        return min(limits, default=None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """Place ``max_workers`` ESTs on ``devices``, types in natural order of their names, only usable ones."""
+
+    job: str
+    max_workers: int
+    batch_size: int
+    devices: tuple[DeviceType, ...]
+    single_type: bool = False
+    """Use one device type only: asked for, or needed for the same bits on any number of devices."""
+    max_devices: int | None = None
+    max_price_micro: int | None = None
+    """Limit of what a plan costs in an hour, in millionths. With it, every device type has a price."""
+    min_throughput: Fraction | None = None
+    """Logical mini-batches per second that an EST plan must reach."""
+    left_out: tuple[DeviceType, ...] = ()
+    """Offered types without the memory for one EST."""
+    single_type_reason: str = "homogeneous"
+    """The constraint behind ``single_type``, as it stands in job.yaml."""
+    memory_text: str = ""
+    """What one worker needs, and what the types have."""
+
+    @property
+    def device_limit(self) -> int:
+        """How many devices a plan may use: each carries at least one EST."""
+        return self.max_workers if self.max_devices is None else min(self.max_workers, self.max_devices)
+
+    @property
+    def slowest_step(self) -> Fraction:
+        """The largest step time in seconds to consider: one device holds every EST in it, or the throughput limit is met."""
+        slowest = self.max_workers / min(device.capability_per_s for device in self.devices)
+        return slowest if self.min_throughput is None else min(slowest, self.max_workers / self.min_throughput)
+
+    def affordable(self, device: DeviceType) -> int:
+        """Return how many devices of one type ``device_limit`` and the price limit allow when there are no others."""
+        count = min(device.count, self.device_limit)
+        if self.max_price_micro is None or not device.price_micro:
+            return count
+        return min(count, self.max_price_micro // device.price_micro)
+
+    def allows(self, counts: Sequence[int]) -> bool:
+        """Return whether (T,) device counts keep the constraints, except those on ESTs per device and on throughput."""
+        price = sum((device.price_micro or 0) * count for device, count in zip(self.devices, counts, strict=True))
+        return (
+            1 <= sum(counts) <= self.device_limit
+            and all(0 <= count <= device.count for device, count in zip(self.devices, counts, strict=True))
+            and (self.max_price_micro is None or price <= self.max_price_micro)
+            and not (self.single_type and sum(map(bool, counts)) > 1)
+        )
+
+    def named(self, counts: Sequence[int]) -> dict[str, int]:
+        """Return the (T,) device counts above 0 by type name."""
+        return {device.name: count for device, count in zip(self.devices, counts, strict=True) if count}
+
+    def counts(self, used: Mapping[str, int]) -> tuple[int, ...]:
+        """Return (T,) device counts in the order of the problem's types from counts by type name."""
+        return tuple(used.get(device.name, 0) for device in self.devices)
+
+    def spare(self, counts: Sequence[int]) -> dict[str, int]:
+        """Return the unused devices of each type of which the constraints allow one more, by type name."""
+        return {
+            device.name: device.count - counts[type_index]
+            for type_index, device in enumerate(self.devices)
+            if self.allows([count + (type_index == index) for index, count in enumerate(counts)])
+        }
+
+    def offering(self, counts: Sequence[int]) -> Problem:
+        """Return the problem that offers (T,) counts of its device types; types with a count of 0 stay."""
+        devices = tuple(replace(device, count=count) for device, count in zip(self.devices, counts, strict=True))
+        return replace(self, devices=devices)
+
+    def plan(self, strategy: Strategy, iteration_s: float, assignments: list[Assignment], **more: Any) -> Plan:
+        """Return a plan with a step of ``iteration_s``; ``more`` overrides the figures of a proven plan without ESTs."""
+        figures: dict[str, Any] = {"throughput": self.max_workers / iteration_s, "overload_factor": iteration_s}
+        figures |= {"est_count": 0, "waste": 0.0, "status": "optimal", "gap": 0.0, "solve_seconds": 0.0, **more}
+        return Plan(
+            job=self.job,
+            strategy=strategy,
+            max_workers=self.max_workers,
+            batch_size=self.batch_size,
+            iteration_s=iteration_s,
+            assignments=assignments,
+            **figures,
+        )
+
+    def filled(self, kinds: Iterable[int], limit: int, numbers: Sequence[int] | None = None) -> list[int]:
+        """Return (T,) counts that add devices to ``numbers``, type by type in the order ``kinds``, within the price limit.
+
+        The sum is at most ``limit``, or ``max_devices`` if that is less; ``numbers`` of None are zeros.
+        """
+        counts = list(numbers or [0] * len(self.devices))
+        devices_left = (limit if self.max_devices is None else min(limit, self.max_devices)) - sum(counts)
+        prices = [device.price_micro or 0 for device in self.devices]
+        budget_left = (self.max_price_micro or 0) - sum(
+            price * count for price, count in zip(prices, counts, strict=True)
+        )
+        for type_index in kinds:
+            added = min(devices_left, self.devices[type_index].count - counts[type_index])
+            if self.max_price_micro is not None and prices[type_index]:
+                added = min(added, budget_left // prices[type_index])
+            counts[type_index] += added
+            devices_left -= added
+            budget_left -= added * prices[type_index]
+        return counts
+
+    @property
+    def fastest_first(self) -> list[int]:
+        """Indices of the device types, fastest first; types of equal capability stay in the order of their names."""
+        return sorted(range(len(self.devices)), key=lambda type_index: -self.devices[type_index].capability_per_s)
+
+    @property
+    def cheapest_first(self) -> list[int]:
+        """Indices of the device types by rising price per capability."""
+        value = [(device.price_micro or 0) / device.capability_per_s for device in self.devices]
+        return sorted(range(len(value)), key=value.__getitem__)
+
+    @property
+    def bought(self) -> Fraction:
+        """The most mini-batches per second that the price limit buys, with fractions of devices (fractional knapsack)."""
+        budget_left, capability = Fraction(self.max_price_micro or 0), Fraction(0)
+        for device in (self.devices[type_index] for type_index in self.cheapest_first):
+            count = (
+                min(Fraction(device.count), budget_left / device.price_micro) if device.price_micro else device.count
+            )
+            capability += count * device.capability_per_s
+            budget_left -= count * (device.price_micro or 0)
+        return capability
+
+    def est_capacity(self, device: DeviceType, step_s: Fraction) -> int:
+        """Return how many ESTs one device has room for in a step of ``step_s`` seconds."""
+        est_limit = self.max_workers if device.most_ests is None else min(device.most_ests, self.max_workers)
+        return min(int(device.capability_per_s * step_s), est_limit)
+
+
+@lru_cache(maxsize=4096)
+def exact(number: float) -> Fraction:
+    """Return the decimal number that was written: 0.1 is one tenth, not the nearest binary fraction."""
+    return Fraction(repr(float(number)))
+
+
+def check_capability(where: str, capability: float) -> None:
+    """Raise InputError unless ``capability`` (mini-batches per second) is finite and of a size that a device can have."""
+    if not (math.isfinite(capability) and capability > 0):
+        raise InputError(where, f"is {capability}", "mini-batches per second must be a finite number > 0")
+    if not SMALLEST_CAPABILITY <= capability <= LARGEST_CAPABILITY:
+        bounds = f"between {SMALLEST_CAPABILITY:g} and {LARGEST_CAPABILITY:g}"
+        raise InputError(where, f"is {capability:g}", f"mini-batches per second must lie {bounds}")
+
+
+def from_job(job: Job, capabilities: Mapping[str, float]) -> Problem:
+    """Return the problem of a job; ``capabilities`` (mini-batches per second of one EST alone) by device type.
+
+    A type without enough memory for one EST is left out: ESTs on a device take turns, so memory does not grow with
+    their number (EasyScale, section 3), unless the job gives ``memory_fixed_gib``. D1 keeps to one type, because kernels
+    differ between types, and so does D2 for a model that is not ``hardware_agnostic``; D0 promises equal bits for the
+    same placement only and D2 has hardware-agnostic kernels, so both may mix. Types with a count of 0 are ignored.
+    Raises Infeasible when nothing is left to run on, InputError when a capability is missing or a constraint needs a
+    figure that the job does not give.
+    """
+    limits = job.constraints
+    offers = sorted((offer for offer in job.devices if offer.count > 0), key=lambda offer: natural_key(offer.type))
+    if not offers:
+        raise Infeasible("no devices are offered: every count is 0")
+    _check_field_given(offers, "memory_gib", limits.memory_per_worker_gib, "memory_per_worker_gib")
+    _check_field_given(offers, "price_per_hour", limits.max_price_per_hour, "max_price_per_hour")
+    budget = limits.max_price_per_hour
+    devices = [_device_type(offer, capabilities, limits) for offer in offers]
+    single_type_reason = _single_type_reason(limits)
+    problem = Problem(
+        job=job.name,
+        max_workers=job.max_workers,
+        batch_size=job.batch_size,
+        devices=tuple(device for device in devices if device.memory_ests != 0),
+        left_out=tuple(device for device in devices if device.memory_ests == 0),
+        memory_text=_memory_text(limits, devices),
+        single_type=single_type_reason is not None,
+        single_type_reason=single_type_reason or "",
+        max_devices=limits.max_devices,
+        max_price_micro=None if budget is None else math.floor(exact(budget) * PRICE_UNIT),
+        min_throughput=None if limits.min_throughput is None else exact(limits.min_throughput),
+    )
+    check_affordable(problem)
+    return problem
+
+
+def check_affordable(problem: Problem) -> None:
+    """Raise Infeasible when no device is left that has the memory for one EST and can be paid for."""
+    if not _can_run_one_est(problem):
+        # How many ESTs fit on a device, and how fast they run, is for the strategy to see.
+        basic = replace(problem, single_type=False, max_devices=None, min_throughput=None)
+        raise conflict_error(problem, minimal_conflict(basic, _can_hold_part))
+
+
+def _can_run_one_est(problem: Problem) -> bool:
+    """Return whether at least one EST can run somewhere."""
+    return any(problem.affordable(device) for device in problem.devices)
+
+
+def _can_hold_part(problem: Problem) -> bool:
+    """Return whether a subset of the requirements can be kept.
+
+    Without a price limit, the memory alone must hold every EST: a shortage of memory is then not blamed on the price.
+    """
+    limited = all(device.memory_ests is not None for device in problem.devices)
+    if problem.max_price_micro is None and limited:
+        return sum(device.count * (device.memory_ests or 0) for device in problem.devices) >= problem.max_workers
+    return _can_run_one_est(problem)
+
+
+def _single_type_reason(limits: Constraints) -> str | None:
+    """Return the constraint that keeps a plan to one device type."""
+    if limits.homogeneous:
+        return "homogeneous"
+    if limits.determinism == "D2" and limits.hardware_agnostic is False:
+        return "determinism D2 without hardware_agnostic"
+    return "determinism D1" if limits.determinism == "D1" else None
+
+
+def _device_type(offer: DeviceOffer, capabilities: Mapping[str, float], limits: Constraints) -> DeviceType:
+    where = f"devices.{offer.type}.capability_per_s"
+    if offer.type not in capabilities:
+        raise InputError(where, "is missing", did_you_mean(offer.type, capabilities))
+    check_capability(where, capabilities[offer.type])
+    price = offer.price_per_hour
+    return DeviceType(
+        name=offer.type,
+        count=offer.count,
+        capability_per_s=exact(capabilities[offer.type]),
+        memory_gib=offer.memory_gib,
+        price_micro=None if price is None else math.ceil(exact(price) * PRICE_UNIT),
+        max_ests=offer.max_ests,
+        memory_ests=_memory_ests(offer, limits),
+    )
+
+
+def _memory_ests(offer: DeviceOffer, limits: Constraints) -> int | None:
+    """Return how many ESTs fit into a device's memory; None: any number, since they take turns."""
+    worker_gib = limits.memory_per_worker_gib
+    if worker_gib is None or offer.memory_gib is None:
+        return None
+    if limits.memory_fixed_gib is None:
+        return None if offer.memory_gib >= worker_gib else 0
+    return max(0, math.floor((exact(offer.memory_gib) - exact(limits.memory_fixed_gib)) / exact(worker_gib)))
+
+
+def _memory_text(limits: Constraints, devices: Sequence[DeviceType]) -> str:
+    worker_gib, fixed_gib = limits.memory_per_worker_gib, limits.memory_fixed_gib
+    if worker_gib is None:
+        return ""
+    if fixed_gib is None:
+        sizes = ", ".join(f"{device.name} has {device.memory_gib:g}" for device in devices)
+        return f"one worker needs {worker_gib:g} GiB; {sizes}"
+    capacities = (
+        (worker_gib, f"(room for {worker_gib.memory_ests}; {worker_gib.count} offered)") for worker_gib in devices
+    )
+    sizes = ", ".join(
+        f"{device.name} has {device.memory_gib:g} {capacity_text}" for device, capacity_text in capacities
+    )
+    return f"k workers on a device need {fixed_gib:g} + k x {worker_gib:g} GiB; {sizes}"
+
+
+def _check_field_given(offers: Sequence[DeviceOffer], field: str, limit: float | None, constraint: str) -> None:
+    for offer in offers:
+        if limit is not None and getattr(offer, field) is None:
+            where = f"devices.{offer.type}.{field}"
+            raise InputError(where, "is missing", f"constraints.{constraint} needs it")
+
+
+class Requirement(NamedTuple):
+    """Something that job.yaml asks for and could be left out; ``without`` makes the same problem without it."""
+
+    name: str
+    text: str
+    without: Callable[[Problem], Problem]
+
+
+def requirements(problem: Problem) -> list[Requirement]:
+    """Return the requirements of a problem: what a plan must keep besides the devices that there are."""
+    devices = sorted((*problem.devices, *problem.left_out), key=lambda device: device.name)
+    est_limits = _joined(f"{device.max_ests} on a {device.name}" for device in devices if device.max_ests is not None)
+    prices = _joined(f"{device.name} costs {(device.price_micro or 0) / PRICE_UNIT:g}" for device in devices)
+    offered = _joined(f"{device.count} {device.name}" for device in devices)
+    memory = "" if all(device.memory_ests is None for device in devices) else problem.memory_text
+    min_throughput, budget = problem.min_throughput, problem.max_price_micro
+    device_limit = "" if problem.max_devices is None else f"at most {problem.max_devices}"
+    price_limit = "" if budget is None else f"at most {budget / PRICE_UNIT:g} an hour; {prices}"
+    single_type = f"devices of one type only; offered are {offered}" if problem.single_type else ""
+    throughput = "" if min_throughput is None else f"at least {float(min_throughput):g} mini-batches/s"
+    # The order of the error message, and in which minimal_conflict drops requirements.
+    rows = (
+        Requirement("memory_per_worker_gib", memory, _without_memory),
+        Requirement(
+            "max_ests", est_limits and f"{problem.max_workers} workers, at most {est_limits}", _without_max_ests
+        ),
+        Requirement("max_devices", device_limit, partial(replace, max_devices=None)),
+        Requirement("max_price_per_hour", price_limit, partial(replace, max_price_micro=None)),
+        Requirement(problem.single_type_reason, single_type, partial(replace, single_type=False)),
+        Requirement("min_throughput", throughput, partial(replace, min_throughput=None)),
+    )
+    return [row for row in rows if row.text]
+
+
+def demand_throughput(throughput: float, least: Fraction | float | None, most: str = "this strategy reaches") -> None:
+    """Raise Infeasible when a plan's throughput is below ``least`` (both in logical mini-batches per second)."""
+    if least is not None and throughput < float(least) * (1 - 1e-9):
+        raise Infeasible(f"min_throughput: at least {float(least):g} mini-batches/s; {most} {throughput:.4g}")
+
+
+def minimal_conflict(problem: Problem, feasible: Callable[[Problem], bool]) -> list[Requirement]:
+    """Return requirements that cannot be kept together, and could if any one of them were dropped.
+
+    A deletion filter: each requirement is left out in turn, for good when the rest is still infeasible. Of several such
+    sets it finds the one that keeps what stands last in :func:`requirements`. ``feasible`` must be exact. The problem
+    itself must be infeasible.
+    """
+    kept: list[Requirement] = []
+    remaining = problem
+    for requirement in requirements(problem):
+        without = requirement.without(remaining)
+        if feasible(without):
+            kept.append(requirement)
+        else:
+            remaining = without
+    return kept
+
+
+def conflict_error(problem: Problem, conflict: Sequence[Requirement], best: str = "") -> Infeasible:
+    """Return the error that names a minimal conflict; ``best`` is the throughput that its other members allow."""
+    if [requirement.name for requirement in conflict] == ["max_price_per_hour"]:
+        every = (*problem.devices, *problem.left_out)
+        cheapest = min(every, key=lambda device: device.price_micro or 0)
+        if (cheapest.price_micro or 0) > (problem.max_price_micro or 0):
+            budget, price = (problem.max_price_micro or 0) / PRICE_UNIT, (cheapest.price_micro or 0) / PRICE_UNIT
+            text = f"max_price_per_hour: {budget:g} an hour buys no device; the cheapest, {cheapest.name}, costs"
+            return Infeasible(f"{text} {price:g}")
+    texts = [f"{requirement.name}: {requirement.text}" for requirement in conflict]
+    if best and any(requirement.name == "min_throughput" for requirement in conflict):
+        texts[-1] += f"; the most that can be reached is {best}"
+    if len(conflict) == 1:
+        workers = "" if conflict[0].name in ("memory_per_worker_gib", "max_ests") else f" ({_workers(problem)})"
+        return Infeasible(texts[0] + workers)
+    if not conflict:
+        return Infeasible(f"the offered devices cannot hold {_workers(problem)}")
+    head = f"{_workers(problem)}: these requirements cannot be kept together, but without any one of them they can: "
+    return Infeasible(head + " | ".join(texts))
+
+
+def _workers(problem: Problem) -> str:
+    return f"{problem.max_workers} worker{'s' if problem.max_workers > 1 else ''}"
+
+
+def _joined(parts: Iterable[str]) -> str:
+    """Return the parts joined by commas, eight at most."""
+    shown = list(parts)
+    return ", ".join(shown[:8]) + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")
+
+
+def _without_memory(problem: Problem) -> Problem:
+    devices = sorted((*problem.devices, *problem.left_out), key=lambda device: device.name)
+    return replace(problem, devices=tuple(replace(device, memory_ests=None) for device in devices), left_out=())
+
+
+def _without_max_ests(problem: Problem) -> Problem:
+    without_limits = (
+        tuple(replace(device, max_ests=None) for device in types) for types in (problem.devices, problem.left_out)
+    )
+    devices, left_out = without_limits
+    return replace(problem, devices=devices, left_out=left_out)
+
+
+def capability_from_profile(frame: pd.DataFrame, device_type: str, batch_size: int, where: str) -> float:
+    """Return 1 / step time at ``batch_size`` from a checked profile's single-replica rows, in mini-batches per second.
+
+    Between measured batch sizes the step time is interpolated linearly. Raises InputError when the profile has no such
+    device (a profile of one device serves any type) or when ``batch_size`` lies outside what was measured.
+    """
+    single = frame[frame["num_replicas"] == 1]
+    if "accumulation_steps" in single.columns:  # a step of several passes is no mini-batch of its local batch size
+        single = single[single["accumulation_steps"].fillna(0) == 0]
+    devices = sorted(set(single["device"]))
+    if len(devices) != 1:
+        if device_type not in devices:
+            remedy = did_you_mean(device_type, devices) if devices else "profile with --replicas 1"
+            raise InputError(where, f"has no single-replica rows of device {device_type!r}", remedy)
+        single = single[single["device"] == device_type]
+    times = single.groupby("local_batch_size")["step_time_s"].median().sort_index()
+    batches = times.index.to_numpy(dtype=float)
+    if not batches[0] <= batch_size <= batches[-1]:
+        problem = f"covers local batch sizes {batches[0]:.0f} to {batches[-1]:.0f}, not the job's {batch_size}"
+        raise InputError(where, problem, f"profile with --batch-sizes up to {batch_size}")
+    return 1.0 / float(np.interp(batch_size, batches, times.to_numpy(dtype=float)))
+
+
+def capability_from_graph(graph: Graph) -> float:
+    """Return 1 / step time of a timed graph, its update included, in mini-batches (of the graph's batch size) per second.
+
+    Raises InputError when the graph takes no time.
+    """
+    total = float(graph.duration_s[graph.kind == COMPUTE].sum()) + float(graph.meta.get("update_s") or 0.0)
+    if not total > 0:
+        raise InputError(graph.name, f"its compute ops take {total} s", "use a timed graph with work in it")
+    return 1.0 / total

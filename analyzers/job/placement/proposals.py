@@ -1,0 +1,163 @@
+"""EasyScale's intra-job scheduler (section 3.4): the throughput on a job's devices, and the gain of more devices.
+
+Role 1 is :func:`best_throughput`, role 2 :func:`proposals`; :func:`accept` is the cluster's side of role 3.
+All are exact, by the closed form: throughput is ``maxP / f`` with f the smallest step time that leaves room for every EST.
+Pure functions: the cluster simulator and the ``companion`` command call them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import cast
+
+import numpy as np
+
+from ddltool.analyzers.job.placement.problem import check_capability, exact
+from ddltool.analyzers.job.placement.steps import StepTable, integer_weights, smallest_step, step_table
+from ddltool.errors import InputError, did_you_mean
+from ddltool.graph import natural_key
+
+# For more step times than these, a table costs more than it saves.
+_LARGEST_TABLE = 50_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proposal:
+    """``count`` more devices of one type."""
+
+    device_type: str
+    count: int
+    throughput: float
+    """With them, logical mini-batches per second."""
+    speedup: float
+    """Over the throughput on what is held; when nothing is held, over one device of the slowest known type."""
+    speedup_per_gpu: float
+    """Gain in ``speedup`` over the held devices, divided by ``count``."""
+
+
+def best_throughput(capability: Mapping[str, float], held: Mapping[str, int], max_workers: int) -> float:
+    """Return the most logical mini-batches per second on the held devices (role 1); 0 when nothing is held.
+
+    ``capability``: mini-batches per second of one EST alone by device type; ``held``: devices by type. Exact (EasyScale,
+    Equation 1); some microseconds. Raises InputError for capabilities that are not positive, negative counts, types
+    without a capability, or ``max_workers`` below 1.
+    """
+    names = _checked_names(capability, held, max_workers)
+    weights = _weights(tuple(float(capability[name]) for name in names))
+    smallest = smallest_step(weights, [min(held[name], max_workers) for name in names], max_workers) if names else None
+    return 0.0 if smallest is None else _throughput(capability[names[smallest[1]]], smallest[0], max_workers)
+
+
+def proposals(
+    capability: Mapping[str, float],
+    held: Mapping[str, int],
+    free: Mapping[str, int],
+    max_workers: int,
+    top_k: int,
+    homogeneous: bool,
+) -> list[Proposal]:
+    """Return the ``top_k`` scale-outs by devices of one type, highest speedup per device first (role 2).
+
+    On equal speedup per device, more devices first, then the type's name. Only counts that make the job faster than
+    one device fewer are proposed. A homogeneous job only asks for the type that it holds. Raises InputError as
+    :func:`best_throughput` does, and for a ``top_k`` below 1.
+    """
+    if top_k < 1:
+        raise InputError("top_k", f"is {top_k}", "ask for one proposal at least")
+    offered = _checked_names(capability, free, max_workers)
+    names_held = _checked_names(capability, held, max_workers)
+    if homogeneous and names_held:
+        kept_name = max(names_held, key=lambda name: best_throughput(capability, {name: held[name]}, max_workers))
+        offered, names_held = [name for name in offered if name == kept_name], [kept_name]
+    if not offered:
+        return []
+    held_throughput = best_throughput(capability, {name: held[name] for name in names_held}, max_workers)
+    reference = held_throughput or min(float(value) for value in capability.values())
+    candidates: list[Proposal] = []
+    for name in offered:
+        speeds = _throughputs_with_added(
+            capability, {held_name: held[held_name] for held_name in names_held}, name, free[name], max_workers
+        )
+        for count, (previous_speed, speed) in enumerate(pairwise([held_throughput, *speeds]), start=1):
+            if speed > previous_speed:
+                speedup_each = (speed - held_throughput) / reference / count
+                speedup = {"speedup": speed / reference, "speedup_per_gpu": speedup_each}
+                candidates.append(Proposal(device_type=name, count=count, throughput=speed, **speedup))
+    return sorted(candidates, key=_priority)[:top_k]
+
+
+def accept(offers: Iterable[tuple[str, Proposal]], free: Mapping[str, int]) -> list[tuple[str, Proposal]]:
+    """Return which (job, proposal) pairs a cluster grants: greedily by speedup per device, more devices first on a tie.
+
+    One proposal for each job at most, as long as the free devices last (EasyScale, section 3.4). Jobs with equal
+    proposals are served in natural order of their names.
+    """
+    left = dict(free)
+    granted: list[tuple[str, Proposal]] = []
+    served: set[str] = set()
+    for job, proposal in sorted(offers, key=lambda offer: (*_priority(offer[1])[:2], natural_key(offer[0]))):
+        if job not in served and proposal.count <= left.get(proposal.device_type, 0):
+            left[proposal.device_type] -= proposal.count
+            served.add(job)
+            granted.append((job, proposal))
+    return granted
+
+
+def _priority(proposal: Proposal) -> tuple[float, int, tuple[tuple[int, int, str], ...]]:
+    """Return the sort key; speedups are compared to nine digits, so that rounding does not break a tie."""
+    return -float(f"{proposal.speedup_per_gpu:.9g}"), -proposal.count, natural_key(proposal.device_type)
+
+
+def _checked_names(capability: Mapping[str, float], counts: Mapping[str, int], max_workers: int) -> list[str]:
+    """Return the types with a positive count, in natural order, checked."""
+    if max_workers < 1:
+        raise InputError("max_workers", f"is {max_workers}", "at least one logical worker")
+    for name, count in counts.items():
+        if count < 0:
+            raise InputError(f"devices.{name}", f"is {count}", "a number of devices is 0 or more")
+        if count and name not in capability:
+            raise InputError(f"devices.{name}", "has no capability", did_you_mean(name, capability))
+        if count:
+            check_capability(f"capability.{name}", capability[name])
+    return sorted((name for name, count in counts.items() if count), key=natural_key)
+
+
+def _throughputs_with_added(
+    capability: Mapping[str, float], held: Mapping[str, int], name: str, free: int, max_workers: int
+) -> Sequence[float]:
+    """Return the throughput with 1, 2, ... more devices of one type; beyond ``max_workers`` none can help."""
+    names = sorted({*held, name}, key=natural_key)
+    capabilities = tuple(float(capability[type_name]) for type_name in names)
+    max_added = min(free, max_workers)
+    vectors = np.tile([min(held.get(type_name, 0), max_workers) for type_name in names], (max_added, 1)).astype(
+        np.int64
+    )
+    vectors[:, names.index(name)] += np.arange(1, max_added + 1)
+    if max_workers * len(names) > _LARGEST_TABLE:
+        weights = _weights(capabilities)
+        multiples_and_types = [smallest_step(weights, row, max_workers) for row in vectors.tolist()]
+        return [
+            _throughput(capabilities[multiple_and_type[1]], multiple_and_type[0], max_workers)
+            for multiple_and_type in multiples_and_types
+            if multiple_and_type is not None
+        ]
+    table = _table(capabilities, max_workers)
+    return cast(list[float], table.throughputs[table.smallest_steps(vectors)].tolist())
+
+
+@lru_cache(maxsize=4096)
+def _weights(capabilities: tuple[float, ...]) -> tuple[int, ...]:
+    return integer_weights(tuple(exact(capability) for capability in capabilities))
+
+
+@lru_cache(maxsize=512)
+def _table(capabilities: tuple[float, ...], max_workers: int) -> StepTable:
+    return step_table(tuple(exact(capability) for capability in capabilities), max_workers)
+
+
+def _throughput(capability: float, k: int, max_workers: int) -> float:
+    """Return ``maxP / (k / C)``, rounded once."""
+    return float(max_workers * exact(capability) / k)

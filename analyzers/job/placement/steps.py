@@ -1,0 +1,373 @@
+"""Step times and EST capacities in whole numbers: what every planner of this package is built on.
+
+In a step of T seconds a device of capability C has room for ``floor(C T)`` ESTs (EasyScale, Equation 1). So the best step
+time on given devices is the smallest of the numbers ``k / C_i`` in which they have room for every EST: one bisection
+(:func:`smallest_step`), or, for many vectors of devices at once, a table of all those numbers (:class:`StepTable`).
+:func:`evaluate` distributes the ESTs and returns a plan's figures, checked from scratch after every solve.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+import numpy as np
+
+from ddltool.analyzers.job.placement.problem import Problem
+from ddltool.arrays import Floats, Ints
+from ddltool.errors import InputError
+from ddltool.plans import Alternative, Assignment, Plan
+
+# (T,) devices in use of each type of a problem.
+Counts = tuple[int, ...]
+# A larger table takes seconds to make and gigabytes to keep.
+LARGEST_TABLE = 4_000_000
+
+
+@lru_cache(maxsize=4096)
+def integer_weights(capabilities: tuple[Fraction, ...]) -> tuple[int, ...]:
+    """Return whole numbers in the same ratio as the capabilities: ``floor(C_i k / C_j)`` is ``w_i k // w_j``."""
+    common = math.lcm(*(capability.denominator for capability in capabilities))
+    weights = [int(capability * common) for capability in capabilities]
+    shared = math.gcd(*weights)
+    return tuple(weight // shared for weight in weights)
+
+
+def smallest_step(
+    weights: Sequence[int],
+    counts: Sequence[int],
+    max_workers: int,
+    limits: Sequence[int | None] | None = None,
+    max_devices: int | None = None,
+) -> tuple[int, int] | None:
+    """Return (k, i) such that ``k / C_i`` is the smallest step time with capacity for ``max_workers`` ESTs.
+
+    None means that no step is long enough. The bisection of each type starts from bounds that follow from
+    ``x - 1 < floor(x) <= x``, so it takes a few integer operations.
+
+    Args:
+        weights: capabilities of the T types as integers, from :func:`integer_weights`.
+        counts: devices of each type, at least one in all.
+        max_workers: ESTs to place.
+        limits: most ESTs on one device of each type; None for a type without a limit.
+        max_devices: most devices in use; the devices of the largest capacity are counted.
+    """
+    est_caps = [max_workers if limit is None else min(limit, max_workers) for limit in limits or (None,) * len(weights)]
+    offers = [(weight, count, limit) for weight, count, limit in zip(weights, counts, est_caps, strict=True) if count]
+    total_weight = sum(weight * count for weight, count, _ in offers)
+    device_count = sum(count for _, count, _ in offers)
+    is_floor_sum = limits is None and (max_devices is None or max_devices >= device_count)
+
+    def has_capacity(k: int, weight: int) -> bool:
+        if is_floor_sum:
+            return sum(count * (other_weight * k // weight) for other_weight, count, _ in offers) >= max_workers
+        devices_left, total = device_count if max_devices is None else max_devices, 0
+        for capacity, count in sorted(
+            ((min(other_weight * k // weight, limit), count) for other_weight, count, limit in offers), reverse=True
+        ):
+            total += capacity * min(count, devices_left)
+            devices_left -= min(count, devices_left)
+        return total >= max_workers
+
+    best: tuple[int, int] | None = None
+    for type_index, (weight, count) in enumerate(zip(weights, counts, strict=True)):
+        if not count:
+            continue
+        low = -(-max_workers * weight // total_weight)
+        # Invariant: the smallest k with capacity lies in [low, high]; no k past the best step time so far matters.
+        high = (
+            min(-(-(max_workers + device_count) * weight // total_weight), max_workers)
+            if is_floor_sum
+            else est_caps[type_index]
+        )
+        if best is not None:
+            high = min(high, -(-best[0] * weight // weights[best[1]]))
+        if low > high or not (is_floor_sum or has_capacity(high, weight)):
+            continue
+        while low < high:
+            middle = (low + high) // 2
+            if has_capacity(middle, weight):
+                high = middle
+            else:
+                low = middle + 1
+        if best is None or low * weights[best[1]] < best[0] * weight:
+            best = low, type_index
+    return best
+
+
+def best_step(problem: Problem, counts: Counts | None = None) -> Fraction | None:
+    """Return the smallest step time in seconds on the offered devices, or on ``counts`` of them (EasyScale, Equation 1).
+
+    None means that the devices do not hold every EST. The step time is exact. The price limit and the required throughput
+    are ignored, so under a price limit no plan beats this step time. With ``counts`` every device runs at least one EST.
+    """
+    devices, limits = problem.devices, tuple(device.most_ests for device in problem.devices)
+    weights = integer_weights(tuple(device.capability_per_s for device in devices))
+    max_devices = problem.max_devices if counts is None else None
+    vectors = [tuple(device.count for device in devices) if counts is None else counts]
+    if counts is None and problem.single_type:
+        vectors = [tuple(device.count * (device is only_device) for device in devices) for only_device in devices]
+    bounds = limits if any(limits) else None
+    candidates = [
+        smallest_step(weights, vector, problem.max_workers, bounds, max_devices) for vector in vectors if any(vector)
+    ]
+    step = min(
+        (candidate[0] / devices[candidate[1]].capability_per_s for candidate in candidates if candidate), default=None
+    )
+    if counts is None or step is None:
+        return step
+    slowest = min(device.capability_per_s for device, count in zip(devices, counts, strict=True) if count)
+    return max(step, 1 / slowest)
+
+
+def distribute_ests(
+    capacities: Sequence[int], counts: Sequence[int], workers: int, speeds: Sequence[int]
+) -> list[list[tuple[int, int]]]:
+    """Return for each of T types its rows (devices, ESTs on each), most ESTs first.
+
+    Every device is filled to its capacity; the surplus over ``workers`` is then taken from the slowest types, evenly.
+
+    Args:
+        capacities: (T,) most ESTs on one device of each type.
+        counts: (T,) devices of each type; each device keeps at least one EST.
+        workers: ESTs in all.
+        speeds: (T,) order of the types, higher is faster.
+    """
+    type_ests = [capacity * count for capacity, count in zip(capacities, counts, strict=True)]
+    surplus = sum(type_ests) - workers
+    for type_index in sorted(range(len(type_ests)), key=lambda type_index: speeds[type_index]):
+        removed = min(surplus, type_ests[type_index] - counts[type_index])
+        type_ests[type_index] -= removed
+        surplus -= removed
+    even_shares = [(count, *divmod(total, count or 1)) for total, count in zip(type_ests, counts, strict=True)]
+    return [
+        [(devices, ests) for devices, ests in ((larger, ests_each + 1), (count - larger, ests_each)) if devices]
+        for count, ests_each, larger in even_shares
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTable:
+    """The S possible step times ``k / C_i`` of T device types, in increasing order."""
+
+    capabilities: tuple[Fraction, ...]
+    max_workers: int
+    type_indices: Ints
+    """(S,) index i of the device type in ``k / C_i``."""
+    multiples: Ints
+    """(S,) the k."""
+    capacities: Ints
+    """(S, T) EST capacity of one device of each type: at most ``max_workers`` and the type's limit."""
+    seconds: Floats
+    """(S,) the step times."""
+    throughputs: Floats
+    """(S + 1,) logical mini-batches per second, ``maxP / T`` rounded once; the last is 0, for no step time."""
+
+    def step(self, step_index: int) -> Fraction:
+        """Return the exact step time in seconds of a row of the table."""
+        return int(self.multiples[step_index]) / self.capabilities[int(self.type_indices[step_index])]
+
+    def smallest_steps(self, vectors: Ints) -> Ints:
+        """Return (V,) row indices of the smallest step time for (V, T) device counts; S where no step time is long enough."""
+        low = np.zeros(len(vectors), dtype=np.int64)
+        high = np.full(len(vectors), len(self.multiples), dtype=np.int64)
+        for _ in range(len(self.multiples).bit_length() + 1):
+            middle = np.minimum((low + high) // 2, len(self.multiples) - 1)
+            fits = np.einsum("vt,vt->v", vectors, self.capacities[middle]) >= self.max_workers
+            low, high = np.where((low < high) & ~fits, middle + 1, low), np.where((low < high) & fits, middle, high)
+        return low
+
+    def best_steps(self, vectors: Ints, *, homogeneous: bool = False) -> tuple[Ints, Ints]:
+        """Return (V,) row indices of the smallest step times for (V, T) device counts, and (V, T) devices in use.
+
+        Types of the largest capacity are used first, so the fewest devices are in use. Where no step time is long enough
+        the index is S and no device is in use. ``homogeneous`` keeps each vector to the one type with the smallest step.
+        """
+        type_indices = np.arange(vectors.shape[1])
+        if homogeneous:
+            steps = np.stack(
+                [self.smallest_steps(np.where(type_indices == type_index, vectors, 0)) for type_index in type_indices]
+            )
+            vectors = np.where(type_indices == steps.argmin(axis=0)[:, None], vectors, 0)
+        steps = self.smallest_steps(vectors)
+        capacities = np.vstack([self.capacities, np.zeros((1, len(type_indices)), dtype=np.int64)])[steps]
+        order = np.argsort(-capacities, axis=1, kind="stable")
+        left = np.full(len(vectors), self.max_workers, dtype=np.int64)
+        used, rows = np.zeros_like(vectors), np.arange(len(vectors))
+        for rank in type_indices:
+            type_index = order[:, rank]
+            capacity = capacities[rows, type_index]
+            devices = np.where(
+                capacity > 0,
+                np.minimum(vectors[rows, type_index], -(-left // np.maximum(capacity, 1))),
+                0,
+            )
+            used[rows, type_index] = devices
+            left = np.maximum(left - devices * capacity, 0)
+        return steps, used
+
+
+def step_table(
+    capabilities: tuple[Fraction, ...], max_workers: int, most_ests: tuple[int | None, ...] | None = None
+) -> StepTable:
+    """Return the step times of device types with these capabilities (mini-batches per second of one EST alone).
+
+    ``most_ests`` limits the ESTs on one device of each type; None for a type without a limit. Raises InputError when the
+    table would have more than ``LARGEST_TABLE`` rows.
+    """
+    type_count = len(capabilities)
+    limits = [max_workers if limit is None else min(limit, max_workers) for limit in most_ests or (None,) * type_count]
+    if sum(limits) > LARGEST_TABLE:
+        problem = f"is {max_workers:,} on {type_count} device types: {sum(limits):,} possible step times"
+        raise InputError("max_workers", problem, f"at most {LARGEST_TABLE:,} fit into a table; use ddltool plan")
+    weights = integer_weights(capabilities)
+    type_indices = np.repeat(np.arange(type_count), limits)
+    multiples = np.concatenate([np.arange(1, limit + 1) for limit in limits])
+    columns = [_capacity_column(weight, weights, limits, limit) for weight, limit in zip(weights, limits, strict=True)]
+    capacities = np.stack(columns, axis=1)
+    pairs = list(zip(capabilities, limits, strict=True))
+    seconds = np.concatenate([_ratios(limit, rate.denominator, rate.numerator) for rate, limit in pairs])
+    throughputs = np.concatenate(
+        [_ratios(limit, rate.denominator, max_workers * rate.numerator, inverse=True) for rate, limit in pairs]
+    )
+    # Rounded quotients keep the order of the exact ones except for ties; of step times that round to the same float the
+    # smaller one has no larger capacities.
+    row_order = np.lexsort((capacities.sum(axis=1), seconds))
+    capacities, seconds = capacities[row_order], seconds[row_order]
+    is_new_row = np.append(True, (capacities[1:] != capacities[:-1]).any(axis=1))
+    return StepTable(
+        capabilities=capabilities,
+        max_workers=max_workers,
+        type_indices=type_indices[row_order][is_new_row],
+        multiples=multiples[row_order][is_new_row],
+        capacities=capacities[is_new_row],
+        seconds=seconds[is_new_row],
+        throughputs=np.append(throughputs[row_order][is_new_row], 0.0),
+    )
+
+
+def _ratios(limit: int, numerator_factor: int, denominator: int, *, inverse: bool = False) -> Floats:
+    """Return ``k factor / other`` for k = 1 to ``limit``, or its inverse, each rounded once as a fraction's float is."""
+    if max(limit * numerator_factor, denominator) < 2**53:  # exact as floats
+        multiples = np.arange(1, limit + 1) * float(numerator_factor)
+        return np.asarray(denominator / multiples if inverse else multiples / denominator)
+    if inverse:
+        return np.array([denominator / (k * numerator_factor) for k in range(1, limit + 1)])
+    return np.array([k * numerator_factor / denominator for k in range(1, limit + 1)])
+
+
+def _capacity_column(weight: int, weights: Sequence[int], limits: Sequence[int], est_limit: int) -> Ints:
+    """Return one type's capacity ``min(floor(C T), est_limit)`` in every step time ``T = k / C_j``, grouped by type j."""
+    columns = []
+    for other_weight, step_count in zip(weights, limits, strict=True):
+        if weight * step_count < 2**62:  # whole numbers of 64 bits are enough
+            column = (
+                np.arange(1, step_count + 1, dtype=np.int64) * weight // other_weight
+                if other_weight < 2**62
+                else np.zeros(step_count, int)
+            )
+        else:
+            column = np.fromiter(
+                (min(k * weight // other_weight, est_limit) for k in range(1, step_count + 1)), np.int64, step_count
+            )
+        columns.append(np.minimum(column, est_limit))
+    return np.concatenate(columns)
+
+
+def device_counts(plan: Plan | Alternative) -> dict[str, int]:
+    """Return how many devices of each type a plan uses."""
+    counts: Counter[str] = Counter()
+    for row in plan.assignments:
+        counts[row.device_type] += row.devices
+    return dict(counts)
+
+
+def counts_of(problem: Problem, plan: Plan) -> Counts:
+    """Return (T,) how many devices of each of the problem's types a plan uses."""
+    return problem.counts(device_counts(plan))
+
+
+def step_time_of(problem: Problem, counts: Counts) -> Fraction:
+    """Return the smallest step time in seconds on (T,) devices; ValueError where they cannot hold every EST."""
+    step = best_step(problem, counts)
+    if step is None:
+        raise ValueError(f"{counts} devices have no room for {problem.max_workers} ESTs")
+    return step
+
+
+def evaluate(problem: Problem, counts: Counts) -> Alternative:
+    """Return the figures of the plan that distributes the ESTs over (T,) devices in their smallest step time.
+
+    The plan is verified from scratch: ValueError where the devices cannot hold the ESTs, or a constraint is broken.
+    """
+    step = step_time_of(problem, counts)
+    capacities = [problem.est_capacity(device, step) for device in problem.devices]
+    type_rows = distribute_ests(
+        capacities,
+        counts,
+        problem.max_workers,
+        integer_weights(tuple(device.capability_per_s for device in problem.devices)),
+    )
+    assignments = [
+        Assignment(
+            device_type=device.name, devices=devices, ests_per_device=ests, local_batch_size=ests * problem.batch_size
+        )
+        for device, rows in zip(problem.devices, type_rows, strict=True)
+        for devices, ests in rows
+    ]
+    if (verified_step := verify(problem, assignments)) != step:
+        raise ValueError(f"the plan's step takes {verified_step} s, not {step} s")
+    throughput = problem.max_workers / step
+    device_counts = zip(counts, problem.devices, strict=True)
+    capability_in_use = sum((count * device.capability_per_s for count, device in device_counts), Fraction(0))
+    return Alternative(
+        iteration_s=float(step),
+        throughput=float(throughput),
+        assignments=assignments,
+        est_count=sum(row.devices * row.ests_per_device for row in assignments),
+        waste=float(capability_in_use - throughput),
+        overload_factor=float(step),
+    )
+
+
+def plan_of(problem: Problem, evaluated: Alternative, *, optimal: bool, gap: float, solve_seconds: float) -> Plan:
+    """Return the est plan with the figures that :func:`evaluate` returned and the solver's status."""
+    alternative_fields = {name: getattr(evaluated, name) for name in Alternative.model_fields}
+    status = "optimal" if optimal else "feasible"
+    return problem.plan("est", **alternative_fields, status=status, gap=gap, solve_seconds=solve_seconds)
+
+
+def verify(problem: Problem, assignments: Sequence[Assignment]) -> Fraction:
+    """Return the step time in seconds recomputed from scratch.
+
+    Raises ValueError, which would be this package's mistake and not the user's, when an EST is missing or doubled, a
+    device is used that is not offered, or a constraint is broken.
+    """
+    offered = {device.name: device for device in problem.devices}
+    used: dict[str, int] = {}
+    for row in assignments:
+        used[row.device_type] = used.get(row.device_type, 0) + row.devices
+        if row.local_batch_size != row.ests_per_device * problem.batch_size or row.ests_per_device < 1:
+            raise ValueError(f"a used device needs ESTs and their samples: {row}")
+    workers = sum(row.devices * row.ests_per_device for row in assignments)
+    if not used.keys() <= offered.keys():
+        raise ValueError(f"types that are not offered: {sorted(used.keys() - offered.keys())}")
+    if any(row.ests_per_device > (offered[row.device_type].most_ests or math.inf) for row in assignments):
+        raise ValueError(f"more ESTs on a device than may be: {assignments}")
+    price = sum((offered[name].price_micro or 0) * count for name, count in used.items())
+    if workers != problem.max_workers:
+        raise ValueError(f"{workers} ESTs instead of {problem.max_workers}")
+    if any(count > offered[name].count for name, count in used.items()):
+        raise ValueError(f"more devices than offered: {used}")
+    if (problem.single_type and len(used) > 1) or sum(used.values()) > (problem.max_devices or math.inf):
+        raise ValueError(f"constraints broken: {used}")
+    if problem.max_price_micro is not None and price > problem.max_price_micro:
+        raise ValueError(f"price limit broken: {price}")
+    step = max(row.ests_per_device / offered[row.device_type].capability_per_s for row in assignments)
+    if problem.min_throughput is not None and problem.max_workers / step < problem.min_throughput:
+        raise ValueError(f"too slow: a step of {step} s")
+    return step

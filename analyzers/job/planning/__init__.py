@@ -1,0 +1,1 @@
+"""From a job to its plan: layouts, strategies, the decision."""

@@ -1,0 +1,241 @@
+"""Compares each strategy's best plan for one job and picks one. Start at :func:`decide`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from ddltool.analyzers.job.placement.problem import Problem
+from ddltool.analyzers.job.planning.candidates import STRATEGIES, Candidate, Candidates
+from ddltool.analyzers.job.planning.goal import Goal, Missed
+from ddltool.analyzers.job.planning.job_model import JobModel
+from ddltool.analyzers.job.planning.options import PlanOptions
+from ddltool.analyzers.job.planning.words import explained, why_not
+from ddltool.decision import LEAST_GAIN, Decision, Layout, Option
+from ddltool.errors import Infeasible, InputError
+from ddltool.job import Job
+from ddltool.plans import BucketSetting, Plan, PrefetchSetting
+
+# Stale updates cost progress that no prediction shows: asynchrony must be faster by this much to be taken.
+STALENESS_MARGIN = 0.10
+
+
+def decide(
+    job: Job,
+    problem: Problem,
+    model: JobModel,
+    *,
+    options: PlanOptions | None = None,
+    only: str | None = None,
+) -> Plan:
+    """Return the plan of the best strategy on its best devices for the goal, with the comparison in ``decision``.
+
+    Objectives: ``fastest``: highest goodput where a noise scale is known, else throughput. ``cheapest``: lowest price per
+    sample. ``same-bits``: the fastest plan whose results do not depend on the number of devices. ``least-memory``: least
+    memory on the fullest device. ``fewest-devices``: fewest that meet the deadline or the throughput.
+
+    Plans whose values differ by less than ``LEAST_GAIN`` or than the error of the compute times tie, and the simplest is
+    picked. Asynchronous workers, whose updates may be stale, must be ahead by ``STALENESS_MARGIN``. ``only`` names a single
+    strategy; None means all.
+
+    Raises Infeasible when no strategy has a plan, InputError when the objective lacks a price, a model or a limit.
+    """
+    min_throughput = problem.min_throughput
+    options = options or PlanOptions()
+    goal = replace(
+        options.goal,
+        step_samples=job.max_workers * job.batch_size,
+        slowest_step_s=math.inf if min_throughput is None else problem.max_workers / float(min_throughput),
+    )
+    _demand_inputs(goal, problem, model)
+    candidates = Candidates(job=job, model=model, options=replace(options, goal=goal))
+    refused: dict[str, Infeasible] = {}
+    ranked = candidates.of(problem, refused, only)
+    left_out = {strategy: str(error) for strategy, error in refused.items()}
+    if goal.objective == "same-bits":
+        left_out |= {
+            candidate.option.strategy: "its results depend on the number of devices"
+            for candidate in ranked
+            if candidate.option.determinism not in ("D1", "D2")
+        }
+        ranked = [candidate for candidate in ranked if candidate.option.determinism in ("D1", "D2")]
+    if not ranked and (limit_errors := [error for error in refused.values() if isinstance(error, Missed)]):
+        raise min(limit_errors, key=lambda error: error.by)
+    if not ranked:
+        raise Infeasible("no strategy has a plan: " + "; ".join(f"{name}: {why}" for name, why in left_out.items()))
+    choice = _Choice(candidates)
+    ranked.sort(key=lambda candidate: (-choice.value(candidate.option), STRATEGIES.index(candidate.option.strategy)))
+    picked = choice.pick(ranked)
+    # One candidate per strategy: the best one, or the picked one.
+    best_per_strategy = list({other.option.strategy: other for other in (*reversed(ranked), picked)}.values())
+    best_per_strategy.sort(key=ranked.index)
+    baselines = candidates.usual(problem) or {"the plan itself": picked.option}
+    baseline_name = max(baselines, key=lambda key: choice.value(baselines[key]))
+    compared_options = [
+        other.option
+        if other is picked
+        else other.option.model_copy(
+            update={"why_not": why_not(other.option, picked.option, choice.value, choice.ties(other, picked))}
+        )
+        for other in best_per_strategy
+    ]
+    decision = Decision(
+        objective=goal.objective,
+        picked=picked.option.strategy,
+        baseline=baselines[baseline_name],
+        baseline_name=baseline_name,
+        baselines=baselines,
+        options=compared_options,
+        left_out=left_out,
+        words=[],
+        error=model.error(picked.option.devices),
+        gain_error=model.gain_error(picked.option, baselines[baseline_name]),
+        too_close=[
+            other.option.strategy for other in best_per_strategy if other is not picked and choice.unsure(other, picked)
+        ],
+        layouts=_all_layouts(picked, best_per_strategy),
+        run=goal.run(picked.option),
+        pareto=_pareto([other.option for other in ranked], candidates, problem),
+        error_source=model.error_source,
+        communication_source="" if model.communication is None else model.communication.source,
+    )
+    unsure_options = (other.option for other in ranked if not other.option.staleness and choice.unsure(other, picked))
+    clear_value = choice.value(picked.option) * (1 + LEAST_GAIN)
+    rival = next((option for option in unsure_options if choice.value(option) > clear_value), None)
+    words, following = explained(
+        decision, picked.plan, picked.option, job, problem, choice.value, model, rival=rival, first=ranked[0].option
+    )
+    decision = decision.model_copy(update={"words": words, "next_step": following})
+    return picked.plan.model_copy(
+        update={
+            "iteration_s": picked.option.iteration_s,
+            "throughput": picked.option.throughput,
+            "communication_s": picked.option.communication_s,
+            "waste": max(0.0, _unwaiting_throughput(picked, problem) - picked.option.throughput),
+            **_settings_of_whole_step(picked),
+            "decision": decision,
+        }
+    )
+
+
+def _demand_inputs(goal: Goal, problem: Problem, model: JobModel) -> None:
+    """Raise InputError where the objective or a limit needs prices, a model or a limit that the job lacks."""
+    if goal.objective == "cheapest" or goal.budget < math.inf:
+        unpriced = next((device.name for device in problem.devices if device.price_micro is None), None)
+        if unpriced is not None:
+            purpose = "the cheapest plan" if goal.objective == "cheapest" else "a budget"
+            raise InputError(f"devices.{unpriced}.price_per_hour", "is missing", f"{purpose} needs every price")
+    if goal.objective == "least-memory" and model.layouts is None:
+        raise InputError(
+            "--objective", "least-memory needs a model to look at", "name model: zoo:NAME, file.py:factory, ..."
+        )
+    if goal.objective == "fewest-devices" and not goal.limited:
+        remedy = "give --deadline with --tokens or --samples, or min_throughput in the job"
+        raise InputError("--objective", "fewest-devices needs something to keep", remedy)
+
+
+class _Choice:
+    """Ranks candidates by the goal and picks one."""
+
+    def __init__(self, candidates: Candidates) -> None:
+        self.candidates, self.goal = candidates, candidates.goal
+
+    def value(self, option: Option) -> float:
+        """Return the value that options are ranked by, higher is better; 0.0 where it is not known."""
+        lost_factor = self.goal.lost(sum(option.devices.values()))
+        if self.goal.objective == "cheapest":
+            return 0.0 if option.price_per_sample is None else 1 / max(option.price_per_sample * lost_factor, 1e-300)
+        if self.goal.objective == "least-memory":
+            return 0.0 if option.memory_bytes is None else 1 / max(option.memory_bytes, 1.0)
+        if self.goal.objective == "fewest-devices":
+            return 1 / sum(option.devices.values())
+        return self.candidates.progress(option) / lost_factor
+
+    def unsure(self, first: Candidate, second: Candidate) -> bool:
+        """Return whether the error of the compute times exceeds the difference between two candidates."""
+        error = self.candidates.model.gain_error(first.option, second.option)
+        values = self.value(first.option), self.value(second.option)
+        if not error or min(values) <= 0 or self.goal.objective in ("least-memory", "fewest-devices"):
+            return False
+        return abs(math.log(values[0] / values[1])) <= math.log1p(error)
+
+    def ties(self, first: Candidate, second: Candidate) -> bool:
+        """Return whether neither of two candidates beats the other."""
+        return not self.beats(first, second) and not self.beats(second, first)
+
+    def beats(self, first: Candidate, second: Candidate) -> bool:
+        """Return whether a candidate is ahead by more than both the margin and the error of the compute times."""
+        asynchronous = [candidate.plan.superstep is not None for candidate in (first, second)]
+        margin = STALENESS_MARGIN if asynchronous == [True, False] else LEAST_GAIN
+        return self.value(first.option) > self.value(second.option) * (1 + margin) and not self.unsure(first, second)
+
+    def pick(self, candidates: list[Candidate]) -> Candidate:
+        """Return the simplest unbeaten candidate: by strategy, then fewest device types, highest value, fewest devices."""
+        unbeaten = [
+            candidate for candidate in candidates if not any(self.beats(other, candidate) for other in candidates)
+        ]
+        return min(
+            unbeaten,
+            key=lambda candidate: (
+                STRATEGIES.index(candidate.option.strategy),
+                len(candidate.option.devices),
+                -self.value(candidate.option),
+                sum(candidate.option.devices.values()),
+            ),
+        )
+
+
+def _pareto(options: list[Option], candidates: Candidates, problem: Problem) -> list[Option]:
+    """Return the Pareto front of time and price per sample, the fastest first; empty where a price is not known.
+
+    Its points are the strategies' options and the equal splits of single types.
+    """
+    if any(device.price_micro is None for device in problem.devices):
+        return []
+    priced = [
+        option
+        for option in (*options, *candidates.alike(problem))
+        if option.price_per_sample is not None and not option.staleness
+    ]
+
+    def cost(option: Option) -> tuple[float, float]:
+        """Return seconds and price of a sample, failures and checkpoints included."""
+        lost_factor = candidates.goal.lost(sum(option.devices.values()))
+        return lost_factor / candidates.progress(option), lost_factor * (option.price_per_sample or 0.0)
+
+    front = list[Option]()
+    for option in sorted(priced, key=cost):
+        if not front or cost(option)[1] < cost(front[-1])[1] * (1 - LEAST_GAIN):
+            front.append(option)
+    return front
+
+
+def _settings_of_whole_step(picked: Candidate) -> dict[str, BucketSetting | PrefetchSetting | None]:
+    """Return DDP and FSDP2 settings with step times of the whole step, all accumulation passes included."""
+    step_s, exposed = picked.option.iteration_s, picked.exposed
+    times = {"step_s": step_s, "default_step_s": step_s + (picked.option.order_saves_s or 0.0)}
+    ddp, fsdp2 = (None, None) if exposed is None else (exposed.ddp, exposed.fsdp2)
+    return {
+        "ddp": ddp and ddp.model_copy(update=times),
+        "fsdp2": fsdp2 and fsdp2.model_copy(update=times),
+    }
+
+
+def _all_layouts(picked: Candidate, ranked: list[Candidate]) -> list[Layout]:
+    """Return the picked plan's layouts, then the other candidates' without repeats; those that do not fit memory last."""
+    layouts = list(picked.layouts)
+    for other in ranked:
+        layouts += [layout for layout in other.layouts if layout not in layouts]
+    fitting = [layout for layout in layouts if not layout.missing_bytes]
+    return fitting + [layout for layout in layouts if layout.missing_bytes]
+
+
+def _unwaiting_throughput(picked: Candidate, problem: Problem) -> float:
+    """Return the mini-batches per second that the plan's devices would make if none ever waited."""
+    plan, option = picked.plan, picked.option
+    if plan.strategy == "elastic-bsp":  # its throughput includes transfers in each iteration
+        capability = {device.name: float(device.capability_per_s) for device in problem.devices}
+        return sum(capability[name] * count for name, count in option.devices.items())
+    if plan.strategy == "goodput":  # one type and one batch size: all devices compute throughout compute_s
+        return option.throughput * option.iteration_s / option.compute_s
+    return plan.waste + plan.throughput

@@ -1,0 +1,386 @@
+"""Exposed communication of a step: the seconds that compute does not hide. Start at :class:`Communication`.
+
+Three sources: a traced graph on a known network gives DDP's buckets or FSDP2's prefetch, with default and with best
+settings (``analyzers/step/communication``); a fitted throughput model gives the fit's synchronisation (Pollux, section
+3.2); telemetry gives an earlier run's measured synchronisation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+from ddltool.analyzers.job.goodput.throughput import ThroughputParams, overlapped, sync_time_s
+from ddltool.analyzers.step.communication.collectives import (
+    Compression,
+    best_cuts,
+    bucket_setting,
+    compressed_ddp,
+    default_cuts,
+    finish_s,
+    plan_ddp,
+)
+from ddltool.analyzers.step.communication.fsdp import plan_fsdp, prefetch_setting
+from ddltool.analyzers.step.communication.nccl import Fabric, Floor
+from ddltool.analyzers.step.communication.program import program_of, stretched
+from ddltool.analyzers.step.transfers.order import tac
+from ddltool.analyzers.step.transfers.timeline import Simulator
+from ddltool.errors import Infeasible
+from ddltool.graph import COMPUTE, Graph
+from ddltool.plans import BucketSetting, CompressionFigures, PrefetchSetting
+from ddltool.units import show_bytes
+
+FITTED, MEASURED = "as fitted", "as measured"
+"""``Exposed.setting`` of a fit or a run: the order of transfers is not known, so no better one is proposed."""
+
+# Weights, gradients and Adam's two moments, all of one dtype: what every replica of DDP holds.
+STATES = 4
+# Simulated runs with different random orders that an asynchronous exposure is the mean of.
+_SEEDS = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exposed:
+    """Seconds of communication that a step's compute does not hide, with default and with the best settings."""
+
+    default_s: float
+    best_s: float
+    low_s: float | None = None
+    """Lower end of the interval of ``best_s``; None: not known. ``high_s`` is the upper end."""
+    high_s: float | None = None
+    setting: str = ""
+    """The best setting in words; empty: none."""
+    ddp: BucketSetting | None = None
+    fsdp2: PrefetchSetting | None = None
+
+
+class Communication(Protocol):
+    """A source of exposed communication; ``devices`` counts devices by type, ``pass_s`` is a pass's compute in seconds."""
+
+    @property
+    def source(self) -> str:
+        """Return the source of the figures in words."""
+        ...
+
+    def synchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
+        """Return the exposure of data-parallel replicas, whose last pass of a step takes ``pass_s`` of compute."""
+        ...
+
+    def asynchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
+        """Return the exposure of one iteration of a parameter server's worker."""
+        ...
+
+    def ordered(self, devices: Mapping[str, int], exposed: Exposed) -> Exposed:
+        """Return the exposure of ESTs, whose gradients are summed in a fixed order, from that of replicas (``exposed``)."""
+        return exposed
+
+    def least_s(self, devices: Mapping[str, int], pass_s: float) -> float:
+        """Return ``synchronous(...).best_s`` without building the setting."""
+        return self.synchronous(devices, pass_s).best_s
+
+    def bound_s(self, devices: Mapping[str, int], most: Mapping[str, int], pass_s: float) -> float:
+        """Return a lower bound in seconds of the exposure on any devices from ``devices`` up to ``most``."""
+        return 0.0
+
+    def demand_whole(self, name: str) -> None:
+        """Raise Infeasible where a process on such a device cannot hold the whole model's state."""
+        return
+
+
+class GraphCommunication(Communication):
+    """From a timed training graph, its compute scaled to ``pass_s``, and the network of each device type.
+
+    Parameter servers are assumed on all nodes, so that the link that a node's workers share is the bottleneck.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        fabrics: Mapping[str, Fabric],
+        memory_gib: Mapping[str, float | None],
+    ) -> None:
+        """Take a graph, and networks and memory (None: unlimited) by type. Raises InputError for no training step."""
+        self.graph = graph
+        self.program = program_of(graph)
+        self.fabrics = fabrics
+        self.memory_bytes = {name: size * 2**30 for name, size in memory_gib.items() if size is not None}
+        self.state_bytes = STATES * graph.parameter_bytes
+        # Key: compute of a pass in s, bytes/s and latency in s of the workers' link.
+        self._asynchronous_cache: dict[tuple[float, float, float], Exposed] = {}
+        # Key: compute of a pass in s, devices by type; value: exposed seconds.
+        self._least_s_cache: dict[tuple[float, tuple[tuple[str, int], ...]], float] = {}
+
+    @property
+    def source(self) -> str:
+        """Return the graph's name and each distinct network with its device types."""
+        names_by_text: dict[str, list[str]] = {}
+        for name, fabric in self.fabrics.items():
+            names_by_text.setdefault(fabric.text, []).append(name)
+        has_several = len(names_by_text) > 1
+        links = "; ".join(
+            f"{', '.join(names)}: {text}" if has_several else text for text, names in names_by_text.items()
+        )
+        return f"{self.graph.name}'s gradients on {links} (predicted)"
+
+    def synchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
+        """Return DDP's exposure, or FSDP2's where a whole replica does not fit. Raises Infeasible when neither fits."""
+        replicas = sum(devices.values())
+        if replicas < 2:
+            return Exposed(default_s=0.0, best_s=0.0, setting="one process")
+        program = stretched(self.program, pass_s)
+        group = Fabric.joined(self.fabrics, devices)
+        if self._must_shard(devices):
+            fsdp = plan_fsdp(program, group)
+            if fsdp is None:
+                raise Infeasible(
+                    f"a replica needs {show_bytes(self.state_bytes)} for weights, gradients and Adam's moments, more "
+                    "than its device has, and the parameters' names show no blocks to shard"
+                )
+            best, default = fsdp.best, fsdp.default
+            # Keeping parameters gathered (no reshard) is chosen only where every device's memory is known and holds them.
+            held_bytes = self.state_bytes / replicas + fsdp.without_reshard.gathered_bytes
+            is_roomy = all(held_bytes <= self.memory_bytes.get(name, 0.0) for name in devices)
+            if is_roomy and fsdp.without_reshard.step_s < best.step_s:
+                best = fsdp.without_reshard
+            reshard_text = "" if best.reshard_after_forward else ", reshard_after_forward=False"
+            return Exposed(
+                default_s=max(0.0, default.step_s - pass_s),
+                best_s=max(0.0, best.step_s - pass_s),
+                setting=f"FSDP2, prefetch {best.forward_depth} / {best.backward_depth}{reshard_text}",
+                fsdp2=prefetch_setting(fsdp, best),
+            )
+        ddp = plan_ddp(program, group)
+        buckets = bucket_setting(ddp)
+        return Exposed(
+            default_s=ddp.default.exposed_s,
+            best_s=max(0.0, buckets.step_s - pass_s),
+            setting=_bucket_text(buckets),
+            ddp=buckets,
+        )
+
+    def least_s(self, devices: Mapping[str, int], pass_s: float) -> float:
+        """Return the exposed seconds with DDP's best buckets or FSDP2's best prefetch, cached by devices and ``pass_s``."""
+        if sum(devices.values()) < 2:
+            return 0.0
+        key = pass_s, tuple(sorted(devices.items()))
+        if key not in self._least_s_cache:
+            if self._must_shard(devices):
+                self._least_s_cache[key] = self.synchronous(devices, pass_s).best_s
+            else:
+                program, group = stretched(self.program, pass_s), Fabric.joined(self.fabrics, devices)
+                end_s = finish_s(program, group, default_cuts(program))
+                if end_s > pass_s:
+                    end_s = min(end_s, finish_s(program, group, best_cuts(program, group)))
+                self._least_s_cache[key] = max(0.0, end_s - pass_s)
+        return self._least_s_cache[key]
+
+    def bound_s(self, devices: Mapping[str, int], most: Mapping[str, int], pass_s: float) -> float:
+        """Return the exposure of the best buckets on the fastest network of such devices; 0.0 where no bound is known."""
+        if self.state_bytes > self._least_memory(devices)[0]:
+            return 0.0
+        group = Fabric.joined(self.fabrics, devices)
+        if (floor := Floor.of(group, list(self.fabrics.values()), Fabric.joined(self.fabrics, most).nodes)) is None:
+            return 0.0
+        program = stretched(self.program, pass_s)
+        return max(0.0, finish_s(program, floor, best_cuts(program, floor)) - pass_s)
+
+    def demand_whole(self, name: str) -> None:
+        """Raise Infeasible where a device of a type cannot hold weights, gradients and Adam's moments."""
+        needed_bytes, available_bytes = self.state_bytes, self.memory_bytes.get(name, math.inf)
+        if needed_bytes > available_bytes:
+            raise Infeasible(
+                f"memory: a whole model in each process takes {show_bytes(needed_bytes)} for weights, gradients and "
+                f"Adam's moments; each {name} has {show_bytes(available_bytes)}, "
+                f"{show_bytes(needed_bytes - available_bytes)} missing"
+            )
+
+    def compressed(
+        self, devices: Mapping[str, int], pass_s: float, compression: Compression, memory_bytes_per_s: float
+    ) -> CompressionFigures:
+        """Return what compressed gradients save DDP's default buckets, on at least two devices."""
+        program, group = stretched(self.program, pass_s), Fabric.joined(self.fabrics, devices)
+        default_s = max(pass_s, finish_s(program, group, default_cuts(program)))
+        return compressed_ddp(self.graph, program, group, compression, memory_bytes_per_s, default_s)
+
+    def _must_shard(self, devices: Mapping[str, int]) -> bool:
+        """Return whether the smallest device cannot hold a whole replica. Raises Infeasible when not even a shard fits."""
+        available_bytes, smallest = self._least_memory(devices)
+        if self.state_bytes / (replicas := sum(devices.values())) > available_bytes:
+            raise Infeasible(
+                f"memory: weights, gradients and Adam's moments are {show_bytes(self.state_bytes)}; "
+                f"{replicas} devices hold {show_bytes(available_bytes)} each ({smallest})"
+            )
+        return self.state_bytes > available_bytes
+
+    def _least_memory(self, devices: Mapping[str, int]) -> tuple[float, str]:
+        """Return (bytes, type) of the device with least memory; infinite where none is known."""
+        return min((self.memory_bytes.get(name, math.inf), name) for name in devices)
+
+    def asynchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
+        """Return the exposure simulated on the graph: best with TAC's order of transfers, default with random orders."""
+        fabrics = [self.fabrics[name] for name in devices]
+        leaves_node = any(count > self.fabrics[name].gpus_per_node for name, count in devices.items())
+        if len(devices) < 2 and not leaves_node:  # all transfers, to servers too, stay inside the node
+            bytes_per_s, latency_s = fabrics[0].inside.bytes_per_s, fabrics[0].inside.latency_s
+        else:
+            bytes_per_s, latency_s = min(
+                (fabric.between.bytes_per_s / fabric.gpus_per_node, fabric.between.latency_s) for fabric in fabrics
+            )
+        key = pass_s, bytes_per_s, latency_s
+        if key not in self._asynchronous_cache:
+            durations = self.graph.duration_s.copy()
+            is_compute = self.graph.kind == COMPUTE
+            durations[is_compute] *= pass_s / self.program.compute_s
+            durations[~is_compute] = latency_s + self.graph.size_bytes[~is_compute] / bytes_per_s
+            graph = self.graph.with_durations(durations, list(self.graph.estimate))
+            simulator, priority = Simulator(graph), tac(graph).priority
+            best_s, default_s = (
+                float(np.mean([simulator.run(order, seed).makespan_s for seed in range(_SEEDS)]))
+                for order in (priority, None)
+            )
+            best_s = min(best_s, default_s)
+            self._asynchronous_cache[key] = Exposed(
+                default_s=default_s - pass_s, best_s=best_s - pass_s, setting="TAC's order of transfers"
+            )
+        return self._asynchronous_cache[key]
+
+
+class LinkedSteps:
+    """Step times under DDP's default buckets for placement on nodes, on the slowest links of all device types."""
+
+    def __init__(self, source: GraphCommunication) -> None:
+        """Take the program and the slowest links of a graph's communication."""
+        fabrics = list(source.fabrics.values())
+        slowest = min(fabrics, key=lambda fabric: fabric.between.bytes_per_s)
+        inside = min((fabric.inside for fabric in fabrics), key=lambda link: link.bytes_per_s)
+        self.program, self.fabric = source.program, replace(slowest, inside=inside)
+
+    def sync_s(self, nodes: int, replicas: int) -> float:
+        """Return the seconds of all buckets in sequence, without compute."""
+        return self.step_s(0.0, nodes, replicas)
+
+    def step_s(self, compute_s: float, nodes: int, replicas: int) -> float:
+        """Return the seconds of a step with ``compute_s`` of compute."""
+        group = self.fabric.over(replicas, min(nodes, replicas))
+        return max(compute_s, finish_s(stretched(self.program, compute_s), group, default_cuts(self.program)))
+
+
+class FittedCommunication(Communication):
+    """From fitted throughput models (Pollux): default and best setting are the same, because the fit knows no order."""
+
+    def __init__(self, models: Mapping[str, ThroughputParams], devices_per_node: int) -> None:
+        """Take ``models`` by device type; where no used type has one, all models count."""
+        self.models = models
+        self.devices_per_node = devices_per_node
+
+    @property
+    def source(self) -> str:
+        """Return the device types whose fits are used."""
+        return "fitted synchronisation of " + ", ".join(self.models)
+
+    def synchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
+        """Return the longest exposure over the models of the used types."""
+        replicas = sum(devices.values())
+        nodes = sum(-(-count // self.devices_per_node) for count in devices.values())
+        used_models = [self.models[name] for name in devices if name in self.models] or list(self.models.values())
+        exposed_s = max(
+            float(overlapped(pass_s, float(sync_time_s(model, nodes, replicas)), model.gamma)) - pass_s
+            for model in used_models
+        )
+        return Exposed(default_s=max(0.0, exposed_s), best_s=max(0.0, exposed_s), setting=FITTED)
+
+    def asynchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
+        """Return :meth:`synchronous`, for lack of a fit of parameter servers."""
+        return self.synchronous(devices, pass_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredCommunication(Communication):
+    """Scaled from an earlier run: ``sync_s`` seconds of exposed synchronisation in a step of ``replicas`` DDP processes.
+
+    With K processes a ring all-reduce of n bytes sends 2 (K - 1) / K n bytes from each process in 2 (K - 1) messages, and
+    receives as much; on a single node one processor does both, so one direction alone takes half the time. A run does not
+    tell whether bytes, messages or the copying devices limit it: each assumption gives an end of the interval.
+    """
+
+    sync_s: float
+    replicas: int
+    nodes: int = 1
+    speeds: Mapping[str, float] = field(default_factory=dict)
+    """Samples per second of each of the run's device types."""
+    buckets: int | None = None
+    """Number of buckets of an EST's gradients; None: not known."""
+
+    @property
+    def source(self) -> str:
+        """Return the size of the measured run."""
+        return f"synchronisation measured on {self.replicas} processes"
+
+    def synchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
+        """Return the measured time scaled by bytes, (K - 1) / K; scaled by messages, K - 1, at an end of the interval."""
+        count = sum(devices.values())
+        by_messages_s = self.sync_s * (count - 1) / (self.replicas - 1)
+        by_bytes_s = by_messages_s * self.replicas / count
+        slowest = min(self.speeds.values(), default=1.0)
+        speed_ratio = slowest / min((self.speeds.get(name, slowest) for name in devices), default=slowest)
+        return Exposed(
+            default_s=by_bytes_s,
+            best_s=by_bytes_s,
+            low_s=min(by_bytes_s, by_messages_s) * min(speed_ratio, 1.0),
+            high_s=max(by_bytes_s, by_messages_s),
+            setting=MEASURED,
+        )
+
+    @property
+    def _transfer_s(self) -> float:
+        """Return the seconds of sending all gradients from one process to another on an otherwise idle network."""
+        one_way_s = self.sync_s * self.replicas / (2 * (self.replicas - 1))
+        return one_way_s / 2 if self.nodes == 1 else one_way_s
+
+    def asynchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
+        """Return the seconds of a push and a pull at one server, a queue that serves workers one after another.
+
+        The queue length is by mean value analysis (Reiser and Lavenberg, 1980). Interval: at least push or pull is exposed;
+        at most the worker waits for all others.
+        """
+        workers, service_s = sum(devices.values()), 2 * self._transfer_s
+        response_s, queue_length = service_s, 0.0
+        for number in range(1, workers + 1):
+            response_s = service_s * (1 + queue_length)
+            queue_length = number * response_s / (pass_s + response_s) if response_s else 0.0
+        return Exposed(
+            default_s=response_s,
+            best_s=response_s,
+            low_s=service_s / 2,
+            high_s=workers * service_s,
+            setting=MEASURED,
+        )
+
+    def ordered(self, devices: Mapping[str, int], exposed: Exposed) -> Exposed:
+        """Return the seconds of a chain reduce, then a chain broadcast of the mean, over K processes, as ESTs sum in order.
+
+        With B buckets each chain takes (K - 1 + B - 1) / B times the gradients' transfer, because buckets are pipelined. At
+        least one of the two chains is exposed.
+        """
+        hops = sum(devices.values()) - 1
+        if not hops:
+            return exposed
+        # The number of buckets where it is not known: one, and so many that the pipeline is full.
+        most_s, least_s = (
+            2 * self._transfer_s * (hops + buckets - 1) / buckets
+            for buckets in (self.buckets or 1, self.buckets or 2**20)
+        )
+        best_s = max(exposed.best_s, math.sqrt(most_s * least_s))
+        interval_s = min(least_s / 2, best_s), max(most_s * (2 if self.nodes == 1 else 1), best_s)
+        return replace(exposed, default_s=best_s, best_s=best_s, low_s=interval_s[0], high_s=interval_s[1])
+
+
+def _bucket_text(setting: BucketSetting) -> str:
+    """Return DDP's buckets in a few words."""
+    if setting.bucket_cap_mb_list is not None:
+        return f"DDP, {len(setting.bucket_cap_mb_list)} buckets of the plan"
+    return "DDP's defaults" if setting.bucket_cap_mb is None else f"DDP, bucket_cap_mb={setting.bucket_cap_mb:.4g}"

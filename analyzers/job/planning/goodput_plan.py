@@ -1,0 +1,109 @@
+"""A job's goodput as a plan: how many devices, which batch, and the batch on any other number. Start at :func:`plan_goodput`.
+
+The choice maximises goodput over the numbers of devices of one type, local batches and accumulation steps (Pollux, section
+3); devices of other types have models of their own, and the best type wins. The plan says besides from where on more
+devices bring less than half of what the first did, and how to keep the chosen total batch when their number changes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from ddltool.analyzers.job.goodput.elastic_table import ElasticLimits, elastic_table
+from ddltool.analyzers.job.goodput.lr_rules import GradientStatistics, rule_names
+from ddltool.analyzers.job.goodput.throughput import ThroughputParams, efficiency, iteration_time_s
+from ddltool.analyzers.job.goodput.tuning import BatchLimits, Frontier, frontier
+from ddltool.errors import Infeasible
+from ddltool.job import GoodputSection, Job
+from ddltool.plans import Assignment, GoodputChoice, Plan, ScalingRow
+
+PAYS_SHARE = 0.5
+BATCH = ("local_batch_size", "accumulation_steps", "total_batch_size")
+
+
+def plan_goodput(job: Job, section: GoodputSection, models: Mapping[str, ThroughputParams]) -> Plan:
+    """Return the plan of highest goodput; ``models`` by device type. All devices of the plan are of one type.
+
+    Raises Infeasible when no number of the offered devices allows a batch.
+    """
+    started = time.perf_counter()
+    initial = section.initial_batch_size or job.max_workers * job.batch_size
+    phi = math.inf if section.noise_scale is None else section.noise_scale
+    device, place, found = _best(job, section, models, initial, phi)
+
+    def row(at: int) -> dict[str, Any]:
+        batch = {name: int(getattr(found.tuned, name)[at]) for name in BATCH}
+        speed = {"goodput_per_s": float(found.tuned.goodput_per_s[at]), "speedup": float(found.speedup[at])}
+        return {"num_replicas": int(found.num_replicas[at]), "num_nodes": int(found.num_nodes[at]), **batch, **speed}
+
+    chosen = row(place)
+    known = None if math.isinf(phi) else GradientStatistics.from_noise_scale(phi, initial)
+    choice = GoodputChoice(
+        device_type=device,
+        **chosen,
+        efficiency=float(efficiency(phi, chosen["total_batch_size"], initial)),
+        pays_until=found.pays_until,
+        pays_share=PAYS_SHARE,
+        scaling=[ScalingRow(**row(at)) for at in np.flatnonzero(found.efficient).tolist()],
+        elastic=elastic_table(
+            chosen["total_batch_size"],
+            range(1, len(found.num_replicas) + 1),
+            ElasticLimits(max_local_batch_size=section.max_local_batch_size),
+            epoch_samples=section.epoch_samples,
+            initial_batch_size=initial,
+            learning_rate=section.learning_rate,
+            rules=[name for name in rule_names() if name != "constant" and (known is not None or name != "adascale")],
+            statistics=known,
+        ),
+    )
+    where = choice.num_nodes, choice.num_replicas, choice.local_batch_size, choice.accumulation_steps
+    step_s = float(iteration_time_s(models[device], *where))
+    local = choice.local_batch_size * (choice.accumulation_steps + 1)
+    assigned = Assignment(device_type=device, devices=choice.num_replicas, ests_per_device=0, local_batch_size=local)
+    return Plan(
+        job=job.name,
+        strategy="goodput",
+        max_workers=job.max_workers,
+        batch_size=job.batch_size,
+        iteration_s=step_s,
+        throughput=choice.total_batch_size / step_s / job.batch_size,
+        assignments=[assigned],
+        est_count=0,
+        waste=0.0,
+        overload_factor=step_s,
+        status="optimal",
+        gap=0.0,
+        solve_seconds=time.perf_counter() - started,
+        goodput=choice,
+    )
+
+
+def _best(
+    job: Job, section: GoodputSection, models: Mapping[str, ThroughputParams], initial: int, phi: float
+) -> tuple[str, int, Frontier]:
+    """Return the device type of highest goodput, the place of its best number of devices, and goodput over these."""
+    limits = BatchLimits(
+        initial_batch_size=initial,
+        max_batch_size=section.max_batch_size,
+        max_local_batch_size=section.max_local_batch_size,
+    )
+    each, budget, found = section.devices_per_node, job.constraints.max_price_per_hour, []
+    for offer in job.devices:
+        most = min(offer.count, job.constraints.max_devices or offer.count)
+        if budget is not None and offer.price_per_hour:
+            most = min(most, int(budget // offer.price_per_hour))
+        if offer.type in models and most >= 1:
+            with suppress(Infeasible):
+                model, noise = models[offer.type], {"noise_scale": phi, "threshold": PAYS_SHARE}
+                made = frontier(model, most, limits, replicas_per_node=each, **noise)
+                found.append((offer.type, int(made.tuned.goodput_per_s.argmax()), made))
+    if not found:
+        total = f"a total batch of {initial} to {limits.max_batch_size}"
+        raise Infeasible(f"no number of the offered devices allows {total}")
+    return max(found, key=lambda best: float(best[2].tuned.goodput_per_s[best[1]]))

@@ -1,0 +1,524 @@
+"""Reads the files that a job names (models, graphs, profiles, fits, telemetry) into the inputs of plans.
+
+Start at :func:`knowledge_of`. ``tell`` is called with remarks for the user.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from ddltool.analyzers.job.goodput.step_time import StepTime
+from ddltool.analyzers.job.goodput.throughput import ThroughputParams
+from ddltool.analyzers.job.placement.problem import capability_from_graph, capability_from_profile
+from ddltool.analyzers.job.planning.exposed import (
+    Communication,
+    FittedCommunication,
+    GraphCommunication,
+    MeasuredCommunication,
+)
+from ddltool.analyzers.job.planning.job_model import JobModel
+from ddltool.analyzers.job.planning.options import PlanOptions, Tell
+from ddltool.analyzers.job.planning.split import checked_total, memory_limit
+from ddltool.analyzers.step.communication.collectives import DEFAULT_CAP_MIB
+from ddltool.analyzers.step.communication.fabrics import BANDWIDTH, between_nodes, own_link, tests_in
+from ddltool.analyzers.step.communication.nccl import Fabric
+from ddltool.analyzers.step.costs.model import cost_model, estimate
+from ddltool.analyzers.step.measured.feedback import Run, read_run
+from ddltool.analyzers.step.tracing.determinism import scan
+from ddltool.analyzers.step.tracing.sources import is_graph_file, is_onnx_file, load_graph, scan_source
+from ddltool.artifacts import load
+from ddltool.device import DEVICES_PER_NODE, Network
+from ddltool.errors import InputError, naming
+from ddltool.goodput_model import Goodput
+from ddltool.graph import SEND, Graph, read_graph
+from ddltool.job import Cluster, DeviceOffer, Job, NodeGroup, read_job
+from ddltool.links import Link, parse_link
+from ddltool.profiles import read_profile
+from ddltool.shipped import calibration, devices, devices_of, with_specs
+from ddltool.tables import read_table
+from ddltool.units import counted, parse_latency
+
+if TYPE_CHECKING:
+    from ddltool.analyzers.job.planning.layouts import Layouts
+
+
+def read_with_specs(job_or_file: Path | Job, devices_file: Path | None, *, allow_code: bool = False) -> Job:
+    """Return a job, read where it is a file (:func:`read_job`), with the device types that ``devices_file`` describes."""
+    if isinstance(job_or_file, Job):
+        return with_specs(job_or_file, job_or_file.name, devices_file)
+    file, job = job_or_file, read_job(job_or_file, allow_code=allow_code)
+    scheme, _, name = str(job.model).partition(":")
+    if scheme == "transformers" and name.endswith(".json"):
+        job = job.model_copy(update={"model": f"transformers:{file.parent / name}"})
+    return with_specs(job, str(file), devices_file)
+
+
+def step_curves(job: Job, job_file: Path) -> dict[str, StepTime]:
+    """Return the step time over batch size of each device type with a fitted model, a saturation batch or a memory limit.
+
+    Raises InputError for a total batch above ``split.MOST_SAMPLES``.
+    """
+    checked_total(job.max_workers, job.batch_size, f"{job_file}:batch_size")
+    models = fitted_models(job, job_file)
+    curves = {}
+    for offer in job.devices:
+        memory_samples, model = memory_limit(job, offer), models.get(offer.type)
+        if model is None and memory_samples is None and offer.saturation_batch is None:
+            continue
+        curves[offer.type] = StepTime(
+            launch_s=0.0 if model is None else model.alpha_grad_s,
+            per_sample_s=None if model is None else model.beta_grad_s,
+            memory_limit=memory_samples,
+            saturation=offer.saturation_batch or 0,
+            sync=model,
+            devices_per_node=DEVICES_PER_NODE if job.goodput is None else job.goodput.devices_per_node,
+        )
+    return curves
+
+
+def fitted_models(job: Job, job_file: Path) -> dict[str, ThroughputParams]:
+    """Return the fitted throughput models of the job's device types that have one.
+
+    Raises InputError, which names the model's file, where it lacks the type, or gives a pass of 0 s or no finite time.
+    """
+    models = {}
+    for offer in job.devices:
+        if offer.goodput is None:
+            continue
+        path = job_file.parent / offer.goodput
+        fitted = load(path, Goodput)
+        with naming(path, ["devices"]):
+            params = fitted.params_of(offer.type)
+        where = f"{path}:devices.{offer.type}.params" if fitted.devices else f"{path}:params"
+        pass_s = params.alpha_grad_s + params.beta_grad_s * job.batch_size
+        if pass_s == 0:
+            raise InputError(where, "say that a pass takes no time", "alpha_grad_s or beta_grad_s must be above 0")
+        if not (math.isfinite(pass_s) and math.isfinite(1.0 / pass_s)):
+            problem = f"say that a pass over {job.batch_size} samples takes {pass_s:.3g} s"
+            raise InputError(where, problem, "alpha_grad_s and beta_grad_s must give a time between 1e-300 and 1e300 s")
+        models[offer.type] = params
+    return models
+
+
+def scanned(job: Job, graph: Graph | None, tell: Tell) -> Job:
+    """Return the job with ``hardware_agnostic`` from a scan of its model's ops, where it asks for D2 without that field."""
+    limits = job.constraints
+    if limits.determinism != "D2" or limits.hardware_agnostic is not None:
+        return job
+    if graph is None and job.model is None:
+        tell(
+            "D2: nothing says which kernels the model uses, so the plan keeps to one device type; name a model: or --graph, "
+            "or set hardware_agnostic: true"
+        )
+        return job.model_copy(update={"constraints": limits.model_copy(update={"hardware_agnostic": False})})
+    if job.model is not None and not is_graph_file(job.model):
+        _, determinism = scan_source(job.model, batch_size=job.batch_size)
+    else:
+        assert graph is not None  # a job's own graph file has been read
+        determinism = scan(graph)
+    if not determinism.d2_eligible:
+        tell(f"D2: the plan keeps to one device type: {determinism.reasons[0]}")
+    return job.model_copy(
+        update={"constraints": limits.model_copy(update={"hardware_agnostic": determinism.d2_eligible})}
+    )
+
+
+def capabilities_of(job: Job, folder: Path, where: str, tell: Tell) -> dict[str, float]:
+    """Return each device type's capability in mini-batches per second: as written, else fitted, profiled or predicted.
+
+    Paths in the job are relative to ``folder``; ``where`` names the job in errors. Raises InputError where no source is given.
+    """
+    capabilities: dict[str, float] = {}
+    unrated: list[str] = []
+    models: dict[str, ThroughputParams] = {}  # read when a device first needs its own
+    for offer in job.devices:
+        if offer.capability_per_s is not None:
+            capabilities[offer.type] = offer.capability_per_s
+        elif offer.goodput is not None:
+            # A fit goes before a profile, because the strategies that are compared must use one source of times.
+            models = models or fitted_models(job, folder / "job.yaml")
+            model = models[offer.type]
+            capabilities[offer.type] = 1.0 / (model.alpha_grad_s + model.beta_grad_s * job.batch_size)
+        elif offer.profile is not None:
+            path = folder / offer.profile
+            capabilities[offer.type] = capability_from_profile(
+                read_profile(path), offer.type, job.batch_size, str(path)
+            )
+        else:
+            unrated.append(offer.type)
+    if unrated and job.group is not None:
+        problem = (
+            f"{unrated[0]} has neither capability_per_s nor profile, and the step of {job.group.text} is not predicted"
+        )
+        raise InputError(f"{where}:devices", problem, "measure or give that of one group")
+    if unrated and job.model is None:
+        problem = (
+            f"{unrated[0]} has neither capability_per_s nor profile, and the job names no model to estimate it from"
+        )
+        raise InputError(f"{where}:devices", problem, "give one of the three")
+    if not unrated:
+        return capabilities
+    predicted = _predicted_capabilities(job, folder, unrated, where)
+    shown = ", ".join(f"{name} {value:.3g}/s" for name, value in predicted.items())
+    tell(f"predicted capabilities ({job.model}, {job.precision}, {job.optimizer}): {shown}")
+    return {**capabilities, **predicted}
+
+
+def _predicted_capabilities(job: Job, folder: Path, types: list[str], where: str) -> dict[str, float]:
+    """Return capabilities that the cost model predicts from the traced model and each type's specification."""
+    graph = _untimed_graph(job, folder)
+    table = devices_of(job, where)
+    return {
+        name: capability_from_graph(
+            estimate(
+                graph, cost_model(table.device(name, "devices.type"), calibration()), Network(), optimizer=job.optimizer
+            )
+        )
+        for name in types
+    }
+
+
+def graph_of(job: Job, folder: Path, graph_file: Path | None) -> Graph | None:
+    """Return the graph whose parameters the plan lists: from ``graph_file``, or the job's graph file; None without either."""
+    if graph_file is not None:
+        return read_graph(graph_file)
+    return read_graph(folder / job.model) if job.model is not None and is_graph_file(job.model) else None
+
+
+def samples_of(job: Job, graph: Graph | None, tokens: float | None) -> float | None:
+    """Return the samples in ``tokens`` tokens; None for None. Raises InputError where a sample's length is not known."""
+    if tokens is None:
+        return None
+    tokens_per_sample: object = job.sequence_length
+    if tokens_per_sample is None and traceable(job):
+        from ddltool.analyzers.job.planning.job_layouts import job_work  # it loads torch
+
+        tokens_per_sample = job_work(job).traced.graph.meta.get("tokens_per_sample")
+    if tokens_per_sample is None and graph is not None:
+        tokens_per_sample = graph.meta.get("tokens_per_sample")
+    if not isinstance(tokens_per_sample, int):
+        raise InputError("--tokens", "nothing says how many tokens a sample has", "give --samples or sequence_length")
+    return tokens / tokens_per_sample
+
+
+def powers(job: Job, where: str) -> dict[str, float]:
+    """Return the datasheet power in watts of each device type that has one."""
+    table = devices_of(job, where)
+    specs = {offer.type: table.find(offer.type) for offer in job.devices}
+    return {name: device.power_w for name, device in specs.items() if device is not None and device.power_w}
+
+
+def run_of(path: Path | None, tell: Tell) -> Run | None:
+    """Return the earlier run in a telemetry file; None without a file."""
+    return None if path is None else read_run(read_table(path), str(path), tell)
+
+
+def knowledge_of(job: Job, job_file: Path, options: PlanOptions, run: Run | None) -> JobModel:
+    """Return the job model: step curves, fitted models, communication, layouts, errors, and eligibility for D2."""
+    named = {offer.type: job_file.parent / offer.goodput for offer in job.devices if offer.goodput is not None}
+    fitted = {name: load(path, Goodput) for name, path in named.items()}
+    models = {name: model.params_of(name) for name, model in fitted.items()}
+    errors, source = _errors(job, job_file.parent, fitted, run)
+    fabrics = _fabrics_or_assumed(job, job_file.parent, options)
+    return JobModel(
+        curves=step_curves(job, job_file),
+        models=models,
+        communication=_communication(job, job_file.parent, options, models, run, fabrics),
+        layouts=None if run is not None or fabrics is None else _layouts(job, job_file.parent, fabrics),
+        overhead_s={} if run is None else run.overheads_s(),
+        imbalance=0.0 if run is None else run.imbalance,
+        drift=0.0 if run is None else run.drift,
+        seen={} if run is None else run.devices,
+        errors=errors,
+        error_source=source,
+        d2_eligible=None if options.graph is None else scan(options.graph).d2_eligible,
+    )
+
+
+def _errors(job: Job, folder: Path, fitted: Mapping[str, Goodput], run: Run | None) -> tuple[dict[str, float], str]:
+    """Return the relative error of each type's compute times where known (the largest of its sources), and those sources."""
+    errors: dict[str, float] = {}
+    sources: list[str] = []
+    table = devices_of(job, str(folder / "job.yaml"))
+    for offer in job.devices:
+        candidates: list[tuple[float, str]] = []
+        if run is not None and offer.type in run.errors():
+            candidates.append((run.errors()[offer.type], "spread of the earlier run's steps"))
+        elif offer.capability_per_s is None and offer.profile is not None:
+            frame = read_profile(folder / offer.profile)
+            if "step_time_spread_s" in frame.columns and frame["step_time_spread_s"].notna().any():
+                spread = float((frame["step_time_spread_s"] / frame["step_time_s"]).median() / 2)
+                candidates.append((spread, "spread of the profile"))
+        elif offer.capability_per_s is None and offer.type not in fitted:
+            model = cost_model(table.device(offer.type, "devices.type"), calibration())
+            candidates.append((model.relative_error, "cost model, in cross-validation"))
+        if offer.type in fitted:  # even beside a measured time, the growth with the batch is the fit's
+            mape = fitted[offer.type].devices.get(offer.type, fitted[offer.type]).mape
+            candidates.append((mape, "error of the fit"))
+        if candidates:
+            errors[offer.type], source = max(candidates)
+            sources.append(source)
+    return errors, ", ".join(dict.fromkeys(sources))
+
+
+def _communication(
+    job: Job,
+    folder: Path,
+    options: PlanOptions,
+    models: Mapping[str, ThroughputParams],
+    run: Run | None,
+    fabrics: dict[str, Fabric] | None,
+) -> Communication | None:
+    """Return the best source of exposed communication; None without any.
+
+    In this order: an earlier run of several processes, a graph on a known network, a fit of several replicas.
+    """
+    if run is not None and run.world_size > 1:
+        size_bytes = None if options.graph is None else options.graph.parameter_bytes
+        return MeasuredCommunication(
+            sync_s=run.sync_s,
+            replicas=run.world_size,
+            nodes=run.num_nodes,
+            speeds=run.speeds(),
+            buckets=None if size_bytes is None else max(1, math.ceil(size_bytes / (DEFAULT_CAP_MIB * 2**20))),
+        )
+    from_graph = graph_communication(job, folder, options, fabrics)
+    if from_graph is not None:
+        return from_graph
+    synchronised_models = {
+        name: model for name, model in models.items() if model.alpha_sync_local_s + model.alpha_sync_node_s > 0
+    }
+    if synchronised_models:
+        return FittedCommunication(
+            synchronised_models, DEVICES_PER_NODE if job.goodput is None else job.goodput.devices_per_node
+        )
+    return None
+
+
+def _fabrics_or_assumed(job: Job, folder: Path, options: PlanOptions) -> dict[str, Fabric] | None:
+    """Return the job's network; an assumed one, with a note, where a traceable job names none; else None."""
+    fabrics = fabrics_of(job, folder, options)
+    if fabrics is not None or not traceable(job):
+        return fabrics
+    if sum(offer.count for offer in job.devices) > 1:
+        remedy = "nic: in the job or its cluster says otherwise"
+        options.tell(f"note: no network is named, {BANDWIDTH}/s between nodes is assumed; {remedy}")
+    return fabrics_of(job, folder, replace(options, bandwidth=BANDWIDTH))
+
+
+def traceable(job: Job) -> bool:
+    """Return whether a job names a model that can be traced at any batch size, for workers of one device each."""
+    return job.group is None and job.model is not None and not is_graph_file(job.model) and not is_onnx_file(job.model)
+
+
+def _layouts(job: Job, folder: Path, fabrics: Mapping[str, Fabric]) -> Layouts | None:
+    """Return the layouts of the job's model; None where it cannot be traced or a device type has no specification."""
+    table = devices_of(job, str(folder / "job.yaml"))
+    if not traceable(job) or any(table.find(offer.type) is None for offer in job.devices if offer.count):
+        return None
+    from ddltool.analyzers.job.planning.job_layouts import layouts_of  # it loads torch
+
+    return layouts_of(job, table, fabrics)
+
+
+def graph_communication(
+    job: Job, folder: Path, options: PlanOptions, fabrics: dict[str, Fabric] | None
+) -> GraphCommunication | None:
+    """Return communication simulated on the model's graph; None without a graph or a bandwidth.
+
+    The network is ``fabrics``; None means the one that the graph was timed for. Raises InputError for a graph that is no timed
+    training step.
+    """
+    graph = options.graph
+    if graph is None and job.model is not None and fabrics is not None:
+        graph = _timed_graph(job, folder)
+    if graph is None:
+        return None
+    if fabrics is None:
+        bandwidth = graph.meta.get("bandwidth_bytes_per_s")
+        if not isinstance(bandwidth, (int, float)):
+            options.tell("note: communication is left out: name a cluster with nic or nic_gbit, or give --bandwidth")
+            return None
+        graph_latency = graph.meta.get("latency_s")
+        latency_s = float(graph_latency) if isinstance(graph_latency, (int, float)) else parse_latency(options.latency)
+        fabrics = (
+            fabrics_of(job, folder, options, Link(kind="plain", bytes_per_s=float(bandwidth), latency_s=latency_s))
+            or {}
+        )
+    if graph.mode != "training" or not graph.timed or not len(graph.of_kind(SEND)):
+        raise InputError(
+            "--graph", f"{graph.name} is no timed training step", "make one with ddltool trace SOURCE -o FILE"
+        )
+    table = devices_of(job, str(folder / "job.yaml"))
+    memory_gib = {device.type: device.memory_gib for device in job.devices}
+    for name, given_gib in memory_gib.items():
+        if given_gib is None and (known_device := table.find(name)) is not None:
+            memory_gib[name] = known_device.memory_gib
+    return GraphCommunication(graph, fabrics, memory_gib)
+
+
+def slowest_memory(job: Job, where: str, names: Iterable[str]) -> float:
+    """Return the lowest memory bandwidth of the named types in bytes per second. Raises InputError for an unknown type."""
+    table = devices_of(job, where)
+    return min(table.device(name, "--compress").memory_bytes_per_s for name in names)
+
+
+def fabrics_of(job: Job, folder: Path, options: PlanOptions, timed_for: Link | None = None) -> dict[str, Fabric] | None:
+    """Return the network of each offered device type; None where a link between nodes is not known.
+
+    Between nodes: --bandwidth, else the cluster's slowest card, the offer's nic, or ``timed_for``. Inside a node: the slowest
+    link of cluster and offer, else the device's own. Devices per node: as the cluster or per_node says, else 8 (with a note) of
+    a type with NVLink under --bandwidth, else 1.
+    """
+    cluster = None if job.cluster is None else load(folder / job.cluster, Cluster)
+    table, offers = devices_of(job, str(folder / "job.yaml")), [offer for offer in job.devices if offer.count]
+    rate = between_nodes(None, options.bandwidth, options.latency, ("", "--bandwidth", "--latency"))
+    group_size = job.group.size if job.group else 1
+    fabrics: dict[str, Fabric] = {}
+    for offer in offers:
+        groups = [] if cluster is None else [group for group in cluster.nodes if group.devices.type == offer.type]
+        spec = table.find(offer.type)
+        default_link = own_link(spec) if spec is not None else parse_link("pcie3")
+        link_texts = [text for text in (*(group.link for group in groups), offer.link) if text is not None]
+        inside = min((parse_link(text) for text in link_texts), key=lambda link: link.bytes_per_s, default=default_link)
+        per_node = max((max(group.devices.count // group_size, 1) for group in groups), default=offer.per_node or 1)
+        if rate is not None and not groups and offer.per_node is None and inside.kind.startswith("nvlink"):
+            per_node = max(DEVICES_PER_NODE // group_size, 1)
+            assumption = f"{offer.type}: {per_node} a node on {inside.text} ({inside.bytes_per_s / 1e9:.4g} GB/s)"
+            options.tell(f"note: {assumption} are assumed; a cluster, or per_node beside the count, says otherwise")
+        between = rate or _slowest_card(groups, offer, options.latency) or timed_for
+        if between is None and len(offers) == 1 and 1 < offer.count <= per_node:
+            # All devices are in one node; parameter servers are reached over PCIe through the host.
+            between = replace(parse_link("pcie3"), latency_s=parse_latency(options.latency))
+        if between is None and not options.nccl_tests:
+            return None
+        between = between or between_nodes(None, BANDWIDTH, options.latency, ("", "", "--latency"))
+        assert between is not None  # a rate was given
+        measured = tuple(tests_in(path, per_node) for path in options.nccl_tests)
+        fabrics[offer.type] = Fabric(inside=inside, between=between, gpus_per_node=per_node, measured=measured)
+    return fabrics or None
+
+
+def _slowest_card(groups: Sequence[NodeGroup], offer: DeviceOffer, latency: str) -> Link | None:
+    """Return the slowest link between nodes of a type; None where any node's link is not known."""
+    links = [
+        between_nodes(None, f"{group.nic_gbit}Gbit", latency, ("", "", "--latency"))
+        if group.nic_gbit is not None
+        else between_nodes(group.nic or offer.nic, None, None, ("nic", "", ""))
+        for group in groups
+    ] or [between_nodes(offer.nic, None, None, ("nic", "", ""))]
+    known_links = [link for link in links if link is not None]
+    return min(known_links, key=lambda link: link.bytes_per_s) if len(known_links) == len(links) else None
+
+
+def _timed_graph(job: Job, folder: Path) -> Graph:
+    """Return the job's model as a graph timed on its first known type: compute is rescaled later, so any type will do."""
+    name = next((offer.type for offer in job.devices if devices().find(offer.type)), "V100")
+    return estimate(_untimed_graph(job, folder), cost_model(devices().device(name), calibration()), Network())
+
+
+def _untimed_graph(job: Job, folder: Path) -> Graph:
+    """Return the untimed graph of a step of ``batch_size`` samples of the job's model."""
+    if not traceable(job):
+        source = str(folder / str(job.model)) if is_graph_file(str(job.model)) else str(job.model)
+        return load_graph(source, None, None if is_graph_file(source) else job.batch_size)
+    from ddltool.analyzers.job.planning.job_layouts import job_work  # it loads torch
+
+    return job_work(job).traced.at(job.batch_size)
+
+
+_OFFER = re.compile(r"(?P<type>[^=,@]+)=(?P<count>[0-9]{1,7})(@(?P<price>[0-9.]{1,12}))?")
+_FIELDS = {"batch_size": "--batch-size", "max_workers": "--batch-size", "devices": "--devices"}
+
+
+def job_of(
+    source: str,
+    devices: str,
+    *,
+    nodes: int | None = None,
+    batch_size: int | None = None,
+    link: str | None = None,
+    nic: str | None = None,
+    devices_file: Path | None = None,
+    precision: str | None = None,
+    optimizer: str | None = None,
+    sequence_length: int | None = None,
+) -> Job:
+    """Return the job of a model on devices that options describe. Raises InputError, which names the option.
+
+    Args:
+        source: the model.
+        devices: for example ``A100=8,V100=4``, or ``A100=8@2.5`` with a price per hour.
+        nodes: nodes in all, each of one type, dealt in proportion to the devices; None: 8 devices on each.
+        batch_size: samples of a step on all devices together; None: 8 per device.
+        devices_file: specifications of the user's own types.
+    """
+    offers = [_OFFER.fullmatch(part.strip()) for part in devices.split(",")]
+    if not offers or None in offers:
+        raise InputError(
+            "--devices", f"{devices!r} is not TYPE=N", "for example A100=8,V100=4, or A100=8@2.5 with a price"
+        )
+    counts: dict[str, int] = {}
+    prices: dict[str, float | None] = {}
+    for offer in offers:
+        assert offer is not None
+        counts[offer["type"]] = counts.get(offer["type"], 0) + int(offer["count"])
+        prices[offer["type"]] = float(offer["price"]) if offer["price"] else prices.get(offer["type"])
+    total = sum(counts.values())
+    if total == 0:
+        raise InputError("--devices", f"{devices!r} offers none", "for example A100=8,V100=4")
+    per_node = _per_node(counts, nodes)
+    samples = batch_size or 8 * total
+    workers = max(size for size in range(1, min(total, samples) + 1) if samples % size == 0)
+    optional_fields = {"precision": precision, "optimizer": optimizer, "sequence_length": sequence_length}
+    given_fields: dict[str, Any] = {name: value for name, value in optional_fields.items() if value is not None}
+    try:
+        job = Job(
+            name=re.sub(r"[^\w.-]+", "-", source.rpartition(":")[2] or source).strip("-") or "job",
+            model=source,
+            max_workers=workers,
+            batch_size=samples // workers,
+            devices=[
+                DeviceOffer(
+                    type=name, count=count, per_node=per_node[name], link=link, nic=nic, price_per_hour=prices[name]
+                )
+                for name, count in counts.items()
+            ],
+            **given_fields,
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = str(first["loc"][0]) if first["loc"] else "devices"
+        option = _FIELDS.get(field, "--" + field.replace("_", "-"))
+        raise InputError(option, first["msg"].removeprefix("Value error, "), "see ddltool plan --help") from None
+    table = devices_of(with_specs(job, "--devices", devices_file), "--devices")
+    for name in counts:
+        table.device(name, "--devices")
+    return job
+
+
+def _per_node(counts: dict[str, int], nodes: int | None) -> dict[str, int]:
+    """Return the devices per node of each type, when ``nodes`` nodes of one type each hold ``counts``."""
+    used_counts = {name: count for name, count in counts.items() if count}
+    if nodes is None:
+        return {name: max(1, min(count, DEVICES_PER_NODE)) for name, count in counts.items()}
+    if not len(used_counts) <= nodes <= sum(used_counts.values()):
+        problem = (
+            f"is {nodes}, for {counted(sum(used_counts.values()), 'device')} of {counted(len(used_counts), 'type')}"
+        )
+        raise InputError("--nodes", problem, "a node has devices of one type, and at least one")
+    nodes_by_type = dict.fromkeys(used_counts, 1)
+    for _ in range(nodes - len(used_counts)):  # the next node to the type whose nodes are fullest
+        fullest = max(
+            (name for name in used_counts if nodes_by_type[name] < used_counts[name]),
+            key=lambda name: used_counts[name] / nodes_by_type[name],
+        )
+        nodes_by_type[fullest] += 1
+    return {name: max(1, -(-count // nodes_by_type.get(name, 1))) for name, count in counts.items()}

@@ -1,0 +1,518 @@
+"""Step time, memory and price of one layout (sharding, checkpointing, batches, passes) on given devices.
+
+The cost model gives a traced step's times per device type, its memory and its collectives on the job's network. Devices of
+different types take shares of the batch with which all end together (LB-BSP, Equation 3), all in the same number of passes
+(accumulation steps), because sharded processes communicate in every pass. Start at :class:`LayoutFigures`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self, cast
+
+from ddltool.analyzers.job.balancing.minmax import DeviceCurves, Row, spread
+from ddltool.analyzers.job.goodput.step_time import StepTime
+from ddltool.analyzers.job.placement.problem import Problem
+from ddltool.analyzers.job.planning.split import equal_rows
+from ddltool.analyzers.step.communication.collectives import (
+    best_cuts,
+    bucket_setting,
+    default_cuts,
+    finish_s,
+    plan_ddp,
+)
+from ddltool.analyzers.step.communication.fsdp import plan_fsdp, prefetch_setting
+from ddltool.analyzers.step.communication.nccl import Communicator, Fabric
+from ddltool.analyzers.step.communication.program import Program, program_of
+from ddltool.analyzers.step.costs.memory import Checkpointing, Kind, SavedOps, Sharding
+from ddltool.analyzers.step.costs.model import CostModel
+from ddltool.analyzers.step.costs.predict import Placement, Setting, WorkCurve, own_update_s, step_of, timed_step
+from ddltool.decision import Layout
+from ddltool.errors import Infeasible
+from ddltool.graph import Graph
+from ddltool.plans import Assignment, BucketSetting, Plan, PrefetchSetting, Recomputed, ShardingSetting
+from ddltool.units import counted, show_bytes
+
+Accept = Callable[[Layout], bool]
+WAYS: tuple[Checkpointing, ...] = ("none", "selective", "full")
+# Factor on lower bounds that extrapolate linearly, because samples of larger batches take a little less time each.
+SURE = 0.9
+# Time limit of the solver that chooses which activations to recompute, in seconds.
+_CHOOSING_S = 3.0
+GIB = 2.0**30
+# From this ratio of the host's time to the device's on, the host may decide the step: its time is known to within 60 %.
+_HOST_NEAR = 0.6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceKind:
+    """One offered device type: its cost model, its network, and the memory that a process can use."""
+
+    model: CostModel
+    fabric: Fabric
+    usable_bytes: float
+    slower: float = 1.0
+    """Factor on the predicted times, from the capability that the job gives."""
+    price_per_hour: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutCandidate:
+    """A layout, with the sharding, recomputation and shares of samples that its figures are derived from."""
+
+    layout: Layout
+    sharding: Sharding
+    recompute: str
+    """What is recomputed: one of :data:`WAYS`, or a key of the solver's choices ("chosen 0", "chosen 1", ...)."""
+    rows: tuple[Row, ...] = ()
+    """Samples by device; ``kind`` is the index of the type in ``layout.devices``. Empty where the layout does not fit."""
+    slowest: str = ""
+    """The device type that ends the step last."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Timed:
+    """A pass of some samples on a device type, with the shares of host and library time in it."""
+
+    program: Program
+    graph: Graph
+    slower: float
+    host_share: float
+    library_share: float
+
+    def own_update_s(self, sharding: Sharding) -> float:
+        """Return the seconds of the optimizer on the parameters that a process of the sharding updates itself."""
+        return own_update_s(self.graph, sharding) * self.slower
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutFigures:
+    """Costs the layouts of one job. ``kinds``: offered devices by type; ``total``: samples per step.
+
+    The private fields cache by: ``_timed`` (device type, samples, recomputation), ``_graphs`` samples, ``_reserved_bytes`` and
+    ``_peaks`` (sharding, recomputation, samples) in bytes, ``_settings`` the layout as JSON, ``_saved_ops`` recomputation key.
+    """
+
+    work: WorkCurve
+    kinds: Mapping[str, DeviceKind]
+    total: int
+    optimizer: str
+    _timed: dict[tuple[str, int, str], _Timed] = field(default_factory=dict)
+    _graphs: dict[int, Graph] = field(default_factory=dict)
+    _reserved_bytes: dict[tuple[Sharding, str, int], float] = field(default_factory=dict)
+    _peaks: dict[tuple[Sharding, str, int], float] = field(default_factory=dict)
+    _settings: dict[str, tuple[BucketSetting | None, PrefetchSetting | None]] = field(default_factory=dict)
+    _saved_ops: dict[str, SavedOps] = field(default_factory=dict)
+
+    def _with_settings(self, candidate: LayoutCandidate) -> Layout:
+        """Return the layout with step and price reduced by what the best DDP buckets or FSDP2 prefetch save."""
+        layout, saved_s = candidate.layout, 0.0
+        if candidate.sharding.gathers:
+            _, prefetch = self.communication(candidate)
+            if prefetch is not None:
+                saved_s = max(0.0, prefetch.default_step_s - prefetch.step_s) * layout.passes
+        elif candidate.sharding.kind == "ddp":
+            program, group = self._last_pass(candidate), self._process_group(layout.devices, candidate.sharding)
+            default_s = finish_s(program, group, default_cuts(program))
+            best_s = min(default_s, finish_s(program, group, best_cuts(program, group)))
+            saved_s = max(program.compute_s, default_s) - max(program.compute_s, best_s)
+        step_s = layout.step_s or math.inf
+        price = None if layout.price_per_sample is None else layout.price_per_sample * (1 - saved_s / step_s)
+        return layout.model_copy(update={"step_s": step_s - saved_s, "price_per_sample": price})
+
+    def _last_pass(self, candidate: LayoutCandidate) -> Program:
+        """Return the program of one pass on the device type that ends last."""
+        largest = candidate.layout.local_batch_sizes[candidate.slowest]
+        return self._timed_pass(candidate.slowest, -(-largest // candidate.layout.passes), candidate.recompute).program
+
+    def _exchanged_bytes(self, name: str) -> float:
+        """Return the bytes of all gradients in the smaller of their sent and their stored size."""
+        program = self._timed_pass(name, self.work.traced.graph.batch_size or 1, "none").program
+        return float(min(program.size_bytes.sum(), program.held_bytes.sum()))
+
+    def _missing_bytes(self, candidate: LayoutCandidate) -> float:
+        """Return by how many bytes torch's allocator exceeds device memory, the worst type's; 0.0: the layout fits."""
+        most_missing = 0.0
+        for name, size in candidate.layout.local_batch_sizes.items():
+            usable, pass_samples = self.kinds[name].usable_bytes, -(-size // candidate.layout.passes)
+            key = candidate.sharding, candidate.recompute, pass_samples
+            if key not in self._reserved_bytes:
+                needed = self.work.held(
+                    pass_samples,
+                    candidate.sharding,
+                    self.optimizer,
+                    self._saved_per_module(candidate.recompute, pass_samples),
+                )
+                self._reserved_bytes[key] = math.inf if needed is None else float(needed.reserved_bytes() or 0)
+            if self._reserved_bytes[key] > usable:
+                # Given a limit, the allocator frees whole unused segments when it comes near; simulate that too.
+                needed = self.work.held(
+                    pass_samples,
+                    candidate.sharding,
+                    self.optimizer,
+                    self._saved_per_module(candidate.recompute, pass_samples),
+                )
+                if needed is None or needed.reserved_bytes(usable) is None:
+                    most_missing = max(most_missing, self._reserved_bytes[key] - usable)
+        return most_missing
+
+    def at_speeds(self, capabilities: Mapping[str, float], batch_size: int) -> Self:
+        """Return these figures scaled to measured capabilities: mini-batches of ``batch_size`` samples per second, by type."""
+        kinds = dict(self.kinds)
+        for name, capability in capabilities.items():
+            predicted = self._timed_pass(name, batch_size, "none")
+            seconds = predicted.program.compute_s + predicted.own_update_s(Sharding(kind="none"))
+            kinds[name] = replace(kinds[name], slower=1 / (capability * seconds) if seconds else 1.0)
+        return type(self)(work=self.work, kinds=kinds, total=self.total, optimizer=self.optimizer)
+
+    def whole_bytes(self, devices: Mapping[str, int], batch_size: int) -> float:
+        """Return the peak bytes of a process with a whole model and ``batch_size`` samples.
+
+        Raises Infeasible where a device of ``devices`` has less memory.
+        """
+        needed = self._peak(Sharding(kind="ddp" if sum(devices.values()) > 1 else "none"), "none", batch_size)
+        for name in devices:
+            if (has := self.kinds[name].usable_bytes) < needed:
+                raise Infeasible(
+                    f"memory: a whole model in each process, with {counted(batch_size, 'sample')}, takes {show_bytes(needed)}; "
+                    f"each {name} has {show_bytes(has)} for it, {gib(needed - has)} missing"
+                )
+        return needed
+
+    def plan(self, candidate: LayoutCandidate, problem: Problem, strategy: Literal["bsp", "lb-bsp"]) -> Plan:
+        """Return the plan of a layout that fits: batch sizes, sharding and modules to checkpoint.
+
+        Its ``iteration_s`` is compute alone; ``Layout.step_s`` includes exposed communication.
+        """
+        layout, names = candidate.layout, list(candidate.layout.devices)
+        most_samples = max(row.size for row in candidate.rows)
+        saved_ops = self._saved_per_module(candidate.recompute, -(-most_samples // layout.passes))
+        rows = []
+        for row in candidate.rows:
+            name = names[row.kind]
+            timed = self._timed_pass(name, -(-row.size // layout.passes), candidate.recompute)
+            seconds = layout.passes * timed.program.compute_s + timed.own_update_s(candidate.sharding)
+            rows.append(
+                Assignment(
+                    device_type=name,
+                    devices=row.devices,
+                    ests_per_device=0,
+                    local_batch_size=row.size,
+                    accumulation_steps=layout.passes - 1,
+                    compute_s=seconds,
+                )
+            )
+        compute_s = layout.compute_s or 0.0
+        capacity = (
+            sum(row.devices * row.local_batch_size / (row.compute_s or math.inf) for row in rows) / problem.batch_size
+        )
+        sharding = ShardingSetting(
+            kind="ddp" if layout.sharding == "none" else layout.sharding,
+            replicate=layout.replicate,
+            shard=layout.shard,
+            checkpointing=[Recomputed(module=module, keeps=list(kept)) for module, kept in saved_ops.items()],
+            memory_bytes=layout.memory_bytes,
+        )
+        waste = max(0.0, capacity - problem.max_workers / compute_s)
+        return problem.plan(strategy, compute_s, rows, waste=waste, status="feasible", sharding=sharding)
+
+    def communication(self, candidate: LayoutCandidate) -> tuple[BucketSetting | None, PrefetchSetting | None]:
+        """Return (DDP's best buckets, None) or (None, FSDP2's best prefetch that fits memory); (None, None) for one process."""
+        key = candidate.layout.model_dump_json()
+        if key not in self._settings:
+            self._settings[key] = self._communication(candidate)
+        return self._settings[key]
+
+    def _communication(self, candidate: LayoutCandidate) -> tuple[BucketSetting | None, PrefetchSetting | None]:
+        """Return the uncached result of :meth:`communication`; also (None, None) where FSDP2 finds no units to shard."""
+        layout, counts = candidate.layout, candidate.layout.devices
+        if layout.sharding == "none":
+            return None, None
+        program, group = self._last_pass(candidate), self._process_group(counts, candidate.sharding)
+        if not candidate.sharding.gathers:
+            return bucket_setting(plan_ddp(program, group)), None
+        plans = plan_fsdp(program, group)
+        if plans is None:
+            return None, None
+        free_bytes = min(self.kinds[name].usable_bytes - size for name, size in layout.memory_bytes.items())
+        extra_bytes = plans.best.gathered_bytes - plans.default.gathered_bytes
+        chosen = plans.best if extra_bytes <= free_bytes else plans.default
+        if not candidate.sharding.reshards:
+            chosen = plans.default.model_copy(update={"reshard_after_forward": False})
+        return None, prefetch_setting(plans, chosen)
+
+    def _sample_s(self, name: str, size: int) -> float:
+        """Return the marginal seconds of a sample on a device type near ``size`` samples, from sizes that are traced anyway."""
+        traced_size = self.work.traced.graph.batch_size or 2 * size
+        sizes = sorted({size, traced_size if traced_size != size else 2 * size})
+        shorter_s, longer_s = (self._timed_pass(name, samples, "none").program.compute_s for samples in sizes)
+        return max(min((longer_s - shorter_s) / (sizes[1] - sizes[0]), shorter_s / sizes[0]), 1e-12)
+
+    def _recomputations(self) -> Sequence[str]:
+        return WAYS if self.work.lifetimes(1).blocks else WAYS[:1]
+
+    def _fastest_shape(
+        self,
+        used: Mapping[str, int],
+        sharding: Sharding,
+        recompute: str,
+        equal: bool,
+        accept: Accept = lambda _: True,
+        least_passes: int = 1,
+        limit_s: float = math.inf,
+    ) -> LayoutCandidate | None:
+        """Return the fastest number of passes and batch sizes for given devices, sharding and recomputation.
+
+        A layout that lacks memory even for one sample has ``missing_bytes``; None where no layout is made or accepted.
+
+        Args:
+            used: devices by type.
+            recompute: what is recomputed (see :class:`LayoutCandidate`).
+            least: fewest passes.
+            limit: seconds of a step; a layout whose lower bound is above is not traced.
+        """
+        devices, best = sum(used.values()), None
+        limits = {name: self._most_samples(sharding, recompute, name, 2 * -(-self.total // devices)) for name in used}
+        if min(limits.values()) < 1:
+            return self._too_large(used, sharding, recompute)
+        samples_per_pass = sum(count * limits[name] for name, count in used.items())
+        fewest_passes = max(least_passes, -(-self.total // samples_per_pass))
+        if equal or len(used) == 1:
+            fewest_passes = max(fewest_passes, math.ceil(math.ceil(self.total / devices) / min(limits.values())))
+        for passes in dict.fromkeys(
+            (fewest_passes, fewest_passes + 1, 2 * fewest_passes) if len(used) > 1 and not equal else (fewest_passes,)
+        ):
+            rows = self._shares(used, limits, recompute, passes, equal)
+            if rows is None or min(row.size for row in rows) < passes:
+                continue
+            if limit_s < math.inf and self._lower_bound_s(used, sharding, recompute, passes, rows) > limit_s:
+                continue
+            candidate = self._cost(used, sharding, recompute, passes, rows, accept)
+            if candidate is not None and (best is None or (candidate.layout.step_s or 0) < (best.layout.step_s or 0)):
+                best = candidate
+        return best
+
+    def _shares(
+        self, used: Mapping[str, int], limits: Mapping[str, int], recompute: str, passes: int, equal: bool
+    ) -> tuple[Row, ...] | None:
+        """Return the samples of each device, equal or with one common end time; None where memory does not hold them.
+
+        ``most``: samples of one pass that a device of each type holds.
+        """
+        counts = list(used.values())
+        if equal or len(used) == 1:
+            return tuple(equal_rows(dict(enumerate(counts)), self.total))
+        lines = [self._pass_line(name, max(2, -(-self.total // (sum(counts) * passes))), recompute) for name in used]
+        times = [
+            replace(line, launch_s=line.launch_s * passes, memory_limit=passes * limits[name])
+            for line, name in zip(lines, used, strict=True)
+        ]
+        return spread(DeviceCurves.of_types(times), counts, self.total)
+
+    def _pass_line(self, name: str, size: int, recompute: str) -> StepTime:
+        """Return a pass's time as a line over samples, through 1 sample and the next power of 2: few sizes are traced."""
+        upper_size = 2 ** math.ceil(math.log2(max(size, 2)))
+        if self.work.traced.largest is not None:
+            upper_size = max(2, min(upper_size, self.work.traced.largest))
+        single_s, upper_s = (
+            self._timed_pass(name, samples, recompute).program.compute_s for samples in (1, upper_size)
+        )
+        sample_s = max((upper_s - single_s) / (upper_size - 1), 1e-12)
+        return StepTime(launch_s=max(single_s - sample_s, 0.0), per_sample_s=sample_s)
+
+    def _lower_bound_s(
+        self, used: Mapping[str, int], sharding: Sharding, recompute: str, passes: int, rows: tuple[Row, ...]
+    ) -> float:
+        """Return a lower bound of a step: the slowest device's passes, and all gradients sent from the first ready one on."""
+        names, compute_s = list(used), 0.0
+        for row in rows:
+            size = -(-row.size // passes)
+            compute_s = max(compute_s, self._pass_line(names[row.kind], size, recompute).seconds(size))
+        group, name = self._process_group(used, sharding), names[rows[0].kind]
+        program = self._timed_pass(name, self.work.traced.graph.batch_size or 1, "none").program
+        reduce_s = group.reduce_scatter_s if sharding.gathers else group.all_reduce_s
+        first_ready_share = float(program.ready_s[0]) / program.compute_s
+        exchanged_s = 0.0 if group.replicas < 2 else reduce_s(self._exchanged_bytes(name))
+        return SURE * ((passes - 1) * compute_s + max(compute_s, first_ready_share * compute_s + exchanged_s))
+
+    def _cost(
+        self,
+        used: Mapping[str, int],
+        sharding: Sharding,
+        recompute: str,
+        passes: int,
+        rows: tuple[Row, ...],
+        accept: Accept = lambda _: True,
+    ) -> LayoutCandidate | None:
+        """Return the layout with its figures; None where ``accept`` refuses even its compute without communication."""
+        names = list(used)
+        sizes = {names[row.kind]: max(other.size for other in rows if other.kind == row.kind) for row in rows}
+        timed_passes = {name: self._timed_pass(name, -(-size // passes), recompute) for name, size in sizes.items()}
+        computes_s = {
+            name: passes * timed.program.compute_s + timed.own_update_s(sharding)
+            for name, timed in timed_passes.items()
+        }
+        prices = [self.kinds[name].price_per_hour for name in used]
+        hourly_price = sum(count * (price or 0.0) for count, price in zip(used.values(), prices, strict=True))
+
+        def make_layout(step_s: float, **fields: Any) -> Layout:
+            return Layout(
+                devices=dict(used),
+                **_shape(sharding, sum(used.values())),
+                checkpointing=recompute if recompute in WAYS else "chosen",
+                local_batch_sizes=sizes,
+                passes=passes,
+                compute_s=max(computes_s.values()),
+                step_s=step_s,
+                memory_bytes={
+                    name: self._peak(sharding, recompute, -(-size // passes)) for name, size in sizes.items()
+                },
+                price_per_sample=None if None in prices else hourly_price / 3600 * step_s / self.total,
+                **fields,
+            )
+
+        if not accept(make_layout(max(computes_s.values()))):
+            return None
+        longest_s, slowest = 0.0, ""
+        for name, timed in timed_passes.items():
+            group = Fabric.joined({other_name: self.kinds[other_name].fabric for other_name in used}, used)
+            setting = Setting(fabric=group.fabric, optimizer=self.optimizer, accumulation=passes)
+            place = Placement(num_nodes=group.nodes, num_replicas=group.replicas)
+            seconds = step_of(timed.program, setting, place, sharding, timed.own_update_s(sharding))
+            if seconds > longest_s:
+                longest_s, slowest = seconds, name
+        timed = timed_passes[slowest]
+        shares = {"host_share": timed.host_share, "library_share": timed.library_share}
+        low_s, high_s = self.kinds[slowest].model.interval(longest_s, **shares)
+        # A host-bound type takes as long for a smaller share of the batch, so its time does not follow the device.
+        host_bound = any(timed.host_share > _HOST_NEAR for timed in timed_passes.values())
+        layout = make_layout(longest_s, low_s=low_s, high_s=high_s, host_bound=host_bound)
+        return LayoutCandidate(layout=layout, sharding=sharding, recompute=recompute, rows=rows, slowest=slowest)
+
+    def _with_solved_recomputation(self, candidate: LayoutCandidate) -> LayoutCandidate | None:
+        """Return the layout with the cheapest recomputation that fits memory, by a solver; None where no step is shorter."""
+        from ddltool.analyzers.step.costs.checkpointing import cheapest  # it loads a solver
+
+        layout = candidate.layout
+        tightest = min(
+            layout.memory_bytes,
+            key=lambda device_type: self.kinds[device_type].usable_bytes - layout.memory_bytes[device_type],
+        )
+        size = -(-layout.local_batch_sizes[tightest] // layout.passes)
+        lifetimes = self.work.lifetimes(size)
+        budget_bytes = min(self.kinds[device_type].usable_bytes for device_type in layout.memory_bytes)
+        timed_graph = self._timed_pass(tightest, size, "none").graph
+        batch_samples = size if lifetimes.traced is self.work.traced else None
+        try:
+            recomputation = cheapest(
+                lifetimes,
+                lifetimes.seconds(timed_graph),
+                candidate.sharding,
+                self.optimizer,
+                budget_bytes,
+                batch_samples,
+                _CHOOSING_S,
+            )
+        except Infeasible:  # no choice fits, or none was found within _CHOOSING_S
+            return None
+        key = f"chosen {len(self._saved_ops)}"
+        self._saved_ops[key] = recomputation.saved_ops
+        better = self._cost(layout.devices, candidate.sharding, key, layout.passes, candidate.rows)
+        if better is None or (better.layout.step_s or 0) >= (layout.step_s or 0) * (1 - 1e-6):
+            return None
+        fits = all(
+            size <= self.kinds[device_type].usable_bytes for device_type, size in better.layout.memory_bytes.items()
+        )
+        return better if fits else None
+
+    def _too_large(self, used: Mapping[str, int], sharding: Sharding, recompute: str) -> LayoutCandidate:
+        """Return a layout too large for one sample per device, with the bytes that the smallest device lacks."""
+        needed_bytes = self._peak(sharding, recompute, 1)
+        layout = Layout(
+            devices=dict(used),
+            **_shape(sharding, sum(used.values())),
+            checkpointing=cast(Checkpointing, recompute),
+            local_batch_sizes=dict.fromkeys(used, 1),
+            passes=1,
+            memory_bytes=dict.fromkeys(used, needed_bytes),
+            missing_bytes=needed_bytes - min(self.kinds[name].usable_bytes for name in used),
+        )
+        return LayoutCandidate(layout=layout, sharding=sharding, recompute=recompute)
+
+    def _most_samples(self, sharding: Sharding, recompute: str, name: str, upper: int) -> int:
+        """Return the most samples of a pass, up to ``most``, that a device of a type holds, by bisection; 0: not even one."""
+        usable, largest = self.kinds[name].usable_bytes, self.work.traced.largest
+        upper = upper if largest is None else min(upper, largest)
+        if self._peak(sharding, recompute, upper) <= usable:
+            return upper
+        if self._peak(sharding, recompute, 1) > usable:
+            return 0
+        low, high = 1, 2
+        while high <= upper and self._peak(sharding, recompute, high) <= usable:
+            low, high = high, 2 * high
+        high = min(high, upper + 1)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._peak(sharding, recompute, middle) <= usable else (low, middle)
+        return low
+
+    def _peak(self, sharding: Sharding, recompute: str, size: int) -> float:
+        """Return the peak bytes of a process in a pass of ``size`` samples."""
+        key = sharding, recompute, size
+        if key not in self._peaks:
+            lifetimes = self.work.lifetimes(size)
+            scaled = size if lifetimes.traced is self.work.traced else None
+            peak = lifetimes.peak(sharding, self.optimizer, self._saved_per_module(recompute, size), scaled)
+            self._peaks[key] = peak.total_bytes
+        return self._peaks[key]
+
+    def _saved_per_module(self, recompute: str, size: int) -> SavedOps:
+        """Return, by recomputed module, the operations whose outputs are kept; empty where nothing is recomputed."""
+        if recompute in self._saved_ops:
+            return self._saved_ops[recompute]
+        return self.work.lifetimes(size).every_block(cast(Checkpointing, recompute))
+
+    def _timed_pass(self, name: str, size: int, recompute: str) -> _Timed:
+        """Return a pass of ``size`` samples on a device type, recomputation included."""
+        key = name, size, recompute
+        if key not in self._timed:
+            if size not in self._graphs:
+                self._graphs[size] = self.work.traced.at(size)
+            device = self.kinds[name]
+            timed = timed_step(
+                self._graphs[size], device.model, Setting(fabric=device.fabric, optimizer=self.optimizer)
+            )
+            timed = timed.with_durations(timed.duration_s * device.slower, timed.estimate)
+            if saved_ops := self._saved_per_module(recompute, size):
+                timed = self.work.lifetimes(size).lengthened(saved_ops, timed)
+            self._timed[key] = _Timed(
+                program=program_of(timed),
+                graph=timed,
+                slower=device.slower,
+                host_share=float(timed.meta.get("host_share") or 0.0),
+                library_share=float(timed.meta.get("library_share") or 0.0),
+            )
+        return self._timed[key]
+
+    def _process_group(self, devices: Mapping[str, int], sharding: Sharding) -> Communicator:
+        """Return the process group on the devices; of a sharded model, the group of one shard."""
+        group = Fabric.joined({name: self.kinds[name].fabric for name in devices}, devices)
+        return group.fabric.sharded(group.replicas, sharding.shard, group.nodes) if sharding.gathers else group
+
+
+def gib(size_bytes: float) -> str:
+    """Return a size as text in GiB, also where it is small."""
+    return f"{size_bytes / GIB:.3g} GiB"
+
+
+def _shape(sharding: Sharding, processes: int) -> dict[str, Any]:
+    """Return the fields of :class:`Layout` that a sharding decides."""
+    kinds: dict[Kind, str] = {"none": "none", "ddp": "ddp", "fsdp": "fsdp", "zero2": "fsdp", "hsdp": "hsdp"}
+    return {
+        "sharding": kinds[sharding.kind],
+        "replicate": processes // sharding.shard,
+        "shard": sharding.shard,
+        "reshard_after_forward": sharding.kind != "zero2",
+    }

@@ -1,0 +1,308 @@
+"""From a job to its plan: by one strategy, by the best one, or together with other jobs. Start at :func:`solve`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast, get_args
+
+from ddltool.analyzers.job.goodput.step_time import StepTime
+from ddltool.analyzers.job.goodput.throughput import ThroughputParams
+from ddltool.analyzers.job.placement.problem import Problem, demand_throughput, from_job
+from ddltool.analyzers.job.placement.steps import device_counts
+from ddltool.analyzers.job.planning import job_inputs
+from ddltool.analyzers.job.planning.candidates import plan_by
+from ddltool.analyzers.job.planning.compare import decide
+from ddltool.analyzers.job.planning.exposed import GraphCommunication, LinkedSteps
+from ddltool.analyzers.job.planning.goodput_plan import plan_goodput
+from ddltool.analyzers.job.planning.options import PlanOptions, Tell
+from ddltool.analyzers.job.planning.rescaling import combine, measured_speeds, with_run
+from ddltool.analyzers.step.communication.collectives import (
+    Compression,
+    plan_collectives,
+    settings,
+)
+from ddltool.analyzers.step.communication.nccl import Fabric
+from ddltool.analyzers.step.communication.program import own_fabric
+from ddltool.analyzers.step.transfers.order import tac, tic
+from ddltool.artifacts import load
+from ddltool.decision import NothingFits
+from ddltool.errors import Infeasible, InputError, naming
+from ddltool.goodput_model import Goodput
+from ddltool.graph import RECV, Graph
+from ddltool.job import LINKS, Cluster, Job
+from ddltool.plans import Assignment, CompressionFigures, ParameterRecord, Plan
+from ddltool.results import JointPlan, Sharing
+
+if TYPE_CHECKING:
+    from ddltool.analyzers.job.placement.network import Steps
+
+SHARING: tuple[str, ...] = get_args(Sharing)
+
+
+def solve(strategy: str, job: Job, job_file: Path, options: PlanOptions) -> Plan:
+    """Return the plan of one strategy, or of the best one. Raises InputError, and Infeasible, which names the job's file."""
+    try:
+        with naming(job_file, type(job).model_fields):
+            return _solved(strategy, job, job_file, options)
+    except NothingFits as error:
+        raise NothingFits(f"{job_file}: {error}", error.layouts) from None
+    except Infeasible as error:
+        raise Infeasible(f"{job_file}: {error}") from None
+
+
+def _solved(strategy: str, job: Job, job_file: Path, options: PlanOptions) -> Plan:
+    """Return the plan of one strategy, or of the best one; errors do not name the job's file yet."""
+    if strategy == "auto":
+        return auto_plan(job, job_file, options)
+    if strategy == "goodput":
+        plan = goodput_plan(job, job_file)
+        demand_throughput(plan.throughput, job.constraints.min_throughput)
+        return plan
+    # A traced model, or a run, tells what gradients cost on the network: then a split is compared with its communication.
+    has_network = job_inputs.traceable(job) or options.telemetry is not None
+    if strategy != "est" and has_network:
+        return auto_plan(job, job_file, options, only=strategy)
+    capabilities = job_inputs.capabilities_of(job, job_file.parent, str(job_file), options.tell)
+    if strategy == "est" and job.network is not None:
+        return with_compute(_on_nodes(job, job_file, from_job(job, capabilities), options), capabilities)
+    return make_plan(job, capabilities, strategy, options, curves=job_inputs.step_curves(job, job_file))
+
+
+def make_plan(
+    job: Job,
+    capabilities: Mapping[str, float],
+    strategy: str,
+    options: PlanOptions,
+    *,
+    curves: Mapping[str, StepTime] | None = None,
+) -> Plan:
+    """Return the plan of a job; ``capabilities`` by device type in mini-batches per second."""
+    problem = from_job(job, capabilities)
+    made = plan_by(strategy, problem, options, curves)
+    demand_throughput(made.throughput, problem.min_throughput)
+    return with_compute(made, capabilities)
+
+
+def with_compute(plan: Plan, capabilities: Mapping[str, float]) -> Plan:
+    """Return the plan with the seconds that each device computes in a step, where its strategy does not say them.
+
+    ``capabilities``: mini-batches per second by device type. ESTs take turns of one mini-batch each; a whole local batch
+    takes the time by its share of a mini-batch.
+    """
+
+    def seconds(row: Assignment) -> float | None:
+        if row.compute_s is not None or row.device_type not in capabilities:
+            return row.compute_s
+        return (row.ests_per_device or row.local_batch_size / plan.batch_size) / capabilities[row.device_type]
+
+    rows = [row.model_copy(update={"compute_s": seconds(row)}) for row in plan.assignments]
+    return plan.model_copy(update={"assignments": rows})
+
+
+def goodput_plan(job: Job, job_file: Path) -> Plan:
+    """Return the plan of highest goodput. Raises InputError when job.yaml lacks the goodput section or a model."""
+    if job.goodput is None:
+        remedy = "add goodput: {max_batch_size: N, max_local_batch_size: N, noise_scale: PHI}"
+        raise InputError(f"{job_file}:goodput", "is missing", remedy)
+    models = job_inputs.fitted_models(job, job_file)
+    if not models:
+        problem = "no device has a fitted throughput model"
+        raise InputError(f"{job_file}:devices", problem, "add goodput: goodput.json (made by ddltool fit) to a device")
+    return plan_goodput(job, job.goodput, models)
+
+
+def complete(made: Plan, job: Job, job_file: Path, options: PlanOptions) -> Plan:
+    """Return a plan with its parameters in order, its data-parallel settings and the shape of its nodes, where known."""
+    graph = options.graph
+    if graph is not None:
+        fabrics = job_inputs.fabrics_of(job, job_file.parent, options)
+        settings = {} if made.decision is not None else data_parallel(graph, made, fabrics)
+        made = made.model_copy(update={"parameters": parameters_of(graph), **settings})
+    if options.compress is not None and made.world_size == 1:
+        options.tell("note: --compress: the plan is for one device, which sends no gradients")
+    elif options.compress is not None:
+        made = made.model_copy(update={"compressed": _compressed(made, job, job_file, options, options.compress)})
+    grouped = job.group is not None and job.cluster is not None  # whose nodes count single devices
+    together = None if grouped else _devices_per_node(job, job_file, made, options)
+    return made.model_copy(update={"devices_per_node": together, "group": job.group})
+
+
+def _compressed(
+    made: Plan, job: Job, job_file: Path, options: PlanOptions, compression: Compression
+) -> CompressionFigures:
+    """Return what compressing would bring the plan's devices. Raises InputError without a graph, links or known devices."""
+    source = job_inputs.graph_communication(
+        job, job_file.parent, options, job_inputs.fabrics_of(job, job_file.parent, options)
+    )
+    counts = device_counts(made)
+    if source is None:
+        remedy = "give --bandwidth or name links, and a model or --graph"
+        raise InputError("--compress", "nothing is known of the gradients and their network", remedy)
+    rate = job_inputs.slowest_memory(job, str(job_file), counts)
+    pass_s = max((row.compute_s or 0.0) / (row.accumulation_steps + 1) for row in made.assignments)
+    return source.compressed(counts, pass_s or made.iteration_s, compression, rate)
+
+
+def _devices_per_node(job: Job, job_file: Path, made: Plan, options: PlanOptions) -> dict[str, int] | None:
+    """Return how many devices of each used type stand on a node of the job's cluster; on unequal nodes, the fewest.
+
+    Without a cluster as many as the job says, or as were assumed for their network.
+    """
+    used = {row.device_type for row in made.assignments}
+    found: dict[str, int] = {}
+    if job.cluster is None:
+        assumed = job_inputs.fabrics_of(job, job_file.parent, replace(options, tell=lambda _: None)) or {}
+        for offer in job.devices:
+            each = offer.per_node or (assumed[offer.type].gpus_per_node if offer.type in assumed else 1)
+            if offer.type in used and (offer.per_node is not None or each > 1):
+                found[offer.type] = min(each, max(offer.count, 1))
+        return found or None
+    for group in load(job_file.parent / job.cluster, Cluster).nodes:
+        name, count = group.devices.type, group.devices.count
+        if name in used and count and group.count:
+            found[name] = min(found.get(name, count), count)
+    return found or None
+
+
+def parameters_of(graph: Graph, *, ordered: bool = True) -> list[ParameterRecord]:
+    """Return the graph's parameters in the order in which they should travel: TAC's, or TIC's for an untimed graph.
+
+    Not ``ordered``: in the graph's own, for what is sharded travels block by block.
+    """
+    schedule = None if not ordered else tac(graph) if graph.timed else tic(graph)
+    place = {graph.names[position]: position for position in graph.of_kind(RECV).tolist()}
+    return [
+        ParameterRecord(
+            name=graph.parameter[place[name]] or name,
+            size_bytes=int(graph.size_bytes[place[name]]),
+            priority=None if schedule is None else schedule.priority[name],
+        )
+        for name in (place if schedule is None else schedule.order)
+    ]
+
+
+def data_parallel(graph: Graph, made: Plan, fabrics: Mapping[str, Fabric] | None) -> dict[str, Any]:
+    """Return the DDP and FSDP2 settings for the plan's processes on the job's network, or the one the graph was timed for."""
+    counts = device_counts(made)
+    if fabrics is None and (own := own_fabric(graph)) is not None:
+        fabrics = dict.fromkeys(counts, own)
+    if fabrics is None or not graph.timed or made.world_size < 2 or made.superstep is not None:
+        return {}
+    pass_s = max(
+        (row.compute_s or 0.0) / max(row.ests_per_device, row.accumulation_steps + 1) for row in made.assignments
+    )
+    plans = plan_collectives(graph, Fabric.joined(fabrics, counts), pass_s or None)
+    if plans is None:
+        return {}
+    earlier_s = max(0.0, made.iteration_s - plans.compute_s) if pass_s else 0.0
+    return {
+        name: setting
+        and setting.model_copy(
+            update={"step_s": setting.step_s + earlier_s, "default_step_s": setting.default_step_s + earlier_s}
+        )
+        for name, setting in zip(("ddp", "fsdp2"), settings(plans), strict=True)
+    }
+
+
+def auto_plan(job: Job, job_file: Path, options: PlanOptions, only: str | None = None) -> Plan:
+    """Return the picked plan with the comparison in ``decision``; ``only``: of one strategy. Raises InputError, Infeasible."""
+    # Several strategies call the solver, each with a share of the time.
+    options = replace(options, limit_s=options.limit_s / 2)
+    run = job_inputs.run_of(options.telemetry, options.tell)
+    known = job_inputs.knowledge_of(job, job_file, options, run)
+    measured, off = ({}, {}) if run is None else measured_speeds(run, job.batch_size, known.curves)
+    offered = {offer.type for offer in job.devices}
+    unknown = sorted(set(measured) - offered)
+    if unknown:
+        problem = f"is of device {unknown[0]!r}, which the job does not offer"
+        raise InputError(str(options.telemetry), problem, f"types there: {', '.join(sorted(offered))}")
+    rest = job.model_copy(update={"devices": [offer for offer in job.devices if offer.type not in measured]})
+    told = job if job.model or all(it.capability_per_s or it.profile or it.goodput for it in job.devices) else rest
+    predicted = job_inputs.capabilities_of(told, job_file.parent, str(job_file), options.tell) if rest.devices else {}
+    combined = combine(measured, predicted)
+    capabilities = combined.capabilities
+    factors = {name: predicted[name] / capabilities[name] for name in combined.errors}
+    knowledge = replace(known, errors={**known.errors, **combined.errors}, remark=combined.remark)
+    if knowledge.layouts is not None:
+        own = {it.type for it in job.devices if it.capability_per_s or it.profile or it.goodput}
+        speeds = {name: capability for name, capability in capabilities.items() if name in own}
+        knowledge = replace(knowledge, layouts=knowledge.layouts.at_speeds(speeds, job.batch_size))
+    if run is not None:
+        knowledge = with_run(knowledge, run, {**factors, **off})
+    made = decide(job, from_job(job, capabilities), knowledge, options=options, only=only)
+    if options.graph is None and isinstance(knowledge.communication, GraphCommunication):
+        graph = knowledge.communication.graph
+        made = made.model_copy(update={"parameters": parameters_of(graph, ordered=made.sharding is None)})
+    if options.top_k > 1 and made.strategy != "est":
+        options.tell(f"note: --top-k lists EST plans; the plan picked is {made.strategy}")
+    return with_compute(made, capabilities)
+
+
+def _on_nodes(job: Job, job_file: Path, problem: Problem, options: PlanOptions) -> Plan:
+    """Return the plan with synchronisation in its step."""
+    from ddltool.analyzers.job.placement.network import solve_on_nodes  # it loads a solver
+
+    if options.prefer is not None:
+        raise InputError("--prefer", "does not go with network: in job.yaml", "leave out one of the two")
+    if job.cluster is None or job.network is None:
+        raise InputError(f"{job_file}:network", "needs cluster: beside it", "name the cluster.yaml with the nodes")
+    nodes = load(job_file.parent / job.cluster, Cluster).nodes
+    if job.network == LINKS:
+        source = job_inputs.graph_communication(
+            job, job_file.parent, options, job_inputs.fabrics_of(job, job_file.parent, options)
+        )
+        if source is None:
+            remedy = "name the model, or --graph, and link and nic of the cluster's nodes"
+            raise InputError(f"{job_file}:network", f"{LINKS} need a graph and links", remedy)
+        steps: Steps | ThroughputParams = LinkedSteps(source)
+    else:
+        steps = load(job_file.parent / job.network, Goodput).params
+    return solve_on_nodes(problem, nodes, steps, time_limit_s=options.limit_s, seed=options.seed)
+
+
+def plan_together(
+    files: Sequence[Path], sharing: str, *, limit_s: float, seed: int, tell: Tell, read: Callable[[Path], Job]
+) -> JointPlan:
+    """Return the plan of several jobs on the same devices, and why each job that waits does.
+
+    There are as many devices of each type as the job that names most of them says.
+
+    Raises InputError for job files with a network, which is not part of a joint plan.
+    """
+    from ddltool.analyzers.job.placement.jobs import idle_throughput, solve_jobs  # it loads a solver
+
+    problems, names, weights = [], [], []
+    devices: dict[str, int] = {}
+    for file in files:
+        job = read(file)
+        if job.network is not None:
+            raise InputError(f"{file}:network", "is not part of a joint plan", "leave it out, or plan the job alone")
+        try:
+            with naming(file, Job.model_fields):
+                problem = from_job(job, job_inputs.capabilities_of(job, file.parent, str(file), tell))
+        except Infeasible as error:
+            raise Infeasible(f"{file}: {error}") from None
+        # Files tell jobs apart where names may not.
+        problems.append(replace(problem, job=str(file)))
+        names.append(job.name)
+        weights.append(job.weight)
+        for offer in job.devices:
+            devices[offer.type] = max(devices.get(offer.type, 0), offer.count)
+    made = solve_jobs(
+        problems, devices, weights=weights, objective=cast(Sharing, sharing), time_limit_s=limit_s, seed=seed
+    )
+    plans = [row.plan for row in made.jobs]
+    rows = []
+    for row, file, name, problem in zip(made.jobs, files, names, problems, strict=True):
+        if row.plan is not None:
+            rows.append(row.model_copy(update={"plan": row.plan.model_copy(update={"job": name})}))
+            continue
+        reached = idle_throughput(problem, devices, plans)
+        text = f"{file.name} waits: on what the others leave it would reach {reached:.4g} mini-batches/s"
+        least = problem.min_throughput
+        below = "" if least is None else f", below its min_throughput of {float(least):g}"
+        waits = f"{text}{below}" if reached else f"{file.name} waits: the others leave no device for it"
+        rows.append(row.model_copy(update={"waits": waits}))
+    return made.model_copy(update={"jobs": rows})

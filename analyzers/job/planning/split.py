@@ -1,0 +1,237 @@
+"""How many samples of the total batch each device takes: equally (BSP), or so that all end together (LB-BSP).
+
+Start at :func:`plan_lb_bsp`; :func:`plan_bsp` is what one would do otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+from ddltool.analyzers.job.balancing.minmax import (
+    Chosen,
+    DeviceCurves,
+    Finish,
+    Offer,
+    Row,
+    choose,
+    slowest_of,
+    spread,
+)
+from ddltool.analyzers.job.balancing.sizing import MOST_SAMPLES
+from ddltool.analyzers.job.goodput.step_time import StepTime
+from ddltool.analyzers.job.goodput.throughput import ThroughputParams, overlapped, sync_time_s
+from ddltool.analyzers.job.placement.problem import Problem, check_affordable, exact
+from ddltool.errors import Infeasible, InputError
+from ddltool.graph import natural_key
+from ddltool.job import DeviceOffer, Job
+from ddltool.plans import Assignment, BatchSplit, Plan, Strategy
+
+
+def memory_limit(job: Job, offer: DeviceOffer) -> int | None:
+    """Return the most samples that one device of ``offer`` holds at a time; None: no limit is known.
+
+    The least of the device's and the goodput section's ``max_local_batch_size``, and of what its memory holds where
+    ``memory_per_worker_gib`` is what ``batch_size`` samples need: ``floor((memory - fixed) / each) batch_size``.
+    """
+    limits = [offer.max_local_batch_size, None if job.goodput is None else job.goodput.max_local_batch_size]
+    memory_of_batch_gib = job.constraints.memory_per_worker_gib
+    if memory_of_batch_gib is not None and offer.memory_gib is not None:
+        fixed_gib = exact(job.constraints.memory_fixed_gib or 0.0)
+        limits.append(
+            max(0, math.floor((exact(offer.memory_gib) - fixed_gib) / exact(memory_of_batch_gib))) * job.batch_size
+        )
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def plan_bsp(problem: Problem, curves: Mapping[str, StepTime] | None = None) -> Plan:
+    """Return bulk-synchronous training with an equal split: every device is one replica.
+
+    Samples that do not divide go to the fastest devices. A step takes as long as the slowest share: ``max x_i /
+    (batch_size C_i)`` seconds, the same figure f as for ESTs (EasyScale, Equation 1b) with ``A_i = x_i / batch_size``, or
+    what a type's entry of ``curves`` gives, launch and saturation included. Where a constraint excludes devices, the fastest
+    are kept, each type as far as devices and money go; with a single type, the one whose kept devices have the most
+    capability in all. Each device gets a sample at least. Raises Infeasible when no device can be afforded, or a share does
+    not fit into a device's memory.
+    """
+    started = time.perf_counter()
+    check_affordable(problem)
+    known = DeviceCurves.of_types(_step_times(problem, curves))
+    rows = _equal_rows(problem, problem.max_workers * problem.batch_size)
+    for row in rows:
+        if row.size > (fits := int(known.limits[row.kind])):
+            name = problem.devices[row.kind].name
+            raise Infeasible(f"an equal split gives each {name} {row.size} samples, and {fits} fit")
+    step = slowest_of(known, rows)
+    return _plan(problem, "bsp", known, rows, step, time.perf_counter() - started)
+
+
+def plan_lb_bsp(problem: Problem, curves: Mapping[str, StepTime] | None = None, *, synchronise: bool = True) -> Plan:
+    """Return the split of ``max_workers * batch_size`` samples with the shortest step, over all subsets of the devices.
+
+    Devices, as many of each type as the limits of devices, money and types allow, and sizes are chosen together, exactly
+    (:mod:`~.minmax`). A type's time is its entry of ``curves``, or ``x / (batch_size C)`` from its
+    capability. Where the devices' memory does not hold the batch at once, each makes its samples in as few and as equal
+    passes as fit (gradient accumulation). With ``synchronise`` and a fitted model in ``curves`` the step is
+    ``(compute^gamma + sync^gamma)^(1/gamma)`` (Pollux, section 3.2) with the slowest type's synchronisation time on that
+    number of devices, and their sum under accumulation. A device is left out only where the step is shorter without it.
+
+    Raises Infeasible when no device can be afforded or none holds a sample, InputError above 10^12 samples.
+    """
+    started = time.perf_counter()
+    check_affordable(problem)
+    total = checked_total(problem.max_workers, problem.batch_size, "batch_size")
+    step_times = _step_times(problem, curves)
+    prices = tuple(device.price_micro or 0 for device in problem.devices)
+    offer = Offer(
+        counts=tuple(device.count for device in problem.devices),
+        max_devices=problem.max_devices,
+        prices=None if problem.max_price_micro is None else prices,
+        budget=problem.max_price_micro or 0,
+        single_type=problem.single_type,
+    )
+    finish = _synchronised_finish(step_times, False) if synchronise else None
+    device_curves = DeviceCurves.of_types(step_times)
+    best = choose(device_curves, offer, total, finish)
+    accumulating_curves = DeviceCurves.of_types(step_times, accumulate=True)
+    finish_parts = _synchronised_finish(step_times, True) if synchronise else None
+    is_memory_bound = any(curve.memory_limit is not None and curve.memory_limit < total for curve in step_times)
+    accumulated = choose(accumulating_curves, offer, total, finish_parts) if is_memory_bound else None
+    equal = _equal_rows(problem, total)
+    equal_s = None
+    if best is not None and all(row.size <= int(device_curves.limits[row.kind]) for row in equal):
+        equal_s = _step_s(device_curves, equal, finish)
+    accumulated_s = None
+    if best is None:
+        device_curves, best, finish = accumulating_curves, accumulated, finish_parts
+    elif accumulated is not None and accumulated.iteration_s < best.iteration_s:
+        accumulated_s = accumulated.iteration_s
+    if best is None:
+        raise Infeasible(f"no device holds a single sample: {_limits_text(problem, step_times)}")
+    plan = _plan(problem, "lb-bsp", device_curves, best.rows, best.iteration_s, time.perf_counter() - started)
+    numbers, kept_s = _with_all_usable(problem, device_curves, best, total, finish)
+    device_numbers = zip(problem.devices, numbers, best.numbers, strict=True)
+    record = BatchSplit(
+        total_batch_size=total,
+        equal_s=equal_s,
+        kept_s=kept_s,
+        idle_s=sum(row.devices * (best.slowest_s - slowest_of(device_curves, [row])) for row in best.rows),
+        dropped={device.name: keeping - used for device, keeping, used in device_numbers if keeping > used},
+        accumulated_s=accumulated_s,
+    )
+    communication_s = None if finish is None else max(0.0, best.iteration_s - best.slowest_s)
+    update = {"split": record, "communication_s": communication_s, "overload_factor": best.slowest_s}
+    return plan.model_copy(update=update)
+
+
+def checked_total(workers: int, batch_size: int, where: str) -> int:
+    """Return ``workers * batch_size``. Raises InputError at ``where`` above :data:`MOST_SAMPLES`."""
+    if (total := workers * batch_size) > MOST_SAMPLES:
+        problem = f"is {batch_size}, which makes {total} samples a step for {workers} workers"
+        raise InputError(where, problem, f"at most {MOST_SAMPLES // workers} (10^12 samples in all)")
+    return total
+
+
+def _plan(
+    problem: Problem, strategy: Strategy, curves: DeviceCurves, rows: Sequence[Row], step_s: float, seconds: float
+) -> Plan:
+    """Return the plan. Waste is the mini-batches per second that its devices lose by waiting."""
+    names = [device.name for device in problem.devices]
+    compute_s = {row: slowest_of(curves, [row]) for row in rows}
+    capability = sum(row.devices * row.size / row_s / problem.batch_size for row, row_s in compute_s.items() if row_s)
+    assignments = [
+        Assignment(
+            device_type=names[row.kind],
+            devices=row.devices,
+            ests_per_device=0,
+            local_batch_size=row.size,
+            accumulation_steps=_passes(curves, row) - 1,
+            compute_s=compute_s[row],
+        )
+        for row in sorted(rows, key=lambda row: (natural_key(names[row.kind]), -row.size))
+    ]
+    waste = max(0.0, capability - problem.max_workers / step_s)
+    return problem.plan(strategy, step_s, assignments, waste=waste, solve_seconds=seconds)
+
+
+def _step_times(problem: Problem, curves: Mapping[str, StepTime] | None) -> list[StepTime]:
+    """Return each type's step time; types without a fitted time per sample follow their capability."""
+    known = curves or {}
+    return [
+        known.get(device.name, StepTime()).at_capability(device.capability_per_s, problem.batch_size)
+        for device in problem.devices
+    ]
+
+
+def _synchronised_finish(known: Sequence[StepTime], accumulating: bool) -> Finish | None:
+    """Return the function that adds synchronisation to a step's compute; None where no type has a fitted model."""
+    models = [(curve.sync, curve.devices_per_node) for curve in known if curve.sync is not None]
+    if not models:
+        return None
+    gamma = 1.0 if accumulating else min(params.gamma for params, _ in models)
+
+    def sync_s(params: ThroughputParams, per_node: int, devices: int) -> float:
+        inside = float(sync_time_s(params, 1, min(devices, per_node)))
+        across = float(sync_time_s(params, -(-devices // per_node), devices)) if devices > per_node else 0.0
+        return max(inside, across)  # a fit may make it faster across nodes than inside; more devices never are
+
+    @cache
+    def longest(devices: int) -> float:
+        return max(sync_s(params, per_node, devices) for params, per_node in models)
+
+    def finish(slowest_s: float, devices: int) -> float:
+        return float(overlapped(slowest_s, longest(devices), gamma))
+
+    return finish
+
+
+def _passes(curves: DeviceCurves, row: Row) -> int:
+    """Return the accumulation passes of a row's devices; 1 without accumulation."""
+    return max(1, -(-row.size // max(1, int(curves.memory_limit[row.kind])))) if curves.accumulate else 1
+
+
+def _step_s(curves: DeviceCurves, rows: Sequence[Row], finish: Finish | None) -> float:
+    """Return the seconds of a step, synchronisation included where ``finish`` is given."""
+    slowest = slowest_of(curves, rows)
+    return slowest if finish is None else finish(slowest, sum(row.devices for row in rows))
+
+
+def _equal_rows(problem: Problem, total: int) -> list[Row]:
+    """Return the equal split over the devices that BSP uses; the fastest take the remainder."""
+    order, speeds = problem.fastest_first, [device.capability_per_s for device in problem.devices]
+    kept = [problem.filled(kinds, total) for kinds in ([[kind] for kind in order] if problem.single_type else [order])]
+    numbers = max(kept, key=lambda counts: sum(count * speed for count, speed in zip(counts, speeds, strict=True)))
+    return equal_rows({kind: numbers[kind] for kind in order}, total)
+
+
+def equal_rows(numbers: Mapping[int, int], total: int) -> list[Row]:
+    """Return an equal split over ``numbers`` devices by type index; the first ones take the remainder."""
+    share, remainder = divmod(total, sum(numbers.values()))
+    rows: list[Row] = []
+    for type_index, number in numbers.items():
+        larger = min(remainder, number)
+        remainder -= larger
+        sizes = ((larger, share + 1), (number - larger, share))
+        rows += [Row(kind=type_index, devices=devices, size=size) for devices, size in sizes if devices]
+    return rows
+
+
+def _with_all_usable(
+    problem: Problem, curves: DeviceCurves, best: Chosen, total: int, finish: Finish | None
+) -> tuple[list[int], float | None]:
+    """Return the numbers of devices with all usable ones added, and the step in seconds with them; None: they do not fit."""
+    room = [kind for kind in problem.fastest_first if int(curves.limits[kind]) >= 1]
+    usable = [kind for kind in room if best.numbers[kind] or not problem.single_type]
+    numbers = problem.filled(usable, total, best.numbers)
+    if numbers == list(best.numbers):
+        return numbers, best.iteration_s
+    rows = spread(curves, numbers, total)
+    return numbers, None if rows is None else _step_s(curves, rows, finish)
+
+
+def _limits_text(problem: Problem, known: Sequence[StepTime]) -> str:
+    limits = ["any number" if curve.memory_limit is None else str(curve.memory_limit) for curve in known]
+    pairs = zip(problem.devices, limits, strict=True)
+    return ", ".join(f"{device.count} {device.name} of at most {limit}" for device, limit in pairs)

@@ -1,0 +1,228 @@
+"""ElasticBSP as a plan: how many iterations each device makes until the barrier, and what that gains over BSP.
+
+Every device is one worker with a logical mini-batch of its own per iteration, so worker p's predicted ends are
+``k / C_p``. Of the barriers among the next R of them (ElasticBSP, section IV) the plan takes the one that makes most
+mini-batches per second: with speeds known, the least waiting per unit of time, where ZipLine takes the least waiting of
+one superstep. All supersteps are alike, because all workers start together after each barrier.
+
+Which devices take part is chosen too, for a slow one can cost more than it brings. At a barrier time T a worker's
+iterations grow with its speed, also when they are clipped to the fewest plus a bound on the gap. So without a price the
+best devices are the fastest ones, down to some type: one candidate per type, and the best of them is optimal. That bounds
+every choice with a limit on the price, as what its money buys at most does; that is found by branch and bound.
+Start at :func:`plan_elastic_bsp`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddltool.analyzers.job.placement.device_search import Best, best_devices
+from ddltool.analyzers.job.placement.problem import Problem, check_affordable
+from ddltool.analyzers.job.placement.steps import Counts
+from ddltool.arrays import Ints
+from ddltool.errors import InputError
+from ddltool.graph import natural_key
+from ddltool.plans import Assignment, Plan, Superstep
+
+DEFAULT_LOOKAHEAD = 15
+# Largest n^2 R (n device types, lookahead R) of candidate barriers; more would take over a second or two.
+MOST_ENDS = 100_000_000
+# Products below this fit 64-bit integers.
+_INT64 = 2**62
+
+
+class Met(NamedTuple):
+    """The best superstep of given devices, in exact numbers."""
+
+    kinds: list[int]
+    """Indices of the used device types in ``problem.devices``, fastest first."""
+    barrier: Fraction
+    """Length of the superstep in seconds."""
+    iterations: list[int]
+    """Iterations in a superstep of a worker of each used type."""
+    rate: Fraction
+    """Mini-batches per second."""
+
+
+def plan_elastic_bsp(
+    problem: Problem,
+    *,
+    lookahead: int = DEFAULT_LOOKAHEAD,
+    max_gap: int | None = None,
+    limit_s: float = 2.0,
+    all_devices: bool = False,
+) -> Plan:
+    """Return the plan with a barrier among each worker's next ``lookahead`` iterations, and the best devices for it.
+
+    ``max_gap`` bounds the iterations by which one worker may be ahead of another; ``all_devices``: there is nothing to choose.
+    At most ``max_workers`` devices take part, as each makes a logical mini-batch at a time. ``status`` is ``optimal`` when no
+    other devices and no other barrier make more mini-batches per second; else ``gap`` bounds how much more they could, after
+    ``limit_s`` seconds. Synchronisation itself is left out, as in all plans. Raises Infeasible when no device can be afforded,
+    InputError as :func:`best_superstep`.
+    """
+    started = time.perf_counter()
+    check_affordable(problem)
+    counts, gap = tuple(device.count for device in problem.devices), 0.0
+    met = superstep_of(problem, counts, lookahead, max_gap) if all_devices else None
+    if met is None:
+        best = choose(problem, lookahead, max_gap, limit_s)
+        counts, met, gap = best.counts, best.found, best.gap
+    rows = [(problem.devices[kind], counts[kind]) for kind in met.kinds]
+    waits = [met.barrier - k / it.capability_per_s for k, (it, _) in zip(met.iterations, rows, strict=True)]
+    throughput = float(met.rate)
+    return problem.plan(
+        "elastic-bsp",
+        problem.max_workers / throughput,
+        [
+            Assignment(device_type=device.name, devices=count, ests_per_device=0, local_batch_size=problem.batch_size)
+            for device, count in sorted(rows, key=lambda row: natural_key(row[0].name))
+        ],
+        throughput=throughput,
+        waste=float(sum(device.capability_per_s * count for device, count in rows)) - throughput,
+        status="feasible" if gap else "optimal",
+        gap=gap,
+        solve_seconds=time.perf_counter() - started,
+        superstep=Superstep(
+            lookahead=lookahead,
+            superstep_s=float(met.barrier),
+            iterations={device.name: k for (device, _), k in zip(rows, met.iterations, strict=True)},
+            mini_batches=int(met.rate * met.barrier),
+            waiting_s=float(max(waits)),
+            total_waiting_s=float(sum(wait * count for wait, (_, count) in zip(waits, rows, strict=True))),
+            iteration_gap=max(met.iterations) - min(met.iterations),
+            left_out={} if gap or problem.single_type else problem.spare(counts),
+        ),
+    )
+
+
+def superstep_of(problem: Problem, counts: Counts, lookahead: int, max_gap: int | None) -> Met:
+    """Return the best superstep of exactly ``counts`` devices per type."""
+    kinds = [kind for kind in problem.fastest_first if counts[kind]]
+    workers = [(problem.devices[kind].capability_per_s, counts[kind]) for kind in kinds]
+    barrier, iterations = best_superstep(workers, lookahead, max_gap)
+    mini_batches = sum(k * count for k, (_, count) in zip(iterations, workers, strict=True))
+    return Met(kinds, barrier, iterations, mini_batches / barrier)
+
+
+def choose(problem: Problem, lookahead: int, max_gap: int | None, limit_s: float) -> Best[Met]:
+    """Return the devices whose best superstep makes most mini-batches per second; of equal ones the fewest.
+
+    At least one device must be affordable (:func:`~ddltool.analyzers.job.placement.problem.check_affordable`).
+    """
+    order = problem.fastest_first
+    groups = [[kind] for kind in order] if problem.single_type else [order]
+    firsts = [group[:last] for group in groups for last in range(1, len(group) + 1)]
+    # With a limit on the price: types one after the other while money lasts, the fastest and the cheapest first.
+    parts = [] if problem.max_price_micro is None else list(itertools.combinations(range(len(order) + 1), 2))
+    guesses = (kinds[first:last] for kinds in (order, problem.cheapest_first) for first, last in parts)
+
+    @cache
+    def of(counts: Counts) -> tuple[float, Met]:
+        met = superstep_of(problem, counts, lookahead, max_gap)
+        return float(1 / met.rate), met
+
+    @cache
+    def least(high: Counts) -> float:
+        """Return a lower bound of the seconds per mini-batch on at most ``high`` devices, without price limit or waits."""
+        if not any(high):
+            return math.inf
+        offered = problem.offering(high)
+        unpriced = replace(offered, max_price_micro=None)
+        fastest = {tuple(unpriced.filled(first, unpriced.device_limit)) for first in firsts}
+        seconds = min((of(counts)[0] for counts in fastest if any(counts)), default=math.inf)
+        if problem.max_price_micro is None or not offered.bought:
+            return seconds
+        return max(seconds, float(1 / offered.bought) * (1 - 1e-12))
+
+    best = best_devices(
+        problem,
+        lambda counts, _: of(counts),
+        lambda _, high: least(high),
+        most=problem.max_workers,
+        limit_s=limit_s,
+        first=(tuple(problem.filled(kinds, problem.device_limit)) for kinds in guesses),
+    )
+    assert best is not None  # a device can be afforded
+    return best
+
+
+def best_superstep(
+    workers: Sequence[tuple[Fraction, int]], lookahead: int, max_gap: int | None = None
+) -> tuple[Fraction, list[int]]:
+    """Return (barrier in seconds, iterations per entry) of the superstep that makes most mini-batches per second.
+
+    ``workers``: (iterations per second, how many such workers). Every worker makes 1 to ``lookahead`` iterations, at most
+    ``max_gap`` more than any other. The earliest of equal ones wins. Exact, in O(n^2 R) operations on arrays for n
+    entries. Raises InputError for a lookahead below 1 or a negative gap, and for n^2 R above 100 million.
+    """
+    if lookahead < 1 or (max_gap is not None and max_gap < 0):
+        raise InputError(
+            "--lookahead", f"{lookahead} with a gap of {max_gap}", "look 1 iteration ahead or more, gap >= 0"
+        )
+    if len(workers) ** 2 * lookahead > MOST_ENDS:
+        problem = f"{lookahead} iterations of {len(workers)} device types are too many"
+        raise InputError("--lookahead", problem, f"at most {MOST_ENDS // len(workers) ** 2} for these types")
+    best: tuple[Fraction, Fraction] | None = None
+    counts = np.array([count for _, count in workers], dtype=np.int64)
+    for speed in {speed for speed, _ in workers}:
+        candidate = _best_barrier(speed, [other for other, _ in workers], counts, lookahead, max_gap)
+        if candidate is not None and (
+            best is None or candidate[0] > best[0] or (candidate[0] == best[0] and candidate[1] < best[1])
+        ):
+            best = candidate
+    assert best is not None  # the slowest worker's first end is a candidate
+    barrier_s = best[1]
+    iterations = [min(lookahead, int(barrier_s * speed)) for speed, _ in workers]
+    if max_gap is not None:
+        iterations = [min(k, min(iterations) + max_gap) for k in iterations]
+    return barrier_s, iterations
+
+
+def _best_barrier(
+    speed: Fraction, speeds: Sequence[Fraction], counts: Ints, lookahead: int, max_gap: int | None
+) -> tuple[Fraction, Fraction] | None:
+    """Return (mini-batches per second, barrier in seconds) of the best barrier at an iteration end of a worker with ``speed``.
+
+    None where at each of these ends some worker has not completed an iteration.
+    """
+    iterations = _completed_iterations(speed, speeds, lookahead)  # (n, R)
+    fewest_iterations = iterations.min(axis=0)
+    valid_ends = np.flatnonzero(fewest_iterations >= 1)
+    if not len(valid_ends):
+        return None
+    if max_gap is not None:
+        iterations = np.minimum(iterations, fewest_iterations + max_gap)
+    mini_batches = counts @ iterations[:, valid_ends]  # (r,) mini-batches until the (valid_ends[i] + 1)-th end
+    rate = mini_batches / (valid_ends + 1)  # times speed
+    # Rates closer than rounding are compared exactly; the first of equal ones stays.
+    near_best = np.flatnonzero(rate >= rate.max() * (1 - 1e-12))
+    best_count, best_end = 0, -1
+    for candidate in near_best.tolist():
+        count, end = int(mini_batches[candidate]), int(valid_ends[candidate]) + 1
+        if best_end < 0 or count * (best_end + 1) > best_count * end:
+            best_count, best_end = count, end - 1
+    return best_count * speed / (best_end + 1), (best_end + 1) / speed
+
+
+def _completed_iterations(speed: Fraction, speeds: Sequence[Fraction], lookahead: int) -> Ints:
+    """Return the iterations (n, R), at most R, that each worker has completed when one with ``speed`` ends its k-th."""
+    ends = np.arange(1, lookahead + 1, dtype=np.int64)
+    completed = np.empty((len(speeds), lookahead), dtype=np.int64)
+    for index, other in enumerate(speeds):
+        ratio = other / speed
+        numerator, denominator = ratio.numerator, ratio.denominator
+        exact: NDArray[Any] = ends
+        if numerator * lookahead >= _INT64 or denominator >= _INT64:
+            exact = ends.astype(object)  # Python's whole numbers, which have no largest
+        completed[index] = np.minimum(exact * numerator // denominator, lookahead)
+    return completed

@@ -1,1 +1,0 @@
-"""How long each op takes on a device and a network."""

@@ -1,1 +1,0 @@
-"""Which logical worker runs on which device."""

@@ -1,1 +1,0 @@
-"""Which job gets which GPUs: measured jobs, policies, a replay simulator and its metrics."""

@@ -1,0 +1,1 @@
+"""One training step on one device and network."""

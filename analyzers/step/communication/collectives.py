@@ -1,0 +1,430 @@
+"""What data-parallel frameworks leave exposed on one traced step, and what to set: DDP here, FSDP2 in :mod:`.fsdp`.
+
+DistributedDataParallel closes a bucket once it holds at least its cap, in the order in which gradients became ready in
+the first step, and all-reduces the buckets one after another, each when its last gradient is ready. With ``t_j`` when
+gradient j is ready, a bucket of gradients i+1 to j ends at ``max(end of the bucket before, t_j) + cost(bytes)``; what
+lies after the end of backward is exposed. The best cut of p gradients in ready order follows by dynamic programming.
+Start at :func:`plan_collectives`.
+
+What compressing gradients would bring under DDP: bf16, or PowerSGD of a rank. Start at :func:`compressed_ddp`.
+
+As torch's communication hooks do it, bucket by bucket. ``bf16_compress_hook`` casts a bucket, all-reduces half of a
+float32's bytes, and casts back. ``powerSGD_hook`` (Vogels, Karimireddy and Jaggi, NeurIPS 2019, Algorithm 1) keeps what it
+lost for the next step, multiplies each gradient, seen as a matrix of n rows and m columns, with a matrix of m x r, all-reduces
+the n x r result, orthogonalises it, multiplies again, all-reduces m x r, and multiplies back; a tensor of which that sends
+more than half (vectors among them) is all-reduced whole. The work is bound by memory: bytes over the device's rate. It runs
+where the backward pass does, and delays it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import ROUND_FLOOR, Context
+
+import numpy as np
+
+from ddltool.analyzers.step.communication.fsdp import plan_fsdp, prefetch_setting
+from ddltool.analyzers.step.communication.nccl import Communicator, Group, Reducer
+from ddltool.analyzers.step.communication.program import (
+    CLEAR_GAIN,
+    SMALL_GAIN,
+    Program,
+    program_of,
+    share_saved,
+    stretched,
+)
+from ddltool.arrays import Floats, Places
+from ddltool.errors import InputError
+from ddltool.graph import SEND, Graph
+from ddltool.graph_results import BucketFigures, CollectiveFigures, DdpFigures
+from ddltool.plans import BucketSetting, CompressionFigures, PrefetchSetting
+from ddltool.units import show_bytes, show_seconds
+
+MIB = 2**20
+DEFAULT_CAP_MIB = 25.0
+# torch.distributed._DEFAULT_FIRST_BUCKET_BYTES: only the default configuration begins with a small bucket.
+DEFAULT_FIRST_BYTES = 2**20
+_MOST_SUMS, _MOST_CAPS = 400, 300
+# More buckets are only worth it from this share of the step on: what a launch costs is not in the ring's formula.
+_WORTH = 0.001
+# Sums of gradients that are timed in one call.
+_AT_ONCE = 2**14
+# A simpler setting within this share of the best one's step is preferred.
+_AS_GOOD = 0.002
+CAPS_MIB = (1, 2, 4, 8, 10, 16, 25, 32, 50, 64, 100, 128, 200, 256, 400, 512, 800, 1024, 2048, 4096)
+
+
+def plan_collectives(graph: Graph, group: Group, compute_s: float | None = None) -> CollectiveFigures | None:
+    """Return the plans of a timed training graph, None for inference: there is no gradient to reduce.
+
+    ``compute_s``: compute seconds to which the pass is stretched; None: the graph's own.
+    """
+    if graph.mode != "training" or not len(graph.of_kind(SEND)):
+        return None
+    program = program_of(graph)
+    program = program if compute_s is None else stretched(program, compute_s)
+    return CollectiveFigures(
+        replicas=group.replicas,
+        network=group.fabric.text,
+        compute_s=program.compute_s,
+        ddp=plan_ddp(program, group),
+        fsdp2=plan_fsdp(program, group),
+    )
+
+
+def settings(plans: CollectiveFigures) -> tuple[BucketSetting, PrefetchSetting | None]:
+    """Return the settings that a plan stores: DDP's buckets, and FSDP2's prefetch lists or None for a model without blocks."""
+    return bucket_setting(plans.ddp), None if plans.fsdp2 is None else prefetch_setting(plans.fsdp2)
+
+
+def plan_ddp(program: Program, group: Communicator) -> DdpFigures:
+    """Return the default buckets of DDP, the best ``bucket_cap_mb``, and the best buckets of any size. O(p^2).
+
+    Caps tried: the usual sizes, and those at which the buckets change (all of them for small models, else spread evenly
+    over them); of those within 0.1 % of the best, the one with the fewest buckets. The order of buckets is that of one
+    dtype: torch buckets each dtype separately. No buckets at all can be faster than the bound: backward first, then at
+    least the last gradient; or all bytes on the wire.
+    """
+    default = _figures(program, group, default_cuts(program))
+    total_mib = float(program.size_bytes.sum()) / MIB
+    caps = [
+        *sorted({float(cap) for cap in CAPS_MIB if cap < total_mib} | {float(np.ceil(total_mib))}),
+        *_breakpoints(program),
+    ]
+    capped = [_figures(program, group, assign_buckets(program, cap), cap=cap) for cap in caps]
+    fastest = min(plan.step_s for plan in capped)
+    near_best = [plan for plan in capped if plan.step_s <= fastest * (1 + _WORTH)]
+    best_cap = min(near_best, key=lambda plan: (plan.buckets, plan.step_s))
+    if default.step_s <= best_cap.step_s:
+        best_cap = default
+    elif best_cap.bucket_cap_mb is not None:
+        best_cap = best_cap.model_copy(update={"bucket_cap_mb": _fewest_digits(program, best_cap.bucket_cap_mb)})
+    cuts = best_cuts(program, group)
+    best = _figures(program, group, cuts, cap_list=_caps_of_cuts(program, cuts))
+    if best_cap.step_s <= best.step_s:
+        best = best_cap
+    all_s = group.all_reduce_s(float(program.size_bytes.sum()))
+    last_s = group.all_reduce_s(float(program.size_bytes[-1]))
+    return DdpFigures(
+        default=default,
+        best_cap=best_cap,
+        best=best,
+        lower_bound_s=max(program.compute_s, float(program.ready_s[-1]) + last_s, float(program.ready_s[0]) + all_s),
+        verdict=_verdict(program, default, best_cap, best),
+    )
+
+
+def _breakpoints(program: Program) -> list[float]:
+    """Return caps in MiB at which the buckets change: sums of neighbouring gradients, at most ``_MOST_CAPS`` of them."""
+    cumulative = np.concatenate([np.zeros(1), np.cumsum(program.size_bytes)])
+    ends = np.arange(len(cumulative))
+    if len(cumulative) > _MOST_SUMS:
+        ends = np.unique(np.linspace(0, len(cumulative) - 1, _MOST_SUMS).astype(np.int64))
+    sums = np.unique((cumulative[ends][:, None] - cumulative[ends][None, :])[np.tril_indices(len(ends), -1)])
+    if len(sums) > _MOST_CAPS:
+        sums = sums[np.linspace(0, len(sums) - 1, _MOST_CAPS).astype(np.int64)]
+    return [float(value) for value in sums / MIB]
+
+
+def _fewest_digits(program: Program, cap: float) -> float:
+    """Return the cap in MiB with the fewest digits, at most this one, that makes the same buckets."""
+    cuts = assign_buckets(program, cap)
+    candidates = (float(Context(prec=digits, rounding=ROUND_FLOOR).create_decimal(cap)) for digits in range(1, 8))
+    return next(
+        (candidate for candidate in candidates if candidate and assign_buckets(program, candidate) == cuts), cap
+    )
+
+
+def default_cuts(program: Program) -> list[int]:
+    """Return the ends of DDP's default buckets, exclusive indices in ready order."""
+    return assign_buckets(program, DEFAULT_CAP_MIB, DEFAULT_FIRST_BYTES)
+
+
+def assign_buckets(program: Program, cap_mib: float, first_bytes: float | None = None) -> list[int]:
+    """Return where buckets end (exclusive indices in ready order) under a cap in MiB, as DDP's reducer forms them.
+
+    ``first_bytes`` limits the first bucket; None: the cap does.
+    """
+    limit = cap_mib * MIB if first_bytes is None else first_bytes
+    cuts: list[int] = []
+    bucket_bytes = 0.0
+    for index, size in enumerate(program.size_bytes.tolist()):
+        bucket_bytes += size
+        if bucket_bytes >= limit:
+            cuts.append(index + 1)
+            bucket_bytes, limit = 0.0, cap_mib * MIB
+    if not cuts or cuts[-1] < len(program.parameters):
+        cuts.append(len(program.parameters))
+    return cuts
+
+
+def finish_s(program: Program, group: Reducer, cuts: Sequence[int]) -> float:
+    """Return when the last bucket is reduced, seconds from the step's start."""
+    cumulative = np.concatenate([np.zeros(1), np.cumsum(program.size_bytes)])
+    ends = np.array([0, *cuts])
+    seconds = group.all_reduce_s(cumulative[ends[1:]] - cumulative[ends[:-1]])
+    end_s = 0.0
+    for ready_s, reduce_s in zip(program.ready_s[ends[1:] - 1].tolist(), seconds.tolist(), strict=True):
+        end_s = max(end_s, ready_s) + reduce_s
+    return end_s
+
+
+def best_cuts(program: Program, group: Reducer) -> list[int]:
+    """Return the ends of the buckets, in ready order, whose last all-reduce ends earliest. O(p^2) vectorised.
+
+    ``ends[j]`` is the least end of a cut of the first j gradients, and ``previous[j]`` where its last bucket begins.
+    """
+    count = len(program.parameters)
+    cumulative = np.concatenate([np.zeros(1), np.cumsum(program.size_bytes)])
+    ends = np.zeros(count + 1)
+    previous: Places = np.zeros(count + 1, dtype=np.intp)
+    rows_at_once = max(1, _AT_ONCE // max(count, 1))
+    for first in range(1, count + 1, rows_at_once):
+        end_indices = np.arange(first, min(first + rows_at_once, count + 1))
+        seconds = group.all_reduce_s(
+            np.maximum(cumulative[end_indices, None] - cumulative[None, : end_indices[-1]], 0.0)
+        )
+        for end_index, row_s in zip(end_indices.tolist(), seconds, strict=True):
+            candidate_ends = np.maximum(ends[:end_index], program.ready_s[end_index - 1]) + row_s[:end_index]
+            previous[end_index] = candidate_ends.argmin()
+            ends[end_index] = candidate_ends[previous[end_index]]
+    cuts: list[int] = []
+    end_index = count
+    while end_index:
+        cuts.append(end_index)
+        end_index = int(previous[end_index])
+    return cuts[::-1]
+
+
+def _caps_of_cuts(program: Program, cuts: Sequence[int]) -> list[float]:
+    """Return the caps in MiB that make the reducer form exactly these buckets: each its own size in bytes.
+
+    Exact for parameters of one dtype that hold something, in the order in which their gradients become ready.
+    """
+    bounds = [0, *cuts]
+    return [float(program.size_bytes[low:high].sum()) / MIB for low, high in itertools.pairwise(bounds)]
+
+
+def _figures(
+    program: Program,
+    group: Communicator,
+    cuts: Sequence[int],
+    *,
+    cap: float | None = None,
+    cap_list: list[float] | None = None,
+) -> BucketFigures:
+    bounds = [0, *cuts]
+    step_s = max(program.compute_s, finish_s(program, group, cuts))
+    buckets = [list(program.parameters[low:high]) for low, high in itertools.pairwise(bounds) if high > low]
+    return BucketFigures(
+        bucket_cap_mb=cap,
+        bucket_cap_mb_list=cap_list,
+        buckets=len(buckets),
+        step_s=step_s,
+        exposed_s=step_s - program.compute_s,
+        bucket_parameters=buckets,
+    )
+
+
+def bucket_setting(ddp: DdpFigures) -> BucketSetting:
+    """Return DDP's buckets for a plan: the simplest of default, single cap and list that is as good as the best."""
+    chosen = ddp.best_cap if ddp.best_cap.step_s <= ddp.best.step_s * (1 + _AS_GOOD) else ddp.best
+    chosen = ddp.default if ddp.default.step_s <= chosen.step_s * (1 + _AS_GOOD) else chosen
+    return BucketSetting(
+        bucket_cap_mb=chosen.bucket_cap_mb,
+        bucket_cap_mb_list=chosen.bucket_cap_mb_list,
+        buckets=chosen.bucket_parameters or [],
+        step_s=chosen.step_s,
+        default_step_s=ddp.default.step_s,
+    )
+
+
+def _verdict(program: Program, default: BucketFigures, best_cap: BucketFigures, best: BucketFigures) -> str:
+    """Return in words what DDP's buckets can gain and what to set."""
+    gain, cap_gain = share_saved(best.step_s, default.step_s), share_saved(best_cap.step_s, default.step_s)
+    text = f"DDP's default leaves {show_seconds(default.exposed_s)} of communication exposed; "
+    if gain < SMALL_GAIN:
+        text += f"no other buckets save {SMALL_GAIN:.0%} of the step: leave bucket_cap_mb alone."
+    elif cap_gain >= 0.9 * gain and best_cap.bucket_cap_mb is not None:
+        text += f"set bucket_cap_mb={best_cap.bucket_cap_mb:g}: {cap_gain:.1%} of the step saved."
+    else:
+        cap_text = f"bucket_cap_mb={best_cap.bucket_cap_mb:g} alone" if best_cap.bucket_cap_mb else "no cap alone"
+        advice = "worth it" if gain >= CLEAR_GAIN else "a small gain"
+        text += f"{best.buckets} buckets by bucket_cap_mb_list save {gain:.1%} ({cap_text}: {cap_gain:.1%}): {advice}."
+    return text + program.starved(default.exposed_s)
+
+
+# Reads and writes of a gradient's elements of 4 bytes: to and from bfloat16; adding the error, a copy of it, three products,
+# and the new error (torch.distributed.algorithms.ddp_comm_hooks).
+_BF16_ENCODE, _BF16_DECODE = 6.0, 6.0
+_POWER_ENCODE, _POWER_BETWEEN, _POWER_DECODE = 24.0, 4.0, 16.0
+# powerSGD_hook's min_compression_rate.
+_LEAST_RATE = 2.0
+_WIDTHS = {"float32": 4.0, "float64": 8.0, "float16": 2.0, "bfloat16": 2.0}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compression:
+    """A compression of gradients: PowerSGD of a ``rank``; 0: a cast to bfloat16."""
+
+    rank: int = 0
+
+    @property
+    def name(self) -> str:
+        """Return the compression's name as an argument of ``--compress``."""
+        return f"powersgd:{self.rank}" if self.rank else "bf16"
+
+
+def parse_compression(text: str) -> Compression:
+    """Return the compression named ``bf16`` or ``powersgd:R``. Raises InputError for another text.
+
+    >>> parse_compression("powersgd:4").rank
+    4
+    """
+    name, _, rank = text.partition(":")
+    if text == "bf16":
+        return Compression()
+    if name == "powersgd" and rank.isdecimal() and 1 <= int(rank) <= 1024:
+        return Compression(rank=int(rank))
+    remedy = "bf16, or powersgd:R with a rank R from 1 to 1024, such as powersgd:4"
+    raise InputError("--compress", f"unknown {text!r}", remedy)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _CompressedSizes:
+    """Of ``p`` gradients in ready order: bytes that are all-reduced, and seconds of work around the all-reduces.
+
+    ``whole``: uncompressed; ``first``, ``second``: of the two compressed all-reduces. ``kept_bytes``: the stored errors.
+    """
+
+    whole: Floats
+    first: Floats
+    second: Floats
+    encode_s: Floats
+    between_s: Floats
+    decode_s: Floats
+    kept_bytes: float
+
+    @classmethod
+    def of(cls, **parts: Floats) -> _CompressedSizes:
+        """Return the sizes with zeros for all columns that are not in ``parts``."""
+        zero = np.zeros(len(next(iter(parts.values()))))
+        columns = ("whole", "first", "second", "encode_s", "between_s", "decode_s")
+        return cls(**{name: parts.get(name, zero) for name in columns}, kept_bytes=0.0)
+
+
+def compressed_ddp(
+    graph: Graph,
+    program: Program,
+    group: Communicator,
+    compression: Compression,
+    memory_bytes_per_s: float,
+    default_s: float,
+) -> CompressionFigures:
+    """Return the step with DDP's default buckets compressed, compared with ``default_s``, the step without. O(p + e)."""
+    sent = _compressed_sizes(graph, program, compression, memory_bytes_per_s)
+    cuts = default_cuts(program)
+    step_s = _finish_s(program, group, sent, cuts)
+    work_s = float((sent.encode_s + sent.between_s + sent.decode_s).sum())
+    before_bytes, sent_bytes = float(program.size_bytes.sum()), float((sent.whole + sent.first + sent.second).sum())
+    saved = share_saved(step_s, default_s)
+    return CompressionFigures(
+        name=compression.name,
+        sent_bytes=sent_bytes,
+        uncompressed_bytes=before_bytes,
+        compute_s=work_s,
+        kept_bytes=sent.kept_bytes,
+        step_s=step_s,
+        exposed_s=step_s - program.compute_s,
+        saved=saved,
+        verdict=_compression_verdict(compression, before_bytes, sent_bytes, work_s, saved),
+    )
+
+
+def _compression_verdict(compression: Compression, before: float, after: float, work_s: float, saved: float) -> str:
+    sizes = f"{show_bytes(after)} in place of {show_bytes(before)}"
+    text = f"{compression.name} would send {sizes} for {show_seconds(work_s)} of work: "
+    if after >= before:
+        return text + "nothing to gain, the gradients are as small already."
+    loss = "" if compression.rank == 0 else "; what its error costs in steps is not predicted"
+    if saved >= SMALL_GAIN:
+        return text + f"{saved:.1%} of DDP's default step saved{loss}."
+    return text + ("not worth it." if saved >= 0 else f"the step takes {-saved:.1%} longer.")
+
+
+def _compressed_sizes(
+    graph: Graph, program: Program, compression: Compression, memory_bytes_per_s: float
+) -> _CompressedSizes:
+    element_bytes = _element_bytes(graph)
+    elements = program.size_bytes / element_bytes
+    if compression.rank == 0:
+        if element_bytes <= _WIDTHS["bfloat16"]:
+            return _CompressedSizes.of(whole=program.size_bytes)
+        work_s = elements / memory_bytes_per_s
+        sent_bytes = elements * _WIDTHS["bfloat16"]
+        return _CompressedSizes.of(first=sent_bytes, encode_s=work_s * _BF16_ENCODE, decode_s=work_s * _BF16_DECODE)
+    rows, columns = matrices(graph, elements)
+    rank = np.minimum(compression.rank, np.minimum(rows, columns))
+    is_compressed = (rows + columns) * compression.rank * _LEAST_RATE < elements
+    traffic_s = np.where(is_compressed, elements * element_bytes / 4.0, 0.0) / memory_bytes_per_s
+    return _CompressedSizes(
+        whole=np.where(is_compressed, 0.0, program.size_bytes),
+        first=np.where(is_compressed, rows * rank * element_bytes, 0.0),
+        second=np.where(is_compressed, columns * rank * element_bytes, 0.0),
+        encode_s=traffic_s * _POWER_ENCODE,
+        between_s=traffic_s * _POWER_BETWEEN,
+        decode_s=traffic_s * _POWER_DECODE,
+        kept_bytes=float(program.size_bytes.sum()),
+    )
+
+
+def _element_bytes(graph: Graph) -> float:
+    """Return the bytes of a gradient's element."""
+    elements = graph.meta.get("parameter_elements")
+    if isinstance(elements, (int, float)) and elements > 0:
+        return graph.parameter_bytes / float(elements)
+    return _WIDTHS.get(str(graph.meta.get("dtype")), 4.0)
+
+
+def matrices(graph: Graph, elements: Floats) -> tuple[Floats, Floats]:
+    """Return rows and columns (p,) of gradients with ``elements`` (p,), by the shapes of the graph's products; vectors: 1 row.
+
+    A weight is the factor k x n of a product m, n, k. A parameter of no product (an embedding) takes the most frequent width
+    of products that divides its elements.
+    """
+    factors: dict[float, tuple[float, float]] = {}
+    widths: Counter[float] = Counter()
+    # single products first: those of attention come by the head, and have no weights
+    for count, _, n, k in sorted(graph.gemm[graph.gemm[:, 1] > 0].tolist(), key=lambda product: float(product[0])):
+        factors.setdefault(count * n * k, (count * n, k))
+        widths.update((n, k))
+    common_widths = [width for width, _ in widths.most_common() if width > 1]
+    shapes = []
+    for size in elements.tolist():
+        size = float(round(size))
+        divisor = next((width for width in common_widths if width < size and size % width == 0), None)
+        is_vector = size in widths
+        shapes.append(factors.get(size) or ((1.0, size) if is_vector or divisor is None else (size / divisor, divisor)))
+    rows, columns = np.array(shapes, dtype=np.float64).reshape(-1, 2).T
+    return rows, columns
+
+
+def _finish_s(program: Program, group: Communicator, sent: _CompressedSizes, cuts: Sequence[int]) -> float:
+    """Return the seconds at which the step ends: encoding and decoding a bucket delays the later ops of the device."""
+    decoded_s = network_s = last_decode_s = 0.0
+    encode_delay_s = 0.0
+    for low, high in itertools.pairwise([0, *cuts]):
+        bucket = slice(low, high)
+        encode_delay_s += float(sent.encode_s[bucket].sum())
+        ready_s = float(program.ready_s[high - 1]) + encode_delay_s
+        between_s = float(sent.between_s[bucket].sum())
+        sizes = np.array([float(part[bucket].sum()) for part in (sent.whole, sent.first, sent.second)])
+        reduce_s = np.where(sizes > 0, group.all_reduce_s(sizes), 0.0).sum()
+        network_s = max(network_s, ready_s) + float(reduce_s) + between_s
+        last_decode_s = float(sent.decode_s[bucket].sum())
+        decoded_s += last_decode_s + between_s
+    # what is decoded while the backward pass runs delays it; the last bucket is decoded after it has come
+    return max(program.compute_s + encode_delay_s + decoded_s - last_decode_s, network_s) + last_decode_s

@@ -1,0 +1,218 @@
+"""The network of a job from what the user names: links, cards, rates, logs of nccl-tests. Start at :func:`fabric_of`.
+
+What nccl-tests print (github.com/NVIDIA/nccl-tests): the times of one collective. Start at :func:`read_tests`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from ddltool.analyzers.step.communication.nccl import Collective, Fabric, MeasuredCollective
+from ddltool.artifacts import read_text
+from ddltool.device import DEVICES_PER_NODE, MEASURED, Device
+from ddltool.errors import InputError
+from ddltool.links import DATASHEET, Link, datasheet_link, kind_of, parse_link, parse_nic
+from ddltool.units import parse_bandwidth, parse_latency
+
+# An all-reduce of less than this is bound by latency, not by the link.
+_LARGE_BYTES = 64 * 2**20
+# Size, count and type; what stands before them is of whoever collected the output of several processes.
+_ROW = re.compile(r"(?:^|\s)(\d+)\s+\d+\s+(?:u?int\d+|half|float|double|bfloat16|f8\w+)\s")
+_RANK = re.compile(r"#\s+Rank\s+(\d+)\s.*\bon\s+(\S+)\s+device")
+_NAMES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+# A rate printed with two decimals tells a ratio from this one on.
+_PRECISE = 10.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TestRow:
+    """One message of a log."""
+
+    __test__ = False  # no test of pytest's
+
+    size_bytes: int
+    seconds: float
+    """Out of place."""
+    algorithm_per_s: float
+    bus_per_s: float
+    """Bytes."""
+
+
+def is_nccl_log(text: str) -> bool:
+    """Return whether a text is what nccl-tests print: a header names the bus bandwidth."""
+    return "busbw" in text
+
+
+def rows_of(text: str) -> list[TestRow]:
+    """Return the rows of an nccl-tests log, out of place.
+
+    Columns are the header's, counted from the right: versions differ in those before the time (``root`` came later, ``redop``
+    may be blank), and a column of errors may be ``N/A``.
+    """
+    columns_from_time = 0
+    rows = []
+    columns: list[str] = []
+    for line in text.splitlines():
+        words = line.split()
+        if "busbw" in words and "time" in words:
+            columns, columns_from_time = words, len(words) - words.index("time")
+        elif columns_from_time and len(words) >= columns_from_time and (row := _ROW.search(line)):
+            try:
+                time_us, algorithm_gb_per_s, bus_gb_per_s = (
+                    float(words[columns.index(name) - len(columns)]) for name in ("time", "algbw", "busbw")
+                )
+            except ValueError:
+                continue
+            if time_us > 0 and 0 <= bus_gb_per_s < float("inf"):
+                rows.append(
+                    TestRow(
+                        size_bytes=int(row[1]),
+                        seconds=time_us * 1e-6,
+                        algorithm_per_s=algorithm_gb_per_s * 1e9,
+                        bus_per_s=bus_gb_per_s * 1e9,
+                    )
+                )
+    return rows
+
+
+def processes_of(text: str) -> tuple[int, int]:
+    """Return the ranks and the nodes that a log lists; 0 where it lists none."""
+    ranks = [(int(match[1]), match[2]) for match in _RANK.finditer(text)]
+    return max((rank + 1 for rank, _ in ranks), default=0), len({host for _, host in ranks})
+
+
+def read_tests(text: str, where: str, gpus_per_node: int = DEVICES_PER_NODE) -> MeasuredCollective:
+    """Return the table of an nccl-tests log: its collective, its processes, and the median seconds by size.
+
+    Ranks that the log does not list follow from the ratio of bus bandwidth and algorithm bandwidth; nodes that it does not list
+    hold ``gpus_per_node``. ``where``: the file, for errors. Raises InputError for a log without rows, of an unknown collective,
+    or of an unknown number of ranks.
+    """
+    rows = [row for row in rows_of(text) if row.size_bytes > 0]
+    if not rows:
+        raise InputError(where, "has no row below a header with time and busbw", "give the output of nccl-tests")
+    listed_ranks, nodes = processes_of(text)
+    ratios = [row.bus_per_s / row.algorithm_per_s for row in rows if row.algorithm_per_s >= _PRECISE * 1e9]
+    ratio = median(ratios) if ratios else 0.0
+    named_collectives: list[Collective] = [name for name in _NAMES if f"{name}_perf" in text]
+    collective: Collective = (
+        named_collectives[0] if named_collectives else "all_gather" if 0 < ratio < 1 else "all_reduce"
+    )
+    if len(named_collectives) > 1 or ((other_name := re.search(r"\b(\w+)_perf\b", text)) and not named_collectives):
+        name = ", ".join(named_collectives) or other_name[1]  # type: ignore[index]  # one of both
+        raise InputError(where, f"is of {name}", f"one of {', '.join(_NAMES)} in each file")
+    # of 2 (n - 1) / n or (n - 1) / n; a listing may be cut, and of many ranks two decimals do not tell
+    turns = 2.0 if collective == "all_reduce" else 1.0
+    inferred_ranks = round(turns / (turns - ratio)) if 0 < ratio < turns - 1e-3 else 0
+    replicas = listed_ranks or inferred_ranks
+    if replicas < 2:
+        raise InputError(where, "does not tell the number of ranks", "keep the lines `# Rank 0 ...` of its head")
+    by_size: dict[int, list[float]] = {}
+    for row in rows:
+        by_size.setdefault(row.size_bytes, []).append(row.seconds)
+    sizes = sorted(by_size)
+    return MeasuredCollective(
+        collective=collective,
+        replicas=replicas,
+        nodes=nodes or -(-replicas // gpus_per_node),
+        size_bytes=tuple(float(size) for size in sizes),
+        seconds=tuple(median(by_size[size]) for size in sizes),
+    )
+
+
+def bus_bandwidth(text: str, where: str) -> float:
+    """Return the median out-of-place bus bandwidth of the large messages of an nccl-tests log, in bytes per second.
+
+    Bus bandwidth is what each device sends over its link. ``where``: the file, for errors. Raises InputError for a log without
+    large messages, and for one of several nodes.
+
+    >>> log = "# size count type redop time algbw busbw error" + chr(10) + "134217728 33554432 float sum 2240 60.0 90.0 2e-07"
+    >>> bus_bandwidth(log, "nccl.log")
+    90000000000.0
+    """
+    if (nodes := processes_of(text)[1]) > 1:
+        remedy = "of one node for a device's link; predict and plan read this one: --nccl-tests"
+        raise InputError(where, f"is of {nodes} nodes", remedy)
+    large_rates = [row.bus_per_s for row in rows_of(text) if row.size_bytes >= _LARGE_BYTES and row.bus_per_s > 0]
+    if not large_rates:
+        remedy = "run nccl-tests up to 1G: all_reduce_perf -b 8 -e 1G"
+        raise InputError(where, "has no row of 64 MiB or more below a header with time and busbw", remedy)
+    return median(large_rates)
+
+
+BANDWIDTH, LATENCY = "10Gbit", "50us"
+"""Between nodes, where nothing is said."""
+
+
+def own_link(device: Device) -> Link:
+    """Return the link inside a node that a device type's data names; PCIe 3.0: it names none."""
+    if "bridge" in device.link:
+        return parse_link("pcie5")  # joins two cards: a ring of more leaves it
+    kind = kind_of(device.link) or "pcie3"
+    if device.link.startswith(MEASURED):
+        return Link(kind=kind, bytes_per_s=device.link_bytes_per_s)
+    title = device.link.partition(",")[0] if device.link.startswith("Infinity") else ""
+    return replace(datasheet_link(kind, device.link_bytes_per_s or DATASHEET[kind]), title=title)
+
+
+def between_nodes(
+    nic: str | None, bandwidth: str | None, latency: str | None, options: tuple[str, str, str]
+) -> Link | None:
+    """Return the link between nodes: cards by datasheet, or a rate as measured; None: neither is given.
+
+    ``options`` name the three options for errors. Raises InputError for both at once, and for a malformed text.
+    """
+    if nic is not None and bandwidth is not None:
+        raise InputError(options[0], f"does not go with {options[1]}", "cards by datasheet, or a rate as measured")
+    latency_s = 0.0 if latency is None else parse_latency(latency, options[2])
+    if nic is not None:
+        return replace(parse_nic(nic, options[0]), latency_s=latency_s)
+    if bandwidth is None:
+        return None
+    bytes_per_s = parse_bandwidth(bandwidth, options[1])
+    return Link(
+        kind="plain", bytes_per_s=bytes_per_s, latency_s=parse_latency(LATENCY) if latency is None else latency_s
+    )
+
+
+def fabric_of(
+    device: Device | None,
+    *,
+    gpus_per_node: int,
+    link: str | None = None,
+    local_bandwidth: str | None = None,
+    local_latency: str | None = None,
+    nic: str | None = None,
+    bandwidth: str | None = None,
+    latency: str | None = None,
+    nccl_tests: Sequence[Path] = (),
+) -> Fabric:
+    """Return the network of nodes of one device type, from the texts of the options of those names.
+
+    Inside a node it is the device's own link unless one is named; between nodes 10 Gbit/s and 50 us unless said otherwise.
+    Raises InputError for what cannot be read.
+    """
+    if link is not None and local_bandwidth is not None:
+        raise InputError("--link", "does not go with --local-bandwidth", "leave out one of the two")
+    inside = parse_link(link) if link is not None else own_link(device) if device else parse_link("pcie3")
+    if local_bandwidth is not None:
+        inside = replace(inside, bytes_per_s=parse_bandwidth(local_bandwidth, "--local-bandwidth"))
+    if local_latency is not None:
+        inside = replace(inside, latency_s=parse_latency(local_latency, "--local-latency"))
+    between = between_nodes(nic, bandwidth, latency, ("--nic", "--bandwidth", "--latency"))
+    between = between or between_nodes(None, BANDWIDTH, latency, ("", "", "--latency"))
+    assert between is not None  # a rate was given
+    measured = tuple(tests_in(path, gpus_per_node) for path in nccl_tests)
+    return Fabric(inside=inside, between=between, gpus_per_node=gpus_per_node, measured=measured)
+
+
+def tests_in(path: Path, gpus_per_node: int) -> MeasuredCollective:
+    """Return the table of a log of nccl-tests. Raises InputError for another file."""
+    text = read_text(path)
+    if not is_nccl_log(text):
+        raise InputError(str(path), "is no log of nccl-tests", "give what all_reduce_perf prints")
+    return read_tests(text, str(path), gpus_per_node)

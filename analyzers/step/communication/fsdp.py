@@ -1,0 +1,276 @@
+"""FSDP2's all-gathers: how much stays exposed for each prefetch depth, and what to set. Start at :func:`plan_fsdp`.
+
+What ``fully_shard`` does with one unit per block and one for the root, on CUDA streams that run ahead of the program:
+
+- The network runs the collectives one after another in the order of issue.
+- Forward: the all-gather of unit j is issued with the units before it and may start once compute of unit j - 1 - d has
+  begun, where d is the number of units prefetched (1 by default: the gather waits for the copy-out of the unit before
+  the current one).
+- Backward: before unit i runs, the gathers of the next d units (in reverse) are issued (1 by default) and may start
+  when unit i's compute does; after unit i, its reduce-scatter, for which compute waits until the one before is through.
+  Every block is gathered again, the last one from the moment its forward has begun; the root stays gathered.
+- With ``reshard_after_forward=False`` there are no gathers in backward.
+
+Gathered and not yet freed parameters are what a deeper prefetch costs; the plan reports them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ddltool.analyzers.step.communication.nccl import Communicator
+from ddltool.analyzers.step.communication.program import SMALL_GAIN, Program, share_saved
+from ddltool.graph_results import FsdpFigures, PrefetchFigures
+from ddltool.plans import PrefetchSetting
+from ddltool.units import show_bytes, show_seconds
+
+DEPTHS = (1, 2, 3, 4, 6, 8)
+# A deeper prefetch must save this share of the step to be worth its memory.
+_WORTH = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One ``fully_shard`` unit: a block, or the root (name ""), in the order of forward."""
+
+    name: str
+    size_bytes: float
+    """What is gathered: all parameters, frozen ones included."""
+    gradient_bytes: float
+    """What is reduced and scattered."""
+    forward_s: float
+    backward_s: float
+
+
+def plan_fsdp(program: Program, group: Communicator) -> FsdpFigures | None:
+    """Return FSDP2's default, best depths, and best without resharding, a unit per block; None without a list of blocks."""
+    units_found = units_of(program)
+    if units_found is None:
+        return None
+    root, units = units_found
+    depths = sorted({min(depth, len(units)) for depth in DEPTHS})
+    candidates = [simulate_fsdp(root, units, group, ahead, back) for ahead in depths for back in depths]
+    default = simulate_fsdp(root, units, group, 1, 1)
+    fastest = min(plan.step_s for plan in candidates)
+    near_best = [plan for plan in candidates if plan.step_s <= fastest * (1 + _WORTH)]
+    best = min(near_best, key=lambda plan: (plan.gathered_bytes, plan.step_s, plan.forward_depth, plan.backward_depth))
+    if default.step_s <= best.step_s * (1 + _WORTH):
+        best = default
+    unresharded = [simulate_fsdp(root, units, group, ahead, 1, reshard=False) for ahead in depths]
+    best_unresharded = min(unresharded, key=lambda plan: (plan.step_s, plan.forward_depth))
+    names = [unit.name for unit in units]
+    return FsdpFigures(
+        units=names,
+        default=default,
+        best=best,
+        without_reshard=best_unresharded,
+        forward_prefetch=_prefetch_lists(names, best.forward_depth),
+        backward_prefetch=_prefetch_lists(names[::-1], best.backward_depth),
+        lower_bound_s=_lower_bound_s(root, units, group),
+        verdict=_verdict(program, default, best, best_unresharded),
+    )
+
+
+def _prefetch_lists(names: Sequence[str], depth: int) -> dict[str, list[str]]:
+    """Return by block the next ``depth`` blocks, which it prefetches; {}: the default depth of 1 needs no list."""
+    if depth <= 1:
+        return {}
+    return {name: list(names[place : place + depth]) for place, name in enumerate(names[:-1], start=1)}
+
+
+def prefetch_setting(fsdp: FsdpFigures, chosen: PrefetchFigures | None = None) -> PrefetchSetting:
+    """Return FSDP2's units and prefetch lists for a plan, of the best setting by default."""
+    chosen = fsdp.best if chosen is None else chosen
+    return PrefetchSetting(
+        units=fsdp.units,
+        forward=_prefetch_lists(fsdp.units, chosen.forward_depth),
+        backward=_prefetch_lists(fsdp.units[::-1], chosen.backward_depth),
+        reshard_after_forward=chosen.reshard_after_forward,
+        step_s=chosen.step_s,
+        default_step_s=fsdp.default.step_s,
+    )
+
+
+def _verdict(program: Program, default: PrefetchFigures, best: PrefetchFigures, kept: PrefetchFigures) -> str:
+    """Return in words what FSDP2's prefetch can gain and what to set."""
+    gain = share_saved(best.step_s, default.step_s)
+    text = f"FSDP2's default leaves {show_seconds(default.exposed_s)} of communication exposed; "
+    if gain < SMALL_GAIN:
+        text += f"prefetching further ahead saves less than {SMALL_GAIN:.0%}: leave the default."
+    else:
+        extra = show_bytes(best.gathered_bytes - default.gathered_bytes)
+        depths = f"prefetch {best.forward_depth} blocks in forward and {best.backward_depth} in backward"
+        text += f"{depths}: {gain:.1%} of the step saved for {extra} more."
+    if (more := share_saved(kept.step_s, best.step_s)) >= SMALL_GAIN:
+        size = show_bytes(kept.gathered_bytes)
+        text += f" Where {size} of gathered parameters fit, reshard_after_forward=False saves another {more:.1%}."
+    return text + program.starved(default.exposed_s)
+
+
+def units_of(program: Program) -> tuple[Unit, list[Unit]] | None:
+    """Return the root and the blocks in forward order, or None without a numbered list of blocks.
+
+    A block's forward runs from its first use of a parameter to the next block's; its backward ends with its last
+    gradient and begins where the block after it ended. The root gets the time before the first and after the last.
+    """
+    container = block_container(program.held, program.held_bytes.tolist())
+    if container is None:
+        return None
+    held_blocks = [block_of(name, container) for name in program.held]
+    trained_blocks = [block_of(name, container) for name in program.parameters]
+    names = sorted({name for name in held_blocks if name})
+    first, last, size, gradient = {}, {}, {}, {}
+    for name in names:
+        is_held = np.array([other == name for other in held_blocks])
+        is_trained = np.array([other == name for other in trained_blocks], dtype=bool)
+        first[name] = float(program.first_use_s[is_held].min())
+        size[name] = float(program.held_bytes[is_held].sum())
+        gradient[name] = float(program.size_bytes[is_trained].sum())
+        last[name] = float(program.ready_s[is_trained].max(initial=program.backward_s))
+    names = [name for name in names if np.isfinite(first[name])]
+    if len(names) < 2:
+        return None
+    names.sort(key=lambda name: (first[name], name))
+    starts = [first[name] for name in names]
+    # Ops of the root after the last block (head, loss) are not told from it by first use alone: the root's own
+    # parameters used later mark them.
+    uses = zip(program.first_use_s.tolist(), held_blocks, strict=True)
+    late_root_uses = [use for use, name in uses if not name and starts[-1] < use < 1e300]
+    ends = [*starts[1:], min([*late_root_uses, program.backward_s])]
+    by_backward = sorted(names, key=lambda name: (last[name], name))
+    # The root's own gradients before the first block's are the model's head's.
+    limit_s, ready_times = last[by_backward[0]], zip(program.ready_s.tolist(), trained_blocks, strict=True)
+    block_begin_s = max(
+        [program.backward_s, *(ready_s for ready_s, name in ready_times if not name and ready_s < limit_s)]
+    )
+    backward: dict[str, float] = {}
+    for name in by_backward:
+        backward[name] = max(0.0, last[name] - block_begin_s)
+        block_begin_s = max(block_begin_s, last[name])
+    units = [
+        Unit(name, size[name], gradient[name], max(0.0, end - start), backward[name])
+        for name, start, end in zip(names, starts, ends, strict=True)
+    ]
+    blocks_s = sum(unit.forward_s + unit.backward_s for unit in units)
+    root = Unit(
+        name="",
+        size_bytes=float(program.held_bytes.sum()) - sum(unit.size_bytes for unit in units),
+        gradient_bytes=max(0.0, float(program.size_bytes.sum()) - sum(unit.gradient_bytes for unit in units)),
+        forward_s=starts[0],
+        backward_s=max(0.0, program.compute_s - blocks_s - starts[0]),
+    )
+    return root, units
+
+
+def simulate_fsdp(
+    root: Unit,
+    units: Sequence[Unit],
+    group: Communicator,
+    forward_depth: int,
+    backward_depth: int,
+    *,
+    reshard: bool = True,
+    near: Communicator | None = None,
+) -> PrefetchFigures:
+    """Return the simulated step of one setting of prefetch and resharding. O(blocks x depth).
+
+    ``near``: the group that gathers for the backward pass; None: ``group``. The root's backward time is taken to lie half
+    before the blocks (loss, head) and half after (embeddings). Units without a gradient are not reduced.
+    """
+    count = len(units)
+    sizes = [unit.size_bytes for unit in units]
+    gather_s = group.all_gather_s(np.array(sizes)).tolist()
+    regather_s = gather_s if near is None else near.all_gather_s(np.array(sizes)).tolist()
+    gradients = np.array([unit.gradient_bytes for unit in units])
+    scatter_s = np.where(gradients > 0, group.reduce_scatter_s(gradients), 0.0).tolist()
+    network_s = group.all_gather_s(root.size_bytes) if root.size_bytes else 0.0
+    device_s = network_s + root.forward_s  # the root is gathered before anything runs
+    begin_s: list[float] = []
+    for index, unit in enumerate(units):
+        gate_index = index - 1 - forward_depth
+        network_s = max(network_s, begin_s[gate_index] if gate_index >= 0 else 0.0) + gather_s[index]
+        begin_s.append(max(device_s, network_s))
+        device_s = begin_s[-1] + unit.forward_s
+    device_s += root.backward_s / 2
+    gathered_s = [0.0] * count
+    issued = 1 if reshard else count
+    if reshard:
+        network_s = max(network_s, begin_s[-1]) + regather_s[-1]
+        gathered_s[-1] = network_s
+    scattered_s = 0.0
+    for step in range(count):
+        index = count - 1 - step
+        if step >= issued:
+            network_s = max(network_s, device_s) + regather_s[index]
+            gathered_s[index] = network_s
+            issued += 1
+        block_begin_s = max(device_s, gathered_s[index])
+        while issued < min(count, step + 1 + backward_depth):
+            next_index = count - 1 - issued
+            network_s = max(network_s, block_begin_s) + regather_s[next_index]
+            gathered_s[next_index] = network_s
+            issued += 1
+        device_s = max(
+            block_begin_s + units[index].backward_s, scattered_s
+        )  # the buffer of the reduce-scatter before must be free
+        if scatter_s[index]:
+            network_s = max(network_s, device_s) + scatter_s[index]
+            scattered_s = network_s
+    device_s += root.backward_s / 2
+    if root.gradient_bytes:
+        network_s = max(network_s, device_s) + group.reduce_scatter_s(root.gradient_bytes)
+    total_compute_s = root.forward_s + root.backward_s + sum(unit.forward_s + unit.backward_s for unit in units)
+    step_s = max(device_s, network_s)
+    window = max(forward_depth + 2, backward_depth + 1) if reshard else count
+    gathered_bytes = max(sum(sizes[low : low + window]) for low in range(max(1, count - window + 1)))
+    return PrefetchFigures(
+        forward_depth=forward_depth,
+        backward_depth=backward_depth,
+        reshard_after_forward=reshard,
+        step_s=step_s,
+        exposed_s=step_s - total_compute_s,
+        gathered_bytes=root.size_bytes + gathered_bytes,
+    )
+
+
+def _lower_bound_s(root: Unit, units: Sequence[Unit], group: Communicator) -> float:
+    """Return a lower bound on the step's seconds for every prefetch depth, with and without resharding."""
+    compute_s = root.forward_s + root.backward_s + sum(unit.forward_s + unit.backward_s for unit in units)
+    reduce_s = [group.reduce_scatter_s(unit.gradient_bytes) for unit in (root, *units) if unit.gradient_bytes]
+    wire_s = sum(group.all_gather_s(unit.size_bytes) for unit in (root, *units) if unit.size_bytes) + sum(reduce_s)
+    root_s = group.all_gather_s(root.size_bytes) if root.size_bytes else 0.0
+    root_s += group.reduce_scatter_s(root.gradient_bytes) if root.gradient_bytes else 0.0
+    return max(compute_s + root_s, wire_s)
+
+
+def block_of(parameter: str, container: str) -> str:
+    """Return the block that a parameter belongs to: ``container.NUMBER``, or "" for the root."""
+    prefix = f"{container}." if container else ""
+    if not parameter.startswith(prefix):
+        return ""
+    number = parameter[len(prefix) :].partition(".")[0]
+    return f"{prefix}{number}" if number.isdigit() else ""
+
+
+def block_container(parameters: Sequence[str], size_bytes: Sequence[float]) -> str | None:
+    """Return the list of blocks that holds most of the parameters' bytes, as ``model.layers``; None if there is none.
+
+    ``parameters`` and ``size_bytes``: (q,) names and sizes. A list is whatever numbers its members: ``layers.0.weight``,
+    ``layers.1.weight``; the outermost one wins a tie.
+    """
+    sizes: dict[str, float] = {}
+    members: dict[str, set[str]] = {}
+    for name, size in zip(parameters, size_bytes, strict=True):
+        parts = name.split(".")
+        for depth, part in enumerate(parts[:-1]):
+            if part.isdigit():
+                container = ".".join(parts[:depth])
+                sizes[container] = sizes.get(container, 0.0) + size
+                members.setdefault(container, set()).add(part)
+    listed = [container for container, numbers in members.items() if len(numbers) > 1]
+    if not listed:
+        return None
+    return min(listed, key=lambda container: (-sizes[container], container.count("."), container))

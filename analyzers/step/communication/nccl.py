@@ -1,0 +1,503 @@
+"""How long NCCL's collectives take on two levels of links: inside a node, and between nodes. Start at :class:`Fabric`.
+
+The model is NCCL's own (src/graph/tuning.cc, NCCL 2.28): for each algorithm (ring, tree, NVLS) and protocol (LL, LL128,
+Simple) a time ``latency + bytes / bandwidth``, of which NCCL takes the smallest. The latency sums the hops of each level;
+the bandwidth is the slower level's, less what a protocol spends on flags and what a channel can carry. Three terms are added
+that published nccl-tests show: the start of a kernel, the filling of a tree's chain by chunks, and the rates that links
+reach (:mod:`ddltool.links`). Where a link is only known by a rate and a latency, NCCL's constants are zero: what is left is
+the ring's formula (Patarasuk and Yuan, JPDC 2009) or the tree's.
+
+Sizes are those of the whole: what is gathered on each process, or reduced; all functions broadcast over arrays of bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddltool.links import Kind, Link
+
+Array = NDArray[np.float64]
+Size = TypeVar("Size", float, Array)
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast"]
+Algorithm = Literal["ring", "tree", "nvls"]
+
+PROTOCOLS = ("LL", "LL128", "Simple")
+_LL128, _SIMPLE = 1, 2
+# tuning.cc's baseLatencies and hwLatencies, microseconds per protocol: of the collective, and of a hop.
+_BASE = {"tree": (6.8, 14.0, 8.4), "ring": (6.6, 14.0, 8.4)}
+_HOPS = {
+    "nvlink": {"tree": (0.6, 1.25, 4.0), "ring": (0.6, 1.9, 3.4)},
+    "pcie": {"tree": (1.0, 1.9, 4.0), "ring": (1.0, 2.5, 5.7)},
+    "nic": {"tree": (5.0, 8.5, 14.0), "ring": (2.7, 4.0, 14.0)},
+    "plain": {"tree": (0.0, 0.0, 0.0), "ring": (0.0, 0.0, 0.0)},
+}
+_NVLS, _NVLS_NET = 25.0, 20.9
+# A kernel's start as nccl-tests see it, microseconds.
+_START = 12.0
+# A card is told of each step of a ring through nodes: microseconds, three times for Simple.
+_POSTED = 2.0
+# Longer messages through several nodes wait longer for each step of a ring ("plateau effect" there): Volta and older, newer.
+_PLATEAU = (1.9, 1.4)
+_PLATEAU_BYTES = 64.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Generation:
+    """What a GPU can do with its links: GB/s, each on one node, on two, and on more."""
+
+    channels: int
+    ll: tuple[float, float, float]
+    ring_ll128: float
+    tree_ll128: tuple[float, float, float]
+    tree: tuple[float, float, float]
+    nvls: float = 0.0
+    """All-reduces in the switch, in rings' rates: 480 GB/s of bus bandwidth on 8 H100, 840 on 8 B200."""
+
+
+_INF = math.inf
+_VOLTA = _Generation(6, (39.0, 39.0, 20.4), 20.0, (20.0, 20.0, 20.0), (26.5, 18.5, 10.0))
+_AMPERE = _Generation(12, (87.7, 22.5, 19.0), 20.0, (20.0, 20.0, 20.0), (24.0, 23.6, 17.8))
+_HOPPER = _Generation(18, (141.0, 45.0, 35.0), 36.7, (36.7, 36.7, 29.0), (38.7, 41.4, 36.0), 1.29)
+_BLACKWELL = _Generation(18, (282.0, 90.0, 70.0), 40.0, (55.6, 31.67, 20.0), (70.0, 42.8, 24.0), 1.0)
+_ANY = _Generation(1, (_INF, _INF, _INF), _INF, (_INF, _INF, _INF), (_INF, _INF, _INF))
+_GENERATIONS: dict[Kind, _Generation] = {
+    "nvlink1": _VOLTA,
+    "nvlink2": _VOLTA,
+    "nvlink3": _AMPERE,
+    "nvlink4": _HOPPER,
+    "nvlink5": _BLACKWELL,
+    "pcie3": _VOLTA,
+    "pcie4": _AMPERE,
+    "pcie5": replace(_HOPPER, nvls=0.0),
+}
+# A tree's bandwidth at 64 B times powers of two, by protocol (treeCorrectionFactor there).
+_CORRECTION = np.array(
+    [
+        [1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1, 1, 1],
+        [1, 1, 1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9, 1, 1, 1],
+        [0.9] * 7 + [0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9, 0.9],
+    ]
+)
+# A chunk of Simple is an eighth of NCCL's buffer of 4 MiB.
+_CHUNK = 2.0**19
+# A message is cut into at least so many chunks per channel.
+_PIPELINED = 8.0
+# Of a ring's rate, what a tree reaches: NCCL takes 0.92, and published sweeps more.
+_TREE = 1.0
+# Rack-scale domains of NVLink were measured to go round in rings: their switches reduce for 8 GPUs at a time here.
+_LARGEST_NVLS = 8
+
+
+class Reducer(Protocol):
+    """Processes that reduce. Sizes in bytes (of any shape), times in seconds."""
+
+    def all_reduce_s(self, size_bytes: Size) -> Size:
+        """Return the seconds to reduce ``size_bytes`` on every process."""
+        ...
+
+
+class Communicator(Reducer, Protocol):
+    """Processes that communicate: what a collective among them costs."""
+
+    @property
+    def replicas(self) -> int:
+        """Return how many processes there are."""
+        ...
+
+    def all_gather_s(self, size_bytes: Size) -> Size:
+        """Return the seconds to gather ``size_bytes`` (the whole, not one's part) on every process."""
+        ...
+
+    def reduce_scatter_s(self, size_bytes: Size) -> Size:
+        """Return the seconds to reduce ``size_bytes`` and leave each process its part."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredCollective:
+    """What nccl-tests measured of one collective on one set of processes: (k,) ascending bytes, and seconds."""
+
+    collective: Collective
+    replicas: int
+    nodes: int
+    size_bytes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """One algorithm of a collective with one protocol, and its cost by size; ``protocol`` indexes ``PROTOCOLS``."""
+
+    algorithm: Algorithm
+    protocol: int
+    latency_us: float
+    longer_us: float
+    """Added to the latency of messages above :data:`_PLATEAU_BYTES` per process and channel."""
+    bytes_per_us: float
+    fill_us_per_byte: float = 0.0
+    """Microseconds per byte of a chunk, until a tree's chain is full."""
+    corrected: bool = False
+    """Whether :data:`_CORRECTION` scales the rate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fabric:
+    """Nodes of GPUs: ``inside`` joins those of a node, ``between`` the nodes."""
+
+    inside: Link
+    between: Link
+    gpus_per_node: int = 1
+    algorithms: tuple[Algorithm, ...] = ("ring", "tree", "nvls")
+    """What NCCL_ALGO lets it choose from; NCCL_CUMEM_ENABLE=0 takes nvls away."""
+    measured: tuple[MeasuredCollective, ...] = ()
+    """Tables that scale the model: by the ratio of table and model on the table's own processes."""
+
+    @classmethod
+    def flat(cls, bytes_per_s: float, latency_s: float) -> Fabric:
+        """Return a fabric of nodes with one process each, behind links of one rate and latency."""
+        link = Link(kind="plain", bytes_per_s=bytes_per_s, latency_s=latency_s)
+        return cls(inside=link, between=link)
+
+    @classmethod
+    def joined(cls, fabrics: Mapping[str, Fabric], devices: Mapping[str, int]) -> Group:
+        """Return the processes on ``devices`` (counts by type), each type on nodes of its own: as fast as the slowest links.
+
+        Of a type alone on its nodes the link inside does not count. A node has as many devices as the type with fewest there.
+        """
+        used = {name: count for name, count in devices.items() if count}
+        nodes = {name: math.ceil(count / fabrics[name].gpus_per_node) for name, count in used.items()}
+        sharing = [name for name in used if used[name] > nodes[name]] or list(used)
+        slowest = min((fabrics[name].inside for name in sharing), key=lambda link: link.bytes_per_s)
+        slowest_card = min((fabrics[name].between for name in used), key=lambda link: link.bytes_per_s)
+        per_node = min(fabrics[name].gpus_per_node for name in used)
+        fabric = replace(fabrics[sharing[0]], inside=slowest, between=slowest_card, gpus_per_node=per_node)
+        return fabric.over(sum(used.values()), sum(nodes.values()))
+
+    @property
+    def text(self) -> str:
+        """Return the links in words."""
+        between = f"{self.between.bytes_per_s * 8 / 1e9:.4g} Gbit/s"
+        if self.gpus_per_node == 1:
+            return between
+        name = f"{self.inside.text} at " if self.inside.text else ""
+        inside = f"{self.gpus_per_node} a node on {name}{self.inside.bytes_per_s / 1e9:.4g} GB/s"
+        # through the host: nothing else was said, for nothing leaves the node
+        return inside if self.between.kind.startswith("pcie") else f"{inside}, {between} between nodes"
+
+    def over(self, replicas: int, nodes: int | None = None) -> Group:
+        """Return ``replicas`` processes on the fewest nodes that hold them, or spread over ``nodes``."""
+        return Group(fabric=self, replicas=replicas, nodes=nodes or math.ceil(replicas / self.gpus_per_node))
+
+    def sharded(self, replicas: int, shard: int, nodes: int | None = None) -> Communicator:
+        """Return groups of ``shard`` neighbours, whose parts are reduced over the groups as well (HSDP).
+
+        ``nodes`` as of :meth:`over`.
+        """
+        if shard >= replicas:
+            return self.over(replicas, nodes)
+        groups = replicas // shard
+        nodes = nodes or math.ceil(replicas / self.gpus_per_node)
+        # the same place of each group: as far apart as the groups are
+        across = self.over(groups, min(groups, nodes))
+        # all groups reduce at once and share the cards of a node
+        sharing = max(1, math.ceil(replicas / nodes) * across.nodes // groups)
+        return Replicated(inside=self.over(shard), between=across, sharing=sharing if across.nodes > 1 else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """``replicas`` processes on ``nodes`` nodes of a fabric."""
+
+    fabric: Fabric
+    replicas: int
+    nodes: int = 1
+
+    def all_reduce_s(self, size_bytes: Size) -> Size:
+        """Return the seconds to reduce ``size_bytes`` on every process."""
+        return self._seconds("all_reduce", size_bytes)
+
+    def all_gather_s(self, size_bytes: Size) -> Size:
+        """Return the seconds to gather ``size_bytes`` (the whole, not one's part) on every process."""
+        return self._seconds("all_gather", size_bytes)
+
+    def reduce_scatter_s(self, size_bytes: Size) -> Size:
+        """Return the seconds to reduce ``size_bytes`` and leave each process its part."""
+        return self._seconds("reduce_scatter", size_bytes)
+
+    def chosen(self, collective: Collective, size_bytes: float) -> tuple[Algorithm, str]:
+        """Return the algorithm and protocol that NCCL takes for a message, by its own model."""
+        variants = self._variants[collective]
+        fastest = variants[int(np.argmin(self._variant_times_us(variants, np.array([float(size_bytes)]))[:, 0]))]
+        return fastest.algorithm, PROTOCOLS[fastest.protocol]
+
+    def _seconds(self, collective: Collective, size_bytes: Size) -> Size:
+        if self.replicas < 2:
+            return size_bytes * 0.0
+        size = np.atleast_1d(np.asarray(size_bytes, dtype=np.float64))
+        seconds = self._model_s(collective, size)
+        if (table := self._nearest_table(collective)) is not None:
+            measured_group = replace(self, replicas=table.replicas, nodes=table.nodes)
+            measured_bytes = np.array(table.size_bytes)
+            log_ratio = np.log(np.array(table.seconds) / measured_group._model_s(table.collective, measured_bytes))
+            seconds = seconds * np.exp(np.interp(np.log(np.maximum(size, 1.0)), np.log(measured_bytes), log_ratio))
+        return float(seconds[0]) if np.ndim(size_bytes) == 0 else seconds.reshape(np.shape(size_bytes))  # type: ignore[return-value]
+
+    def _nearest_table(self, collective: Collective) -> MeasuredCollective | None:
+        """Return the most similar table: same levels, then same collective, then nearest counts; None: nothing was measured."""
+        return min(
+            self.fabric.measured,
+            key=lambda table: (
+                (table.nodes > 1) != (self.nodes > 1),
+                table.collective != collective,
+                abs(math.log(table.replicas / self.replicas)),
+                abs(math.log(table.nodes / self.nodes)),
+            ),
+            default=None,
+        )
+
+    def _model_s(self, collective: Collective, size: Array) -> Array:
+        fastest_us: Array = self._variant_times_us(self._variants[collective], size).min(axis=0)
+        return fastest_us * 1e-6
+
+    def _variant_times_us(self, variants: Sequence[_Variant], size: Array) -> Array:
+        """Return (variants, ...) microseconds of messages of ``size`` (...) bytes."""
+        channels = self._generation.channels
+        octave = np.log2(np.maximum(size / 64.0, 1.0))
+        is_long = size / (channels * self.replicas) >= _PLATEAU_BYTES
+        chunk = np.minimum(size / (channels * _PIPELINED), _CHUNK)
+        times_us = np.empty((len(variants), *size.shape))
+        for index, variant in enumerate(variants):
+            rate: float | Array = variant.bytes_per_us
+            if variant.corrected:
+                rate = rate * np.interp(octave, np.arange(_CORRECTION.shape[1]), _CORRECTION[variant.protocol])
+            times_us[index] = (
+                variant.latency_us + variant.longer_us * is_long + variant.fill_us_per_byte * chunk + size / rate
+            )
+        return times_us
+
+    @cached_property
+    def _per_node(self) -> int:
+        return math.ceil(self.replicas / self.nodes)
+
+    @cached_property
+    def _generation(self) -> _Generation:
+        return _GENERATIONS.get(self.fabric.inside.kind, _ANY)
+
+    @cached_property
+    def _levels(self) -> list[Link]:
+        """Return the links that are in use."""
+        inside = [self.fabric.inside] if self._per_node > 1 else []
+        return inside + ([self.fabric.between] if self.nodes > 1 else [])
+
+    @cached_property
+    def _variants(self) -> dict[Collective, list[_Variant]]:
+        all_reduces = [*self._ring_variants(2.0), *self._tree_variants(), *self._nvls_variants()]
+        variants: dict[Collective, list[_Variant]] = {
+            "all_reduce": [variant for variant in all_reduces if variant.algorithm in self.fabric.algorithms],
+            "all_gather": list(self._ring_variants(1.0)),
+            "reduce_scatter": list(self._ring_variants(1.0)),
+            "broadcast": list(self._broadcast_variants()),
+        }
+        # LL128 needs stores of 128 bytes that stay whole: NVLink and RDMA keep them so
+        keeps_ll128 = all(link.kind.startswith(("nvlink", "nic")) for link in self._levels)
+        return {
+            name: [variant for variant in options if keeps_ll128 or variant.protocol != _LL128]
+            for name, options in variants.items()
+        }
+
+    @cached_property
+    def _nccl(self) -> bool:
+        """Return whether NCCL's constants are in the times: of any link that is more than a rate and a latency."""
+        return any(link.kind != "plain" for link in self._levels)
+
+    def _base_us(self, algorithm: Algorithm, protocol: int) -> float:
+        return _START + _BASE[algorithm][protocol] if self._nccl else 0.0
+
+    def _hop_us(self, link: Link, algorithm: Algorithm, protocol: int) -> float:
+        kind = link.kind if link.kind in _HOPS else link.kind[:-1]
+        return max(_HOPS[kind][algorithm][protocol], 1e6 * link.latency_s)
+
+    def _bus_rate(self, share: float = 1.0) -> float:
+        """Return GB/s of bus bandwidth that the slowest level lets through, ``share`` of the cards' taken."""
+        rates = [self.fabric.inside.bytes_per_s] if self._per_node > 1 else []
+        rates += [share * self.fabric.between.bytes_per_s] if self.nodes > 1 else []
+        return min(rates) / 1e9
+
+    @property
+    def _node_count_index(self) -> int:
+        return min(self.nodes, 3) - 1
+
+    def _ring_variants(self, turns: float) -> Iterator[_Variant]:
+        """Yield the rings: ``turns`` times round, 2 for an all-reduce, each in ``replicas - 1`` steps."""
+        generation, far = self._generation, self._node_count_index
+        steps, across = turns * (self.replicas - 1), turns * (self.nodes - 1)
+        # over many nodes no channel was measured to carry more than a tree's does
+        most = generation.tree[2] * generation.channels if self.nodes > 2 else math.inf
+        rate = min(self._bus_rate(), most)
+        per_protocol = (
+            min(generation.ll[far], 0.5 * rate),
+            min(0.92 * rate, generation.channels * generation.ring_ll128),
+            rate,
+        )
+        for protocol, bus in enumerate(per_protocol):
+            near_us = self._hop_us(self.fabric.inside, "ring", protocol) if self._per_node > 1 else 0.0
+            far_us = 0.0
+            if self.nodes > 1:
+                # with one process per node nothing is hidden: a tree's hop
+                far_us = self._hop_us(self.fabric.between, "tree" if self._per_node == 1 else "ring", protocol)
+                if self.fabric.between.kind != "plain":
+                    near_us = max(near_us, _POSTED * (3.0 if protocol == _SIMPLE else 1.0))
+            hops_us = (steps - across) * near_us + across * far_us
+            plateau = protocol == _SIMPLE and turns > 1 and self.nodes > 1 and self.fabric.between.kind != "plain"
+            yield _Variant(
+                "ring",
+                protocol,
+                self._base_us("ring", protocol) + hops_us,
+                hops_us * (_PLATEAU[generation is not _VOLTA] - 1.0) if plateau else 0.0,
+                1e3 * bus * self.replicas / steps,
+            )
+
+    def _tree_variants(self) -> Iterator[_Variant]:
+        """Yield the double binary trees over nodes, with a chain through the processes of each."""
+        generation, far = self._generation, self._node_count_index
+        near, depth = self._per_node - 1, math.ceil(math.log2(self.nodes))
+        # on two nodes each of both trees has its root on one of them: half of the data crosses each way
+        rate = min(_TREE * self._bus_rate(2.0 if self.nodes == 2 else 1.0), generation.channels * generation.tree[far])
+        per_protocol = (
+            min(rate / 3.8, generation.ll[far]),
+            min(rate * (7 / 9 if self.nodes == 1 else 0.9375), generation.channels * generation.tree_ll128[far]),
+            rate,
+        )
+        filling = 2.0 * (near + depth) * generation.channels / (1e3 * rate)
+        for protocol, bus in enumerate(per_protocol):
+            near_us = self._hop_us(self.fabric.inside, "tree", protocol) if near else 0.0
+            far_us = self._hop_us(self.fabric.between, "tree", protocol) if depth else 0.0
+            yield _Variant(
+                "tree",
+                protocol,
+                self._base_us("tree", protocol) + 2.0 * (near * near_us + depth * far_us),
+                0.0,
+                1e3 * bus * 0.5,
+                filling if protocol and self._nccl else 0.0,
+                corrected=self._nccl,
+            )
+
+    def _nvls_variants(self) -> Iterator[_Variant]:
+        """Yield NVLS, and on several nodes a tree of nodes over it."""
+        generation = self._generation
+        if not (generation.nvls and 2 < self._per_node <= _LARGEST_NVLS):
+            return
+        bus, latency = generation.nvls * self.fabric.inside.bytes_per_s / 1e9, _START + _NVLS
+        if self.nodes > 1:
+            bus = min(bus, (2.0 if self.nodes == 2 else 1.0) * self.fabric.between.bytes_per_s / 1e9)
+            hop = max(_NVLS_NET, 1e6 * self.fabric.between.latency_s)
+            latency += 2.0 * math.ceil(math.log2(self.nodes)) * hop
+        yield _Variant("nvls", _SIMPLE, latency, 0.0, 1e3 * bus * self.replicas / (2.0 * (self.replicas - 1)))
+
+    def _broadcast_variants(self) -> Iterator[_Variant]:
+        """Yield chains from one process through all others."""
+        far = self.nodes - 1
+        for protocol, way in enumerate(self._ring_variants(1.0)):
+            near_us = self._hop_us(self.fabric.inside, "ring", protocol) if self._per_node > 1 else 0.0
+            far_us = self._hop_us(self.fabric.between, "ring", protocol) if far else 0.0
+            hops_us = (self.replicas - 1 - far) * near_us + far * far_us
+            rate = way.bytes_per_us * (self.replicas - 1) / self.replicas
+            yield _Variant("ring", protocol, self._base_us("ring", protocol) + hops_us, 0.0, rate)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Floor:
+    """What no group with at least some processes is faster than, whoever joins them; arrays (w, 1, 1) by way.
+
+    Concave in the size: several messages take no less than one.
+    """
+
+    start_us: Array
+    us_per_byte: Array
+    fill_us_per_byte: Array
+    most_filled: float
+    """Bytes that fill a tree's chains, at most."""
+
+    @classmethod
+    def of(cls, used: Group, fabrics: Sequence[Fabric], most_nodes: int) -> Floor | None:
+        """Return the floor of a group that others may join, on links of any of the ``fabrics``; None: none is known.
+
+        Each way is taken at its fastest: the slowest card so far at its full rate, no hop shorter than any link's, the
+        processes spread over ``most_nodes``.
+        """
+        n, nodes, chain = used.replicas, used.nodes, math.ceil(used.replicas / most_nodes) - 1
+        if nodes < 2 or any(fabric.measured for fabric in fabrics):
+            return None
+        ways: list[tuple[float, float, float]] = []
+        card, depth = used.fabric.between.bytes_per_s / 1e6, math.ceil(math.log2(nodes))
+        both = card * (2.0 if nodes == 2 else 1.0)
+        cards = all(fabric.between.kind != "plain" for fabric in fabrics)
+        known = cards or (n > nodes and all(fabric.inside.kind != "plain" for fabric in fabrics))
+        generations = [_GENERATIONS.get(fabric.inside.kind, _ANY) for fabric in fabrics]
+        for protocol in range(len(PROTOCOLS)):
+            ring, tree = (
+                min(used._hop_us(fabric.between, algorithm, protocol) for fabric in fabrics)
+                for algorithm in ("ring", "tree")
+            )
+            start = _START + _BASE["ring"][protocol] if known else 0.0
+            near = min(used._hop_us(fabric.inside, "ring", protocol) for fabric in fabrics)
+            near = max(near, _POSTED * (3.0 if protocol == _SIMPLE else 1.0)) if cards else near
+            hops = 2.0 * (nodes - 1) * min(ring, tree) + 2.0 * (n - nodes) * near
+            ways.append((start + hops, 2.0 * (n - 1) / n / ((0.5, 0.92, 1.0)[protocol] * card), 0.0))
+            start = _START + _BASE["tree"][protocol] if known else 0.0
+            inner = min(used._hop_us(fabric.inside, "tree", protocol) for fabric in fabrics)
+            fill = 2.0 * (chain + depth) / (_PIPELINED * both) if known and protocol else 0.0
+            ways.append(
+                (start + 2.0 * (chain * inner + depth * tree), 2.0 / ((1 / 3.8, 0.9375, 1.0)[protocol] * both), fill)
+            )
+        slowest = used.fabric.inside.bytes_per_s if n > nodes else math.inf
+        reduced = (
+            each.nvls and it.inside.bytes_per_s <= slowest for each, it in zip(generations, fabrics, strict=True)
+        )
+        if any(reduced):  # by NVLink's switches
+            ways.append((_START + _NVLS + 2.0 * depth * _NVLS_NET, 2.0 * (n - 1) / n / both, 0.0))
+        start_us, us_per_byte, fill_us_per_byte = np.array(ways).T[:, :, None, None]
+        most = _PIPELINED * _CHUNK * min(each.channels for each in generations)
+        return cls(start_us=start_us, us_per_byte=us_per_byte, fill_us_per_byte=fill_us_per_byte, most_filled=most)
+
+    def all_reduce_s(self, size_bytes: Size) -> Size:
+        """Return the seconds below which none of the groups reduces ``size_bytes`` on every process."""
+        size = np.atleast_2d(np.asarray(size_bytes, dtype=np.float64))
+        each = self.start_us + self.us_per_byte * size + self.fill_us_per_byte * np.minimum(size, self.most_filled)
+        least = 1e-6 * each.min(axis=0)
+        return float(least[0, 0]) if np.ndim(size_bytes) == 0 else least.reshape(np.shape(size_bytes))  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replicated:
+    """One shard group of several: what it has reduced is reduced over the groups as well (HSDP)."""
+
+    inside: Group
+    between: Group
+    sharing: int
+    """Groups of ``between`` that go through the same cards at once."""
+
+    @property
+    def replicas(self) -> int:
+        """Return how many processes share one set of parameters."""
+        return self.inside.replicas
+
+    def all_gather_s(self, size_bytes: Size) -> Size:
+        """Return the seconds to gather within the group."""
+        return self.inside.all_gather_s(size_bytes)
+
+    def reduce_scatter_s(self, size_bytes: Size) -> Size:
+        """Return the seconds to reduce and scatter within the group, and then over the groups."""
+        part = size_bytes * (self.sharing / self.inside.replicas)
+        return self.inside.reduce_scatter_s(size_bytes) + self.between.all_reduce_s(part)
+
+    def all_reduce_s(self, size_bytes: Size) -> Size:
+        """Return the seconds to reduce on every process of every group: scattered, over the groups, and gathered again."""
+        return self.reduce_scatter_s(size_bytes) + self.inside.all_gather_s(size_bytes)

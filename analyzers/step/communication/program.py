@@ -1,0 +1,129 @@
+"""One replica's step in program order: when each gradient is ready, and when each unit of parameters is used.
+
+Data-parallel frameworks run the compute ops of a step one after another in the order in which the program issues them,
+which is the order of a traced graph's ops. Start at :func:`program_of`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ddltool.analyzers.step.communication.nccl import Fabric
+from ddltool.arrays import Floats
+from ddltool.dependencies import collected, first_ready_first, input_lists, reversed_edges, whole_times
+from ddltool.errors import InputError
+from ddltool.graph import COMPUTE, RECV, SEND, Graph
+
+# Below the first a change is lost in the noise of real steps; from the second on it pays for the work of enforcing it.
+SMALL_GAIN, CLEAR_GAIN = 0.01, 0.05
+# Beyond this, a larger batch or a faster network is the answer and no setting is.
+_STARVED = 1.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Program:
+    """A training step on one device, seconds from its start; ``p`` parameters that get a gradient, in ready order."""
+
+    parameters: tuple[str, ...]
+    ready_s: Floats
+    """(p,) when each gradient is ready, ascending; equal times in program order."""
+    size_bytes: Floats
+    """(p,)"""
+    held: tuple[str, ...]
+    """All q parameters, those without a gradient (frozen, unused) included, in file order."""
+    held_bytes: Floats
+    """(q,)"""
+    first_use_s: Floats
+    """(q,) start of the first op that needs the parameter directly; infinite for an unused one."""
+    backward_s: float
+    """Start of the backward pass."""
+    compute_s: float
+    """All compute, one op after another."""
+
+    def starved(self, exposed_s: float) -> str:
+        """Return a sentence for a step that is mostly exposed communication, else an empty string."""
+        ratio = 1.0 + exposed_s / self.compute_s if self.compute_s > 0 else 0.0
+        if ratio < _STARVED:
+            return ""
+        return f" The step is {ratio:.1f} times its compute: a larger batch per replica gains far more."
+
+
+def stretched(program: Program, compute_s: float) -> Program:
+    """Return the same step on a device on which all compute takes ``compute_s`` seconds."""
+    factor = compute_s / program.compute_s
+    return replace(
+        program,
+        ready_s=program.ready_s * factor,
+        first_use_s=program.first_use_s * factor,
+        backward_s=program.backward_s * factor,
+        compute_s=compute_s,
+    )
+
+
+def own_fabric(graph: Graph) -> Fabric | None:
+    """Return the network that the graph was timed for, one process behind each link; None when the graph does not say."""
+    bytes_per_s, latency_s = graph.meta.get("bandwidth_bytes_per_s"), graph.meta.get("latency_s")
+    if not (isinstance(bytes_per_s, (int, float)) and isinstance(latency_s, (int, float))):
+        return None
+    return Fabric.flat(float(bytes_per_s), float(latency_s))
+
+
+def share_saved(step_s: float, before_s: float) -> float:
+    """Return the share of a step that is saved, 0 where there was nothing to save."""
+    return 1.0 - step_s / before_s if before_s > 0 else 0.0
+
+
+def program_of(graph: Graph) -> Program:
+    """Return the program view of a timed training graph. O(n + e), and a sort if ops stand before their inputs.
+
+    Ops of several compute resources run one after another; gradients of zero bytes are left out. Raises InputError for an
+    inference graph, for one without sends, and for ops without a duration.
+    """
+    sends = graph.of_kind(SEND)
+    if graph.mode != "training" or not len(sends):
+        raise InputError(graph.name, "is no training step with gradients", "trace with --mode training")
+    whole_times(graph)  # says which op has no duration
+    n, source, user = len(graph), graph.input_index, graph.users
+    order = np.arange(n) if (source < user).all() else np.array(first_ready_first(input_lists(graph)))
+    order = order[graph.kind[order] == COMPUTE]
+    start, end = np.zeros(n), np.zeros(n)
+    end[order] = np.cumsum(graph.duration_s[order])
+    start[order[1:]] = end[order[:-1]]
+    sends = sends[graph.size_bytes[sends] > 0] if (graph.size_bytes[sends] > 0).any() else sends
+    program_index = np.zeros(n)
+    program_index[order] = np.arange(len(order))
+    ready_s, producer_index = np.zeros(n), np.zeros(n)
+    np.maximum.at(ready_s, user, end[source])
+    np.maximum.at(producer_index, user, program_index[source])
+    sends = sends[
+        np.lexsort((producer_index[sends], ready_s[sends]))
+    ]  # views take no time, and say who is handed over first
+    recvs = graph.of_kind(RECV)
+    first_use_s = np.full(n, np.inf)
+    is_compute_edge = graph.kind[user] == COMPUTE
+    np.minimum.at(first_use_s, source[is_compute_edge], start[user[is_compute_edge]])
+    compute_s = float(graph.duration_s[graph.kind == COMPUTE].sum())
+    return Program(
+        parameters=tuple(graph.parameter[op] or graph.names[op] for op in sends),
+        ready_s=ready_s[sends],
+        size_bytes=graph.size_bytes[sends],
+        held=tuple(graph.parameter[op] or graph.names[op] for op in recvs),
+        held_bytes=graph.size_bytes[recvs],
+        first_use_s=first_use_s[recvs],
+        backward_s=_find_backward_start(graph, start, compute_s),
+        compute_s=compute_s,
+    )
+
+
+def _find_backward_start(graph: Graph, start: Floats, compute_s: float) -> float:
+    """Return the seconds at which backward begins: at the first op named ``backward/``, else the first not all sends need."""
+    compute_ops = graph.of_kind(COMPUTE).tolist()
+    named_starts = [float(start[op]) for op in compute_ops if graph.names[op].startswith("backward/")]
+    if named_starts:
+        return min(named_starts)
+    sends = graph.of_kind(SEND).tolist()
+    needed_by = collected(reversed_edges(input_lists(graph)), graph.topological_order().tolist()[::-1], sends)
+    late_starts = [float(start[op]) for op in compute_ops if needed_by[op] not in (0, (1 << len(sends)) - 1)]
+    return min(late_starts, default=compute_s)

@@ -1,0 +1,562 @@
+"""Fitting the constants of the cost model to measured steps, with what is known already as the prior. Start at :func:`fit`.
+
+Least squares of log(predicted / measured) over all cases, softened against outliers (soft L1), plus the squared distance of
+every constant from its prior in units of how far it may be off: what the cases do not determine stays where it was. All
+constants are positive and fitted as logarithms. A kernel depends on one constant of each kind, so one difference per kind
+gives all slopes (Curtis, Powell and Reid, "On the estimation of sparse Jacobian matrices", 1974).
+
+A device's own constants from a user's measured rows, the shipped ones as prior. Start at :func:`update`.
+
+Few rows cannot tell the classes of kernels apart, so what is fitted are the factors on matrix units, float32 units and memory,
+and the host's times; shares by class stay. How sure predictions are afterwards is told by the rows themselves: each model, or
+where there is one model only each batch size, is predicted by a fit to the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+
+from ddltool.analyzers.step.costs.kernel_times import (
+    ARITHMETIC,
+    FEED,
+    TRAFFIC,
+    UNITS,
+    Constants,
+    Demand,
+    by_library,
+    demand_of,
+    seconds,
+)
+from ddltool.analyzers.step.costs.kernels import kernels_of
+from ddltool.analyzers.step.costs.model import HOST_BOUND, LIBRARY_BOUND, OPTIMIZERS, VIEW, CostModel, cost_model
+from ddltool.calibration import CalibrationTable, DeviceFit, Residuals
+from ddltool.device import Device
+from ddltool.errors import InputError
+from ddltool.graph import COMPUTE, SEND, Graph
+
+Array = NDArray[np.float64]
+_SCALARS = ("start_s", "cache", "turn_s", "issue_s", "update_s")
+# Host and device time meet softly here, as cases hold kernels without their order.
+_MEETING = 6.0
+_STEP = 1e-5
+# Seconds that a setting adds, before anything is known of it.
+_ADDED_S = 0.01
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Case:
+    """One measured step and what it asks of its device."""
+
+    demand: Demand
+    """Of ``k`` kernels, alike ones once."""
+    count: Array
+    """(k,) how often each runs."""
+    ops: int
+    """Ops that launch kernels."""
+    views: int
+    """Ops that do not."""
+    update_traffic_s: float
+    """Seconds of the update's traffic at full bandwidth."""
+    tensors: int
+    """Parameter tensors that are updated."""
+    generation: str
+    """The device's architecture."""
+    measured_s: float
+    weight: float = 1.0
+    error: float = 0.1
+    """Relative error that is expected of such a measurement, model and prediction together."""
+    setting: str = ""
+    """What adds the same seconds to every step beside it, such as a loader of data; empty where nothing does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Belief:
+    """Constants, and how far each may be off (standard deviation of its logarithm)."""
+
+    constants: Constants
+    generations: Mapping[str, Mapping[str, float]]
+    """Factors by generation and unit, 1 where nothing is known."""
+    spread: Mapping[str, float]
+    """By name as :func:`names` gives them; a name that is missing has the spread of what it starts with, else of ``*``."""
+    settings: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that a setting adds to each step."""
+
+    def spread_of(self, name: str) -> float:
+        """Return how far a constant may be off."""
+        return self.spread.get(name, self.spread.get(name.partition(":")[0], self.spread["*"]))
+
+    def at(self, generation: str) -> Constants:
+        """Return the constants with a generation's factors; factors of an unknown generation are 1."""
+        return replace(self.constants, units=dict(self.generations.get(generation, dict.fromkeys(UNITS, 1.0))))
+
+
+def names(generations: Sequence[str], settings: Sequence[str] = ()) -> list[str]:
+    """Return the names of all constants in the order in which they are fitted."""
+    shares = [
+        *(f"arithmetic:{n}" for n in ARITHMETIC),
+        *(f"traffic:{n}" for n in TRAFFIC),
+        *(f"feed:{n}" for n in FEED),
+    ]
+    factors = [f"{unit}:{generation}" for generation in generations for unit in UNITS]
+    return [*shares, *_SCALARS, *factors, *(f"setting:{setting}" for setting in settings)]
+
+
+def _to_vector(belief: Belief, generations: Sequence[str], settings: Sequence[str]) -> Array:
+    constants = belief.constants
+    values = [constants.arithmetic[n] for n in ARITHMETIC] + [constants.traffic[n] for n in TRAFFIC]
+    values += [constants.feed[n] for n in FEED] + [getattr(constants, n) for n in _SCALARS]
+    values += [belief.generations.get(g, {}).get(unit, 1.0) for g in generations for unit in UNITS]
+    values += [belief.settings.get(setting, _ADDED_S) for setting in settings]
+    logarithms: Array = np.log(np.array(values))
+    return logarithms
+
+
+def _from_vector(logs: Array, generations: Sequence[str], settings: Sequence[str], belief: Belief) -> Belief:
+    values = iter(np.exp(logs).tolist())
+    constants = Constants(
+        arithmetic={n: next(values) for n in ARITHMETIC},
+        traffic={n: next(values) for n in TRAFFIC},
+        feed={n: next(values) for n in FEED},
+        **{n: next(values) for n in _SCALARS},
+    )
+    factors = {generation: {unit: next(values) for unit in UNITS} for generation in generations}
+    added_s = {setting: next(values) for setting in settings}
+    return replace(
+        belief,
+        constants=constants,
+        generations={**belief.generations, **factors},
+        settings={**belief.settings, **added_s},
+    )
+
+
+class _Stack:
+    """The cases with their kernels in one table, (kernels,) and (cases,) arrays, so that one pass predicts every step."""
+
+    def __init__(self, cases: Sequence[Case]) -> None:
+        values_by_field = {f.name: [getattr(case.demand, f.name) for case in cases] for f in fields(Demand)}
+        self.demand = Demand(**{name: np.concatenate(values) for name, values in values_by_field.items()})
+        self.count = np.concatenate([case.count for case in cases])
+        lengths = [len(case.count) for case in cases]
+        self.case = np.repeat(np.arange(len(cases)), lengths)
+        generations, self.generation = np.unique([case.generation for case in cases], return_inverse=True)
+        self.generations = [str(name) for name in generations]
+        settings = [case.setting for case in cases]
+        self.settings = sorted(set(settings) - {""})
+        self.setting = np.array([self.settings.index(name) if name else -1 for name in settings])
+        self.issued = np.array([case.ops + VIEW * case.views for case in cases])
+        self.traffic_s = np.array([case.update_traffic_s for case in cases])
+        self.tensors = np.array([case.tensors for case in cases], dtype=np.float64)
+
+    def steps_s(self, belief: Belief) -> Array:
+        """Return (cases,) predicted seconds."""
+        device_s, host_s = self.device_s(belief), self.host_s(belief)
+        predicted_s: Array = (
+            _combine_host_and_device(device_s, host_s) + sum(self._update_s(belief)) + self._added_s(belief)
+        )
+        return predicted_s
+
+    def device_s(self, belief: Belief) -> Array:
+        """Return (cases,) seconds of all kernels, one after another."""
+        return self._per_case(self._kernels_s(self._constants(belief)))
+
+    def host_s(self, belief: Belief) -> Array:
+        """Return (cases,) seconds in which the host issues all ops."""
+        issued_s: Array = belief.constants.issue_s * self.issued
+        return issued_s
+
+    def slopes(self, belief: Belief) -> Array:
+        """Return (cases, constants) d log(seconds) / d log(constant), constants as :func:`names` gives them."""
+        columns_count = len(names(self.generations, self.settings))
+        constants = self._constants(belief)
+        kernels_s = self._kernels_s(constants)
+        flat = np.zeros(len(self.issued) * columns_count)
+        for raised, column in self._raise_by_kind(constants):
+            slope = (self._kernels_s(raised) - kernels_s) / _STEP
+            is_nonzero = (column >= 0) & (slope != 0.0)
+            flat_index = self.case[is_nonzero] * columns_count + column[is_nonzero]
+            flat += np.bincount(flat_index, weights=slope[is_nonzero], minlength=len(flat))
+        slopes = flat.reshape(-1, columns_count)
+        device_s, host_s = self._per_case(kernels_s), self.host_s(belief)
+        pass_s, case_index = _combine_host_and_device(device_s, host_s), np.arange(len(host_s))
+        slopes *= ((_combine_host_and_device(device_s * (1.0 + _STEP), host_s) - pass_s) / (_STEP * device_s))[:, None]
+        column_of = {name: flat_index for flat_index, name in enumerate(names(self.generations, self.settings))}
+        slopes[:, column_of["issue_s"]] += (_combine_host_and_device(device_s, host_s * (1.0 + _STEP)) - pass_s) / _STEP
+        traffic_s, tensors_s = self._update_s(belief)
+        factor_column = len(ARITHMETIC) + len(TRAFFIC) + len(FEED) + len(_SCALARS) + len(UNITS) * self.generation
+        slopes[case_index, factor_column + UNITS.index("memory")] -= traffic_s
+        slopes[:, column_of["traffic:pointwise"]] -= traffic_s
+        slopes[:, column_of["update_s"]] += tensors_s
+        added_s = self._added_s(belief)
+        if self.settings:
+            slopes[case_index, columns_count - len(self.settings) + np.maximum(self.setting, 0)] += added_s
+        slopes /= (pass_s + traffic_s + tensors_s + added_s)[:, None]
+        return slopes
+
+    def _raise_by_kind(self, constants: Constants) -> Iterator[tuple[Constants, NDArray[np.intp]]]:
+        """Yield constants with all of one kind raised by ``_STEP``, and (kernels,) the columns of those that kernels use.
+
+        Columns are those of :func:`names`; -1: the kernel uses no constant of the kind, of which it uses at most one.
+        """
+        factor = 1.0 + _STEP
+        arithmetic_of = self.demand.arithmetic_of
+        raised_shares = {name: share * factor for name, share in constants.arithmetic.items()}
+        yield replace(constants, arithmetic=raised_shares), arithmetic_of
+        raised_shares = {name: share * factor for name, share in constants.traffic.items()}
+        yield replace(constants, traffic=raised_shares), len(ARITHMETIC) + self.demand.traffic_of
+        feed_index = np.array([FEED.index(name) if name in FEED else -1 for name in ARITHMETIC])[arithmetic_of]
+        first_column = len(ARITHMETIC) + len(TRAFFIC)
+        raised_shares = {name: share * factor for name, share in constants.feed.items()}
+        yield (
+            replace(constants, feed=raised_shares),
+            np.where((arithmetic_of >= 0) & (feed_index >= 0), first_column + feed_index, -1),
+        )
+        first_column += len(FEED)
+        for name in ("start_s", "cache", "turn_s"):
+            raised_constants = replace(constants, **{name: getattr(constants, name) * factor})
+            yield raised_constants, np.full(len(self.case), first_column + _SCALARS.index(name))
+        first_column += len(_SCALARS)
+        factor_offset = len(UNITS) * self.generation[self.case]
+        for unit_index, unit in enumerate(UNITS):
+            units = {**constants.units, unit: constants.units[unit] * factor}
+            yield replace(constants, units=units), first_column + factor_offset + unit_index
+
+    def _constants(self, belief: Belief) -> Constants:
+        """Return the constants whose units are (kernels,) arrays: the factors of each kernel's generation."""
+        units_by_generation = [belief.at(name).units for name in self.generations]
+        case_factors = {
+            unit: np.array([units[unit] for units in units_by_generation])[self.generation] for unit in UNITS
+        }
+        units = {unit: factors[self.case] for unit, factors in case_factors.items()}
+        return replace(belief.constants, units=units)  # type: ignore[arg-type]
+
+    def _kernels_s(self, constants: Constants) -> Array:
+        kernels_s: Array = self.count * seconds(self.demand, constants)
+        return kernels_s
+
+    def _per_case(self, values: Array) -> Array:
+        sums: Array = np.bincount(self.case, weights=values, minlength=len(self.issued)).astype(np.float64)
+        return sums
+
+    def _update_s(self, belief: Belief) -> tuple[Array, Array]:
+        """Return (cases,) seconds of the update's traffic, and of its tensors."""
+        memory_factor = np.array([belief.at(name).units["memory"] for name in self.generations])[self.generation]
+        traffic_s = self.traffic_s / (belief.constants.traffic["pointwise"] * memory_factor)
+        return traffic_s, belief.constants.update_s * self.tensors
+
+    def _added_s(self, belief: Belief) -> Array:
+        """Return (cases,) the seconds that each case's setting adds."""
+        setting_s = np.array([*(belief.settings.get(name, _ADDED_S) for name in self.settings), 0.0])
+        added_s: Array = setting_s[self.setting]
+        return added_s
+
+
+def _combine_host_and_device(device_s: Array, host_s: Array) -> Array:
+    """Return the time of a pass: the longer of the two, and a little more where they are alike."""
+    longer_s, shorter_s = np.maximum(device_s, host_s), np.minimum(device_s, host_s)
+    pass_s: Array = longer_s * (1.0 + (shorter_s / longer_s) ** _MEETING) ** (1.0 / _MEETING)
+    return pass_s
+
+
+def steps_s(cases: Sequence[Case], belief: Belief) -> Array:
+    """Return (cases,) the predicted seconds of every case."""
+    return _Stack(cases).steps_s(belief)
+
+
+def host_bound(cases: Sequence[Case], belief: Belief) -> NDArray[np.bool_]:
+    """Return (cases,) whether the host needs about as long as the device, or longer."""
+    stack = _Stack(cases)
+    is_bound: NDArray[np.bool_] = stack.host_s(belief) > HOST_BOUND * stack.device_s(belief)
+    return is_bound
+
+
+def library_bound(cases: Sequence[Case], belief: Belief) -> NDArray[np.bool_]:
+    """Return (cases,) whether kernels that differ by the library's version say how far off a step is."""
+    stack = _Stack(cases)
+    kernels_s = stack._kernels_s(stack._constants(belief))
+    library_s = stack._per_case(kernels_s * by_library(stack.demand))
+    is_bound: NDArray[np.bool_] = library_s > LIBRARY_BOUND * stack._per_case(kernels_s)
+    return is_bound
+
+
+def fit(cases: Sequence[Case], prior: Belief, *, first: Belief | None = None, rounds: int = 30) -> Belief:
+    """Return the belief after the cases. O(rounds x kernels).
+
+    Generations and settings that occur in ``cases`` get factors of their own. ``first``: where the search begins, None: at
+    ``prior``; the result of a fit to similar cases makes it shorter. Constants with spread 0 stay fixed. Raises ValueError
+    for no cases.
+    """
+    if not cases:
+        raise ValueError("no cases to fit")
+    stack = _Stack(cases)
+    groups = stack.generations, stack.settings
+    prior_logs = _to_vector(prior, *groups)
+    first_logs = prior_logs if first is None else _to_vector(first, *groups)
+    spread = np.array([prior.spread_of(name) for name in names(*groups)])
+    measured = np.log([case.measured_s for case in cases])
+    weights = np.array([case.weight / case.error for case in cases])
+    is_free = spread > 0
+
+    def belief_at(logs: Array) -> Belief:
+        all_logs = prior_logs.copy()
+        all_logs[is_free] = logs
+        return _from_vector(all_logs, *groups, prior)
+
+    def errors(belief: Belief) -> Array:
+        weighted: Array = (np.log(stack.steps_s(belief)) - measured) * weights
+        return weighted
+
+    def residuals(logs: Array) -> Array:
+        weighted_errors = errors(belief_at(logs))
+        soft_errors = np.sign(weighted_errors) * np.sqrt(2.0 * (np.sqrt(1.0 + weighted_errors**2) - 1.0))
+        weighted: Array = np.concatenate([soft_errors, (logs - prior_logs[is_free]) / spread[is_free]])
+        return weighted
+
+    def jacobian(logs: Array) -> Array:
+        belief = belief_at(logs)
+        roots = np.sqrt(1.0 + errors(belief) ** 2)
+        case_rows = stack.slopes(belief)[:, is_free] * (weights * np.sqrt((1.0 + roots) / 2.0) / roots)[:, None]
+        return np.concatenate([case_rows, np.diag(1.0 / spread[is_free])])
+
+    solution = least_squares(residuals, first_logs[is_free], jac=jacobian, max_nfev=rounds, x_scale="jac", ftol=1e-5)
+    return belief_at(solution.x)
+
+
+OWN = "own"
+"""The generation of a calibrated device's cases: its own."""
+# How far a device may be from its generation, and a user's host from the one of the measurements (standard deviations of
+# logarithms): between the GPUs of one generation the fitted factors differ by up to a third, between hosts by more.
+SPREAD: Mapping[str, float] = {"*": 0.0, **dict.fromkeys(UNITS, 0.3), "start_s": 0.2, "issue_s": 0.5, "update_s": 0.5}
+# No device does more than its datasheet: the rate that each unit's main class of kernels reaches is at most this share of it.
+# Memory may: what a cache keeps counts as traffic.
+_MOST = {"tensor": 1.0, "vector": 1.0, "memory": 1.1}
+# All batch sizes of a model count as so many rows: what is wrong with one of them is wrong with the others.
+_FEW = 4.0
+# The prior counts as so many models; with fewer steps than these, or of one model, it cannot be outdone.
+_PRIOR_MODELS, _ENOUGH = 4.0, 5
+_FOLDS = 6
+# Standard deviations above which a tenth lies.
+_TENTH = 1.2816
+# Beyond these the rows are not of this device, or not as they say: standard deviations of the prior, and median error.
+_FAR, _MEDIAN = 3.0, 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredStep:
+    """A measured step of one replica and one pass."""
+
+    model: str
+    batch: int
+    optimizer: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Updated:
+    """A device with its own constants, and predicted / measured of the steps before and after."""
+
+    device: Device
+    before: Array
+    """(steps,) one for every model, batch size and optimizer."""
+    after: Array
+    """(steps,)"""
+
+
+def update(
+    rows: Sequence[MeasuredStep],
+    graph_of: Callable[[str, int], Graph],
+    device: Device,
+    calibration: CalibrationTable,
+    *,
+    source: str,
+) -> Updated:
+    """Return the device with constants fitted to measured rows.
+
+    Args:
+        rows: repeats of a model, batch size and optimizer count as one step, all steps of a model as ``_FEW``.
+        graph_of: returns the traced graph of a model at a batch size.
+        device: an earlier fit of it is ignored.
+        calibration: the shipped constants, which are the prior.
+        source: name of the rows, for errors and for the fit's provenance.
+
+    Raises InputError for no rows, and for rows that cannot be of this device.
+    """
+    if not rows:
+        remedy = "measure with ddltool profile SOURCE --replicas 1"
+        raise InputError(source, "has no rows of one replica and one pass", remedy)
+    model = cost_model(device.model_copy(update={"fitted": None}), calibration)
+    steps = merged(rows)
+    step_models = [step.model for step in steps]
+    cases = [_case_of(graph_of(step.model, step.batch), model, step, step_models.count(step.model)) for step in steps]
+    prior = prior_of(model)
+    posterior = refit(cases, prior)
+    measured = np.array([step.seconds for step in steps])
+    before_ratios, after_ratios = steps_s(cases, prior) / measured, steps_s(cases, posterior) / measured
+    _demand_plausible(model, prior, posterior, after_ratios, source)
+    fitted = DeviceFit(
+        units=dict(posterior.generations[OWN]),
+        issue_s=posterior.constants.issue_s,
+        start_s=posterior.constants.start_s,
+        update_s=posterior.constants.update_s,
+        residuals=residuals_after(cases, step_models, prior, model.residuals),
+        source=source,
+    )
+    return Updated(device=device.model_copy(update={"fitted": fitted}), before=before_ratios, after=after_ratios)
+
+
+def merged(rows: Sequence[MeasuredStep]) -> list[MeasuredStep]:
+    """Return one step for the rows of each model, batch size and optimizer: the median of their logarithms. O(rows)."""
+    logs: dict[tuple[str, int, str], list[float]] = defaultdict(list)
+    for row in rows:
+        logs[row.model, row.batch, row.optimizer].append(math.log(row.seconds))
+    return [
+        MeasuredStep(model=model, batch=batch, optimizer=optimizer, seconds=math.exp(float(np.median(step_logs))))
+        for (model, batch, optimizer), step_logs in sorted(logs.items())
+    ]
+
+
+def _case_of(graph: Graph, model: CostModel, step: MeasuredStep, model_steps: int) -> Case:
+    """Return a measured step as a case for the fit.
+
+    ``graph``: the step's, traced at its batch size. ``model_steps``: measured steps of the same model, which share a weight.
+    """
+    kernels = kernels_of(graph)
+    precision, channels_last = str(graph.meta.get("precision", "fp32")), bool(graph.meta.get("channels_last", False))
+    passes = OPTIMIZERS[step.optimizer].passes
+    launching = len(np.unique(kernels.op))
+    return Case(
+        demand=demand_of(kernels, model.device, precision=precision, channels_last=channels_last),
+        count=np.ones(len(kernels)),
+        ops=launching,
+        views=int((graph.kind == COMPUTE).sum()) - launching,
+        update_traffic_s=passes * graph.trained_bytes / (model.device.free_of_codes * model.device.memory_bytes_per_s),
+        tensors=len(graph.of_kind(SEND)) if passes else 0,
+        generation=OWN,
+        measured_s=step.seconds,
+        weight=min(1.0, math.sqrt(_FEW / model_steps)),
+    )
+
+
+def prior_of(model: CostModel) -> Belief:
+    """Return what is believed of a device before its own rows are read."""
+    return Belief(
+        constants=replace(model.constants, units={}), generations={OWN: dict(model.constants.units)}, spread=SPREAD
+    )
+
+
+def refit(cases: Sequence[Case], prior: Belief) -> Belief:
+    """Return the belief after the cases of a device (``generation``: ``OWN``), its factors bounded by the datasheet.
+
+    A factor beyond its bound is fixed there, and the others are fitted again.
+    """
+    constants, prior_factors = prior.constants, prior.generations[OWN]
+    reached_shares = {
+        "tensor": constants.arithmetic["matrix_product/tensor"],
+        "vector": constants.arithmetic["matrix_product/vector"],
+        "memory": constants.traffic["pointwise"],
+    }
+    # The shipped factors of a generation may lie beyond: large caches, and libraries that compute less than they are asked for.
+    largest_factors = {unit: max(prior_factors[unit], _MOST[unit] / reached_shares[unit]) for unit in UNITS}
+    posterior = fit(cases, prior)
+    for _ in UNITS:
+        bounded_factors = {
+            unit: largest_factors[unit] for unit in UNITS if posterior.generations[OWN][unit] > largest_factors[unit]
+        }
+        if not bounded_factors:
+            break
+        factors = {**prior.generations[OWN], **bounded_factors}
+        prior = replace(
+            prior, generations={OWN: factors}, spread={**prior.spread, **dict.fromkeys(bounded_factors, 0.0)}
+        )
+        posterior = fit(cases, prior)
+    return posterior
+
+
+def residuals_after(cases: Sequence[Case], models: Sequence[str], prior: Belief, before: Residuals) -> Residuals:
+    """Return how far off predictions are after a fit to ``cases`` of ``models``; ``before``: how far off without it.
+
+    Both sides of the prior's range are scaled by one factor, ``s / s0``: with ``s0`` the prior's standard deviation, ``r`` the
+    root mean square of the left-out errors (every model as much as another) and ``k`` models beside the first,
+
+        s^2 = max(r^2, (n0 s0^2 + k r^2) / (n0 + k))
+
+    the scaled inverse chi-squared update of a variance (Gelman et al., "Bayesian Data Analysis", section 2.6) with the prior
+    worth ``n0`` = 4 models, but never surer than the rows' own errors. Few steps, or those of one model, give k = 0.
+    """
+    errors = np.abs(_leave_out_errors(cases, models, prior))
+    model_variances = [
+        float(np.mean(errors[[name == model_name for model_name in models]] ** 2)) for name in sorted(set(models))
+    ]
+    row_variance = float(np.mean(model_variances))
+    prior_variance = _deviation(before) ** 2
+    other_models = len(model_variances) - 1 if len(cases) >= _ENOUGH else 0
+    range_factor = math.sqrt(
+        max(
+            row_variance,
+            (_PRIOR_MODELS * prior_variance + other_models * row_variance) / (_PRIOR_MODELS + other_models),
+        )
+        / prior_variance
+    )
+    median = float(np.median(np.expm1(errors)))
+    left_out = "the model" if len(model_variances) > 1 else "the batch size" if len(cases) > 1 else "any row"
+    return Residuals(
+        low=float(f"{before.low**range_factor:.4g}"),
+        high=float(f"{before.high**range_factor:.4g}"),
+        median_error=float(f"{median if other_models else max(median, before.median_error):.4g}"),
+        rows=len(cases),
+        what=f"{left_out} (own rows of the device, and what was known before them)",
+    )
+
+
+def _leave_out_errors(cases: Sequence[Case], models: Sequence[str], prior: Belief) -> Array:
+    """Return (cases,) log(predicted / measured) of each case under a fit to the other folds (cross-validation).
+
+    Folds hold whole models; with one model only, single steps. A single case is predicted by the prior.
+    """
+    has_several_models = len(set(models)) > 1
+    groups = list(models) if has_several_models else [str(fold_index) for fold_index in range(len(cases))]
+    fold_of = {group: fold_index % _FOLDS for fold_index, group in enumerate(dict.fromkeys(groups))}
+    fold = np.array([fold_of[group] for group in groups])
+    measured = np.log([case.measured_s for case in cases])
+    errors: Array = np.log(steps_s(cases, prior)) - measured
+    for fold_index in set(fold_of.values()) if len(cases) > 1 else ():
+        training_cases = [case for case, case_fold in zip(cases, fold, strict=True) if case_fold != fold_index]
+        held_out_cases = [case for case, case_fold in zip(cases, fold, strict=True) if case_fold == fold_index]
+        errors[fold == fold_index] = (
+            np.log(steps_s(held_out_cases, refit(training_cases, prior))) - measured[fold == fold_index]
+        )
+    return errors
+
+
+def _deviation(residuals: Residuals) -> float:
+    """Return the standard deviation of the logarithm that an 80 % range stands for."""
+    return math.log(residuals.high / residuals.low) / (2.0 * _TENTH)
+
+
+def _demand_plausible(model: CostModel, prior: Belief, found: Belief, after: Array, source: str) -> None:
+    """Raise InputError if half of the steps stay far off, or a unit's factor lies ``_FAR`` deviations from the prior's.
+
+    ``after`` (steps,): predicted / measured after the fit. The rows are then of another device, unit or precision.
+    """
+    remedy = (
+        "check that step_time_s is in seconds, and that device, precision, optimizer and model are those of the rows"
+    )
+    deviations = np.abs(np.log(after))
+    limit = min(_FAR * _deviation(model.residuals), math.log1p(_MEDIAN))
+    if (median := float(np.median(deviations))) > limit:
+        text = f"after the fit half of the steps are off by a factor of {math.exp(median):.3g} or more"
+        raise InputError(source, f"fits no {model.device.name}: {text}", remedy)
+    for unit in UNITS:
+        factor = found.generations[OWN][unit] / prior.generations[OWN][unit]
+        if abs(math.log(factor)) > _FAR * SPREAD[unit]:
+            text = f"fits no {model.device.name}: its {_UNIT_NAMES[unit]} would reach {factor:.2g} of what is expected of it"
+            raise InputError(source, text, remedy)
+
+
+_UNIT_NAMES = {"tensor": "matrix units", "vector": "float32 units", "memory": "memory"}

@@ -1,0 +1,348 @@
+"""The time of a kernel on a device: a roofline whose ceilings are the shares of the datasheet that kernels reach.
+
+A kernel takes ``start + max(arithmetic, traffic)``, softened where both are alike (Williams et al., "Roofline", CACM 2009).
+Arithmetic is a matrix product cut into tiles that fill the multiprocessors in waves (the idea of NeuSight, ASPLOS 2025:
+utilisation by tile, bounded by the roofline); units are also limited by what a multiprocessor can feed them per cycle, which
+has grown less than their rate, and clocks by the board's power (:func:`sustained`). Traffic is bytes over bandwidth, less what
+the last cache keeps. Which share of each a class of kernels reaches is a constant (:class:`Constants`), few of them, fitted to
+published measurements by :mod:`.fitting`. Start at :func:`demand_of`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddltool.analyzers.step.costs.kernels import FORWARD, WEIGHT_GRADIENT, Kernels
+from ddltool.analyzers.step.tracing.op_rules import CLASS, CLASSES
+from ddltool.calibration import UNITS as UNITS
+from ddltool.device import Device
+
+Array = NDArray[np.float64]
+# Rows and columns of the pieces that libraries cut a product into, and the rate of each beside the largest's.
+_TILES = ((256, 128, 1.0), (128, 128, 1.0), (128, 64, 0.9), (64, 64, 0.75), (64, 32, 0.5), (32, 32, 0.35))
+# Start and end of the largest tile take so many cycles, of a smaller one by its size; with fewer tiles than multiprocessors the
+# inner dimension is split, down to pieces of this length; half of an unfilled last wave is lost (others fill the rest).
+_EDGE, _SPLIT, _TAIL = 4000.0, 256.0, 0.5
+# The last cache keeps this part of its size of what a kernel's neighbours wrote.
+_KEPT = 0.5
+# Peaks this many times float32's are those of matrix units, from Volta on.
+_MATRIX_UNIT = 1.5
+_WITHOUT_MATRIX_UNITS = ("Kepler", "Maxwell", "Pascal")
+_SOFTNESS = 3.0
+# cuDNN's kernels for many groups in channels_last: groups in whole warps, and few channels each.
+_WARP, _NARROW = 32, 32
+_ALIGNED = 8
+# Watts per multiprocessor and GHz that products draw at full rate, on float32 units and on matrix units: what boards sustain
+# under them (of Pascal: per 64 lanes). Below that clocks fall, more slowly than power, as voltage falls too.
+_DRAWN_W = {
+    "Pascal": (2.4, 2.4),
+    "Volta": (1.9, 2.2),
+    "Turing": (1.9, 2.2),
+    "Ampere": (1.9, 1.9),
+    "Ada": (1.15, 1.74),
+    "Hopper": (1.5, 2.1),
+    "Blackwell": (1.15, 1.74),
+}
+_CLOCK_BY_POWER = 0.7
+# Operations per cycle and multiprocessor of GeForce's matrix units, halved for float32 accumulation: they draw no more than the
+# float32 units, and these boards run beyond their datasheet's boost clock while power allows: an RTX 3090 at 1.9 GHz, not 1.7.
+_HALVED, _BEYOND_BOOST = 512, 1.12
+# Grouped and depthwise convolutions wait for addresses and loads: multiprocessors issue as many instructions per cycle with 64
+# lanes as with 128, whose rate this is.
+_ISSUED = 256
+_PRODUCTS = ("convolution", "matrix_product", "attention", "recurrent")
+_BY_LAYOUT = ("convolution", "grouped_convolution", "depthwise_convolution", "normalisation", "pooling")
+_LAYOUTS = ("channels_first", "channels_last")
+# The gradient of the weights of these is a kernel of its own kind, far slower than the others.
+_OWN_WEIGHTS = (
+    "grouped_convolution/channels_last",
+    "grouped_convolution/channels_last/narrow",
+    "depthwise_convolution/channels_first",
+    "depthwise_convolution/channels_first/torch",
+    "depthwise_convolution/channels_last",
+)
+# In channels_first torch asks cuDNN for a depthwise convolution in float16 alone, from so many channels on, for these filters,
+# and with a stride only from so many channels on (ConvParams::use_cudnn_depthwise); the rest are kernels of its own. There the
+# gradient of a weight is one block of 256 threads per channel and tap, of which so many fill a multiprocessor.
+_CUDNN_CHANNELS, _CUDNN_TAPS, _CUDNN_STRIDED, _FILLING = 32, (1, 9, 25), 512, 6.0
+
+
+def _names() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of all shares of arithmetic, and of all shares of traffic."""
+    arithmetic = [f"{name}/{unit}" for name in _PRODUCTS[1:] for unit in ("tensor", "vector")]
+    arithmetic += [f"convolution/{unit}" for unit in ("tensor/channels_first", "tensor/channels_last", "vector")]
+    arithmetic += ["convolution/misaligned"]
+    grouped = [
+        "grouped_convolution/channels_first",
+        "grouped_convolution/channels_last",
+        "grouped_convolution/channels_last/narrow",
+        *(f"depthwise_convolution/{layout}" for layout in _LAYOUTS),
+        "depthwise_convolution/channels_first/torch",
+    ]
+    arithmetic += [f"{name}/weights" for name in _OWN_WEIGHTS]
+    traffic = [name for name in CLASSES if name not in _BY_LAYOUT]
+    traffic += [f"{name}/{layout}" for name in ("convolution", "normalisation", "pooling") for layout in _LAYOUTS]
+    return (*arithmetic, *grouped), (*traffic, "convolution/misaligned", *grouped)
+
+
+ARITHMETIC, TRAFFIC = _names()
+FEED = tuple(name for name in ARITHMETIC if "/tensor" in name or name.endswith("/vector"))
+_ARITHMETIC = {name: place for place, name in enumerate(ARITHMETIC)}
+_TRAFFIC = {name: place for place, name in enumerate(TRAFFIC)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """What kernels reach on one device; every share is of the datasheet's figure for the device."""
+
+    arithmetic: Mapping[str, float]
+    """Shares of peak FLOP/s by ARITHMETIC name; grouped convolutions' of what 128 lanes do."""
+    traffic: Mapping[str, float]
+    """Shares of the memory's bandwidth by TRAFFIC name."""
+    feed: Mapping[str, float]
+    """Operations per cycle for which a multiprocessor can feed its units, by FEED name."""
+    start_s: float
+    """Seconds between two kernels on the device."""
+    cache: float
+    """Share of a kernel's traffic that the last cache saves where all of it fits."""
+    issue_s: float
+    """Seconds in which the host issues one op; views take a quarter."""
+    update_s: float
+    """Seconds of the update per parameter tensor, beside its traffic."""
+    turn_s: float
+    """Seconds between two steps of a recurrent layer, which wait for each other."""
+    units: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(UNITS, 1.0))
+    """Factors of the device's generation on the shares: matrix units, float32 units, memory."""
+
+
+# A CPU, or any device at its datasheet: no launches, no host beside it.
+DATASHEET = Constants(
+    arithmetic=dict.fromkeys(ARITHMETIC, 1.0),
+    traffic=dict.fromkeys(TRAFFIC, 1.0),
+    feed={},
+    start_s=0.0,
+    cache=0.0,
+    issue_s=0.0,
+    update_s=0.0,
+    turn_s=0.0,
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Demand:
+    """The work of ``k`` kernels in seconds of one device at its datasheet rates, before the shares that kernels reach."""
+
+    arithmetic_s: Array
+    """(k,) seconds at peak, with tiles and waves."""
+    arithmetic_of: NDArray[np.intp]
+    """(k,) index into ARITHMETIC; -1: no matrix product, bound by memory at any peak."""
+    on_tensor: NDArray[np.bool_]
+    """(k,) whether the peak is that of matrix units."""
+    fed_s: Array
+    """(k,) seconds at one operation per cycle and multiprocessor; 0 for no products and where clocks are unknown."""
+    traffic_s: Array
+    """(k,) seconds at full bandwidth."""
+    traffic_of: NDArray[np.intp]
+    """(k,) index into TRAFFIC."""
+    cached: Array
+    """(k,) part of the traffic that the last cache could hold, 0 to 1."""
+    turns: Array
+    """(k,) steps that wait for each other, of recurrent layers; 0 for any other kernel."""
+    serial: NDArray[np.bool_]
+    """(k,) whether arithmetic and traffic add up instead of overlapping: grouped convolutions."""
+
+
+def demand_of(kernels: Kernels, device: Device, *, precision: str = "fp32", channels_last: bool = False) -> Demand:
+    """Return the demand of the kernels on a device. ``precision``: as in :class:`Numerics`. O(k)."""
+    peak, on_tensor = _peaks(kernels, device, precision)
+    clock_share = np.where(on_tensor, sustained(device, matrix=True), sustained(device, matrix=False))
+    peak *= clock_share
+    layout = _LAYOUTS[channels_last]
+    grouped_peak = sustained(device, matrix=False) * (
+        _ISSUED * device.multiprocessors * device.clock_hz or device.peak_flops["float32"]
+    )
+    is_grouped = (kernels.kind == CLASS["grouped_convolution"]) | (kernels.kind == CLASS["depthwise_convolution"])
+    has_shape = kernels.gemm[:, 1] > 0
+    is_tiled = (
+        has_shape
+        & (device.multiprocessors > 0)
+        & ~is_grouped
+        & (kernels.kind != CLASS["attention"])
+        & (kernels.kind != CLASS["recurrent"])
+    )
+    flops = kernels.flops.copy()
+    edge_steps = (
+        _EDGE * peak / (2.0 * _TILES[0][0] * _TILES[0][1]) / (device.multiprocessors * device.clock_hz or np.inf)
+    )
+    flops[is_tiled] = tiled_flops(kernels.gemm[is_tiled], device.multiprocessors, edge_steps[is_tiled])
+    is_recurrent = has_shape & (device.multiprocessors > 0) & (kernels.kind == CLASS["recurrent"])
+    if is_recurrent.any():  # the steps run one after another: each alone fills the device, or does not
+        one_turn = kernels.gemm[is_recurrent] * [0.0, 1.0, 1.0, 1.0] + [1.0, 0.0, 0.0, 0.0]
+        flops[is_recurrent] *= tiled_flops(one_turn, device.multiprocessors, edge_steps[is_recurrent]) / (
+            2.0 * one_turn.prod(axis=1)
+        )
+    arithmetic_of, traffic_of = _index_constants(kernels, on_tensor, layout)
+    is_torch_weights = arithmetic_of == _ARITHMETIC["depthwise_convolution/channels_first/torch/weights"]
+    blocks = kernels.gemm[is_torch_weights, 0] * kernels.gemm[is_torch_weights, 2]
+    flops[is_torch_weights] *= np.maximum(1.0, _FILLING * device.multiprocessors / np.maximum(blocks, 1.0))
+    is_product = arithmetic_of >= 0
+    least_bytes = np.maximum(kernels.moved_bytes, 1.0)
+    cycles_per_s = clock_share * (device.multiprocessors * device.clock_hz or np.inf)
+    return Demand(
+        arithmetic_s=np.where(is_product, flops / np.where(is_grouped, grouped_peak, peak), 0.0),
+        arithmetic_of=arithmetic_of,
+        on_tensor=on_tensor & ~is_grouped,
+        fed_s=flops / cycles_per_s * (~is_grouped & is_product),
+        traffic_s=kernels.moved_bytes / (device.free_of_codes * device.memory_bytes_per_s),
+        traffic_of=traffic_of,
+        cached=np.minimum(1.0, _KEPT * device.l2_bytes / least_bytes),
+        turns=np.where(kernels.kind == CLASS["recurrent"], kernels.gemm[:, 0], 0.0),
+        serial=is_grouped,
+    )
+
+
+def sustained(device: Device, *, matrix: bool) -> float:
+    """Return the clock that products hold under the device's power limit, as a share of its boost clock.
+
+    ``matrix``: whether the products run on matrix units. 1.0 for devices whose datasheet lacks clock, power or generation.
+    """
+    cycles_per_s = device.clock_hz * device.multiprocessors
+    if not (device.architecture in _DRAWN_W and cycles_per_s and device.power_w):
+        return 1.0
+    float16_peak = device.peak_for("float16")
+    is_halved = _MATRIX_UNIT * device.peak_flops["float32"] < float16_peak <= 1.2 * _HALVED * cycles_per_s
+    drawn_w = 1e-9 * cycles_per_s * _DRAWN_W[device.architecture][matrix and not is_halved]
+    if device.architecture in _WITHOUT_MATRIX_UNITS:
+        drawn_w *= device.peak_flops["float32"] / cycles_per_s / 128.0
+    share: float = (device.power_w / drawn_w) ** _CLOCK_BY_POWER
+    return min(_BEYOND_BOOST if is_halved else 1.0, share)
+
+
+def seconds(demand: Demand, constants: Constants) -> Array:
+    """Return (k,) seconds of every kernel."""
+    units = constants.units
+    arithmetic_shares = np.array([constants.arithmetic[name] for name in ARITHMETIC])
+    reached_share = arithmetic_shares[np.maximum(demand.arithmetic_of, 0)] * np.where(
+        demand.on_tensor, units["tensor"], units["vector"]
+    )
+    feed_per_cycle = np.array([constants.feed.get(name, np.inf) for name in ARITHMETIC])[
+        np.maximum(demand.arithmetic_of, 0)
+    ]
+    arithmetic_s = demand.arithmetic_s / reached_share + demand.fed_s / feed_per_cycle
+    # Where nothing is known of what feeds them, matrix units are at least not faster than their datasheet.
+    is_unfed = demand.on_tensor & (demand.fed_s == 0.0)
+    arithmetic_s = np.where(is_unfed, np.maximum(arithmetic_s, demand.arithmetic_s), arithmetic_s)
+    traffic_shares = np.array([constants.traffic[name] for name in TRAFFIC])[demand.traffic_of] * units["memory"]
+    traffic_s = demand.traffic_s * (1.0 - constants.cache * demand.cached) / traffic_shares
+    longer_s, shorter_s = np.maximum(arithmetic_s, traffic_s), np.minimum(arithmetic_s, traffic_s)
+    ratio = np.divide(shorter_s, longer_s, out=np.zeros_like(longer_s), where=longer_s > 0)
+    busy_s: Array = np.where(
+        demand.serial, arithmetic_s + traffic_s, longer_s * (1.0 + ratio**_SOFTNESS) ** (1.0 / _SOFTNESS)
+    )
+    return constants.start_s + constants.turn_s * demand.turns + busy_s
+
+
+def by_library(demand: Demand) -> NDArray[np.bool_]:
+    """Return (k,) whether a kernel's time depends on the version of its library more than on the device."""
+    is_of_library = [name.startswith(("grouped_convolution/channels_last", "recurrent")) for name in ARITHMETIC]
+    is_bound: NDArray[np.bool_] = (demand.arithmetic_of >= 0) & np.array(is_of_library)[demand.arithmetic_of]
+    return is_bound
+
+
+def tiled_flops(gemm: Array, multiprocessors: int, edge: Array | float) -> Array:
+    """Return (k,) the operations that products of shape ``gemm`` (k, 4) occupy a device for, padding and waves included.
+
+    The columns of ``gemm`` are count, m, n, k. ``multiprocessors``: at least 1. ``edge``: steps of the inner loop that a tile's
+    start and end take. The fastest of the usual tiles counts: the tiles of all products run in waves, of which the last may be
+    partly filled; with fewer tiles than multiprocessors the inner dimension k is split into parts.
+    """
+    processors = float(multiprocessors)
+    count, m, n, k = gemm.T
+    least_flops = np.full(len(gemm), np.inf)
+    for rows, columns, rate in {
+        (tile_m, tile_n, tile_rate)
+        for side, other_side, tile_rate in _TILES
+        for tile_m, tile_n in ((side, other_side), (other_side, side))
+    }:
+        tiles = count * np.ceil(m / rows) * np.ceil(n / columns)
+        parts = np.where(
+            tiles < processors, np.minimum(np.ceil(processors / tiles), np.maximum(1.0, np.floor(k / _SPLIT))), 1.0
+        )
+        filled_waves = tiles * parts / processors
+        waves = np.where(filled_waves < 1.0, 1.0, filled_waves + _TAIL * (np.ceil(filled_waves) - filled_waves))
+        least_flops = np.minimum(
+            least_flops, waves * processors / parts * rows * columns * 2.0 * (k + edge * parts) / rate
+        )
+    return least_flops
+
+
+def _peaks(kernels: Kernels, device: Device, precision: str) -> tuple[Array, NDArray[np.bool_]]:
+    """Return (k,) FLOP/s of each kernel's type, and whether that is the matrix units' rate."""
+    vector_peak = device.peak_flops["float32"]
+    tf32_peak = device.peak_flops.get("tf32", vector_peak)
+    may_use_tf32 = np.isin(kernels.kind, [CLASS["convolution"], CLASS["recurrent"]])
+    dtypes = sorted(set(kernels.dtype))
+    peak_of = dict(zip(dtypes, (device.peak_for(name) for name in dtypes), strict=True))
+    peak = np.array([peak_of[name] for name in kernels.dtype], dtype=np.float64)
+    is_float32 = np.array([name == "float32" for name in kernels.dtype], dtype=bool)
+    peak[is_float32 & (may_use_tf32 | (precision == "tf32"))] = tf32_peak
+    if device.architecture in _WITHOUT_MATRIX_UNITS:  # whatever float16 could do: libraries accumulate in float32
+        return np.minimum(peak, vector_peak), np.zeros(len(kernels), dtype=bool)
+    return peak, peak > _MATRIX_UNIT * vector_peak
+
+
+def _index_constants(
+    kernels: Kernels, on_tensor: NDArray[np.bool_], layout: str
+) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Return (k,) the index into ARITHMETIC, -1: no matrix product, and the index into TRAFFIC of each kernel.
+
+    ``on_tensor`` (k,): whether a kernel runs on matrix units. Later assignments override earlier ones.
+    """
+    kinds, gemm = kernels.kind, kernels.gemm
+    arithmetic = np.full(len(kernels), -1, dtype=np.intp)
+    traffic = np.zeros(len(kernels), dtype=np.intp)
+    for name, class_index in CLASS.items():
+        traffic[kinds == class_index] = _TRAFFIC.get(name, _TRAFFIC.get(f"{name}/{layout}", 0))
+    for name in _PRODUCTS[1:]:
+        is_chosen = kinds == CLASS[name]
+        arithmetic[is_chosen & on_tensor] = _ARITHMETIC[f"{name}/tensor"]
+        arithmetic[is_chosen & ~on_tensor] = _ARITHMETIC[f"{name}/vector"]
+    is_convolution = kinds == CLASS["convolution"]
+    arithmetic[is_convolution & on_tensor] = _ARITHMETIC[f"convolution/tensor/{layout}"]
+    arithmetic[is_convolution & ~on_tensor] = _ARITHMETIC["convolution/vector"]
+    is_uneven = (gemm[:, 1:] % _ALIGNED != 0).any(axis=1) & (gemm[:, 1] > 0)
+    if layout == "channels_last":
+        is_misaligned = is_convolution & on_tensor & is_uneven
+        arithmetic[is_misaligned] = _ARITHMETIC["convolution/misaligned"]
+        traffic[is_misaligned] = _TRAFFIC["convolution/misaligned"]
+    is_grouped = kinds == CLASS["grouped_convolution"]
+    channels = np.where(kernels.direction == WEIGHT_GRADIENT, gemm[:, 1], np.minimum(gemm[:, 2], gemm[:, 3]))
+    is_narrow = (gemm[:, 0] % _WARP == 0) & (channels <= _NARROW)
+    for name, is_chosen in (
+        (f"grouped_convolution/{layout}", is_grouped),
+        ("grouped_convolution/channels_last/narrow", is_grouped & is_narrow & (layout == "channels_last")),
+        (f"depthwise_convolution/{layout}", kinds == CLASS["depthwise_convolution"]),
+        ("depthwise_convolution/channels_first/torch", _is_torch_depthwise(kernels) & (layout == "channels_first")),
+    ):
+        arithmetic[is_chosen], traffic[is_chosen] = _ARITHMETIC[name], _TRAFFIC[name]
+        if name in _OWN_WEIGHTS:
+            arithmetic[is_chosen & (kernels.direction == WEIGHT_GRADIENT)] = _ARITHMETIC[f"{name}/weights"]
+    return arithmetic, traffic
+
+
+def _is_torch_depthwise(kernels: Kernels) -> NDArray[np.bool_]:
+    """Return (k,) whether a depthwise convolution in channels_first runs in torch's own kernels."""
+    gemm = kernels.gemm
+    channels, is_forward = gemm[:, 0], kernels.direction == FORWARD
+    taps = np.where(is_forward, gemm[:, 3], gemm[:, 2])
+    positions = np.where(kernels.direction == WEIGHT_GRADIENT, gemm[:, 3], gemm[:, 1])
+    is_strided = kernels.moved_bytes / kernels.width > 3.0 * channels * positions  # what goes in beside what comes out
+    is_float16 = np.array([name == "float16" for name in kernels.dtype], dtype=bool)
+    is_cudnn = is_float16 & (channels >= _CUDNN_CHANNELS) & np.isin(taps, _CUDNN_TAPS)
+    is_cudnn &= ~is_strided | (channels >= _CUDNN_STRIDED)
+    is_torch: NDArray[np.bool_] = (kernels.kind == CLASS["depthwise_convolution"]) & ~is_cudnn
+    return is_torch

@@ -1,0 +1,137 @@
+"""The kernels behind a graph's ops: which class each belongs to, and the work it does. Start at :func:`kernels_of`.
+
+An op of a trace is one call of torch's; on the device the backward pass of a convolution is two kernels, and a view none. A
+kernel is what the time of :mod:`.kernel_times` is defined for: floating-point operations, memory traffic, and the shape of
+a matrix product, which says how well it fills the device's multiprocessors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddltool.analyzers.step.tracing.op_rules import CLASS, CLASSES, class_of
+from ddltool.graph import COMPUTE, Graph
+
+Array = NDArray[np.float64]
+FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = range(3)
+# What torch.compile fuses with its neighbours.
+_FUSED = frozenset(("pointwise", "copy", "normalisation", "softmax", "reduction"))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Kernels:
+    """``k`` kernels of one graph, in the order of its ops."""
+
+    op: NDArray[np.intp]
+    """(k,) the op that each belongs to."""
+    kind: NDArray[np.int8]
+    """(k,) index into CLASSES."""
+    direction: NDArray[np.int8]
+    """(k,) FORWARD, INPUT_GRADIENT or WEIGHT_GRADIENT; anything but a convolution is FORWARD."""
+    flops: Array
+    """(k,) floating-point operations."""
+    moved_bytes: Array
+    """(k,) bytes read and written."""
+    gemm: Array
+    """(k, 4) count, m, n, k of the kernel's own matrix product; zeros where there is none or it is not known."""
+    width: Array
+    """(k,) bytes of one element of the type that it works in."""
+    dtype: tuple[str, ...]
+    """(k,) torch's name of that type."""
+    ops: int
+    """Ops of the graph."""
+
+    def __len__(self) -> int:
+        return len(self.op)
+
+    def per_op(self, values: Array) -> Array:
+        """Return (ops,) sums over the kernels of each op of ``values``, (k,)."""
+        sums: Array = np.bincount(self.op, weights=values, minlength=self.ops).astype(np.float64)
+        return sums
+
+
+_WIDTH = {"complex128": 16, "complex64": 8, "float64": 8, "int64": 8}
+_WIDTH |= {"float16": 2, "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
+
+
+def kernels_of(graph: Graph) -> Kernels:
+    """Return the kernels of a graph's compute ops; ops that cost nothing have none. O(n)."""
+    graph_dtype = str(graph.meta.get("dtype", "float32"))
+    has_cost = (graph.kind == COMPUTE) & np.array([source != "free" for source in graph.estimate], dtype=bool)
+    ops = np.flatnonzero(has_cost)
+    op_types = [graph.op_type[op] for op in ops]
+    kind = np.array([class_of(op_type) for op_type in op_types], dtype=np.int8)
+    gemm = graph.gemm[ops].copy()
+    flops, moved_bytes = graph.flops[ops].copy(), graph.size_bytes[ops].copy()
+    dtype = [graph.dtype[op] or graph_dtype for op in ops]
+    width = np.array([_WIDTH.get(name, 4) for name in dtype], dtype=np.float64)
+    is_convolution = kind == CLASS["convolution"]
+    kind[is_convolution & (gemm[:, 0] > 1)] = CLASS["grouped_convolution"]
+    kind[is_convolution & (gemm[:, 0] > 1) & (gemm[:, 2] <= 1)] = CLASS["depthwise_convolution"]
+    is_backward = is_convolution & np.array([op_type.endswith("_backward") for op_type in op_types], dtype=bool)
+    product_flops = 2.0 * gemm.prod(axis=1)
+    is_double = is_backward & (flops > 1.5 * product_flops) & (product_flops > 0)
+    direction = np.where(is_backward, WEIGHT_GRADIENT, FORWARD).astype(np.int8)
+    # The gradient of the input and that of the weights: each reads the output's gradient and one more tensor.
+    output_bytes = gemm[is_double, 0] * gemm[is_double, 1] * gemm[is_double, 2] * width[is_double]
+    half_bytes = (moved_bytes[is_double] + output_bytes) / 2.0
+    count, m, n, k = gemm[is_double].T
+    flops[is_double] /= 2.0
+    moved_bytes[is_double] = half_bytes
+    gemm[is_backward] = gemm[is_backward][:, [0, 2, 3, 1]]
+    order = np.argsort(np.concatenate([ops, ops[is_double]]), kind="stable")
+
+    def interleave(first: NDArray[np.generic], second: NDArray[np.generic]) -> NDArray[np.generic]:
+        return np.concatenate([first, second])[order]
+
+    names = np.array(dtype, dtype=object)
+    return Kernels(
+        op=interleave(ops, ops[is_double]),  # type: ignore[arg-type]
+        kind=interleave(kind, kind[is_double]),  # type: ignore[arg-type]
+        direction=interleave(direction, np.full(int(is_double.sum()), INPUT_GRADIENT, dtype=np.int8)),  # type: ignore[arg-type]
+        flops=interleave(flops, flops[is_double]),  # type: ignore[arg-type]
+        moved_bytes=interleave(moved_bytes, half_bytes),  # type: ignore[arg-type]
+        gemm=interleave(gemm, np.stack([count, m, k, n], axis=1)),  # type: ignore[arg-type]
+        width=interleave(width, width[is_double]),  # type: ignore[arg-type]
+        dtype=tuple(interleave(names, names[is_double])),
+        ops=len(graph),
+    )
+
+
+def compiled(graph: Graph) -> Graph:
+    """Return the graph under ``torch.compile``: fused ops cost nothing, the last of each chain reads for all. O(n + e).
+
+    Inductor fuses element-wise ops, casts, normalisations, softmaxes and reductions with their neighbours; convolutions,
+    matrix products and attention stay. What passes from one fused op to the next is neither written nor read again.
+
+    A graph without written bytes (from a file of an older version) only loses its launches.
+    """
+    is_compute = graph.kind == COMPUTE
+    is_free = np.array([mark == "free" for mark in graph.estimate]) & is_compute
+    is_fusible = is_compute & ~is_free
+    is_fusible &= np.array([CLASSES[class_of(op_type)] in _FUSED for op_type in graph.op_type])
+    pointer, targets = graph.successors()
+    size, estimate = graph.size_bytes.copy(), list(graph.estimate)
+
+    def readers_of(op: int) -> list[int]:
+        """Return the ops that read the output of ``op``, directly or through views."""
+        readers: list[int] = []
+        for target in targets[pointer[op] : pointer[op + 1]].tolist():
+            readers += readers_of(target) if is_free[target] else [target]
+        return readers
+
+    for op in graph.topological_order().tolist():
+        if not is_fusible[op]:
+            continue
+        reading = readers_of(op)
+        written_bytes = float(graph.written_bytes[op])
+        fused_readers = [reader for reader in dict.fromkeys(reading) if is_fusible[reader]]
+        for reader in fused_readers:
+            size[reader] = max(size[reader] - written_bytes, 0.0)
+        if fused_readers and len(fused_readers) == len(set(reading)):
+            size[fused_readers[0]] += max(size[op] - written_bytes, 0.0)
+            size[op], estimate[op] = 0.0, "free"
+    return replace(graph, size_bytes=size, estimate=tuple(estimate))

@@ -1,0 +1,737 @@
+"""What one process of a training step holds, and when: sharded or not, with or without activation checkpointing.
+
+A traced step says when every tensor is made and when it is used for the last time. Sharding adds what its framework
+gathers and reduces beside them; checkpointing drops what a block saved and makes it again before its backward pass. Both
+are known places in the program, so one sum over them is the memory at every place. Start at :func:`lifetimes_of`; what to
+compute again under a budget is :mod:`.checkpointing`'s question.
+
+Sources: FSDP2 as ``torch.distributed.fsdp.fully_shard`` does it (the root stays gathered, one block is gathered ahead, the
+input of a reduce-scatter is held until the next one); non-reentrant ``torch.utils.checkpoint`` (recomputation ends with the
+last tensor that is needed), selective: the outputs of chosen products are kept until the block is computed again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from math import inf
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import Node
+
+from ddltool.analyzers.step.communication.fsdp import block_container, block_of
+from ddltool.analyzers.step.costs.allocator import reserved_bytes
+from ddltool.analyzers.step.costs.model import OPTIMIZERS, Optimizer
+from ddltool.analyzers.step.tracing.torch_adapter import TracedStep
+from ddltool.analyzers.step.tracing.torch_costs import AS_TRACED, Scale, tensors_of, value_of
+from ddltool.errors import InputError, did_you_mean
+from ddltool.graph import RECV, SEND, Graph
+from ddltool.plans import is_product
+
+Array = NDArray[np.float64]
+Places = NDArray[np.int64]
+Kind = Literal["none", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
+Checkpointing = Literal["none", "selective", "full"]
+# Checkpointed blocks, and which of their products (by number) each saves.
+SavedOps = Mapping[str, Sequence[int]]
+PARAMETER, GIVEN, GRADIENT, ACTIVATION = range(4)
+# fully_shard's mixed precision keeps parameters, reduced gradients and state in float32, whatever is gathered.
+_MASTER_BYTES = 4.0
+# cuDNN's FFT_TILING: half of the numbers of a real tile's transform say all.
+_TILE, _COMPLEX_BYTES = 32, 8.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharding:
+    """How a step's parameters, gradients and optimizer state are spread over its replicas."""
+
+    kind: Kind = "ddp"
+    shard: int = 1
+    """Processes that share one copy of what is sharded."""
+    forward_shard: int = 0
+    """Processes that share a block's parameters between its forward and backward pass; 0: as many as ``shard``."""
+
+    @classmethod
+    def named(cls, text: str, replicas: int) -> Sharding:
+        """Return ``none``, ``ddp``, ``zero1``, ``zero2``, ``fsdp``, ``fsdp:SHARD`` or ``hsdp:SHARD`` on a number of replicas.
+
+        ``zero2`` is ``fully_shard`` with ``reshard_after_forward=False``, ``fsdp:SHARD`` with that number. Raises InputError
+        for other texts, and for a shard that does not divide the replicas.
+        """
+        kind = next((known for known in get_args(Kind) if known == text.partition(":")[0]), None)
+        shard_text = text.partition(":")[2]
+        if "offload" in text or text.endswith(":cpu"):
+            raise InputError(
+                "--sharding", f"{text!r}: offload to the CPU is not modelled", "give fsdp, which keeps its part"
+            )
+        if kind == "hsdp" and not shard_text:
+            raise InputError("--sharding", f"{text!r} does not say over how many", "give hsdp:SHARD, such as hsdp:8")
+        if kind is None or (kind not in ("fsdp", "hsdp") and ":" in text):
+            known_texts = ["none", "ddp", "zero1", "zero2", "fsdp", "fsdp:SHARD", "hsdp:SHARD"]
+            raise InputError("--sharding", f"unknown {text!r}", did_you_mean(text, known_texts))
+        if ":" not in text:
+            return cls(kind=kind, shard=1 if kind in ("none", "ddp") else replicas)
+        if not shard_text.isdecimal() or int(shard_text) < 1 or replicas % int(shard_text):
+            raise InputError("--sharding", f"{text!r} on {replicas} replicas", "give a SHARD that divides the replicas")
+        if kind == "fsdp":
+            return cls(kind=kind, shard=replicas, forward_shard=int(shard_text))
+        return cls(kind=kind, shard=int(shard_text))
+
+    @property
+    def gathers(self) -> bool:
+        """Whether parameters are held in shards, and gathered block by block."""
+        return self.kind in ("zero2", "fsdp", "hsdp")
+
+    @property
+    def reshards(self) -> bool:
+        """Whether a block's parameters are given up after its forward pass, and gathered again."""
+        return self.kind in ("fsdp", "hsdp")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelBlock:
+    """A member of the model's list of blocks, and the places where it runs: indices of the program's nodes."""
+
+    name: str
+    first: int
+    last: int
+    """Of its forward pass."""
+    begins: int
+    ends: int
+    """Of its backward pass: the nodes that read a storage that only this block owns, or make its gradients."""
+    products: tuple[int, ...]
+    """Places of the products of its forward pass (:func:`ddltool.plans.is_product`)."""
+    keepable: tuple[int, ...]
+    """Numbers of the products that may be kept: no later op overwrites their results in place."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peak:
+    """The most bytes held at one time, in all and by part; ``curve`` (places,): the bytes held at every place."""
+
+    total_bytes: float
+    parts: dict[str, float]
+    curve: Array
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TensorLifetimes:
+    """The storages of a traced step; arrays are (s,) by storage. A place is the index of a node of the program."""
+
+    traced: TracedStep
+    nodes: int
+    backward: int
+    """The first place of the backward pass."""
+    elements: tuple[int, ...]
+    width: Array
+    """Bytes of one element."""
+    alloc: Places
+    """The place that makes it; 0 for inputs and parameters."""
+    forward: Places
+    """The place of its last use before the backward pass."""
+    free: Places
+    """The place of its last use."""
+    role: Places
+    """PARAMETER, GIVEN, GRADIENT or ACTIVATION."""
+    owner: Places
+    """The block of a parameter or gradient; of an activation the only block whose forward pass uses it. -1: none."""
+    product: Places
+    """The number of the product of its block that makes it; -1: no product does."""
+    read: Places
+    """(r, 3) storage, block, place: inputs made before a block, and the last place of its forward pass that reads them."""
+    trained_bytes: Array
+    """(blocks + 1,) of the parameters that get a gradient; those outside all blocks come last."""
+    master_bytes: Array
+    """(blocks + 1,) of the float32 copies that ``fully_shard`` keeps, reduces and updates."""
+    blocks: tuple[ModelBlock, ...]
+    """In the order of their forward passes; empty if they do not run one after another."""
+    _sizes: dict[int | None, Array] = field(default_factory=dict)
+
+    def sizes(self, batch_size: int | None = None) -> Array:
+        """Return (s,) bytes at a batch size; None: the traced one. O(s) once for each size.
+
+        Raises InputError for a batch size to which the trace cannot be scaled.
+        """
+        if batch_size not in self._sizes:
+            scale = self._scale(batch_size)
+            distinct_elements, inverse = np.unique(np.array(self.elements, dtype=np.int64), return_inverse=True)
+            self._sizes[batch_size] = (
+                np.array([float(scale.size(elements)) for elements in distinct_elements.tolist()])[inverse] * self.width
+            )
+        return self._sizes[batch_size]
+
+    def _scale(self, batch_size: int | None) -> Scale:
+        """Return the scale from the traced batch size; raises InputError if the trace's shapes do not scale."""
+        if batch_size is None or batch_size == self.traced.graph.batch_size:
+            return AS_TRACED
+        scale = self.traced.scale(batch_size)
+        if scale is None:
+            raise InputError("--batch-sizes", f"{batch_size} is not the traced one", "trace the step at it")
+        return scale
+
+    def workspace_bytes(self, batch_size: int | None = None) -> float:
+        """Return the largest workspace that cuDNN may try for a convolution: Fourier transforms in tiles of 32 x 32. O(nodes).
+
+        A tile of complex numbers for every filter (k, c), and for every tile and channel of the images (n, c, h, w) and of
+        the outputs; only convolutions of stride 1 without groups have this algorithm.
+        """
+        scale, most_bytes = self._scale(batch_size), 0.0
+        for node in self.traced.fx.graph.nodes:
+            if getattr(node.target, "overloadpacket", None) is torch.ops.aten.convolution:
+                images, weight = value_of(node.args[0]), value_of(node.args[1])
+                is_plain = images.dim() == 4 and math.prod(node.args[3]) == node.args[8] == 1
+                if is_plain and (taps := weight.shape[2:]).numel() > 1 and max(taps) < _TILE:
+                    outputs, inputs = weight.shape[:2]
+                    tiles = math.prod(
+                        math.ceil(size / (_TILE - tap + 1)) for size, tap in zip(images.shape[2:], taps, strict=True)
+                    )
+                    tile_count = inputs * outputs + scale.size(images.shape[0]) * tiles * (inputs + outputs)
+                    most_bytes = max(most_bytes, tile_count * _TILE * (_TILE // 2 + 1) * _COMPLEX_BYTES)
+        return most_bytes
+
+    def peak(
+        self,
+        sharding: Sharding,
+        optimizer: str,
+        saved_ops: SavedOps | None = None,
+        batch_size: int | None = None,
+    ) -> Peak:
+        """Return the most bytes of tensors that one process holds during a step. O(storages + nodes).
+
+        ``saved_ops``: which blocks are checkpointed (none by default), and the products that each keeps.
+        """
+        return self.held(Recomputation(self, saved_ops or {}), sharding, optimizer, self.sizes(batch_size)).peak()
+
+    def held(self, recomputation: Recomputation, sharding: Sharding, optimizer: str, size: Array) -> Held:
+        """Return the bytes that one process holds at every place, if storages have ``size`` (s,) bytes."""
+        held = Held(self.nodes + recomputation.extra)
+        self._hold_activations(held, recomputation, size)
+        update = OPTIMIZERS[optimizer]
+        if sharding.gathers:
+            self._hold_shards(held, recomputation, size, sharding, update)
+        else:
+            self._hold_whole(held, recomputation, size, sharding, update)
+        return held
+
+    def every_block(self, checkpointing: Checkpointing) -> dict[str, tuple[int, ...]]:
+        """Return the saved products of every block under one kind of checkpointing; {}: nothing is checkpointed.
+
+        Raises InputError for a model without a list of blocks.
+        """
+        if checkpointing == "none":
+            return {}
+        if not self.blocks:
+            problem = f"{self.traced.graph.name} has no list of blocks that run one after another"
+            raise InputError("--checkpointing", problem, "leave it out")
+        keeps_products = checkpointing == "selective"
+        return {block.name: block.keepable if keeps_products else () for block in self.blocks}
+
+    def seconds(self, timed: Graph) -> Array:
+        """Return (nodes,) the seconds of each place, by the durations of a graph of this step."""
+        seconds = np.zeros(self.nodes)
+        places = self._op_places
+        np.add.at(seconds, places[places >= 0], timed.duration_s[places >= 0])
+        return seconds
+
+    def recompute_s(self, recomputation: Recomputation, seconds: Array) -> Array:
+        """Return (blocks,) the seconds of each recomputation; ``seconds`` (nodes,) of the places."""
+        return np.array([seconds[places].sum() for places in self._recomputed_places(recomputation)])
+
+    def lengthened(self, saved_ops: SavedOps, timed: Graph) -> Graph:
+        """Return ``timed``, a graph of this step, with each block's recomputation in the first op of its backward pass."""
+        durations, places = timed.duration_s.copy(), self._op_places
+        recompute_s = self.recompute_s(Recomputation(self, saved_ops), self.seconds(timed))
+        for block, added_s in zip(self.blocks, recompute_s.tolist(), strict=True):
+            durations[int(np.where(places >= block.begins, places, self.nodes).argmin())] += added_s
+        return timed.with_durations(durations, timed.estimate)
+
+    def clock(self, recomputation: Recomputation, timed: Graph) -> Array:
+        """Return (places,) the seconds at which each place of the program with recomputation ends."""
+        seconds = self.seconds(timed)
+        place_s = np.zeros(self.nodes + recomputation.extra)
+        place_s[recomputation.moved(np.arange(self.nodes))] = seconds
+        for block_index, places in enumerate(self._recomputed_places(recomputation)):
+            recomputed_places = recomputation.start[block_index] + places - recomputation.first[block_index]
+            place_s[recomputed_places] = seconds[places]
+        clock: Array = np.cumsum(place_s)
+        return clock
+
+    def _recomputed_places(self, recomputation: Recomputation) -> list[Places]:
+        """Return by block the places of its forward pass that are computed again."""
+        recomputed = []
+        for block_index, block in enumerate(self.blocks):
+            saved_places = np.array(block.products, dtype=np.int64)[
+                recomputation.saved[block_index, : len(block.products)]
+            ]
+            places = np.arange(block.first, block.first + recomputation.length[block_index])
+            recomputed.append(places[~np.isin(places, saved_places)])
+        return recomputed
+
+    @cached_property
+    def _op_places(self) -> Places:
+        """Return (ops,) the place of every op of the step's graph; -1: the op is no node of the program."""
+        place_of = {node: position for position, node in enumerate(self.traced.fx.graph.nodes)}
+        nodes = (self.traced.nodes.get(name) for name in self.traced.graph.names)
+        return np.array([-1 if node is None else place_of[node] for node in nodes], dtype=np.int64)
+
+    def activations(self, recomputation: Recomputation, size: Array, read: Places | None = None) -> Array:
+        """Return (places,) the bytes of activations.
+
+        ``read``: the rows of ``self.read`` whose storages wait for a recomputation; None: all rows.
+        """
+        held = Held(self.nodes + recomputation.extra)
+        self._hold_activations(held, recomputation, size, read)
+        return held.peak().curve
+
+    def _hold_activations(
+        self, held: Held, recomputation: Recomputation, size: Array, read: Places | None = None
+    ) -> None:
+        """Add the step's inputs, and its activations: unowned or of other blocks, saved, dropped, and recomputed.
+
+        ``freed`` (s,) is the place of the program with recomputation from which a storage is free.
+        """
+        held.add("activations", 0, held.places, size[self.role == GIVEN])
+        dropped, kept = recomputation.dropped, recomputation.kept
+        is_not_dropped = self.role == ACTIVATION
+        is_not_dropped[dropped] = False
+        freed = recomputation.moved(self.free) + 1
+        read = self.read if read is None else read
+        for storage, block_index, last in read[is_not_dropped[read[:, 0]]]:  # held until the recomputation reads it
+            if recomputation.length[block_index]:
+                offset = min(last - self.blocks[block_index].first, recomputation.length[block_index] - 1)
+                freed[storage] = max(freed[storage], recomputation.start[block_index] + offset + 1)
+        owner = self.owner[kept]
+        offsets = self.alloc[kept] - recomputation.first[owner]
+        # A saved product is held until the recomputation reads it; behind the recomputation's end, until the backward's.
+        ends = recomputation.moved(np.array([block.ends for block in self.blocks], dtype=np.int64))[owner]
+        is_reached = offsets < recomputation.length[owner]
+        freed[kept] = np.maximum(freed[kept], np.where(is_reached, recomputation.start[owner] + offsets, ends) + 1)
+        held.add(
+            "activations", recomputation.moved(self.alloc)[is_not_dropped], freed[is_not_dropped], size[is_not_dropped]
+        )
+        held.add("activations", self.alloc[dropped], self.forward[dropped] + 1, size[dropped])
+        owner = self.owner[dropped]
+        first, length, start = recomputation.first[owner], recomputation.length[owner], recomputation.start[owner]
+        offsets = self.alloc[dropped] - first
+        last_use = start + np.minimum(self.forward[dropped] - first, length - 1) + 1
+        freed_again = np.where(self.free[dropped] >= self.backward, freed[dropped], last_use)
+        is_recomputed = offsets < length
+        recomputed_bytes = size[dropped][is_recomputed]
+        held.add("activations", (start + offsets)[is_recomputed], freed_again[is_recomputed], recomputed_bytes)
+
+    def _hold_whole(
+        self, held: Held, recomputation: Recomputation, size: Array, sharding: Sharding, update: Optimizer
+    ) -> None:
+        """Add parameters, gradients and optimizer state of a process that holds all parameters: none, ddp and zero1."""
+        is_parameter, is_gradient = self.role == PARAMETER, self.role == GRADIENT
+        bucket_bytes = float(self.trained_bytes.sum())
+        held.add("parameters", 0, held.places, size[is_parameter])
+        held.add("gradients", recomputation.moved(self.alloc)[is_gradient], held.places, size[is_gradient])
+        held.add("updating", held.places - 1, held.places, update.temporaries * float(size[is_gradient].sum()))
+        states = np.tile(size[is_gradient], int(update.state_copies)) / sharding.shard
+        held.add("optimizer", 0, held.places, states)
+        if sharding.kind != "none":
+            held.add("buckets", 0, held.places, bucket_bytes)
+
+    def _hold_shards(
+        self, held: Held, recomputation: Recomputation, size: Array, sharding: Sharding, update: Optimizer
+    ) -> None:
+        """Add parameters, gradients and optimizer state of a process that gathers blocks as ``fully_shard`` does.
+
+        A block is gathered into a buffer ("gathering") and copied out of it ("gathered"); its gradients go through the
+        input of a reduce-scatter ("reducing").
+        """
+        is_parameter, is_gradient = self.role == PARAMETER, self.role == GRADIENT
+        alloc, end, shard = recomputation.moved(self.alloc), held.places, sharding.shard
+        master_bytes = self.master_bytes
+        held.add(
+            "parameters", 0, end, size[is_parameter] * np.maximum(_MASTER_BYTES / self.width[is_parameter], 1.0) / shard
+        )
+        states = np.tile(
+            size[is_gradient] * np.maximum(_MASTER_BYTES / self.width[is_gradient], 1.0), int(update.state_copies)
+        )
+        held.add("optimizer", 0, end, states / shard)
+        held.add("gathered", 0, end, size[is_parameter & (self.owner < 0)])
+        is_root_gradient = is_gradient & (self.owner < 0)
+        held.add("gradients", alloc[is_root_gradient], end, size[is_root_gradient])
+        block_bytes = [float(size[is_parameter & (self.owner == index)].sum()) for index in range(len(self.blocks))]
+        backward_ends = [int(recomputation.moved(np.array(block.ends))) for block in self.blocks]
+        for block_index, block in enumerate(self.blocks):
+            next_index = (
+                block_index - 1 if block_index else None
+            )  # the block whose backward pass is next; None: no more
+            # What was gathered is copied out, and kept until the next block has been gathered.
+            copied_until = self.blocks[block_index + 1].first if block_index + 1 < len(self.blocks) else self.backward
+            held.add("gathering", block.first - 1, copied_until, block_bytes[block_index])
+            held.add(
+                "gathered",
+                block.first,
+                block.last + 1 if sharding.reshards else backward_ends[block_index] + 1,
+                block_bytes[block_index],
+            )
+            if sharding.reshards:
+                held.add(
+                    "gathered",
+                    recomputation.start[block_index],
+                    backward_ends[block_index] + 1,
+                    block_bytes[block_index],
+                )
+                if sharding.forward_shard:
+                    held.add(
+                        "gathered",
+                        block.last + 1,
+                        recomputation.start[block_index],
+                        block_bytes[block_index] / sharding.forward_shard,
+                    )
+                held.add(
+                    "gathering",
+                    recomputation.start[block_index],
+                    backward_ends[block_index] + 1,
+                    block_bytes[next_index] if next_index is not None else 0.0,
+                )
+            is_own_gradient = is_gradient & (self.owner == block_index)
+            # A block gives up its parameters before it reduces, and the input of the reduction before it.
+            held.add("gradients", alloc[is_own_gradient], backward_ends[block_index] + 2, size[is_own_gradient])
+            reduced_until = backward_ends[next_index] + 1 if next_index is not None else end - 1
+            held.add("reducing", backward_ends[block_index] + 1, reduced_until, float(master_bytes[block_index]))
+            held.add("gradients", backward_ends[block_index] + 1, end, float(master_bytes[block_index]) / shard)
+        held.add("updating", end - 1, end, update.temporaries * float(master_bytes.sum()) / shard)
+
+
+class Recomputation:
+    """The program of a step with the forward passes of checkpointed blocks repeated before their backward passes.
+
+    ``slots`` (blocks,): places to insert for each block, at least as many as its recomputation has; None: as many. A place
+    at which nothing runs changes no peak, so programs of different choices can have one length.
+    """
+
+    def __init__(self, lifetimes: TensorLifetimes, saved_ops: SavedOps, slots: Places | None = None) -> None:
+        blocks = lifetimes.blocks
+        self.first = np.array([block.first for block in blocks], dtype=np.int64)
+        """(blocks,) the first place of the forward pass."""
+        checkpointed = np.array([block.name in saved_ops for block in blocks], dtype=bool)
+        most_products = max((len(block.products) for block in blocks), default=0)
+        self.saved = np.zeros((len(blocks), 1 + most_products), dtype=bool)
+        """(blocks, products + 1) which products are saved; the last column is that of no product."""
+        for block_index, block in enumerate(blocks):
+            self.saved[block_index, list(saved_ops.get(block.name, ()))] = True
+        activations = np.flatnonzero((lifetimes.role == ACTIVATION) & (lifetimes.owner >= 0))
+        activations = activations[checkpointed[lifetimes.owner[activations]]]
+        is_saved = self.saved[lifetimes.owner[activations], lifetimes.product[activations]]
+        self.dropped, self.kept = activations[~is_saved], activations[is_saved]
+        """Indices of the checkpointed blocks' storages that are recomputed, and that are saved."""
+        needed = self.dropped[lifetimes.free[self.dropped] >= lifetimes.backward]
+        owner = lifetimes.owner[needed]
+        self.length = np.zeros(len(blocks), dtype=np.int64)
+        """(blocks,) places of the recomputation, which ends with the last tensor that the backward pass needs; 0: none."""
+        np.maximum.at(self.length, owner, lifetimes.alloc[needed] - self.first[owner] + 1)
+        self.slots = self.length if slots is None else slots
+        inserted = np.zeros(lifetimes.nodes + 1, dtype=np.int64)
+        begins = np.array([block.begins for block in blocks], dtype=np.int64)
+        np.add.at(inserted, begins, self.slots)
+        self._shift = np.cumsum(inserted)
+        self.start = begins + self._shift[begins] - self.slots
+        """(blocks,) the first place of the recomputation."""
+        self.extra = int(self._shift[-1])
+        """Places that all recomputations together add to the program."""
+
+    def moved(self, place: Places) -> Places:
+        """Return the indices that places of the traced program have in the program with recomputation."""
+        moved: Places = place + self._shift[place]
+        return moved
+
+
+class Held:
+    """Bytes held over the places of a program, by part: parameters, gradients, activations and others."""
+
+    def __init__(self, places: int) -> None:
+        self.places = places
+        self._change: dict[str, Array] = {}
+        """By part (places + 1,) the bytes added at each place, less those freed."""
+        self._spans: list[tuple[str, Places, Places, Array]] = []
+        """Part, first places, places of release, bytes."""
+
+    def add(self, part: str, start: Places | int, end: Places | int, size: Array | float) -> None:
+        """Add ``size`` bytes to a part over the places ``start`` to ``end - 1``, clipped to the program; arrays broadcast."""
+        if part not in self._change:
+            self._change[part] = np.zeros(self.places + 1)
+        changes = self._change[part]
+        if isinstance(size, float):  # most calls add one tensor of a block, for which arrays are slow
+            begin, stop = (min(max(int(place), 0), self.places) for place in (start, end))
+            changes[begin] += size
+            changes[stop] -= size
+            self._spans.append((part, np.array([begin]), np.array([stop]), np.array([size])))
+            return
+        starts, ends, sizes = np.broadcast_arrays(np.asarray(start), np.asarray(end), np.asarray(size, dtype=float))
+        starts, ends = np.clip(starts, 0, self.places), np.clip(ends, 0, self.places)
+        np.add.at(changes, starts, sizes)
+        np.subtract.at(changes, ends, sizes)
+        self._spans.append((part, starts.ravel(), ends.ravel(), sizes.ravel()))
+
+    def curves(self) -> dict[str, Array]:
+        """Return the bytes (places,) of each part."""
+        return {part: np.cumsum(change)[:-1] for part, change in self._change.items()}
+
+    def peak(self) -> Peak:
+        """Return the most bytes held at one place, with all parts summed."""
+        curves = self.curves()
+        curve = np.sum(list(curves.values()), axis=0)
+        fullest = int(curve.argmax())
+        return Peak(
+            total_bytes=float(curve[fullest]),
+            parts={name: float(part_curve[fullest]) for name, part_curve in curves.items()},
+            curve=curve,
+        )
+
+    def reserved_bytes(self, limit_bytes: float = inf) -> int | None:
+        """Return the bytes of a device that torch's caching allocator reserves for all tensors, by simulating it.
+
+        None: ``limit_bytes`` do not suffice. O(tensors log tensors).
+        """
+        lasting: list[float] = []
+        from_second_step: list[float] = []
+        spans: list[tuple[int, int, float]] = []
+        for part, starts, ends, sizes in self._spans:
+            is_held = (ends > starts) & (sizes > 0)
+            is_lasting = is_held & (starts == 0) & (ends == self.places)
+            (from_second_step if part == "optimizer" else lasting).extend(sizes[is_lasting].tolist())
+            is_temporary = is_held & ~is_lasting
+            spans += zip(
+                starts[is_temporary].tolist(), ends[is_temporary].tolist(), sizes[is_temporary].tolist(), strict=True
+            )
+        return reserved_bytes(lasting, from_second_step, spans, limit_bytes)
+
+
+def lifetimes_of(traced: TracedStep) -> TensorLifetimes:
+    """Return the lifetimes of a traced training step's storages. O(nodes).
+
+    Its blocks are the members of the module list with most of the parameters; there are none without such a list, or if
+    its members do not run one after another, each once.
+    """
+    return _Reader(traced).read()
+
+
+@dataclass(kw_only=True, slots=True)
+class _Storage:
+    """One storage while a step is read; fields of the same name are those of :class:`TensorLifetimes`."""
+
+    elements: int
+    width: int
+    alloc: int
+    role: int
+    owner: int
+    forward: int = 0
+    free: int = 0
+
+
+class _Reader:
+    """Reads the storages and blocks of a recorded step in one pass; storages are numbered in the order of first use."""
+
+    def __init__(self, traced: TracedStep) -> None:
+        self.traced, graph = traced, traced.graph
+        self.nodes: list[Node] = list(traced.fx.graph.nodes)
+        self.op_names = {node: name for name, node in traced.nodes.items()}
+        received = graph.kind == RECV
+        parameters = [graph.parameter[op] or "" for op in np.flatnonzero(received).tolist()]
+        self.container = block_container(parameters, graph.size_bytes[received].tolist())
+        placeholders = (node for node in self.nodes if node.op == "placeholder")
+        self.parameters = dict(zip(placeholders, parameters, strict=False))
+        starts = (place for place, node in enumerate(self.nodes) if self.op_names.get(node, "").startswith("backward"))
+        self.backward = next(starts, len(self.nodes) - 1)
+        self.block_at = self._read_block_names()
+        self.spans = self._read_spans()
+        self.block_numbers = {name: number for number, name in enumerate(self.spans)}
+        self.storages: list[_Storage] = []
+        self.storage_numbers: dict[int, int] = {}
+        """By the address of torch's storage."""
+        self.last_reads: dict[tuple[int, int], int] = {}
+        """By storage and block index, the last place of the block's forward pass that reads the storage."""
+
+    def read(self) -> TensorLifetimes:
+        """Return the lifetimes of all storages, and the blocks."""
+        used_storages = [
+            {
+                self._record_use(source, tensor, place)
+                for source in (*node.all_input_nodes, node)
+                for tensor in _tensors(source)
+            }
+            for place, node in enumerate(self.nodes)
+        ]
+        self._mark_gradients()
+        if self.spans:
+            self._assign_activations()
+        blocks = self._read_blocks(used_storages)
+        if not blocks:
+            for storage in self.storages:
+                storage.owner = -1
+        alloc = np.array([storage.alloc for storage in self.storages], dtype=np.int64)
+        product_numbers = {place: number for block in blocks for number, place in enumerate(block.products)}
+        input_rows = [
+            (storage, block, last_read)
+            for (storage, block), last_read in self.last_reads.items()
+            if blocks and alloc[storage] < blocks[block].first
+        ]
+        return TensorLifetimes(
+            traced=self.traced,
+            nodes=len(self.nodes),
+            backward=self.backward,
+            elements=tuple(storage.elements for storage in self.storages),
+            width=np.array([float(storage.width) for storage in self.storages]),
+            alloc=alloc,
+            forward=np.array([storage.forward for storage in self.storages], dtype=np.int64),
+            free=np.array([storage.free for storage in self.storages], dtype=np.int64),
+            role=np.array([storage.role for storage in self.storages], dtype=np.int64),
+            owner=np.array([storage.owner for storage in self.storages], dtype=np.int64),
+            product=np.array([product_numbers.get(place, -1) for place in alloc.tolist()], dtype=np.int64),
+            read=np.array(input_rows, dtype=np.int64).reshape(-1, 3),
+            trained_bytes=self._sum_trained_bytes(blocks, master=False),
+            master_bytes=self._sum_trained_bytes(blocks, master=True),
+            blocks=blocks,
+        )
+
+    def _record_use(self, source: Node, tensor: Tensor, place: int) -> int:
+        """Record that the node at ``place`` reads or makes a tensor of ``source``; return the index of its storage."""
+        storage_memory = tensor.untyped_storage()
+        if storage_memory._cdata not in self.storage_numbers:
+            is_placeholder = source.op == "placeholder"
+            role = (PARAMETER if source in self.parameters else GIVEN) if is_placeholder else ACTIVATION
+            self.storage_numbers[storage_memory._cdata] = len(self.storages)
+            self.storages.append(
+                _Storage(
+                    elements=storage_memory.nbytes() // tensor.element_size(),
+                    width=tensor.element_size(),
+                    alloc=0 if is_placeholder else place,
+                    role=role,
+                    owner=self._owner(self.parameters.get(source, "")),
+                )
+            )
+        storage_index = self.storage_numbers[storage_memory._cdata]
+        storage = self.storages[storage_index]
+        storage.free = max(storage.free, place)
+        if place < self.backward:
+            storage.forward = max(storage.forward, place)
+            if self.spans and self.block_at[place]:
+                self.last_reads[storage_index, self.block_numbers[self.block_at[place]]] = place
+        return storage_index
+
+    def _owner(self, parameter: str) -> int:
+        """Return the index of a parameter's block; -1: it lies outside all blocks."""
+        return self.block_numbers.get(block_of(parameter, self.container), -1) if self.container is not None else -1
+
+    def _mark_gradients(self) -> None:
+        """Mark the outputs after the loss, which are the gradients of the sent parameters and held to the program's end."""
+        graph = self.traced.graph
+        sent_parameters = [graph.parameter[op] or "" for op in np.flatnonzero(graph.kind == SEND).tolist()]
+        outputs = self.nodes[-1].args[0]
+        gradients = outputs[1:] if isinstance(outputs, (list, tuple)) else ()
+        for name, gradient in zip(
+            sent_parameters, (value for value in gradients if isinstance(value, Node)), strict=False
+        ):
+            for storage_index in self._storages_of(gradient):
+                storage = self.storages[storage_index]
+                storage.free, storage.role, storage.owner = len(self.nodes) - 1, GRADIENT, self._owner(name)
+
+    def _assign_activations(self) -> None:
+        """Set the owner of each activation whose last use in the forward pass lies in the block that makes it."""
+        for storage in self.storages:
+            if storage.role == ACTIVATION and storage.alloc < self.backward:
+                block_name = self.block_at[storage.alloc]
+                if block_name and storage.forward <= self.spans[block_name][1]:
+                    storage.owner = self.block_numbers[block_name]
+
+    def _read_blocks(self, storages_by_place: Sequence[set[int]]) -> tuple[ModelBlock, ...]:
+        """Return the blocks; none if a block has no backward pass.
+
+        ``storages_by_place``: indices of the storages that each node reads or makes.
+        """
+        backward_places: list[list[int]] = [[] for _ in self.spans]
+        for place in range(self.backward, len(self.nodes) - 1):
+            for owner in {self.storages[index].owner for index in storages_by_place[place]} - {-1}:
+                backward_places[owner].append(place)
+        if not all(backward_places):
+            return ()
+        overwritten, blocks = self._overwritten_storages(), []
+        for (name, (first, last)), places in zip(self.spans.items(), backward_places, strict=True):
+            products = tuple(place for place in range(first, last + 1) if _is_product(self.nodes[place]))
+            blocks.append(
+                ModelBlock(
+                    name=name,
+                    first=first,
+                    last=last,
+                    begins=places[0],
+                    ends=places[-1],
+                    products=products,
+                    keepable=tuple(
+                        product_index
+                        for product_index, place in enumerate(products)
+                        if overwritten.isdisjoint(self._storages_of(self.nodes[place]))
+                    ),
+                )
+            )
+        return tuple(blocks)
+
+    def _sum_trained_bytes(self, blocks: Sequence[ModelBlock], *, master: bool) -> Array:
+        """Return (blocks + 1,) the bytes of parameters with a gradient, those outside all blocks last.
+
+        ``master``: the bytes of their float32 copies instead.
+        """
+        graph = self.traced.graph
+        element_bytes = {
+            parameter: _tensors(node)[0].element_size() for node, parameter in self.parameters.items() if parameter
+        }
+        trained_bytes = np.zeros(len(blocks) + 1)
+        for op in np.flatnonzero(graph.kind == SEND).tolist():
+            parameter = graph.parameter[op] or ""
+            widening = max(_MASTER_BYTES / element_bytes[parameter], 1.0) if master else 1.0
+            trained_bytes[self._owner(parameter) if blocks else -1] += graph.size_bytes[op] * widening
+        return trained_bytes
+
+    def _storages_of(self, node: Node) -> set[int]:
+        return {self.storage_numbers[tensor.untyped_storage()._cdata] for tensor in _tensors(node)}
+
+    def _overwritten_storages(self) -> set[int]:
+        """Return the storages that an op of the forward pass changes in place."""
+        overwritten = set()
+        for node in self.nodes[: self.backward]:
+            if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+                for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
+                    if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Node):
+                        overwritten |= self._storages_of(value)
+        return overwritten
+
+    def _read_block_names(self) -> list[str]:
+        """Return the block of every node of the forward pass, "": none; a node without a name runs in its predecessor's."""
+        blocks: list[str] = []
+        current_block = ""
+        for node in self.nodes[: self.backward]:
+            if (name := self.op_names.get(node)) is not None:
+                scope = name.rpartition("/")[0].partition("/")[2]
+                current_block = block_of(f"{scope}.", self.container) if scope and self.container is not None else ""
+            blocks.append(current_block)
+        return blocks
+
+    def _read_spans(self) -> dict[str, tuple[int, int]]:
+        """Return by block the first and the last place of its forward pass; {} if a block runs in several pieces."""
+        spans: dict[str, tuple[int, int]] = {}
+        named_blocks: Sequence[str] = [name for name in self.block_at if name]
+        run_count = 1 + sum(block != next_block for block, next_block in pairwise(named_blocks)) if named_blocks else 0
+        for place, name in enumerate(self.block_at):
+            if name:
+                spans[name] = (spans.get(name, (place, place))[0], place)
+        return spans if len(spans) == run_count and len(spans) > 1 else {}
+
+
+def _is_product(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and is_product(node.target.overloadpacket.__name__)
+
+
+def _tensors(node: Node) -> list[Tensor]:
+    return tensors_of(value_of(node))

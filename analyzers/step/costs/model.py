@@ -1,0 +1,308 @@
+"""The cost model of one device: its datasheet, the constants that hold for it, and how sure its predictions are.
+
+The host issues ops, the device's queue runs them, and a step ends when both have: a model of small kernels is bound by the
+host, and says so. Start at :class:`CostModel`; :func:`cost_model` makes one from the device table and the calibration,
+:func:`estimate` gives every op of a graph its duration.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, fields, replace
+from typing import Any, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddltool.analyzers.step.costs.kernel_times import DATASHEET, UNITS, Constants, by_library, demand_of, seconds
+from ddltool.analyzers.step.costs.kernels import kernels_of
+from ddltool.calibration import CalibrationTable, Residuals
+from ddltool.device import GIVEN, Device, Generation, Network, name_key
+from ddltool.graph import COMPUTE, SEND, Estimate, Graph, assign_channels
+from ddltool.graph_results import CoverageFigures
+
+Array = NDArray[np.float64]
+# From this share of the device's time on a step is called bound by the host: a slower host then makes the step longer.
+HOST_BOUND = 0.9
+# A host that takes up to this share of the device's time does not show in the step.
+_HIDDEN = 0.5
+# From this share of the device's time on, kernels that differ by the library's version say how far off a step is.
+LIBRARY_BOUND = 0.3
+# A view is no kernel, but the host makes it: measured beside ops that launch one.
+VIEW = 0.25
+# The optimizer of whoever names none: predictions, plans and traces then speak of the same step.
+OPTIMIZER = "adam"
+# Branches of chips by their years; one without measured rows lies between its neighbours.
+BRANCHES = (
+    ("Kepler",),
+    ("Pascal HBM", "Volta", "Ampere HBM", "Hopper", "Blackwell HBM"),
+    ("Maxwell", "Pascal", "Turing", "Ampere", "Ada", "Blackwell"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Optimizer:
+    """What an update costs per byte of parameters."""
+
+    state_copies: float
+    """Copies of the parameters that it keeps."""
+    passes: float
+    """Times that it reads or writes the parameters' size."""
+    temporaries: float
+    """Copies of the gradients' size that it makes while it updates (torch's foreach kernels)."""
+
+
+OPTIMIZERS = {
+    "none": Optimizer(state_copies=0, passes=0, temporaries=0),
+    "sgd": Optimizer(state_copies=0, passes=3, temporaries=0),
+    "momentum": Optimizer(state_copies=1, passes=5, temporaries=0),
+    "adam": Optimizer(state_copies=2, passes=7, temporaries=1),
+    "adamw": Optimizer(state_copies=2, passes=7, temporaries=1),
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PredictedStep:
+    """The predicted time of one pass and its update, in seconds."""
+
+    op_s: Array
+    """(n,) device seconds of every op of the graph; 0 for transfers and views."""
+    host_s: float
+    """What the host takes to issue all ops."""
+    device_s: float
+    """What the device takes for all kernels, one after another."""
+    end_s: Array
+    """(n,) when every op has ended on the device, from the start of the pass; a view with the op before it."""
+    update_s: float
+    update_host_s: float
+    """The host's part of the update, a time per tensor: sharding the tensors does not shorten it."""
+    library_s: float = 0.0
+    """The part of ``device_s`` in kernels whose time differs by the library's version."""
+
+    @property
+    def pass_s(self) -> float:
+        """When the device is done: forward, and backward in training."""
+        return float(self.end_s[-1]) if len(self.end_s) else 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Pass and update."""
+        return self.pass_s + self.update_s
+
+    @property
+    def host_share(self) -> float:
+        """What the host takes, as a share of what the device takes."""
+        return self.host_s / self.device_s if self.device_s > 0 else 0.0
+
+    @property
+    def library_share(self) -> float:
+        """What kernels take that differ by the library's version, as a share of what the device takes."""
+        return self.library_s / self.device_s if self.device_s > 0 else 0.0
+
+    @property
+    def host_bound(self) -> bool:
+        """Whether the host needs about as long as the device, or longer."""
+        return self.host_share > HOST_BOUND
+
+
+def time_step(graph: Graph, device: Device, constants: Constants, *, optimizer: str = "none") -> PredictedStep:
+    """Return the predicted time of one step of a traced graph. O(n).
+
+    Precision and layout are those that the graph was traced in (``meta``).
+    """
+    kernels = kernels_of(graph)
+    precision, channels_last = str(graph.meta.get("precision", "fp32")), bool(graph.meta.get("channels_last", False))
+    demand = demand_of(kernels, device, precision=precision, channels_last=channels_last)
+    kernels_s = seconds(demand, constants)
+    op_s = kernels.per_op(kernels_s)
+    is_compute = graph.kind == COMPUTE
+    # What costs nothing in an ONNX file (constants, shapes, reshapes) is folded before it runs.
+    is_folded = np.array([op_type.startswith("onnx.") for op_type in graph.op_type], dtype=bool)
+    view_s = np.where(is_folded, 0.0, VIEW * constants.issue_s)
+    issue_s = np.where(is_compute, np.where(op_s > 0, constants.issue_s, view_s), 0.0)
+    issued_s, done_s = np.cumsum(issue_s), np.cumsum(op_s)
+    # An op starts once it was issued and the one before it has ended: end_i = max over j <= i of issued_j + t_j + ... + t_i.
+    slack_s = np.where(op_s > 0, issued_s - (done_s - op_s), -np.inf)
+    latest_slack_s = np.maximum.accumulate(slack_s)
+    end_s = np.where(np.isfinite(latest_slack_s), done_s + latest_slack_s, 0.0)
+    return PredictedStep(
+        op_s=op_s,
+        host_s=float(issued_s[-1]) if len(issued_s) else 0.0,
+        device_s=float(op_s.sum()),
+        end_s=end_s,
+        update_s=update_s(graph, device, constants, optimizer) if graph.mode == "training" else 0.0,
+        update_host_s=_update_host_s(graph, constants, optimizer) if graph.mode == "training" else 0.0,
+        library_s=float(kernels_s[by_library(demand)].sum()),
+    )
+
+
+def update_s(graph: Graph, device: Device, constants: Constants, optimizer: str) -> float:
+    """Return the seconds of the optimizer's update: its memory traffic, and host work per trained tensor."""
+    passes = OPTIMIZERS[optimizer].passes
+    if passes == 0:
+        return 0.0
+    bytes_per_s = (
+        device.free_of_codes * device.memory_bytes_per_s * constants.traffic["pointwise"] * constants.units["memory"]
+    )
+    return passes * graph.trained_bytes / bytes_per_s + _update_host_s(graph, constants, optimizer)
+
+
+def _update_host_s(graph: Graph, constants: Constants, optimizer: str) -> float:
+    return constants.update_s * len(graph.of_kind(SEND)) if OPTIMIZERS[optimizer].passes else 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class CostModel:
+    """Times on one device."""
+
+    device: Device
+    constants: Constants
+    residuals: Residuals
+    """Of a step that is bound by the device."""
+    host_residuals: Residuals
+    """Of a step that is bound by the host."""
+    library_residuals: Residuals
+    """Of a step whose kernels differ by the library's version."""
+
+    def step(self, graph: Graph, *, optimizer: str = "none") -> PredictedStep:
+        """Return the predicted time of one step of a traced graph on this device."""
+        return time_step(graph, self.device, self.constants, optimizer=optimizer)
+
+    def interval(self, step_s: float, *, host_share: float = 0.0, library_share: float = 0.0) -> tuple[float, float]:
+        """Return the lower and upper seconds between which 80 % of measurements of a step are expected.
+
+        The residuals of host-bound and library-bound steps widen the interval in proportion to two shares:
+        ``host_share``, the host's time over the device's, has no weight below ``_HIDDEN`` and all from ``HOST_BOUND`` on;
+        ``library_share``, of kernels that differ by the library's version, has all weight from ``LIBRARY_BOUND`` on.
+        """
+        low_ratio, high_ratio = self.residuals.low, self.residuals.high  # the prediction lies between them
+        for wider_residuals, share in (
+            (self.library_residuals, library_share / LIBRARY_BOUND),
+            (self.host_residuals, (host_share - _HIDDEN) / (HOST_BOUND - _HIDDEN)),
+        ):
+            weight = min(1.0, max(0.0, share))
+            low_ratio *= min(wider_residuals.low / low_ratio, 1.0) ** weight
+            high_ratio *= max(wider_residuals.high / high_ratio, 1.0) ** weight
+        return step_s * low_ratio, step_s * high_ratio
+
+    @property
+    def relative_error(self) -> float:
+        """Half the width of the interval as a share of the prediction."""
+        return (self.residuals.high - self.residuals.low) / 2.0
+
+
+def cost_model(device: Device, calibration: CalibrationTable) -> CostModel:
+    """Return the cost model of a device: with its own fit if a user calibrated it, else with its generation's factors."""
+    host_and_library = calibration.residuals["host"], calibration.residuals["library"]
+    own_fit = device.fitted
+    if own_fit is not None:
+        constants = _constants(calibration, dict(own_fit.units))
+        constants = replace(constants, issue_s=own_fit.issue_s, start_s=own_fit.start_s, update_s=own_fit.update_s)
+        return CostModel(device, constants, own_fit.residuals, *host_and_library)
+    if device.architecture == "CPU":
+        return datasheet(device)
+    measured_names = {name_key(name) for name in calibration.devices}
+    is_measured = name_key(device.name) in measured_names and not device.source.startswith(GIVEN)
+    error_kind = "device" if is_measured else "generation" if device.branch in calibration.judged else "unknown"
+    residuals = calibration.residuals[error_kind]  # type: ignore[index]
+    if device.architecture not in get_args(Generation):
+        residuals = _ANOTHER_MAKER
+    units = _units(device.branch, calibration)
+    return CostModel(device, _constants(calibration, units), residuals, *host_and_library)
+
+
+# Of other makers no row is known: kernels are believed to reach from 45 % to 170 % of what they reach on NVIDIA's, as shares.
+_ANOTHER_MAKER = Residuals(
+    low=0.6, high=2.2, median_error=0.4, rows=0, what="a belief: no GPU of this maker was measured"
+)
+# What they are believed to reach beside NVIDIA's of the same datasheet: published products on an MI300X reach about half of its
+# peak, copies four fifths of its bandwidth.
+_ANOTHER_MAKERS_UNITS = {"tensor": 0.6, "vector": 0.7, "memory": 0.85}
+# Datasheets alone were between a quarter of a measured step and all of it, on CPUs and GPUs alike.
+_UNCALIBRATED = Residuals(low=1.0, high=4.0, median_error=0.6, rows=1, what="the datasheet alone, never measured")
+
+
+def datasheet(device: Device) -> CostModel:
+    """Return the cost model of a device that reaches its datasheet and has no host beside it: how CPUs are estimated."""
+    return CostModel(device, DATASHEET, _UNCALIBRATED, _UNCALIBRATED, _UNCALIBRATED)
+
+
+def _constants(calibration: CalibrationTable, units: dict[str, float]) -> Constants:
+    shared: dict[str, Any] = {f.name: getattr(calibration, f.name) for f in fields(Constants) if f.name != "units"}
+    return Constants(**shared, units=units)
+
+
+def _units(branch: str, calibration: CalibrationTable) -> dict[str, float]:
+    """Return the factors of a branch by unit: measured, else the geometric mean of its measured neighbours', else 1."""
+    factors_by_branch = calibration.generations
+    if branch in factors_by_branch:
+        return dict(factors_by_branch[branch])
+    generations = next((generations for generations in BRANCHES if branch in generations), ())
+    if not generations:
+        return dict(_ANOTHER_MAKERS_UNITS) if branch.startswith("CDNA") else dict.fromkeys(UNITS, 1.0)
+    branch_index = generations.index(branch)
+    earlier = next(
+        (factors_by_branch[name] for name in reversed(generations[:branch_index]) if name in factors_by_branch), None
+    )
+    later = next((factors_by_branch[name] for name in generations[branch_index:] if name in factors_by_branch), None)
+    neighbours = [units for units in (earlier, later) if units is not None]
+    if not neighbours:
+        return dict.fromkeys(UNITS, 1.0)
+    return {unit: math.exp(float(np.mean([math.log(units[unit]) for units in neighbours]))) for unit in UNITS}
+
+
+def estimate(graph: Graph, model: CostModel, network: Network, *, optimizer: str = OPTIMIZER) -> Graph:
+    """Return the graph with every duration set for the model's device and ``network``, in seconds. O(n).
+
+    A compute op lasts from the end of the one before it to its own: where the device waits for the host, the op that it
+    waits for takes longer. ``meta`` gets the seconds of the update that follows the graph's ops (``update_s``), and between
+    which factors of the prediction 80 % of measurements are expected (``error_low``, ``error_high``). Transfers are spread
+    over ``network.parameter_servers`` channels; see :func:`assign_channels`.
+    """
+    graph = assign_channels(graph, network.parameter_servers)
+    step = model.step(graph, optimizer=optimizer)
+    error_low, error_high = model.interval(1.0, host_share=step.host_share, library_share=step.library_share)
+    is_compute = graph.kind == COMPUTE
+    transfer_s = network.latency_s + graph.size_bytes / network.bandwidth_bytes_per_s
+    durations = np.where(is_compute, np.diff(step.end_s, prepend=0.0), transfer_s)
+    sources = tuple(_estimate_source(s) if c else "rule" for s, c in zip(graph.estimate, is_compute, strict=True))
+    meta = {
+        **graph.meta,
+        "oracle": "roofline",
+        "device": model.device.name,
+        "bandwidth_bytes_per_s": network.bandwidth_bytes_per_s,
+        "latency_s": network.latency_s,
+        "parameter_servers": network.parameter_servers,
+        "optimizer": optimizer,
+        "update_s": step.update_s,
+        "update_host_s": step.update_host_s,
+        "host_share": step.host_share,
+        "library_share": step.library_share,
+        "error_low": error_low,
+        "error_high": error_high,
+    }
+    return replace(graph, meta=meta).with_durations(np.maximum(durations, 0.0), sources)
+
+
+def _estimate_source(source: Estimate | None) -> Estimate:
+    """Return the source of an op's estimated time; None, a cost without provenance, counts as "default"."""
+    return source if source in ("rule", "free") else "default"
+
+
+def coverage(graph: Graph) -> CoverageFigures:
+    """Return the shares of compute ops, and of their estimated time, by the source of the estimate."""
+    is_compute = graph.kind == COMPUTE
+    source, times_s = np.array(graph.estimate, dtype=object)[is_compute], np.nan_to_num(graph.duration_s)[is_compute]
+    op_count, total_s = max(len(times_s), 1), float(times_s.sum()) or 1.0
+    figures: dict[str, float] = {}
+    for name in ("rule", "measured", "default", "free"):
+        is_chosen = source == name
+        figures |= {
+            f"{name}_ops": int(is_chosen.sum()) / op_count,
+            f"{name}_time": float(times_s[is_chosen].sum()) / total_s,
+        }
+    del figures["free_time"]
+    default_counts = Counter(graph.op_type[op] for op in np.flatnonzero(is_compute) if graph.estimate[op] == "default")
+    default_types = sorted(default_counts.items(), key=lambda item: (-item[1], item[0]))
+    return CoverageFigures.model_validate({**figures, "default_types": default_types})

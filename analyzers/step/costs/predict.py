@@ -1,0 +1,622 @@
+"""Predicted steps over batch sizes and placements of a job on one device type. Start at :func:`predict`.
+
+The work of a step at any batch size is counted from one trace where it is a function of its batch
+(:func:`ddltool.analyzers.step.tracing.torch_adapter.trace_any_batch`): its graph, and the memory alive while it runs. A step is
+``accumulation`` passes and an update. With several replicas the gradients leave in DDP's default buckets over a ring
+(Patarasuk and Yuan, JPDC 2009) while the last backward pass goes on, and only what is left after it counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, get_args
+
+import numpy as np
+import pandas as pd
+
+from ddltool.analyzers.step.communication.collectives import default_cuts, finish_s
+from ddltool.analyzers.step.communication.fsdp import simulate_fsdp, units_of
+from ddltool.analyzers.step.communication.nccl import Fabric
+from ddltool.analyzers.step.communication.program import Program, program_of
+from ddltool.analyzers.step.costs.kernels import compiled
+from ddltool.analyzers.step.costs.memory import (
+    Array,
+    Checkpointing,
+    Held,
+    Peak,
+    Recomputation,
+    SavedOps,
+    Sharding,
+    TensorLifetimes,
+    lifetimes_of,
+)
+from ddltool.analyzers.step.costs.model import HOST_BOUND, OPTIMIZER, OPTIMIZERS, CostModel, estimate
+from ddltool.analyzers.step.tracing.dialect import Numerics
+from ddltool.analyzers.step.tracing.sources import Source, demand_whole, is_graph_file, is_onnx_file, resolve_step
+from ddltool.analyzers.step.tracing.step import TrainingStep
+from ddltool.analyzers.step.tracing.torch_adapter import AS_DEFAULT, TracedStep, trace_any_batch
+from ddltool.device import GIVEN, Device, Network
+from ddltool.errors import Infeasible, InputError, did_you_mean
+from ddltool.graph import Graph
+from ddltool.graph_results import (
+    MemoryTimeline,
+    PredictedDevice,
+    PredictedRow,
+    PredictionAssumptions,
+    PredictResult,
+    RecomputeFigures,
+)
+from ddltool.plans import Recomputed
+from ddltool.units import parse_bytes
+
+if TYPE_CHECKING:  # it loads a solver
+    from ddltool.analyzers.step.costs.checkpointing import CheckpointingChoice
+
+# What a training process cannot have of the device: what the driver keeps (1 to 1.5 %) and a context that loads its kernels
+# when they are needed.
+RESERVED_BYTES = 2.0**30
+# A context that loads all kernels of torch and cuDNN at once, as CUDA did before 11.7: what nvidia-smi shows of a process
+# whose model is tiny (Lucid's PPO, 2.00 GiB on an RTX 3090).
+CONTEXT_BYTES = 2.0 * 2**30
+# What segments may take beyond those of the played allocator: torchtitan's runs took up to a tenth more.
+FRAGMENTED = 1.1
+# Of each of NCCL's communicators: 4 MiB (NCCL_BUFFSIZE) each way for up to 32 channels.
+_COMMUNICATOR_BYTES = 2 * 32 * 4 * 2.0**20
+# A choice of activations that leaves its device no room is made again for a smaller budget, so many times.
+_TIGHTER, _TIGHTENED = 0.95, 8
+# Moments of a timeline of memory.
+_MOMENTS = 160
+# A rate of 90 % of the best predicted one counts as saturated, as for measured profiles.
+_SATURATED = 0.9
+_ASSUMED = ("compile", "optimizer", "accumulation", "sharding", "checkpointing")
+# What each precision computes in.
+_TYPES = {"amp": "float16", "bf16": "bfloat16", "tf32": "tf32", "fp32": "float32"}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WorkCurve:
+    """The work of a step at any batch size."""
+
+    traced: TracedStep
+    _lifetimes: dict[int, TensorLifetimes] = field(default_factory=dict)
+    """By traced batch size."""
+
+    def lifetimes(self, batch_size: int) -> TensorLifetimes:
+        """Return the tensor lifetimes of the step at a batch size. O(calls) the first time.
+
+        One trace serves all batch sizes if its shapes scale with the batch; otherwise the step is traced again, at the
+        next multiple of 8 if it does not run at ``batch_size``. Raises InputError if both traces fail.
+        """
+        traced = self.traced
+        if batch_size != traced.graph.batch_size and traced.scale(batch_size) is None:
+            try:
+                traced = traced.traced_at(batch_size)
+            except InputError:
+                if batch_size % 8 == 0:
+                    raise
+                return self.lifetimes(batch_size + -batch_size % 8)
+        size = traced.graph.batch_size or 0
+        if size not in self._lifetimes:
+            self._lifetimes[size] = lifetimes_of(traced)
+        return self._lifetimes[size]
+
+    def held(
+        self, batch_size: int, sharding: Sharding, optimizer: str, saved_ops: SavedOps | Checkpointing = "none"
+    ) -> Held | None:
+        """Return the bytes of tensors that one process holds at every place of the program; no workspace of kernels.
+
+        None: ``batch_size`` is larger than any at which the step was traced. Raises InputError for checkpointing of a
+        model without a list of blocks.
+        """
+        if self.traced.largest is not None and batch_size > self.traced.largest:
+            return None
+        lifetimes = self.lifetimes(batch_size)
+        saved_ops = lifetimes.every_block(saved_ops) if isinstance(saved_ops, str) else saved_ops
+        return lifetimes.held(
+            Recomputation(lifetimes, saved_ops), sharding, optimizer, lifetimes.sizes(self.scaled(batch_size))
+        )
+
+    def workspace_bytes(self, batch_size: int) -> float:
+        """Return what cuDNN may take beside the tensors: :meth:`TensorLifetimes.workspace_bytes`."""
+        return self.lifetimes(batch_size).workspace_bytes(self.scaled(batch_size))
+
+    def scaled(self, batch_size: int) -> int | None:
+        """Return the argument of :meth:`TensorLifetimes.sizes` for a batch size; None: its lifetimes need no scaling."""
+        return batch_size if self.lifetimes(batch_size).traced is self.traced else None
+
+    def peak(
+        self, batch_size: int, sharding: Sharding, optimizer: str, checkpointing: Checkpointing = "none"
+    ) -> Peak | None:
+        """Return the most bytes of tensors that one process holds at one time; None as for :meth:`held`."""
+        held = self.held(batch_size, sharding, optimizer, checkpointing)
+        return None if held is None else held.peak()
+
+    def runs_at(self, batch_size: int) -> bool:
+        """Return whether the step runs at a batch size; only a step whose shapes do not scale has to be traced for it."""
+        if self.traced.prime == self.traced.graph.batch_size:
+            return True
+        try:
+            self.traced.at(batch_size)
+        except InputError:
+            return False
+        return True
+
+
+def measure_work(build: Callable[[], TrainingStep], numerics: Numerics = AS_DEFAULT) -> WorkCurve:
+    """Return the work of the training step that ``build`` makes. Raises InputError when it cannot be traced."""
+    return WorkCurve(traced=trace_any_batch(build, mode="training", numerics=numerics))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """Replicas over nodes; one node is joined by the local link, several by the network."""
+
+    num_nodes: int
+    num_replicas: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_nodes <= self.num_replicas:
+            text = f"{self.num_replicas} replicas on {self.num_nodes} nodes"
+            raise InputError("--replicas", text, "every node holds at least one replica")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """How the replicas are joined, and how the model is trained."""
+
+    fabric: Fabric
+    optimizer: str = OPTIMIZER
+    accumulation: int = 1
+    """Passes in a step."""
+    compile: bool = False
+    sharding: str = "ddp"
+    """A text for :meth:`Sharding.named`; one replica is never sharded."""
+    checkpointing: str = "none"
+    """Of every block (none, selective, full), or the budget in bytes of a step's tensors, such as 40GiB."""
+
+    def sharded(self, replicas: int) -> Sharding:
+        """Return how ``replicas`` share the step's state."""
+        return Sharding.named(self.sharding if replicas > 1 else "none", replicas)
+
+    @property
+    def budget_bytes(self) -> float | None:
+        """Return the budget of a step's tensors; None: ``checkpointing`` names one kind for all blocks."""
+        if self.checkpointing in get_args(Checkpointing):
+            return None
+        return parse_bytes(self.checkpointing, "--checkpointing")
+
+    @property
+    def uniform(self) -> Checkpointing:
+        """Return the checkpointing of every block; under a budget ``full``, which holds least."""
+        kinds: tuple[Checkpointing, ...] = get_args(Checkpointing)
+        return next((kind for kind in kinds if kind == self.checkpointing), "full")
+
+    def __post_init__(self) -> None:
+        if not any(sign.isdigit() for sign in self.checkpointing) and self.checkpointing not in get_args(Checkpointing):
+            suggestion = did_you_mean(self.checkpointing, (*get_args(Checkpointing), "40GiB"))
+            raise InputError("--checkpointing", f"unknown {self.checkpointing!r}", suggestion)
+        _ = self.budget_bytes
+        if self.optimizer not in OPTIMIZERS:
+            raise InputError("--optimizer", f"unknown {self.optimizer!r}", did_you_mean(self.optimizer, OPTIMIZERS))
+
+
+def predict_on(
+    curve: WorkCurve,
+    model_settings: Sequence[tuple[CostModel, Setting]],
+    batch_sizes: Sequence[int] | None,
+    replicas: Sequence[int],
+    source: str,
+) -> PredictResult:
+    """Return the predicted rows on each device, their assumptions, and the error of each device's cost model.
+
+    Args:
+        curve: the work of the model's step.
+        model_settings: one cost model and setting per device; assumptions are reported from the first setting.
+        batch_sizes: local batch sizes; None: powers of two up to each device's memory limit.
+        replicas: numbers of replicas to predict for.
+        source: name of the model.
+
+    Raises Infeasible if ``batch_sizes`` is None and one sample does not fit.
+    """
+    first_setting, meta = model_settings[0][1], curve.traced.graph.meta
+    rows, devices = [], {}
+    for model, setting in model_settings:
+        placements = [
+            Placement(num_nodes=math.ceil(n / setting.fabric.gpus_per_node), num_replicas=n) for n in replicas
+        ]
+        sizes = batch_sizes or _fitting_sizes(curve, model, setting, max(replicas))
+        predicted = predict(curve, model, setting, sizes, placements, source)
+        fitting_rows = [row for row in predicted if row.fits]
+        smallest_replica_rows = [row for row in fitting_rows if row.num_replicas == predicted[0].num_replicas]
+        best_rate = max((row.samples_per_s for row in smallest_replica_rows), default=0.0)
+        saturated_sizes = [
+            row.local_batch_size for row in smallest_replica_rows if row.samples_per_s >= _SATURATED * best_rate
+        ]
+        devices[model.device.name] = PredictedDevice(
+            saturation_batch=min(saturated_sizes, default=None),
+            memory_limit_batch=memory_limit_batch(curve, model.device, setting, predicted[0].num_replicas),
+            has_precision=_TYPES[str(meta.get("precision"))] in model.device.peak_flops,
+            price_per_hour=model.device.price_per_hour,
+            error=model.residuals,
+            link_bytes_per_s=setting.fabric.inside.bytes_per_s,
+            memory=timeline(curve, model, setting, max(fitting_rows, key=lambda row: row.samples_per_s))
+            if fitting_rows
+            else None,
+        )
+        rows += predicted
+    assumed = {
+        **{name: meta.get(name) for name in ("precision", "channels_last")},
+        **{name: getattr(first_setting, name) for name in _ASSUMED},
+        "sequence_length": meta.get("tokens_per_sample"),
+        "bandwidth_bytes_per_s": first_setting.fabric.between.bytes_per_s,
+        "gpus_per_node": first_setting.fabric.gpus_per_node,
+    }
+    return PredictResult(
+        predicted=True, rows=rows, devices=devices, assumptions=PredictionAssumptions.model_validate(assumed)
+    )
+
+
+def _fitting_sizes(curve: WorkCurve, model: CostModel, setting: Setting, replicas: int) -> tuple[int, ...]:
+    """Return 1, 2, 4, ... up to the memory limit. Raises Infeasible when one sample does not fit."""
+    limit = memory_limit_batch(curve, model.device, setting, replicas)
+    if limit < 1 and setting.budget_bytes:
+        sharding, seconds = (
+            setting.sharded(replicas),
+            curve.lifetimes(1).seconds(timed_step(curve.traced.at(1), model, setting)),
+        )
+        # Raises Infeasible with the least budget that holds one sample, unless blocks with different choices fit.
+        _choose_saved_ops(curve, model, setting, sharding, seconds, 1)
+        return (1,)
+    if limit < 1:
+        raise Infeasible(
+            f"one sample does not fit the {model.device.memory_gib:g} GiB of a {model.device.name}, by estimate; "
+            f"{remedy(curve, model.device, setting, replicas) or 'nor does it sharded over 1,024'}; "
+            "give --batch-sizes to see its time all the same"
+        )
+    powers_of_two = tuple(2**power for power in range(limit.bit_length()))
+    return tuple(size for size in powers_of_two if curve.runs_at(size)) or powers_of_two
+
+
+def remedy(curve: WorkCurve, device: Device, setting: Setting, replicas: int) -> str:
+    """Return the least change of options by which one sample fits a device, with its largest batch; "": no change helps.
+
+    Changes are tried by number of replicas, then by kind of sharding, then by checkpointing, the least first.
+    """
+    checkpointings: list[Checkpointing] = ["none", "selective", "full"]
+    checkpointings = checkpointings[checkpointings.index(setting.uniform) :] if curve.lifetimes(1).blocks else ["none"]
+    replica_counts = [replicas, *(2**power for power in range(1, 11) if 2**power > replicas)]
+    for replica_count in replica_counts:
+        sharding_kinds = (
+            [setting.sharding, "zero1", "fsdp"]
+            if replica_count == replicas > 1
+            else [setting.sharding if replica_count == 1 else "fsdp"]
+        )
+        for sharding_kind in dict.fromkeys(sharding_kinds):
+            for checkpointing in checkpointings:
+                if (replica_count, sharding_kind, checkpointing) == (replicas, setting.sharding, setting.uniform):
+                    continue
+                candidate = replace(setting, sharding=sharding_kind, checkpointing=checkpointing)
+                if limit := memory_limit_batch(curve, device, candidate, replica_count):
+                    changed_options = [f"--replicas {replica_count}"] * (replica_count != replicas)
+                    changed_options += [f"--sharding {sharding_kind}"] * (sharding_kind != setting.sharding)
+                    changed_options += [f"--checkpointing {checkpointing}"] * (checkpointing != setting.checkpointing)
+                    return f"with {' '.join(changed_options)} a local batch of {limit} does"
+    return ""
+
+
+def predict(
+    curve: WorkCurve,
+    model: CostModel,
+    setting: Setting,
+    batch_sizes: Sequence[int],
+    placements: Sequence[Placement],
+    source: str = "",
+) -> list[PredictedRow]:
+    """Return one prediction per placement and local batch size, placements outermost. O(ops log ops) per batch size.
+
+    Raises InputError for a batch size at which the step cannot be traced, and Infeasible for a budget of memory that no
+    choice of checkpointing keeps.
+    """
+    timed = {size: timed_step(curve.traced.at(size), model, setting) for size in batch_sizes}
+    recomputed_steps: dict[tuple[int, Sharding], _RecomputedStep] = {}
+    rows = []
+    for placement in placements:
+        sharding = setting.sharded(placement.num_replicas)
+        for size in batch_sizes:
+            if (size, sharding) not in recomputed_steps:
+                same_size_step = next(
+                    (
+                        step
+                        for (step_size, _), step in recomputed_steps.items()
+                        if step_size == size and not setting.budget_bytes
+                    ),
+                    None,
+                )
+                recomputed_steps[size, sharding] = same_size_step or _recompute_step(
+                    curve, model, setting, sharding, timed[size], size
+                )
+            rows.append(_predict_row(curve, model, setting, placement, recomputed_steps[size, sharding], size, source))
+    return rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _RecomputedStep:
+    """A timed step with the recomputation of its checkpointed blocks."""
+
+    graph: Graph
+    """Recomputation counts in the durations of the backward pass."""
+    program: Program
+    saved_ops: SavedOps
+    figures: RecomputeFigures | None
+    """None: nothing is checkpointed."""
+
+
+def _recompute_step(
+    curve: WorkCurve, model: CostModel, setting: Setting, sharding: Sharding, timed: Graph, size: int
+) -> _RecomputedStep:
+    """Return a timed step of local batch ``size`` with the recomputation that the setting's checkpointing adds."""
+    if setting.checkpointing == "none":
+        return _RecomputedStep(graph=timed, program=program_of(timed), saved_ops={}, figures=None)
+    lifetimes = curve.lifetimes(size)
+    saved_ops: SavedOps = lifetimes.every_block(setting.uniform)
+    budget_bytes, lower_bound_s = setting.budget_bytes, None
+    if budget_bytes is not None:
+        choice = _choose_saved_ops(curve, model, setting, sharding, lifetimes.seconds(timed), size)
+        saved_ops, lower_bound_s = choice.saved_ops, choice.bound_s
+    recompute_s = lifetimes.recompute_s(Recomputation(lifetimes, saved_ops), lifetimes.seconds(timed)).sum()
+    modules = [Recomputed(module=name, keeps=list(kept)) for name, kept in saved_ops.items()]
+    figures = RecomputeFigures(
+        modules=modules, recomputed_s=float(recompute_s), budget_bytes=budget_bytes, lower_bound_s=lower_bound_s
+    )
+    lengthened_graph = lifetimes.lengthened(saved_ops, timed)
+    return _RecomputedStep(
+        graph=lengthened_graph, program=program_of(lengthened_graph), saved_ops=saved_ops, figures=figures
+    )
+
+
+def _choose_saved_ops(
+    curve: WorkCurve, model: CostModel, setting: Setting, sharding: Sharding, seconds: Array, size: int
+) -> CheckpointingChoice:
+    """Return the cheapest choice of saved ops under the setting's budget of memory; ``seconds`` (nodes,) of the places.
+
+    A choice for which the device's allocator finds no room is made again for a smaller budget.
+    """
+    from ddltool.analyzers.step.costs.checkpointing import cheapest  # it loads a solver
+
+    lifetimes, budget_bytes = curve.lifetimes(size), setting.budget_bytes or 0.0
+    choice = None
+    for _ in range(_TIGHTENED):
+        try:
+            choice = cheapest(lifetimes, seconds, sharding, setting.optimizer, budget_bytes, curve.scaled(size))
+        except Infeasible:
+            if choice is None:
+                raise
+            break
+        held = curve.held(size, sharding, setting.optimizer, choice.saved_ops)
+        if held is None or held.reserved_bytes(usable_bytes(model.device)) is not None:
+            break
+        budget_bytes = _TIGHTER * min(budget_bytes, choice.peak_bytes)
+    assert choice is not None
+    return choice
+
+
+def _predict_row(
+    curve: WorkCurve,
+    model: CostModel,
+    setting: Setting,
+    placement: Placement,
+    step: _RecomputedStep,
+    size: int,
+    source: str,
+) -> PredictedRow:
+    """Return the predicted time, throughput, memory and price of one placement at local batch ``size``."""
+    graph, program = step.graph, step.program
+    sharding = setting.sharded(placement.num_replicas)
+    part_update_s, host_share = own_update_s(graph, sharding), float(graph.meta.get("host_share") or 0.0)
+    step_s = step_of(program, setting, placement, sharding, part_update_s)
+    library_share = float(graph.meta.get("library_share") or 0.0)
+    low_s, high_s = model.interval(step_s, host_share=host_share, library_share=library_share)
+    samples, tokens = placement.num_replicas * size * setting.accumulation, graph.meta.get("tokens_per_sample")
+    held = curve.held(size, sharding, setting.optimizer, step.saved_ops)
+    if held is None:
+        raise InputError("--batch-sizes", f"{size} is more than the step is traced at", "give a smaller one")
+    peak_bytes, limited_bytes = held.peak().total_bytes, held.reserved_bytes(usable_bytes(model.device))
+    # Segments that do not fit are reported as on an unlimited device, which never gives free ones back.
+    reserved_bytes = limited_bytes if limited_bytes is not None else held.reserved_bytes() or 0
+    memory_low_bytes, memory_high_bytes = memory_range(
+        peak_bytes, reserved_bytes, sharding, placement.num_replicas, curve.workspace_bytes(size)
+    )
+    price = model.device.price_per_hour
+    return PredictedRow(
+        device=model.device.name,
+        num_nodes=placement.num_nodes,
+        num_replicas=placement.num_replicas,
+        local_batch_size=size,
+        step_time_s=step_s,
+        predicted_low_s=low_s,
+        predicted_high_s=high_s,
+        sync_time_s=max(step_s - setting.accumulation * program.compute_s - part_update_s, 0.0),
+        peak_memory_bytes=round(peak_bytes),
+        reserved_bytes=reserved_bytes,
+        memory_low_bytes=round(memory_low_bytes),
+        memory_high_bytes=round(memory_high_bytes),
+        fits=limited_bytes is not None,
+        recompute=step.figures,
+        samples_per_s=samples / step_s,
+        tokens_per_s=samples * float(tokens) / step_s if isinstance(tokens, (int, float)) else None,
+        mfu=setting.accumulation * products_s(graph, model.device) / step_s,
+        host_bound=host_share > HOST_BOUND,
+        price_per_million_samples=None
+        if price is None
+        else price * placement.num_replicas / 3600 / (samples / step_s) * 1e6,
+        accumulation_steps=setting.accumulation - 1,
+        source=source,
+        origin="predicted",
+    )
+
+
+def step_of(program: Program, setting: Setting, placement: Placement, sharding: Sharding, update_s: float) -> float:
+    """Return the seconds of a step: its passes, the communication that outlasts them, and the optimizer's update.
+
+    ``update_s``: of the part that one process updates. Sharded processes communicate in every pass, others in the last.
+    """
+    last_pass_s = _synchronized_pass_s(program, setting, placement, sharding)
+    other_pass_s = last_pass_s if sharding.gathers else program.compute_s
+    return (setting.accumulation - 1) * other_pass_s + last_pass_s + update_s
+
+
+def own_update_s(graph: Graph, sharding: Sharding) -> float:
+    """Return the seconds in which a process updates its shard, from the ``meta`` of a graph.
+
+    The host's share per tensor stays whole if every tensor is sharded (fsdp), and shrinks if tensors are shared out (zero1).
+    """
+    whole_s, host_s = (float(graph.meta.get(name) or 0.0) for name in ("update_s", "update_host_s"))
+    return host_s + (whole_s - host_s) / sharding.shard if sharding.gathers else whole_s / sharding.shard
+
+
+def timed_step(graph: Graph, model: CostModel, setting: Setting) -> Graph:
+    """Return a traced training graph with the model's times, compiled first if the setting says so."""
+    run = compiled(graph) if setting.compile else graph
+    return estimate(run, model, Network(), optimizer=setting.optimizer)
+
+
+def products_s(graph: Graph, device: Device) -> float:
+    """Return the seconds of all matrix products, convolutions and attention at the device's dense peak: what MFU counts.
+
+    In ``fp32`` convolutions and recurrent layers may use TF32, so its peak is theirs.
+    """
+    precision = str(graph.meta.get("precision", "fp32"))
+    peak = device.peak_for(_TYPES[precision])
+    convolution_peak = device.peak_for("tf32") if precision == "fp32" else peak
+    is_product = graph.gemm[:, 1] > 0
+    op_kinds = [op_type.rpartition(".")[2] for op_type in graph.op_type]
+    is_convolution = is_product & np.array(
+        [name.startswith(("convolution", "recurrent")) for name in op_kinds], dtype=bool
+    )
+    return float(
+        graph.flops[is_convolution].sum() / convolution_peak + graph.flops[is_product & ~is_convolution].sum() / peak
+    )
+
+
+def usable_bytes(device: Device) -> float:
+    """Return the bytes of a device's memory that a training process can have.
+
+    A size that a user gives is taken as the one that the driver shows: error-correcting codes are not deducted from it.
+    """
+    share = 1.0 if device.source.startswith(GIVEN) else device.free_of_codes
+    return share * device.memory_gib * 2.0**30 - RESERVED_BYTES
+
+
+def _synchronized_pass_s(program: Program, setting: Setting, placement: Placement, sharding: Sharding) -> float:
+    """Return the seconds of a pass that communicates: forward, backward, and the collectives that outlast them."""
+    if placement.num_replicas == 1:
+        return program.compute_s
+    if not sharding.gathers:
+        if sharding.kind == "none":
+            raise InputError("--sharding", f"none on {placement.num_replicas} replicas", "give ddp, fsdp or another")
+        all_replicas = setting.fabric.over(placement.num_replicas, placement.num_nodes)
+        reduced_s = max(program.compute_s, finish_s(program, all_replicas, default_cuts(program)))
+        # ZeRO-1: each process gathers the parameters that the others have updated.
+        return reduced_s + (
+            all_replicas.all_gather_s(float(program.size_bytes.sum())) if sharding.kind == "zero1" else 0.0
+        )
+    group = setting.fabric.sharded(placement.num_replicas, sharding.shard, placement.num_nodes)
+    units = units_of(program)
+    if units is None:  # one unit: everything is gathered before the step and reduced after it
+        parameter_bytes = float(program.held_bytes.sum())
+        return (
+            group.all_gather_s(parameter_bytes)
+            + program.compute_s
+            + group.reduce_scatter_s(float(program.size_bytes.sum()))
+        )
+    forward_group = setting.fabric.over(sharding.forward_shard) if sharding.forward_shard else None
+    return simulate_fsdp(*units, group, 1, 1, reshard=sharding.reshards, near=forward_group).step_s
+
+
+def memory_range(
+    peak_bytes: float, reserved_bytes: float, sharding: Sharding, replicas: int, workspace_bytes: float
+) -> tuple[float, float]:
+    """Return the least and the most bytes that a process is likely to take of a device.
+
+    The least is its tensors. The most is the allocator's segments and a tenth, a context with all kernels loaded, the
+    workspace of cuDNN's search, and buffers of the communicators (one, and with HSDP one more between groups).
+    """
+    communicators = (replicas > 1) + (sharding.kind == "hsdp" and replicas > sharding.shard)
+    most = FRAGMENTED * reserved_bytes + CONTEXT_BYTES + workspace_bytes + communicators * _COMMUNICATOR_BYTES
+    return peak_bytes, most
+
+
+def memory_limit_batch(curve: WorkCurve, device: Device, setting: Setting, num_replicas: int = 1) -> int:
+    """Return the largest local batch that fits the device, by bisection; 0: one sample does not fit.
+
+    Under a budget of memory all blocks count as fully checkpointed.
+    """
+    sharding, available_bytes = setting.sharded(num_replicas), usable_bytes(device)
+
+    def fits(size: int) -> bool:
+        memory = curve.held(size, sharding, setting.optimizer, setting.uniform)
+        if memory is None or memory.peak().total_bytes > min(available_bytes, setting.budget_bytes or available_bytes):
+            return False
+        return memory.reserved_bytes(available_bytes) is not None
+
+    # ``fitting_size`` always fits; ``larger_size`` does not once the first loop is over.
+    if not fits(1):
+        return 0
+    fitting_size, larger_size = 1, 2
+    while fits(larger_size) and larger_size < 2**40:
+        fitting_size, larger_size = larger_size, 2 * larger_size
+    while larger_size - fitting_size > 1:
+        middle_size = (fitting_size + larger_size) // 2
+        fitting_size, larger_size = (middle_size, larger_size) if fits(middle_size) else (fitting_size, middle_size)
+    return fitting_size
+
+
+def timeline(curve: WorkCurve, model: CostModel, setting: Setting, row: PredictedRow) -> MemoryTimeline | None:
+    """Return the memory of one process over a predicted row's pass, at the fullest moment of each of ``_MOMENTS`` equal spans.
+
+    None: the step is not traced at so large a batch.
+    """
+    size, lifetimes = row.local_batch_size, curve.lifetimes(row.local_batch_size)
+    saved_ops = {block.module: block.keeps for block in row.recompute.modules} if row.recompute else {}
+    held = curve.held(size, setting.sharded(row.num_replicas), setting.optimizer, saved_ops)
+    if held is None:
+        return None
+    end_s = lifetimes.clock(Recomputation(lifetimes, saved_ops), timed_step(curve.traced.at(size), model, setting))
+    bytes_by_part, total_bytes = held.curves(), held.peak().curve
+    span_index = np.minimum((_MOMENTS * end_s / max(end_s[-1], 1e-30)).astype(np.int64), _MOMENTS - 1)
+    order = np.lexsort((total_bytes, span_index))
+    fullest_places = np.sort(order[np.append(np.diff(span_index[order]) > 0, True)])
+    fullest_bytes = {part: curve[fullest_places] for part, curve in bytes_by_part.items()}
+    return MemoryTimeline(
+        num_replicas=row.num_replicas,
+        local_batch_size=size,
+        time_s=end_s[fullest_places].tolist(),
+        parts={part: np.maximum(curve, 0.0).tolist() for part, curve in fullest_bytes.items() if curve.any()},
+    )
+
+
+def work_of(source: Source, numerics: Numerics, sequence_length: int | None) -> WorkCurve:
+    """Return the work of SOURCE's training step at any batch size.
+
+    Raises InputError for a graph or ONNX file, and for a library's model of which the example inputs miss a part.
+    """
+    if is_graph_file(source) or is_onnx_file(source):
+        remedy = "give a torch source: zoo:NAME, timm:NAME, transformers:NAME, file.py:factory"
+        raise InputError(str(source), "holds one batch size only and cannot be traced at others", remedy)
+    with contextlib.redirect_stdout(sys.stderr):  # what the user's forward prints must not mix with the result
+        curve = measure_work(lambda: resolve_step(source, sequence_length), numerics)
+    return replace(curve, traced=replace(curve.traced, graph=demand_whole(curve.traced.graph, source)))
+
+
+def predicted_profile(result: PredictResult) -> pd.DataFrame:
+    """Return the predicted rows as a table of measured ones; columns without any value are left out."""
+    assumptions = result.assumptions
+    layout_label = ", channels_last" if assumptions.channels_last else ""
+    compile_label = ", compiled" if assumptions.compile else ""
+    settings = f"predicted, {assumptions.precision}{layout_label}{compile_label}, optimizer {assumptions.optimizer}"
+    rows = [{**row.model_dump(mode="json", exclude={"recompute"}), "settings": settings} for row in result.rows]
+    return pd.DataFrame(rows).dropna(axis="columns", how="all")

@@ -1,0 +1,114 @@
+"""A graph with a time for every op, from whoever knows it: the file, the cost model, this machine, a profiler trace."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ddltool.analyzers.step.costs.model import cost_model, estimate
+from ddltool.analyzers.step.tracing.sources import Source, is_graph_file, is_onnx_file, load_graph, resolve_step
+from ddltool.device import Network
+from ddltool.errors import InputError
+from ddltool.graph import Graph, Mode
+from ddltool.shipped import calibration, known_devices
+from ddltool.units import parse_bandwidth, parse_latency
+
+DEVICE, BANDWIDTH, LATENCY = "V100", "10Gbit", "50us"
+
+
+def timed_graph(
+    source: Source,
+    *,
+    mode: Mode | None = None,
+    batch_size: int | None = None,
+    bindings: Mapping[str, int] | None = None,
+    device: str = DEVICE,
+    bandwidth: str = BANDWIDTH,
+    latency: str = LATENCY,
+    parameter_servers: int = 1,
+    oracle: str | None = None,
+    devices_file: Path | None = None,
+    precision: str = "fp32",
+    channels_last: bool = False,
+    sequence_length: int | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+    progress: Callable[[int, str], None] = lambda done, remark: None,
+) -> Graph:
+    """Return the graph of SOURCE with a duration for every op.
+
+    Args:
+        oracle: roofline, measured, or the path of a profiler trace; None: the times of a graph file that has them, else
+            roofline.
+        devices_file: device types beside the known ones.
+        tell: takes remarks on the source and on ops that a profiler trace lacks.
+        progress: takes the measured ops so far and a remark.
+
+    Raises InputError for another oracle, for an unknown device, and for a SOURCE that cannot be read.
+    """
+    from ddltool.analyzers.step.tracing.dialect import Numerics
+
+    if oracle not in (None, "roofline", "measured") and not Path(oracle).is_file():
+        problem = f"unknown oracle {oracle!r}, and no such file"
+        raise InputError("--oracle", problem, "roofline, measured, or the path of a profiler trace")
+    network = Network(
+        bandwidth_bytes_per_s=parse_bandwidth(bandwidth),
+        latency_s=parse_latency(latency),
+        parameter_servers=parameter_servers,
+    )
+    model = cost_model(known_devices(devices_file).device(device), calibration())
+    numerics = Numerics(precision, channels_last)  # type: ignore[arg-type]  # Numerics checks it
+    if oracle == "measured":
+        return _time_on_this_machine(source, mode, batch_size, sequence_length, network, progress)
+    graph = load_graph(source, mode, batch_size, bindings, numerics=numerics, sequence_length=sequence_length)
+    if graph.meta.get("note"):
+        tell(f"note: {graph.meta['note']}")
+    if is_graph_file(source) and graph.timed and oracle is None:
+        return graph
+    estimated = estimate(graph, model, network)
+    return estimated if oracle in (None, "roofline") else _time_from_profiler(graph, estimated, Path(oracle), tell)
+
+
+def timed_somehow(graph: Graph) -> tuple[Graph, str]:
+    """Return a graph with times, its own or predicted for a V100 behind the default network, and a remark on their source."""
+    if not graph.timed:
+        predicted = estimate(graph, cost_model(known_devices(None).device(DEVICE), calibration()), Network())
+        return predicted, f"The file has no times: these are a {DEVICE}'s behind 10 Gbit/s, predicted."
+    if graph.meta.get("oracle"):
+        return graph, f"Times: {graph.meta['oracle']}, {graph.meta.get('device') or 'device not named'}."
+    return graph, ""
+
+
+def _time_on_this_machine(
+    source: Source,
+    mode: Mode | None,
+    batch_size: int | None,
+    sequence_length: int | None,
+    network: Network,
+    progress: Callable[[int, str], None],
+) -> Graph:
+    """Return the graph of a torch SOURCE with ops timed on this machine's CPU."""
+    from ddltool.analyzers.step.measured.measured import estimate_measured
+
+    if is_graph_file(source) or is_onnx_file(source):
+        raise InputError("--oracle", f"{source} has no ops that can be run", "measured needs a torch SOURCE")
+    with contextlib.redirect_stdout(sys.stderr):
+        return estimate_measured(
+            lambda: resolve_step(source, sequence_length),
+            mode=mode or "training",
+            batch_size=batch_size,
+            network=network,
+            progress=lambda done, total: progress(done, f"{done} of {total}"),
+        )
+
+
+def _time_from_profiler(graph: Graph, estimated: Graph, path: Path, tell: Callable[[str], None]) -> Graph:
+    """Return the graph with the times of a profiler trace; transfers and ops that it lacks keep those of ``estimated``."""
+    from ddltool.analyzers.step.measured.kineto import read_trace
+    from ddltool.analyzers.step.measured.matching import apply, match
+
+    matching = match(graph, read_trace(path))
+    for line in matching.lines():
+        tell(line)
+    return apply(graph, matching, estimated)

@@ -1,0 +1,1 @@
+"""What clocks said of steps: profiler traces, worker tables, telemetry, this machine."""

@@ -1,0 +1,645 @@
+"""Reading a torch profiler trace (Kineto, Chrome format): what ran, for how long, and what launched what.
+
+Start at :func:`read_trace` (operators and their kernels) or :func:`read_steps` (step times). The file is streamed;
+20 to 48 bytes are kept for every operator span, launch, wait and GPU activity.
+
+What launched a kernel is found by the kernel's ``correlation`` id: the runtime call of that id, and the innermost span
+around that call on its thread. ``External id`` is used only where no such call was recorded and the two ids differ:
+older profilers write the correlation into both, where it collides with ids of unrelated operators.
+
+A span is one timed range on one CPU thread. Spans of a thread nest, so that each has at most one parent.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any
+
+import ijson
+import numpy as np
+
+from ddltool.arrays import Flags, Floats, Indices, Ints, Places
+from ddltool.artifacts import opened
+from ddltool.errors import InputError, one_line
+
+# A child span may end this much after its parent: some profilers cut times to whole microseconds.
+_OVERHANG_S = 1.0e-6
+_CHUNK = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TraceSpans:
+    """``m`` spans sorted by thread, then start, then longest first: a parent stands before its children."""
+
+    key: Indices
+    """(m,) index of the span's name in ``ProfilerTrace.names``."""
+    thread: Indices
+    """(m,) number of the thread."""
+    start_s: Floats
+    duration_s: Floats
+    parent: Indices
+    """(m,) index of the span around it on the same thread, -1 at the top."""
+    levels: list[Indices]
+    """The spans of each depth that have a parent, shallowest first."""
+
+    @classmethod
+    def build(cls, key: Indices, thread: Indices, start_s: Floats, duration_s: Floats) -> tuple[TraceSpans, Places]:
+        """Return the sorted spans, and the order that sorts other columns likewise. O(m log m)."""
+        order = np.lexsort((-duration_s, start_s, thread))
+        key, thread, start_s, duration_s = key[order], thread[order], start_s[order], duration_s[order]
+        parent, depth = _nested(thread, start_s, start_s + duration_s)
+        by_depth = np.argsort(depth, kind="stable").astype(np.int32)
+        levels = np.split(by_depth, np.cumsum(np.bincount(depth))[:-1])[1:] if depth.size else []
+        table = cls(key=key, thread=thread, start_s=start_s, duration_s=duration_s, parent=parent, levels=levels)
+        return table, order
+
+    def __len__(self) -> int:
+        return len(self.key)
+
+    def below(self, marked: Flags) -> Flags:
+        """Return (m,) whether any ancestor of each span is marked; a span's own mark does not count. O(m)."""
+        is_below = np.zeros(len(self), dtype=bool)
+        for level in self.levels:
+            parents = self.parent[level]
+            is_below[level] = is_below[parents] | marked[parents]
+        return is_below
+
+    def with_nested(self, amount: Floats) -> Floats:
+        """Return (m,) each span's amount plus the amounts of all its descendants. O(m)."""
+        total = amount.copy()
+        for level in reversed(self.levels):
+            np.add.at(total, self.parent[level], total[level])
+        return total
+
+    def innermost(self, thread: Indices, time_s: Floats) -> Indices:
+        """Return (k,) the index of the innermost span around each moment on its thread, -1 outside every span. O(k log m)."""
+        span_of = np.full(len(time_s), -1, dtype=np.int32)
+        for thread_number in np.unique(thread):
+            moments = np.flatnonzero(thread == thread_number)
+            first, last = np.searchsorted(self.thread, [thread_number, thread_number + 1])
+            span_of[moments] = np.searchsorted(self.start_s[first:last], time_s[moments], side="right") - 1
+            span_of[moments[span_of[moments] >= 0]] += np.int32(first)
+        if not len(self):
+            return span_of
+        end_s = self.start_s + self.duration_s
+        while (ended := np.flatnonzero((span_of >= 0) & (end_s[span_of] < time_s))).size:
+            span_of[ended] = self.parent[span_of[ended]]  # the latest start has ended: look in its parent
+        return span_of
+
+
+def _nested(thread: Indices, start_s: Floats, end_s: Floats) -> tuple[Indices, Indices]:
+    """Return (m,) each span's parent index (-1 at the top) and (m,) its depth.
+
+    ``stack`` holds index and end of the spans that are open at the current start, outermost first.
+    """
+    parents, depths = np.empty(len(thread), dtype=np.int32), np.empty(len(thread), dtype=np.int32)
+    stack: list[tuple[int, float]] = []
+    stack_thread = -1
+    for chunk_start in range(
+        0, len(thread), _CHUNK
+    ):  # Python floats of a chunk at a time: they take three times the memory
+        chunk = slice(chunk_start, chunk_start + _CHUNK)
+        rows = zip(thread[chunk].tolist(), start_s[chunk].tolist(), end_s[chunk].tolist(), strict=True)
+        for span_index, (row_thread, start, end) in enumerate(rows, chunk_start):
+            if row_thread != stack_thread:
+                stack_thread = row_thread
+                stack.clear()
+            while stack and (start >= stack[-1][1] or end > stack[-1][1] + _OVERHANG_S):
+                stack.pop()
+            parents[span_index] = stack[-1][0] if stack else -1
+            depths[span_index] = len(stack)
+            stack.append((span_index, end))
+    return parents, depths
+
+
+def union(intervals: Floats) -> Floats:
+    """Return the union of intervals, start and end (2, n) seconds, as disjoint intervals (2, m) by time. O(n log n)."""
+    if not intervals.size:
+        return np.zeros((2, 0))
+    start, end = intervals[:2, np.argsort(intervals[0], kind="stable")]
+    reach = np.maximum.accumulate(end)
+    new = np.concatenate([[True], start[1:] > reach[:-1]])
+    return np.stack([start[new], np.append(reach[:-1][new[1:]], reach[-1])])
+
+
+def clipped(intervals: Floats, low: float, high: float) -> Floats:
+    """Return the parts of ordered, disjoint intervals (2, n) that lie within the window from ``low`` to ``high``."""
+    first, last = np.searchsorted(intervals[1], low, side="right"), np.searchsorted(intervals[0], high, side="left")
+    return np.clip(intervals[:, first:last], low, high)
+
+
+_WHAT = "a torch profiler trace: the JSON file of export_chrome_trace, plain or gzip"
+_STEP = re.compile(r"ProfilerStep#?\s*([0-9]+)$")
+# One namespace, one name: the ranges of autograd and of the reducer hold operators but are no operators.
+_OPERATOR = re.compile(r"(?!autograd::)[A-Za-z_]\w*::\w+$")
+# The host side of a collective: its time is the network's, not compute.
+_COMMUNICATION = re.compile(r"_?c10d(_functional)?::|record_param_comms$")
+# A host range from a collective's call to its completion; for NCCL, only the launch of its kernel.
+_COLLECTIVE = re.compile(r"(gloo|mpi|ucc|nccl|xccl):(?!:)\w+$")
+
+_COMPUTE_KERNEL, _COMMUNICATION_KERNEL, _COPY = range(3)
+_ACTIVITY = {"kernel": _COMPUTE_KERNEL, "gpu_memcpy": _COPY, "gpu_memset": _COPY}
+_SPANS = frozenset(["cpu_op", "user_annotation"])
+_RUNTIME = frozenset(["cuda_runtime", "cuda_driver", "privateuse1_runtime", "privateuse1_driver"])
+# The categories of torch 1.8 to 1.11, and today's.
+_EARLIER = {"operator": "cpu_op", "runtime": "cuda_runtime", "memcpy": "gpu_memcpy", "memset": "gpu_memset"}
+_SYNC_ROWS = frozenset(["Device Sync", "Stream Sync", "Event Sync", "Context Sync", "Stream Wait Event"])
+_NCCL_KERNEL = re.compile(r"[nr]ccl(?:Dev)?Kernel_?[A-Za-z]")
+# Calls whose time grows with the size of the input. Nested calls may both count: all ranks call the same operators.
+_PRODUCT = re.compile(r"aten::(mm|addmm|bmm|baddbmm|_?convolution|embedding|_?scaled_dot_product_\w+)$")
+_DEEPEST = 4000  # brackets opened within one read of 64 KiB
+# Names of kernels hold control characters now and then, which JSON does not allow.
+_TO_BLANKS = bytes(32 if code < 32 else code for code in range(256))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ProfilerTrace:
+    """One rank's trace. ``m`` spans in columns; times in seconds."""
+
+    names: tuple[str, ...]
+    """The distinct names of spans; ``spans.key`` points here."""
+    spans: TraceSpans
+    device_s: Floats
+    """(m,) time of the compute kernels, copies and fills that a span and its descendants launched."""
+    wait_s: Floats
+    """(m,) time in which a span and its descendants waited for the device (cudaStreamSynchronize and the like)."""
+    span_step: Indices
+    """(m,) index of the step in which a span starts, -1 outside every step."""
+    steps: int
+    """How many ``ProfilerStep`` ranges there are."""
+
+    @cached_property
+    def is_operator(self) -> Flags:
+        """(m,) whether a span is an operator call, not an annotation or an autograd range."""
+        return self.marked(lambda name: _OPERATOR.match(name) is not None and _COMMUNICATION.match(name) is None)
+
+    @cached_property
+    def is_top(self) -> Flags:
+        """(m,) whether a span is an operator call outside every other operator call."""
+        return self.is_operator & ~self.spans.below(self.is_operator)
+
+    @cached_property
+    def time_s(self) -> Floats:
+        """(m,) a span's device time where it launched kernels, else its CPU time without waits."""
+        return np.where(self.device_s > 0, self.device_s, np.maximum(self.spans.duration_s - self.wait_s, 0.0))
+
+    def marked(self, wanted: Callable[[str], bool]) -> Flags:
+        """Return (m,) whether ``wanted(name)`` holds for each span's name; called once per name."""
+        return np.array([wanted(name) for name in self.names], dtype=bool)[self.spans.key]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TraceSteps:
+    """The ``k`` steps of one rank's trace, in order; seconds."""
+
+    where: str
+    step_time_s: Floats
+    """(k,) length of the ``ProfilerStep`` ranges."""
+    communication_s: Floats
+    """(k,) time in which NCCL kernels, or collectives of gloo, MPI and UCC ran."""
+    exposed_s: Floats
+    """(k,) the part of ``communication_s`` in which no compute kernel ran (no operator, in a trace without kernels)."""
+    device: str | None
+    """The GPU's name, None where the trace does not give it."""
+    world_size: int | None
+    remarks: tuple[str, ...] = ()
+    """One sentence for each kind of steps that is left out."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankTrace:
+    """One rank's trace for the comparison of ranks; seconds on the rank's clock since ``epoch_s``."""
+
+    where: str
+    rank: int | None
+    node: str
+    epoch_s: float
+    names: tuple[str, ...]
+    spans: TraceSpans
+    steps: ProfiledSteps
+    groups: tuple[str, ...]
+    """The distinct collectives: operation and process group."""
+    collectives: Floats
+    """(3, n) index in ``groups``, start and end of each collective: of its kernel on a GPU, else of the host's call."""
+    kernels: Floats
+    """(3, m) start, end and launch of compute kernels, copies and fills; empty in a trace of the CPU alone."""
+    work: Floats
+    """(2, p) start and input elements of matrix products and convolutions; empty in a trace without shapes."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ProfiledSteps:
+    """The ``k`` steps of a trace that hold work, ordered by time; seconds."""
+
+    number: Indices
+    """(k,) the numbers in ``ProfilerStep#NUMBER``."""
+    start_s: Floats
+    length_s: Floats
+    until_s: Floats
+    """(k,) start of the trace's next step, whether kept or left out; infinite for the trace's last step."""
+    end_s: float
+    """End of the trace's last step: GPU work launched later belongs to no step."""
+    left_out: tuple[str, ...]
+    """One sentence about the steps that are left out; empty where all are kept."""
+
+    def at(self, time_s: Floats) -> Indices:
+        """Return (m,) the index of the step at each moment, -1 outside every step.
+
+        Steps are found by time and not by nesting: the backward pass runs on autograd's own thread.
+        """
+        if not len(self.start_s):
+            return np.full(len(time_s), -1, dtype=np.int32)
+        step_index = np.searchsorted(self.start_s, time_s, side="right") - 1
+        inside = (step_index >= 0) & (time_s < (self.start_s + self.length_s)[step_index])
+        return np.where(inside, step_index, -1).astype(np.int32)
+
+
+def read_trace(path: str | Path) -> ProfilerTrace:
+    """Return the operators of a profiler trace (JSON or gzip, by its first bytes) and the kernels that they launched.
+
+    Streamed: O(file + m log m) time. Raises InputError (one line) for a missing, empty, cut-off or malformed file, a file
+    without operator and kernel events, and an infinite or negative duration, whose event the error names.
+    """
+    events = _EventColumns(path)
+    activities = events.table("activities")
+    if not events.categories["cpu_op"] and not activities.size:
+        categories = ", ".join(sorted(events.categories)[:8]) or "none at all"
+        remedy = "profile the CPU too, and export a scheduled profile from on_trace_ready"
+        raise InputError(str(path), f"has no cpu_op and no kernel events (found: {categories})", remedy)
+    spans, order = events.spans()
+    launcher = _launchers(events, spans, order)
+    is_counted = (activities[0] != _COMMUNICATION_KERNEL) & (launcher >= 0)
+    thread, start, duration = events.table("waits")
+    waiter = spans.innermost(thread.astype(np.int32), start * 1e-6)
+    in_span = waiter >= 0
+    steps = events.steps(spans)
+    return ProfilerTrace(
+        names=events.names,
+        spans=spans,
+        device_s=spans.with_nested(_sum_by_index(launcher[is_counted], activities[3][is_counted] * 1e-6, len(spans))),
+        wait_s=spans.with_nested(_sum_by_index(waiter[in_span], duration[in_span] * 1e-6, len(spans))),
+        span_step=steps.at(spans.start_s),
+        steps=len(steps.start_s),
+    )
+
+
+def read_steps(path: str | Path) -> TraceSteps:
+    """Return the steps of a profiler trace, streamed: O(file + m log m) time for m kept events.
+
+    GPU work counts in the step in whose time it runs. Since the GPU lags behind the host, work that runs after the last
+    step counts in the last step if it was launched before the step's end, and in no step otherwise. Steps with less than
+    half of the calls of the fullest step (stubs, cut-off steps) are left out and named in ``remarks``. Raises InputError
+    (one line) for a file that is no whole trace, and for one without a ``ProfilerStep`` that holds work.
+    """
+    events = _EventColumns(path)
+    spans = events.spans()[0]
+    steps = events.steps(spans)
+    if not len(steps.start_s):
+        raise InputError(str(path), "has no ProfilerStep range with work", "call prof.step() after every training step")
+    busy_s = np.zeros((3, len(steps.start_s)))  # rows: compute, communication, either of them
+    for compute, communication in events.busy(spans, steps.end_s):
+        intervals = (compute, communication, np.concatenate([compute, communication], axis=1))
+        for interval_index, (start, length) in enumerate(intervals):
+            busy_s[interval_index] += busy_within(start, length, steps.start_s, steps.until_s)
+    header = _header(path)
+    device, world_size = header.get("deviceProperties.item.name"), header.get("distributedInfo.world_size")
+    return TraceSteps(
+        where=str(path),
+        step_time_s=steps.length_s,
+        communication_s=busy_s[1],
+        exposed_s=np.maximum(busy_s[2] - busy_s[0], 0.0),
+        device=device if isinstance(device, str) and device.strip() else None,
+        world_size=world_size if type(world_size) is int and world_size >= 1 else None,
+        remarks=steps.left_out,
+    )
+
+
+def read_rank(path: str | Path) -> RankTrace:
+    """Return one rank's trace for the comparison of ranks, streamed. Raises InputError as :func:`read_steps` does."""
+    events = _EventColumns(path)
+    spans = events.spans()[0]
+    steps = events.steps(spans)
+    if not len(steps.start_s):
+        raise InputError(str(path), "has no ProfilerStep range with work", "call prof.step() after every training step")
+    kind, _, start, duration, _, _, group = events.table("activities")
+    launched = events.launched_s()
+    is_collective = kind == _COMMUNICATION_KERNEL
+    times = np.stack([start, start + duration, launched * 1e6]) * 1e-6
+    host_collectives = events.collectives()
+    names = tuple(events.known["group"])
+    host_columns = np.stack(
+        [host_collectives[0] + len(names), host_collectives[1], host_collectives[1] + host_collectives[2]]
+    )
+    header = _header(path)
+    rank, host = header.get("distributedInfo.rank"), header.get("host_name")
+    base_ns = header.get("baseTimeNanoseconds", 0)
+    return RankTrace(
+        where=str(path),
+        rank=rank if type(rank) is int and rank >= 0 else None,
+        node=str(host or ""),
+        epoch_s=(events.base_us or 0.0) * 1e-6 + float(base_ns) * 1e-9,
+        names=events.names,
+        spans=spans,
+        steps=steps,
+        groups=(*names, *events.names),
+        collectives=np.concatenate([np.stack([group, times[0], times[1]])[:, is_collective], host_columns], axis=1),
+        kernels=times[:, ~is_collective],
+        work=events.table("work") * np.array([[1e-6], [1.0]]),
+    )
+
+
+def _launchers(events: _EventColumns, spans: TraceSpans, order: Places) -> Indices:
+    """Return (k,) the innermost span that launched each GPU activity, -1 where no launch was recorded."""
+    correlation, external = events.table("activities")[4:6]
+    identity, thread, time = events.table("launches")
+    call = _index_by_id(identity, correlation)
+    launcher = np.full(len(correlation), -1, dtype=np.int32)
+    has_call = call >= 0
+    launcher[has_call] = spans.innermost(thread[call[has_call]].astype(np.int32), time[call[has_call]] * 1e-6)
+    by_external_id = ~has_call & (external > 0) & (external != correlation)
+    launcher[by_external_id] = _index_by_id(events.table("ranges")[2][order], external[by_external_id])
+    return launcher
+
+
+def _index_by_id(ids: Floats, wanted: Floats) -> Ints:
+    """Return the index in ``ids`` of each wanted id, -1 where ``ids`` lacks the id."""
+    if not len(ids):
+        return np.full(len(wanted), -1, dtype=np.int64)
+    order = np.argsort(ids, kind="stable")
+    position = np.minimum(np.searchsorted(ids, wanted, sorter=order), len(ids) - 1)
+    return np.where(ids[order[position]] == wanted, order[position], -1)
+
+
+def _sum_by_index(index: Indices, amount: Floats, size: int) -> Floats:
+    """Return (size,) the sum of the amounts at each index."""
+    return np.bincount(index, weights=amount, minlength=size).astype(np.float64)
+
+
+def busy_within(start: Floats, duration: Floats, begin: Floats, end: Floats) -> Floats:
+    """Return (k,) the busy seconds inside each window [begin, end), overlapping intervals counted once. O(n log n + k)."""
+    busy = union(np.stack([start, start + duration]))
+    windows = zip(begin.tolist(), end.tolist(), strict=True)
+    return np.array([float(np.diff(clipped(busy, low, high), axis=0).sum()) for low, high in windows])
+
+
+class _EventColumns:
+    """The kept columns of a trace's events, one flat array of rows for each kind of event.
+
+    Times are microseconds since the first event: a float resolves microseconds since 1970 to a quarter only.
+    """
+
+    # Columns of each kind, which :meth:`_append_event` fills in this order:
+    # ranges: name, thread, external id, start, duration; launches: correlation id, thread, start;
+    # waits: thread, start, duration; collectives: name, thread, start, duration; work: start, elements;
+    # activities: kind, device, start, duration, correlation id, external id, group (-1: no collective).
+    WIDTH: Mapping[str, int] = {"ranges": 5, "launches": 3, "waits": 3, "activities": 7, "collectives": 4, "work": 2}
+
+    def __init__(self, path: str | Path) -> None:
+        self.where = str(path)
+        self.categories: Counter[str] = Counter()
+        self._values = {kind: array("d") for kind in self.WIDTH}
+        self.known: dict[str, dict[str, int]] = {"name": {}, "thread": {}, "device": {}, "group": {}}
+        self.base_us: float | None = None
+        for number, event in enumerate(read_events(path)):
+            if not isinstance(event, dict):
+                raise InputError(self.where, f"event {number} is no JSON object", "export the trace again")
+            if event.get("ph") == "X":
+                self._append_event(event, number)
+            else:
+                self.categories[str(event.get("cat", event.get("ph")))] += 1
+
+    def steps(self, spans: TraceSpans) -> ProfiledSteps:
+        """Return the steps of a trace, without those that hold less than half of the calls of the fullest step.
+
+        Calls are the operators and the launches of GPU work in a step's time.
+        """
+        number_of_name = [int(match[1]) if (match := _STEP.match(name)) else -1 for name in self.names]
+        number = np.array(number_of_name or [-1], dtype=np.int64)[spans.key]
+        step_spans = np.flatnonzero(number >= 0)
+        # Several threads may hold a range of the same step: the first counts.
+        step_spans = step_spans[np.unique(number[step_spans], return_index=True)[1]]
+        step_spans = step_spans[np.argsort(spans.start_s[step_spans], kind="stable")]
+        start_s, length_s = spans.start_s[step_spans], spans.duration_s[step_spans]
+        all_steps = ProfiledSteps(
+            number=number[step_spans].astype(np.int32),
+            start_s=start_s,
+            length_s=length_s,
+            until_s=np.append(start_s[1:], np.inf)[: len(start_s)],
+            end_s=float((start_s + length_s).max(initial=0.0)),
+            left_out=(),
+        )
+        is_operator = np.array([_OPERATOR.match(name) is not None for name in self.names], dtype=bool)
+        operator_s = spans.start_s[is_operator[spans.key]] if len(spans) else start_s
+        call_s = np.concatenate([operator_s, self.launched_s()])
+        step_of_call = all_steps.at(call_s)
+        calls = np.bincount(step_of_call[step_of_call >= 0], minlength=len(start_s))
+        is_kept = (calls > 0) & (2 * calls >= calls.max(initial=0))
+        if is_kept.all():
+            return all_steps
+        shown = [
+            f"{number[step_spans[index]]} ({length_s[index] * 1e3:.3g} ms, {calls[index]} of {calls.max()} calls)"
+            for index in np.flatnonzero(~is_kept)
+        ]
+        counts = f"{len(shown)} of {len(is_kept)} steps"
+        remark = f"{counts} hold less than half of the work and are left out: {', '.join(shown[:4])}"
+        columns = {name: getattr(all_steps, name)[is_kept] for name in ("number", "start_s", "length_s", "until_s")}
+        return ProfiledSteps(**columns, end_s=all_steps.end_s, left_out=(remark,))
+
+    def launched_s(self) -> Floats:
+        """Return (n,) when the host launched each GPU activity; the activity's start where no launch was recorded."""
+        _, _, start, _, correlation, _, _ = self.table("activities")
+        correlation_id, _, call_start = self.table("launches")
+        call = _index_by_id(correlation_id, correlation)
+        launched: Floats = np.where(call >= 0, call_start[call] if len(call_start) else start, start) * 1e-6
+        return launched
+
+    def collectives(self) -> Floats:
+        """Return (3, n) name, start and duration of the host's collectives, without NCCL's, which only launch a kernel."""
+        name, _, start, duration = self.table("collectives")
+        is_blocking = [not name.startswith(("nccl", "xccl")) for name in self.names] or [False]
+        is_kept = np.array(is_blocking)[name.astype(np.intp)]
+        return np.stack([name[is_kept], start[is_kept] * 1e-6, duration[is_kept] * 1e-6])
+
+    def busy(self, spans: TraceSpans, end_s: float) -> Iterator[tuple[Floats, Floats]]:
+        """Yield for each device (2, n) start and duration of its compute, and likewise of its communication.
+
+        Work launched after ``end_s`` is left out. In a trace without kernels the host computes: its operators count as compute,
+        and the collectives of gloo, MPI and UCC as communication.
+        """
+        kind, device, start, duration, _, _, _ = self.table("activities")
+        times, is_launched = np.stack([start, duration]) * 1e-6, self.launched_s() < end_s
+        host_times = self.collectives()[1:]
+        host_times = host_times[:, host_times[0] < end_s]
+        compute, communication = (is_launched & (kind == key) for key in (_COMPUTE_KERNEL, _COMMUNICATION_KERNEL))
+        for device_number in np.unique(device[compute | communication]):
+            on_device = device == device_number
+            device_times = times[:, communication & on_device]
+            yield times[:, compute & on_device], np.concatenate([device_times, host_times], axis=1)
+            host_times = host_times[:, :0]  # the host's collectives count once, with the first device
+        if host_times.size:
+            is_operator = [_OPERATOR.match(name) is not None and not _COMMUNICATION.match(name) for name in self.names]
+            computes = np.array(is_operator or [False])[spans.key] & (spans.start_s < end_s)
+            yield np.stack([spans.start_s[computes], spans.duration_s[computes]]), host_times
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The distinct names of spans, at the index of each."""
+        return tuple(self.known["name"])
+
+    def table(self, kind: str) -> Floats:
+        """Return (width, n) the columns of the n rows of one kind."""
+        return np.frombuffer(self._values[kind]).reshape(-1, self.WIDTH[kind]).T
+
+    def spans(self) -> tuple[TraceSpans, Places]:
+        """Return the spans, nested, and the order that sorts other columns of spans likewise."""
+        name, thread, _, start, duration = self.table("ranges")
+        return TraceSpans.build(name.astype(np.int32), thread.astype(np.int32), start * 1e-6, duration * 1e-6)
+
+    def _append_event(self, event: Mapping[str, Any], number: int) -> None:
+        """Append the rows of one complete event. Raises InputError for an event without a start or with a negative duration."""
+        start, duration = self._time(event, "ts", number), self._time(event, "dur", number)
+        if start is None or (duration is not None and duration < 0):
+            problem = "has no ts" if start is None else f"dur is {event['dur']}"
+            raise self._event_error(event, number, problem)
+        self.base_us = start if self.base_us is None else self.base_us
+        start, duration = start - self.base_us, duration or 0.0
+        category = str(event.get("cat", "")).lower()
+        category = _EARLIER.get(category, category)
+        self.categories[category] += 1
+        name, thread = str(event.get("name", "")), f"{event.get('pid')} {event.get('tid')}"
+        given = event.get("args")
+        args: Mapping[str, Any] = given if isinstance(given, dict) else {}
+        correlation = _event_id(args.get("correlation"))
+        external = _event_id(args.get("External id", args.get("external id")))
+        if category in _SPANS and _COLLECTIVE.match(name):
+            name_index, thread_index = self._index_of("name", name), self._index_of("thread", thread)
+            self._append_row("collectives", name_index, thread_index, start, duration)
+        elif category in _SPANS:
+            name_index, thread_index = self._index_of("name", name), self._index_of("thread", thread)
+            self._append_row("ranges", name_index, thread_index, external, start, duration)
+            if "Input Dims" in args and _PRODUCT.match(name):
+                self._append_row("work", start, _elements(args["Input Dims"]))
+        elif category in _RUNTIME:
+            thread_index = self._index_of("thread", thread)
+            if name.endswith("Synchronize"):
+                self._append_row("waits", thread_index, start, duration)
+            if correlation > 0:
+                self._append_row("launches", correlation, thread_index, start)
+        elif category in _ACTIVITY and name not in _SYNC_ROWS:
+            kind, group = _ACTIVITY[category], -1
+            if kind == _COMPUTE_KERNEL and (prefix := _NCCL_KERNEL.match(name)):
+                operation = name[prefix.end() - 1 :].split("_")[0]
+                kind, group = (
+                    _COMMUNICATION_KERNEL,
+                    self._index_of("group", f"{operation} {args.get('Process Group Ranks', '')}"),
+                )
+            device = self._index_of("device", str(args.get("device", event.get("pid"))))
+            self._append_row("activities", kind, device, start, duration, correlation, external, group)
+
+    def _append_row(self, kind: str, *row: float) -> None:
+        self._values[kind].extend(row)
+
+    def _index_of(self, kind: str, key: str) -> int:
+        """Return the index of a key among the keys of its kind, appending a key that is new."""
+        return self.known[kind].setdefault(key, len(self.known[kind]))
+
+    def _time(self, event: Mapping[str, Any], field: str, event_index: int) -> float | None:
+        """Return an event's time in microseconds, None where the field is missing. Raises InputError for no finite number."""
+        value = event.get(field)
+        if value is None:
+            return None
+        try:
+            microseconds = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            microseconds = math.nan
+        if not math.isfinite(microseconds):
+            raise self._event_error(event, event_index, f"{field} is {str(value)[:40]}")
+        return microseconds
+
+    def _event_error(self, event: Mapping[str, Any], event_index: int, problem: str) -> InputError:
+        """Return the error that names an event and its problem."""
+        name = str(event.get("name", "without a name"))[:80]
+        remedy = "times are microseconds, finite, and no duration is negative"
+        return InputError(self.where, f"event {event_index} ({name}): {problem}", remedy)
+
+
+def _elements(shapes: Any) -> float:
+    """Return the number of elements of a call's tensors together, from their shapes, such as ``[[4, 8], [], [8]]``."""
+    dimension_lists = [shape for shape in shapes if isinstance(shape, list)] if isinstance(shapes, list) else []
+    return float(
+        sum(
+            math.prod(float(size) for size in shape if isinstance(size, (int, float)))
+            for shape in dimension_lists
+            if shape
+        )
+    )
+
+
+def _event_id(value: Any) -> int:
+    """Return an id as an integer that a float holds exactly, -1 for a missing or unreadable id."""
+    try:
+        number = -1 if value is None else int(value)
+    except (TypeError, ValueError, OverflowError):
+        return -1
+    return number if abs(number) < 2**53 else -1
+
+
+def read_events(path: str | Path) -> Iterator[Any]:
+    """Yield the members of ``traceEvents``, or of a bare list of events, in file order; memory holds one at a time.
+
+    Raises InputError when the file is missing, empty, cut off or not JSON.
+    """
+    with _opened(path) as (stream, is_list):
+        yield from ijson.items(stream, "item" if is_list else "traceEvents.item")
+
+
+def _header(path: str | Path) -> dict[str, Any]:
+    """Return the first value at each place of the document before its events, keyed by ijson's prefix of the place."""
+    values: dict[str, Any] = {}
+    with _opened(path) as (stream, _):
+        for prefix, _, value in ijson.parse(stream):
+            if prefix.startswith(("traceEvents", "item")):
+                break
+            values.setdefault(prefix, value)
+    return values
+
+
+class _CleanStream:
+    """A binary stream with blanks for control characters, which refuses deep nesting: a parser is quadratic in depth."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self.stream = stream
+
+    def read(self, size: int = -1) -> bytes:
+        data = self.stream.read(size)
+        if data.count(b"[") + data.count(b"{") - data.count(b"]") - data.count(b"}") > _DEEPEST:
+            raise ijson.JSONError("nested too deeply")
+        return data.translate(_TO_BLANKS)
+
+
+@contextmanager
+def _opened(path: str | Path) -> Iterator[tuple[_CleanStream, bool]]:
+    """Yield a trace's stream, plain or gzip by its first bytes, and whether the document is a list.
+
+    Raises InputError for an empty file and for the parser's errors, in one line.
+    """
+    where = str(path)
+    try:
+        with opened(path) as stream:
+            head = stream.peek(256)
+            if not head:
+                raise InputError(where, "is empty", f"expected {_WHAT}")
+            if head.startswith(b"\xef\xbb\xbf"):
+                stream.read(3)
+            yield _CleanStream(stream), head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+    except (ijson.JSONError, UnicodeDecodeError) as error:
+        problem = f"is not JSON, or is cut off ({one_line(str(error))[:120]})"
+        raise InputError(where, problem, f"expected {_WHAT}") from None

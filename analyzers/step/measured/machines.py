@@ -1,0 +1,404 @@
+"""Nodes and their devices as nvidia-smi, Slurm and Kubernetes list them.
+
+Start at :func:`read_nodes`; :func:`first_files` makes a job.yaml and a cluster.yaml from the nodes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+from xml.etree.ElementTree import Element, ParseError, fromstring
+
+import yaml
+
+from ddltool.analyzers.step.tracing.sources import is_graph_file
+from ddltool.artifacts import parse, read_bytes
+from ddltool.errors import InputError, shortened
+from ddltool.job import Cluster, Job, is_code
+from ddltool.shipped import devices
+from ddltool.units import show_bytes
+
+_MAX_BYTES, _MAX_NODES, _MAX_DEVICES, _MAX_ELEMENTS = 1 << 26, 10_000, 1024, 2_000_000
+_STAND_IN = "zoo:resnet50_v1"
+"""The model in job.yaml where the user gives none, so that the job can be planned."""
+_BATCH_SIZE, _MEMORY_TOLERANCE = 8, 0.1
+_COMMANDS = "nvidia-smi -q -x, scontrol show node or kubectl get nodes -o json"
+# States of Slurm in which a node runs no new job until an administrator acts.
+_UNAVAILABLE = (
+    *("DOWN", "DRAIN", "FAIL", "MAINT", "NOT_RESPONDING", "UNKNOWN", "ERROR", "FUTURE", "INVAL", "POWERED_DOWN"),
+)
+_PRODUCT_LABELS = (
+    *("nvidia.com/gpu.product", "amd.com/gpu.product-name", "cloud.google.com/gke-accelerator"),
+    *("k8s.amazonaws.com/accelerator", "karpenter.k8s.aws/instance-gpu-name"),
+)
+_RESOURCES = ("nvidia.com/gpu", "amd.com/gpu")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """Equal devices of one machine."""
+
+    name: str
+    device: str
+    """Device type by the name in ddltool's table, else by the machine's name."""
+    count: int
+    memory_gib: float | None = None
+    """Memory of one device as the machine reports it, None where it does not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Nodes:
+    """The nodes that a training job can use."""
+
+    nodes: tuple[Node, ...]
+    remarks: tuple[str, ...] = ()
+    """Sentences on nodes that are left out, with the reason, and on unknown facts."""
+    specs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Measured figures of device types that the table lacks."""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of devices by type, in the order of the nodes."""
+        count_of: dict[str, int] = {}
+        for node in self.nodes:
+            count_of[node.device] = count_of.get(node.device, 0) + node.count
+        return count_of
+
+    @property
+    def unknown(self) -> list[str]:
+        """Device types that are in neither ddltool's table nor ``specs``."""
+        return [name for name in self.counts if devices().find(name) is None and name not in self.specs]
+
+
+def read_nodes(paths: Sequence[Path]) -> Nodes:
+    """Return the nodes of one or more lists; ``-`` is standard input.
+
+    Of a Slurm or Kubernetes list, nodes that can run no job are left out and named in the remarks. Raises InputError (one
+    line) for text in no known format, and for lists without a usable node.
+    """
+    nodes: list[Node] = []
+    remarks: list[str] = []
+    for path in paths:
+        where = "standard input" if str(path) == "-" else str(path)
+        text = _read_text_list(path, where)
+        first_character = text.lstrip("\ufeff \t\r\n")[:1]
+        if first_character == "<":
+            stem = "node" if str(path) == "-" else path.name.partition(".")[0]
+            nodes_and_remarks = _from_nvidia_smi(text, where, stem)
+        elif first_character in ("{", "["):
+            nodes_and_remarks = _from_kubectl(text, where)
+        elif re.search(r"^\s*NodeName=", text, re.MULTILINE):
+            nodes_and_remarks = _from_scontrol(text, where)
+        else:
+            raise InputError(where, "is no list of nodes that ddltool knows", f"give the output of {_COMMANDS}")
+        for item in nodes_and_remarks:
+            if isinstance(item, str):
+                remarks.append(item)
+            elif len(nodes) >= _MAX_NODES:
+                raise InputError(where, f"has more than {_MAX_NODES:,} nodes", "give the nodes of one partition")
+            else:
+                nodes.append(named(item))
+    if not nodes:
+        reason = f": {remarks[0]}" if remarks else ""
+        problem = f"no node with a device is free for a job{reason}"
+        raise InputError("--nodes", problem, f"give the output of {_COMMANDS}")
+    return Nodes(nodes=tuple(nodes), remarks=tuple(_merge_remarks(remarks)))
+
+
+def _read_text_list(path: Path, where: str) -> str:
+    """Return the text of a list of nodes. Raises InputError for a file that is too long, not UTF-8 or empty."""
+    try:
+        data = sys.stdin.buffer.read(_MAX_BYTES + 1) if str(path) == "-" else read_bytes(path, _MAX_BYTES)
+        if len(data) > _MAX_BYTES:
+            raise InputError(where, f"holds more than {show_bytes(_MAX_BYTES)}", "give the nodes of one partition")
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(where, f"is not UTF-8 text (byte {error.start})", "give a text file") from None
+    except InputError as error:
+        raise InputError(where, error.problem, error.remedy) from None
+    if not text.strip():
+        raise InputError(where, "is empty", f"give the output of {_COMMANDS}")
+    return text
+
+
+def named(node: Node) -> Node:
+    """Return a node with the device name of ddltool's table; the node unchanged where the table lacks its device."""
+    spec = devices().find(node.device)
+    return node if spec is None else replace(node, device=spec.name)
+
+
+def _merge_remarks(remarks: Iterable[str]) -> Iterator[str]:
+    """Yield the remarks (``NAME: REASON``) with the names of equal reasons joined, from four on counted."""
+    split_remarks = [remark.partition(": ") for remark in remarks]
+    for reason, group in groupby(sorted(split_remarks, key=lambda pieces: pieces[2]), key=lambda pieces: pieces[2]):
+        names = [name for name, _, _ in group]
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        yield f"{shown}: {reason}"
+
+
+# -- nvidia-smi
+
+
+def _from_nvidia_smi(text: str, where: str, stem: str) -> Iterator[Node | str]:
+    """Yield the node of each document, or a remark; the outputs of several machines may follow one another in a file.
+
+    ``stem``, the file's name, is the node's name: with an index behind it where the file holds several documents.
+    """
+    documents = [part for part in re.split(r"(?=<\?xml)", text) if part.strip()]
+    for index, document in enumerate(documents):
+        name = stem if len(documents) == 1 else f"{stem}-{index}"
+        log = _parse_xml(document, where)
+        if log.tag != "nvidia_smi_log":
+            raise InputError(where, f"begins with <{shortened(log.tag, 60)}>", "give the output of nvidia-smi -q -x")
+        gpus: list[tuple[str, float | None]] = []
+        for gpu in log.iterfind("gpu"):
+            product = (gpu.findtext("product_name") or "").strip()
+            if not product:
+                raise InputError(
+                    where, "has a <gpu> without <product_name>", "give the whole output of nvidia-smi -q -x"
+                )
+            if (gpu.findtext("mig_mode/current_mig") or "").strip() == "Enabled":
+                yield f"{name}: a {product} in MIG mode is left out: its slices are no device of the table"
+                continue
+            gpus.append((product, _mib_to_gib(gpu.findtext("fb_memory_usage/total"))))
+        for (product, memory), equal_gpus in groupby(sorted(gpus, key=str)):
+            yield Node(name=name, device=product, count=len(list(equal_gpus)), memory_gib=memory)
+        if not gpus:
+            yield f"{name}: no GPU, left out"
+        elif len({product for product, _ in gpus}) > 1:
+            yield f"{name}: holds several device types, each of which is written as a node of its own"
+
+
+def _parse_xml(text: str, where: str) -> Element:
+    """Return the root of an XML document. Raises InputError for entities, too many elements and malformed XML."""
+    if "<!ENTITY" in text:
+        raise InputError(where, "declares XML entities, which are not read", "give the output of nvidia-smi -q -x")
+    if text.count("<") > 2 * _MAX_ELEMENTS:
+        raise InputError(where, "has too many elements", "give the output of nvidia-smi -q -x")
+    try:
+        return fromstring(text)
+    except ParseError as error:
+        location = f"{where}:line {error.position[0]}"
+        raise InputError(location, f"is not whole XML ({error})", "make the file again") from None
+
+
+def _mib_to_gib(text: str | None) -> float | None:
+    """Return ``81559 MiB`` in GiB, None for a text of another form."""
+    match = re.fullmatch(r"\s*([0-9]{1,9}) MiB\s*", text or "")
+    return round(int(match[1]) / 1024, 1) if match else None
+
+
+# -- Slurm
+
+
+def _from_scontrol(text: str, where: str) -> Iterator[Node | str]:
+    """Yield a node for each device type of a record of ``scontrol show node``, or a remark."""
+    for record in re.split(r"^[ \t]*(?=NodeName=)", text, flags=re.MULTILINE)[1:]:
+        fields = dict(re.findall(r"(?:^|\s)([A-Za-z]\w*)=(\S*)", record))
+        name = fields["NodeName"]
+        if not name:
+            raise InputError(f"{where}:NodeName", "is empty", "give the whole output of scontrol show node")
+        state = fields.get("State", "")
+        unavailable_states = [word for word in _UNAVAILABLE if word in state.upper()]
+        if unavailable_states or "*" in state:
+            yield f"{name}: is {state}, left out"
+            continue
+        resources = re.sub(r"\([^)]*\)", "", fields.get("Gres", "")).split(",")
+        gpu_entries = [resource for resource in resources if resource.startswith("gpu")]
+        if not gpu_entries:
+            yield f"{name}: has no gpu in Gres, left out"
+        for gpu_entry in gpu_entries:  # gpu, gpu:COUNT, gpu:TYPE or gpu:TYPE:COUNT
+            match = re.fullmatch(r"gpu(?::(?P<type>[^:=]+))?(?::(?P<count>[0-9]{1,6}))?", gpu_entry)
+            if match is None:
+                problem = f"has {shortened(gpu_entry, 60)!r}"
+                raise InputError(f"{where}:{name}.Gres", problem, "gpu:TYPE:COUNT is expected")
+            device: str | None = match["type"]
+            count = int(match["count"] or 1)
+            if device and device.isdigit() and match["count"] is None:
+                count, device = int(device), None
+            if device and re.search(r"[0-9]g\.[0-9]+gb", device):
+                yield f"{name}: {device} is a slice of a GPU (MIG) and left out"
+            elif count:
+                features = re.split(r"[,&|]", fields.get("ActiveFeatures", ""))
+                gpu_type = device or next((word for word in features if word and devices().find(word)), None)
+                if gpu_type is None:
+                    yield f"{name}: Gres does not say which GPU it has; write its type in place of gpu"
+                yield Node(name=name, device=gpu_type or "gpu", count=_checked_count(count, where, name))
+        if len(gpu_entries) > 1:
+            yield f"{name}: holds several device types, each of which is written as a node of its own"
+
+
+# -- Kubernetes
+
+
+def _from_kubectl(text: str, where: str) -> Iterator[Node | str]:
+    """Yield a node for each item of ``kubectl get nodes -o json``, or a remark. Raises InputError for another document."""
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        problem = f"is not valid JSON ({shortened(str(error), 100)})"
+        raise InputError(where, problem, "the file may be cut off; make it again") from None
+    items = document.get("items", [document]) if isinstance(document, dict) else document
+    if not isinstance(items, list) or not all(
+        isinstance(item, dict) and item.get("kind", "Node") == "Node" for item in items
+    ):
+        raise InputError(f"{where}:items", "is no list of nodes", "give the output of kubectl get nodes -o json")
+    for index, item in enumerate(items):
+        location = f"{where}:items[{index}]"
+        metadata, spec, status = (_mapping_field(item, name, location) for name in ("metadata", "spec", "status"))
+        name = metadata.get("name")
+        if not isinstance(name, str) or not name:
+            raise InputError(f"{location}.metadata.name", "is missing", "give the output of kubectl get nodes -o json")
+        if (reason := _unschedulable_reason(spec, status, location)) is not None:
+            yield f"{name}: {reason}, left out"
+            continue
+        labels = {key: str(value) for key, value in _mapping_field(metadata, "labels", f"{location}.metadata").items()}
+        resources = _mapping_field(status, "allocatable", f"{location}.status") or _mapping_field(
+            status, "capacity", f"{location}.status"
+        )
+        if any(str(key).startswith("nvidia.com/mig-") and str(size) != "0" for key, size in resources.items()):
+            yield f"{name}: has slices of GPUs (MIG), which are left out"
+        resource = next((key for key in _RESOURCES if str(resources.get(key, "0")) != "0"), None)
+        if resource is None:
+            yield f"{name}: has no GPU that a pod could ask for, left out"
+            continue
+        text_count = str(resources[resource])
+        if not re.fullmatch(r"[0-9]{1,6}", text_count):
+            problem = f"is {shortened(text_count, 40)!r}"
+            raise InputError(f"{location}.status.allocatable.{resource}", problem, "a whole number is expected")
+        product = next((labels[key] for key in _PRODUCT_LABELS if labels.get(key)), None)
+        if product is not None and product.endswith("-SHARED"):
+            yield f"{name}: {product} is one GPU for several pods, left out"
+            continue
+        if product is None:
+            yield f"{name}: no label says which GPU it has; write its type in place of gpu"
+        memory = labels.get("nvidia.com/gpu.memory", "")
+        count = _checked_count(int(text_count), where, name)
+        yield Node(name=name, device=product or "gpu", count=count, memory_gib=_mib_to_gib(f"{memory} MiB"))
+
+
+def _mapping_field(item: Mapping[str, Any], name: str, location: str) -> Mapping[str, Any]:
+    """Return a mapping of an item, empty where it is missing. Raises InputError for another type."""
+    value = item.get(name) or {}
+    if not isinstance(value, dict):
+        raise InputError(f"{location}.{name}", "is no mapping", "give the output of kubectl get nodes -o json")
+    return value
+
+
+def _unschedulable_reason(spec: Mapping[str, Any], status: Mapping[str, Any], location: str) -> str | None:
+    """Return why a job's pods cannot run on a node, None where they can. Taints of the GPU resources do not count."""
+    if spec.get("unschedulable") is True:
+        return "is unschedulable (cordoned)"
+    taints, conditions = spec.get("taints") or [], status.get("conditions") or []
+    for rows, field_name in ((taints, "spec.taints"), (conditions, "status.conditions")):
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise InputError(
+                f"{location}.{field_name}", "is no list of mappings", "give the output of kubectl get nodes -o json"
+            )
+    for taint in taints:
+        if taint.get("effect") in ("NoSchedule", "NoExecute") and taint.get("key") not in _RESOURCES:
+            return f"has the taint {shortened(str(taint.get('key')), 60)}:{taint['effect']}"
+    if any(row.get("type") == "Ready" and row.get("status") != "True" for row in conditions):
+        return "is not ready"
+    return None
+
+
+def _checked_count(count: int, where: str, name: str) -> int:
+    """Return the number of devices. Raises InputError above ``_MAX_DEVICES``."""
+    if count > _MAX_DEVICES:
+        raise InputError(where, f"{name} has {count} devices", f"a node has at most {_MAX_DEVICES}")
+    return count
+
+
+# -- job.yaml and cluster.yaml
+
+
+def first_files(found: Nodes, model: str | None, folder: Path) -> tuple[dict[str, str], list[str]]:
+    """Return the texts of ``cluster.yaml`` and ``job.yaml`` by file name, and remarks for the user.
+
+    ``model``: the job's SOURCE, None for a stand-in. Raises InputError for nodes that a job cannot express, such as a name
+    with control characters.
+    """
+    remarks, counts = list(found.remarks), found.counts
+    source = _STAND_IN if model is None else model
+    if model is None:
+        remarks.append(f"no --model is given: job.yaml names {_STAND_IN} in its place")
+    elif is_graph_file(model):
+        source = os.path.relpath(model, folder)
+    advice = "is no device that ddltool knows: fill in its memory and speed in job.yaml, where a comment shows how"
+    remarks += [f"{name} {advice}" for name in found.unknown]
+    if len(found.nodes) > 1:
+        remarks.append("how the nodes are joined is not known: add nic: 200Gbit, or what they have, in cluster.yaml")
+    texts = {
+        "cluster.yaml": "\n".join(_cluster_lines(found)) + "\n",
+        "job.yaml": "\n".join(_job_lines(found, source, sum(counts.values()))) + "\n",
+    }
+    for name, model_class in (("cluster.yaml", Cluster), ("job.yaml", Job)):
+        parse(yaml.safe_load(texts[name]), model_class, name)  # raises for a file that could not be read again
+    return texts, remarks
+
+
+def _cluster_lines(found: Nodes) -> Iterator[str]:
+    """Yield the lines of cluster.yaml, a line for each run of equal nodes."""
+    yield "kind: ddltool.cluster"
+    yield "nodes:"
+    for (device, count), equal_nodes in groupby(found.nodes, key=lambda node: (node.device, node.count)):
+        nodes = list(equal_nodes)
+        name = nodes[0].name if len(nodes) == 1 else f"{nodes[0].name} to {nodes[-1].name}"
+        spec = devices().find(device)
+        comment = f"  # {spec.title or spec.name}, {spec.memory_gib:g} GiB each" if spec else ""
+        fields = f"devices: {{type: {_yaml_scalar(device)}, count: {count}}}"
+        yield f"  - {{name: {_yaml_scalar(name)}, count: {len(nodes)}, {fields}}}{comment}"
+    if len(found.nodes) > 1:
+        yield "# Beside count: nic: 200Gbit (cards of a node for RDMA, by datasheet) or nic_gbit: 25 (as measured),"
+        yield "# and link: nvlink3, pcie4, ... inside the node where it is not the device's own."
+
+
+def _job_lines(found: Nodes, source: str, max_workers: int) -> Iterator[str]:
+    """Yield the lines of job.yaml; unknown device types are commented out beside known ones. ``max_workers``: devices."""
+    yield "kind: ddltool.job"
+    yield f"name: {_yaml_scalar(re.sub(r'[^A-Za-z0-9_.-]+', '-', source.rpartition(':')[2]).strip('-') or 'job')}"
+    code = "  # your code: ddltool plan asks for --allow-code" if is_code(source) else ""
+    yield f"model: {_yaml_scalar(source)}{code}"
+    yield f"max_workers: {max_workers}  # times batch_size: samples of a step on all devices together"
+    yield f"batch_size: {_BATCH_SIZE}"
+    yield "precision: fp32  # or tf32, amp, bf16"
+    yield "optimizer: adam"
+    yield "cluster: cluster.yaml"
+    yield "devices:"
+    memory_gib = {node.device: node.memory_gib for node in found.nodes}
+    lines = [(name, _device_entry(name, memory_gib[name], found.specs.get(name))) for name in found.counts]
+    known_lines = [line for name, line in lines if name not in found.unknown]
+    yield from (f"  - {line}" for line in known_lines)
+    for name, line in lines:
+        if name in found.unknown:
+            advice = "give its datasheet's figures, or measure it (capability_per_s, profile)"
+            yield f"  # {_yaml_scalar(name)} is not known: {advice}"
+            yield f"  {'# ' if known_lines else ''}- {line}"
+
+
+def _device_entry(name: str, memory_gib: float | None, spec: Mapping[str, Any] | None) -> str:
+    """Return the entry of a device type in job.yaml: ``spec`` where given, else what differs from ddltool's table."""
+    table_spec = devices().find(name)
+    if spec is not None:
+        return f"{{type: {_yaml_scalar(name)}, spec: {json.dumps(spec)}}}"
+    if table_spec is None:
+        shown = f"{memory_gib:g}" if memory_gib else "24"
+        rates = "memory_bytes_per_s: 9.0e+11, peak_flops: {float32: 3.0e+13}"
+        return f"{{type: {_yaml_scalar(name)}}}  # spec: {{like: A100, memory_gib: {shown}, {rates}}}"
+    has_table_memory = memory_gib is None or abs(memory_gib / table_spec.memory_gib - 1) <= _MEMORY_TOLERANCE
+    memory_field = "" if has_table_memory else f", memory_gib: {memory_gib:g}"
+    return f"{{type: {_yaml_scalar(name)}{memory_field}}}"
+
+
+def _yaml_scalar(text: str) -> str:
+    """Return a text as YAML for a flow mapping, quoted where YAML would read it otherwise."""
+    plain = re.fullmatch(r"[A-Za-z][\w.+-]*(?::[\w.+-]+)?", text, re.ASCII) and yaml.safe_load(text) == text
+    return text if plain else json.dumps(text, ensure_ascii=True)

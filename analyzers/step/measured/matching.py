@@ -1,0 +1,241 @@
+"""Measured times for a graph's ops, matched with the calls of a profiler trace by type and order.
+
+The k-th call of a type in a step is the k-th op of that type. A model that runs eagerly calls composite operators
+(``aten::linear``) around the graph's ops (``aten::addmm``): the outermost call of a type in the graph counts. Graphs
+carry no shapes, so shapes are not compared.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ddltool.analyzers.step.measured.kineto import ProfilerTrace
+from ddltool.analyzers.step.tracing.op_rules import normal_type
+from ddltool.arrays import Flags, Floats, Indices, Places
+from ddltool.errors import InputError
+from ddltool.graph import COMPUTE, Estimate, Graph
+
+# Operators in these ranges are no part of the step's graph, which ends with the gradients.
+_OUTSIDE_RANGES = (
+    "Optimizer.",
+    "torch::autograd::AccumulateGrad",
+    "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad",
+    "torch::distributed::reducer::",
+    "torch.distributed.ddp.reducer::",
+)
+
+LEAST_MATCHED_TIME = 0.45
+"""Least share of a trace's time that the graph's ops must take; a trace with less is of another model."""
+Names = tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Match:
+    """The times that a trace gives to a graph of ``n`` ops, and how well the two match."""
+
+    durations: Floats
+    """(n,) seconds, the least over the steps; 0 for free ops, NaN for transfers and unmatched ops."""
+    measured: Flags
+    """(n,) whether the duration was measured."""
+    matched_ops: float
+    """Share of the compute ops that cost something (0 to 1)."""
+    matched_time: float
+    """Share of the time of the trace's operator calls (of their kernels, if it has any) that matched calls take (0 to 1).
+
+    Calls of the optimizer, the reducer and gradient accumulation are left out: they are no part of a graph.
+    Of a type with c calls per step for g ops, ``min(c, g) / max(c, g)`` of the time counts.
+    """
+    steps: int
+    """Number of steps, or repetitions, over which the least was taken."""
+    unmatched_types: tuple[tuple[str, int], ...]
+    """Types of ops without a time, and how many of each, most first."""
+    unmatched_calls: tuple[tuple[str, int, float], ...]
+    """Unmatched operators: name, number of calls and their total seconds, longest first."""
+    inexact_types: tuple[str, ...]
+    """Types with more or fewer calls per step than ops: all their ops get the mean time of a call."""
+
+    def lines(self) -> list[str]:
+        """Return lines of text: the matched shares, then unmatched ops, unmatched calls and inexact types, if any."""
+        lines = [
+            f"trace matched by type and order: {self.matched_ops:.1%} of the ops, {self.matched_time:.1%} of the trace's time, "
+            f"least of {self.steps} step(s)"
+        ]
+        if self.unmatched_types:
+            shown = ", ".join(f"{name} x{count}" for name, count in self.unmatched_types[:6])
+            lines.append(f"ops without a time in the trace (scaled roofline instead): {shown}")
+        if self.unmatched_calls:
+            shown = ", ".join(f"{name} x{calls} ({seconds:.3g} s)" for name, calls, seconds in self.unmatched_calls[:5])
+            lines.append(f"in the trace but not in the graph: {shown}")
+        if self.inexact_types:
+            shown = ", ".join(self.inexact_types[:6])
+            lines.append(f"called more or less often than in the graph, mean taken: {shown}")
+        return lines
+
+
+def match(graph: Graph, trace: ProfilerTrace) -> Match:
+    """Return the times that a trace gives to a graph's compute ops. O(m log m) for m spans.
+
+    An op takes its kernels' time where it launched any, else its CPU time without waits for the device. Over several
+    steps the least counts, as in the paper's time oracle (TicTac, section 5). No match at all raises no error here.
+    """
+    costly_ops = np.flatnonzero(
+        (graph.kind == COMPUTE) & np.array([mark != "free" for mark in graph.estimate], dtype=bool)
+    )
+    durations = np.full(len(graph), np.nan)
+    calls = _candidate_calls(graph, costly_ops, trace)
+    steps, inexact, agreement = _fill_by_type(graph, costly_ops, trace, calls, durations)
+    is_measured = ~np.isnan(durations)
+    is_measured[np.setdiff1d(np.arange(len(graph)), costly_ops)] = False
+    durations[(graph.kind == COMPUTE) & ~np.isin(np.arange(len(graph)), costly_ops)] = 0.0
+    unmatched_types = Counter(graph.op_type[op] for op in costly_ops if not is_measured[op])
+    unmatched_calls, matched_time = _unmatched_calls(trace, calls, agreement)
+    return Match(
+        durations=durations,
+        measured=is_measured,
+        matched_ops=float(is_measured.sum()) / max(len(costly_ops), 1),
+        matched_time=matched_time,
+        steps=steps,
+        unmatched_types=tuple(sorted(unmatched_types.items(), key=lambda item: (-item[1], item[0]))),
+        unmatched_calls=unmatched_calls,
+        inexact_types=inexact,
+    )
+
+
+def apply(graph: Graph, match: Match, fallback: Graph) -> Graph:
+    """Return ``fallback``, the same graph timed by the roofline, with the measured times; see :func:`with_measured`.
+
+    Raises InputError when the graphs differ, when nothing matched, or less than :data:`LEAST_MATCHED_TIME`.
+    """
+    if graph.names != fallback.names or not fallback.timed:
+        raise InputError("fallback", f"is not {graph.name} with every op timed", "estimate the same graph")
+    if not match.measured.any():
+        shown = ", ".join(name for name, _, _ in match.unmatched_calls[:5]) or "no operator calls"
+        problem = f"no op of {graph.name} occurs in the trace (it has {shown})"
+        raise InputError("--oracle", problem, "give a trace of the same model")
+    if match.matched_time < LEAST_MATCHED_TIME:
+        problem = f"only {match.matched_time:.0%} of its time is that of ops of {graph.name}: a trace of another model"
+        remedy = f"give a trace of the same model, with {LEAST_MATCHED_TIME:.0%} of its time matched or more"
+        raise InputError("--oracle", problem, remedy)
+    meta = {**fallback.meta, "oracle": "profiler trace", "oracle_steps": match.steps}
+    return with_measured(replace(fallback, meta=meta), match.durations, match.measured)
+
+
+def with_measured(fallback: Graph, durations: Floats, measured: Flags) -> Graph:
+    """Return the timed graph ``fallback`` with ``durations`` (n,) in its compute ops: NaN for an unknown time, 0 for free ops.
+
+    An op of unknown time gets its fallback time times the median ratio of measured to fallback time over the ops of its
+    type, or over all measured ops where its type has none. Compute ops are marked ``measured``, ``default`` (scaled) or
+    ``free``; transfers keep the fallback's time and mark.
+    """
+    is_compute = fallback.kind == COMPUTE
+    is_unmeasured = is_compute & np.isnan(durations)
+    has_both = measured & (durations > 0) & (fallback.duration_s > 0)
+    ratio = np.divide(durations, fallback.duration_s, out=np.ones(len(fallback)), where=has_both)
+    types = np.array(fallback.op_type)
+    seconds = np.where(is_compute, durations, fallback.duration_s)
+    for name in np.unique(types[is_unmeasured]):
+        rows_of_type, has_both_of_type = is_unmeasured & (types == name), has_both & (types == name)
+        known_ratios = ratio[has_both_of_type if has_both_of_type.any() else has_both]
+        scale = float(np.median(known_ratios)) if known_ratios.size else 1.0
+        seconds[rows_of_type] = fallback.duration_s[rows_of_type] * scale
+    marks: list[Estimate | None] = list(fallback.estimate)
+    for op in np.flatnonzero(is_compute):
+        marks[op] = "measured" if measured[op] else "default" if is_unmeasured[op] else "free"
+    return fallback.with_durations(seconds, marks)
+
+
+def _candidate_calls(graph: Graph, costly_ops: Places, trace: ProfilerTrace) -> Places:
+    """Return indices of the spans that may be ops of the graph, by start: the outermost of its types, inside steps if any."""
+    types = {normal_type(graph.op_type[op]) for op in costly_ops}
+    is_candidate = trace.is_operator & trace.marked(lambda name: normal_type(name) in types)
+    is_outside = trace.marked(lambda name: name.startswith(_OUTSIDE_RANGES))
+    is_candidate &= ~trace.spans.below(is_outside) & ~is_outside
+    if trace.steps:
+        is_candidate &= trace.span_step >= 0
+    span_indices = np.flatnonzero(is_candidate & ~trace.spans.below(is_candidate))
+    return span_indices[np.argsort(trace.spans.start_s[span_indices], kind="stable")]
+
+
+def _fill_by_type(
+    graph: Graph, costly_ops: Places, trace: ProfilerTrace, calls: Places, durations: Floats
+) -> tuple[int, Names, Floats]:
+    """Fill ``durations`` type by type, the k-th op from the k-th call of a step.
+
+    Return the number of steps, the types with other counts of calls than of ops, and (c,) for each call its type's
+    agreement of the counts (0 to 1).
+    """
+    agreement = np.ones(len(calls))
+    types = np.array([normal_type(graph.op_type[op]) for op in costly_ops], dtype=str)
+    type_names, type_of_op = np.unique(types, return_inverse=True)
+    type_indices = {name: index for index, name in enumerate(type_names.tolist())}
+    type_of_name = np.array([type_indices.get(normal_type(name), -1) for name in trace.names], dtype=np.intp)
+    type_of_call = type_of_name[trace.spans.key[calls]]
+    step_of_call = trace.span_step[calls] if trace.steps else _repetitions(type_of_op, type_of_call)
+    inexact: list[str] = []
+    for name, type_index in type_indices.items():
+        call_rows, op_indices = np.flatnonzero(type_of_call == type_index), costly_ops[type_of_op == type_index]
+        if not len(call_rows):
+            continue
+        times_by_step = [
+            trace.time_s[calls[call_rows[step_of_call[call_rows] == step]]]
+            for step in np.unique(step_of_call[call_rows])
+        ]
+        exact_times = [times for times in times_by_step if len(times) == len(op_indices)]
+        if exact_times:
+            durations[op_indices] = np.min(exact_times, axis=0)
+        else:
+            durations[op_indices] = min(times.mean() for times in times_by_step)
+            inexact.append(name)
+            mean_calls = float(np.mean([len(times) for times in times_by_step]))
+            agreement[call_rows] = min(mean_calls, len(op_indices)) / max(mean_calls, len(op_indices))
+    return trace.steps or int(step_of_call.max(initial=0)) + 1, tuple(inexact), agreement
+
+
+def _repetitions(type_of_op: Places, type_of_call: Places) -> Indices:
+    """Return (c,) the repetition of the step to which each call belongs, for a trace that marks no steps.
+
+    Their number is the most common ratio of calls to ops over the types with a whole ratio; all calls of a type with
+    another ratio are in repetition 0. ``type_of_call`` holds no -1.
+    """
+    type_count = int(type_of_op.max(initial=-1)) + 1
+    op_counts, call_counts = np.bincount(type_of_op), np.bincount(type_of_call, minlength=type_count)
+    is_multiple = (call_counts > 0) & (call_counts % np.maximum(op_counts, 1) == 0)
+    common_ratios = Counter((call_counts[is_multiple] // op_counts[is_multiple]).tolist()).most_common(1)
+    repetition = np.zeros(len(type_of_call), dtype=np.int32)
+    for type_index in np.flatnonzero(is_multiple) if common_ratios else []:
+        if call_counts[type_index] == op_counts[type_index] * common_ratios[0][0]:
+            call_rows = np.flatnonzero(type_of_call == type_index)
+            repetition[call_rows] = np.arange(len(call_rows)) // op_counts[type_index]
+    return repetition
+
+
+def _unmatched_calls(
+    trace: ProfilerTrace, calls: Places, agreement: Floats
+) -> tuple[tuple[tuple[str, int, float], ...], float]:
+    """Return the unmatched operators (name, calls, seconds) and the matched share of time (0 to 1).
+
+    A composite call counts without its matched descendants, and calls outside the steps do not count. In a trace with
+    kernels the share is of device time: the host runs ahead, so that its time is not the step's.
+    """
+    spans = trace.spans
+    time = trace.device_s if trace.device_s.any() else trace.time_s
+    is_taken = np.zeros(len(spans), dtype=bool)
+    is_taken[calls] = True
+    is_counted = trace.is_top & ((trace.span_step >= 0) | (not trace.steps))
+    matched_s = spans.with_nested(np.where(is_taken, time, 0.0))
+    doubted_s = np.zeros(len(spans))
+    doubted_s[calls] = time[calls] * (1.0 - agreement)
+    top = np.flatnonzero(is_counted)
+    unmatched_s = np.maximum(time[top] - matched_s[top], 0.0)
+    call_counts = np.bincount(spans.key[top[~is_taken[top]]], minlength=len(trace.names))
+    seconds = np.bincount(spans.key[top], weights=unmatched_s, minlength=len(trace.names))
+    rows = [(trace.names[key], int(call_counts[key]), float(seconds[key])) for key in np.flatnonzero(call_counts)]
+    rows_by_time = sorted(rows, key=lambda row: (-row[2], row[0]))
+    outside = trace.marked(lambda name: name.startswith(_OUTSIDE_RANGES))
+    is_outside_top = (outside | spans.below(outside))[top]
+    total_s, unmatched_s = float(time[top[~is_outside_top]].sum()), unmatched_s[~is_outside_top]
+    lost_s = float(unmatched_s.sum() + spans.with_nested(doubted_s)[top[~is_outside_top]].sum())
+    return tuple(rows_by_time), max(total_s - lost_s, 0.0) / total_s if total_s > 0 else 0.0

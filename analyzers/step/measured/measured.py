@@ -1,0 +1,333 @@
+"""The measured time oracle: every op of a traced step, timed on this machine's CPU.
+
+TicTac's oracle (section 5) takes the shortest of 5 runs of each op. Here an op runs by itself with random arguments of
+the traced shapes and strides, and equal calls (see :func:`signature`) are timed once. So a step takes seconds to
+measure, needs memory for a few ops rather than for the step, and allocates no weights.
+
+Every round calls each op once, in program order: as in a real step, an op finds the caches as other ops left them.
+Five calls of one op in a row are up to 20 % too fast on small models.
+
+Floating-point arguments are normal, or in [0.1, 1) where an op needs them positive (variances, ``log``, ``pow``).
+Integer arguments that index something are drawn from its range; all others are 0, which is always a valid index.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from ddltool.analyzers.step.measured.matching import with_measured
+from ddltool.analyzers.step.tracing.dialect import Numerics
+from ddltool.analyzers.step.tracing.step import TrainingStep
+from ddltool.analyzers.step.tracing.torch_adapter import TracedStep, trace_step
+from ddltool.analyzers.step.tracing.torch_costs import base_name, named, value_of
+from ddltool.device import Network
+from ddltool.errors import InputError, one_line
+from ddltool.graph import COMPUTE, Estimate, Graph, Mode, assign_channels
+from ddltool.units import show_bytes
+
+Call = Callable[[], Any]
+Progress = Callable[[int, int], None]
+DEFAULT_MEMORY_BYTES = 2 * 2**30
+# Nominal rates: only the ratio of roofline times matters, since measured ops set the scale.
+_NOMINAL_FLOPS, _NOMINAL_BYTES_PER_S, _NOMINAL_LAUNCH_S = 1e11, 1e10, 1e-6
+_POSITIVE_ARGUMENTS = frozenset(
+    ["running_var", "save_invstd", "save_var", "rstd", "invstd", "logsumexp", "total_weight"]
+)
+_POSITIVE_OPS = frozenset(["pow", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "lgamma", "digamma"])
+# Ops that read a buffer in a private format, packed by another op of the same library.
+_OPAQUE = frozenset(["mkldnn_rnn_layer_backward"])
+_POOL_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpTimes:
+    """Measured seconds by op name, and the ops that could not be measured."""
+
+    seconds: Mapping[str, float]
+    distinct: int
+    """How many calls of different signature were timed."""
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Ops without a time, and why."""
+
+
+@dataclass(slots=True, eq=False)
+class _Candidate:
+    """One distinct call: its ops' ``names``, shortest time so far, kept ``call`` (None: made anew in every round), and
+    the ``reason`` why it cannot be timed ("" while it can)."""
+
+    node: Node
+    need_bytes: float
+    names: list[str] = field(default_factory=list)
+    best_s: float = float("inf")
+    call: Call | None = None
+    reason: str = ""
+
+
+def measure_ops(
+    traced: TracedStep,
+    *,
+    runs: int = 5,
+    threads: int | None = None,
+    memory_bytes: float = DEFAULT_MEMORY_BYTES,
+    progress: Progress | None = None,
+) -> OpTimes:
+    """Return the shortest time in seconds of ``runs`` calls of every op that is not free.
+
+    Args:
+        threads: torch's number of threads; None keeps the current number.
+        memory_bytes: bounds the arguments and results in memory; an op that needs more by itself is not run.
+        progress: ``progress(done, total)`` is called after every call.
+    """
+    candidate_of: dict[Hashable, _Candidate] = {}
+    for name, source in zip(traced.graph.names, traced.graph.estimate, strict=True):
+        node = traced.nodes.get(name)
+        if node is not None and source != "free":
+            candidate_of.setdefault(signature(node), _Candidate(node, working_bytes(node))).names.append(name)
+    candidates = list(candidate_of.values())
+    with _quiet_torch(threads):
+        _time_in_rounds(candidates, runs, memory_bytes, progress)
+    timed = [candidate for candidate in candidates if not candidate.reason]
+    return OpTimes(
+        seconds={name: candidate.best_s for candidate in timed for name in candidate.names},
+        distinct=len(timed),
+        failed={name: candidate.reason for candidate in candidates if candidate.reason for name in candidate.names},
+    )
+
+
+def estimate_measured(
+    build: Callable[[], TrainingStep],
+    *,
+    mode: Mode,
+    batch_size: int | None = None,
+    network: Network | None = None,
+    runs: int = 5,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Graph:
+    """Return the graph of one step with measured compute ops and transfers timed by ``network``.
+
+    See :func:`.torch_adapter.trace_torch` for the first arguments and its errors, :func:`measure_ops` for the others.
+    """
+    traced = trace_step(build, mode=mode, batch_size=batch_size, numerics=Numerics(cuda=False))
+    times = measure_ops(traced, runs=runs, threads=threads, progress=progress)
+    graph = apply_times(traced.graph, times, network or Network())
+    meta = {**graph.meta, "device": "cpu", "threads": threads or torch.get_num_threads(), "runs": runs}
+    return replace(graph, meta={**meta, "torch": str(torch.__version__)})
+
+
+def apply_times(graph: Graph, times: OpTimes, network: Network) -> Graph:
+    """Return the graph with measured durations in seconds; transfers take ``latency + bytes / bandwidth``, free ops 0.
+
+    An op without a time gets its roofline at nominal rates, scaled by :func:`.matching.with_measured`.
+    Raises InputError when ops cost something and none was measured.
+    """
+    graph = assign_channels(graph, network.parameter_servers)
+    is_transfer, bytes_per_s = graph.kind != COMPUTE, network.bandwidth_bytes_per_s
+    is_measured = np.array([name in times.seconds for name in graph.names])
+    is_costly = ~is_transfer & np.array([source != "free" for source in graph.estimate])
+    if is_costly.any() and not is_measured.any():
+        reason = next(iter(times.failed.values()), "no reason given")
+        problem = f"none of its {int(is_costly.sum())} ops could be timed ({reason})"
+        raise InputError(graph.name, problem, "use roofline")
+    roofline = np.maximum(graph.flops / _NOMINAL_FLOPS, graph.size_bytes / _NOMINAL_BYTES_PER_S) + _NOMINAL_LAUNCH_S
+    links = {"bandwidth_bytes_per_s": bytes_per_s, "latency_s": network.latency_s}
+    meta = {**graph.meta, "oracle": "measured", "timed_calls": times.distinct, **links}
+    nominal = np.where(is_transfer, network.latency_s + graph.size_bytes / bytes_per_s, roofline)
+    fallback = replace(graph, meta={**meta, "parameter_servers": network.parameter_servers})
+    seconds = np.array([times.seconds.get(name, np.nan) for name in graph.names])
+    seconds[~is_costly] = 0.0
+    marks: list[Estimate] = ["rule" for _ in graph.names]
+    return with_measured(fallback.with_durations(nominal, marks), seconds, is_measured)
+
+
+@contextmanager
+def _quiet_torch(threads: int | None) -> Iterator[None]:
+    """Run without gradients on ``threads`` threads (None: as before); restore torch's threads and random state after."""
+    thread_count = torch.get_num_threads()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.set_num_threads(threads or thread_count)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(thread_count)
+
+
+def _time_in_rounds(candidates: list[_Candidate], runs: int, memory_bytes: float, progress: Progress | None) -> None:
+    """Call every candidate once per round and keep its shortest time; the first round warms up and is not timed."""
+    kept_bytes = 0.0
+    needs_bytes = (candidate.need_bytes for candidate in candidates)
+    largest_bytes = max((need for need in needs_bytes if need <= memory_bytes), default=0.0)
+    total = len(candidates) * (runs + 1)
+    for done in range(total):
+        candidate, is_timed = candidates[done % len(candidates)], done >= len(candidates)
+        need_bytes = candidate.need_bytes
+        if need_bytes > memory_bytes:
+            candidate.reason = f"needs {show_bytes(need_bytes)}, more than the {show_bytes(memory_bytes)} allowed"
+        if not candidate.reason:
+            try:
+                call = candidate.call or make_call(candidate.node)
+                call_s = time_call(call)
+            except Exception as error:  # an op may raise anything when its arguments are made up
+                candidate.reason, candidate.call = one_line(f"{type(error).__name__}: {error}")[:200], None
+            else:
+                if is_timed:
+                    candidate.best_s = min(candidate.best_s, call_s)
+                elif kept_bytes + need_bytes + largest_bytes <= memory_bytes:  # leaves room for the largest op
+                    candidate.call = call
+                    kept_bytes += need_bytes
+        if progress is not None:
+            progress(done + 1, total)
+
+
+def signature(node: Node) -> Hashable:
+    """Return the key that decides how long a call takes: op, arguments, and shape, strides and type of every tensor.
+
+    Tensors are numbered by first use: an op given one tensor twice differs from one given two equal tensors.
+    """
+    tensor_indices: dict[Node, int] = {}
+
+    def describe(value: Any) -> Hashable:
+        if isinstance(value, Node):
+            tensor_index = tensor_indices.setdefault(value, len(tensor_indices))
+            return (tensor_index, *(_describe_value(leaf) for leaf in _leaves(value_of(value))))
+        if isinstance(value, (list, tuple)):
+            return ("list", *(describe(item) for item in value))
+        if isinstance(value, Mapping):
+            return ("map", *((key, describe(item)) for key, item in value.items()))
+        return (type(value).__name__, repr(value))
+
+    return (str(node.target), describe(node.args), describe(node.kwargs))
+
+
+def working_bytes(node: Node) -> float:
+    """Return the bytes of a call's arguments and results, without scratch memory."""
+    return sum(_tensor_bytes(value_of(value)) for value in (*node.all_input_nodes, node))
+
+
+def make_call(node: Node) -> Call:
+    """Return a function that runs the call node on random arguments, which it keeps in memory.
+
+    Raises NotImplementedError for an op with arguments of a private format or of an unknown type.
+    """
+    name = base_name(node.target)
+    arguments = named(node)
+    if name in _OPAQUE or any("workspace" in argument for argument in arguments):
+        raise NotImplementedError(f"{name} reads what another op packed")
+    tensor_of: dict[Node, Any] = {}
+    for argument, value in arguments.items():
+        is_positive = argument in _POSITIVE_ARGUMENTS or name in _POSITIVE_OPS
+        for input_node, limit in _nodes_with_limits(value, _index_limits(name, arguments, argument)):
+            if input_node not in tensor_of:
+                tensor_of[input_node] = _materialise(value_of(input_node), limit=limit, positive=is_positive)
+    if name.startswith("max_pool") and name.endswith("_with_indices_backward"):
+        _set_pool_indices(name, arguments, tensor_of)
+    args, kwargs = map_arg(node.args, tensor_of.__getitem__), map_arg(node.kwargs, tensor_of.__getitem__)
+    target: Any = node.target
+    return lambda: target(*args, **kwargs)
+
+
+def time_call(call: Call) -> float:
+    """Return the seconds of one call.
+
+    With one thread: the shorter of CPU and wall time, so that other work on the machine counts little. With more threads:
+    wall time, since CPU time adds up over threads.
+    """
+    cpu_began_s = time.process_time()
+    wall_began_s = time.perf_counter()
+    call()
+    wall_s = time.perf_counter() - wall_began_s
+    return min(wall_s, time.process_time() - cpu_began_s) if torch.get_num_threads() == 1 else wall_s
+
+
+def _index_limits(name: str, arguments: Mapping[str, Any], argument: str) -> Sequence[int] | int | None:
+    """Return the exclusive upper limit of an argument's indices, one per item for a list; None for no index argument."""
+    name = name.strip("_").removeprefix("unsafe_")
+
+    def shape(key: str) -> tuple[int, ...]:
+        return tuple(value_of(arguments[key]).shape)
+
+    if name == "embedding" and argument == "indices":
+        return shape("weight")[0]
+    if name == "embedding_dense_backward" and argument == "indices":
+        return int(arguments["num_weights"])
+    if name.startswith("nll_loss") and argument == "target":
+        return shape("self")[1 if len(shape("self")) > 1 else 0]
+    if name in ("index", "index_put") and argument == "indices":
+        return shape("self")
+    if argument == "index" and "dim" in arguments and "self" in arguments:
+        size = shape("self") or (1,)
+        return size[int(arguments["dim"])]
+    return None
+
+
+def _nodes_with_limits(value: Any, limit: Sequence[int] | int | None) -> Iterator[tuple[Node, int]]:
+    """Yield each node in an argument with the exclusive limit of its integers (1: zeros only)."""
+    if isinstance(value, Node):
+        yield value, limit if isinstance(limit, int) else 1
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _nodes_with_limits(item, limit[index] if isinstance(limit, tuple) else None)
+
+
+def _materialise(value: Any, *, limit: int, positive: bool) -> Any:
+    """Return a random value with the shapes, strides and types of a traced one.
+
+    Raises NotImplementedError for a value that is no tensor.
+    """
+    if isinstance(value, (list, tuple)):
+        return type(value)(_materialise(item, limit=limit, positive=positive) for item in value)
+    if not isinstance(value, Tensor):
+        raise NotImplementedError(f"an argument is a {type(value).__name__}")
+    elements = _storage_elements(value)
+    flat = torch.empty(elements, dtype=value.dtype)
+    if value.dtype == torch.bool:
+        flat.random_(0, 2)
+    elif not (value.dtype.is_floating_point or value.dtype.is_complex):
+        flat.random_(0, limit) if limit > 1 else flat.zero_()
+    else:
+        random_pool = torch.empty(min(elements, _POOL_ELEMENTS))
+        random_pool.uniform_(0.1, 1.0) if positive else random_pool.normal_()
+        for start in range(0, elements, _POOL_ELEMENTS):  # drawing a gigabyte of numbers takes longer than most ops
+            chunk = flat[start : start + _POOL_ELEMENTS]
+            chunk.copy_(random_pool[: len(chunk)])
+    return flat.as_strided(value.shape, value.stride())
+
+
+def _set_pool_indices(name: str, arguments: Mapping[str, Any], tensor_of: dict[Node, Any]) -> None:
+    """Set the indices of a pooling's backward pass to those of its forward: random indices would miss every cache."""
+    argument_names = ("self", "kernel_size", "stride", "padding", "dilation", "ceil_mode")
+    forward_arguments = [map_arg(arguments[key], tensor_of.__getitem__) for key in argument_names]
+    forward = getattr(torch.ops.aten, name.removesuffix("_backward")).default
+    tensor_of[arguments["indices"]].copy_(forward(*forward_arguments)[1])
+
+
+def _describe_value(value: Any) -> Hashable:
+    return (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, Tensor) else repr(value)
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, (list, tuple)):
+        return [leaf for item in value for leaf in _leaves(item)]
+    return [] if value is None else [value]
+
+
+def _storage_elements(value: Tensor) -> int:
+    """Return the elements of the storage between a tensor's first and last element, both included."""
+    if value.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
+
+
+def _tensor_bytes(value: Any) -> float:
+    tensors = (leaf for leaf in _leaves(value) if isinstance(leaf, Tensor))
+    return float(sum(_storage_elements(tensor) * tensor.element_size() for tensor in tensors))

@@ -1,0 +1,128 @@
+"""The time of each rank in each step: its own work by part, waiting for others, exposed communication."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pandas as pd
+
+from ddltool.arrays import Floats, Ints
+from ddltool.errors import InputError
+from ddltool.stages import Tell, log_remark
+from ddltool.telemetry import check_rows
+
+COMPUTE = ("forward", "backward", "compute")
+"""The parts whose time grows with the batch size."""
+TELEMETRY = ("step", "compute_s", "wait_s", "sync_s", "step_s", "batch")
+"""The columns of telemetry in the comparison of ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankSteps:
+    """R ranks over the K steps that all ranks have; arrays are (R, K) seconds unless said otherwise."""
+
+    ranks: tuple[int, ...]
+    nodes: tuple[str, ...]
+    """(R,) the machine of each rank, "" where the source does not name it."""
+    steps: Ints
+    """(K,) step numbers."""
+    parts: Mapping[str, Floats]
+    """A rank's own work by part: input, forward, backward, optimizer and host; in telemetry compute and host."""
+    wait_s: Floats
+    exposed_s: Floats
+    step_s: Floats
+    after: Mapping[str, Floats] | None = None
+    """The time of each part after the step's last collective, for which other ranks wait in the next step."""
+    gap_after_s: Floats | None = None
+    """The longest gap (see ``gap_s``) after the step's last collective."""
+    gap_s: Floats | None = None
+    """The longest time in a step in which a rank ran nothing and waited for no other rank."""
+    work: Floats | None = None
+    """Amount of work: samples in telemetry, input elements of matrix products and convolutions in a trace."""
+    samples: Floats | None = None
+    """Samples of each step, None where the source does not count them."""
+    offsets_s: Floats | None = None
+    """(R,) how far each clock is ahead of the median clock."""
+    late_s: Floats | None = None
+    """(R, m) how much later than the first rank each sees the end of a step's longest collective; only for one clock."""
+    ring: int = -1
+    """Offset of the rank to which each sends in a ring: -1, as in gloo, is the rank before."""
+    remarks: tuple[str, ...] = ()
+    timeline: list[tuple[str, list[tuple[float, float, str]]]] = field(default_factory=list)
+    """By rank, (start, end, activity) rows of some steps."""
+
+    def between_meetings(self) -> RankSteps:
+        """Return the times from one step's last collective to the next step's, as ranks wait for each other in collectives.
+
+        Work before the first step is unknown: it is taken as the median of the rank's steps.
+        """
+        if self.after is None or self.gap_s is None or self.gap_after_s is None:
+            return self
+
+        def shifted(whole_s: Floats, after_s: Floats) -> Floats:
+            carried: Floats = np.concatenate([np.median(after_s, axis=1, keepdims=True), after_s[:, :-1]], axis=1)
+            return np.add(whole_s - after_s, carried)
+
+        parts = {name: shifted(whole_s, self.after[name]) for name, whole_s in self.parts.items()}
+        own_s: Floats = np.sum(list(parts.values()), axis=0)
+        gap_before_s = np.where(self.gap_s > self.gap_after_s, self.gap_s, 0.0)
+        gap_s = np.maximum(
+            gap_before_s,
+            np.concatenate([np.median(self.gap_after_s, axis=1, keepdims=True), self.gap_after_s[:, :-1]], axis=1),
+        )
+        step_s = own_s + self.wait_s + self.exposed_s
+        return replace(self, parts=parts, step_s=step_s, gap_s=gap_s, after=None)
+
+    def speed(self, batch: float = 1.0) -> Floats:
+        """Return (R, K) samples per second of each rank's own compute; ``batch``: samples of a step where none are counted."""
+        samples = self.samples if self.samples is not None else np.full(self.step_s.shape, batch)
+        speed: Floats = samples / np.maximum(self.compute_s, 1e-9)
+        return speed
+
+    @property
+    def own_s(self) -> Floats:
+        """(R, K) seconds of each rank's own work."""
+        total: Floats = np.sum(list(self.parts.values()), axis=0)
+        return total
+
+    @property
+    def compute_s(self) -> Floats:
+        """(R, K) seconds of own work that grow with the batch size."""
+        total: Floats = np.sum([row for name, row in self.parts.items() if name in COMPUTE], axis=0)
+        return total
+
+
+def of_telemetry(frame: pd.DataFrame, where: str, tell: Tell = log_remark) -> RankSteps:
+    """Return the steps of a telemetry table's last run that all ranks have, input and host as one part (host).
+
+    ``tell`` receives the remark which of several runs is taken. Raises InputError naming line and column, and for fewer
+    than two ranks or no common step.
+    """
+    rows = check_rows(frame, where, tell)
+    rows = rows[rows["batch"] > 0]
+    ranks = sorted({int(rank) for rank in rows["rank"]})
+    common_rows = rows.drop_duplicates(["rank", "step"], keep="last").sort_values(["rank", "step"])
+    common_rows = common_rows[common_rows.groupby("step")["rank"].transform("size") == len(ranks)]
+    if len(ranks) < 2 or common_rows.empty:
+        problem = f"has {len(ranks)} ranks with no step in common" if len(ranks) > 1 else "has one rank only"
+        raise InputError(where, problem, "give the telemetry of all ranks of one run")
+    columns = {name: common_rows[name].to_numpy(dtype=np.float64).reshape(len(ranks), -1) for name in TELEMETRY}
+    return of_columns(columns, ranks)
+
+
+def of_columns(columns: Mapping[str, Floats], ranks: Sequence[int]) -> RankSteps:
+    """Return the steps of telemetry given as one array (R, K) for each of :data:`TELEMETRY`."""
+    host_s = columns["step_s"] - columns["compute_s"] - columns["wait_s"] - columns["sync_s"]
+    return RankSteps(
+        ranks=tuple(ranks),
+        nodes=("",) * len(ranks),
+        steps=columns["step"][0].astype(np.int64),
+        parts={"compute": columns["compute_s"], "host": np.maximum(host_s, 0.0)},
+        wait_s=columns["wait_s"],
+        exposed_s=columns["sync_s"],
+        step_s=columns["step_s"],
+        work=columns["batch"],
+        samples=columns["batch"],
+    )

@@ -1,0 +1,217 @@
+"""Tables of recorded speeds (``balance``), and of iteration ends or telemetry (``barrier``).
+
+Rows stand in any order; errors name the row and column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from ddltool.analyzers.step.measured.balance_trace import LEAST_SPEED, MOST_SPEED, SpeedTrace
+from ddltool.analyzers.step.measured.ranks import of_telemetry
+from ddltool.arrays import Floats
+from ddltool.errors import InputError
+from ddltool.graph import natural_key
+from ddltool.stages import Tell
+from ddltool.tables import demand_columns, numbers, read_table, texts
+from ddltool.telemetry import last_run
+
+SPEED_COLUMNS = ("iteration", "worker", "speed", "cpu", "memory")
+END_COLUMNS = ("worker", "iteration", "end_s")
+# Seconds, thirty million years: predictions from longer times could leave the range of floats.
+MOST_S = 1e15
+# Above this, floats skip whole numbers.
+MOST_ITERATIONS = 2**53 - 1
+
+
+def read_speeds(path: Path, tell: Tell) -> SpeedTrace:
+    """Return the trace in a CSV (``.gz`` is accepted), rows in any order; workers come in natural order of their names.
+
+    Telemetry of the training hook is accepted as well: its speed is the samples per second of the rank's own compute, and
+    its CPU and memory readings are 1. Every worker needs a row for every iteration; ``tell`` receives a remark about
+    iterations that no worker has. Raises InputError naming row and column.
+    """
+    frame = read_table(path, SPEED_COLUMNS)
+    if "compute_s" in frame.columns:
+        run = of_telemetry(frame, str(path), tell)
+        speed = run.speed().T
+        _tell_gaps(run.steps.astype(np.float64), path, tell)
+        full_share = np.ones_like(speed)
+        return SpeedTrace.of(tuple(map(str, run.ranks)), speed=speed, cpu=full_share, memory=full_share)
+    demand_columns(frame, SPEED_COLUMNS, path)
+    worker = texts(frame, "worker", path)
+    for row, name in enumerate(worker, 1):
+        if not name.isprintable():  # it would end up in pictures and terminals, which act on such characters
+            raise InputError(f"{path}:row {row}:worker", f"is {name!r}", "name workers without control characters")
+    iteration = numbers(frame, "iteration", path, maximum=MOST_ITERATIONS, whole=True)
+    speed = numbers(frame, "speed", path, minimum=LEAST_SPEED, maximum=MOST_SPEED)
+    table = pd.DataFrame({"worker": worker, "iteration": iteration, "speed": speed})
+    table = table.assign(**{column: numbers(frame, column, path) for column in ("cpu", "memory")})
+    is_repeated = table.duplicated(["worker", "iteration"])
+    if is_repeated.any():
+        row = int(np.argmax(is_repeated))
+        problem = f"repeats iteration {iteration[row]:.0f} of worker {worker[row]}"
+        raise InputError(f"{path}:row {row + 1}:iteration", problem, "give each iteration of a worker once")
+    by_iteration = table.pivot(index="iteration", columns="worker")
+    names = sorted(set(worker), key=natural_key)
+    missing = np.argwhere(by_iteration["speed"][names].isna().to_numpy())
+    if len(missing):
+        problem = f"worker {names[missing[0][1]]} has no iteration {by_iteration.index[missing[0][0]]:.0f}"
+        raise InputError(str(path), problem, "give a row of every worker for every iteration")
+    _tell_gaps(by_iteration.index.to_numpy(), path, tell)
+    columns = {column: by_iteration[column][names].to_numpy() for column in SPEED_COLUMNS[2:]}
+    return SpeedTrace.of(tuple(names), **columns)
+
+
+def _tell_gaps(iterations: Floats, path: Path, tell: Tell) -> None:
+    """Tell how many iterations are missing between the (K,) ascending ones, and where the first gap is."""
+    strides = np.diff(iterations)
+    if (strides > 1).any():
+        gap_index = int(np.argmax(strides > 1))
+        first, last = iterations[gap_index], iterations[gap_index + 1]
+        tell(
+            f"{path}: {strides.sum() - len(strides):.0f} iterations are missing, the first between {first:.0f} and {last:.0f}; "
+            "rows on both sides are taken as neighbours"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Recorded:
+    """The recorded iterations of n workers."""
+
+    names: tuple[str, ...]
+    lengths_s: list[Floats]
+    """Iteration lengths in seconds of each worker, oldest first."""
+    origins_s: Floats
+    """(n,) when each worker's next iteration begins, seconds."""
+    lagging: tuple[str, ...] = ()
+    """Workers whose rows stop more than two of their iterations before the newest row."""
+
+
+def read_recorded(path: Path, tell: Tell) -> Recorded:
+    """Return the recorded iterations of a CSV (``worker,iteration,end_s``) or of telemetry.jsonl.
+
+    Telemetry is the training hook's, or that of a server of :mod:`ddltool.runtime.servers`. From ends, an iteration's
+    length is the time since the worker's previous end. From telemetry, it is the step without the waiting for others, and
+    all next iterations begin at 0. ``tell`` receives the remark which of several runs is taken. Raises InputError naming
+    row and column.
+    """
+    frame = read_table(path, END_COLUMNS)
+    if {"event", "worker", "wait_s"} <= set(map(str, frame.columns)):
+        return _from_sync(last_run(frame, str(path), tell), str(path))
+    if {"rank", "step_s"} <= set(map(str, frame.columns)):
+        return _from_telemetry(last_run(frame, str(path), tell), str(path))
+    names, ends, _ = _rows_by_worker(frame, END_COLUMNS, str(path))
+    for name, worker_ends in zip(names, ends, strict=True):
+        if len(worker_ends) < 2:
+            problem = "has one row, which gives no iteration length"
+            raise InputError(f"{path}:worker {name}", problem, "give two or more rows of each worker, or --predicted")
+    lengths = [np.diff(worker_ends) for worker_ends in ends]
+    last_ends_s = np.array([worker_ends[-1] for worker_ends in ends])
+    is_lagging = [
+        last_ends_s.max() - last_end_s > 2 * lengths_s.max()
+        for last_end_s, lengths_s in zip(last_ends_s, lengths, strict=True)
+    ]
+    lagging = tuple(name for name, lags in zip(names, is_lagging, strict=True) if lags)
+    return Recorded(names=tuple(names), lengths_s=lengths, origins_s=last_ends_s, lagging=lagging)
+
+
+def read_predicted(path: Path, lookahead: int | None) -> tuple[tuple[str, ...], Floats]:
+    """Return worker names (n,) and predicted ends (n, R) seconds from a CSV, the first ``lookahead`` of each worker.
+
+    ``lookahead`` None: all predictions, of which every worker must have the same number. Raises InputError naming row and
+    column.
+    """
+    frame = read_table(path, END_COLUMNS)
+    names, ends, last_rows = _rows_by_worker(frame, END_COLUMNS, str(path))
+    prediction_count = lookahead if lookahead is not None else max(map(len, ends))
+    for name, worker_ends, last_row in zip(names, ends, last_rows, strict=True):
+        if len(worker_ends) < prediction_count:
+            problem = f"worker {name} ends with this row, its prediction {len(worker_ends)} of {prediction_count}"
+            remedy = f"give every worker {prediction_count} rows, or set --lookahead {min(map(len, ends))}"
+            raise InputError(f"{path}:row {last_row + 1}:iteration", problem, remedy)
+    return tuple(names), np.array([worker_ends[:prediction_count] for worker_ends in ends])
+
+
+def _from_telemetry(frame: pd.DataFrame, where: str) -> Recorded:
+    """Return each rank's step times without waiting. Raises InputError for a step that consists of waiting."""
+    names, steps, _ = _rows_by_worker(frame, ("rank", "step", "step_s"), where, ascending=False)
+    _, waits, _ = _rows_by_worker(frame, ("rank", "step", "wait_s"), where, least=0.0, ascending=False)
+    only_waits = (frame["wait_s"] >= frame["step_s"]).to_numpy()
+    if only_waits.any():
+        row = int(np.argmax(only_waits))
+        problem, remedy = f"is {frame['wait_s'].iloc[row]}", "it must be less than the row's step_s"
+        raise InputError(f"{where}:row {frame.index[row] + 1}:wait_s", problem, remedy)
+    lengths = [steps_s - waits_s for steps_s, waits_s in zip(steps, waits, strict=True)]
+    return Recorded(names=tuple(names), lengths_s=lengths, origins_s=np.zeros(len(names)))
+
+
+def _from_sync(frame: pd.DataFrame, where: str) -> Recorded:
+    """Return each worker's step times without waiting, from the rows of one parameter server.
+
+    A step begins when the server has the gradients of the step before, so the first step has no known length. Workers that
+    left have no next iteration and no result, unless all have left. Raises InputError for a worker with one step.
+    """
+    departures = frame[frame["event"] == "left"]
+    steps = frame[(frame["event"] == "step") & ~frame["worker"].isin(departures["worker"])]
+    if steps.empty:  # the run is over, all have left
+        steps = frame[frame["event"] == "step"]
+    if steps.empty:
+        raise InputError(where, "has no row of a step", "give the telemetry of a server that has taken gradients")
+    worker = numbers(steps, "worker", where, maximum=MOST_ITERATIONS, whole=True)
+    steps = steps.assign(worker=worker.astype(np.int64).astype(str))
+    names, ends, _ = _rows_by_worker(steps, ("worker", "step", "time_s"), where)
+    _, waits, _ = _rows_by_worker(steps, ("worker", "step", "wait_s"), where, least=0.0, ascending=False)
+    lengths = [np.diff(ends_s) - waits_s[1:] for ends_s, waits_s in zip(ends, waits, strict=True)]
+    for name, worker_lengths in zip(names, lengths, strict=True):
+        if not len(worker_lengths) or worker_lengths.min() <= 0:
+            problem = "has one step" if not len(worker_lengths) else "waited longer than a step took"
+            raise InputError(
+                f"{where}:worker {name}", problem, "give two or more steps of each, as the server wrote them"
+            )
+    return Recorded(names=tuple(names), lengths_s=lengths, origins_s=np.zeros(len(names)))
+
+
+def _rows_by_worker(
+    frame: pd.DataFrame, columns: Sequence[str], where: str, *, least: float = -MOST_S, ascending: bool = True
+) -> tuple[list[str], list[Floats], list[int]]:
+    """Return the worker names in natural order, each worker's values by iteration, and the row of its last value.
+
+    ``columns`` are those of worker, iteration and value. Raises InputError for iterations that repeat or leave gaps, and
+    for falling values where ``ascending``.
+    """
+    demand_columns(frame, columns, where)
+    worker, iteration, value = columns
+    table = pd.DataFrame(
+        {
+            "worker": texts(frame, worker, where),
+            "iteration": numbers(frame, iteration, where, maximum=MOST_ITERATIONS, whole=True),
+            "value": numbers(frame, value, where, minimum=least, maximum=MOST_S),
+        },
+        index=frame.index,
+    )
+    table = table.sort_values(["worker", "iteration"], kind="stable")
+    by_worker = table.groupby("worker", sort=False)
+    iteration_gap = by_worker["iteration"].diff()
+    problems = (
+        (iteration_gap == 0, iteration, "repeats iteration {iteration:g} of worker {worker}", "give each iteration once"),
+        (iteration_gap > 1, iteration, "is iteration {iteration:g} of worker {worker}, which has no iteration {before:g}",
+         "the iterations of a worker must follow one another"),
+        (ascending & (by_worker["value"].diff() < 0), value, "is {value!r}, before the previous end of worker {worker}",
+         "a worker's iteration ends must ascend"),
+    )  # fmt: skip
+    for is_wrong, column, problem, remedy in problems:
+        if is_wrong.any():
+            row = int(table.index[is_wrong].min())
+            fields = {str(key): value for key, value in table.loc[row].to_dict().items()}
+            text = problem.format(before=fields["iteration"] - 1, **fields)
+            raise InputError(f"{where}:row {row + 1}:{column}", text, remedy)
+    rows_of = {str(name): rows for name, rows in by_worker}
+    names = sorted(rows_of, key=natural_key)
+    values = [rows_of[name]["value"].to_numpy() for name in names]
+    return names, values, [int(rows_of[name].index[-1]) for name in names]

@@ -1,0 +1,152 @@
+"""Which level of determinism a model allows, and what stands in the way: EasyScale's scan, op by op. Start at :func:`scan`.
+
+Levels (EasyScale, Li et al., SC 2023, section 3.3): D0, equal bits on the same devices: fixed seeds, deterministic
+kernels. D1, on any number of devices of one type: besides, constant virtual ranks, streams and buckets
+(:class:`ddltool.runtime.elastic.trainer.ElasticTrainer`). D2, on any mix of device types: besides, kernels that do not depend
+on the device. The paper scans modules; here every op of the traced step is looked up in ``determinism.toml``, so that
+functional calls and the backward pass count too.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddltool.graph import COMPUTE, Graph
+from ddltool.graph_results import DeterminismLevel, DeterminismOp
+
+if TYPE_CHECKING:
+    from torch.fx import Node
+
+    from ddltool.analyzers.step.tracing.torch_adapter import TracedStep
+
+BACKWARD, MODEL = "(backward)", "(model)"
+_RANK = {"none": 0, "unknown": 1, "D1": 2, "D2": 3}
+_TABLE: Mapping[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+TORCH_VERSION: str = _TABLE["torch_version"]
+CLASSES: Mapping[str, Mapping[str, str]] = _TABLE["classes"]
+"""Class of kernels to its ``level``, ``reason`` and ``setting``."""
+OPS: Mapping[str, str] = {
+    f"{'onnx' if key == 'onnx' else 'aten'}.{op}": name
+    for name, entry in CLASSES.items()
+    for key in ("aten", "documented", "onnx")
+    for op in entry.get(key, "").split()
+}
+"""Op type (``aten.NAME`` without overload and trailing underscore, ``onnx.NAME``) to the name of its class."""
+_FLOATING_ONLY = frozenset(_TABLE["floating_only"].split())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpFacts:
+    """What an op's arguments say beyond its type."""
+
+    floating: bool
+    """An input is a floating-point or complex tensor."""
+    patches: bool = False
+    """A convolution whose kernel is its stride, without padding, dilation or groups: windows do not overlap."""
+
+
+def class_of(op_type: str, facts: OpFacts | None = None) -> str:
+    """Return the class of an op type as graphs hold it; in-place ops count as their functional twins.
+
+    Without ``facts`` an op is taken to read floating-point tensors, and a convolution to overlap.
+
+    >>> class_of("aten.convolution"), class_of("aten.add_"), class_of("mine.op")
+    ('convolution', 'exact', 'unknown')
+    >>> class_of("aten.cumsum", OpFacts(floating=False))
+    'exact'
+    """
+    name = OPS.get(op_type) or OPS.get(op_type.rstrip("_"))
+    if name is None:  # the multi-tensor twins of element-wise ops
+        name = OPS.get(f"aten.{op_type.removeprefix('aten._foreach_').rstrip('_')}", "unknown")
+    if facts is not None and not facts.floating and op_type.removeprefix("aten.").rstrip("_") in _FLOATING_ONLY:
+        return "exact"
+    return "patches" if facts is not None and facts.patches and name == "convolution" else name
+
+
+def scan(graph: Graph, facts: Mapping[str, OpFacts] | None = None) -> DeterminismLevel:
+    """Return what the compute ops of a step allow, when everything in ``settings`` is done.
+
+    ``facts`` says more of ops by name (:func:`op_facts`); without, the cautious case is taken. A graph whose ops have no
+    types gets level ``unknown``; one without module paths in its op names (``forward/PATH/op``, as this project's traces
+    have) gets no modules. An inference graph says nothing of the backward pass. As in the paper, matrix products, reductions,
+    random draws and attention do not forbid D2: their kernels can be fixed.
+    """
+    rows: dict[tuple[str, str], list[int]] = {}
+    for place in graph.of_kind(COMPUTE):
+        op = graph.op_type[place]
+        rows.setdefault((op, class_of(op, (facts or {}).get(graph.names[place]))), []).append(int(place))
+    found = [_finding(graph, op, name, places) for (op, name), places in rows.items()]
+    exact = sum(finding.count for finding in found if finding.class_ == "exact")
+    found = [finding for finding in found if finding.class_ != "exact"]
+    found.sort(key=lambda finding: (_RANK[finding.level], finding.class_, -finding.count, finding.op))
+    level = found[0].level if found else "D2"
+    flops = float(graph.flops.sum())
+    return DeterminismLevel(
+        level=level,
+        d2_eligible=level == "D2",
+        reasons=[_reason(finding, flops) for finding in found if finding.level != "D2"],
+        settings=list(dict.fromkeys(finding.setting for finding in found if finding.setting)),
+        exact_ops=exact,
+        tables_of_torch=TORCH_VERSION,
+        ops=found,
+    )
+
+
+def op_facts(traced: TracedStep) -> dict[str, OpFacts]:
+    """Return, for each compute op of a traced step by name, what its arguments say beyond its type."""
+    return {
+        name: OpFacts(floating=any(map(_floats, node.all_input_nodes)), patches=_patches(node))
+        for name, node in traced.nodes.items()
+    }
+
+
+def _floats(node: Node) -> bool:
+    dtype = getattr(node.meta.get("val"), "dtype", None)
+    return dtype is not None and bool(dtype.is_floating_point or dtype.is_complex)
+
+
+def _patches(node: Node) -> bool:
+    """Return whether a convolution's windows lie side by side. The arguments are in the order of aten's schema."""
+    name = str(node.target)
+    if name == "aten.convolution.default":
+        weight, stride, padding, dilation, transposed, groups = (node.args[place] for place in (1, 3, 4, 5, 6, 8))
+    elif name == "aten.convolution_backward.default":
+        weight, stride, padding, dilation, transposed, groups = (node.args[place] for place in (2, 4, 5, 6, 7, 9))
+    else:
+        return False
+    kernel = list(weight.meta["val"].shape[2:])  # type: ignore[union-attr]
+    plain = not any(padding) and all(step == 1 for step in dilation)  # type: ignore[arg-type,union-attr]
+    return bool(plain and not transposed and groups == 1 and list(stride) == kernel)  # type: ignore[arg-type]
+
+
+def _finding(graph: Graph, op: str, name: str, places: list[int]) -> DeterminismOp:
+    modules = dict.fromkeys(_module_of(graph.names[place]) for place in places)
+    known = CLASSES[name]
+    return DeterminismOp(
+        op=op,
+        class_=name,
+        level=known["level"],
+        count=len(places),
+        flops=float(graph.flops[places].sum()),
+        modules=list(filter(None, modules)),
+        reason=known.get("reason", ""),
+        setting=known.get("setting", ""),
+    )
+
+
+def _reason(finding: DeterminismOp, whole: float) -> str:
+    times = "once" if finding.count == 1 else f"{finding.count} times"
+    share = f", {finding.flops / whole:.1%} of the FLOPs" if finding.flops > 0.0005 * whole else ""
+    return f"{finding.op or 'an op without a type'} ({times}{share}): {finding.reason}"
+
+
+def _module_of(name: str) -> str:
+    """Return the module path in an op's name, empty where it has none."""
+    phase, _, rest = name.partition("/")
+    if phase == "backward":
+        return BACKWARD
+    return rest.rpartition("/")[0] or MODEL if phase == "forward" else ""

@@ -1,0 +1,169 @@
+"""How the step is computed: precision, layout, and what CUDA does in one kernel where the CPU takes several.
+
+A step is traced on fake CPU tensors, and torch's CPU and CUDA backends differ: CUDA has dropout, attention with dropout and
+recurrent layers as one kernel each, and its autocast keeps normalisation, softmax and losses in float32. :class:`Dialect` is
+a mode under which a module runs as it would there, so that the trace holds CUDA's kernels, types and casts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from ddltool.analyzers.step.tracing.op_rules import names_in
+from ddltool.errors import InputError, did_you_mean
+
+Precision = Literal["fp32", "tf32", "amp", "bf16"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """Precision and layout of a step.
+
+    ``fp32``: float32 as torch runs it by default (convolutions may use TF32 where the device has it). ``tf32``: float32
+    with TF32 in matrix products too. ``amp``: autocast to float16. ``bf16``: parameters and activations in bfloat16.
+    """
+
+    precision: Precision = "fp32"
+    channels_last: bool = False
+    cuda: bool = True
+    """False: trace what runs on the CPU, kernel by kernel."""
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise InputError(
+                "--precision", f"unknown {self.precision!r}", did_you_mean(self.precision, list(PRECISIONS))
+            )
+
+    def cast(self, value: Tensor) -> Tensor:
+        """Return a parameter, buffer or input in the type and layout that the step keeps it in."""
+        if self.precision == "bf16" and value.is_floating_point():
+            value = value.to(torch.bfloat16)
+        if self.channels_last and value.dim() == 4:
+            value = value.contiguous(memory_format=torch.channels_last)
+        return value
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run what is inside as it would run on the device: under autocast and in CUDA's kernels."""
+        with torch.autocast("cpu", dtype=torch.float16, enabled=self.precision == "amp"), self.kernels():
+            yield
+
+    def kernels(self) -> AbstractContextManager[object]:
+        """Return what makes the calls inside those of the device."""
+        return Dialect() if self.cuda else nullcontext()
+
+
+# What CUDA's autocast runs in float32 (the CPU's keeps some of it in half precision):
+# pytorch.org/docs/stable/amp.html, "CUDA Ops that can autocast to float32".
+_IN_FLOAT32 = names_in(
+    "layer_norm group_norm softmax log_softmax softmin cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss kl_div "
+    "binary_cross_entropy_with_logits cosine_embedding_loss cosine_similarity norm pow __pow__ __rpow__ exp expm1 log "
+    "log10 log2 log1p rsqrt reciprocal sum prod cumsum cumprod softplus sinh cosh tan acos asin erfinv dist cdist "
+    "renorm logsumexp normalize"
+)
+
+
+class Dialect(TorchFunctionMode):
+    """Replaces calls that CUDA computes otherwise than the CPU. Use it around the forward pass and the loss."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one call of torch's, CUDA's way."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if func is F.dropout:
+            return _dropout(*args, **kwargs)
+        # Dropout happens inside CUDA's attention; with it the CPU would leave the fused path.
+        if func is F.scaled_dot_product_attention:
+            named = dict(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False))
+            args, kwargs = args[:3], {**named, **kwargs, "dropout_p": 0.0}
+        if func is F.multi_head_attention_forward and not kwargs.get("need_weights", True):
+            args = (*args[:10], 0.0, *args[11:])  # calls the former, where this mode is off
+        if name in ("lstm", "gru", "rnn_tanh", "rnn_relu") and len(args) == 9:
+            return _recurrent(name, *args)
+        if name in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
+            args = tuple(_widened(value) for value in args)
+            kwargs = {key: _widened(value) for key, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
+
+
+def _widened(value: Any) -> Any:
+    half = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if half else value
+
+
+def _recurrent(
+    name: str,
+    x: Tensor,
+    hidden: Any,
+    weights: list[Tensor],
+    bias: bool,
+    layers: int,
+    dropout: float,
+    training: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, ...]:
+    """Return what ``torch.lstm`` and its kin return, from one op for all layers, as cuDNN runs them."""
+    if torch.is_autocast_enabled("cpu"):
+        half = torch.get_autocast_dtype("cpu")
+        x, weights = x.to(half), [weight.to(half) for weight in weights]
+    first, *cells = hidden if isinstance(hidden, (tuple, list)) else (hidden,)
+    width = int(first.shape[-1]) * (2 if bidirectional else 1)
+    time_first = x.transpose(0, 1) if batch_first else x
+    made = torch.ops.ddltool.recurrent(time_first, list(weights), width)
+    states = made[-1:, :, : first.shape[-1]].expand(first.shape).to(first.dtype)
+    output = made.transpose(0, 1) if batch_first else made
+    for cell in cells:  # wider than the state where that is projected
+        same = cell.shape == first.shape
+        return output, states, states if same else made[-1:, :, :1].expand(cell.shape).to(cell.dtype)
+    return output, states
+
+
+@torch.library.custom_op("ddltool::recurrent", mutates_args=())
+def recurrent(x: Tensor, weights: list[Tensor], width: int) -> Tensor:
+    """Stand for all layers of a recurrent module: x (steps, batch, features) -> (steps, batch, width). Only ever traced."""
+    raise NotImplementedError("ddltool::recurrent stands for cuDNN's recurrent layers in traces; it computes nothing")
+
+
+@torch.library.custom_op("ddltool::recurrent_backward", mutates_args=())
+def recurrent_backward(gradient: Tensor, x: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    """Stand for the backward pass: the gradients of x and of every weight. Only ever traced."""
+    raise NotImplementedError("ddltool::recurrent_backward stands for cuDNN's recurrent layers in traces")
+
+
+@recurrent.register_fake
+def _(x: Tensor, weights: list[Tensor], width: int) -> Tensor:
+    return x.new_empty((*x.shape[:2], width))
+
+
+@recurrent_backward.register_fake
+def _(gradient: Tensor, x: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(x), *(torch.empty_like(weight) for weight in weights)]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0], *inputs[1])
+
+
+def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    x, *weights = ctx.saved_tensors
+    made = torch.ops.ddltool.recurrent_backward(gradient, x, list(weights))
+    return made[0], list(made[1:]), None
+
+
+torch.library.register_autograd("ddltool::recurrent", _differentiate, setup_context=_keep)

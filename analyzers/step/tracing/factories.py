@@ -1,0 +1,230 @@
+"""Training steps of the user's factories (``package.module:factory``, ``path/file.py:factory``) and of timm's models
+(``timm:NAME``, ``timm:NAME@SIZE``), and the import of optional packages with models.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import importlib
+import importlib.util
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddltool.analyzers.step.tracing.step import TrainingStep, batch_dimension, default_loss, guess_inputs, tensors_in
+from ddltool.errors import DdlToolError, InputError, MissingExtra, did_you_mean, one_line
+
+REMEDY = "write a factory that returns (module, example_inputs)"
+
+
+def imported(package: str, source: str) -> ModuleType:
+    """Return an optional package whose extra has the same name. Raises MissingExtra when it is not installed."""
+    declare_torchvision()
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise MissingExtra(source, package, package) from None
+
+
+def nearest(name: str, known: Iterable[str], otherwise: Iterable[str]) -> str:
+    """Return a remedy that lists the known names closest to ``name``, or ``otherwise`` where none is close."""
+    close_names = difflib.get_close_matches(name, list(known), n=5) or list(otherwise)
+    return f"did you mean {', '.join(close_names)}?"
+
+
+@cache
+def declare_torchvision() -> torch.library.Library | None:
+    """Declare torchvision's two ops where its compiled library cannot be loaded; the returned library keeps them declared.
+
+    PyPI's torchvision is compiled for torch with CUDA. Beside a CPU torch its import fails when these ops get a meta
+    kernel, and so do the imports of timm and most of transformers, though no traced model calls the ops. None: torchvision
+    is missing, or its compiled library was loaded.
+    """
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        for library_path in Path(spec.origin).parent.glob("_C.*"):
+            torch.ops.load_library(str(library_path))
+            return None
+    except OSError:
+        pass  # built for another torch (with CUDA, say): the ops are declared below without kernels
+    library = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return library
+
+
+def least_batch(module: nn.Module) -> int:
+    """Return the samples of an example input: 2 with BatchNorm, which needs several values per channel, else 1."""
+    return 1 + any(isinstance(submodule, nn.modules.batchnorm._BatchNorm) for submodule in module.modules())
+
+
+def timm_step(name: str) -> TrainingStep:
+    """Return one training step of a timm model on images of its own size, or of ``@SIZE`` pixels.
+
+    Images are (batch, channels, height, width). Raises InputError for unknown names and for models that cannot be built,
+    MissingExtra without timm.
+    """
+    source = f"timm:{name}"
+    timm = imported("timm", source)
+    name, separator, size_text = name.partition("@")
+    if not timm.is_model(name):
+        remedy = nearest(name, timm.list_models(), ("resnet50", "convnext_base", "vit_base_patch16_224"))
+        raise InputError(source, f"unknown model {name!r}", remedy)
+    if separator and not size_text.isdecimal():
+        raise InputError(source, f"cannot read the image size {size_text!r}", f"give pixels: timm:{name}@256")
+    pixels = {"img_size": int(size_text)} if separator else {}
+    module = _timm_model(timm, source, name)
+    default_config: Any = module.default_cfg
+    # A model of fixed image size is built anew for another size; other models take images of any size.
+    if pixels and default_config.get("fixed_input_size") and int(size_text) != default_config["input_size"][-1]:
+        module = _timm_model(timm, source, name, **pixels)
+    channels, *default_size = default_config["input_size"]
+    image_shape = (channels, int(size_text), int(size_text)) if separator else (channels, *default_size)
+    images = torch.ones(least_batch(module), *image_shape)
+    return TrainingStep(name=name, module=module, inputs=(images,), loss=default_loss)
+
+
+def _timm_model(timm: Any, source: str, name: str, **options: int) -> nn.Module:
+    """Return a timm model without trained weights. Raises InputError when it cannot be built."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about names that timm has renamed
+            module: nn.Module = timm.create_model(name, pretrained=False, **options)
+    except Exception as error:
+        message = one_line(f"{type(error).__name__}: {error}")[:300]
+        raise InputError(source, f"cannot be built ({message})", REMEDY) from error
+    return module
+
+
+def factory_step(source: str) -> TrainingStep:
+    """Return the step of the product of the factory named by ``source``, which is called without arguments.
+
+    Raises InputError for a file or package that cannot be imported, for a missing factory, and for a product that is no
+    module.
+    """
+    location, _, name = source.rpartition(":")
+    declare_torchvision()  # the file may import timm or transformers
+    module = _import_file(location, source) if location.endswith(".py") else _import_module(location, source)
+    factory = getattr(module, name, None)
+    if factory is None:
+        function_names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise InputError(source, f"{location} has no {name!r}", did_you_mean(name, function_names))
+    if not callable(factory):
+        raise InputError(source, f"{name!r} is not callable", "give a function that returns an nn.Module")
+    with _user_errors(source, "the factory raised", "it must work when called without arguments"):
+        product = factory()
+    return step_from(product, source, name)
+
+
+def held_step(model: Any, name: str) -> TrainingStep:
+    """Return the step of a module, of (module, example inputs) or of a function that returns either.
+
+    A module is traced as a copy without weights; the caller's module stays unchanged.
+    """
+    if callable(model) and not isinstance(model, nn.Module):
+        with _user_errors(name, "the function raised", "it must work when called without arguments"):
+            return step_from(model(), name, name)
+    module, inputs = model if isinstance(model, tuple) and len(model) == 2 else (model, None)
+    if not isinstance(module, nn.Module):
+        raise InputError(
+            name, f"a {type(module).__name__} is no model", "give an nn.Module or (nn.Module, example_inputs)"
+        )
+    tensors = [*module.parameters(), *module.buffers()]
+    copies: dict[int, Any] = {}
+    for tensor in tensors:
+        weightless = torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        copies[id(tensor)] = nn.Parameter(weightless, tensor.requires_grad) if is_parameter else weightless
+    with _user_errors(name, "cannot be copied:", "give a function that makes it"):
+        module_copy = copy.deepcopy(module, copies)  # takes every weight, now without memory, from ``copies``
+    return step_from(module_copy if inputs is None else (module_copy, inputs), name, name)
+
+
+def step_from(product: Any, source: str, name: str) -> TrainingStep:
+    """Return the step of a module or of (module, example inputs).
+
+    Its loss is ``module.loss(output, module.example_targets(batch_size))`` for a module that has both, else the default
+    loss. Raises InputError for any other product.
+    """
+    note = ""
+    if isinstance(product, tuple) and len(product) == 2 and isinstance(product[0], nn.Module):
+        module, inputs = product
+        inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    elif isinstance(product, nn.Module):
+        module = product
+        inputs, note = guess_inputs(module)
+    else:
+        type_name = type(product).__name__
+        remedy = "return an nn.Module or (nn.Module, example_inputs)"
+        raise InputError(source, f"the factory returned a {type_name}", remedy)
+    step = TrainingStep(
+        name=name,
+        module=module,
+        inputs=inputs,
+        loss=default_loss,
+        note=note,
+        batch_dimension=batch_dimension(module, guessed=bool(note)),
+    )
+    module_loss = getattr(module, "loss", None)
+    targets = getattr(module, "example_targets", None)
+    if not (callable(module_loss) and callable(targets)):
+        return step
+
+    def loss(output: Any) -> Any:
+        first_output = tensors_in(output)[0]
+        return module_loss(output, targets(first_output.shape[0]).to(first_output.device))
+
+    return replace(step, loss=loss)
+
+
+@contextmanager
+def _user_errors(source: str, problem: str, remedy: str) -> Iterator[None]:
+    """Turn exceptions of the user's code into a one-line InputError, SystemExit too, which would end the command silently."""
+    try:
+        yield
+    except (DdlToolError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        if torch.get_default_device().type == "meta" and isinstance(
+            error, (NotImplementedError, RuntimeError, TypeError)
+        ):
+            raise  # the op lacks a meta kernel or reads a weight's value: the caller builds with real weights instead
+        message = one_line(f"{type(error).__name__}: {error}")[:300]
+        raise InputError(source, f"{problem} {message}", remedy) from error
+
+
+def _import_module(name: str, source: str) -> Any:
+    """Import a module from the installed packages or the working folder. Raises InputError when its import fails."""
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # as `python -m` does, so that a package in the working folder is found
+    with _user_errors(source, f"cannot import {name}:", "is it installed, or in this folder?"):
+        return importlib.import_module(name)
+
+
+def _import_file(location: str, source: str) -> Any:
+    """Import a Python file, with its folder on the path. Raises InputError for a missing file or a failing import."""
+    path = Path(location)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise InputError(source, f"no such file: {location}", "give the path of a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))
+    sys.modules.setdefault(path.stem, module)
+    with _user_errors(source, f"{location} cannot be loaded:", "it must import without errors"):
+        spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,240 @@
+"""Modules with named inputs passed by position, and tensor values for forwards that read them during a trace.
+
+Traces run on tensors without values, and a forward that reads a value (``mask.any()``, ``sizes.tolist()``,
+``states[mask]``) cannot be traced. Many forwards read values of integer inputs only: positions of image tokens, patches
+of an image, masks. :class:`KnownValues` computes beside the trace all tensors that depend on such inputs alone. A
+router's choice by activations is assumed to be balanced; other values that depend on weights or activations stay
+unknown, and reading them is an error. Start at :func:`bind`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ddltool.analyzers.step.tracing.factories import REMEDY
+from ddltool.analyzers.step.tracing.step import resized
+from ddltool.analyzers.step.tracing.torch_adapter import silent_log
+from ddltool.errors import InputError, one_line
+
+_MAX_ELEMENTS = 1 << 21  # elements: an image or a mask, but no batch of feature maps
+_CHOICES = frozenset([torch.ops.aten.topk.default, torch.ops.aten.argmax.default, torch.ops.aten.max.dim])
+_DYNAMIC = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
+
+
+class KnownValues(TorchDispatchMode):
+    """While active, tracks the values of tensors without storage that follow from those given to :meth:`learn`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._values: Any = WeakTensorKeyDictionary()
+
+    def learn(self, tensor: Tensor, value: Tensor) -> None:
+        """Set the values of a tensor without storage to ``value``, whose rows are repeated to the tensor's number."""
+        if tensor.numel() <= _MAX_ELEMENTS and value.device.type == "cpu":
+            with _disable_current_modes():
+                self._values[tensor] = resized(value, 0, tensor.shape[0])
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run the op, and the same op on values when the values of all its inputs are known."""
+        kwargs = dict(kwargs or {})
+        if not all(self._is_known(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)):
+            self._forget_written(func, args, kwargs)
+            outcome = func(*args, **kwargs)
+            if func in _CHOICES:
+                self._assume_balanced(func, args, outcome)
+            return outcome
+        known_args, known_kwargs = tree_map_only(Tensor, lambda leaf: self._values.get(leaf, leaf), (args, kwargs))
+        if "device" in known_kwargs:
+            known_kwargs["device"] = torch.device("cpu")
+        if _DYNAMIC.intersection(func.tags):
+            with _disable_current_modes():
+                value = func(*known_args, **known_kwargs)
+            outcome = tree_map_only(Tensor, torch.ops.aten.clone.default, value)
+            self._record_values(outcome, value)
+            return outcome
+        outcome = func(*args, **kwargs)
+        if func is torch.ops.aten.rand.default and outcome.numel() == 1:
+            # The draw that skips a layer (LayerDrop): 0.5 stands for the usual outcome, no skip.
+            with _disable_current_modes():
+                self._values[outcome] = torch.full(outcome.shape, 0.5)
+            return outcome
+        outputs = [leaf for leaf in tree_leaves(outcome) if isinstance(leaf, Tensor)]
+        if torch.Tag.nondeterministic_seeded in func.tags or any(leaf.numel() > _MAX_ELEMENTS for leaf in outputs):
+            self._forget_written(func, args, kwargs)
+            return outcome
+        with _disable_current_modes():
+            value = func(*known_args, **known_kwargs)
+        self._record_values(outcome, value)
+        return outcome
+
+    def _record_values(self, outcome: Any, value: Any) -> None:
+        """Record the values of an op's outputs."""
+        for tensor, known_value in zip(tree_leaves(outcome), tree_leaves(value), strict=True):
+            if isinstance(tensor, Tensor):
+                self._values[tensor] = known_value
+
+    def _assume_balanced(self, func: Any, args: tuple[Any, ...], outcome: Any) -> None:
+        """Make a choice by activations fall on all options in turn: a router sends equally many tokens to every expert."""
+        choice = outcome[1] if isinstance(outcome, (tuple, list)) else outcome
+        dimension_index = {"argmax": 1, "max": 1, "topk": 2}[func._schema.name.partition("::")[2]]
+        dimension = args[dimension_index] if len(args) > dimension_index else None
+        choice_count = args[0].shape[-1 if dimension is None else dimension]
+        with _disable_current_modes():
+            self._values[choice] = (torch.arange(choice.numel()) % choice_count).reshape(choice.shape)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether a tensor's values are known."""
+        return tensor in self._values
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        is_constant = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.numel() <= _MAX_ELEMENTS
+        return is_constant or tensor in self._values
+
+    def _forget_written(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Drop the values of tensors that an op writes to in place, and of all tensors with the same storage."""
+        if not func._schema.is_mutable:
+            return
+        arguments = func._schema.arguments
+        values = dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
+        written = [
+            values.get(argument.name) for argument in arguments if argument.alias_info and argument.alias_info.is_write
+        ]
+        for tensor in (leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor) and leaf in self._values):
+            storage = self._values[tensor].untyped_storage()._cdata
+            for alias in [key for key, value in self._values.items() if value.untyped_storage()._cdata == storage]:
+                del self._values[alias]
+
+
+class AssumedValues(TorchFunctionMode):
+    """While active, all numbers are finite, as in a healthy step, and masks with known values become indices.
+
+    A mask as an index gives a tensor of unknown size, in the backward pass again; indices give a known size.
+    """
+
+    def __init__(self, known: KnownValues) -> None:
+        super().__init__()
+        self._known = known
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Answer whether numbers are finite, replace known masks, and run everything else."""
+        if not args:
+            return func(**(kwargs or {}))
+        if func in (torch.isfinite, Tensor.isfinite):
+            return torch.ones(args[0].shape, dtype=torch.bool)
+        if func in (torch.isinf, Tensor.isinf, torch.isnan, Tensor.isnan):
+            return torch.zeros(args[0].shape, dtype=torch.bool)
+        if func in (Tensor.__getitem__, Tensor.__setitem__):
+            args = (args[0], self._masks_to_indices(args[1]), *args[2:])
+        if func is Tensor.__format__ and self._known.holds(args[0]) and args[0].dim() == 0:
+            return format(args[0].item(), args[1])
+        if func in (torch.tensor, torch.as_tensor) and isinstance(args[0], (list, tuple)):
+            args = (tree_map_only(Tensor, lambda tensor: tensor.tolist(), args[0]), *args[1:])
+        if func in (torch.masked_select, Tensor.masked_select) and len(args) == 2 and self._known.holds(args[1]):
+            tensor, mask = torch.broadcast_tensors(*args)
+            return tensor[mask.nonzero().unbind(1)]
+        return func(*args, **(kwargs or {}))
+
+    def _masks_to_indices(self, index: Any) -> Any:
+        """Return an index with masks of known values replaced by the indices of their true elements."""
+        if not isinstance(index, tuple):
+            is_mask = isinstance(index, Tensor) and index.dtype == torch.bool and index.dim()
+            return index.nonzero().unbind(1) if is_mask and self._known.holds(index) else index
+        indices = [self._masks_to_indices(item) for item in index]
+        return tuple(tensor for item in indices for tensor in (item if isinstance(item, tuple) else (item,)))
+
+
+def refusal(source: str, error: Exception) -> InputError:
+    """Return the error of a model that does not run on the inputs that ddltool makes for it."""
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        problem = "cannot be traced: what it does depends on its activations"
+    else:
+        message = one_line(f"{type(error).__name__}: {error}")[:200]
+        problem = f"does not run on the inputs that ddltool makes for it ({message})"
+    return InputError(source, problem, REMEDY)
+
+
+def bind(
+    module: nn.Module, inputs: Mapping[str, Tensor], source: str, packed: frozenset[str] = frozenset()
+) -> tuple[Tensor, ...]:
+    """Make ``module`` take the tensors of ``inputs`` by position, in place, and return them as a tuple.
+
+    ``inputs`` are CPU tensors with the batch in dimension 0; those in ``packed`` reach the forward without it, samples in a
+    row (patches of images of any size). While the module is traced, its inputs have the values given here, repeated to the
+    traced batch size, so that its forward may read them.
+    """
+    names = tuple(inputs)
+    forward = module.forward
+
+    def named_inputs(tensors: tuple[Tensor, ...]) -> dict[str, Any]:
+        by_name = dict(zip(names, tensors, strict=True))
+        return {name: tensor.flatten(0, 1) if name in packed else tensor for name, tensor in by_name.items()}
+
+    def forward_by_position(*tensors: Tensor) -> Any:
+        if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return forward(**named_inputs(tensors))
+        with KnownValues() as known, AssumedValues(known):
+            for tensor, value in zip(tensors, inputs.values(), strict=True):
+                known.learn(tensor, value)
+            try:
+                return forward(**named_inputs(tensors))
+            except Exception as error:
+                raise refusal(source, error) from error
+
+    module.forward = forward_by_position  # the module itself stays what it is: a wrapper would rename its parameters
+    return tuple(inputs.values())
+
+
+class _Method(nn.Module):
+    """A method of a module, as a module."""
+
+    def __init__(self, owner: nn.Module, name: str) -> None:
+        super().__init__()
+        self.owner, self.name = owner, name
+
+    def forward(self, **inputs: Any) -> Any:
+        return getattr(self.owner, self.name)(**inputs)
+
+
+def tried(owner: nn.Module, method: str, inputs: Mapping[str, Tensor], packed: frozenset[str] = frozenset()) -> Any:
+    """Return the result of a module's method on named inputs, as tensors without values; raises what the method raises.
+
+    The method runs as in a trace: weights take no memory, and the inputs' values are known.
+    """
+    module = _Method(owner, method)
+    with (
+        silent_log(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        torch.no_grad(),
+        KnownValues() as known,
+        AssumedValues(known),
+    ):
+        state = {
+            name: torch.empty_like(tensor, device="cpu")
+            for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        }
+        fake_inputs = {}
+        for name, tensor in inputs.items():
+            fake_inputs[name] = torch.empty_like(tensor, device="cpu")
+            known.learn(fake_inputs[name], tensor)
+            if name in packed:
+                fake_inputs[name] = fake_inputs[name].flatten(0, 1)
+        return functional_call(module, state, (), fake_inputs)

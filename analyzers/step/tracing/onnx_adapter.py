@@ -1,0 +1,320 @@
+"""From an ONNX file to a Graph of its forward pass. Start at :func:`trace_onnx`.
+
+Weights are never loaded: sizes come from dimensions and types, the bytes of large initializers are dropped before
+shape inference, and external data are never opened. This is the one analyzer that reads a file: it is a parser.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper
+
+from ddltool.analyzers.step.tracing.onnx_shapes import (
+    SMALL_ELEMENTS,
+    Batch,
+    Inferred,
+    call_of,
+    contradiction,
+    infer,
+    inputs_of,
+    label,
+    set_dimensions,
+    sort_nodes,
+)
+from ddltool.analyzers.step.tracing.op_rules import cost_of
+from ddltool.artifacts import read_bytes
+from ddltool.errors import InputError, one_line
+from ddltool.graph import Graph, Op
+
+# Bytes that protobuf can read at most.
+_LARGEST_MODEL = 2**31
+_FLOATING = frozenset({TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16})
+_FLOAT8 = frozenset(
+    {TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E4M3FNUZ, TensorProto.FLOAT8E5M2, TensorProto.FLOAT8E5M2FNUZ}
+)
+_PACKED_BITS: Mapping[int, int] = {TensorProto.INT4: 4, TensorProto.UINT4: 4, TensorProto.FLOAT4E2M1: 4}
+_QUANTISED = _FLOAT8 | _PACKED_BITS.keys() | {TensorProto.INT8, TensorProto.UINT8}
+
+# By op type, the indices of inputs that hold settings: scales and zero points of quantised tensors, output sizes.
+# A constant that is only read at these indices is no parameter, and no transfer.
+_SETTINGS: Mapping[str, frozenset[int]] = {
+    **dict.fromkeys(["QuantizeLinear", "DequantizeLinear"], frozenset([1, 2])),
+    **dict.fromkeys(["ConvInteger", "MatMulInteger"], frozenset([2, 3])),
+    **dict.fromkeys(["QLinearConv", "QLinearMatMul", "QLinearAdd", "QLinearMul"], frozenset([1, 2, 4, 5, 6, 7])),
+    **dict.fromkeys(["QLinearGlobalAveragePool", "QLinearAveragePool", "QLinearLeakyRelu"], frozenset([1, 2, 3, 4])),
+    **dict.fromkeys(["QLinearSigmoid", "QLinearSoftmax"], frozenset([1, 2, 3, 4])),
+    "QGemm": frozenset([1, 2, 4, 5, 7, 8]),
+    "Resize": frozenset([1, 2, 3]),
+    "Upsample": frozenset([1]),
+}
+
+
+def trace_onnx(path: str, *, batch_size: int | None = None, bindings: Mapping[str, int] | None = None) -> Graph:
+    """Return the forward graph of an ONNX file: flops, bytes and their provenance, no durations.
+
+    Every used floating-point initializer is a recv, and so is every ConstantOfShape or Constant node in place of a weight;
+    running statistics too, since a worker needs them to run the model. Weights count as stored: int8 and 4-bit weights and
+    int32 biases of quantised models included, quantisation scales and zero points excluded. ``meta["dtype"]`` is the type
+    of most FLOPs; ``meta["note"]`` names work that is not counted in full.
+
+    Args:
+        batch_size: see :func:`~.onnx_shapes.set_dimensions`.
+        bindings: sizes of symbolic dimensions by name, see there.
+
+    Raises InputError for a file that is no ONNX model, inputs that no node makes, external data outside the file's folder,
+    symbolic dimensions without a size and sizes without a dimension, a ``batch_size`` other than the file's fixed one, and
+    shapes that contradict each other.
+    """
+    model = _read_model(path)
+    _check_tensors(model, Path(path))
+    model = _inline_functions(model, path)
+    notes = ["the nodes were not in topological order and have been sorted"] if sort_nodes(model.graph, path) else []
+    batch = set_dimensions(model.graph, bindings or {}, batch_size, path)
+    _drop_weights(model)
+    inferred = infer(model)
+    _check_shapes(model, inferred, batch, path)
+    if batch.symbolic and batch_size is None:
+        notes.append("the batch dimension is symbolic and taken as 1 (--batch-size)")
+    return _GraphBuilder(model, inferred, path).build(batch.size, notes)
+
+
+def _read_model(path: str) -> ModelProto:
+    """Return the parsed model, weights included. Raises InputError for a file that is no ONNX model."""
+    from google.protobuf.message import DecodeError
+
+    data = read_bytes(path, _LARGEST_MODEL)
+    model = ModelProto()
+    try:
+        model.ParseFromString(data)
+    except (DecodeError, UnicodeDecodeError):
+        raise InputError(path, "is not an ONNX file, or is cut off", "export or copy it again") from None
+    if not model.graph.node or not model.opset_import or model.ir_version <= 0:
+        raise InputError(path, "is not an ONNX model (no graph, operator set or version)", "export it again")
+    return model
+
+
+def _tensors(graph: GraphProto) -> list[TensorProto]:
+    """Return every tensor of a graph and its subgraphs: initializers and tensor attributes."""
+    tensors = list(graph.initializer)
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == AttributeProto.TENSOR:
+                tensors.append(attribute.t)
+            for subgraph in [attribute.g] if attribute.type == AttributeProto.GRAPH else attribute.graphs:
+                tensors += _tensors(subgraph)
+    return tensors
+
+
+def _check_tensors(model: ModelProto, path: Path) -> None:
+    """Raise InputError for unknown element types, and for external data outside the model's folder (links resolved).
+
+    No external file is opened.
+    """
+    folder = path.resolve().parent
+    known_types = set(TensorProto.DataType.values())
+    types = {value.name: value.type.tensor_type.elem_type for value in (*model.graph.input, *model.graph.value_info)}
+    for tensor in _tensors(model.graph):
+        types[tensor.name] = tensor.data_type
+        if tensor.data_location != TensorProto.EXTERNAL:
+            continue
+        location = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+        target = (folder / location).resolve()
+        if not location or Path(location).is_absolute() or not target.is_relative_to(folder):
+            problem = f"tensor {tensor.name!r} points to external data at {location!r}, outside the model's folder"
+            raise InputError(str(path), problem, "external data must lie beside the model")
+    unknown = next((name for name, data_type in types.items() if data_type not in known_types), None)
+    if unknown is not None:
+        problem = f"tensor {unknown!r} has the element type {types[unknown]}, which this onnx package does not know"
+        raise InputError(str(path), problem, "install a newer onnx, or export it again")
+
+
+def _inline_functions(model: ModelProto, path: str) -> ModelProto:
+    """Return the model with its local functions inlined. Raises InputError when onnx cannot inline them."""
+    if not model.functions:
+        return model
+    from onnx import inliner
+
+    try:
+        return inliner.inline_local_functions(model)
+    except Exception as error:  # the inliner is native code and raises bare RuntimeErrors
+        raise InputError(
+            path, f"its functions cannot be inlined ({one_line(str(error))[:200]})", "export it again"
+        ) from error
+
+
+def _drop_weights(model: ModelProto) -> None:
+    """Clear the bytes of tensors with more than ``SMALL_ELEMENTS``, whose values shape inference does not use."""
+    for tensor in _tensors(model.graph):
+        if math.prod(tensor.dims) > SMALL_ELEMENTS:
+            for field in ("raw_data", "float_data", "double_data", "int32_data", "int64_data", "uint64_data"):
+                tensor.ClearField(field)
+
+
+def _check_shapes(model: ModelProto, inferred: Inferred, batch: Batch, path: str) -> None:
+    """Raise InputError for the first node whose input shapes contradict each other."""
+    for node in model.graph.node:
+        problem = contradiction(node, inferred.shapes)
+        if problem is not None:
+            remedy = "give the batch size that its constants hold, or " if batch.symbolic else ""
+            raise InputError(path, problem, f"{remedy}export the model again")
+
+
+class _GraphBuilder:
+    """Turns a sorted model and its inferred shapes into a graph."""
+
+    def __init__(self, model: ModelProto, inferred: Inferred, path: str) -> None:
+        self.graph = model.graph
+        self.path = path
+        self.opset = max(entry.version for entry in model.opset_import)
+        self.shapes, self.types = inferred.shapes, inferred.types
+        self.data = {name for node in self.graph.node for name in _data_inputs(node)}
+        """Names that some node reads as data: constants among them are parameters."""
+        self.biases = {
+            name
+            for node in self.graph.node
+            for index, name in enumerate(node.input)
+            if (node.op_type, index) in (("QLinearConv", 8), ("DequantizeLinear", 0))
+        }
+        """Quantised biases: of int32 tensors only these are parameters, the others are shapes and indices."""
+
+    def build(self, batch: int | None, notes: list[str]) -> Graph:
+        """Return the graph: recvs of the weights, then the nodes in file order. ``notes`` go to its meta."""
+        weights = self._weights()
+        producer: dict[str, str] = {name: f"recv/{name}" for name in weights}
+        ops = [
+            Op(name=f"recv/{name}", kind="recv", resource="channel:0", size_bytes=size, parameter=name)
+            for name, (size, _) in weights.items()
+        ]
+        name_counts: Counter[str] = Counter()
+        flops_by_type: Counter[int] = Counter()
+        for node in self.graph.node:
+            if len(node.output) == 1 and node.output[0] in weights:
+                continue  # the node's output is a weight, which has a recv
+            name = _unique_name(node.name or node.op_type, name_counts)
+            ops.append(self._compute_op(node, name, producer))
+            flops_by_type[self._arithmetic_type(node)] += int(ops[-1].flops)
+            producer.update(dict.fromkeys((output for output in node.output if output), name))
+        elements = sum(count for _, count in weights.values())
+        statistics = {
+            name for node in self.graph.node if node.op_type == "BatchNormalization" for name in node.input[3:5]
+        }
+        meta: dict[str, str | int | float | bool | None] = {
+            "framework": "onnx",
+            "dtype": self._main_dtype(flops_by_type, weights),
+            "opset": self.opset,
+            "parameter_elements": elements,
+            "trainable_elements": sum(count for name, (_, count) in weights.items() if name not in statistics),
+        }
+        notes = notes + self._uncounted_notes()
+        if notes:
+            meta["note"] = "; ".join(notes)
+        name = self.graph.name or Path(self.path).stem
+        return Graph.from_ops(name, "inference", ops, batch_size=batch, meta=meta, where=self.path)
+
+    def _weights(self) -> dict[str, tuple[float, int]]:
+        """Return (bytes, elements) of every used weight by name, in file order."""
+        weights: dict[str, tuple[float, int]] = {}
+        for tensor in self.graph.initializer:
+            is_quantised = tensor.data_type in _QUANTISED or (
+                tensor.data_type == TensorProto.INT32 and tensor.name in self.biases
+            )
+            if tensor.name in self.data and (is_quantised or tensor.data_type in _FLOATING):
+                weights[tensor.name] = self._bytes_and_elements(tensor.name)
+        constant_names = {tensor.name for tensor in self.graph.initializer}
+        for node in self.graph.node:
+            is_constant = node.op_type == "ConstantOfShape" and constant_names.issuperset(node.input)
+            if not node.output or not (is_constant or node.op_type == "Constant"):
+                continue
+            name = node.output[0]
+            if name in self.data and self.types.get(name) in _FLOATING and math.prod(self.shapes.get(name, ())) > 1:
+                weights[name] = self._bytes_and_elements(name)
+        return weights
+
+    def _bytes_and_elements(self, name: str) -> tuple[float, int]:
+        """Return (bytes, elements) of a tensor of known shape and type."""
+        elements = math.prod(self.shapes[name])
+        return _stored_bytes(elements, self.types[name]), elements
+
+    def _total_bytes(self, names: Iterable[str]) -> float:
+        """Return the bytes of the distinct tensors of known shape; others count as 0."""
+        sized_names = {name for name in names if name in self.shapes}
+        return sum(_stored_bytes(math.prod(self.shapes[name]), self.types.get(name, 1)) for name in sized_names)
+
+    def _arithmetic_type(self, node: NodeProto) -> int:
+        """Return the element type that a node computes in, that of its first numeric input; 0 where no type is known."""
+        types = (self.types.get(name, 0) for name in node.input)
+        return next((data_type for data_type in types if data_type in _FLOATING | _QUANTISED), 0)
+
+    def _main_dtype(self, flops_by_type: Counter[int], weights: Mapping[str, tuple[float, int]]) -> str:
+        """Return the name of the element type of most FLOPs, else of most weights; ``int8`` for signed and unsigned 8 bits.
+
+        ``flops_by_type``: FLOPs by element type, 0 for unknown types, which do not count.
+        """
+        del flops_by_type[0]
+        if not sum(flops_by_type.values()):
+            for name, (_, elements) in weights.items():
+                flops_by_type[self.types[name]] += elements
+        if not flops_by_type:
+            return "float32"
+        name = str(helper.tensor_dtype_to_np_dtype(flops_by_type.most_common(1)[0][0]).name)
+        return "int8" if name == "uint8" else name
+
+    def _uncounted_notes(self) -> list[str]:
+        """Return notes on work that is not counted in full: unknown shapes and subgraphs."""
+        notes = []
+        read_names = {name for node in self.graph.node for name in inputs_of(node)}
+        read_names |= {value.name for value in self.graph.output}
+        unsized_nodes = [
+            node
+            for node in self.graph.node
+            if any(name not in self.shapes for name in read_names.intersection(node.output))
+        ]
+        if unsized_nodes:
+            count = f"{len(unsized_nodes)} of {len(self.graph.node)} nodes make a tensor of unknown shape"
+            notes.append(f"{count} (first: {label(unsized_nodes[0])}); their work is counted in part")
+        nodes_with_subgraphs = [
+            node for node in self.graph.node if any(item.HasField("g") or item.graphs for item in node.attribute)
+        ]
+        if nodes_with_subgraphs:
+            notes.append(f"the work inside {label(nodes_with_subgraphs[0])}'s subgraphs is not counted")
+        return notes
+
+    def _compute_op(self, node: NodeProto, name: str, producer: dict[str, str]) -> Op:
+        """Return a node's compute op. ``producer``: the op that makes each tensor, by tensor name."""
+        cost = cost_of(call_of(node, self.shapes, self._total_bytes))
+        sources = dict.fromkeys(producer[source] for source in inputs_of(node) if source in producer)
+        return Op(
+            name=name,
+            kind="compute",
+            flops=cost.flops,
+            size_bytes=cost.size_bytes,
+            inputs=tuple(sources),
+            op_type=f"onnx.{node.op_type}",
+            estimate=cost.estimate,
+            gemm=cost.gemm,
+        )
+
+
+def _unique_name(name: str, name_counts: Counter[str]) -> str:
+    """Return the name with the lowest suffix that makes it unique, and count it in ``name_counts``."""
+    name_counts[name] += 1
+    return name if name_counts[name] == 1 else _unique_name(f"{name}_{name_counts[name] - 1}", name_counts)
+
+
+def _data_inputs(node: NodeProto) -> list[str]:
+    """Return the names that a node and its subgraphs read as data, without scales, zero points and sizes."""
+    subgraph_inputs = inputs_of(node)[sum(1 for name in node.input if name) :]
+    settings = _SETTINGS.get(node.op_type, ())
+    return [name for index, name in enumerate(node.input) if name and index not in settings] + subgraph_inputs
+
+
+def _stored_bytes(elements: int, data_type: int) -> float:
+    """Return the stored bytes of a tensor, 0 for text and unknown types; types of less than 8 bits are packed."""
+    if data_type in (TensorProto.UNDEFINED, TensorProto.STRING):
+        return 0.0
+    bits = _PACKED_BITS.get(data_type) or 8 * int(helper.tensor_dtype_to_np_dtype(data_type).itemsize)
+    return float(-(-elements * bits // 8))

@@ -1,0 +1,313 @@
+"""Sizes of an ONNX graph's dimensions and shapes of its tensors.
+
+Symbolic dimensions get their sizes first (:func:`set_dimensions`). Then, node by node, ``onnx.shape_inference`` infers
+the shapes of the outputs, and ``onnx.reference`` computes small outputs that follow from constants: exporters write
+sizes as arithmetic in the graph. Inference of the whole graph does not follow such arithmetic through floating-point
+numbers (an ``interpolate``), and takes memory for every element of every vector. Nodes must be in topological order
+(:func:`sort_nodes`). Start at :func:`infer`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import networkx as nx
+import numpy as np
+from numpy.typing import NDArray
+from onnx import (
+    AttributeProto,
+    GraphProto,
+    ModelProto,
+    NodeProto,
+    OperatorSetIdProto,
+    TensorProto,
+    TypeProto,
+    helper,
+    numpy_helper,
+    shape_inference,
+)
+from onnx.reference import ReferenceEvaluator
+
+from ddltool.analyzers.step.tracing.op_rules import Call, Shape
+from ddltool.errors import InputError, did_you_mean
+
+# Most elements of a tensor whose values decide shapes (shapes, axes, pads, scales); a larger tensor is a weight.
+SMALL_ELEMENTS = 1024
+_LARGEST_SIZE = 2**31 - 1
+_NAMELESS = frozenset(["", "?", "-1"])  # how exporters mark a dimension of any size
+# Ops whose initial states, inputs 5 and 6, have the batch as the second dimension.
+_RECURRENT = frozenset(["LSTM", "GRU", "RNN"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The batch size of a model's inputs, None without an input of dimensions, and whether it is symbolic in the file."""
+
+    size: int | None
+    symbolic: bool
+
+
+def set_dimensions(graph: GraphProto, bindings: Mapping[str, int], batch_size: int | None, path: str) -> Batch:
+    """Write sizes into a graph's symbolic dimensions and return its batch.
+
+    Args:
+        bindings: sizes by name; a dimension without a name is called ``INPUT.PLACE``.
+        batch_size: size of the symbolic first dimensions without a binding, which are the batch; None: 1.
+
+    Without such a dimension the batch is fixed: the first dimension of the first input. Raises InputError for a name that
+    no input has, an impossible size, symbolic dimensions without a size, and a batch size other than the fixed one.
+    """
+    if batch_size is not None and not 1 <= batch_size <= _LARGEST_SIZE:
+        raise InputError("--batch-size", f"is {batch_size}", f"it must be at least 1 and at most {_LARGEST_SIZE}")
+    constants = {tensor.name for tensor in graph.initializer}
+    inputs = {value.name: value.type.tensor_type.shape.dim for value in graph.input if value.name not in constants}
+    places: dict[str, str] = {}
+    for name, dims in inputs.items():
+        for place, dim in enumerate(dims):
+            if dim.dim_value <= 0:
+                dim.dim_param = f"{name}.{place}" if dim.dim_param in _NAMELESS else dim.dim_param
+                places.setdefault(dim.dim_param, f"{name}[{place}]")
+    _check_bindings(bindings, places, path)
+    leading = [dims[0] for dims in inputs.values() if dims]
+    batch_names = {dim.dim_param for dim in leading if dim.dim_value <= 0 and dim.dim_param not in bindings}
+    unbound = [name for name in places if name not in bindings and name not in batch_names]
+    if unbound:
+        listed = ", ".join(f"{name} ({places[name]})" for name in unbound)
+        remedy = f"give them with --bind {','.join(f'{name}=SIZE' for name in unbound)}"
+        raise InputError(path, f"has dimensions without a size: {listed}", remedy)
+    if batch_size is not None and not leading:
+        raise InputError("--batch-size", f"no input of {path} has a batch dimension", "leave it out")
+    if batch_names:
+        size: int | None = batch_size or 1
+    else:
+        size = (bindings.get(leading[0].dim_param) or int(leading[0].dim_value)) if leading else None
+        if batch_size not in (None, size):
+            problem = f"is {batch_size}, but {path} has a fixed batch of {size}"
+            raise InputError("--batch-size", problem, "leave it out, or export with a symbolic batch dimension")
+    sizes = {**bindings, **dict.fromkeys(batch_names, size or 1)}
+    for value in (*graph.value_info, *graph.output):
+        dims = value.type.tensor_type.shape.dim
+        if batch_names and size != 1 and batch_names.isdisjoint(dim.dim_param for dim in dims):
+            value.type.tensor_type.ClearField("shape")  # it may hold the batch size of the export
+    for value in (*graph.input, *graph.value_info, *graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param in sizes:
+                dim.dim_value = sizes[dim.dim_param]
+            elif dim.dim_value <= 0:
+                dim.Clear()  # a declared size of 0 or less means unknown
+    return Batch(size=size, symbolic=bool(batch_names))
+
+
+def _check_bindings(bindings: Mapping[str, int], known: Mapping[str, str], path: str) -> None:
+    """Raise InputError for a binding whose name no dimension has, or whose size is impossible."""
+    for name, size in bindings.items():
+        if name not in known:
+            remedy = did_you_mean(name, known) if known else "leave it out: all its dimensions have sizes"
+            raise InputError("--bind", f"no input of {path} has a dimension {name!r}", remedy)
+        if not 1 <= size <= _LARGEST_SIZE:
+            raise InputError("--bind", f"{name} is {size}", f"it must be at least 1 and at most {_LARGEST_SIZE}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inferred:
+    """Shapes by tensor name, unknown ones missing, and element types (TensorProto.DataType, 0 for unknown)."""
+
+    shapes: Mapping[str, Shape]
+    types: Mapping[str, int]
+
+
+def infer(model: ModelProto) -> Inferred:
+    """Return the shapes and types of the tensors of a topologically sorted model whose dimensions all have sizes.
+
+    Shapes declared in the file are the fallback where inference has none, as for operators of other domains.
+    """
+    graph = model.graph
+    declared = {value.name: value.type for value in (*graph.value_info, *graph.output)}
+    types = {value.name: value.type for value in graph.input}
+    values: dict[str, TensorProto] = {}
+    for tensor in graph.initializer:
+        types[tensor.name] = helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
+        if math.prod(tensor.dims) <= SMALL_ELEMENTS and tensor.data_location != TensorProto.EXTERNAL:
+            values[tensor.name] = tensor
+    for node in graph.node:
+        single = _single_node_model(node, types, values, model.opset_import)
+        inferred = _output_types(single)
+        for name in filter(None, node.output):
+            types[name] = inferred.get(name) or TypeProto()
+            if _shape(types[name]) is None and name in declared:
+                types[name] = declared[name]
+        values |= _small_outputs(node, single, types, values)
+    shapes = {name: _shape(type_) for name, type_ in types.items()}
+    return Inferred(
+        shapes={name: shape for name, shape in shapes.items() if shape is not None},
+        types={name: type_.tensor_type.elem_type for name, type_ in types.items()},
+    )
+
+
+def _shape(type_: TypeProto) -> Shape | None:
+    """Return the shape of a tensor type, None unless every dimension has a size."""
+    tensor = type_.tensor_type
+    known = tensor.HasField("shape") and all(dim.HasField("dim_value") for dim in tensor.shape.dim)
+    return tuple(dim.dim_value for dim in tensor.shape.dim) if known else None
+
+
+def _single_node_model(
+    node: NodeProto,
+    types: Mapping[str, TypeProto],
+    values: Mapping[str, TensorProto],
+    opset_imports: Iterable[OperatorSetIdProto],
+) -> ModelProto:
+    """Return a model of one node: its inputs have the known types, and are initializers where their values are known."""
+    names = dict.fromkeys(inputs_of(node))
+    inputs = [helper.make_value_info(name, types.get(name, TypeProto())) for name in names]
+    outputs = [helper.make_value_info(name, TypeProto()) for name in node.output if name]
+    initializers = [values[name] for name in names if name in values]
+    graph = helper.make_graph([node], "single", inputs, outputs, initializers)
+    return helper.make_model(graph, opset_imports=list(opset_imports))
+
+
+def _output_types(single: ModelProto) -> dict[str, TypeProto]:
+    """Return the inferred types of a node's outputs, none for a node that contradicts its operator."""
+    try:
+        return {value.name: value.type for value in shape_inference.infer_shapes(single).graph.output}
+    except Exception:  # the checker raises several unrelated types
+        return {}
+
+
+def _small_outputs(
+    node: NodeProto, single: ModelProto, types: Mapping[str, TypeProto], values: Mapping[str, TensorProto]
+) -> dict[str, TensorProto]:
+    """Return the values of a node's outputs that follow from known values, {} unless all are small and known.
+
+    External data are never opened.
+    """
+    shapes = [_shape(types[name]) for name in node.output if name]
+    if any(shape is None or math.prod(shape) > SMALL_ELEMENTS for shape in shapes):
+        return {}
+    if any(item.HasField("g") or item.t.data_location == TensorProto.EXTERNAL for item in node.attribute):
+        return {}
+    given: dict[str, NDArray[np.float32]] = {}
+    if node.op_type in ("Shape", "Size"):  # they read no values
+        source = _shape(types[node.input[0]])
+        if source is None:
+            return {}
+        given[node.input[0]] = np.broadcast_to(np.float32(0), source)
+    elif not (node.input or node.op_type == "Constant") or any(name and name not in values for name in node.input):
+        return {}
+    try:
+        outputs = ReferenceEvaluator(single).run(None, given)
+        arrays = zip(single.graph.output, outputs, strict=True)
+        return {value.name: numpy_helper.from_array(np.asarray(array), value.name) for value, array in arrays}
+    except Exception:  # whatever a malformed node makes numpy raise: its values stay unknown
+        return {}
+
+
+def inputs_of(node: NodeProto) -> list[str]:
+    """Return the names that a node reads, with those that its subgraphs capture from outside."""
+    names = [name for name in node.input if name]
+    for attribute in node.attribute:
+        for subgraph in [attribute.g] if attribute.type == AttributeProto.GRAPH else attribute.graphs:
+            inner = {output for child in subgraph.node for output in child.output}
+            inner |= {value.name for value in (*subgraph.input, *subgraph.initializer)}
+            inner |= {tensor.values.name for tensor in subgraph.sparse_initializer}
+            names += [name for child in subgraph.node for name in inputs_of(child) if name not in inner]
+            names += [value.name for value in subgraph.output if value.name not in inner]
+    return names
+
+
+def call_of(node: NodeProto, shapes: Mapping[str, Shape], size_bytes: Callable[[Iterable[str]], float]) -> Call:
+    """Return a node as a call for the cost rules; ``size_bytes`` returns the bytes of named tensors."""
+    known = [math.prod(shapes[name]) for name in (*node.input, *node.output) if name in shapes]
+    return Call(
+        name=node.op_type,
+        inputs=[shapes.get(name) for name in node.input],
+        output=shapes.get(node.output[0]) if node.output else None,
+        named={a.name: helper.get_attribute_value(a) for a in node.attribute if a.type != AttributeProto.GRAPH},
+        elements=float(max(known, default=0)),
+        read_bytes=size_bytes(node.input),
+        written_bytes=size_bytes(filter(None, node.output)),
+    )
+
+
+def contradiction(node: NodeProto, shapes: Mapping[str, Shape]) -> str | None:
+    """Return the contradiction between a node's shapes in words, None for possible or unknown shapes.
+
+    Shape inference compares neither a constant Reshape target with its input nor all inner dimensions.
+    """
+    places = (0, 3 if node.op_type.startswith("QLinear") else 1)
+    source, second = (shapes.get(node.input[place]) if place < len(node.input) else None for place in places)
+    output = shapes.get(node.output[0]) if node.output else None
+    attributes = {attribute.name: attribute.i for attribute in node.attribute}
+    if node.op_type == "Reshape" and source is not None and output is not None:
+        if math.prod(source) != math.prod(output):
+            return f"{label(node)} reshapes {show(source)} to {show(output)}"
+    elif node.op_type == "Resize" and source and output and source[0] != output[0]:
+        return f"{label(node)} resizes {show(source)} to {show(output)}"
+    elif node.op_type in ("Gemm", "MatMul", "MatMulInteger", "QLinearMatMul") and source and second:
+        left = source[0] if attributes.get("transA") else source[-1]
+        right = second[-1] if attributes.get("transB") or len(second) == 1 else second[-2]
+        if left != right:
+            return f"{label(node)} multiplies {show(source)} by {show(second)}"
+    elif (
+        node.op_type in ("Conv", "ConvInteger", "QLinearConv")
+        and source
+        and second
+        and min(len(source), len(second)) > 1
+    ):
+        if source[1] != second[1] * attributes.get("group", 1):
+            return f"{label(node)} convolves {show(source)} with {show(second)}"
+    elif node.op_type in _RECURRENT and source and len(source) > 1 and not attributes.get("layout"):
+        for state in (shapes.get(name, ()) for name in node.input[5:7]):
+            if len(state) > 1 and state[1] != source[1]:
+                return f"{label(node)} reads {show(source)} and starts from {show(state)}"
+    return None
+
+
+def label(node: NodeProto) -> str:
+    """Return a node for messages: by its name, else by its first output."""
+    name = node.name or next((output for output in node.output if output), "?")
+    return f"node {name!r} ({node.op_type})"
+
+
+def show(shape: Shape | None) -> str:
+    """Return a shape as ``1x3x224x224``."""
+    return "of unknown shape" if shape is None else "x".join(map(str, shape)) or "a scalar"
+
+
+def sort_nodes(graph: GraphProto, path: str) -> bool:
+    """Sort nodes topologically in place, in file order where free, and return whether the order changed.
+
+    Raises InputError for names that no node makes or two nodes make, and for cycles.
+    """
+    known = {tensor.name for tensor in graph.initializer} | {value.name for value in graph.input}
+    known |= {tensor.values.name for tensor in graph.sparse_initializer}
+    maker: dict[str, int] = {}
+    for number, node in enumerate(graph.node):
+        for name in filter(None, node.output):
+            if name in maker or name in known:
+                problem = f"{label(node)} makes {name!r}, which exists already"
+                raise InputError(path, problem, "every tensor needs a name of its own: export the model again")
+            maker[name] = number
+    graph_of = nx.DiGraph()
+    graph_of.add_nodes_from(range(len(graph.node)))
+    for number, node in enumerate(graph.node):
+        for name in inputs_of(node):
+            if name in maker:
+                graph_of.add_edge(maker[name], number)
+            elif name not in known:
+                problem = f"{label(node)} reads {name!r}, which nothing makes"
+                raise InputError(path, problem, "an input must be a graph input, an initializer or a node's output")
+    if all(source < number for source, number in graph_of.edges):
+        return False
+    try:
+        order = list(nx.lexicographical_topological_sort(graph_of))
+    except nx.NetworkXUnfeasible:
+        first, _ = nx.find_cycle(graph_of)[0]
+        problem = f"{label(graph.node[first])} reads its own output"
+        raise InputError(path, problem, "a graph has no cycle: export again") from None
+    copies = [NodeProto.FromString(graph.node[number].SerializeToString()) for number in order]
+    del graph.node[:]
+    graph.node.extend(copies)
+    return True

@@ -1,0 +1,175 @@
+"""SOURCE, the user's name of a model: a graph, an ONNX file, or a torch module of code or of a package.
+
+``graph.json``, ``model.onnx``, ``package.module:factory``, ``path/file.py:factory``, ``zoo:NAME``, ``transformers:NAME``,
+``timm:NAME``. Torch and ONNX are imported when a source needs them. Start at :func:`load_graph`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from ddltool.analyzers.step.tracing.determinism import op_facts, scan
+from ddltool.errors import InputError
+from ddltool.graph import RECV, Graph, Mode, read_graph
+from ddltool.graph_results import DeterminismLevel
+
+if TYPE_CHECKING:
+    from ddltool.analyzers.step.tracing.dialect import Numerics
+    from ddltool.analyzers.step.tracing.step import TrainingStep
+
+Source = str | Path | Callable[..., Any] | tuple[Any, Any]
+"""A text as above, a module, (module, example_inputs), or a function without arguments that returns either."""
+FORMS = "model.onnx, package.module:factory, path/file.py:factory, zoo:NAME, transformers:NAME, timm:NAME or graph.json"
+# Share of the parameters' bytes: unread poolers and mask tokens stay below it, an unread tower exceeds it.
+_MAX_UNREAD_SHARE = 0.03
+
+
+def is_graph_file(source: Source) -> TypeGuard[str | Path]:
+    """Return whether SOURCE names a graph document."""
+    text = str(source) if isinstance(source, (str, Path)) else ""
+    return text.removesuffix(".gz").endswith(".json") and not text.startswith("transformers:")
+
+
+def is_onnx_file(source: Source) -> TypeGuard[str | Path]:
+    """Return whether SOURCE names an ONNX file."""
+    return isinstance(source, (str, Path)) and str(source).endswith(".onnx")
+
+
+def name_of(source: Source) -> str:
+    """Return the name of a SOURCE: its text, or the name of the module or function."""
+    if isinstance(source, (str, Path)):
+        return str(source)
+    model = source[0] if isinstance(source, tuple) else source
+    return str(getattr(model, "__name__", type(model).__name__))
+
+
+def load_graph(
+    source: Source,
+    mode: Mode | None,
+    batch_size: int | None,
+    bindings: Mapping[str, int] | None = None,
+    *,
+    numerics: Numerics | None = None,
+    sequence_length: int | None = None,
+) -> Graph:
+    """Return the graph of any SOURCE. Torch sources default to a training step, ONNX files to inference.
+
+    Args:
+        bindings: sizes of an ONNX file's symbolic dimensions.
+        numerics: precision and layout of a torch source.
+        sequence_length: tokens in each sample of a torch source.
+
+    Raises InputError when the source does not exist, does not run or has no such mode.
+    """
+    if is_graph_file(source):
+        graph = read_graph(source)
+        if mode is not None and mode != graph.mode:
+            raise InputError("--mode", f"{source} holds a graph for {graph.mode}, not {mode}", "leave --mode out")
+        if batch_size is not None and batch_size != graph.batch_size:
+            raise InputError("--batch-size", f"{source} was traced for {graph.batch_size}", "trace the model again")
+        return graph
+    if is_onnx_file(source):
+        from ddltool.analyzers.step.tracing.onnx_adapter import trace_onnx
+
+        if mode == "training":
+            raise InputError("--mode", f"{source} holds a forward graph only", "use --mode inference for ONNX files")
+        return trace_onnx(str(source), batch_size=batch_size, bindings=bindings)
+    from ddltool.analyzers.step.tracing.dialect import Numerics
+    from ddltool.analyzers.step.tracing.torch_adapter import trace_torch
+
+    with contextlib.redirect_stdout(sys.stderr):  # what the user's forward prints must not mix with the result either
+        graph = trace_torch(
+            lambda: resolve_step(source, sequence_length),
+            mode=mode or "training",
+            batch_size=batch_size,
+            numerics=numerics or Numerics(),
+        )
+    return demand_whole(graph, source)
+
+
+def training_step(source: str, batch_size: int) -> TrainingStep:
+    """Return a real training step of a torch SOURCE at that batch size, weights allocated and initialised."""
+    if is_graph_file(source) or is_onnx_file(source):
+        raise InputError(source, "cannot be trained here", "give a torch source: zoo:NAME, file.py:factory, ...")
+    return resolve_step(source).at_batch(batch_size)
+
+
+def resolve_step(source: Source, sequence_length: int | None = None) -> TrainingStep:
+    """Return the module of a torch SOURCE with example inputs and a loss, under the ambient default device.
+
+    ``sequence_length``: tokens of text, None for the source's own length. Raises InputError when the source does not exist,
+    cannot be built or fed, or has no text of that length, and MissingExtra when a package is not installed.
+    """
+    with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints must not mix with the result
+        return _resolve(source, sequence_length)
+
+
+def _resolve(source: Source, sequence_length: int | None) -> TrainingStep:
+    """Return :func:`resolve_step`'s result; what the user's code prints goes wherever stdout goes."""
+    from ddltool.analyzers.step.tracing.factories import factory_step, held_step, step_from, timm_step
+    from ddltool.analyzers.step.tracing.step import with_sequence_length
+    from ddltool.analyzers.step.tracing.transformers_models import transformers_step
+    from ddltool.fixtures import zoo
+
+    if not isinstance(source, (str, Path)):
+        step = held_step(source, name_of(source))
+        return replace(step, inputs=with_sequence_length(step.inputs, sequence_length))
+    source = str(source)
+    scheme, colon, name = source.partition(":")
+    if not colon:
+        exists = Path(source).exists()
+        problem = "is not a model that ddltool reads" if exists else "no such file or source"
+        raise InputError(source, problem, f"SOURCE is {FORMS}")
+    if scheme == "transformers":
+        return transformers_step(name, sequence_length)
+    if scheme == "timm":
+        step = timm_step(name)
+    elif scheme == "zoo":
+        step = step_from((zoo.build(name), zoo.example_inputs(name)), source, name)
+    else:
+        step = factory_step(source)
+    return replace(step, inputs=with_sequence_length(step.inputs, sequence_length))
+
+
+def scan_source(
+    source: Source, mode: Mode | None = None, batch_size: int | None = None, bindings: Mapping[str, int] | None = None
+) -> tuple[Graph, DeterminismLevel]:
+    """Return the graph of any SOURCE and the level of determinism of its ops, with data types for torch sources.
+
+    Raises InputError as :func:`load_graph`.
+    """
+    if is_graph_file(source) or is_onnx_file(source):
+        graph = load_graph(source, mode, batch_size, bindings)
+        return graph, scan(graph)
+    from ddltool.analyzers.step.tracing.torch_adapter import trace_step
+
+    with contextlib.redirect_stdout(sys.stderr):  # what the user's forward prints must not mix with the result
+        traced = trace_step(lambda: resolve_step(source), mode=mode or "training", batch_size=batch_size)
+    return demand_whole(traced.graph, source), scan(traced.graph, op_facts(traced))
+
+
+def demand_whole(graph: Graph, source: Source) -> Graph:
+    """Return a torch SOURCE's graph with a note on parameters that no op reads.
+
+    Raises InputError for a model of ``transformers:`` or ``timm:`` when these parameters hold more than 3 % of the bytes:
+    the example inputs then miss a part of the model. A user's own model may have unused parameters.
+    """
+    from ddltool.analyzers.step.tracing.torch_adapter import joined, module_names
+
+    read_ops = {int(source_op) for op in range(len(graph.names)) for source_op in graph.inputs_of(op)}
+    received = [int(op) for op in graph.of_kind(RECV)]
+    unfed = [op for op in received if op not in read_ops]
+    if not unfed:
+        return graph
+    share = sum(graph.size_bytes[op] for op in unfed) / max(1.0, sum(graph.size_bytes[op] for op in received))
+    names = module_names([graph.parameter[op] or "" for op in unfed])
+    problem = f"{len(unfed)} of {len(received)} parameters ({share:.1%} of their bytes) feed nothing: {names}"
+    if share > _MAX_UNREAD_SHARE and name_of(source).partition(":")[0] in ("transformers", "timm"):
+        remedy = "no example input reaches them: write a factory that returns (module, example_inputs)"
+        raise InputError(name_of(source), problem, remedy)
+    return replace(graph, meta={**graph.meta, "note": joined(graph.meta.get("note"), problem)})

@@ -1,0 +1,167 @@
+"""TrainingStep: a module with example inputs and a loss, for tracers and profilers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ddltool.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingStep:
+    """One step, ``loss(module(*inputs))``."""
+
+    name: str
+    module: nn.Module
+    inputs: tuple[Any, ...]
+    """Positional arguments; tensors have the batch in ``batch_dimension``, other values are passed unchanged."""
+    loss: Callable[[Any], Tensor]
+    """From the module's output to a scalar tensor."""
+    note: str = ""
+    """A remark for the user on guessed inputs, "" for none."""
+    batch_dimension: int = 0
+
+    def at_batch(self, batch_size: int | None) -> TrainingStep:
+        """Return the step with its inputs at a batch size (None: unchanged). Raises InputError for inputs without batch."""
+        return replace(self, inputs=with_batch_size(self.inputs, batch_size, self.batch_dimension))
+
+
+def all_tensors(output: Any) -> list[Tensor]:
+    """Return the tensors in a module's output (tensor, sequence, mapping or dataclass), in order."""
+    if isinstance(output, Tensor):
+        return [output]
+    values: Iterable[Any] = output if isinstance(output, (tuple, list)) else ()
+    if isinstance(output, Mapping):
+        values = output.values()
+    elif is_dataclass(output):
+        values = [getattr(output, field.name) for field in fields(output)]
+    return [tensor for value in values for tensor in all_tensors(value)]
+
+
+def tensors_in(output: Any) -> list[Tensor]:
+    """Return the floating-point tensors in a module's output, in order."""
+    return [tensor for tensor in all_tensors(output) if tensor.is_floating_point()]
+
+
+def default_loss(output: Any) -> Tensor:
+    """Return a scalar loss for any output: its own ``loss`` if it has one, else one term per floating-point tensor.
+
+    A matrix (batch, classes) gets cross entropy against class 0, at a classifier's cost; any other tensor its mean. Raises
+    InputError for an output without a floating-point tensor.
+    """
+    output_loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(output_loss, Tensor):
+        return output_loss
+    terms = [_loss_term(tensor) for tensor in tensors_in(output)]
+    if not terms:
+        type_name = type(output).__name__
+        problem = f"the module returned {type_name} without a floating-point tensor"
+        raise InputError("SOURCE", problem, "return one to train on")
+    return torch.stack([term.float() for term in terms]).sum()
+
+
+def _loss_term(tensor: Tensor) -> Tensor:
+    if tensor.dim() == 2 and tensor.shape[1] > 1:
+        return F.cross_entropy(tensor, torch.zeros(tensor.shape[0], dtype=torch.long, device=tensor.device))
+    return tensor.mean()
+
+
+def language_model_loss(output: Any) -> Tensor:
+    """Return token-wise cross entropy of ``output.logits`` (batch, length, vocabulary) against token 0."""
+    logits = output["logits"] if isinstance(output, Mapping) else output.logits
+    flat = logits.reshape(-1, logits.shape[-1])
+    return F.cross_entropy(flat, torch.zeros(flat.shape[0], dtype=torch.long, device=flat.device))
+
+
+def with_batch_size(inputs: tuple[Any, ...], batch_size: int | None, dimension: int = 0) -> tuple[Any, ...]:
+    """Return the inputs at ``batch_size``: tensors of the same batch size as the first are resized along ``dimension``.
+
+    Rows are repeated, so that token indices stay valid. ``batch_size`` None returns the inputs unchanged. Raises InputError
+    when no tensor has a batch.
+    """
+    if batch_size is None:
+        return inputs
+    batched = [
+        value
+        for value in inputs
+        if isinstance(value, Tensor) and value.dim() > dimension and value.shape[dimension] > 0
+    ]
+    if not batched:
+        raise InputError("--batch-size", "the example inputs hold no tensor with a batch dimension", "leave it out")
+    old_size = batched[0].shape[dimension]
+    # by identity: tensors compare element by element
+    sharing = {id(value) for value in batched if value.shape[dimension] == old_size}
+    return tuple(resized(value, dimension, batch_size) if id(value) in sharing else value for value in inputs)
+
+
+def with_sequence_length(inputs: tuple[Any, ...], length: int | None) -> tuple[Any, ...]:
+    """Return the inputs with dimension 1 of every (batch, length) tensor of integers set to ``length``.
+
+    Columns are repeated; ``length`` None returns the inputs unchanged. Raises InputError when there is no such tensor.
+    """
+    if length is None:
+        return inputs
+    is_tokens = [isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point() for value in inputs]
+    if not any(is_tokens):
+        raise InputError("--sequence-length", "the example inputs hold no token indices", "leave it out")
+    pairs = zip(inputs, is_tokens, strict=True)
+    return tuple(resized(value, 1, length) if holds_tokens else value for value, holds_tokens in pairs)
+
+
+def resized(tensor: Tensor, dimension: int, size: int) -> Tensor:
+    """Return a tensor with ``size`` entries along a dimension, its own in a cycle."""
+    indices = torch.arange(size, device=tensor.device) % tensor.shape[dimension]
+    return tensor.index_select(dimension, indices)
+
+
+def _sequence_input(layer: nn.RNNBase) -> Tensor:
+    width = int(layer.input_size)
+    return torch.zeros(1, 128, width) if layer.batch_first else torch.zeros(128, 1, width)
+
+
+_GUESSES: tuple[tuple[type[nn.Module], str, Callable[[Any], Tensor]], ...] = (
+    (nn.Embedding, "token indices", lambda _: torch.zeros(1, 128, dtype=torch.long)),
+    (nn.Conv2d, "an image", lambda layer: torch.zeros(1, layer.in_channels, 224, 224)),
+    (nn.Conv1d, "a sequence", lambda layer: torch.zeros(1, layer.in_channels, 128)),
+    (nn.Linear, "a row", lambda layer: torch.zeros(1, layer.in_features)),
+    (nn.RNNBase, "a sequence", _sequence_input),
+)
+
+
+def guess_inputs(module: nn.Module) -> tuple[tuple[Any, ...], str]:
+    """Return example inputs for a bare module and a note on the guess, "" where the module provides them.
+
+    The module may provide ``example_inputs()`` or ``example_input_array``; else the first layer of known input shape decides.
+    Raises InputError for a module with neither.
+    """
+    method = getattr(module, "example_inputs", None)
+    array = getattr(module, "example_input_array", None)
+    example = method() if callable(method) else array
+    if example is not None:
+        return (tuple(example) if isinstance(example, (tuple, list)) else (example,)), ""
+    for layer in module.modules():
+        for kind, description, make in _GUESSES:
+            if isinstance(layer, kind):
+                tensor = make(layer)
+                name = type(layer).__name__
+                shown = f"{description} {tuple(tensor.shape)}"
+                return (tensor,), f"example inputs were guessed from the first {name}: {shown}"
+    problem = f"{type(module).__name__} does not say what it takes"
+    raise InputError("SOURCE", problem, "let the factory return (module, example_inputs)")
+
+
+def batch_dimension(module: nn.Module, *, guessed: bool) -> int:
+    """Return the batch dimension of a module's inputs: 1 for a recurrent layer that takes the sequence first, else 0.
+
+    ``guessed``: whether the inputs come from :func:`guess_inputs`, that is from the module's first layer of known shape.
+    """
+    layer_types = tuple(layer_type for layer_type, _, _ in _GUESSES)
+    layers = (submodule for submodule in module.modules() if isinstance(submodule, layer_types))
+    layer = next(layers, module) if guessed else module
+    return int(isinstance(layer, nn.RNNBase) and not layer.batch_first)

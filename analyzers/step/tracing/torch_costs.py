@@ -1,0 +1,275 @@
+"""The work of one aten op of a recorded step: its fake tensors' sizes, by the rules of :mod:`op_rules`.
+
+Every size goes through a :class:`Scale`, so that one trace gives the work of a step at any batch size. The cost of a call
+depends on its :class:`Issued` alone; equal calls, such as those of equal layers, are costed once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from ddltool.analyzers.step.tracing import op_rules
+from ddltool.analyzers.step.tracing.op_rules import Call, Cost, names_in
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Scales sizes from a trace's batch size to a wanted one: dimensions that ``prime`` divides grow with the batch.
+
+    Exact when the prime divides no other dimension of the step (:func:`prime_batch`).
+    """
+
+    traced: int = 1
+    wanted: int = 1
+    prime: int = 0
+    """A divisor of ``traced``; 0: ``traced`` itself."""
+
+    def size(self, number: int) -> int:
+        """Return a dimension or a count of elements at the wanted batch size, rounded down.
+
+        >>> Scale(61, 4).size(61 * 196), Scale(61, 4).size(61 * 61), Scale(61, 4).size(224)
+        (784, 16, 224)
+        >>> Scale(8 * 61, 6, 61).size(4 * 61)  # half of the batch
+        3
+        """
+        grown, shrunk = self._ratio(number)
+        return grown // shrunk
+
+    def is_whole(self, number: int) -> bool:
+        """Return whether a dimension scales to a whole number: half of an odd batch does not."""
+        grown, shrunk = self._ratio(number)
+        return grown % shrunk == 0
+
+    def _ratio(self, number: int) -> tuple[int, int]:
+        """Return numerator and denominator of a scaled dimension; ``powers``: how often the prime divides it."""
+        if self.traced == self.wanted:
+            return number, 1
+        prime = self.prime or self.traced
+        powers = 0
+        while number and number % prime == 0:
+            number //= prime
+            powers += 1
+        return number * self.wanted**powers, (self.traced // prime) ** powers
+
+    def shape(self, tensor: Sized) -> tuple[int, ...]:
+        """Return a tensor's shape at the wanted batch size."""
+        return tuple(map(self.size, tensor.shape))
+
+    def elements(self, tensor: Sized) -> int:
+        """Return how many elements a tensor has at the wanted batch size."""
+        return math.prod(self.shape(tensor))
+
+    def bytes(self, tensors: Iterable[Sized]) -> float:
+        """Return the bytes of tensors at the wanted batch size; an expanded tensor counts the elements of its storage."""
+        return float(sum(min(self.elements(it), self.size(it.stored)) * it.width for it in tensors))
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """The properties of a tensor that cost rules read."""
+
+    shape: tuple[int, ...]
+    stored: int
+    """Elements of its storage, 0 for a sparse tensor."""
+    width: int
+    """Bytes of an element."""
+    dtype: str
+    floating: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """The properties of a recorded call on which its cost depends."""
+
+    name: str
+    free: bool
+    pointwise: bool
+    given: tuple[tuple[str, Any], ...] = ()
+    """Arguments by name, lists as tuples."""
+    inputs: tuple[Sized, ...] = ()
+    """The distinct tensors that the kernel reads."""
+    output: tuple[Sized, ...] = ()
+
+
+AS_TRACED = Scale()
+
+
+def prime_batch(sizes: Iterable[int]) -> int:
+    """Return a prime that divides none of the ``sizes``: in a trace at this batch, it divides the batch's dimensions only."""
+    taken = {int(size) for size in sizes if size}
+    return next(
+        number
+        for number in count(61, 2)
+        if all(number % divisor for divisor in range(3, math.isqrt(number) + 1, 2))
+        and all(size % number for size in taken)
+    )
+
+
+# Ops that read a row for each index and write the sum of each bag.
+_BAGS = names_in("_embedding_bag _embedding_bag_forward_only")
+# CUDA's kernels of these ops read half precision and compute in float32, or write half precision from it: a cast before
+# or after them is no separate kernel.
+_CASTS_INPUT = names_in("_softmax _log_softmax _safe_softmax sum prod cumsum cumprod")
+_CASTS_RESULT = frozenset(["_softmax_backward_data", "_log_softmax_backward_data"])
+
+
+def issued(node: Node) -> Issued:
+    """Return the cost properties of a call node, whose ``meta['val']`` holds fake tensors (set by make_fx)."""
+    target: Any = node.target
+    name = base_name(target)
+    output = tensors_of(node.meta.get("val"))
+    operator = isinstance(target, torch._ops.OpOverload)
+    if name in op_rules.FREE or (operator and target.is_view) or _in_neighbour(node, name):
+        return Issued(name, free=True, pointwise=False, output=tuple(map(_sized, output)))
+    given = map_arg(named(node), lambda n: n.meta.get("val"))
+    inputs = tensors_of(given)
+    if name in _CASTS_INPUT | _CASTS_RESULT:
+        inputs, output = _without_casts(node, inputs, output)
+    return Issued(
+        name,
+        free=False,
+        pointwise=operator and torch.Tag.pointwise in target.tags,
+        given=tuple((key, _plain(value)) for key, value in given.items()),
+        inputs=tuple(map(_sized, inputs)),
+        output=tuple(map(_sized, output)),
+    )
+
+
+def _sized(tensor: Tensor) -> Sized:
+    sparse = tensor.layout == torch.sparse_coo
+    width = tensor.element_size()
+    return Sized(
+        shape=tuple(map(int, tensor.shape)),
+        stored=0 if sparse else tensor.untyped_storage().nbytes() // width,
+        width=width,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        floating=tensor.is_floating_point() or tensor.is_complex(),
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Return an argument in comparable and hashable form."""
+    if isinstance(value, Tensor):
+        return _sized(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
+    return value if value.__hash__ is not None else str(value)
+
+
+def cost_of(call: Issued, scale: Scale = AS_TRACED) -> Cost:
+    """Return the cost of a call at a scaled batch size."""
+    written = scale.bytes(call.output)
+    if call.free:
+        return Cost(flops=0.0, size_bytes=0.0, estimate="free", written_bytes=written)
+    given = dict(call.given)
+    if call.name in _BAGS:
+        table = given["weight"]
+        added = float(scale.elements(given["indices"]) * math.prod(table.shape[1:]))
+        rest = list(call.inputs)
+        rest.remove(table)
+        moved = added * table.width + scale.bytes(rest) + written
+        dtype = _dtype([*call.output, *call.inputs])
+        return Cost(flops=added, size_bytes=moved, estimate="rule", written_bytes=written, dtype=dtype)
+
+    def shapes(value: Any) -> Any:
+        if isinstance(value, Sized):
+            return scale.shape(value)
+        return [shapes(item) for item in value] if isinstance(value, tuple) else value
+
+    named = {key: shapes(value) for key, value in given.items()}
+    if "groups" in given:  # a convolution with a filter per sample has its batch in the groups
+        named["groups"] = scale.size(int(given["groups"]))
+    return op_rules.cost_of(
+        Call(
+            name=call.name,
+            inputs=[value if isinstance(given[key], Sized) else None for key, value in named.items()],
+            output=scale.shape(call.output[0]) if call.output else None,
+            named=named,
+            elements=max((float(scale.elements(tensor)) for tensor in [*call.inputs, *call.output]), default=0.0),
+            read_bytes=scale.bytes(call.inputs),
+            written_bytes=written,
+            dtype=_dtype(call.inputs if op_rules.multiplies(call.name) else [*call.output, *call.inputs]),
+            pointwise=call.pointwise,
+        )
+    )
+
+
+def _in_neighbour(node: Node, name: str) -> bool:
+    """Return whether a cast is fused into a neighbour: before a softmax or sum, or after a softmax's backward."""
+    if name != "_to_copy" or not isinstance(node.args[0], Node):
+        return False
+    before = base_name(node.args[0].target)
+    if before in _CASTS_RESULT:
+        return len(node.args[0].users) == 1
+    return bool(node.users) and all(base_name(user.target) in _CASTS_INPUT for user in node.users)
+
+
+def _without_casts(node: Node, inputs: list[Tensor], output: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the tensors that a kernel with fused casts reads and writes: those before and after the casts."""
+    for source in node.all_input_nodes:
+        if _in_neighbour(source, base_name(source.target)):
+            cast = source.meta["val"]
+            inputs = [source.args[0].meta["val"] if tensor is cast else tensor for tensor in inputs]  # type: ignore[union-attr]
+    for user in node.users:
+        if _in_neighbour(user, base_name(user.target)):
+            output = [user.meta["val"]]
+    return inputs, output
+
+
+def base_name(target: Any) -> str:
+    """Return an op's name without namespace and overload: ``convolution`` for ``aten.convolution.default``."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.partition("::")[2]
+    return str(getattr(target, "__name__", target))
+
+
+def named(node: Node) -> dict[str, Any]:
+    """Return a call's arguments by the names of its schema, by index for an op without schema."""
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    names += [str(number) for number in range(len(names), len(node.args))]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def _dtype(tensors: Sequence[Sized]) -> str:
+    """Return the type that an op computes in: its largest floating-point tensor's, else its first's, "" without tensors."""
+    floating = [tensor for tensor in tensors if tensor.floating]
+    chosen = max(floating, key=lambda tensor: math.prod(tensor.shape), default=tensors[0] if tensors else None)
+    return chosen.dtype if chosen is not None else ""
+
+
+def tensors_of(values: Any) -> list[Tensor]:
+    """Return the distinct tensors in nested lists, tuples and mappings; for a sparse tensor its indices and values."""
+    found: dict[int, Tensor] = {}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, Tensor):
+            if value.layout == torch.sparse_coo:
+                visit([value._indices(), value._values()])
+            else:
+                found.setdefault(id(value), value)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                visit(item)
+        elif isinstance(value, Mapping):
+            for item in value.values():
+                visit(item)
+
+    visit(values)
+    return list(found.values())
+
+
+def value_of(node: Node) -> Any:
+    """Return a node's value in fake tensors; a constant of the graph as stored, None where it has no value."""
+    if "val" in node.meta or node.op != "get_attr":
+        return node.meta.get("val")
+    return getattr(node.graph.owning_module, str(node.target), None)

@@ -1,0 +1,488 @@
+"""``transformers:NAME``: a model type's default configuration, or a configuration file (``transformers:config.json``),
+with the head for its training task. Start at :func:`transformers_step`.
+
+:func:`example_inputs` makes example inputs from the signature of a model's forward and the sizes in its configuration.
+The text for a model of images or sound holds as many placeholder tokens as the model's tower makes of the example, so
+that the tower feeds the language model.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache, reduce
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ddltool.analyzers.step.tracing.factories import REMEDY, imported, least_batch, nearest
+from ddltool.analyzers.step.tracing.known_values import bind, refusal, tried
+from ddltool.analyzers.step.tracing.step import TrainingStep, default_loss, language_model_loss, resized
+from ddltool.artifacts import read_text
+from ddltool.errors import DdlToolError, InputError, one_line
+
+_TABLES: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("transformers.toml").read_text(encoding="utf-8"))
+
+
+def transformers_step(name: str, sequence_length: int | None = None) -> TrainingStep:
+    """Return one training step of a model type's default configuration, under the ambient default device.
+
+    Args:
+        name: a model type, or the path of a published ``config.json``.
+        sequence_length: tokens of text; None: 128, or the model's maximum if less.
+
+    Raises InputError for an unknown type, for a model that cannot be built here or takes inputs that ddltool cannot make,
+    and for a length beyond the model's maximum.
+    """
+    source = f"transformers:{name}"
+    transformers = imported("transformers", source)
+    transformers.logging.set_verbosity_error()
+    known_types = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
+    fields: dict[str, Any] = {}
+    config_path = Path(name) if name.endswith(".json") else None
+    if config_path is not None:
+        fields = _read_config(config_path)
+        name, source = str(fields.pop("model_type")), str(config_path)
+    if name not in known_types:
+        remedy = nearest(name, known_types, ("bert", "gpt2", "llama", "t5", "vit"))
+        raise InputError(source, f"unknown model type {name!r}", remedy)
+    try:
+        config = transformers.AutoConfig.for_model(name, **fields)
+    except Exception as error:  # some types are put together from others and have no default
+        problem = "has no default configuration" if config_path is None else f"is no configuration of a {name}"
+        raise _model_error(source, problem, error) from error
+    step = configured_step(config, name, sequence_length)
+    return step if config_path is None else replace(step, name=config_path.stem)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """Return a published configuration: a mapping with ``model_type``. Raises InputError for another file."""
+    try:
+        document = json.loads(read_text(path))
+    except ValueError as error:
+        raise InputError(str(path), f"is no JSON ({one_line(str(error))})", "give a model's config.json") from None
+    if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
+        raise InputError(f"{path}:model_type", "is missing", "give a model's config.json, as transformers writes it")
+    unused_fields = {"auto_map", "quantization_config", "torch_dtype", "dtype", "transformers_version", "_name_or_path"}
+    return {key: value for key, value in document.items() if key not in unused_fields}
+
+
+def configured_step(config: Any, name: str, sequence_length: int | None = None) -> TrainingStep:
+    """Return the step of a transformers configuration; arguments and errors are those of :func:`transformers_step`."""
+    source = f"transformers:{name}"
+    _accept_any_grouped_product()
+    if hasattr(config, "use_cache"):
+        config.use_cache = False  # a training step keeps no generation cache, and it would be traced as outputs
+    note = _repair_defaults(config, name)
+    try:
+        head, cls = _model_class(config, name)
+        module = cls._from_config(config)
+    except DdlToolError:
+        raise
+    except Exception as error:  # never with real weights instead: they may be larger than this machine
+        raise _model_error(source, "cannot be built", error) from error
+    for submodule in module.modules():
+        if type(submodule).__name__.endswith("Router") and hasattr(submodule, "classifier"):
+            # The router converts its weights to their own type in every forward, which a tensor in a trace cannot do.
+            submodule.classifier.to = lambda *_, itself=submodule.classifier, **__: itself
+    inputs = example_inputs(module, config, source, sequence_length)
+    loss = language_model_loss if head in _TABLES["token_heads"] else _prediction_loss
+    bound = bind(module, inputs, source, packed(inputs))
+    return TrainingStep(name=name, module=module, inputs=bound, loss=loss, note=note)
+
+
+def _repair_defaults(config: Any, name: str) -> str:
+    """Replace defaults that do not fit together in place, and return a note on the replacements, "" for none."""
+    replacements = dict(_TABLES["repairs"].get(name, {}))
+    vision: Any = getattr(config, "vision_config", None)
+    width = getattr(vision, "out_hidden_size", None)
+    if width is not None and width != config.get_text_config().hidden_size:  # vision rows replace tokens: equal widths
+        replacements["vision_config.out_hidden_size"] = config.get_text_config().hidden_size
+    for path, value in replacements.items():
+        *parts, field = path.split(".")
+        setattr(reduce(getattr, parts, config), field, value)
+    assignments = ", ".join(f"{path}={value}" for path, value in replacements.items())
+    return f"the type's defaults do not fit together; used instead: {assignments}" if replacements else ""
+
+
+def _model_error(source: str, problem: str, error: Exception) -> InputError:
+    """Return the one-line InputError for an error of transformers."""
+    text = one_line(f"{type(error).__name__}: {error}")[:300]
+    return InputError(source, f"{problem} ({text})", REMEDY)
+
+
+def _model_class(config: Any, name: str) -> tuple[str, Any]:
+    """Return the head of a type's training task ("" for a model without head) and the class with this head."""
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    def class_name_for(task: str) -> Any:
+        table = vars(auto).get(f"MODEL_{task and f'FOR_{task}_'}MAPPING_NAMES", {})
+        names = table.get(name)
+        return names[0] if isinstance(names, (tuple, list)) else names
+
+    for head in _TABLES["heads"]:
+        # A type that can predict masked tokens is an encoder, which is trained as a classifier.
+        task = "SEQUENCE_CLASSIFICATION" if head == "ENCODER" and class_name_for("MASKED_LM") else head
+        class_name = None if task == "ENCODER" else class_name_for(task)
+        if class_name is not None:
+            return head, getattr(transformers, class_name)
+    # Towers and other parts of models have their own types, which no table lists.
+    try:
+        modeling = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
+    except ModuleNotFoundError:
+        modeling = None
+    candidates = [
+        cls
+        for cls in (vars(modeling).values() if modeling is not None else ())
+        if inspect.isclass(cls) and getattr(cls, "config_class", None) is type(config) and "forward" in vars(cls)
+    ]
+    if not candidates:
+        raise InputError(
+            f"transformers:{name}", "is a configuration without a model", "name the model that it is a part of"
+        )
+    return "", min(candidates, key=lambda cls: (len(cls.__name__), cls.__name__))
+
+
+def _prediction_loss(output: Any) -> Tensor:
+    """Return a loss on an output's logits and predictions, or on the whole output of a model without either."""
+    if not isinstance(output, Mapping):
+        return default_loss(output)
+    predictions = {key: value for key, value in output.items() if "logits" in key or "pred" in key}
+    return default_loss(predictions or output)
+
+
+@cache
+def _accept_any_grouped_product() -> torch.library.Library:
+    """Let the grouped products of mixtures of experts be traced in any type; the returned library keeps the change alive.
+
+    torch's kernels multiply float32 and float16 groups too; only the shape function insists on bfloat16.
+    """
+
+    def shape_of(
+        left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
+    ) -> Tensor:
+        """Return an empty tensor with the shape and type of the grouped product."""
+        if left.dim() == 2 and right.dim() == 2 and offs is not None:
+            size = [offs.shape[0], left.shape[0], right.shape[1]]  # one product for each group of the inner dimension
+        elif left.dim() == 3 and right.dim() == 2:
+            size = [left.shape[1], right.shape[1]]
+        else:
+            size = [*left.shape[:-1], right.shape[-1]]
+        return left.new_empty(size, dtype=out_dtype or left.dtype)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_grouped_mm", shape_of, "Meta", allow_override=True)
+    return library
+
+
+_GRIDS = frozenset(["image_grid_thw", "grid_thw"])
+_TEXT_LENGTH = 128
+_GRID = 16  # patches along each side of a packed image
+_SAMPLES = 16_000  # one second of sound, as most models of raw sound sample it
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len", "seq_length")
+_PLACEHOLDERS = ("{}_token_id", "{}_token_index", "{}_token", "boi_token_id")
+
+Inputs = dict[str, Tensor]
+
+
+def example_inputs(module: nn.Module, config: Any, source: str, length: int | None) -> Inputs:
+    """Return one sample of example inputs for a transformers model, by name; integers lie on the CPU, with real values.
+
+    ``length``: tokens of text, None for the default. Raises InputError for an input that ddltool cannot make, for inputs
+    that the model refuses, and for a length beyond the model's maximum.
+    """
+    return _InputMaker(module, config, source, length).inputs()
+
+
+def packed(inputs: Mapping[str, Tensor]) -> frozenset[str]:
+    """Return the inputs without a batch dimension: the patches of all images in a row."""
+    return _GRIDS | {"pixel_values", "hidden_states"} if _GRIDS.intersection(inputs) else frozenset()
+
+
+class _InputMaker:
+    """Makes example inputs for one model.
+
+    ``takes`` are the parameters of its forward; ``text``, ``vision`` and ``audio`` the configurations of its towers, or
+    the model's own where it has no such tower.
+    """
+
+    def __init__(self, module: nn.Module, config: Any, source: str, length: int | None) -> None:
+        self.module = module
+        self.config = config
+        self.source = source
+        self.takes = inspect.signature(module.forward).parameters
+        self.text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        self.vision = _nested_config(config, "vision")
+        self.audio = _nested_config(config, "audio", "speech", "encoder")
+        self.wanted = length
+        self.length = self._text_length(length)
+
+    def inputs(self) -> Inputs:
+        """Return the first combination of candidates that the forward accepts. Raises InputError when it accepts none."""
+        candidates = {"image": self._image_candidates(), "audio": self._sound_candidates()}
+        towers = [self._accepted_candidates(*item) for item in candidates.items()]
+        combinations: list[Inputs] = []
+        batch = least_batch(self.module)
+        for images, sounds in product(*towers):
+            inputs = images | sounds
+            # Text first: it defines a sample's length.
+            inputs = self._text_inputs(inputs) | inputs | self._other_inputs(inputs)
+            taken = {name: tensor for name, tensor in inputs.items() if name in self.takes}
+            combinations.append({name: resized(tensor, 0, batch) for name, tensor in taken.items()})
+        if not combinations[0]:
+            names = ", ".join(self.takes) or "nothing by name"
+            raise InputError(self.source, f"takes {names}, for which ddltool has no example inputs", REMEDY)
+        if len(combinations) == 1:
+            return combinations[0]
+        return self._first_accepted(self.module, "forward", combinations)
+
+    def _text_length(self, wanted: int | None) -> int:
+        """Return the tokens of text: those asked for, else the default (None). Raises InputError beyond the model's maximum."""
+        positions = _first_attribute((self.text, self.config), *_POSITIONS)
+        max_positions = positions if isinstance(positions, int) and positions > 0 else None
+        if wanted is None:
+            axial = _first_attribute((self.config,), "axial_pos_shape")  # Reformer trains on texts of one length
+            return math.prod(axial) if axial else min(_TEXT_LENGTH, max_positions or _TEXT_LENGTH)
+        if not {"input_ids", "decoder_input_ids"}.intersection(self.takes):
+            raise InputError("--sequence-length", f"{self.source} reads no text", "leave it out")
+        limit = self._learned_positions(max_positions) if max_positions is not None else None
+        if limit is not None and wanted > limit:
+            raise InputError("--sequence-length", f"is {wanted}", f"{self.source} takes at most {limit} tokens")
+        return wanted
+
+    def _learned_positions(self, max_positions: int) -> int | None:
+        """Return the number of learned position vectors, None for computed positions, which have no limit."""
+        for submodule in self.module.modules():
+            # Some tables hold up to four rows more than positions, such as an offset and padding.
+            if isinstance(submodule, nn.Embedding) and max_positions <= submodule.num_embeddings <= max_positions + 4:
+                padding_index = -1 if submodule.padding_idx is None else submodule.padding_idx
+                return min(max_positions, submodule.num_embeddings - 1 - padding_index)
+        return None
+
+    def _first_accepted(self, owner: nn.Module, method: str, candidates: list[Inputs]) -> Inputs:
+        """Return the first candidate that ``owner.method`` accepts. Raises the refusal of the first when it accepts none."""
+        refusals: list[Exception] = []
+        for candidate in candidates:
+            try:
+                tried(owner, method, candidate, packed(candidate))
+            except Exception as error:  # whatever a forward raises at a shape that it does not take
+                refusals.append(error)
+            else:
+                return candidate
+        raise refusal(self.source, refusals[0]) from refusals[0]
+
+    def _accepted_candidates(self, kind: str, candidates: list[Inputs]) -> list[Inputs]:
+        """Return the first candidate that a tower accepts, as a list; all candidates for a model without separate tower.
+
+        ``[{}]`` stands for a model without this kind of input.
+        """
+        owner, method = self._tower_module(kind), f"get_{kind}_features"
+        if owner is None or candidates == [{}]:
+            return candidates
+        arguments = [_method_inputs(getattr(owner, method), candidate) for candidate in candidates]
+        accepted = self._first_accepted(owner, method, arguments)
+        pairs = zip(candidates, arguments, strict=True)
+        return [next(candidate for candidate, tower_inputs in pairs if tower_inputs is accepted)]
+
+    def _tower_module(self, kind: str) -> nn.Module | None:
+        """Return the module whose ``get_KIND_features`` makes the rows for placeholder tokens, None without placeholders."""
+        modules = (self.module, getattr(self.module, "model", None))
+        owner = next((module for module in modules if hasattr(module, f"get_{kind}_features")), None)
+        return owner if self._placeholder_token(kind) is not None else None
+
+    def _placeholder_token(self, kind: str) -> int | None:
+        """Return the token that stands for a row of an image or sound, None where the configuration has none."""
+        names = (pattern.format(kind) for pattern in _PLACEHOLDERS)
+        token = _first_attribute((self.config,), *names)
+        return token if isinstance(token, int) else None
+
+    def _image_candidates(self) -> list[Inputs]:
+        """Return candidate inputs for the model's images, ``[{}]`` for a model without images."""
+        if not {"pixel_values", "pixel_values_videos", "grid_thw"}.intersection(self.takes):
+            return [{}]
+        channels = _first_attribute((self.vision, self.config), "num_channels", "in_channels", "in_chans", default=3)
+        height, width = _image_size(self.vision, self.config, _nested_config(self.config, "backbone"))
+        if _GRIDS.intersection(self.takes):
+            patch = _first_attribute((self.vision,), "patch_size", default=14)
+            depth = _first_attribute((self.vision,), "temporal_patch_size", default=1)
+            grid = torch.tensor([[[1, _GRID, _GRID]]], device="cpu")
+            shapes: list[tuple[int, ...]] = [
+                (1, _GRID**2, channels * depth * patch**2),
+                (1, _GRID**2, channels * patch**2),
+                (1, _GRID**2, channels, patch, patch),
+            ]
+            return [
+                {
+                    "pixel_values": _floats(*shape),
+                    "hidden_states": _floats(*shape),
+                    "image_grid_thw": grid,
+                    "grid_thw": grid,
+                }
+                for shape in shapes
+            ]
+        if "spatial_shapes" in self.takes:  # an image cut into patches
+            patch = _first_attribute((self.vision,), "patch_size", default=16)
+            return [
+                {
+                    "pixel_values": _floats(1, _GRID**2, channels * patch**2),
+                    "pixel_attention_mask": torch.ones(1, _GRID**2, dtype=torch.long, device="cpu"),
+                    "spatial_shapes": torch.tensor([[_GRID, _GRID]], device="cpu"),
+                }
+            ]
+        if "aspect_ratio_ids" in self.takes:  # an image cut into tiles
+            tiles = _first_attribute((self.vision,), "max_num_tiles", default=4)
+            ratio = {"aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long, device="cpu")}
+            ratio["aspect_ratio_mask"] = torch.ones(1, 1, tiles, dtype=torch.long, device="cpu")
+            return [{"pixel_values": _floats(1, 1, tiles, channels, height, width)} | ratio]
+        frames = _first_attribute((self.vision, self.config), "num_frames", "frames_per_clip")
+        shapes = [(1, channels, height, width), (1, 1, channels, height, width)]
+        shapes += [(1, tiles, channels, height, width) for tiles in (3, 2, 5)]
+        if frames:
+            shapes = [(1, frames, channels, height, width), *shapes]
+        if self._tower_module("image") is None and not frames:
+            shapes = shapes[:2]
+        image_sizes = torch.tensor([[height, width]], device="cpu")
+        name = "pixel_values" if "pixel_values" in self.takes else "pixel_values_videos"
+        candidates: list[Inputs] = [{name: _floats(*shape)} for shape in shapes]
+        if "image_sizes" not in self.takes:
+            return candidates
+        return candidates + [candidate | {"image_sizes": image_sizes} for candidate in candidates]
+
+    def _sound_candidates(self) -> list[Inputs]:
+        """Return candidate inputs for the model's sound, spectrograms or raw samples; ``[{}]`` for a model without sound."""
+        sound_names = {"input_features", "input_values"}.intersection(self.takes)
+        if not sound_names:
+            return [{}]
+        configs = (self.audio, self.config)
+        bands = _first_attribute(
+            configs, "num_mel_bins", "n_mels", "feature_size", "input_feat_per_channel", "input_dim", default=80
+        )
+        frames = 2 * _first_attribute(configs, "max_source_positions", default=500)
+        if "input_features" in sound_names:
+            mask = torch.ones(1, frames, dtype=torch.long, device="cpu")
+            shapes: list[tuple[int, ...]] = [(1, bands, frames), (1, frames, bands), (1, 1, frames, bands)]
+            masks = {"input_features_mask": mask, "feature_attention_mask": mask}
+            return [{"input_features": _floats(*shape)} | masks for shape in shapes]
+        audio_frames = _first_attribute((self.config,), "max_length")
+        shapes = [(1, _SAMPLES), (1, 1, _SAMPLES)]
+        if isinstance(audio_frames, int) and _first_attribute((self.config,), "num_mel_bins") is not None:
+            shapes = [(1, audio_frames, bands)]
+        return [{"input_values": _floats(*shape)} for shape in shapes]
+
+    def _text_inputs(self, inputs: Inputs) -> Inputs:
+        """Return the text inputs: a placeholder for every row that a tower makes of the example, then plain tokens.
+
+        Token types are 0 for text, 1 for an image and 2 for sound.
+        """
+        text: Inputs = {}
+        ids: list[int] = []
+        token_types: list[int] = []
+        for tower_type, tower in enumerate(("image", "audio"), start=1):
+            owner, token, method = self._tower_module(tower), self._placeholder_token(tower), f"get_{tower}_features"
+            if owner is None or token is None:
+                continue
+            tower_inputs = _method_inputs(getattr(owner, method), inputs)
+            if not tower_inputs:
+                continue
+            row_count = self._feature_rows(tried(owner, method, tower_inputs, packed(tower_inputs)))
+            ids += [token] * row_count
+            token_types += [tower_type] * row_count
+        if ids and self.wanted is not None and self.wanted <= len(ids):
+            remedy = f"{self.source} has {len(ids)} tokens of its example image or sound, so more than that"
+            raise InputError("--sequence-length", f"is {self.wanted}", remedy)
+        length = self.length if not ids or self.wanted else len(ids) + self.length
+        text_token = next(token for token in range(3) if token not in ids)
+        ids += [text_token] * (length - len(ids))
+        token_types += [0] * (length - len(token_types))
+        text["input_ids"] = torch.tensor([ids], device="cpu")
+        if any(token_types):
+            text["mm_token_type_ids"] = torch.tensor([token_types], device="cpu")
+            text["moe_mm_token_type_ids"] = text["mm_token_type_ids"]
+            text["token_type_ids"] = torch.tensor([token_types], device="cpu").clamp(max=1)
+        return text
+
+    def _feature_rows(self, features: Any) -> int:
+        """Return how many tokens the features of a tower replace."""
+        pooled = getattr(features, "pooler_output", None)
+        leaves = tree_leaves(features if pooled is None else pooled)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        tensors = tensors[:1] if pooled is None else tensors
+        return sum(tensor.numel() // tensor.shape[-1] for tensor in tensors)
+
+    def _other_inputs(self, made_inputs: Inputs) -> Inputs:
+        """Return the inputs that models need beside text, images and sound. Raises InputError for an unknown required one."""
+        tokens = torch.zeros(1, self.length, dtype=torch.long, device="cpu")
+        inputs: Inputs = {
+            "decoder_input_ids": tokens,
+            "bbox": tokens[..., None].repeat(1, 1, 4),
+            "qformer_input_ids": tokens,
+        }
+        inputs["global_attention_mask"] = (torch.arange(self.length, device="cpu") == 0).long()[None]
+        channels = _first_attribute((self.config,), "num_input_channels", "input_size", default=1)
+        steps = _first_attribute((self.config,), "context_length", default=_TEXT_LENGTH)
+        inputs["past_values"] = _floats(1, steps, channels)
+        required = (
+            name
+            for name, parameter in self.takes.items()
+            if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        )
+        for name in required:
+            if name in made_inputs or name in inputs or name == "input_ids":
+                continue
+            if "attention_mask" not in name:
+                raise InputError(self.source, f"takes {name}, for which ddltool has no example inputs", REMEDY)
+            inputs[name] = torch.ones_like(tokens)
+        return inputs
+
+
+def _method_inputs(call: Any, inputs: Inputs) -> Inputs:
+    """Return the inputs that a method names as parameters; all of its tower's for one that only has ``**kwargs``."""
+    parameters = inspect.signature(call).parameters
+    tower = call.__name__.split("_")[1]
+    forwarded = {
+        "image": ("pixel_values", "image_sizes"),
+        "audio": ("input_features", "input_values", "input_features_mask"),
+    }
+    named_inputs = {name: tensor for name, tensor in inputs.items() if name in parameters}
+    return named_inputs or {name: tensor for name, tensor in inputs.items() if name in forwarded[tower]}
+
+
+def _floats(*shape: int) -> Tensor:
+    return torch.ones(*shape, device="cpu")
+
+
+def _nested_config(config: Any, *words: str) -> Any:
+    """Return the first nested configuration whose name holds one of the words, ``config`` itself where none does."""
+    nested_configs = {name: value for name, value in vars(config).items() if hasattr(value, "to_diff_dict")}
+    for word in words:
+        for name, value in nested_configs.items():
+            if word in name:
+                return value
+    nested_parts = ((_nested_config(value, *words), value) for value in nested_configs.values())
+    return next((part for part, value in nested_parts if part is not value), config)
+
+
+def _first_attribute(configs: tuple[Any, ...], *names: str, default: Any = None) -> Any:
+    """Return the first of these attributes that a configuration has, None and missing ones skipped, else the default."""
+    values = (getattr(config, name, None) for name in names for config in configs)
+    return next((value for value in values if value is not None), default)
+
+
+def _image_size(*configs: Any) -> tuple[int, int]:
+    """Return height and width in pixels of the images that a model is made for, 224 for a model of any size."""
+    size = _first_attribute(configs, "image_size", "img_size", default=224)
+    if isinstance(size, Mapping):
+        return int(size["height"]), int(size["width"])
+    if isinstance(size, (list, tuple)):
+        return int(size[-2]), int(size[-1])
+    return int(size), int(size)

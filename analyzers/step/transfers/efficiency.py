@@ -1,0 +1,467 @@
+"""How good an order is: bounds, scheduling efficiency, better orders than TAC's, the optimum, a verdict (:func:`compare`).
+
+``U`` = all ops one after the other, ``L`` = the busiest resource alone, ``E = (U - makespan) / (U - L)``,
+``S = (U - L) / L`` (TicTac, Equations 1 to 4). L ignores that ops wait for each other, so a low E can be the graph's fault:
+``attribution`` tells the part of 1 - E that some order could win from the part that none can.
+
+TAC looks at single recvs: while several are missing for every op, all P are 0 and only the nearest join counts, however
+little it unlocks. :func:`improve` also tries Johnson's rule on whole joins, and orders compute and sends as well (longest
+tail first) if that shortens the step. :func:`solve_exact` gives the optimum: every resource is a machine that runs one op
+at a time; CP-SAT orders them all, on the reduced graph, so the answer is also a bound for orders of transfers alone. The
+search starts from the best schedule at hand and from :func:`~.shop.lower_bound`; it is skipped where the two already meet.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce as fold
+from typing import Literal
+
+import numpy as np
+
+from ddltool.analyzers.step.communication.program import CLEAR_GAIN, SMALL_GAIN
+from ddltool.analyzers.step.transfers import shop
+from ddltool.analyzers.step.transfers.order import Schedule, tac, tic
+from ddltool.analyzers.step.transfers.shop import ShopProblem
+from ddltool.analyzers.step.transfers.timeline import Simulator, Timeline
+from ddltool.arrays import Ints, Places
+from ddltool.dependencies import as_matrix, time_scale
+from ddltool.graph import COMPUTE, RECV, Graph, natural_key
+from ddltool.graph_results import LostEfficiency, ScheduleFigures, TraceVerdict
+from ddltool.units import show_seconds
+
+# Simulated steps that decide between two orders: common random numbers, so few suffice.
+_JUDGES = 8
+# Numbers for compute ops are given only where they gain this share of the step.
+_WORTH = 1e-3
+# CP-SAT works on whole numbers; horizons beyond this are rounded down for the bound (times of real graphs lose less
+# than a millionth), and the schedule found is timed again with the full figures.
+_LARGEST_HORIZON = 2**34
+_CLOSED = 1e-6
+
+
+def improve(
+    graph: Graph, *, seed: int = 0, start: Schedule | None = None, problem: ShopProblem | None = None
+) -> Schedule:
+    """Return an order that is at least as good as TAC's in simulation, on the same seeds.
+
+    It numbers the recvs, or every op: a runtime that only orders transfers gains less. ``start``: TAC's order,
+    ``problem``: the reduced graph, where they are at hand. Raises InputError for ops without a duration.
+    """
+    first = replace(tac(graph) if start is None else start, name="improved")
+    problem = shop.reduce(graph) if problem is None else problem
+    orders = {first.order: first}
+    for order in (tic(graph).order, *(_by_joins(graph, problem, by_load=each) for each in (True, False))):
+        rank = {name: place for place, name in enumerate(order)}
+        orders.setdefault(order, Schedule(name="improved", priority=rank, order=order))
+    simulator = Simulator(graph)
+
+    def step_s(schedule: Schedule) -> float:
+        runs = (simulator.run(schedule.priority, seed + judge).makespan_s for judge in range(_JUDGES))
+        return sum(runs) / _JUDGES
+
+    steps = {order: step_s(schedule) for order, schedule in orders.items()}
+    best = orders[min(steps, key=steps.__getitem__)]
+    if graph.mode == "inference":
+        return best
+    # With numbers for every op hardly anything is left to chance: one run each tells the best.
+    numbers = shop.numberings(problem)
+    pairs = itertools.product(orders.values(), numbers)
+    wholes = [replace(order, priority=_with_compute(graph, problem, order, each)) for order, each in pairs]
+    whole = min(wholes, key=lambda each: simulator.run(each.priority, seed).makespan_s)
+    return whole if step_s(whole) < steps[best.order] * (1 - _WORTH) else best
+
+
+def _by_joins(graph: Graph, problem: ShopProblem, *, by_load: bool) -> tuple[str, ...]:
+    """Bring in whole joins, the next by Johnson's rule on (missing transfers, compute that they unlock).
+
+    A join is what blocks of H (all compute blocks without one) wait for. ``by_load``: the largest load per missing transfer
+    first.
+    """
+    recvs = problem.of_kind(RECV)
+    loads: dict[int, int] = {}
+    for block in sorted(problem.head) or (op for op in range(len(problem)) if problem.kind[op] != RECV):
+        if bits := problem.needed[block]:
+            loads[bits] = loads.get(bits, 0) + problem.times[block]
+    joins = as_matrix(list(loads), len(recvs))
+    gain, transfer = np.array(list(loads.values()), dtype=np.int64), np.array([problem.times[op] for op in recvs])
+    wait, left = joins @ transfer, joins.sum(axis=1)
+    missing = np.ones(len(recvs), dtype=bool)
+    order: list[int] = []
+    while (left > 0).any():
+        join = _next_join(np.flatnonzero(left), wait, gain, by_load=by_load)
+        brought = joins[join] & missing
+        order += np.flatnonzero(brought).tolist()
+        missing &= ~brought
+        wait = wait - joins[:, brought] @ transfer[brought]
+        left = left - joins[:, brought].sum(axis=1)
+    order += np.flatnonzero(missing).tolist()
+    return tuple(graph.names[op] for recv in order for op in problem.members[recvs[recv]])
+
+
+def _next_join(left: Places, wait: Ints, gain: Ints, *, by_load: bool) -> int:
+    """Return which of the joins that are left comes next; ties: the first."""
+    wait, gain = wait[left], gain[left]
+    if by_load:
+        return int(left[((gain + 1) / (wait + 1)).argmax()])
+    early = wait < gain
+    return int(left[np.lexsort((np.where(early, wait, -gain), ~early))[0]])
+
+
+def _with_compute(graph: Graph, problem: ShopProblem, order: Schedule, numbers: Sequence[int]) -> dict[str, int]:
+    """Return numbers for all ops: recvs as they are ordered, then the blocks by ``numbers`` (n,).
+
+    Numbers are compared on one resource only; sends come after all recvs of their channel that are ready. Free ops are
+    in no block: they get 0 and so run at once.
+    """
+    found = dict.fromkeys(graph.names, 0)
+    for block, members in enumerate(problem.members):
+        for op in members:
+            found[graph.names[op]] = len(order.order) + numbers[block]
+    return found | {name: place for place, name in enumerate(order.order)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExactResult:
+    """The best schedule found and how far from it the optimum can be at most."""
+
+    schedule: Schedule
+    """Recvs in the order of the best schedule."""
+    timeline: Timeline
+    makespan_s: float
+    lower_bound_s: float
+    status: Literal["optimal", "feasible"]
+    """"optimal": the bound is reached (to a millionth, the solver's resolution)."""
+    solve_seconds: float
+
+
+def solve_exact(
+    graph: Graph,
+    *,
+    time_limit_s: float = 20.0,
+    workers: int = 0,
+    seed: int = 0,
+    start: Schedule | None = None,
+    problem: ShopProblem | None = None,
+) -> ExactResult:
+    """Return the shortest step over all orders on all resources, or the best found with a bound.
+
+    ``start`` is the order to begin with (TAC's by default); the result is never worse than the schedule it gives.
+    ``problem``: the reduced graph where it is at hand. ``workers``: solver threads, 0 for one per processor. Raises
+    InputError for ops without a duration.
+    """
+    started = time.perf_counter()
+    problem = shop.reduce(graph) if problem is None else problem
+    order = start if start is not None else tac(graph)
+    starts = [shop.list_schedule(problem, numbers) for numbers in _block_priorities(graph, problem, order.priority)]
+    best_starts = min(starts, key=lambda entry: _makespan(problem, entry))
+    bound = shop.lower_bound(problem)
+    if bound < _makespan(problem, best_starts):
+        solver_starts, proven_bound = _solve_with_cp_sat(problem, best_starts, bound, time_limit_s, workers, seed)
+        bound = max(bound, proven_bound)
+        best_starts = min([best_starts, list(solver_starts)], key=lambda entry: _makespan(problem, entry))
+    scale = time_scale(graph)
+    # The order simulated as it is can beat list schedules of blocks where CP-SAT found nothing: blocks are not cut up.
+    simulator = Simulator(graph)
+    simulated = [simulator.run(order.priority, seed + run) for run in range(_JUDGES)]
+    timeline = min([_as_timeline(graph, problem, best_starts), *simulated], key=lambda entry: entry.makespan_s)
+    makespan = round(timeline.makespan_s * scale)
+    is_closed = makespan - bound <= _CLOSED * makespan
+    recvs = graph.of_kind(RECV).tolist()
+    recvs.sort(key=lambda op: (timeline.start_s[op], timeline.end_s[op], natural_key(graph.names[op])))
+    names = tuple(graph.names[op] for op in recvs)
+    return ExactResult(
+        schedule=Schedule(name="exact", priority={name: place for place, name in enumerate(names)}, order=names),
+        timeline=timeline,
+        makespan_s=makespan / scale,
+        lower_bound_s=(makespan if is_closed else min(bound, makespan)) / scale,
+        status="optimal" if is_closed else "feasible",
+        solve_seconds=time.perf_counter() - started,
+    )
+
+
+def _as_timeline(graph: Graph, problem: ShopProblem, block_starts: Sequence[int]) -> Timeline:
+    """Return the timeline in which every resource follows the order of a reduced schedule."""
+    whole = shop.unreduced(graph)
+    ops = [op for (op,) in whole.members]
+    starts = np.empty(len(graph), dtype=np.int64)
+    starts[ops] = shop.run_order(whole, shop.expand(problem, whole, block_starts), whole.times)
+    ends = starts.copy()
+    ends[ops] += np.array(whole.times)
+    scale = time_scale(graph)
+    return Timeline(start_s=starts / scale, end_s=ends / scale, makespan_s=int(ends.max(initial=0)) / scale)
+
+
+def _block_priorities(graph: Graph, problem: ShopProblem, priority: Mapping[str, int]) -> list[list[int]]:
+    """Return several lists (blocks,) of priority numbers to try: recvs by their ``priority``, and before all other blocks."""
+    recv_names = {block: graph.names[problem.members[block][0]] for block in problem.of_kind(RECV)}
+    op_count = len(graph)
+    recvs = {block: priority.get(name, op_count) - 2 * op_count for block, name in recv_names.items()}
+    return [[recvs.get(block, number) for block, number in enumerate(numbers)] for numbers in shop.numberings(problem)]
+
+
+def _makespan(problem: ShopProblem, starts: Sequence[int]) -> int:
+    return max((start + length for start, length in zip(starts, problem.times, strict=True)), default=0)
+
+
+def _solve_with_cp_sat(
+    problem: ShopProblem, hint: Sequence[int], bound: int, time_limit_s: float, workers: int, seed: int
+) -> tuple[Sequence[int], int]:
+    """Return CP-SAT's starts in whole units (the hint if it found nothing) and the bound that it proved."""
+    from ortools.sat.python import cp_model
+
+    span_of_hint = _makespan(problem, hint)
+    unit = fold(math.gcd, problem.times, 0) or 1  # what makes one of the solver's units
+    if span_of_hint // unit > _LARGEST_HORIZON:
+        unit = -(-span_of_hint // _LARGEST_HORIZON)
+    times, horizon = [length // unit for length in problem.times], -(-span_of_hint // unit)
+    model = cp_model.CpModel()
+    starts = [model.new_int_var(0, max(0, horizon - length), "") for length in times]
+    makespan = model.new_int_var(min(bound // unit, horizon), horizon, "makespan")
+    for resource in range(problem.resources):
+        ops = [op for op in range(len(problem)) if problem.resource[op] == resource]
+        model.add_no_overlap([model.new_fixed_size_interval_var(starts[op], times[op], "") for op in ops])
+    for op, inputs in enumerate(problem.inputs):
+        for source in inputs:
+            model.add(starts[op] >= starts[source] + times[source])
+        if not problem.consumers[op]:
+            model.add(makespan >= starts[op] + times[op])
+    # The hint's sequence in the solver's units; below, the solver's sequence in whole ones.
+    for op, value in enumerate(shop.run_order(problem, shop.order_of(problem, hint, problem.times), times)):
+        model.add_hint(starts[op], value)
+    model.minimize(makespan)
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = time_limit_s
+    solver.parameters.random_seed = seed
+    solver.parameters.catch_sigint_signal = False
+    if workers:
+        solver.parameters.num_workers = workers
+    status = solver.solve(model)
+    proven_bound = math.ceil(solver.best_objective_bound - 1e-6) * unit
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return hint, proven_bound
+    solver_order = shop.order_of(problem, [solver.value(start) for start in starts], times)
+    return shop.run_order(problem, solver_order, problem.times), proven_bound
+
+
+# Loads this close are as good as equal.
+_BALANCED = 1.05
+# An order whose first runs are all equal leaves nothing to chance; the remaining samples would repeat them.
+_ENOUGH_EQUAL = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MakespanBounds:
+    """U, L and S of a graph. ``speedup`` is None when L is 0: nothing takes any time."""
+
+    upper_s: float
+    lower_s: float
+    speedup: float | None
+    compute_s: float
+    """Busiest compute resource."""
+    transfer_s: float
+    """Busiest channel."""
+
+    def share(self, makespan_s: float, best_s: float | None = None) -> float | None:
+        """Return E of a makespan in seconds (Equation 3), None when U = L: there is nothing to overlap.
+
+        ``best_s`` in place of L: E against the best that any schedule could reach.
+        """
+        spread_s = self.upper_s - (self.lower_s if best_s is None else best_s)
+        if spread_s <= 1e-12 * max(self.upper_s, 1e-300):
+            return None
+        return min(1.0, max(0.0, (self.upper_s - makespan_s) / spread_s))
+
+
+@dataclass(kw_only=True, slots=True)
+class Comparison:
+    """Random orders, TIC, TAC, the improved order and, where asked for, the exact optimum of one graph."""
+
+    bounds: MakespanBounds
+    schedules: dict[str, ScheduleFigures] = field(default_factory=dict)
+    """By name, in the order of the tables: random, tic, tac, improved, exact."""
+    timelines: dict[str, Timeline] = field(default_factory=dict)
+    """By name, the simulated run nearest the mean."""
+    best_bound_s: float = 0.0
+    """Lower bound on the makespan of every order of all ops, seconds; at least L."""
+
+    @property
+    def undefined_reason(self) -> str | None:
+        """Why E is undefined."""
+        if self.bounds.share(self.bounds.lower_s) is not None:
+            return None
+        return "U = L, one resource does all the work: there is nothing to overlap"
+
+    @property
+    def gain(self) -> float:
+        """Share of the mean step under random orders that TAC saves."""
+        if self.undefined_reason is not None or self.bounds.speedup is None:
+            return 0.0
+        return 1.0 - self.schedules["tac"].makespan_s / self.schedules["random"].makespan_s
+
+
+def bounds(graph: Graph) -> MakespanBounds:
+    """Return the bounds of a timed graph, in seconds. O(n)."""
+    loads = np.bincount(graph.resource, weights=graph.duration_s, minlength=len(graph.resource_names))
+    lower_s = float(loads.max())
+    upper_s = max(float(loads.sum()), lower_s)  # one resource: the two sums differ in rounding only
+    is_compute = np.zeros(len(loads), dtype=bool)
+    is_compute[graph.resource[graph.kind == COMPUTE]] = True
+    return MakespanBounds(
+        upper_s=upper_s,
+        lower_s=lower_s,
+        speedup=(upper_s - lower_s) / lower_s if lower_s > 0 else None,
+        compute_s=float(loads[is_compute].max(initial=0.0)),
+        transfer_s=float(loads[~is_compute].max(initial=0.0)),
+    )
+
+
+def simulated(
+    graph: Graph,
+    orders: Mapping[str, Schedule | None],
+    limits: MakespanBounds,
+    *,
+    samples: int,
+    seed: int = 0,
+    tell: Callable[[], None] = lambda: None,
+) -> tuple[dict[str, ScheduleFigures], dict[str, Timeline]]:
+    """Return figures of each order's runs, and the run nearest their mean; ``tell`` is called after each run.
+
+    An order of None leaves all picks to chance.
+    """
+    simulator = Simulator(graph)
+    figures, timelines = {}, {}
+    for name, schedule in orders.items():
+        priority = schedule.priority if schedule is not None else None
+        makespans: list[float] = []
+        for sample in range(samples):
+            makespans.append(simulator.run(priority, seed + sample).makespan_s)
+            tell()
+            if len(makespans) == _ENOUGH_EQUAL and len(set(makespans)) == 1 and schedule is not None:
+                break
+        values = np.array(makespans)
+        mean = float(values.mean())
+        figures[name] = ScheduleFigures(
+            makespan_s=mean,
+            makespan_std_s=float(values.std()),
+            makespan_min_s=float(values.min()),
+            makespan_max_s=float(values.max()),
+            samples=len(makespans),
+            efficiency=limits.share(mean),
+            order=list(schedule.order) if schedule is not None else None,
+            priority=dict(schedule.priority) if schedule is not None else None,
+        )
+        timelines[name] = simulator.run(priority, seed + int(np.abs(values - mean).argmin()))
+    return figures, timelines
+
+
+def compare(
+    graph: Graph,
+    *,
+    samples: int = 100,
+    seed: int = 0,
+    exact_s: float | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Comparison:
+    """Simulate random orders, TIC, TAC and the improved one, ``samples`` runs each with seeds from ``seed``.
+
+    ``exact_s``: seconds for the exact optimum, None without it. ``progress`` is called with (runs done, runs in all). Raises
+    InputError for ops without a duration.
+    """
+    comparison, runs_done = Comparison(bounds=bounds(graph)), 0
+
+    def tell() -> None:
+        nonlocal runs_done
+        runs_done += 1
+        if progress is not None:
+            progress(runs_done, 4 * samples)
+
+    def simulate(orders: Mapping[str, Schedule | None]) -> None:
+        figures, timelines = simulated(graph, orders, comparison.bounds, samples=samples, seed=seed, tell=tell)
+        comparison.schedules.update(figures)
+        comparison.timelines.update(timelines)
+
+    tac_order = tac(graph)
+    simulate({"random": None, "tic": tic(graph), "tac": tac_order})
+    problem = shop.reduce(graph)
+    best_order = improve(graph, seed=seed, start=tac_order, problem=problem)
+    tac_figures = improved_figures = comparison.schedules["tac"]
+    if best_order.priority != tac_order.priority:
+        simulate({"improved": best_order})
+        improved_figures = comparison.schedules["improved"]
+    if improved_figures.makespan_s > tac_figures.makespan_s:  # the improved order was chosen on other seeds
+        best_order, improved_figures = tac_order, tac_figures
+    orders_compute = len(best_order.priority) > len(best_order.order)
+    comparison.schedules["improved"] = improved_figures.model_copy(update={"orders_compute": orders_compute})
+    bound_s = shop.lower_bound(problem) / time_scale(graph)
+    known_makespans_s = [figures.makespan_min_s or 0.0 for figures in comparison.schedules.values()]
+    if exact_s is not None:
+        exact = solve_exact(graph, time_limit_s=exact_s, seed=seed, start=best_order, problem=problem)
+        bound_s = exact.lower_bound_s
+        known_makespans_s.append(exact.makespan_s)
+    comparison.best_bound_s = max(comparison.bounds.lower_s, bound_s)
+    for name, figures in comparison.schedules.items():
+        share = comparison.bounds.share(figures.makespan_s, comparison.best_bound_s)
+        lost = _attribute_loss(comparison, figures.makespan_s, min(known_makespans_s))
+        comparison.schedules[name] = figures.model_copy(update={"efficiency_of_best": share, "attribution": lost})
+    if exact_s is not None:
+        comparison.schedules["exact"] = ScheduleFigures(
+            makespan_s=exact.makespan_s,
+            efficiency=comparison.bounds.share(exact.makespan_s),
+            efficiency_of_best=comparison.bounds.share(exact.makespan_s, comparison.best_bound_s),
+            lower_bound_s=exact.lower_bound_s,
+            status=exact.status,
+            gap=0.0 if exact.makespan_s <= 0 else max(0.0, 1.0 - exact.lower_bound_s / exact.makespan_s),
+            solve_seconds=exact.solve_seconds,
+            order=list(exact.schedule.order),
+            priority=dict(exact.schedule.priority),
+        )
+    return comparison
+
+
+def _attribute_loss(comparison: Comparison, makespan_s: float, known_s: float) -> LostEfficiency | None:
+    """Return the parts of 1 - E of a makespan (seconds): winnable by a known order, open, and lost to the graph itself.
+
+    ``known_s``: the shortest step of any order compared. None: E is undefined.
+    """
+    if comparison.undefined_reason is not None:
+        return None
+    spread_s = comparison.bounds.upper_s - comparison.bounds.lower_s
+    best_known_s = min(known_s, makespan_s)
+    bound_s = min(comparison.best_bound_s, best_known_s)
+    return LostEfficiency(
+        winnable=(makespan_s - best_known_s) / spread_s,
+        open=(best_known_s - bound_s) / spread_s,
+        graph=max(0.0, bound_s - comparison.bounds.lower_s) / spread_s,
+    )
+
+
+def verdict(comparison: Comparison) -> TraceVerdict:
+    """Return in words what any order could gain at best, what TAC gains over a random one, and whether to do it."""
+    limits, random, best = comparison.bounds, comparison.schedules["random"], comparison.schedules["tac"]
+    if comparison.undefined_reason is not None or limits.speedup is None:
+        reason = comparison.undefined_reason or "nothing takes any time"
+        return TraceVerdict(worth_it=False, text=f"No order can gain anything: {reason}.")
+    gain = comparison.gain
+    ceiling = 1.0 - limits.lower_s / limits.upper_s
+    heavier, lighter = ("computation", "communication")[:: -1 if limits.transfer_s > limits.compute_s else 1]
+    ratio = max(limits.transfer_s, limits.compute_s) / max(min(limits.transfer_s, limits.compute_s), 1e-300)
+    balance = f"{heavier} takes {ratio:.1f} times as long as {lighter}"
+    if ratio < _BALANCED or ratio > 1e4:
+        balance = "communication and computation are balanced" if ratio < _BALANCED else f"{heavier} is all there is"
+    potential_text = (
+        f"At best an order saves {ceiling:.0%} of a step without any overlap (S = {limits.speedup:.2f}); {balance}."
+    )
+    makespans_text = f"{show_seconds(random.makespan_s)} to {show_seconds(best.makespan_s)}"
+    gain_text = f"From random orders to TAC the step goes from {makespans_text} ({gain:+.1%} saved)."
+    if gain >= CLEAR_GAIN:
+        advice = "Worth doing: enforce the order."
+    elif gain >= SMALL_GAIN:
+        advice = "A small gain: enforce the order where it costs nothing."
+    else:
+        advice = "Not worth doing here: leave the order to chance."
+    return TraceVerdict(worth_it=gain >= SMALL_GAIN, text=f"{potential_text} {gain_text} {advice}")

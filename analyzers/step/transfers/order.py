@@ -1,0 +1,182 @@
+"""TIC and TAC: in which order parameters should travel (TicTac, section 4). Start at :func:`tac`.
+
+Equation 6 says A goes before B iff ``min(P_B, M_A) < min(P_A, M_B)``. It follows from the two makespans
+``M_A + max(P_A, M_B) + P_B`` and ``M_B + max(P_B, M_A) + P_A`` (replace each max by the sum minus the min) and is
+Johnson's rule for two machines. The paper's Algorithm 3 assigns the two minima the other way round and so returns the
+reverse; Equation 6 is what is implemented here.
+
+The comparator is no strict weak order when there are ties: three recvs can precede each other in a circle. "The
+first" is therefore defined so that it cannot depend on the order of the input: among the outstanding recvs that no
+other strictly precedes (if there is none: among those that no other precedes by Equation 6 alone, which always
+exist), the smallest M+, then the largest P, then graph order. Graph order is the level of the earliest op that needs
+the recv (longest path from the roots), then the name.
+
+Nothing compares all pairs. With ``M* = min M`` over the recvs with ``M < P``, Equation 6 alone leaves unpreceded
+exactly those with ``M = M*`` among them and those with ``P = M <= M*``; without any ``M < P``, those with the largest
+P and those with ``P = M``. All of these tie with each other, so M+ decides among them: see :func:`unpreceded`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ddltool.arrays import Flags, Ints, Places
+from ddltool.dependencies import Dependencies, bits_of, find_dependencies, whole_times
+from ddltool.graph import Graph, natural_key
+
+_NEVER = 2**62
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """Priority numbers of recv ops (0 first; equal numbers: any order), and the recvs in that order."""
+
+    name: str
+    priority: Mapping[str, int]
+    order: tuple[str, ...]
+    """Recv op names by priority; equal priorities in graph order."""
+
+
+def tic(graph: Graph) -> Schedule:
+    """Return the timing-independent order (Algorithm 2): priority is M+ with unit transfers, equal M+ equal priority.
+
+    Needs no durations. O((n + e) r / 64) for the dependency sets, then O(groups (log groups + r / 64)).
+    """
+    dependencies = find_dependencies(graph)
+    _, dense = np.unique(_unit_impending(dependencies), return_inverse=True)
+    order = np.lexsort((_graph_order(graph, dependencies), dense))
+    names = [graph.names[op] for op in dependencies.recvs]
+    return Schedule(
+        name="tic",
+        priority={names[recv]: int(dense[recv]) for recv in order},
+        order=tuple(names[recv] for recv in order),
+    )
+
+
+def _unit_impending(dependencies: Dependencies) -> list[int]:
+    """Return M+ of each of the r recvs when each transfer takes 1 and all are outstanding: its least set of two or more recvs.
+
+    Sets come in ascending size, so the first set with a recv is its least; ``_NEVER``: no such set holds the recv.
+    """
+    impending = [_NEVER] * len(dependencies.recvs)
+    seen = 0
+    for size, bits in sorted((bits.bit_count(), bits) for bits in dependencies.sets):
+        if size > 1:
+            for recv in bits_of(bits & ~seen):
+                impending[recv] = size
+            seen |= bits
+    return impending
+
+
+def tac(graph: Graph) -> Schedule:
+    """Return the timing-aware order (section 4.3 with Equation 6): one recv at a time, the first under the comparator.
+
+    O((n + e) r / 64) for the dependency sets, then O(r (groups + r)) in vector operations, against
+    O(r (n r + r^2)) when every property is computed anew for every pick. Raises InputError for ops without a duration.
+    """
+    dependencies = find_dependencies(graph)
+    properties = Properties(dependencies, whole_times(graph))
+    rank = _graph_order(graph, dependencies)
+    picked_recvs: list[int] = []
+    for _ in range(len(dependencies.recvs)):
+        picked_recvs.append(first_recv(properties, rank))
+        properties.complete(picked_recvs[-1])
+    names = [graph.names[dependencies.recvs[recv]] for recv in picked_recvs]
+    return Schedule(name="tac", priority={name: place for place, name in enumerate(names)}, order=tuple(names))
+
+
+class Properties:
+    """M, P and M+ (TicTac, section 4.1 and Algorithm 1) of the outstanding recvs, kept up to date as recvs complete.
+
+    Only groups of ops with the same dependency set matter: their outstanding part and the sum of their compute times.
+    Completing a recv costs O(groups) in vector operations; nothing is computed anew from the ops.
+    """
+
+    def __init__(self, dependencies: Dependencies, times: Ints) -> None:
+        """Take the dependency sets and the times (n,) of all ops in whole units."""
+        self.recv_time = times[dependencies.recvs]
+        self.outstanding = np.ones(len(dependencies.recvs), dtype=bool)
+        self.compute = np.zeros(len(dependencies.recvs), dtype=np.int64)
+        """P of each recv: compute time that it alone still blocks."""
+        is_grouped = dependencies.group >= 0
+        self._compute_load = np.zeros(len(dependencies.sets), dtype=np.int64)
+        np.add.at(self._compute_load, dependencies.group[is_grouped], times[is_grouped])
+        self._needs = dependencies.matrix()
+        self._recvs_left = self._needs.sum(axis=0)
+        self._transfer_left = np.zeros(len(dependencies.sets), dtype=np.int64)
+        for is_needed, time in zip(self._needs, self.recv_time, strict=True):
+            self._transfer_left[is_needed] += time
+        self._unblock(np.flatnonzero(self._recvs_left == 1))
+
+    def _unblock(self, groups: Places) -> None:
+        """Add the compute time of ``groups``, indices of groups that one recv still blocks, to that recv's P."""
+        if groups.size:
+            recvs = (self._needs[:, groups] & self.outstanding[:, None]).argmax(axis=0)
+            np.add.at(self.compute, recvs, self._compute_load[groups])
+
+    def least_impending(self, candidates: Flags) -> Flags:
+        """Return the mask (r,) of the candidates with the least M+; ``candidates``: a mask (r,) of outstanding recvs."""
+        blocked = np.flatnonzero(self._recvs_left > 1)
+        blocked = blocked[np.argsort(self._transfer_left[blocked], kind="stable")]
+        impending = self._transfer_left[blocked]
+        group_start = 0
+        while group_start < len(blocked):
+            group_end = int(np.searchsorted(impending, impending[group_start], side="right"))
+            is_least: Flags = candidates & self._needs[:, blocked[group_start:group_end]].any(axis=1)
+            if is_least.any():
+                return is_least
+            group_start = group_end
+        return candidates
+
+    def complete(self, recv: int) -> None:
+        """Remove a recv, by its index among the recvs, from the outstanding set."""
+        self.outstanding[recv] = False
+        is_touched = self._needs[recv]
+        self._recvs_left -= is_touched
+        self._transfer_left -= is_touched * self.recv_time[recv]
+        self._unblock(np.flatnonzero(is_touched & (self._recvs_left == 1)))
+
+
+def first_recv(properties: Properties, rank: Places) -> int:
+    """Return the index of the outstanding recv that goes first; ``rank`` (r,) is graph order."""
+    compute, transfer = properties.compute, properties.recv_time
+    candidates = unpreceded(compute, transfer, properties.outstanding)
+    is_chosen = candidates if int(candidates.sum()) == 1 else properties.least_impending(candidates)
+    recvs = np.flatnonzero(is_chosen)
+    # A recv that Equation 6 puts behind another can still tie with one of these and have the smaller M+. Such ties rule
+    # out all of them, or those with the smallest P: the largest P goes first either way.
+    return int(recvs[np.lexsort((rank[recvs], -compute[recvs]))[0]])
+
+
+def unpreceded(compute: Ints, transfer: Ints, outstanding: Flags) -> Flags:
+    """Return which outstanding recvs no other precedes by Equation 6 alone, shape (r,), from P and M (r,). O(r).
+
+    At least one if any is outstanding. Johnson's rule in one pass: recvs that transfer faster than they compute go by
+    ascending M, before the others by descending P; a recv with P = M ties with either side.
+    """
+    is_early = outstanding & (transfer < compute)
+    is_even = outstanding & (transfer == compute)
+    if is_early.any():
+        least_transfer = transfer[is_early].min()
+        is_unpreceded: Flags = (is_early & (transfer == least_transfer)) | (is_even & (transfer <= least_transfer))
+    else:
+        is_unpreceded = is_even | (outstanding & (compute == compute[outstanding].max(initial=0)))
+    return is_unpreceded
+
+
+def _graph_order(graph: Graph, dependencies: Dependencies) -> Places:
+    """Return each recv's place in graph order, shape (r,): level of its earliest consumer, then name."""
+    levels, earliest_levels = [0] * len(graph), [_NEVER] * len(graph)
+    for op in dependencies.order:
+        if inputs := dependencies.inputs[op]:
+            consumer_level = levels[op] = 1 + max([levels[source] for source in inputs])
+            for source in inputs:
+                if consumer_level < earliest_levels[source]:
+                    earliest_levels[source] = consumer_level
+    keys = [(earliest_levels[op], natural_key(graph.names[op])) for op in dependencies.recvs.tolist()]
+    rank = np.empty(len(keys), dtype=np.intp)
+    rank[sorted(range(len(keys)), key=keys.__getitem__)] = np.arange(len(keys))
+    return rank

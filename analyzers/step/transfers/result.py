@@ -1,0 +1,63 @@
+"""What tracing a step and ordering its transfers finds, as one record. Start at :func:`trace_result`."""
+
+from __future__ import annotations
+
+from ddltool.analyzers.step.costs.model import coverage
+from ddltool.analyzers.step.transfers.efficiency import Comparison, verdict
+from ddltool.artifacts import parse_record
+from ddltool.graph import RECV, SEND, Graph
+from ddltool.graph_results import BucketFigures, CollectiveFigures, TraceBounds, TracedGraph, TraceResult
+
+
+def trace_result(graph: Graph, comparison: Comparison, plans: CollectiveFigures | None = None) -> TraceResult:
+    """Return a trace as the command's result: graph, bounds, schedules, what is winnable, collectives, coverage, verdict."""
+    bounds, best_s = comparison.bounds, comparison.best_bound_s
+    return TraceResult(
+        graph=_traced_graph(graph),
+        bounds=TraceBounds(upper_s=bounds.upper_s, lower_s=bounds.lower_s, speedup=bounds.speedup, best_lower_s=best_s),
+        schedules=comparison.schedules,
+        efficiency_undefined=comparison.undefined_reason,
+        coverage=coverage(graph),
+        servers=_servers_of(graph),
+        collectives=None if plans is None else _drop_other_bucket_names(plans),
+        verdict=verdict(comparison),
+        predicted=True,
+    )
+
+
+# Keys of a graph's ``meta`` that describe its times: device and network, oracle, precision and error.
+_DESCRIPTION = (
+    *("device", "oracle", "precision", "channels_last", "optimizer", "update_s", "error_low", "error_high"),
+    *("bandwidth_bytes_per_s", "latency_s"),
+)
+
+
+def _traced_graph(graph: Graph) -> TracedGraph:
+    """Return a graph's figures."""
+    recvs, sends = len(graph.of_kind(RECV)), len(graph.of_kind(SEND))
+    counts = {"parameters": recvs, "parameter_bytes": int(graph.parameter_bytes)}
+    counts |= {"ops": len(graph), "recvs": recvs, "sends": sends}
+    described = {key: graph.meta.get(key) for key in ("parameter_elements", *_DESCRIPTION)}
+    channels = sum(name.startswith("channel:") for name in graph.resource_names)
+    identity = {"name": graph.name, "mode": graph.mode, "batch_size": graph.batch_size, **counts, **described}
+    return parse_record({**identity, "flops": float(graph.flops.sum()), "channels": channels}, TracedGraph, graph.name)
+
+
+def _servers_of(graph: Graph) -> dict[str, list[str]]:
+    """Return the parameters of each channel (parameter server) by its name, in file order."""
+    parameters_by_channel: dict[str, list[str]] = {
+        name: [] for name in graph.resource_names if name.startswith("channel:")
+    }
+    for op in graph.of_kind(RECV):
+        parameters_by_channel[graph.resource_names[graph.resource[op]]].append(graph.parameter[op] or graph.names[op])
+    return parameters_by_channel
+
+
+def _drop_other_bucket_names(plans: CollectiveFigures) -> CollectiveFigures:
+    """Return the plans with parameter names in the best buckets only."""
+    plans_without_names = {"default": plans.ddp.default, "best_cap": plans.ddp.best_cap}
+    shortened = {
+        name: BucketFigures(**bucket_plan.model_dump(exclude={"bucket_parameters"}))
+        for name, bucket_plan in plans_without_names.items()
+    }
+    return plans.model_copy(update={"ddp": plans.ddp.model_copy(update=shortened)})

@@ -1,0 +1,375 @@
+"""A timed graph as a job shop: merged without losing optimality, bounded, and scheduled. Start at :func:`reduce`.
+
+Every resource runs one op at a time, in any order that the inputs allow. Write H for the compute ops that every send needs
+(all compute ops where there are no sends), D(op) for the recvs that op needs.
+
+1. A compute op that takes no time and needs no recv directly runs at the instant when its last input ends, when the
+   compute resource is between two ops anyway: it constrains nothing and goes.
+2. Ops of H with equal D form one block. Before the last of H has ended there are no sends, so only the arrival times
+   matter; sorting what runs until then by them (Jackson's rule for one machine with release times) ends no later, keeps
+   inputs in front, because D grows along an edge, and puts the ops of one D side by side.
+3. Recvs of one channel that are needed by the same blocks form one, if H needs them: every send comes after them, so
+   moving the earlier one next to the later one only lets the transfers in between start earlier.
+4. A compute op outside H that needs all recvs, and whose consumers all sit in one block of compute, joins that block:
+   everything after it has all its recvs, so what ran in between can move up.
+5. Compute ops outside H that need all recvs and lead to no send run last, as one block, for the same reason.
+6. Sends of one channel that wait for the same block form one, if H needs all recvs: sends lead to nothing, so a
+   channel is done at the same time whichever of its waiting sends goes first.
+
+The tests hold all of this against the least makespan of the unreduced problem.
+
+:func:`lower_bound` is what no order of anything can beat, cheap enough for every graph. ``L``, the busiest resource alone,
+ignores that an op must wait for its inputs. Here every op gets a head (what must happen before it can start) and a tail
+(what must happen after it ended), both from its whole set of ancestors and descendants on each resource; each resource
+then is a one-machine problem with heads and tails, whose preemptive optimum (Jackson's schedule: always run the available
+op with the longest tail) no real schedule can beat.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from functools import reduce as fold
+from operator import or_
+
+import numpy as np
+
+from ddltool.analyzers.step.transfers.timeline import play
+from ddltool.arrays import Flags, Ints
+from ddltool.dependencies import (
+    as_matrix,
+    bits_of,
+    collected,
+    first_ready_first,
+    input_lists,
+    reversed_edges,
+    whole_times,
+)
+from ddltool.graph import COMPUTE, RECV, SEND, Graph
+
+# A free op with more inputs times consumers than this stays: taking it out would add too many edges.
+_BYPASS_EDGES = 256
+# Subset edges between blocks of H save edges from recvs; more than this many per block save nothing.
+_SUBSET_EDGES = 8
+# The ancestor matrix takes n^2 bytes; beyond this many blocks only paths are looked at.
+_MATRIX_OPS = 6000
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShopProblem:
+    """Ops in whole time units (see :func:`~ddltool.dependencies.time_scale`) on resources."""
+
+    times: Sequence[int]
+    resource: Sequence[int]
+    kind: Sequence[int]
+    inputs: Sequence[Sequence[int]]
+    """Ops before ops: the numbering is topological."""
+    resources: int
+    members: Sequence[Sequence[int]]
+    """Op indices of the graph that each op stands for, in an order that their edges allow."""
+    head: frozenset[int] = frozenset()
+    """The blocks of H."""
+
+    def __len__(self) -> int:
+        return len(self.times)
+
+    def part(self, chosen: Sequence[int], inputs: Sequence[Sequence[int]] | None = None) -> ShopProblem:
+        """Return the problem of the ``chosen`` ops, ascending; ``inputs``: of all ops, in place of the problem's own."""
+        new_index = {op: index for index, op in enumerate(chosen)}
+        edges = self.inputs if inputs is None else inputs
+        return ShopProblem(
+            times=[self.times[op] for op in chosen],
+            resource=[self.resource[op] for op in chosen],
+            kind=[self.kind[op] for op in chosen],
+            inputs=[[new_index[source] for source in edges[op]] for op in chosen],
+            resources=self.resources,
+            members=[self.members[op] for op in chosen],
+        )
+
+    def of_kind(self, kind: int) -> list[int]:
+        """Return the ops of one kind."""
+        return [op for op, op_kind in enumerate(self.kind) if op_kind == kind]
+
+    @cached_property
+    def consumers(self) -> list[list[int]]:
+        """The reversed edges."""
+        return reversed_edges(self.inputs)
+
+    @cached_property
+    def needed(self) -> list[int]:
+        """The recvs that each op needs, itself included: bit k for the k-th of ``of_kind(RECV)``."""
+        return collected(self.inputs, range(len(self)), self.of_kind(RECV))
+
+    @cached_property
+    def heads_and_tails(self) -> tuple[Ints, Ints]:
+        """For each op the least time before its start and after its end, each shape (n,), whole time units."""
+        count, times = len(self), np.array(self.times, dtype=np.int64)
+        head, tail = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+        if 0 < count <= _MATRIX_OPS:
+            needs = as_matrix(collected(self.inputs, range(count), range(count)), count)
+            np.fill_diagonal(needs, val=False)
+            by_resource = np.zeros((count, self.resources), dtype=np.int64)
+            by_resource[np.arange(count), self.resource] = times
+            head = _rows_times(needs, by_resource).max(axis=1)
+            tail = _rows_times(np.ascontiguousarray(needs.T), by_resource).max(axis=1)
+            if self.head and len(self.head) < count:
+                head = np.maximum(head, self._head_end_bound(needs))
+        for op in range(count):
+            for source in self.inputs[op]:
+                head[op] = max(head[op], head[source] + times[source])
+        for op in range(count - 1, -1, -1):
+            for target in self.consumers[op]:
+                tail[op] = max(tail[op], times[target] + tail[target])
+        return head, tail
+
+    def _head_end_bound(self, needs: Flags) -> Ints:
+        """Return (n,) the earliest end of H for ops that need all of H, 0 for the others; ``needs`` (n, n): op by input."""
+        head_blocks = sorted(self.head)
+        is_inside = np.zeros(len(self), dtype=bool)
+        is_inside[head_blocks] = True
+        is_inside |= needs[head_blocks].any(axis=0)
+        head_end = lower_bound(self.part(np.flatnonzero(is_inside).tolist()))
+        return np.where(needs[:, head_blocks].all(axis=1), head_end, 0)
+
+
+def _rows_times(rows: Flags, columns: Ints) -> Ints:
+    """Return ``rows @ columns`` in exact integers without a wide copy of the matrix."""
+    return np.concatenate([rows[start : start + 256] @ columns for start in range(0, len(rows), 256)])
+
+
+def unreduced(graph: Graph) -> ShopProblem:
+    """Return the graph as it is, renumbered topologically. Raises InputError for ops without a duration."""
+    order = graph.topological_order().tolist()
+    new_index = {op: number for number, op in enumerate(order)}
+    times, inputs = whole_times(graph).tolist(), input_lists(graph)
+    return ShopProblem(
+        times=[times[op] for op in order],
+        resource=graph.resource[order].tolist(),
+        kind=graph.kind[order].tolist(),
+        inputs=[[new_index[source] for source in inputs[op]] for op in order],
+        resources=len(graph.resource_names),
+        members=[[op] for op in order],
+    )
+
+
+def reduce(graph: Graph) -> ShopProblem:
+    """Return the merged problem of a timed graph. O((n + e) r / 64 + b^2) for b blocks.
+
+    Graphs with several compute resources are only renumbered. Raises InputError for ops without a duration.
+    """
+    problem = unreduced(graph)
+    if len(np.unique(graph.resource[graph.kind == COMPUTE])) != 1:
+        return problem
+    return _merge_ops(_without_free_ops(problem))
+
+
+def _without_free_ops(problem: ShopProblem) -> ShopProblem:
+    """Return the problem without the compute ops of rule 1, which become members of no block."""
+    inputs = [list(sources) for sources in problem.inputs]
+    consumers = [list(targets) for targets in problem.consumers]
+    removed: set[int] = set()
+    for op in range(len(problem)):
+        sources, targets = inputs[op], consumers[op]
+        if problem.times[op] or problem.kind[op] != COMPUTE or len(sources) * len(targets) > _BYPASS_EDGES:
+            continue
+        if any(problem.kind[source] == RECV for source in sources):
+            continue
+        removed.add(op)
+        for target in targets:
+            inputs[target] = list(dict.fromkeys([*(source for source in inputs[target] if source != op), *sources]))
+        for source in sources:
+            consumers[source] = list(dict.fromkeys([*(c for c in consumers[source] if c != op), *targets]))
+    return problem.part([op for op in range(len(problem)) if op not in removed], inputs)
+
+
+def _merge_ops(problem: ShopProblem) -> ShopProblem:
+    """Return the problem of the blocks: rules 2 to 6 on one compute resource. ``block_of`` names a block by one of its ops."""
+    needed, sends, compute = problem.needed, problem.of_kind(SEND), problem.of_kind(COMPUTE)
+    leads_to = collected(problem.consumers, range(len(problem) - 1, -1, -1), sends)
+    all_sends = (1 << len(sends)) - 1
+    head = [op for op in compute if leads_to[op] == all_sends]
+    needed_by_compute, needed_by_head = (fold(or_, (needed[op] for op in ops), 0) for ops in (compute, head))
+    block_of = list(range(len(problem)))
+    representative: dict[object, int] = {}
+    for op in head:  # rule 2
+        block_of[op] = representative.setdefault(needed[op], op)
+    recvs = problem.of_kind(RECV)
+    needs = {needed[op] for op in (*compute, *sends)}
+    users = as_matrix(sorted(needs), len(recvs)).T
+    for recv_index in bits_of(needed_by_head):  # rule 3
+        op = recvs[recv_index]
+        block_of[op] = representative.setdefault((problem.resource[op], users[recv_index].tobytes()), op)
+    after_all_recvs = [op for op in compute if leads_to[op] != all_sends and needed[op] == needed_by_compute]
+    last_ops = [op for op in after_all_recvs if not leads_to[op]]
+    for op in last_ops:  # rule 5
+        block_of[op] = last_ops[-1]
+    for op in reversed(after_all_recvs):  # rule 4
+        targets = {block_of[target] for target in problem.consumers[op] if leads_to[target]}
+        if len(targets) == 1 and all(problem.kind[target] == COMPUTE for target in problem.consumers[op]):
+            block_of[op] = targets.pop()
+    if head and needed_by_head == needed_by_compute:  # rule 6
+        for op in sends:
+            waits_for = frozenset(block_of[source] for source in problem.inputs[op])
+            block_of[op] = representative.setdefault((problem.resource[op], waits_for), op)
+    return _join_blocks(problem, block_of, {block_of[op] for op in head}, last_ops[-1:])
+
+
+def _join_blocks(problem: ShopProblem, block: Sequence[int], head: set[int], last: Sequence[int]) -> ShopProblem:
+    """Return the problem in which every op belongs to a block; ``last``: the block of rule 5, after all other compute."""
+    members: dict[int, list[int]] = {}
+    for op, key in enumerate(block):
+        members.setdefault(key, []).append(op)
+    inputs = {
+        key: {block[source] for op in ops for source in problem.inputs[op]} - {key} for key, ops in members.items()
+    }
+    for key, sources in _head_edges(problem, block, head).items():
+        inputs[key] = sources | (inputs[key] & head)
+    for key in last:
+        inputs[key] |= {other for other in members if problem.kind[other] == COMPUTE and other != key}
+    keys = sorted(members)
+    key_index = {key: position for position, key in enumerate(keys)}
+    order = [
+        keys[position]
+        for position in first_ready_first([[key_index[source] for source in inputs[key]] for key in keys])
+    ]
+    position = {key: index for index, key in enumerate(order)}
+    return ShopProblem(
+        times=[sum(problem.times[op] for op in members[key]) for key in order],
+        resource=[problem.resource[key] for key in order],
+        kind=[problem.kind[key] for key in order],
+        inputs=[sorted(position[source] for source in inputs[key]) for key in order],
+        resources=problem.resources,
+        members=[[original for op in members[key] for original in problem.members[op]] for key in order],
+        head=frozenset(position[key] for key in head),
+    )
+
+
+def _head_edges(problem: ShopProblem, block: Sequence[int], head: set[int]) -> dict[int, set[int]]:
+    """Return the inputs of the blocks of H: recvs, and blocks with a subset of them in place of those recvs.
+
+    Jackson's rule runs a block with a subset of the recvs first, so that edge costs nothing.
+    """
+    needed, recvs = problem.needed, problem.of_kind(RECV)
+    by_size = sorted(head, key=lambda key: (needed[key].bit_count(), key))
+    edges: dict[int, set[int]] = {}
+    for rank, key in enumerate(by_size):
+        needed_recvs, covered_recvs = needed[key], 0
+        edges[key] = set()
+        for other in reversed(by_size[:rank]):
+            other_recvs = needed[other]
+            if other_recvs & ~needed_recvs == 0 and other_recvs & ~covered_recvs:
+                edges[key].add(other)
+                covered_recvs |= other_recvs
+                if covered_recvs == needed_recvs or len(edges[key]) >= _SUBSET_EDGES:
+                    break
+        edges[key].update(block[recvs[recv]] for recv in bits_of(needed_recvs & ~covered_recvs))
+    return edges
+
+
+def lower_bound(problem: ShopProblem) -> int:
+    """Return a lower bound on the makespan, whole time units. O(n^2 / 8 + n resources log n) for n blocks."""
+    head, tail = (times.tolist() for times in problem.heads_and_tails)
+    return max((_one_machine_bound(problem, resource, head, tail) for resource in range(problem.resources)), default=0)
+
+
+def _one_machine_bound(problem: ShopProblem, resource: int, head: Sequence[int], tail: Sequence[int]) -> int:
+    """Return the makespan of Jackson's preemptive schedule: the resource always runs the available op with the longest tail.
+
+    An op is available ``head[op]`` after the start of the step, and the step ends ``tail[op]`` after the op at the earliest.
+    """
+    by_head = sorted((head[op], op) for op in range(len(problem)) if problem.resource[op] == resource)
+    remaining = {op: problem.times[op] for _, op in by_head}
+    available: list[tuple[int, int]] = []  # (-tail, op), a heap
+    now, arrivals, makespan = 0, 0, 0
+    while arrivals < len(by_head) or available:
+        if not available:
+            now = max(now, by_head[arrivals][0])
+        while arrivals < len(by_head) and by_head[arrivals][0] <= now:
+            op = by_head[arrivals][1]
+            heapq.heappush(available, (-tail[op], op))
+            arrivals += 1
+        negative_tail, op = available[0]
+        run_until = now + remaining[op]
+        if arrivals < len(by_head):  # the next arrival may have a longer tail
+            run_until = min(run_until, by_head[arrivals][0])
+        remaining[op] -= run_until - now
+        now = run_until
+        if remaining[op] == 0:
+            heapq.heappop(available)
+            makespan = max(makespan, now - negative_tail)
+    return makespan
+
+
+def numberings(problem: ShopProblem) -> list[list[int]]:
+    """Return priority numbers of the blocks to try in list schedules: four lists (n,), the lowest number goes first.
+
+    They are the order of the graph and the longest tail first, each also with the blocks moved to the front that a send
+    waits for directly: a channel that is fed early has less left over at the end.
+    """
+    tail = problem.heads_and_tails[1].tolist()
+    feeds_a_send = [any(problem.kind[target] == SEND for target in targets) for targets in problem.consumers]
+    in_graph_order = list(range(len(problem)))
+    longest_tail_first = sorted(in_graph_order, key=lambda block: -tail[block])
+    numbers = []
+    for order in (in_graph_order, longest_tail_first):
+        numbers += [_ranks(order), _ranks(sorted(order, key=lambda block: not feeds_a_send[block]))]
+    return numbers
+
+
+def _ranks(order: Sequence[int]) -> list[int]:
+    """Return the inverse of a permutation: where each of 0 to n - 1 stands in it."""
+    ranks = [0] * len(order)
+    for rank, block in enumerate(order):
+        ranks[block] = rank
+    return ranks
+
+
+def list_schedule(problem: ShopProblem, priority: Sequence[int]) -> list[int]:
+    """Return starts when each free resource takes the ready op with the lowest number (ties: op number). O(n log n)."""
+    numbers = _ranks(sorted(range(len(problem)), key=priority.__getitem__))
+    inputs = [len(sources) for sources in problem.inputs]
+    return play(problem.times, problem.resource, problem.consumers, inputs, numbers, random.Random(0))[0]
+
+
+def order_of(problem: ShopProblem, starts: Sequence[int], times: Sequence[int]) -> list[int]:
+    """Return all ops by start, then end, then number.
+
+    It is an order in which inputs and every resource's earlier ops come first, zero times included: along both kinds of
+    edges none of the three decreases, and the number increases.
+    """
+    return sorted(range(len(problem)), key=lambda op: (starts[op], starts[op] + times[op], op))
+
+
+def run_order(problem: ShopProblem, order: Sequence[int], times: Sequence[int]) -> list[int]:
+    """Return the start of each op when every resource runs its ops in that order, each as early as it can be.
+
+    Raises ValueError when an op stands before one of its inputs.
+    """
+    starts, ends = [0] * len(problem), [-1] * len(problem)
+    free_at = [0] * problem.resources
+    for op in order:
+        start = free_at[problem.resource[op]]
+        for source in problem.inputs[op]:
+            if ends[source] < 0:
+                raise ValueError(f"op {op} stands before its input {source}")
+            start = max(start, ends[source])
+        starts[op], ends[op] = start, start + times[op]
+        free_at[problem.resource[op]] = ends[op]
+    return starts
+
+
+def expand(problem: ShopProblem, whole: ShopProblem, starts: Sequence[int]) -> list[int]:
+    """Return the ops of the unreduced problem in the order of a reduced schedule; free ops follow their last input."""
+    op_index = {op: positions for positions, (op,) in enumerate(whole.members)}
+    positions = [-1] * len(whole)
+    for block_position, block in enumerate(order_of(problem, starts, problem.times)):
+        for op in problem.members[block]:
+            positions[op_index[op]] = block_position
+    block_ops = {op_index[op] for members in problem.members for op in members}
+    for op in range(len(whole)):
+        if op not in block_ops:
+            positions[op] = max((positions[source] for source in whole.inputs[op]), default=-1)
+    return sorted(range(len(whole)), key=lambda op: (positions[op], op))

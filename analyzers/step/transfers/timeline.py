@@ -1,0 +1,200 @@
+"""The event-driven timeline of one step: every resource runs one op at a time (TicTac, section 3.1).
+
+A resource that is free picks, uniformly at random, among its ready ops with the lowest priority number and its ready
+ops without one. Nothing is preempted; a resource never idles while one of its ops is ready. Start at :func:`simulate`;
+the event loop, which list schedules share, is :func:`play`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ddltool.arrays import Floats
+from ddltool.dependencies import time_scale, whole_times
+from ddltool.graph import KINDS, Graph, natural_key
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Timeline:
+    """When each op ran, in the graph's op order: ``start_s`` and ``end_s`` (n,), seconds from the step's start."""
+
+    start_s: Floats
+    end_s: Floats
+    makespan_s: float
+
+
+# Later than every event; whole times add up to less (dependencies.time_scale).
+_NEVER = 2**62
+# Marks in place of the running op: the resource waits for a ready op, or is about to pick one.
+_IDLE, _PICKING = -1, -2
+
+
+class Ready:
+    """The ready ops of one resource: buckets by priority number, and those without one."""
+
+    __slots__ = ("buckets", "free", "order")
+
+    def __init__(self) -> None:
+        self.free: list[int] = []
+        self.buckets: dict[int, list[int]] = {}
+        self.order: list[int] = []
+
+    def add(self, op: int, priority: int) -> None:
+        """Add an op that became ready; a negative priority: the op has no number."""
+        if priority < 0:
+            self.free.append(op)
+        elif priority in self.buckets:
+            self.buckets[priority].append(op)
+        else:
+            self.buckets[priority] = [op]
+            heapq.heappush(self.order, priority)
+
+    def pick(self, chance: random.Random) -> int:
+        """Remove and return a random op of the lowest bucket or without a number; -1: no op is ready."""
+        bucket = self.buckets[self.order[0]] if self.order else []
+        total = len(bucket) + len(self.free)
+        if total == 0:
+            return -1
+        index = int(chance.random() * total) if total > 1 else 0
+        bucket_or_free = bucket if index < len(bucket) else self.free
+        index = index if index < len(bucket) else index - len(bucket)
+        op = bucket_or_free[index]
+        bucket_or_free[index] = bucket_or_free[-1]
+        bucket_or_free.pop()
+        if bucket_or_free is bucket and not bucket:
+            del self.buckets[heapq.heappop(self.order)]
+        return op
+
+
+def play(
+    times: Sequence[int],
+    resource: Sequence[int],
+    following: Sequence[Sequence[int]],
+    inputs: Sequence[int],
+    numbers: Sequence[int],
+    chance: random.Random,
+) -> tuple[list[int], list[int], int]:
+    """Return start and end times of all ops in whole units, and the last end. O((n + e) log n).
+
+    ``inputs``: number of inputs of each op; ``numbers``: priorities, negative: none. A lane is a resource's index; free lanes
+    pick in ascending order. All ops that end at one instant complete before any lane picks, so that a pick sees every ready
+    op. A lane runs one op at a time: the next event is the least of ``until``.
+    """
+    pending = list(inputs)
+    lanes = range(max(resource, default=0) + 1)
+    ready = [Ready() for _ in lanes]
+    unnumbered, numbered = [lane.free for lane in ready], [lane.order for lane in ready]
+    draw = chance.random
+    starts, ends = [0] * len(times), [0] * len(times)
+    running, until = [_PICKING for _ in lanes], [_NEVER for _ in lanes]
+    for op, count in enumerate(pending):
+        if count == 0:
+            ready[resource[op]].add(op, numbers[op])
+    now, picking_lanes = 0, list(lanes)
+    while True:
+        for lane in picking_lanes:
+            unnumbered_ops = unnumbered[lane]
+            if numbered[lane]:
+                op = ready[lane].pick(chance)
+            elif not unnumbered_ops:
+                running[lane] = _IDLE
+                continue
+            else:
+                op = unnumbered_ops.pop()
+                if unnumbered_ops:  # the place of the one that was drawn is taken by the last
+                    index = int(draw() * (len(unnumbered_ops) + 1))
+                    if index < len(unnumbered_ops):
+                        op, unnumbered_ops[index] = unnumbered_ops[index], op
+            running[lane] = op
+            starts[op] = now
+            until[lane] = ends[op] = now + times[op]
+        last_end, now = now, min(until)
+        if now == _NEVER:
+            return starts, ends, last_end
+        picking_lanes, has_endings = [], True
+        while has_endings:
+            lane = until.index(now)
+            picking_lanes.append(lane)
+            op, running[lane], until[lane] = running[lane], _PICKING, _NEVER
+            for successor in following[op]:
+                inputs_left = pending[successor] - 1
+                pending[successor] = inputs_left
+                if not inputs_left:
+                    successor_lane = resource[successor]
+                    if running[successor_lane] == _IDLE:
+                        running[successor_lane] = _PICKING
+                        picking_lanes.append(successor_lane)
+                    if numbers[successor] < 0:
+                        unnumbered[successor_lane].append(successor)
+                    else:
+                        ready[successor_lane].add(successor, numbers[successor])
+            has_endings = now in until
+        picking_lanes.sort()
+
+
+class Simulator:
+    """A graph prepared for many simulated runs.
+
+    Ops are numbered by name inside, so the same seed gives the same run whatever the order of the file.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        """Prepare a timed graph. Raises InputError for ops without a duration."""
+        count = len(graph)
+        self.file_order = sorted(range(count), key=lambda op: natural_key(graph.names[op]))
+        inner_index = np.empty(count, dtype=np.intp)
+        inner_index[self.file_order] = np.arange(count)
+        self.scale = time_scale(graph)
+        self.times = whole_times(graph)[self.file_order].tolist()
+        self.resource = graph.resource[self.file_order].tolist()
+        self.inputs = np.diff(graph.input_ptr)[self.file_order].tolist()
+        pointers, targets = graph.successors()
+        inner_targets = inner_index[targets]
+        self.following = [sorted(inner_targets[pointers[op] : pointers[op + 1]].tolist()) for op in self.file_order]
+        self._names = [graph.names[op] for op in self.file_order]
+
+    def numbers(self, priority: Mapping[str, int] | None) -> list[int]:
+        """Return the priority numbers of the ops in the simulator's own order; -1: the op has none."""
+        return [priority.get(name, -1) for name in self._names] if priority else [-1] * len(self._names)
+
+    def run(self, priority: Mapping[str, int] | None, seed: int) -> Timeline:
+        """Return one run under ``priority`` (op name to number >= 0; others have none)."""
+        chance = random.Random(seed)
+        starts, ends, last = play(
+            self.times, self.resource, self.following, self.inputs, self.numbers(priority), chance
+        )
+        start_s, end_s = np.empty(len(starts)), np.empty(len(starts))
+        start_s[self.file_order] = np.array(starts, dtype=np.float64) / self.scale
+        end_s[self.file_order] = np.array(ends, dtype=np.float64) / self.scale
+        return Timeline(start_s=start_s, end_s=end_s, makespan_s=last / self.scale)
+
+
+def simulate(graph: Graph, priority: Mapping[str, int] | None, seed: int) -> Timeline:
+    """Return one run of a timed graph; see :class:`Simulator` for many."""
+    return Simulator(graph).run(priority, seed)
+
+
+def to_chrome_trace(graph: Graph, timeline: Timeline, priority: Mapping[str, int] | None) -> dict[str, Any]:
+    """Return a timeline as a JSON-ready mapping that Perfetto and chrome://tracing open.
+
+    One complete event per op, one thread per resource, microseconds.
+    Format: "Trace Event Format" (Google), complete ("X") and metadata ("M") events.
+    """
+    title = f"{graph.name} ({graph.mode}, simulated)"
+    events: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": title}}]
+    for lane, name in enumerate(graph.resource_names):
+        events.append({"ph": "M", "pid": 0, "tid": lane, "name": "thread_name", "args": {"name": name}})
+    for op, name in enumerate(graph.names):
+        kind, start_s, end_s = KINDS[graph.kind[op]], float(timeline.start_s[op]), float(timeline.end_s[op])
+        attributes = {"parameter": graph.parameter[op], "priority": (priority or {}).get(name)}
+        known_attributes = {key: value for key, value in attributes.items() if value is not None}
+        event_head = {"ph": "X", "pid": 0, "tid": int(graph.resource[op]), "name": name, "cat": kind}
+        args = {"kind": kind, "size_bytes": float(graph.size_bytes[op]), **known_attributes}
+        events.append({**event_head, "ts": start_s * 1e6, "dur": (end_s - start_s) * 1e6, "args": args})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

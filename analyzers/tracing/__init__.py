@@ -1,1 +1,0 @@
-"""What one training step does: torch modules and ONNX files become a Graph."""

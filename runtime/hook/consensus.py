@@ -1,0 +1,241 @@
+"""How the ranks of a job come to one choice while it trains, such as the next batch sizes. Start at :class:`Consensus`.
+
+Each rank proposes a row of numbers, rank 0 chooses from all of them, and all learn the choice: over torch.distributed's own
+store, no further server and no further connections between ranks. Rank r writes its row of a round under one key; rank 0
+waits for all n keys and writes the choice under another one that the others wait for. So who has come to a round stands
+in the store: the first to have waited for too long writes there who has not, in place of the choice, and all others read it
+at once. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch.distributed as dist
+
+from ddltool.arrays import Floats
+from ddltool.errors import DdlToolError
+from ddltool.runtime.hook.job import DistributedJob
+from ddltool.runtime.hook.liveness import (
+    STORE_GONE,
+    KeyStore,
+    LivenessMonitor,
+    LostRank,
+    connection,
+    job_timeout_s,
+    wait_for_keys,
+)
+
+Choose = Callable[[Floats], Floats]
+Row = Callable[[], Floats]
+CHOOSING_S = 1.0
+"""Choosing takes no longer, once all have come."""
+# Each agreement of a process has keys of its own: the last ones of another would be taken for answers.
+_NUMBERS = itertools.count()
+_NO_ROW = b"0"
+# How a round ends: with numbers, or with the ranks that did not come, are gone, or have ended, or because choosing failed.
+_CHOSEN, _MISSING, _GONE, _ENDED, _FAILED = b"=", b"?", b"-", b".", b"!"
+
+
+class ConsensusError(LostRank):
+    """Ranks have reached no consensus, mostly because one is gone."""
+
+
+class Consensus:
+    """One rank's end. All ranks make the same agreements, and the same calls, in the same order.
+
+    An error that nobody catches, and that comes from a lost rank, is one line on stderr (:class:`~.liveness.LivenessMonitor`).
+
+    Args:
+        job: this process's place. With one process the store is not used.
+        choose: what rank 0 does with (n, m) rows: returns (k,) numbers for all ranks. Only rank 0's is called.
+        timeout_s: how long a rank waits for the others in a round, whenever it comes to it; None: as long as the job's
+            process group waits in a collective.
+        behind: a round goes on behind the step that follows it, in a thread, and its choice comes into force one step later;
+            only one that takes longer than a whole step holds anybody up.
+        store: a store that all ranks share, with keys of this agreement's own; None: that of ``init_process_group``.
+    """
+
+    def __init__(
+        self,
+        job: DistributedJob,
+        choose: Choose,
+        *,
+        timeout_s: float | None = None,
+        behind: bool = False,
+        store: KeyStore | None = None,
+    ) -> None:
+        self._rank, self._ranks = job.rank, range(job.world_size)
+        self._choose = choose
+        self._timeout_s = job_timeout_s() if timeout_s is None and job.world_size > 1 else timeout_s or 0.0
+        self._step = 0
+        self._under_way: int | None = None
+        self._ended = False
+        self._liveness: LivenessMonitor | None = None
+        self._thread: threading.Thread | None = None
+        if job.world_size > 1:
+            if store is None:
+                self._liveness = LivenessMonitor.of_this_job()
+                self._liveness.add_listener(self._gone)
+                shared = dist.distributed_c10d._get_default_store()
+                store = dist.PrefixStore(f"ddltool/consensus/{next(_NUMBERS)}", shared)  # type: ignore[attr-defined]
+            self._store: KeyStore = connection(store, self._timeout_s)
+            self._other: KeyStore = store
+        if behind:
+            self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
+            self._choices: queue.SimpleQueue[Floats | DdlToolError] = queue.SimpleQueue()
+            self._handed_in = 0
+            self._thread = threading.Thread(target=self._run, name="ddltool-consensus", daemon=True)
+            self._thread.start()
+            atexit.register(self.close)
+
+    def propose(self, row: Row) -> Floats | None:
+        """Return (k,) numbers that rank 0 chose from the (m,) rows of all ranks; the same on all, which wait for each other.
+
+        ``behind`` training: from the rows handed in the time before, None the first time; ``row`` is called in the thread.
+
+        Raises ConsensusError naming the ranks that did not come in time or have ended, on all that wait; rank 0's own error
+        where it could not choose, and a ConsensusError that says so elsewhere.
+        """
+        if self._thread is None:
+            return self._round(row())
+        self._rows.put(row)
+        self._handed_in += 1
+        if self._handed_in == 1:
+            return None
+        chosen = self._choices.get()
+        if isinstance(chosen, DdlToolError):
+            self._choices.put(chosen)  # whoever asks again shall not wait for ever
+            raise chosen
+        return chosen
+
+    def _run(self) -> None:
+        """Go through the rounds behind training, in the thread; the first that fails is the last."""
+        while (row := self._rows.get()) is not None:
+            try:
+                self._choices.put(self._round(row()))
+            except BaseException as error:
+                told = f"step {self._step - 1}: choosing failed ({error})"
+                self._choices.put(error if isinstance(error, DdlToolError) else DdlToolError(told))
+                return
+
+    def _round(self, row: Floats) -> Floats:
+        """Return what is chosen in the next round, to which this rank brings ``row``."""
+        step, self._step = self._step, self._step + 1
+        if len(self._ranks) == 1:
+            return self._choose(np.asarray(row, dtype=np.float64)[None])
+        self._under_way = step
+        try:
+            return self._exchange(step, row)
+        finally:
+            self._under_way = None
+
+    def _exchange(self, step: int, row: Floats) -> Floats:
+        """Write this rank's row of a round; on rank 0 wait for all rows and choose, elsewhere wait for the choice."""
+        try:
+            if self._ended:
+                raise self._error_of(step, _ENDED + str(self._rank).encode())
+            self._store.set(f"row/{step}/{self._rank}", np.asarray(row, dtype="<f8").tobytes())
+            self._delete(f"row/{step - 1}/{self._rank}")
+            if self._rank:
+                return self._choice_in(step, self._wait(step, [f"choice/{step}"])[0])
+            rows = self._wait(step, [f"row/{step}/{rank}" for rank in self._ranks])
+            if _NO_ROW in rows:  # written by somebody who has given up or ended, after it said so
+                return self._choice_in(step, self._store.get(f"choice/{step}"))
+            self._delete(f"choice/{step - 1}")  # who is in this round has read it
+        except RuntimeError as error:
+            lines = str(error).splitlines() or [type(error).__name__]
+            raise ConsensusError(f"step {step}: {STORE_GONE} ({lines[0]}), so batch sizes are unknown") from None
+        try:
+            chosen = self._choose(np.stack([np.frombuffer(text, dtype="<f8") for text in rows]))
+        except BaseException:
+            self._conclude(self._store, step, _FAILED)
+            raise
+        return self._choice_in(
+            step, self._conclude(self._store, step, _CHOSEN + np.asarray(chosen, dtype="<f8").tobytes())
+        )
+
+    def _wait(self, step: int, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of ``keys`` when all are there.
+
+        When the time is up, end the round: the keys then hold what this rank, or another one before it, has written there in
+        place of rows or of the choice. Once all rows are there, choosing has a time of its own.
+        """
+        for limit_s in (self._timeout_s, min(self._timeout_s, CHOOSING_S)):
+            try:
+                if self._store is not self._other:
+                    wait_for_keys(self._store, limit_s)
+                return self._values(keys)
+            except RuntimeError as error:
+                if "timeout" not in str(error).lower():
+                    raise
+            if missing := [rank for rank in self._ranks if not self._store.check([f"row/{step}/{rank}"])]:
+                break  # else all have come by now, and rank 0 is choosing, or has gone just before
+        self._conclude(self._store, step, _MISSING + ",".join(map(str, missing or [0])).encode())
+        return self._values(keys)
+
+    def _values(self, keys: Sequence[str]) -> list[bytes]:
+        return list(self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys))
+
+    def _conclude(self, store: KeyStore, step: int, text: bytes) -> bytes:
+        """Write how a round ends, unless another rank has done so before; return the ending that all ranks read."""
+        ending: bytes = store.compare_set(f"choice/{step}", "", text)
+        if text[:1] in (_MISSING, _GONE, _ENDED):
+            for rank in self._ranks:  # rank 0 waits for these
+                store.compare_set(f"row/{step}/{rank}", "", _NO_ROW)
+        return ending
+
+    def _choice_in(self, step: int, text: bytes) -> Floats:
+        """Return the (k,) chosen numbers from how a round has ended. Raises ConsensusError where it ended without a choice."""
+        if not text.startswith(_CHOSEN):
+            raise self._error_of(step, text)
+        return np.frombuffer(text[1:], dtype="<f8")
+
+    def _error_of(self, step: int, text: bytes) -> ConsensusError:
+        """Return the error for a round that has ended without a choice."""
+        ending, ranks = text[:1], text[1:].decode()
+        is_mine = str(self._rank) in ranks.split(",")
+        if ending == _FAILED:
+            what = "rank 0 could not choose batch sizes; see its message"
+        elif ending in (_MISSING, _GONE) and is_mine:
+            what = "this rank came too late, the others had given up; batch sizes are unknown"
+        elif ending in (_MISSING, _GONE):
+            reason = "time is up" if ending == _MISSING else "the connection is lost"
+            what = f"nothing came from rank {ranks.replace(',', ', ')}, so batch sizes are unknown ({reason})"
+        else:
+            what = f"{'this rank is ending' if is_mine else f'rank {ranks} has ended'}, so batch sizes are unknown"
+        return ConsensusError(f"step {step}: {what}")
+
+    def _delete(self, key: str) -> None:
+        # Stores that cannot delete keep a few bytes a round.
+        with contextlib.suppress(RuntimeError, NotImplementedError):
+            self._store.delete_key(key)
+
+    def close(self) -> None:
+        """End the thread, in the middle of a round too; nothing more can be agreed on. Each rank when it likes, idempotent.
+
+        The thread must not live on until the interpreter ends: that ends threads where they are, and in the middle of torch's
+        own code the whole process with them. It waits outside the interpreter, where only a key that comes can wake it.
+        """
+        self._ended = True
+        if self._thread is not None and self._thread.is_alive():
+            atexit.unregister(self.close)
+            self._rows.put(None)
+            if self._under_way is not None:
+                with contextlib.suppress(RuntimeError):
+                    self._conclude(self._other, self._under_way, _ENDED + str(self._rank).encode())
+            self._thread.join(timeout=5.0)
+        if self._liveness is not None:
+            self._liveness.remove_listener(self._gone)
+
+    def _gone(self, ranks: list[int]) -> None:
+        """Tell who waits in a round that ``ranks`` are gone."""
+        with contextlib.suppress(RuntimeError):
+            step = self._step if self._under_way is None else self._under_way
+            self._conclude(self._other, step, _GONE + ",".join(map(str, ranks)).encode())

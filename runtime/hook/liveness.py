@@ -1,0 +1,218 @@
+"""Finds out which ranks of a job still live, when a collective has failed. Start at :class:`LivenessMonitor`.
+
+Torch's error of a failed collective names an address or nothing at all. So a thread of each process answers for it over
+torch.distributed's own store when another one asks: a process that was killed, or stopped, does not. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddltool.errors import DdlToolError
+
+KeyStore = Any
+"""A ``torch.distributed.Store``: its type hints are not those of the real one."""
+WITHIN_S = 0.8
+"""Seconds after which a rank that has not answered counts as missing; every process polls several times within."""
+_POLL_S = 0.1
+ENDING_S = 1.8
+"""From the error that nobody catches to the end of the process: the roll call, and what scripts and libraries do at exit.
+
+On a machine so busy that the roll call itself takes longer, three times as long: the line is said first.
+"""
+STORE_GONE = "the store is gone, and with it the rank that holds it (rank 0, unless a launcher does)"
+_BROKEN = re.compile(
+    r"gloo/transport/|connection (closed|reset) by peer|broken pipe|ncclremoteerror|remote process exited"
+    r"|pair closure|timed out waiting|watchdog caught collective operation timeout",
+    re.I,
+)
+
+
+class LostRank(DdlToolError):
+    """A rank is gone, and nothing can be computed without it."""
+
+
+class LivenessMonitor:
+    """Answers for this process, and asks the others. Get it by :meth:`of_this_job`: there is one for each process group.
+
+    Until :meth:`close` an error that nobody catches, and that comes from a lost rank, is one line on stderr that names the
+    rank, and exit code 1, instead of a traceback: a LostRank, or a connection that broke in the middle of ``backward``.
+
+    Args:
+        rank, world_size: this process's place.
+        store: the store of the process group.
+
+    Attributes:
+        passes: returns how many backward passes this process has begun; it is the answer that others get.
+    """
+
+    _current: LivenessMonitor | None = None
+
+    def __init__(self, rank: int, world_size: int, store: KeyStore) -> None:
+        self._rank, self._ranks = rank, range(world_size)
+        self._group_store = store
+        store = dist.PrefixStore("ddltool/liveness", store)  # type: ignore[attr-defined]
+        self._store, self._answering = store, connection(store, WITHIN_S)
+        self._listeners: list[Callable[[list[int]], object]] = []
+        self.passes: Callable[[], int] = int
+        self._passes_by_rank: dict[int, int] = {}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._answer, name="ddltool-liveness", daemon=True)
+        self._thread.start()
+        self._previous = sys.excepthook
+        self._hook = self._show  # a bound method is a new object each time
+        sys.excepthook = self._hook
+        # A thread that lives on until the interpreter ends is ended where it is, and with torch's own code the process.
+        atexit.register(self.close)
+
+    @classmethod
+    def of_this_job(cls) -> LivenessMonitor:
+        """Return the monitor of the default process group, made when it is first asked for."""
+        store = dist.distributed_c10d._get_default_store()
+        if cls._current is None or cls._current._group_store is not store or cls._current._ended.is_set():
+            if cls._current is not None:
+                cls._current.close()
+            cls._current = cls(dist.get_rank(), dist.get_world_size(), store)
+        return cls._current
+
+    def add_listener(self, listener: Callable[[list[int]], object]) -> None:
+        """Call ``listener`` with the ranks that are missing, when this process finds out that some are."""
+        self._listeners.append(listener)
+
+    def remove_listener(self, listener: Callable[[list[int]], object]) -> None:
+        """Call a listener no more."""
+        with contextlib.suppress(ValueError):
+            self._listeners.remove(listener)
+
+    def missing_ranks(self) -> list[int] | None:
+        """Return the ranks that do not answer within :data:`WITHIN_S`; None when the store itself does not answer."""
+        missing = list(self._ranks)
+        store_answers = threading.Event()
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):
+                deadline_s = time.monotonic() + WITHIN_S
+                self._store.set(f"here/{self._rank}", str(self.passes()))
+                self._store.set("call", b"1")
+                while missing and time.monotonic() < deadline_s:
+                    for rank in list(missing):
+                        if self._store.check([f"here/{rank}"]):
+                            self._passes_by_rank[rank] = int(self._store.get(f"here/{rank}"))
+                            missing.remove(rank)
+                    store_answers.set()
+                    time.sleep(0.02)
+
+        asking = threading.Thread(target=ask, daemon=True)  # a store whose holder is stopped never answers
+        asking.start()
+        asking.join(WITHIN_S + 0.2)
+        if not store_answers.is_set():
+            return None
+        missing_now = list(missing)  # the thread may still change the other list
+        if missing_now:
+            for listener in list(self._listeners):
+                listener(missing_now)
+        return missing_now
+
+    def line(self, error: BaseException) -> str:
+        """Return one line about an error that a lost rank has caused, naming the rank if it can be found out."""
+        if isinstance(error, LostRank):
+            return str(error)
+        missing = self.missing_ranks()
+        if missing is None:
+            reason = STORE_GONE
+        elif missing:
+            reason = f"rank {', '.join(map(str, missing))} is gone"
+        else:
+            reason = self._ranks_behind() or "the connection to another rank is lost"
+        return f"{reason}; go on from the last checkpoint"
+
+    def _ranks_behind(self) -> str:
+        """Return a clause on the ranks that have begun fewer backward passes than another; "" for none, or if answers lack."""
+        if len(self._passes_by_rank) < len(self._ranks):
+            return ""
+        ahead = max(self._ranks, key=lambda rank: self._passes_by_rank[rank])
+        behind = [rank for rank in self._ranks if self._passes_by_rank[rank] < self._passes_by_rank[ahead]]
+        if not behind:
+            return ""
+        counts = f"{self._passes_by_rank[behind[0]]} backward passes, and rank {ahead} {self._passes_by_rank[ahead]}"
+        return f"rank {', '.join(map(str, behind))} has begun {counts}, each of which needs all ranks"
+
+    def close(self) -> None:
+        """Stop answering, and restore the previous ``sys.excepthook`` unless it was replaced meanwhile. Idempotent."""
+        atexit.unregister(self.close)
+        self._ended.set()
+        self._thread.join(timeout=_POLL_S)
+        if sys.excepthook is self._hook:
+            sys.excepthook = self._previous
+
+    def _answer(self) -> None:
+        """Poll the store, in the thread, and answer the first question of another rank."""
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            while not self._ended.wait(_POLL_S):
+                if self._answering.check(["call"]):
+                    self._answering.set(f"here/{self._rank}", str(self.passes()))
+                    return
+
+    def _show(self, error_type: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        """Print the error of a lost rank as one line and end the process; pass any other error to the previous hook."""
+        if not isinstance(value, LostRank) and not is_broken(value):
+            self._previous(error_type, value, trace)
+            return
+        _end_within(3 * ENDING_S)
+        sys.stderr.write(f"error: {self.line(value)}\n")
+        sys.stderr.flush()
+        _end_within(ENDING_S - WITHIN_S)
+
+
+def _end_within(seconds: float) -> None:
+    """End the process with exit code 1 after ``seconds``: some exit functions wait for processes or servers."""
+    deadline = threading.Timer(seconds, os._exit, (1,))
+    deadline.daemon = True
+    deadline.start()
+
+
+def is_broken(error: BaseException) -> bool:
+    """Return whether an error is that of a collective whose connection broke or whose timeout passed."""
+    return isinstance(error, RuntimeError) and _BROKEN.search(str(error)) is not None
+
+
+def connection(store: KeyStore, timeout_s: float) -> KeyStore:
+    """Return a connection of its own to ``store`` that waits ``timeout_s`` for a key.
+
+    A blocking call holds a connection: a shared one would stop all other threads of this process. A store that cannot be
+    cloned is returned itself, with its own timeout.
+    """
+    with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):
+        store = store.clone()
+        wait_for_keys(store, timeout_s)
+    return store
+
+
+def wait_for_keys(store: KeyStore, timeout_s: float) -> None:
+    """Set the seconds that ``store`` waits for a key, if the store supports it."""
+    with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):
+        store.set_timeout(timedelta(seconds=timeout_s))
+
+
+def job_timeout_s() -> float:
+    """Return the seconds that the default process group waits in a collective, as the script gave it."""
+    group = dist.group.WORLD
+    assert group is not None
+    limits = []
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError, AttributeError):
+            limits.append(group._get_backend(torch.device(device)).options._timeout.total_seconds())
+    return min(limits, default=dist.distributed_c10d.default_pg_timeout.total_seconds())

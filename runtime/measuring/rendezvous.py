@@ -1,0 +1,68 @@
+"""Where a process stands in a torchrun job, and the store at which its processes meet.
+
+Start at :func:`job_from_environment`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from ddltool.errors import InputError
+
+START_LIMIT_S = 300.0
+"""How long processes wait for each other at the start."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """This process's place in a torchrun job."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node: int
+    address: str
+    port: int
+
+
+def job_from_environment(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """Return this process's place by torchrun's variables, None outside a job. Raises InputError for one that is no number."""
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
+        return None
+
+    def number(name: str, default: str | None = None) -> int:
+        text = environment.get(name, default) or ""
+        if not text.isdecimal():
+            raise InputError(name, f"is {text!r}", "start the job with torchrun")
+        return int(text)
+
+    size = number("WORLD_SIZE")
+    local_size = number("LOCAL_WORLD_SIZE", str(size))
+    rank = number("RANK")
+    return Place(
+        rank=rank,
+        world_size=size,
+        local_rank=number("LOCAL_RANK", str(rank % max(1, local_size))),
+        local_world_size=local_size,
+        node=number("GROUP_RANK", str(rank // max(1, local_size))),
+        address=environment["MASTER_ADDR"],
+        port=number("MASTER_PORT"),
+    )
+
+
+def job_store(place: Place, use: str, timeout_s: float) -> Any:
+    """Return a connection to the job's store, whose keys are prefixed by ``use`` and the restart count.
+
+    So a restarted job reads no key of the attempt before. Raises RuntimeError when the store cannot be reached.
+    """
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    is_host = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    timeout = timedelta(seconds=timeout_s)
+    store = TCPStore(place.address, place.port, place.world_size, is_master=is_host, timeout=timeout)
+    return PrefixStore(f"{use}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)

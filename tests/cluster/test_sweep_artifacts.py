@@ -1,0 +1,199 @@
+"""Sweeps in the report and in the gate: means over the seeds, the comparison, what failed, and documents that are none."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ddltool.analyzers.answers.gating.metrics import extract
+from ddltool.shipped import folder
+from ddltool.simulation_results import SweepFigures
+from tests.conftest import Result
+
+Cli = Callable[..., Result]
+FIGURES = tuple(name for name in SweepFigures.model_fields if name != "cost")
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What ``sweep --compare`` prints."""
+    import contextlib
+    import io
+
+    from ddltool.commands.main import run
+
+    loads, said = folder() / "workloads", io.StringIO()
+    where = ["--cluster", str(loads / "cluster.yaml"), "--traces", str(loads / "traces")]
+    asked = ["--policy", "fifo,srtf", "--seeds", "2", "--compare", "srtf,fifo", "--json"]
+    with contextlib.redirect_stdout(said):
+        assert run(["simulate", "sweep", str(loads / "synthetic.csv"), *where, *asked]) == 0
+    found: dict[str, Any] = json.loads(said.getvalue())
+    return found
+
+
+def drawn(seed: int = 0, *, workloads: int = 2, policies: int = 2, seeds: int = 3) -> dict[str, Any]:
+    """A sweep of figures that are all different."""
+    rng = np.random.default_rng(seed)
+    cells = [
+        {
+            "workload": f"w{workload}",
+            "policy": f"p{policy}",
+            "seed": number,
+            "figures": {name: float(rng.uniform(1, 1000)) for name in FIGURES},
+            "cpu_s": 0.1,
+            "error": None,
+        }
+        for number in range(seeds)
+        for policy in range(policies)
+        for workload in range(workloads)
+    ]
+    return {"kind": "ddltool.sweep", "schema_version": 1, "cells_wanted": len(cells), "cells_failed": 0, "cells": cells}
+
+
+def page_of(cli: Cli, place: Path, document: dict[str, Any]) -> str:
+    (place / "sweep.json").write_text(json.dumps(document))
+    result = cli("report", place / "sweep.json", "-o", place / "page.html")
+    assert result.code == 0, result.err
+    return (place / "page.html").read_text()
+
+
+def rows_of(page: str) -> list[list[str]]:
+    return [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", page)]
+
+
+def metrics(document: dict[str, Any]) -> dict[str, Any]:
+    return {name: metric.value for name, metric in extract(document, "sweep.json").metrics.items()}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_gate_takes_means_over_the_seeds(seed: int) -> None:
+    document = drawn(seed)
+    found = metrics(document)
+    for workload in ("w0", "w1"):
+        for policy in ("p0", "p1"):
+            for name in FIGURES:
+                values = [
+                    cell["figures"][name]
+                    for cell in document["cells"]
+                    if (cell["workload"], cell["policy"]) == (workload, policy)
+                ]
+                assert math.isclose(found[f"{name}/{policy}/{workload}"], math.fsum(values) / len(values))
+    assert (found["replays"], found["failed"]) == (12, 0)
+    assert len(found) == 2 + 4 * len(FIGURES)
+
+
+def test_a_failed_replay_has_no_part_in_the_means_and_fails_the_gate(cli: Cli, tmp_path: Path) -> None:
+    before, now = drawn(), drawn()
+    now["cells"][0].update(figures=None, error="no room for job 3")
+    now["cells_failed"] = 1
+    rest = [each["figures"]["avg_jct_s"] for each in before["cells"][4::4]]
+    assert metrics(now)["avg_jct_s/p0/w0"] == pytest.approx(sum(rest) / 2)
+    for name, document in (("before", before), ("now", now)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(document))
+    result = cli(
+        "gate", tmp_path / "now.json", "--baseline", tmp_path / "before.json", "--rule", "failed increase <= 0"
+    )
+    assert result.code == 1
+    assert "failed increase <= 0: 1 (baseline 0" in result.error_line
+    page = page_of(cli, tmp_path, now)
+    assert ["w0", "p0", "0", "no room for job 3"] in rows_of(page)
+
+
+def test_a_slower_policy_fails_the_default_rules(cli: Cli, tmp_path: Path) -> None:
+    before = drawn()
+    now = copy.deepcopy(before)
+    for cell in now["cells"]:
+        if (cell["policy"], cell["workload"]) == ("p1", "w0"):
+            cell["figures"]["avg_jct_s"] *= 1.2
+    for name, document in (("before", before), ("now", now)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(document))
+    assert cli("gate", tmp_path / "before.json", "--baseline", tmp_path / "before.json").code == 0
+    result = cli("gate", tmp_path / "now.json", "--baseline", tmp_path / "before.json", "--json")
+    failed = [check["metric"] for check in result.document["checks"] if not check["passed"]]
+    assert (result.code, failed) == (1, ["avg_jct_s/p1/w0"])
+
+
+def test_the_page_shows_what_simulate_printed(cli: Cli, tmp_path: Path, simulated: dict[str, Any]) -> None:
+    page = page_of(cli, tmp_path, simulated)
+    assert "1 workload under 2 policies with 2 seeds: 4 replays." in page
+    values = [cell["figures"]["avg_jct_s"] for cell in simulated["cells"] if cell["policy"] == "srtf"]
+    row = next(row for row in rows_of(page) if row[:2] == ["synthetic", "srtf"])
+    assert row[2:4] == ["2", f"{sum(values) / 2:,.0f}"]
+    ratio = simulated["comparison"]["comparisons"][0]["ratio"]
+    row = next(row for row in rows_of(page) if row and row[0] == "average JCT")
+    assert row[1] == f"{ratio - 1:+.1%}"
+    assert metrics(simulated)["ratio/avg_jct_s"] == ratio
+    assert metrics(simulated)["compared"] == "srtf,fifo"
+
+
+def test_two_workloads_stand_one_after_the_other(cli: Cli, tmp_path: Path) -> None:
+    page = page_of(cli, tmp_path, drawn())
+    assert [row[:3] for row in rows_of(page) if len(row) > 5] == [
+        ["w0", "p0", "3"],
+        ["w0", "p1", "3"],
+        ["w1", "p0", "3"],
+        ["w1", "p1", "3"],
+    ]
+    assert "cost" not in page.split("<section")[1]
+
+
+def test_a_sweep_that_goes_on_and_one_that_failed_throughout(cli: Cli, tmp_path: Path) -> None:
+    assert "3 replays of this sweep are not done yet" in page_of(cli, tmp_path, {**drawn(), "cells_wanted": 15})
+    document = drawn()
+    for cell in document["cells"]:
+        cell.update(figures=None, error="boom")
+    page = page_of(cli, tmp_path, {**document, "cells_failed": 12})
+    assert page.count("boom") == 12
+    assert "<svg" not in page
+
+
+def test_enormous_figures_are_drawn_or_left_to_the_table(cli: Cli, tmp_path: Path, simulated: dict[str, Any]) -> None:
+    document = copy.deepcopy(simulated)
+    for cell in document["cells"]:
+        cell["figures"] = dict.fromkeys(cell["figures"], 1e308)
+    for number, each in enumerate(document["comparison"]["comparisons"]):
+        each.update(ratio=1e300 if number else 1e-300, low=0.0, high=1e308)
+    page = page_of(cli, tmp_path, document)
+    assert "inf" not in page.split("<section")[1].split("</section>")[0]
+    assert metrics(document)["avg_jct_s/fifo/synthetic"] == pytest.approx(1e308)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda made: made["cells"].append(made["cells"][0]), "cells give p0 on w0 with seed 0 twice"),
+        (lambda made: made.update(cells=[]), "cells: is empty; give at least 1 entry"),
+        (lambda made: made.update(cells={}), "cells: is a mapping; give a list"),
+        (lambda made: made["cells"][1].update(seed="x"), "cells[1].seed: is 'x'; give a whole number"),
+        (lambda made: made["cells"][0]["figures"].pop("avg_jct_s"), "cells[0].figures.avg_jct_s: is missing"),
+        (lambda made: made["cells"][0]["figures"].update(restarts=-1), "restarts: is -1; give a number of at least 0"),
+        (lambda made: made["cells"][0]["figures"].update(cost=math.nan), "figures.cost: is nan; give a finite number"),
+        (lambda made: made.pop("cells_wanted"), "cells_wanted: is missing"),
+    ],
+)
+@pytest.mark.parametrize("command", [("report", "-o", "page.html"), ("gate", "--metrics")])
+def test_what_is_no_sweep(
+    cli: Cli,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[dict[str, Any]], None],
+    message: str,
+    command: tuple[str, ...],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    document = drawn()
+    change(document)
+    Path("sweep.json").write_text(json.dumps(document))
+    result = cli(command[0], "sweep.json", *command[1:])
+    assert result.code == 2
+    assert result.error_line.startswith("sweep.json")
+    assert message in result.error_line
+    assert not Path("page.html").exists()

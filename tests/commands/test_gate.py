@@ -1,0 +1,375 @@
+"""``ddltool gate``: exit codes, every output, the configuration, and the examples for continuous integration."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import shlex
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+
+from ddltool.analyzers.answers.gating.metrics import extract
+from ddltool.analyzers.answers.gating.rules import default_rules
+from ddltool.analyzers.answers.gating.verdict import judge, read_config, rules_for
+from ddltool.errors import InputError
+from tests.conftest import Result
+
+Cli = Callable[..., Result]
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples" / "ci"
+JOB = """\
+kind: ddltool.job
+schema_version: 1
+name: job
+max_workers: 8
+batch_size: 32
+devices:
+  - {type: V100, count: 2, capability_per_s: 4.0}
+  - {type: T4, count: 4, capability_per_s: 1.5}
+"""
+
+
+@pytest.fixture
+def project(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a job, its plan est.json, and the worse plan of an equal split bsp.json; it is the working folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+    Path("job.yaml").write_text(JOB, encoding="utf-8")
+    for strategy in ("est", "bsp"):
+        assert cli("plan", "job.yaml", "--strategy", strategy, "-o", f"{strategy}.json").code == 0
+    return tmp_path
+
+
+def test_a_gate_that_passes(cli: Cli, project: Path) -> None:
+    result = cli("gate", "est.json", "--baseline", "bsp.json")
+    assert (result.code, result.err) == (0, "")
+    assert "passed: 3 checks" in result.out
+    assert max(map(len, result.out.splitlines())) <= 80
+
+
+def test_a_gate_that_fails_names_check_baseline_and_limit(cli: Cli, project: Path) -> None:
+    est, bsp = (json.loads(Path(name).read_text())["iteration_s"] for name in ("est.json", "bsp.json"))
+    assert bsp > 1.05 * est
+    result = cli("gate", "bsp.json", "--baseline", "est.json")
+    assert result.code == 1
+    line = result.error_line
+    assert line.startswith("2 of 3 checks failed: iteration_s increase <= 5%: ")
+    for value in (bsp, est, 1.05 * est):
+        assert f"{1000 * value:.3g} ms" in line
+    assert "FAIL" in result.out
+
+
+def test_json_keeps_its_contract(cli: Cli, project: Path) -> None:
+    arguments = ("gate", "bsp.json", "--baseline", "est.json", "--github", "--json", "--rule", "throughput>=-5%")
+    result = cli(*arguments, "--rule", "iteration_s <= 2 s")
+    assert result.code == 1
+    document = result.document
+    assert (document["kind"], document["artifact"], document["passed"]) == ("ddltool.gate", "ddltool.plan", False)
+    first, second = document["checks"]
+    est = json.loads(Path("est.json").read_text())
+    assert (first["name"], first["passed"]) == ("throughput >= -5%", False)
+    assert first["baseline"] == est["throughput"]
+    assert first["limit"] == pytest.approx(0.95 * est["throughput"])
+    assert (second["limit"], second["passed"], second["noise"]) == (2.0, True, None)
+    annotations = [line for line in result.err.splitlines() if line.startswith("::")]
+    assert len(annotations) == 1
+    assert annotations[0].startswith("::error file=bsp.json,line=1,title=")
+
+
+def test_all_files_are_written_whether_it_passes_or_fails(
+    cli: Cli, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", "summary.md")
+    for current, baseline, code in (("est.json", "bsp.json", 0), ("bsp.json", "est.json", 1)):
+        outputs = ("--junit", "gate.xml", "--sarif", "gate.sarif", "--github")
+        assert cli("gate", current, "--baseline", baseline, *outputs).code == code
+        suite = ElementTree.parse("gate.xml").getroot().find("testsuite")
+        assert suite is not None
+        assert suite.get("failures") == ("2" if code else "0")
+        results = json.loads(Path("gate.sarif").read_text())["runs"][0]["results"]
+        assert len(results) == (2 if code else 0)
+    text = Path("summary.md").read_text()
+    assert text.index("gate: passed (") < text.index("gate: 2 of ") < text.index("checks failed")
+
+
+def profile(path: str, seconds: float, seed: int, spread: float = 0.03, repeats: int = 10) -> Path:
+    """Write a profile of four batch sizes with noise of a relative ``spread``."""
+    random, rows = np.random.default_rng(seed), []
+    for batch in (8, 16, 32, 64):
+        times = seconds * batch * (1 + spread * random.standard_normal(repeats))
+        low, median, high = np.percentile(times, [25, 50, 75])
+        row = {"device": "cpu", "num_nodes": 1, "num_replicas": 2, "local_batch_size": batch, "step_time_s": median}
+        rows.append({**row, "sync_time_s": 0.001, "step_time_spread_s": high - low, "repeats": repeats})
+    pd.DataFrame(rows).to_csv(path, index=False)
+    return Path(path)
+
+
+def test_measured_profiles_are_judged_with_their_noise(cli: Cli, project: Path) -> None:
+    before, same, slower = profile("a.csv", 0.01, 1), profile("b.csv", 0.01, 2), profile("c.csv", 0.013, 3)
+    assert cli("gate", same, "--baseline", before).code == 0
+    result = cli("gate", slower, "--baseline", before, "--json")
+    failed = {check["metric"] for check in result.document["checks"] if not check["passed"]}
+    assert "step_time_s" in failed
+    assert all(name.startswith("step_time_s") for name in failed)
+    noisy = profile("d.csv", 0.011, 4, spread=0.2, repeats=5)
+    check = cli("gate", noisy, "--baseline", before, "--rule", "step_time_s <= +0%", "--json").document["checks"][0]
+    assert (check["passed"], check["in_noise"]) == (True, True)
+    assert "inside the noise" in check["note"]
+    assert check["current"] > check["limit"]
+    told = cli("gate", noisy, "--baseline", before, "--rule", "step_time_s <= +0%")
+    assert "noise" in told.out
+    assert "studentised" in told.out
+
+
+def test_several_files_are_repeats(cli: Cli, project: Path) -> None:
+    now = [profile(f"n{seed}.csv", 0.02, seed, repeats=1) for seed in range(5)]
+    before = [profile(f"b{seed}.csv", 0.01, 10 + seed, repeats=1) for seed in range(5)]
+    options = [argument for path in before for argument in ("--baseline", path)]
+    result = cli("gate", *now, *options, "--rule", "step_time_s <= +5%", "--json")
+    assert result.code == 1
+    assert result.document["checks"][0]["noise"]["p"] < 0.01
+    single = cli("gate", now[0], "--baseline", before[0], "--rule", "step_time_s <= +5%", "--json")
+    assert "without repeats" in single.document["checks"][0]["note"]
+
+
+def test_telemetry_is_read(cli: Cli, project: Path) -> None:
+    row: dict[str, Any] = {"kind": "ddltool.telemetry", "schema_version": 1, "world_size": 1, "num_nodes": 1, "rank": 0}
+    row |= {"device": "cpu", "batch": 8, "total_batch": 8, "wait_s": 0.0, "sync_s": 0.0, "memory_bytes": 1.0}
+    lines = [json.dumps({**row, "step": n, "compute_s": 0.01, "step_s": 0.02 + 1e-4 * (n % 7)}) for n in range(60)]
+    Path("telemetry.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    assert cli("gate", "telemetry.jsonl", "--baseline", "telemetry.jsonl").code == 0
+    assert cli("gate", "telemetry.jsonl", "--rule", "step_s <= 15 ms").code == 1
+    Path("bad.jsonl").write_text(lines[0].replace("0.01", '"fast"') + "\n", encoding="utf-8")
+    assert "line 1:compute_s" in cli("gate", "bad.jsonl", "--rule", "step_s <= 15 ms").error_line
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("trace", str(ROOT / "fixtures" / "graphs" / "alexnet_v2-training.graph.json.gz"), "--samples", "3", "--json"),
+        ("barrier", str(ROOT / "fixtures" / "barrier" / "times.csv"), "--json"),
+    ],
+    ids=["trace", "barrier"],
+)
+def test_printed_documents_are_artifacts_too(cli: Cli, project: Path, command: tuple[str, ...]) -> None:
+    document = cli(*command).document
+    Path("now.json").write_text(json.dumps(document), encoding="utf-8")
+    assert cli("gate", "now.json", "--baseline", "now.json").code == 0
+    listed = cli("gate", "now.json", "--metrics", "--json").document["metrics"]
+    found = {metric["name"]: metric["value"] for metric in listed}
+    if command[0] == "trace":
+        tac = document["schedules"]["tac"]
+        assert (found["efficiency/tac"], found["iteration_s/tac"]) == (tac["efficiency"], tac["makespan_s"])
+        assert found["parameter_bytes"] == document["graph"]["parameter_bytes"]
+        assert found["exposed_s/ddp/best"] == document["collectives"]["ddp"]["best"]["exposed_s"]
+        assert cli("gate", "now.json", "--rule", f"efficiency/tac >= {tac['efficiency'] + 0.01}").code == 1
+    else:
+        assert found["waiting_time_s/zipline"] == document["algorithms"]["zipline"]["waiting_time_s"]
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the places of all parts of a document, four levels deep."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    found = [(*at, key) for key, _ in inner]
+    return found if len(at) == 3 else found + [place for one in found for place in places(_part(value, one[-1:]), one)]
+
+
+def _part(value: Any, at: tuple[Any, ...]) -> Any:
+    for key in at:
+        value = value[key]
+    return value
+
+
+def test_damaged_documents_are_told_or_still_gated(cli: Cli, project: Path) -> None:
+    graph = str(ROOT / "fixtures" / "graphs" / "alexnet_v2-training.graph.json.gz")
+    documents = [cli("trace", graph, "--samples", "2", "--json").document, json.loads(Path("est.json").read_text())]
+    documents.append(cli("barrier", ROOT / "fixtures" / "barrier" / "times.csv", "--json").document)
+    random, told = Random(5), list[str]()
+    for whole in documents:
+        spots = places(whole)
+        for _ in range(100):
+            damaged = copy.deepcopy(whole)
+            place = random.choice(spots)
+            holder = _part(damaged, place[:-1])
+            holder[place[-1]] = random.choice(["x", None, -1, math.inf, math.nan, [], {}, True, 1e308, [1], {"a": 1}])
+            try:
+                figures = extract(damaged, "damaged").metrics
+                judge(default_rules(whole["kind"]), figures, extract(whole, "whole").metrics)
+            except InputError as error:
+                told.append(str(error))
+    assert len(told) > 50
+    assert all(len(line.splitlines()) == 1 for line in told)
+
+
+def test_a_folder_of_baselines_and_a_configuration(cli: Cli, project: Path) -> None:
+    Path("main").mkdir()
+    Path("main/bsp.json").write_bytes(Path("est.json").read_bytes())
+    assert cli("gate", "bsp.json", "--baseline", "main").code == 1
+    assert "no such file" in cli("gate", "est.json", "--baseline", "main").error_line
+    text = '[gate]\nbaseline = "main"\n[gate.rules]\nplan = ["iteration_s increase <= 200%"]\n'
+    Path("ddltool.toml").write_text(text, encoding="utf-8")
+    document = cli("gate", "bsp.json", "--json").document
+    assert (document["passed"], document["rules_from"]) == (True, "ddltool.toml")
+    assert document["baseline"] == ["main/bsp.json"]
+    # What the command line says comes first.
+    assert cli("gate", "bsp.json", "--rule", "iteration_s increase <= 1%").code == 1
+    Path("other.toml").write_text('[gate.rules]\nplan = ["devices <= 1"]\n', encoding="utf-8")
+    assert cli("gate", "bsp.json", "--config", "other.toml").error_line.count("devices <= 1") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("[gate", "not valid TOML"),
+        ("[other]", "no table [gate]"),
+        ("[gate]\nrule = 3", 'did you mean "rules"'),
+        ("[gate]\nlevel = 2.0", "give a number below 1"),
+        ("[gate]\nbaseline = 3", "is 3; give a text"),
+        ("[gate]\nrules = 3", "give a mapping"),
+        ('[gate.rules]\nplans = ["a <= 1"]', 'did you mean "plan"'),
+        ("[gate.rules]\nplan = 3", "give a list"),
+    ],
+)
+def test_configurations_that_are_wrong_are_told(tmp_path: Path, text: str, part: str) -> None:
+    path = tmp_path / "ddltool.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(InputError) as caught:
+        read_config(path)
+    assert part in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["est.json"], "give --baseline"),
+        (["est.json", "--baseline", "job.yaml"], "'ddltool.job' has no figures"),
+        (["est.json", "--baseline", "t.csv"], "one kind"),
+        (["est.json", "--rule", "iteration <= 1"], 'did you mean "iteration_s"'),
+        (["est.json", "--rule", "iteration_s"], "is no rule"),
+        (["est.json", "t.csv", "--rule", "iteration_s <= 1"], "expected 'ddltool.plan'"),
+        (["est.json", "--rule", "gap <= 1", "--level", "2"], "between 0 and 1"),
+        (["est.json", "--rule", "gap <= 1", "--junit", "no/such/gate.xml"], "cannot be written"),
+        (["none.json"], "no such file"),
+        (["est.json", "--config", "none.toml"], "no such file"),
+    ],
+)
+def test_bad_input_is_one_line(cli: Cli, project: Path, arguments: list[str], part: str) -> None:
+    profile("t.csv", 0.01, 1)
+    result = cli("gate", *arguments)
+    assert result.code == 2
+    assert part in result.error_line
+
+
+# ---- examples
+
+
+def test_the_workflow_runs_here(cli: Cli, project: Path) -> None:
+    workflow = yaml.safe_load((EXAMPLES / "github-gate.yml").read_text(encoding="utf-8"))
+    assert set(workflow) == {"name", True, "permissions", "jobs"}  # YAML 1.1 reads the key `on` as true
+    steps = workflow["jobs"]["gate"]["steps"]
+    assert all(("uses" in step) != ("run" in step) for step in steps)
+    commands = [shlex.split(step["run"]) for step in steps if step.get("run", "").startswith("ddltool ")]
+    assert [command[1] for command in commands] == ["plan", "gate"]
+    Path("ddltool-baselines").mkdir()
+    Path("ddltool-baselines/plan.json").write_bytes(Path("est.json").read_bytes())
+    for command in commands:
+        assert cli(*command[1:]).code == 0
+    uploads = [step["with"] for step in steps if "upload" in step.get("uses", "")]
+    for path in [uploads[0]["sarif_file"], *uploads[1]["path"].split()]:
+        assert Path(path).is_file()
+
+
+def test_the_pre_commit_hook_and_the_rules_run_here(cli: Cli, project: Path) -> None:
+    settings = yaml.safe_load((EXAMPLES / "pre-commit-config.yaml").read_text(encoding="utf-8"))
+    (hook,) = settings["repos"][0]["hooks"]
+    assert {"id", "name", "entry", "language"} <= set(hook)
+    Path("ddltool.toml").write_bytes((EXAMPLES / "ddltool.toml").read_bytes())
+    Path("ddltool-baselines").mkdir()
+    for baseline, code in (("est.json", 0), ("bsp.json", 0)):
+        Path("ddltool-baselines/plan.json").write_bytes(Path(baseline).read_bytes())
+        Path("plan.json").write_bytes(Path("est.json").read_bytes())
+        assert cli(*shlex.split(hook["entry"])[1:]).code == code
+    Path("plan.json").write_bytes(Path("bsp.json").read_bytes())
+    Path("ddltool-baselines/plan.json").write_bytes(Path("est.json").read_bytes())
+    assert cli(*shlex.split(hook["entry"])[1:]).code == 1
+    for kind in ("plan", "profile"):
+        rules, origin = rules_for(f"ddltool.{kind}", [], read_config(Path("ddltool.toml")))
+        assert (len(rules) > 1, origin) == (True, "ddltool.toml")
+
+
+@pytest.mark.parametrize("name", ["\udcff.json", "a\n::error::b.json"])
+def test_any_name_of_a_file_is_gated(cli: Cli, project: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Names of files are bytes on Linux: one that is no UTF-8, and one that the runner would act on."""
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", "summary.md")
+    Path(name).write_text('{"kind": "ddltool.figures", "figures": {"a": 1.0}}', encoding="utf-8")
+    failed = cli("gate", name, "--rule", "a <= 0", "--junit", "j.xml", "--sarif", "s.json", "--github")
+    assert failed.code == 1
+    assert ElementTree.parse("j.xml").getroot().get("failures") == "1"
+    assert json.loads(Path("s.json").read_text(encoding="utf-8"))["runs"][0]["results"]
+    for text in (failed.out, failed.err, Path("summary.md").read_text(encoding="utf-8")):
+        assert not any(line.lstrip().startswith("::error::b") for line in text.splitlines())
+        assert all(character.isprintable() or character == "\n" for character in text)
+    assert cli("gate", name, "--rule", "a <= 1", "--json").code == 0
+
+
+def test_a_name_in_an_artifact_that_is_no_text(cli: Cli, project: Path) -> None:
+    Path("sur.json").write_text('{"kind": "ddltool.figures", "figures": {"a\\ud800": 1.0}}', encoding="utf-8")
+    failed = cli("gate", "sur.json", "--rule", "* <= 0", "--junit", "j.xml", "--sarif", "s.json", "--github")
+    assert failed.code == 1
+    assert r"a\ud800" in failed.error_line
+
+
+@pytest.mark.parametrize(
+    ("now", "before", "change"),
+    [(1e308, 0.3, None), (0.3, 1e308, -1.0), (1.7e308, 1e-308, None), (-1.7e308, 1.7e308, None), (2.0, 1.0, 1.0)],
+)
+@pytest.mark.parametrize("repeats", [1, 4])
+def test_changes_beyond_what_a_number_holds(
+    cli: Cli, project: Path, now: float, before: float, change: float | None, repeats: int
+) -> None:
+    """The figures are far apart; the report is whole, and JSON, and the page of the verdict is drawn."""
+    for name, value in (("now", now), ("before", before)):
+        document = {"kind": "ddltool.figures", "schema_version": 1, "figures": {"a_s": [value] * repeats}}
+        Path(f"{name}.json").write_text(json.dumps(document))
+    written = ["--junit", "j.xml", "--sarif", "s.json"]
+    result = cli("gate", "now.json", "--baseline", "before.json", "--rule", "a_s increase <= 5%", "--json", *written)
+    (check,) = result.document["checks"]
+    assert result.code == (1 if now > before else 0)
+    assert check["passed"] is (now < before)
+    assert check["change"] == change if change is None else math.isclose(check["change"], change)
+    assert all(value is None or not isinstance(value, float) or math.isfinite(value) for value in check.values())
+    texts = (result.out, result.err, Path("j.xml").read_text(), Path("s.json").read_text())
+    assert not any("inf" in text.replace("information", "") or "nan" in text for text in texts)
+    ElementTree.parse("j.xml")
+    json.loads(Path("s.json").read_text())
+    Path("verdict.json").write_text(result.out)
+    assert cli("report", "verdict.json", "-o", "page.html").code == 0
+
+
+def test_the_page_of_a_verdict_about_texts(cli: Cli, project: Path) -> None:
+    result = cli("gate", "est.json", "--baseline", "bsp.json", "--rule", "strategy unchanged", "--json")
+    assert result.code == 1
+    Path("verdict.json").write_text(result.out)
+    assert cli("report", "verdict.json", "-o", "page.html").code == 0
+    assert "== bsp" in Path("page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--baseline", "nothing.json"), ("--level", "0.05"), ("--junit", "j.xml"), ("--github", None)]
+)
+def test_the_list_of_metrics_takes_no_other_option(cli: Cli, project: Path, option: str, value: str | None) -> None:
+    result = cli("gate", "est.json", "--metrics", option, *([] if value is None else [value]))
+    assert (result.code, result.out) == (2, "")
+    assert result.error_line == f"{option}: has no part in --metrics; leave it out"
+    assert not Path("j.xml").exists()
+    assert cli("gate", "est.json", "--metrics", "--json").document["artifact"] == "ddltool.plan"

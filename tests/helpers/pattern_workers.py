@@ -1,0 +1,1035 @@
+"""Training loops as people write them, and what comes of each on two ranks with uneven batches: right, or refused.
+
+Each loop is one function of a :class:`Script`, which stands for the process that it runs in: alone it hands the model back
+and loads whole batches; in a job it wraps the model and takes the loader of the hook or of the balancer. So both runs are the
+same lines. A loop returns what was trained; float64 throughout. Start at :data:`CASES`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import multiprocessing
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.nn.functional import all_reduce
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from ddltool import runtime
+from ddltool.artifacts import save
+from ddltool.errors import InputError
+from ddltool.runtime.agent import GoodputAgent
+from ddltool.runtime.balancing import BalanceOptions, balance
+from ddltool.runtime.hook.batches import VariableBatchSampler
+from ddltool.runtime.hook.job import dataset_length
+from tests.helpers import training_patterns
+from tests.helpers.runtime_workers import enforcement
+from tests.helpers.training_patterns import CLASSES, Tied, classified, every_token, first_tokens, sequences
+
+SIZES = (12, 20)
+TOTAL = sum(SIZES)
+SAMPLES = 2 * TOTAL + 8
+WIDTH = training_patterns.FEATURES
+AGENT_TOTAL = 33
+HOOK, BALANCE, AGENT, IN_PASSES = "hook", "balance", "agent", "agent in passes"
+USUAL = (HOOK, BALANCE, AGENT)
+Loss = Callable[[Any, Any, Any], Tensor | None]
+"""The loss of a batch, given the model (wrapped or not), the batch and the hook; None: its backward pass is done."""
+
+
+class Script:
+    """The process in which a loop runs; ``way``: alone, or one of :data:`USUAL`; ``total``: samples of a step, alone."""
+
+    def __init__(self, way: str, rank: int, total: int = TOTAL) -> None:
+        self.way, self.alone, self.rank, self.total = way, way == "alone", 0 if way == "alone" else rank, total
+        self.ranks = 1 if self.alone else dist.get_world_size()
+        self.begun: list[Tensor] = []
+
+    def begin(self, *things: Any) -> None:
+        """Note what is to be trained as it is now."""
+        self.begun = values(*things)
+
+    def start(
+        self, model: nn.Module, optimizer: Any, dataset: Dataset[Any] | None = None, *, wrap: bool = True, **ddp: Any
+    ) -> tuple[Any, Any]:
+        """Return the model to train and the hook (balancer, agent) of this process."""
+        if self.alone:
+            return model, self
+        wrapped = DistributedDataParallel(model, **ddp) if wrap else model
+        if self.way == HOOK:
+            with planned_sizes() as path:
+                return wrapped, runtime.attach(path, model=wrapped, optimizer=optimizer, dataset=dataset)
+        assert dataset is not None
+        if self.way == BALANCE:
+            options = BalanceOptions(enabled=False)
+            return wrapped, balance(wrapped, optimizer, dataset, sizes=SIZES, options=options)
+        most = -(-AGENT_TOTAL // (4 if self.way == IN_PASSES else 2))
+        sizes = {"initial_batch_size": AGENT_TOTAL, "max_batch_size": AGENT_TOTAL, "max_local_batch_size": most}
+        return wrapped, GoodputAgent(wrapped, optimizer, dataset, **sizes, adapt=False, rule="constant", shuffle=False)
+
+    def epochs(self, handle: Any, dataset: Dataset[Any], **options: Any) -> Iterator[Iterable[Any]]:
+        """Yield two epochs of batches."""
+        if isinstance(dataset, IterableDataset) and self.alone:
+            loader: Any = DataLoader(dataset, batch_size=self.total)
+        elif self.alone:
+            sampler = VariableBatchSampler(dataset_length(dataset), [self.total], 0, shuffle=False, whole=True)
+            loader = DataLoader(dataset, batch_sampler=sampler, **options)
+        elif self.way in (HOOK, BALANCE):
+            more = {} if self.way == BALANCE else {"batch_size": TOTAL}
+            loader = handle.dataloader(shuffle=False, **more, **options)
+        for epoch in range(2):
+            if self.way in (HOOK, BALANCE):
+                handle.set_epoch(epoch)
+            yield handle.batches(epoch, **options) if self.way in (AGENT, IN_PASSES) else loader
+
+    def batches(self, handle: Any, dataset: Dataset[Any]) -> Iterator[Any]:
+        """Yield the batches of two epochs."""
+        return itertools.chain.from_iterable(self.epochs(handle, dataset))
+
+    def loss(self, loss: Tensor, **how: Any) -> Tensor:
+        """What the hook's ``loss`` is in one process."""
+        return loss
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loop, what it is refused with (a pattern; by way, where ways differ), and the ways in which it can be written."""
+
+    loop: Callable[[Script], list[Tensor]]
+    refused: str | Mapping[str, str] = ""
+    ways: Sequence[str] = USUAL
+    tolerance: float = 1e-6
+
+    def expected(self, way: str) -> str:
+        """Return what it is refused with in this way; "": nothing."""
+        return self.refused if isinstance(self.refused, str) else self.refused.get(way, "")
+
+
+def outcome(rank: int, name: str, way: str) -> float | str:
+    """Return how far a loop's parameters are from one process's, over how far those moved; or the refusal."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    alone = Script("alone", rank, total=AGENT_TOTAL if way in (AGENT, IN_PASSES) else TOTAL)
+    try:
+        torch.manual_seed(11)
+        try:
+            parameters = CASES[name].loop(Script(way, rank))
+        except InputError as error:
+            return str(error)
+        torch.manual_seed(11)
+        expected = CASES[name].loop(alone)
+    finally:
+        torch.set_num_threads(threads)
+    moved = max(float((one - two).abs().max()) for one, two in zip(expected, alone.begun, strict=True))
+    assert moved > 1e-3, "this loop trains nothing"
+    return max(float((one - two).abs().max()) for one, two in zip(expected, parameters, strict=True)) / moved
+
+
+def values(*things: Any) -> list[Tensor]:
+    """Return copies of all parameters, or of tensors."""
+    tensors: list[Tensor] = []
+    for thing in things:
+        tensors += thing.parameters() if isinstance(thing, nn.Module) else [thing]
+    return [(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone() for tensor in tensors]
+
+
+@contextlib.contextmanager
+def planned_sizes() -> Iterator[Path]:
+    """Give the file of a plan with :data:`SIZES`."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "enforce.json")
+        save(enforcement(SIZES), path)
+        yield path
+
+
+def data() -> TensorDataset:
+    return training_patterns.data(torch.float64, SAMPLES)
+
+
+def net() -> nn.Sequential:
+    return training_patterns.network(torch.float64)
+
+
+def sgd(*models: nn.Module, lr: float = 0.3) -> torch.optim.SGD:
+    return training_patterns.sgd([value for model in models for value in model.parameters()], lr)
+
+
+def bare(model: Any) -> Any:
+    """Return the model in its wrapper, if it has one."""
+    return getattr(model, "module", model)
+
+
+def usual_loss(model: Any, batch: Any, handle: Any) -> Tensor:
+    return classified(model, batch)
+
+
+def trained(
+    script: Script,
+    loss: Loss = usual_loss,
+    *,
+    model: nn.Module | None = None,
+    optimizer: Callable[[Any], Any] = sgd,
+    dataset: Dataset[Any] | None = None,
+    order: Callable[[Iterator[Any]], Iterable[Any]] = iter,
+    ready: Callable[[Any], object] = lambda wrapped: None,
+    after: Callable[[Any], object] = lambda optimizer: optimizer.step(),
+    **start: Any,
+) -> list[Tensor]:
+    """Return the parameters after a common loop, of which a case changes a part.
+
+    ``order``: how the loop takes its batches; ``ready``: what it does with the wrapped model; ``after``: with the optimizer
+    after each backward pass.
+    """
+    model, dataset = model or net(), dataset or data()
+    script.begin(model)
+    updates = optimizer(model)
+    wrapped, handle = script.start(model, updates, dataset, **start)
+    if not script.alone:
+        ready(wrapped)
+    for batch in order(script.batches(handle, dataset)):
+        updates.zero_grad()
+        value = loss(wrapped, batch, handle)
+        if value is not None:
+            value.backward()
+        after(updates)
+    return values(model)
+
+
+def loop(loss: Loss = usual_loss, **options: Any) -> Callable[[Script], list[Tensor]]:
+    """Return the common loop with changes; ``model``, ``optimizer``: functions that make them, given nothing and the model."""
+
+    def run(script: Script) -> list[Tensor]:
+        made = {"model": options["model"]()} if "model" in options else {}
+        return trained(script, loss, **(options | made))
+
+    return run
+
+
+def declared(name: str) -> Callable[[Script], list[Tensor]]:
+    """Return the loop of a pattern of the table that all integrations share."""
+
+    def run(script: Script) -> list[Tensor]:
+        pattern = training_patterns.make(name)
+        script.begin(pattern.model, *pattern.seen)
+        model, handle = script.start(
+            pattern.model, pattern.optimizer, pattern.dataset, find_unused_parameters=pattern.unused
+        )
+
+        def backward(batch: Any) -> Tensor:
+            loss = pattern.loss(model, batch)
+            weighed = loss if pattern.count is None else handle.loss(loss, count=pattern.count(batch))
+            (weighed if pattern.scaler is None else pattern.scaler.scale(weighed)).backward()
+            return loss
+
+        step = 0
+        for epoch in script.epochs(handle, pattern.dataset):
+            for batch in epoch:
+                if isinstance(pattern.optimizer, torch.optim.LBFGS):
+                    pattern.optimizer.step(lambda batch=batch: pattern.optimizer.zero_grad() or backward(batch))  # type: ignore[misc]
+                else:
+                    backward(batch)
+                    if not getattr(handle, "complete", True):
+                        continue
+                    pattern.update(step)
+                pattern.optimizer.zero_grad()
+                pattern.after_update(pattern, step)
+                step += 1
+                if pattern.scheduler is not None and not pattern.per_epoch:
+                    pattern.scheduler.step()
+            if pattern.scheduler is not None and pattern.per_epoch:
+                pattern.scheduler.step()
+        return values(pattern.model, *pattern.seen)
+
+    return run
+
+
+# Loops that are more than the common one with changes.
+
+
+def begun(script: Script) -> tuple[nn.Module, Any, Any, Any, Iterator[Any]]:
+    """Return a net, its optimizer, the wrapped net, the hook, and the batches of two epochs."""
+    model, dataset = net(), data()
+    script.begin(model)
+    optimizer = sgd(model)
+    wrapped, handle = script.start(model, optimizer, dataset)
+    return model, optimizer, wrapped, handle, script.batches(handle, dataset)
+
+
+def accumulated(script: Script, *, quiet: bool) -> list[Tensor]:
+    model, optimizer, wrapped, _, batches = begun(script)
+    for number, batch in enumerate(batches):
+        last = number % 3 != 0
+        with wrapped.no_sync() if quiet and not last and not script.alone else contextlib.nullcontext():
+            (classified(wrapped, batch) / 2).backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+    return values(model)
+
+
+def gan(script: Script, *, frozen: bool) -> list[Tensor]:
+    """Two models in turns; ``frozen``: two backward passes for the judge, which is frozen while the maker trains."""
+    maker, judge, dataset = net(), nn.Sequential(nn.Linear(CLASSES, 4), nn.Tanh(), nn.Linear(4, 1)).double(), data()
+    script.begin(maker, judge)
+    of_maker, of_judge = sgd(maker), sgd(judge)
+    judging, handle = script.start(judge, of_judge, dataset)
+    making, _ = script.start(maker, of_maker, dataset)
+    for features, labels in script.batches(handle, dataset):
+        outputs, truth = making(features), F.one_hot(labels, CLASSES).double()
+        judge.requires_grad_(True)
+        of_judge.zero_grad()
+        right = F.softplus(-judging(truth)).mean()
+        if frozen:
+            right.backward()
+            F.softplus(judging(outputs.detach())).mean().backward()
+        else:
+            (right + F.softplus(judging(outputs.detach())).mean()).backward()
+        of_judge.step()
+        judge.requires_grad_(not frozen)
+        of_maker.zero_grad()
+        F.softplus(-judging(outputs)).mean().backward()
+        of_maker.step()
+    return values(maker, judge)
+
+
+def several_updates_with_one_batch(script: Script) -> list[Tensor]:
+    model, optimizer, wrapped, _, batches = begun(script)
+    for features, labels in batches:
+        for view in (features, features.flip(1)):
+            optimizer.zero_grad()
+            classified(wrapped, (view, labels)).backward()
+            optimizer.step()
+    return values(model)
+
+
+def loss_of_two_batches(script: Script) -> list[Tensor]:
+    """One backward pass for two batches."""
+    held: list[Tensor] = []
+    model, optimizer, wrapped, _, batches = begun(script)
+    for number, batch in enumerate(batches):
+        held.append(classified(wrapped, batch))
+        if number % 3:
+            optimizer.zero_grad()
+            (sum(held, torch.zeros(())) / len(held)).backward()
+            optimizer.step()
+            held = []
+    return values(model)
+
+
+def gradients_cleared_in_every_pass(script: Script) -> list[Tensor]:
+    """As everybody does who has never heard of passes."""
+    model, optimizer, wrapped, handle, batches = begun(script)
+    for batch in batches:
+        optimizer.zero_grad()
+        classified(wrapped, batch).backward()
+        if getattr(handle, "complete", True):
+            optimizer.step()
+    return values(model)
+
+
+def mean_teacher(script: Script) -> list[Tensor]:
+    """A copy of the wrapped model follows it, and says what the loss is."""
+    model, optimizer, wrapped, _, batches = begun(script)
+    teacher = copy.deepcopy(wrapped)
+    for features, labels in batches:
+        with torch.no_grad():
+            taught = bare(teacher)(features * 1.1).softmax(1)
+        optimizer.zero_grad()
+        outputs = wrapped(features)
+        (F.cross_entropy(outputs, labels) + F.kl_div(outputs.log_softmax(1), taught, reduction="batchmean")).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for slow, fast in zip(teacher.parameters(), wrapped.parameters(), strict=True):
+                slow.lerp_(fast, 0.1)
+    teacher(features)
+    return values(model)
+
+
+def two_optimizers(script: Script) -> list[Tensor]:
+    model, dataset = net(), data()
+    script.begin(model)
+    first, second = sgd(model[0]), torch.optim.AdamW(model[2].parameters(), lr=0.02)
+    wrapped, handle = script.start(model, first, dataset)
+    for batch in script.batches(handle, dataset):
+        model.zero_grad()
+        classified(wrapped, batch).backward()
+        first.step()
+        second.step()
+    return values(model)
+
+
+def second_model_not_attached(script: Script) -> list[Tensor]:
+    model, other, dataset = net(), nn.Linear(CLASSES, 1).double(), data()
+    script.begin(model, other)
+    optimizer, second = sgd(model), sgd(other)
+    judging: Any = other if script.alone else DistributedDataParallel(other)
+    wrapped, handle = script.start(model, optimizer, dataset)
+    for features, labels in script.batches(handle, dataset):
+        outputs = wrapped(features)
+        second.zero_grad()
+        optimizer.zero_grad()
+        judging(outputs.detach()).square().mean().backward()
+        F.cross_entropy(outputs, labels).backward()
+        second.step()
+        optimizer.step()
+    return values(model, other)
+
+
+def encoder_and_head_wrapped_each(script: Script) -> list[Tensor]:
+    encoder, head, dataset = nn.Linear(WIDTH, 8).double(), nn.Linear(8, CLASSES).double(), data()
+    script.begin(encoder, head)
+    optimizer = sgd(encoder, head)
+    last = head if script.alone else DistributedDataParallel(head)
+    wrapped, handle = script.start(encoder, optimizer, dataset)
+    for features, labels in script.batches(handle, dataset):
+        optimizer.zero_grad()
+        F.cross_entropy(last(wrapped(features).tanh()), labels).backward()
+        optimizer.step()
+    return values(encoder, head)
+
+
+def fsdp2(script: Script) -> list[Tensor]:
+    model = net()
+    if not script.alone:
+        mesh = init_device_mesh("cpu", (script.ranks,))
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=mesh)
+    return trained(script, model=model, wrap=False)
+
+
+def zero_optimizer(script: Script) -> list[Tensor]:
+    def optimizer(model: nn.Module) -> Any:
+        if script.alone:
+            return torch.optim.AdamW(model.parameters(), lr=0.02)
+        return ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=0.02)
+
+    return trained(script, optimizer=optimizer)
+
+
+def rates_that_differ(script: Script) -> list[Tensor]:
+    """A schedule by what each rank has seen by itself."""
+
+    def after(optimizer: Any) -> None:
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] *= 0.9 - 0.1 * script.rank
+
+    return trained(script, after=after)
+
+
+def parts_of_a_size(script: Script) -> list[Tensor]:
+    """Each batch in parts of at most 8 samples, so that ranks make different numbers of passes."""
+
+    def loss(wrapped: Any, batch: Any, handle: Any) -> None:
+        parts = list(zip(batch[0].split(8), batch[1].split(8), strict=True))
+        for place, part in enumerate(parts):
+            with contextlib.nullcontext() if script.alone or place == len(parts) - 1 else wrapped.no_sync():
+                (classified(wrapped, part) * (len(part[0]) / len(batch[0]))).backward()
+
+    return trained(script, loss)
+
+
+# Losses and models that reach other ranks.
+
+
+def of_all_ranks(script: Script, rows: Tensor) -> tuple[Tensor, int]:
+    """Return all ranks' rows, with gradients from all of them, and the place of this rank's first one."""
+    if script.alone:
+        return rows, 0
+    counts: list[Any] = [None] * script.ranks
+    dist.all_gather_object(counts, len(rows))
+    first = sum(counts[: script.rank])
+    return all_reduce(F.pad(rows, (0, 0, first, sum(counts) - first - len(rows)))), first
+
+
+def simclr_gathered(script: Script, *, on_each: bool) -> list[Tensor]:
+    """Each rank's anchors against all ranks' embeddings; ``on_each``: each rank computes the loss of all anchors."""
+
+    def loss(model: Any, batch: Any, handle: Any) -> Tensor:
+        one, two = (F.normalize(model(view), dim=1) for view in (batch[0], batch[0] + 0.3))
+        others, first = of_all_ranks(script, two)
+        if on_each:
+            one, first = of_all_ranks(script, one)[0], 0
+        value = F.cross_entropy(one @ others.T / 0.2, first + torch.arange(len(one)))
+        return handle.loss(value, reduction="average") if on_each else value  # type: ignore[no-any-return]
+
+    return trained(script, loss)
+
+
+class SyncNorm(nn.Module):
+    """BatchNorm over the samples of all ranks."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__()
+        self.script, self.scale = script, nn.Parameter(torch.ones(8, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        everything, _ = of_all_ranks(self.script, x)
+        return self.scale * (x - everything.mean(0)) / (everything.var(0) + 1e-3).sqrt()
+
+
+def sync_batch_norm(script: Script) -> list[Tensor]:
+    layers = net()
+    return trained(script, model=nn.Sequential(layers[0], SyncNorm(script), layers[1], layers[2]))
+
+
+def labels_of_all_ranks(script: Script) -> list[Tensor]:
+    """The loss of transformers' Trainer with average_tokens_across_devices."""
+
+    def loss(model: Any, batch: Any, handle: Any) -> Tensor:
+        number = (batch[0] != 0).sum().double()
+        total = F.cross_entropy(model(batch[0]).flatten(0, 1), batch[0].flatten(), ignore_index=0, reduction="sum")
+        if not script.alone:
+            dist.all_reduce(number)
+        weighed: Tensor = handle.loss(total / number * script.ranks, reduction="average")
+        return weighed
+
+    return trained(script, loss, model=Tied().double(), dataset=sequences(torch.float64))
+
+
+# Loaders that the script makes itself.
+
+
+class Parted(IterableDataset[Any]):
+    """The samples from ``begin`` to ``end``, of which each data worker gives a part."""
+
+    def __init__(self, begin: int = 0, end: int = SAMPLES) -> None:
+        self.begin, self.end = begin, end
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        for place in range(self.begin + worker, self.end, workers):
+            yield data()[place]
+
+
+def given(script: Script, loader: Any, *, early: bool = False, **options: Any) -> list[Tensor]:
+    """A common loop over a loader that the script made before it wrapped its model, or before everything else."""
+    hook = None
+    # The crew's processes are daemons, which may have no children; these loaders' are gone when their loops end.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    if early and not script.alone:
+        with planned_sizes() as path:
+            hook = runtime.attach(path)
+        loader = hook.planned(loader, **options)
+    model = net()
+    script.begin(model)
+    optimizer, wrapped = sgd(model), model
+    if hook is not None:
+        wrapped = DistributedDataParallel(model)  # type: ignore[assignment]
+        hook.bind(wrapped, optimizer)
+    elif not script.alone:
+        wrapped, hook = script.start(model, optimizer)
+        loader = hook.planned(loader, **options)
+    for epoch in range(2):
+        if isinstance(getattr(loader, "sampler", None), DistributedSampler):
+            loader.sampler.set_epoch(epoch)
+            next(iter(loader))  # looked into before the epoch
+        for batch in loader:
+            optimizer.zero_grad()
+            classified(wrapped, batch).backward()
+            optimizer.step()
+    return values(model)
+
+
+def loader_of_a_distributed_sampler(script: Script) -> list[Tensor]:
+    sampler: Any = DistributedSampler(data(), script.ranks, script.rank, seed=3)
+    return given(script, DataLoader(data(), batch_size=TOTAL, sampler=sampler))
+
+
+def loader_with_its_own_order(script: Script) -> list[Tensor]:
+    sampler = WeightedRandomSampler(torch.arange(1.0, SAMPLES + 1), 50)
+    return given(script, DataLoader(data(), batch_size=TOTAL, sampler=sampler, drop_last=True))
+
+
+def streams(script: Script, **options: Any) -> list[Tensor]:
+    """Rank 0 has 40 samples in batches of 12, rank 1 has 32 in batches of 20."""
+    if script.alone:
+        mine, other = list(range(40)), list(range(40, SAMPLES))
+        batches = [mine[12 * step : 12 * step + 12] + other[20 * step : 20 * step + 20] for step in range(4)]
+        return given(script, DataLoader(data(), batch_sampler=batches))
+    stream = Parted(0, 40) if script.rank == 0 else Parted(40, SAMPLES)
+    return given(script, DataLoader(stream, batch_size=16), **options)
+
+
+def own_loader(script: Script, *, turned: bool) -> list[Tensor]:
+    """Each rank takes its planned part of each 32 samples, a tail in other shares; ``turned``: samples in columns."""
+    model, (features, labels) = net(), data().tensors
+    script.begin(model)
+    optimizer = sgd(model)
+    if turned:
+        model.register_forward_pre_hook(lambda module, inputs: inputs[0].T)
+    wrapped, _ = script.start(model, optimizer)
+    for begin in range(0, SAMPLES, TOTAL):
+        size = min(TOTAL, SAMPLES - begin)
+        cut = SIZES[0] if size == TOTAL else 5
+        mine = slice(begin, begin + size)
+        if not script.alone:
+            mine = slice(begin, begin + cut) if script.rank == 0 else slice(begin + cut, begin + size)
+        optimizer.zero_grad()
+        classified(wrapped, (features[mine].T if turned else features[mine], labels[mine])).backward()
+        optimizer.step()
+    return values(model)
+
+
+def validated(script: Script, *, quiet: bool) -> list[Tensor]:
+    """Other batches of the hook's are looked at after each update, and loaders are made anew for each epoch."""
+    model = net()
+    script.begin(model)
+    optimizer = sgd(model)
+    wrapped, hook = script.start(model, optimizer)
+    for epoch in range(2):
+        torch.manual_seed(epoch)
+        loaders: list[Any] = [DataLoader(data(), batch_size=TOTAL, shuffle=True), DataLoader(data(), batch_size=TOTAL)]
+        training, held_out = loaders if script.alone else map(hook.planned, loaders)
+        for batch in training:
+            optimizer.zero_grad()
+            classified(wrapped, batch).backward()
+            optimizer.step()
+            wrapped.eval()
+            with torch.no_grad() if quiet else contextlib.nullcontext():
+                for held in held_out:
+                    classified(wrapped, held)
+            wrapped.train()
+    return values(model)
+
+
+# Parts that loops differ in.
+
+
+def ahead(batches: Iterator[Any]) -> Iterator[Any]:
+    """Fetch each batch before the one before it is trained on."""
+    coming = next(batches)
+    for following in batches:
+        yield coming
+        coming = following
+    yield coming
+
+
+def some_left_out(batches: Iterator[Any]) -> Iterator[Any]:
+    return (batch for number, batch in enumerate(batches) if number not in (1, 5))
+
+
+def averaging(wrapped: Any) -> None:
+    """Register a communication hook; DDP compares the annotations of one that has some with real types."""
+
+    def average(group, bucket):  # type: ignore[no-untyped-def]
+        buffer = bucket.buffer().div_(dist.get_world_size())
+        return dist.all_reduce(buffer, async_op=True).get_future().then(lambda done: done.value()[0])
+
+    wrapped.register_comm_hook(None, average)
+
+
+class AroundAnother(torch.optim.Optimizer):
+    """As accelerate's: it derives from Optimizer and sets nothing of it up."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+
+def stepping_by_itself(model: nn.Module) -> Any:
+    """Make each parameter's optimizer step as soon as its gradient is there, which is the rank's own."""
+    optimizers = {value: training_patterns.sgd([value]) for value in model.parameters()}
+    for value in model.parameters():
+        value.register_post_accumulate_grad_hook(lambda value: optimizers[value].step())
+    return optimizers[next(model.parameters())]
+
+
+def net_with_gradient_hooks(change: Callable[[Tensor], Tensor]) -> nn.Module:
+    model = net()
+    for value in model.parameters():
+        value.register_hook(change)
+    return model
+
+
+def net_with_lazy_table() -> nn.Module:
+    """Make a buffer that is alike everywhere in the first pass."""
+
+    def shifted(module: nn.Module, inputs: Any) -> Tensor:
+        if not hasattr(module, "shift"):
+            module.register_buffer("shift", torch.arange(WIDTH).double() / 10)
+        moved: Tensor = inputs[0] - module.shift
+        return moved
+
+    model = net()
+    model.register_forward_pre_hook(shifted)
+    return model
+
+
+def net_with_moving_code() -> nn.Module:
+    """Move a code to the mean of what is near it, in the forward pass."""
+    model, code = net(), nn.Parameter(torch.zeros(WIDTH, dtype=torch.float64), requires_grad=False)
+    model.register_parameter("code", code)
+
+    @torch.no_grad()
+    def moved(module: nn.Module, inputs: Any) -> Tensor:
+        far: Tensor = inputs[0] - code.lerp_(inputs[0].mean(0), 0.1)
+        return far
+
+    model.register_forward_pre_hook(moved)
+    return model
+
+
+class Slotted:
+    __slots__ = ("loss",)
+
+
+class Telling(nn.Module):
+    """Returns its loss in an object of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x: Tensor, labels: Tensor) -> Slotted:
+        answer = Slotted()
+        answer.loss = F.cross_entropy(self.inner(x), labels)  # type: ignore[attr-defined]
+        return answer
+
+
+def with_evaluation_before_backward(model: Any, batch: Any, handle: Any) -> Tensor:
+    loss = classified(model, batch)
+    model.eval()
+    bare(model)(batch[0][:3])  # keeps gradients
+    model.train()
+    return loss
+
+
+def twice_by_one_pass(model: Any, batch: Any, handle: Any) -> Tensor:
+    outputs = model(batch[0])
+    F.cross_entropy(outputs, batch[1]).backward(retain_graph=True)
+    return outputs.square().mean() * 0.1
+
+
+def sharpness_aware(model: Any, batch: Any, handle: Any) -> None:
+    """Two backward passes with a step aside between them, by an optimizer without a ``step``."""
+    classified(model, batch).backward()
+    aside = [0.05 * value.grad for value in model.parameters()]
+    for sign in (1, -1):
+        with torch.no_grad():
+            for value, step in zip(model.parameters(), aside, strict=True):
+                value += sign * step
+        if sign == 1:
+            model.zero_grad()
+            classified(model, batch).backward()
+
+
+def past_the_wrapper_after_a_pass(model: Any, batch: Any, handle: Any) -> Tensor:
+    classified(model, batch).backward()
+    beside: Tensor = bare(model)(batch[0].flip(1)).square().mean()
+    return beside
+
+
+def with_others_of_one_number(model: Any, batch: Any, handle: Any) -> Tensor:
+    """As many unlabelled samples on all ranks: one share cannot be right for both terms."""
+    others = torch.linspace(-1, 1, 16 * WIDTH, dtype=torch.float64).view(16, WIDTH)
+    outputs = model(torch.cat([batch[0], others]))
+    guessed = outputs[len(batch[0]) :]
+    return F.cross_entropy(outputs[: len(batch[0])], batch[1]) + F.cross_entropy(guessed, guessed.argmax(1))
+
+
+def penalty(model: Any, batch: Any, handle: Any) -> Tensor:
+    return classified(model, batch) + 0.01 * sum(value.square().sum() for value in bare(model).parameters())
+
+
+def slopes(outputs: Tensor, inputs: Tensor) -> Tensor:
+    (gradients,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+    return gradients.norm(2, dim=1)
+
+
+def gradient_penalty(model: Any, batch: Any, handle: Any) -> Tensor:
+    """The critic of WGAN-GP: the gradient of a gradient; a term times 0 is there for its graph alone."""
+    inputs = batch[0].clone().requires_grad_()
+    outputs = model(inputs)
+    term = (slopes(outputs, inputs) - 1).square().mean() + 0 * outputs[0].sum()
+    loss: Tensor = model(inputs.flip(1)).mean() - model(inputs * 2).mean() + term
+    return loss
+
+
+def gradient_penalty_alone(model: Any, batch: Any, handle: Any) -> Tensor:
+    inputs = batch[0].clone().requires_grad_()
+    return slopes(model(inputs), inputs).square().mean()
+
+
+def norm_of_the_gradient(model: Any, batch: Any, handle: Any) -> Tensor:
+    loss = classified(model, batch)
+    gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    return loss + 0.1 * torch.stack([slope.square().sum() for slope in gradients]).sum()
+
+
+def gradients_by_hand(model: Any, batch: Any, handle: Any) -> None:
+    """Per-sample gradients, as for privacy."""
+    inner = bare(model)
+
+    def of_sample(parameters: dict[str, Tensor], features: Tensor, label: Tensor) -> Tensor:
+        return F.cross_entropy(torch.func.functional_call(inner, parameters, (features[None],)), label[None])
+
+    held = {name: value.detach() for name, value in inner.named_parameters()}
+    gradients = torch.func.vmap(torch.func.grad(of_sample), (None, 0, 0))(held, *batch)
+    for name, value in inner.named_parameters():
+        value.grad = gradients[name].mean(0)
+
+
+def sparse_model() -> nn.Module:
+    layers = nn.Embedding(7, 5, sparse=True), nn.Flatten(), nn.Linear(5 * training_patterns.LENGTH, 7)
+    return nn.Sequential(*layers).double()
+
+
+# What is refused, in one line.
+COUNT = r"^loss: is a mean over [\d.]+ terms for \d+ samples on rank 0, but over .*; weigh it by what it counts: \w+\.loss\("
+SUM = r'^loss: is a sum over the batch, not a mean over its samples; say \w+\.loss\(loss, reduction="sum"'
+COUPLED = (
+    r"^loss: goes over all samples of a rank's batch \(\w+\), and one process would over .*, or say \w+\.loss\(loss\)"
+)
+UNKNOWN = r"^loss: what it is a mean over cannot be read from its graph \(\w+\); say \w+\.loss\(loss\) if it is a mean"
+PAST = r"^backward: reaches the model's parameters past the wrapped model, so that nobody averages .*; call the wrapped"
+LATE = r"^model: buffer module\.\w+, made in a forward pass,: differs between rank 0 .*; make it before"
+HOOKED = r"^gradient of 0\.weight: is changed by a hook on each rank by itself, .*; change \.grad"
+FROZEN = r"^optimizer: trains module\.0\.weight, which was frozen when DDP wrapped the model; unfreeze before"
+OUTSIDE = r"^optimizer: trains a parameter of shape \(.*\) that is not in the model: nobody averages it"
+SECOND = r"^optimizer: a second one \(\w+\) steps within agent\.batches, whose gradients nobody weighs; train one"
+BESIDE = r"^optimizer: trains a Linear beside the one that was attached to, whose losses nobody"
+AHEAD = r"^agent\.batches: the next one was fetched before the first was trained on"
+STREAM = r"^dataset: is a Endless, an IterableDataset; give a map-style"
+NOT_DDP = r"^model: is a FSDPSequential, not a DistributedDataParallel; give the model that"
+AGAIN = r"^backward: comes again by one forward pass, whose gradients DDP averages once only; add the"
+RATES = r"^learning rate: differs between rank 0 \([\d.]+\) and rank 1 \([\d.]+\); let what changes it"
+MAX_NORM = r"^model: embedding has max_norm, by which each rank changes rows of its own batch; leave it out"
+MOVED = r"^model: module\.code, changed by a forward pass,: differs between rank 0 .*; change it after"
+BY_HAND = r"^backward: went past the weights of the ranks' batches; call loss\.backward\(\)"
+NO_BACKWARD = r"^optimizer\.step: came before the pass's backward; call agent\.backward\(loss\)"
+ONE_STREAM = r"^dataset: first sample of the stream: differs between rank 0 .* say that each has its own"
+COLUMNS = r"^forward: the batch cannot be counted by dimension 0 of the model's arguments \(6\)"
+CLEARED = r"^gradients: were changed or cleared before the step's last pass; clear and clip them where agent\.complete"
+
+OF_THE_TABLE: dict[str, str | dict[str, str]] = {
+    "simclr": COUPLED,
+    "loss_with_parameters": OUTSIDE,
+    "parameter_outside": OUTSIDE,
+    "late_unfreezing": FROZEN,
+    "buffer_made_in_forward": LATE,
+    "short_rows": MAX_NORM,
+    "iterable_dataset": {BALANCE: STREAM, AGENT: STREAM, IN_PASSES: STREAM},
+}
+PER_REPLICA = {"batch_norm_and_dropout", "tensor_in_attribute", "tensors_in_list", "loss_with_a_mean_not_told"}
+"""What DDP computes otherwise than one process, with equal batches as well."""
+PER_PASS = {"layer_drop", "number_in_attribute", "number_in_namespace", "lbfgs"}
+"""What depends on the number of passes."""
+
+Form = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""A loss of a net's outputs, of targets for them and of labels."""
+FORMS: dict[str, dict[str, Form]] = {
+    "": {
+        "mse": lambda logits, target, label: F.mse_loss(logits, target),
+        "bce": lambda logits, target, label: F.binary_cross_entropy_with_logits(
+            logits, target.sigmoid(), pos_weight=logits.new_tensor([1, 2, 3])
+        ),
+        "gaussian": lambda logits, target, label: F.gaussian_nll_loss(logits, target, target.square() + 1),
+        "cosine": lambda logits, target, label: F.cosine_embedding_loss(logits, target, 2 * (label > 0).double() - 1),
+        "batchmean": lambda logits, target, label: F.kl_div(
+            logits.log_softmax(1), target.softmax(1), reduction="batchmean"
+        ),
+        "soft labels": lambda logits, target, label: F.cross_entropy(logits, target.softmax(1)),
+        "smoothed labels": lambda logits, target, label: F.cross_entropy(logits, label, label_smoothing=0.1),
+        "ctc": lambda logits, target, label: F.ctc_loss(
+            (logits * torch.arange(1, 4).double()[:, None, None]).log_softmax(2),
+            label[:, None] % 2 + 1,
+            torch.full_like(label, 3),
+            torch.ones_like(label),
+        ),
+        "loop over samples": lambda logits, target, label: torch.stack(
+            [F.cross_entropy(*each) for each in zip(logits, label, strict=True)]
+        ).mean(),
+        "two terms": lambda logits, target, label: F.cross_entropy(logits, label).add(
+            F.mse_loss(logits, target), alpha=0.3
+        ),
+        "weights of samples": lambda logits, target, label: (
+            F.cross_entropy(logits, label, reduction="none") * target[:, 0].abs()
+        ).mean(),
+        "mean of columns": lambda logits, target, label: (
+            F.mse_loss(logits, target, reduction="none").mean(0) / 2
+        ).sum(),
+    },
+    COUNT: {
+        "over their weights": lambda logits, target, label: (
+            (F.cross_entropy(logits, label, reduction="none") * target[:, 0].abs()).sum() / target[:, 0].abs().sum()
+        ),
+        "weights of classes": lambda logits, target, label: F.cross_entropy(
+            logits, label, logits.new_tensor([1, 2, 5])
+        ),
+        "hard ones": lambda logits, target, label: (lambda each: each[each > 1].mean())(
+            F.cross_entropy(logits, label, reduction="none")
+        ),
+        "constant divisor": lambda logits, target, label: F.cross_entropy(logits, label, reduction="sum") / 16,
+        "correlation": lambda logits, target, label: (logits.T @ logits / len(logits)).square().mean(),
+    },
+    SUM: {
+        "sum": lambda logits, target, label: F.mse_loss(logits, target, reduction="sum"),
+        "sum of terms": lambda logits, target, label: F.cross_entropy(logits, label) + logits.abs().sum(),
+    },
+    UNKNOWN: {
+        "root": lambda logits, target, label: F.mse_loss(logits, target).sqrt(),
+        "dice": lambda logits, target, label: (lambda one, two: 1 - 2 * (one * two).sum() / (one + two).sum())(
+            logits.sigmoid(), target.sigmoid()
+        ),
+        "squared mean": lambda logits, target, label: (
+            F.cross_entropy(logits, label) + 0.1 * logits.softmax(1).mean(0).square().sum()
+        ),
+        "shares of experts": lambda logits, target, label: (
+            F.cross_entropy(logits, label)
+            + 0.1 * (F.one_hot(logits.argmax(1), CLASSES).to(logits.dtype).mean(0) * logits.softmax(1).mean(0)).sum()
+        ),
+        "compiled": lambda logits, target, label: torch.compile(F.cross_entropy, backend="aot_eager")(logits, label),
+    },
+    COUPLED: {
+        "hardest": lambda logits, target, label: (
+            F.cross_entropy(logits, label, reduction="none").topk(len(logits) // 4)[0].mean()
+        ),
+        "variance": lambda logits, target, label: (logits - logits.mean(0)).square().mean(),
+        "softmax over the batch": lambda logits, target, label: (logits.softmax(0) * target).mean(),
+    },
+}
+OTHERWISE = {"hardest": {HOOK: COUPLED, BALANCE: COUPLED, AGENT: COUNT}}
+"""Forms that ways refuse differently: a quarter of 16 samples is as many as of 17."""
+
+
+def of_outputs(form: Form) -> Loss:
+    return lambda model, batch, handle: form(model(batch[0]), batch[0][:, :CLASSES], batch[1])
+
+
+def partial(function: Callable[..., list[Tensor]], **options: Any) -> Callable[[Script], list[Tensor]]:
+    return lambda script: function(script, **options)
+
+
+def texts(loss: Loss, refused: str = "") -> Case:
+    """A case with sequences of several lengths."""
+    return Case(lambda script: trained(script, loss, model=Tied().double(), dataset=sequences(torch.float64)), refused)
+
+
+CASES: dict[str, Case] = {
+    name: Case(
+        declared(name),
+        OF_THE_TABLE.get(name, ""),
+        USUAL if name in PER_PASS else (*USUAL, IN_PASSES),
+        tolerance=0.02 if name == "bf16_autocast" else 1e-6,
+    )
+    for name in training_patterns.MAKERS.keys() - PER_REPLICA
+}
+CASES |= {
+    f"loss: {name}": Case(
+        loop(of_outputs(form), optimizer=lambda model: sgd(model, lr=0.05)), OTHERWISE.get(name, refused)
+    )
+    for refused, forms in FORMS.items()
+    for name, form in forms.items()
+}
+CASES |= {
+    # Optimizers, and what comes between backward and update.
+    "ZeRO optimizer": Case(zero_optimizer),
+    "accumulation under no_sync": Case(partial(accumulated, quiet=True)),
+    "accumulation without no_sync": Case(partial(accumulated, quiet=False)),
+    "two optimizers": Case(two_optimizers, {AGENT: SECOND}),
+    "optimizer around another": Case(loop(optimizer=lambda model: AroundAnother(sgd(model)))),
+    "update within backward": Case(loop(optimizer=stepping_by_itself), HOOKED),
+    "rates that differ": Case(rates_that_differ, RATES),
+    "sharpness aware": Case(loop(sharpness_aware)),
+    "gradients cleared in every pass": Case(gradients_cleared_in_every_pass, {IN_PASSES: CLEARED}, (*USUAL, IN_PASSES)),
+    "centralised gradients": Case(
+        loop(model=lambda: net_with_gradient_hooks(lambda value: value - value.mean(-1, keepdim=True)))
+    ),
+    "gradients clipped by hooks": Case(
+        loop(model=lambda: net_with_gradient_hooks(lambda value: value.clamp(-0.01, 0.01))), HOOKED
+    ),
+    "communication hook of its own": Case(loop(ready=averaging)),
+    # Models.
+    "FSDP2": Case(fsdp2, {BALANCE: NOT_DDP, AGENT: NOT_DDP}),
+    "SyncBatchNorm": Case(sync_batch_norm),
+    "lazily made table": Case(loop(model=net_with_lazy_table)),
+    "code moved in a pass": Case(loop(model=net_with_moving_code), MOVED),
+    "loss in slots": Case(loop(lambda model, batch, handle: model(*batch).loss, model=Telling)),
+    "sparse gradients": Case(
+        lambda script: trained(
+            script,
+            lambda model, batch, handle: F.cross_entropy(model(batch[0]), batch[0][:, 0]),
+            model=sparse_model(),
+            dataset=sequences(torch.float64),
+            optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.3),
+        )
+    ),
+    "GAN": Case(partial(gan, frozen=False), {AGENT: SECOND}),
+    "GAN with a frozen judge": Case(partial(gan, frozen=True), {AGENT: SECOND}),
+    "second model not attached": Case(second_model_not_attached, {HOOK: BESIDE, BALANCE: BESIDE, AGENT: SECOND}),
+    "encoder and head wrapped each": Case(encoder_and_head_wrapped_each),
+    "mean teacher": Case(mean_teacher),
+    # Passes, and losses that are no mean over a rank's samples.
+    "several updates with one batch": Case(several_updates_with_one_batch),
+    "two losses one pass": Case(loop(twice_by_one_pass), AGAIN),
+    "loss of two batches": Case(loss_of_two_batches, {AGENT: AHEAD}),
+    "parts of a size": Case(parts_of_a_size),
+    "past the wrapper": Case(loop(lambda model, batch, handle: classified(bare(model), batch)), PAST),
+    "past the wrapper after a pass": Case(loop(past_the_wrapper_after_a_pass), PAST),
+    "past the wrapper beside a pass": Case(
+        loop(lambda model, batch, handle: classified(model, batch) + bare(model)(batch[0].flip(1)).square().mean())
+    ),
+    "penalty on parameters": Case(loop(penalty)),
+    "gradient penalty": Case(loop(gradient_penalty, optimizer=lambda model: sgd(model, lr=0.01))),
+    "gradient penalty alone": Case(loop(gradient_penalty_alone), PAST),
+    "norm of the gradient": Case(loop(norm_of_the_gradient), COUNT),
+    "gradients by hand": Case(loop(gradients_by_hand), {HOOK: BY_HAND, BALANCE: BY_HAND, AGENT: NO_BACKWARD}),
+    "unlabelled samples of one number": Case(loop(with_others_of_one_number), COUNT),
+    "SimCLR gathered": Case(partial(simclr_gathered, on_each=False)),
+    "SimCLR gathered on each": Case(partial(simclr_gathered, on_each=True)),
+    "labels of all ranks": Case(labels_of_all_ranks),
+    "variable lengths": texts(lambda model, batch, handle: every_token(model, batch), COUNT),
+    "sum said": texts(
+        lambda model, batch, handle: handle.loss(first_tokens(model, batch) * len(batch[0]) / 100, reduction="sum")
+    ),
+    # Batches.
+    "batch fetched ahead": Case(loop(order=ahead), {AGENT: AHEAD}),
+    "batches left out": Case(loop(with_evaluation_before_backward, order=some_left_out)),
+    # Loaders of the script's own, which are the hook's alone: balancer and agent bring the loader.
+    "loader made before": Case(lambda s: given(s, DataLoader(data(), batch_size=TOTAL, shuffle=True)), "", (HOOK,)),
+    "loader before everything": Case(
+        lambda s: given(s, DataLoader(data(), batch_size=TOTAL, num_workers=1), early=True), "", (HOOK,)
+    ),
+    "loader of a distributed sampler": Case(loader_of_a_distributed_sampler, "", (HOOK,)),
+    "loader with its own order": Case(loader_with_its_own_order, "", (HOOK,)),
+    "stream with data workers": Case(
+        lambda s: given(s, DataLoader(Parted(), batch_size=TOTAL, num_workers=2), early=True), "", (HOOK,)
+    ),
+    "streams of the ranks' own": Case(partial(streams, shared=False), "", (HOOK,)),
+    "one stream of two": Case(streams, ONE_STREAM, (HOOK,)),
+    "batches by hand": Case(partial(own_loader, turned=False), "", (HOOK,)),
+    "batches by hand in columns": Case(partial(own_loader, turned=True), COLUMNS, (HOOK,)),
+    "validation between updates": Case(partial(validated, quiet=True), "", (HOOK,)),
+    "validation with gradients": Case(partial(validated, quiet=False), "", (HOOK,)),
+}

@@ -1,0 +1,203 @@
+"""What ranks do for the tests of sharded training: a small GPT under a plan, beside the same steps in one process."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from ddltool.analyzers.step.tracing.step import TrainingStep
+from ddltool.plans import Recomputed
+from ddltool.runtime import attach, shard
+from ddltool.runtime.hook.data_parallel import loaded
+from ddltool.runtime.hook.sharding import checkpoint_modules
+from tests.helpers.processes import message_of
+
+LENGTH, WORDS = 16, 64
+
+
+class Layer(nn.Module):
+    """A transformer's block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.before, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attend, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.view(*part.shape[:2], 4, -1).transpose(1, 2) for part in self.attend(self.before(x)).chunk(3, -1)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        x = x + self.out(mixed.reshape(x.shape))
+        added: Tensor = x + self.narrow(F.gelu(self.wide(self.after(x))))
+        return added
+
+
+class Gpt(nn.Module):
+    """Embeddings, blocks, a head; its loss is the mean over the tokens of a batch."""
+
+    def __init__(self, layers: int = 3, width: int = 32, length: int = LENGTH, words: int = WORDS) -> None:
+        super().__init__()
+        self.length, self.words_known = length, words
+        self.words = nn.Embedding(words, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.head = nn.Linear(width, words)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        made: Tensor = self.head(x)
+        return made
+
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(output.flatten(0, 1), targets.flatten())
+
+    def example_targets(self, batch_size: int) -> Tensor:
+        return torch.zeros(batch_size, self.length, dtype=torch.long)
+
+
+def small() -> tuple[nn.Module, Tensor]:
+    """A factory for plans."""
+    return Gpt(), torch.zeros(4, LENGTH, dtype=torch.long)
+
+
+def middling() -> tuple[nn.Module, Tensor]:
+    """Large enough that activations and parameters both count."""
+    return Gpt(layers=4, width=128, length=64, words=512), torch.zeros(4, 64, dtype=torch.long)
+
+
+def gpt(layers: int, batch: int) -> TrainingStep:
+    """Return the step of a GPT of :func:`middling`'s width."""
+    module = Gpt(layers=layers, width=128, length=64, words=512)
+    tokens = torch.zeros(batch, module.length, dtype=torch.long)
+
+    def loss(output: Tensor) -> Tensor:
+        return module.loss(output, output.new_zeros(output.shape[:2], dtype=torch.long))
+
+    return TrainingStep(name="gpt", module=module, inputs=(tokens,), loss=loss)
+
+
+def built(make: Callable[[], tuple[nn.Module, Tensor]], dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    return make()[0].to(dtype)
+
+
+Steps = Sequence[Sequence[Sequence[int]]]
+"""Samples by step, pass and rank."""
+
+
+def train(
+    rank: int, config: str, steps: Steps, dtype: torch.dtype, hooked: bool = True,
+    make: Callable[[], tuple[nn.Module, Tensor]] = small, emitted: str | None = None,
+) -> tuple[float, list[str]]:  # fmt: skip
+    """Return how far parameters and the last gradients are from one process's, and what runs on the model.
+
+    ``emitted``: a module that shards the model in place of the runtime.
+    """
+    alone, model = built(make, dtype), built(make, dtype)
+    model = shard(model, config) if emitted is None else runpy.run_path(emitted)["shard"](model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.2, momentum=0.9) for each in (alone, model)]
+    if hooked:
+        attach(config, model=model, optimizer=optimizers[1])
+    generator = torch.Generator().manual_seed(1)
+    inner = getattr(model, "module", model)
+    for passes in steps:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        total = sum(map(sum, passes))
+        tokens = torch.randint(alone.words_known, (total, alone.length + 1), generator=generator)
+        first = 0
+        for sizes in passes:
+            begin = first + sum(sizes[:rank])
+            mine, whole = tokens[begin : begin + sizes[rank]], tokens[first : first + sum(sizes)]
+            first += sum(sizes)
+            (alone.loss(alone(whole[:, :-1]), whole[:, 1:]) / len(passes)).backward()
+            (inner.loss(model(mine[:, :-1]), mine[:, 1:]) / len(passes)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    worst = 0.0
+    for (name, one), (_, other) in zip(alone.named_parameters(), inner.named_parameters(), strict=True):
+        for made, expected in ((other, one), (other.grad, one.grad)):
+            value = made.full_tensor() if isinstance(made, DTensor) else made
+            assert value.shape == expected.shape, name
+            worst = max(worst, float((value - expected).abs().max()))
+    return worst, [type(module).__name__ for module in (model, *inner.layers)]
+
+
+def peak_bytes(rank: int, config: str, make: Callable[[], tuple[nn.Module, Tensor]] = middling) -> float:
+    """Return the most bytes of tensors in the second of two steps under the plan, as torch's own tracker sees them."""
+    samples = loaded(config)[0].ranks[rank].local_batch_size
+    model = shard(built(make, torch.float32), config)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, foreach=False)
+    tokens = make()[1][:1].repeat(samples, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tracker = FSDPMemTracker(model, optimizer)
+        tracker.track_inputs((tokens,))
+        with tracker:
+            for turn in range(2):
+                loss = model.loss(model(tokens), tokens)  # type: ignore[operator]
+                loss.backward()
+                del loss
+                optimizer.step()
+                optimizer.zero_grad()
+                if turn == 0:
+                    tracker.reset_mod_stats()
+    return float(next(iter(tracker.get_tracker_snapshot("peak").values()))["Total"])
+
+
+def allocated_bytes(rank: int, kind: str, keeps: Mapping[str, Sequence[int]], layers: int, samples: int) -> float:
+    """Return the most bytes that torch's profiler sees a rank hold in a step under ``ddp`` or ``zero1``, of two the fewer.
+
+    It sees what C++ allocates as well; DDP makes its buckets again in the second step of four. Now and then gloo's threads
+    hold something from one step until into the next.
+    """
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
+        warnings.simplefilter("ignore")
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            model = Gpt(layers=layers, width=128, length=64, words=512)
+            tokens = torch.zeros(samples, model.length, dtype=torch.long)
+            checkpoint_modules(model, [Recomputed(module=name, keeps=list(kept)) for name, kept in keeps.items()])
+            replica, settings = DistributedDataParallel(model), {"lr": 0.1, "momentum": 0.9}
+            optimizer: torch.optim.Optimizer = (
+                ZeroRedundancyOptimizer(replica.parameters(), torch.optim.SGD, **settings)
+                if kind == "zero1"
+                else torch.optim.SGD(replica.parameters(), **settings)
+            )
+            for turn in range(4):
+                with record_function(f"turn {turn}"):
+                    loss = model.loss(replica(tokens), tokens)
+                    loss.backward()
+                    del loss
+                    optimizer.step()
+                    optimizer.zero_grad()
+                time.sleep(0.05)
+        profiler.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
+    steady = [event for event in events if event.get("name") in ("turn 2", "turn 3")]
+    changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]")
+    held = list(zip((at for at, _ in changes), accumulate(size for _, size in changes), strict=True))
+    return float(min(max(size for at, size in held if step["ts"] <= at <= step["ts"] + step["dur"]) for step in steady))
+
+
+def refusal(rank: int, config: str) -> str:
+    """Return what ``shard`` says."""
+    return message_of(shard, Gpt(layers=1), config)

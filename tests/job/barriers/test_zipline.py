@@ -1,0 +1,267 @@
+"""Barriers against brute force, against other algorithms for the same problem, and against the published lists."""
+
+from __future__ import annotations
+
+import heapq
+import importlib.util
+import itertools
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddltool.analyzers.job.barriers.ends import EndTimes, bsp
+from ddltool.analyzers.job.barriers.predict import PREDICTORS, ema, predict_ends
+from ddltool.analyzers.job.barriers.tradeoff import OBJECTIVES, best_barrier, tradeoff
+from ddltool.analyzers.job.barriers.zipline import full_gridscan, gridscan, zipline
+from ddltool.errors import InputError
+
+ROOT = Path(__file__).resolve().parents[3]
+Rows = list[list[int]]
+# Few distinct whole numbers: many ties, within a worker too, and exact arithmetic.
+ROWS: st.SearchStrategy[Rows] = st.lists(
+    st.lists(st.integers(0, 12), min_size=1, max_size=4).map(sorted), min_size=1, max_size=4
+)
+
+
+def benchmark_module(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+published = benchmark_module("published_barriers")
+
+
+def random_ends(workers: int, lookahead: int, seed: int, *, whole: bool = False) -> np.ndarray:
+    chance = np.random.default_rng(seed)
+    lengths = chance.uniform(1, 4, (workers, 1)) * chance.uniform(0.9, 1.1, (workers, lookahead))
+    ends = np.cumsum(lengths, axis=1)
+    return np.floor(ends * 4) if whole else ends
+
+
+def choices(rows: Rows) -> list[tuple[int, ...]]:
+    """Every way to choose one place per worker."""
+    return list(itertools.product(*(range(len(row)) for row in rows)))
+
+
+def brute_force(rows: Rows) -> tuple[int, int]:
+    """The least waiting, and the earliest barrier that has it."""
+    picked = ([row[place] for row, place in zip(rows, choice, strict=True)] for choice in choices(rows))
+    return min((max(ends) - min(ends), max(ends)) for ends in picked)
+
+
+@settings(max_examples=700, deadline=None)
+@given(rows=ROWS)
+def test_zipline_is_the_optimum_and_the_first_of_several(rows: Rows) -> None:
+    barrier = zipline([np.array(row, dtype=float) for row in rows])
+    assert (barrier.waiting_time_s, barrier.barrier_s) == brute_force(rows)
+    for row, count, chosen in zip(rows, barrier.iterations, barrier.chosen_s, strict=True):
+        assert count == sum(end <= barrier.barrier_s for end in row)  # each worker's latest end up to the barrier
+        assert chosen == row[count - 1]
+
+
+@settings(max_examples=300, deadline=None)
+@given(rows=ROWS, scale=st.sampled_from([10, 7, 1000]), start=st.sampled_from([0, 86_400, 1_700_000_000]))
+def test_decimals_that_floats_cannot_hold_do_not_decide_ties(rows: Rows, scale: int, start: int) -> None:
+    """0.3 - 0.2 is less than 0.2 - 0.1 in floats; the first of equals must win all the same."""
+    waiting, earliest = brute_force(rows)
+    barrier = zipline([[start + end / scale for end in row] for row in rows])
+    assert barrier.barrier_s == start + earliest / scale
+    assert barrier.waiting_time_s == pytest.approx(waiting / scale, abs=1e-6 if start else 1e-12)
+
+
+def test_of_two_equal_minima_the_first_is_chosen() -> None:
+    """The situation of the paper's Figure 3."""
+    rows = [[1.0, 5.0, 9.0, 13.0], [3.0, 6.0, 11.0, 14.0], [2.0, 7.0, 10.0, 15.0]]
+    assert max(row[0] for row in rows) == 3.0
+    barrier = zipline(rows)  # waits 2 with (1, 3, 2), (5, 6, 7), (9, 11, 10) and (13, 14, 15)
+    assert (barrier.waiting_time_s, barrier.barrier_s, barrier.iterations.tolist()) == (2.0, 3.0, [1, 1, 1])
+    assert barrier.total_waiting_s == 3.0
+    assert barrier.iteration_gap == 0
+
+
+def smallest_range(rows: Sequence[Sequence[float]]) -> float:
+    """The textbook algorithm: a heap of one head per list, always advancing the smallest."""
+    heap = [(row[0], worker, 0) for worker, row in enumerate(rows)]
+    heapq.heapify(heap)
+    latest = max(row[0] for row in rows)
+    best = latest - heap[0][0]
+    while True:
+        _, worker, place = heap[0]
+        if place + 1 == len(rows[worker]):
+            return best
+        latest = max(latest, rows[worker][place + 1])
+        heapq.heapreplace(heap, (rows[worker][place + 1], worker, place + 1))
+        best = min(best, latest - heap[0][0])
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("whole", [False, True])
+def test_larger_problems_agree_with_a_heap_and_with_the_published_lists(seed: int, whole: bool) -> None:
+    ends = random_ends(5 + 20 * seed, 40, seed, whole=whole)
+    barrier = zipline(ends)
+    waiting, chosen = published.zipline(ends.tolist())
+    assert barrier.waiting_time_s == smallest_range(ends.tolist()) == waiting
+    assert barrier.barrier_s == max(chosen)[0]
+    assert barrier.waiting_time_s <= full_gridscan(ends).waiting_time_s <= gridscan(ends).waiting_time_s
+    assert barrier.waiting_time_s <= bsp(ends).waiting_time_s
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_grid_scans_find_what_the_published_loops_find(seed: int) -> None:
+    ends = random_ends(4 + 4 * seed, 20, seed, whole=seed % 2 == 1)
+    ends[0] = np.concatenate(([ends.min() - 1], ends[0, :-1]))  # one worker alone is the earliest
+    for ours, theirs in ((gridscan(ends), published.gridscan(ends.tolist())), (full_gridscan(ends), None)):
+        waiting, chosen = theirs if theirs is not None else published.full_gridscan(ends.tolist())
+        assert ours.waiting_time_s == waiting
+        if theirs is not None:
+            assert [count for _, _, count in sorted(chosen, key=lambda item: item[1])] == ours.iterations.tolist()
+
+
+def test_of_workers_that_begin_at_once_the_scan_takes_the_one_that_goes_on_first() -> None:
+    """In both orders the pivots are 0 and 5, near which the ends wait 10 s; the pivot 13 of the other would leave 8 s."""
+    rows = [[0.0, 5.0], [0.0, 13.0], [10.0, 13.0]]
+    assert [gridscan([rows[at] for at in order]).waiting_time_s for order in ([0, 1, 2], [1, 0, 2], [2, 1, 0])] == [
+        10.0
+    ] * 3
+
+
+def test_grid_scans_are_heuristics() -> None:
+    """Where ZipLine is strictly better, so the comparison above is not vacuous."""
+    found = [
+        seed
+        for seed in range(50)
+        if zipline(random_ends(8, 10, seed)).waiting_time_s < gridscan(random_ends(8, 10, seed)).waiting_time_s
+    ]
+    assert len(found) > 10
+    rows = [[0.0, 10.0], [4.0, 14.0], [7.0, 17.0]]
+    assert full_gridscan(rows).waiting_time_s >= zipline(rows).waiting_time_s == 6.0
+
+
+@settings(max_examples=300, deadline=None)
+@given(rows=ROWS, chance=st.randoms(use_true_random=False))
+def test_the_order_of_the_workers_does_not_matter(rows: Rows, chance: np.random.Generator) -> None:
+    order = list(range(len(rows)))
+    chance.shuffle(order)  # type: ignore[arg-type]
+    mixed = [rows[worker] for worker in order]
+    for choose in (zipline, gridscan, full_gridscan, best_barrier):
+        straight, other = choose(rows), choose(mixed)
+        assert other.barrier_s == straight.barrier_s
+        assert other.iterations.tolist() == straight.iterations[order].tolist()
+
+
+def cost(rows: Rows, choice: tuple[int, ...], objective: str) -> tuple[Fraction, int]:
+    """The exact objective of one choice, and its barrier."""
+    ends = [row[place] for row, place in zip(rows, choice, strict=True)]
+    barrier = max(ends)
+    if objective == "waiting":
+        return Fraction(barrier - min(ends)), barrier
+    total = sum(barrier - end for end in ends)
+    made = sum(place + 1 for place in choice) if objective == "per_iteration" else 1
+    return Fraction(total, made), barrier
+
+
+@settings(max_examples=500, deadline=None)
+@given(rows=ROWS, gap=st.sampled_from([None, 0, 1, 2, 3]))
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_bounded_barriers_are_optimal(objective: str, rows: Rows, gap: int | None) -> None:
+    allowed = [choice for choice in choices(rows) if gap is None or max(choice) - min(choice) <= gap]
+    best = min(cost(rows, choice, objective) for choice in allowed)
+    barrier = best_barrier(rows, objective=objective, max_gap=gap)  # type: ignore[arg-type]
+    found = tuple(int(count) - 1 for count in barrier.iterations)
+    assert gap is None or barrier.iteration_gap <= gap
+    assert cost(rows, found, objective) == best
+    assert barrier.barrier_s == best[1]
+
+
+def test_the_tradeoff_falls_to_the_unbounded_optimum() -> None:
+    ends = random_ends(12, 15, 3)
+    curve = tradeoff(ends)
+    assert list(curve) == list(range(len(curve)))
+    assert len(curve) > 3
+    figures = {
+        "waiting": [best["waiting"].waiting_time_s for best in curve.values()],
+        "total": [best["total"].total_waiting_s for best in curve.values()],
+        "per_iteration": [best["per_iteration"].waiting_per_iteration_s for best in curve.values()],
+    }
+    for values in figures.values():
+        assert values == sorted(values, reverse=True)
+        assert values[0] > values[-1]
+    assert curve[len(curve) - 1]["waiting"].waiting_time_s == zipline(ends).waiting_time_s
+    assert curve[len(curve) - 1]["total"].total_waiting_s == best_barrier(ends).total_waiting_s
+    assert best_barrier(ends).total_waiting_s < zipline(ends).total_waiting_s  # a different question, another answer
+
+
+def test_totals_stay_exact_on_clocks_that_began_long_ago() -> None:
+    grid = 2**20  # finer than this floats near 1.7e9 cannot tell
+    ends = np.floor(random_ends(200, 30, 0) / 100 * grid) / grid
+    least = best_barrier(ends).total_waiting_s
+    assert least <= best_barrier(ends + 1_700_000_000).total_waiting_s <= least * 1.001
+
+
+def test_predictors_follow_their_definitions() -> None:
+    chance = np.random.default_rng(0)
+    for size in (1, 2, 7, 400):
+        lengths = chance.uniform(1, 3, size)
+        average = lengths[0]
+        for length in lengths[1:]:
+            average = 0.2 * length + 0.8 * average
+        assert ema(lengths, 3) == pytest.approx(average, rel=1e-12)
+        assert PREDICTORS["last"](lengths, 3) == lengths[-1]
+        assert PREDICTORS["mean"](lengths, 3) == pytest.approx(lengths[-10:].mean())
+
+
+def test_predictions_of_steady_workers_are_their_future() -> None:
+    lengths = [np.full(5, 2.0), np.full(9, 0.5)]
+    for predictor in PREDICTORS.values():
+        ends = predict_ends(lengths, [10.0, 4.5], 4, predictor)
+        assert ends == pytest.approx(np.array([[12.0, 14.0, 16.0, 18.0], [5.0, 5.5, 6.0, 6.5]]))
+
+
+def test_a_predictor_of_ones_own_is_used() -> None:
+    ends = predict_ends([np.ones(2)], [0.0], 3, lambda lengths, lookahead: np.arange(1, lookahead + 1) * lengths[-1])
+    assert ends.tolist() == [[1.0, 3.0, 6.0]]
+    with pytest.raises(InputError, match=r"worker w7: its predictor returned shape \(2,\); expected \(3,\)"):
+        predict_ends([np.ones(2)], [0.0], 3, lambda lengths, lookahead: np.ones(2), ["w7"])
+    with pytest.raises(InputError, match=r"worker 0: .* take -1 s; iteration lengths must be above zero"):
+        predict_ends([np.ones(2)], [0.0], 3, lambda lengths, lookahead: -1.0)
+
+
+@pytest.mark.parametrize(
+    ("times", "line"),
+    [
+        ([], "times: holds no workers"),
+        ([[1.0], []], r"times\[1\]: holds no iteration ends"),
+        ([[1.0], [2.0, float("nan")]], r"times\[1\]\[1\]: is not finite"),
+        ([[1.0, 2.0], [2.0, 3.0, 2.5]], r"times\[1\]\[2\]: goes backwards"),
+    ],
+)
+def test_unusable_ends_are_named(times: list[list[float]], line: str) -> None:
+    for choose in (zipline, gridscan, full_gridscan, best_barrier):
+        with pytest.raises(InputError, match=line):
+            choose(times)
+
+
+def test_a_later_worker_may_begin_earlier() -> None:
+    """Descending across workers is no fault."""
+    assert EndTimes.of([[5.0, 6.0], [1.0, 2.0]]).workers == 2
+
+
+def test_an_unusable_bound_is_told() -> None:
+    with pytest.raises(InputError, match="max_gap: is -1"):
+        best_barrier([[1.0]], max_gap=-1)
+
+
+def test_the_shipped_example_is_what_the_generator_makes() -> None:
+    shipped = (ROOT / "fixtures" / "barrier" / "times.csv").read_text(encoding="utf-8")
+    assert shipped == benchmark_module("bench_barriers").example()
+    assert all(line.endswith(",synthetic") for line in shipped.splitlines()[1:])

@@ -1,0 +1,532 @@
+"""Placement: the closed form and brute force as oracles, certificates on every plan."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial
+from random import Random
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from ddltool.analyzers.answers.emitting.enforcement import to_enforcement
+from ddltool.analyzers.job.placement import est
+from ddltool.analyzers.job.placement.est import solve_est
+from ddltool.analyzers.job.placement.problem import (
+    DeviceType,
+    Problem,
+    capability_from_graph,
+    capability_from_profile,
+    from_job,
+)
+from ddltool.analyzers.job.placement.steps import verify
+from ddltool.analyzers.job.planning.split import plan_bsp
+from ddltool.errors import Infeasible, InputError, NotProven
+from ddltool.graph import Graph, Op
+from ddltool.job import Constraints, DeviceOffer, Job
+from ddltool.plans import Alternative, Assignment, Plan
+from tests.conftest import job
+from tests.helpers.est_oracles import choices, closed_form
+
+
+def problem(capabilities: tuple[float, ...], counts: tuple[int, ...], workers: int, **limits: object) -> Problem:
+    prices = limits.pop("prices", [None] * len(counts))
+    devices = tuple(
+        DeviceType(name=f"t{i}", count=count, capability_per_s=Fraction(str(capability)), price_micro=price)
+        for i, (capability, count, price) in enumerate(zip(capabilities, counts, prices, strict=True))  # type: ignore[call-overload]
+    )
+    return Problem(job="j", max_workers=workers, batch_size=4, devices=devices, **limits)  # type: ignore[arg-type]
+
+
+def random_problem(random: Random, **bounds: int) -> Problem:
+    types = random.randint(1, bounds.get("types", 5))
+    capabilities = tuple(round(random.uniform(0.1, 9.0), random.randint(0, 3)) or 1.0 for _ in range(types))
+    counts = tuple(random.randint(1, bounds.get("count", 12)) for _ in range(types))
+    limits: dict[str, object] = {}
+    if random.random() < 0.3:
+        limits["max_devices"] = random.randint(1, 8)
+    if random.random() < 0.2:
+        limits["single_type"] = True
+    return problem(capabilities, counts, random.randint(1, bounds.get("workers", 80)), **limits)
+
+
+def test_throughput_equals_the_closed_form_on_500_random_jobs() -> None:
+    random = Random(0)
+    for _ in range(500):
+        case = random_problem(random)
+        made = solve_est(case)
+        exact = closed_form(case)
+        assert made.status == "optimal"
+        assert made.gap == 0
+        assert verify(case, made.assignments) == exact  # as fractions: no rounding hides a difference
+        assert made.iteration_s == float(exact)
+        assert made.throughput == float(case.max_workers / exact)
+        capability = {device.name: device.capability_per_s for device in case.devices}
+        # Formula 1c and 1d word for word, over GPUs: throughput = sum N C - waste.
+        used = sum(row.devices * capability[row.device_type] for row in made.assignments)
+        waste = sum(
+            row.devices * (capability[row.device_type] - row.ests_per_device / exact) for row in made.assignments
+        )
+        assert made.waste == pytest.approx(float(waste), abs=1e-9)
+        assert made.throughput == pytest.approx(float(used) - made.waste)
+        assert made.est_count == case.max_workers
+
+
+Ranked = tuple[Fraction, int, Fraction, tuple[int, ...]]
+
+
+def ranking(case: Problem) -> list[Ranked]:
+    """All choices of devices as (step time, devices, capability in use, counts), best first."""
+
+    def speed(counts: tuple[int, ...]) -> Fraction:
+        return sum(
+            (each.capability_per_s * count for each, count in zip(case.devices, counts, strict=True)), Fraction(0)
+        )
+
+    ranked = [(step, sum(counts), speed(counts), counts) for counts, step, _ in choices(case)]
+    return sorted(ranked, key=lambda row: (row[:3], [-count for count in row[3]]))
+
+
+def as_ranked(case: Problem, plan: Plan | Alternative) -> Ranked:
+    names = [device.name for device in case.devices]
+    counts = tuple(sum(row.devices for row in plan.assignments if row.device_type == name) for name in names)
+    speed = sum(
+        (device.capability_per_s * count for device, count in zip(case.devices, counts, strict=True)), Fraction(0)
+    )
+    step = verify(case, plan.assignments)
+    assert (plan.iteration_s, plan.throughput) == (float(step), float(case.max_workers / step))
+    assert plan.waste == pytest.approx(float(speed - case.max_workers / step), abs=1e-9)
+    assert plan.overload_factor == plan.iteration_s
+    return step, sum(counts), speed, counts
+
+
+def priced(random: Random, case: Problem) -> Problem:
+    devices = tuple(replace(device, price_micro=random.randint(0, 5)) for device in case.devices)
+    return replace(case, devices=devices, max_price_micro=random.randint(0, 12))
+
+
+def test_the_best_plans_equal_brute_force_in_every_objective() -> None:
+    random = Random(1)
+    infeasible = 0
+    for number in range(150):
+        case = random_problem(random, types=3, count=3, workers=9)
+        case = priced(random, case) if number % 2 else case
+        expected = ranking(case)
+        if not expected:
+            infeasible += 1
+            with pytest.raises(Infeasible, match="max_price_per_hour: .* an hour buys no device; the cheapest, t"):
+                solve_est(case)
+            continue
+        made = solve_est(case, top_k=5)
+        assert (made.status, made.gap) == ("optimal", 0)
+        found = [as_ranked(case, plan) for plan in [made, *made.alternatives]]
+        assert found == expected[:5]  # equal ones too: the counts decide, first type first
+    assert infeasible > 2
+
+
+def test_measured_capabilities_are_compared_to_the_last_digit() -> None:
+    """The least waste is exact where devices differ in the seventeenth digit only."""
+    random = Random(3)
+    for _ in range(30):
+        base = random.choice([1.0, 2.4, 1 / 3])
+        capabilities = tuple(base * (1 + random.randint(0, 3) * 2**-52) for _ in range(3))
+        case = problem(capabilities, tuple(random.randint(1, 3) for _ in range(3)), random.randint(1, 8))
+        assert as_ranked(case, solve_est(case)) == ranking(case)[0]
+
+
+@pytest.mark.parametrize(
+    ("workers", "capabilities", "counts", "throughput"),
+    [
+        (8, (3.1, 2.4, 1.0), (4, 4, 4), 19.2),
+        (16, (3.1, 2.4, 1.0), (4, 4, 4), 19.2),
+        (24, (3.9, 1.7, 1.0), (4, 4, 4), 23.4),
+        (8, (3.9, 1.7, 1.0), (4, 4, 4), 15.6),
+        (16, (3.9, 1.7, 1.0), (8, 4, 4), 31.2),
+        (24, (3.1, 2.4, 1.0), (4, 4, 4), 24.0),
+    ],
+)
+def test_cases_where_the_published_planner_falls_short(
+    workers: int, capabilities: tuple[float, ...], counts: tuple[int, ...], throughput: float
+) -> None:
+    """EasyScale's own planner reaches 12.4, 16.53, 20.4, 15.6, 31.2 and 24.0 on these."""
+    assert solve_est(problem(capabilities, counts, workers)).throughput == pytest.approx(throughput)
+
+
+def test_digits_of_capabilities_carry() -> None:
+    """Beside t0 go t1 (room for 3) and t2 (1), or two of t3 (2 each): the price rules out the rest.
+
+    The former have 8e-16 less capability. In base 2**26 that shows only when the low digits of the latter, which add up
+    to more than 2**26, carry over.
+    """
+    digit, one, two = 2**26, 10**16 // 2**26, 2 * 10**16 // 2**26
+    units = (105 * 10**15, (2 * two - one + 1) * digit, one * digit + 2, two * digit + digit // 2 + 5)
+    assert units[1] + units[2] + 8 == 2 * units[3]
+    devices = tuple(
+        DeviceType(name=f"t{i}", count=count, capability_per_s=Fraction(unit, 10**16), price_micro=price)
+        for i, (unit, count, price) in enumerate(zip(units, (1, 1, 1, 2), (0, 3, 1, 2), strict=True))
+    )
+    case = Problem(job="j", max_workers=15, batch_size=4, devices=devices, max_price_micro=4)
+    made = as_ranked(case, solve_est(case))
+    assert made == ranking(case)[0]
+    assert made[3] == (1, 1, 1, 0)
+
+
+EIGHT = (8.1, 6.2, 5.3, 4.7, 3.1, 2.4, 1.7, 1.0)
+
+
+@pytest.mark.parametrize("workers", [8, 1_000, 20_000, 50_000])
+@pytest.mark.parametrize("limits", [{}, {"max_devices": 500}, {"single_type": True}], ids=str)
+def test_ten_thousand_devices_of_eight_types(workers: int, limits: dict[str, int]) -> None:
+    case = problem(EIGHT, (1250,) * 8, workers, **limits)
+    made = solve_est(case)
+    assert made.status == "optimal"
+    assert verify(case, made.assignments) == closed_form(case)
+
+
+@pytest.mark.parametrize("budget", [2.9, 200.0])
+def test_ten_thousand_devices_with_a_price_limit(budget: float) -> None:
+    """With 1,000 ESTs; no closed form: the plan is proven, keeps the limit, and no single type is better."""
+    prices = (2_900_001, 2_100_000, 1_500_000, 1_300_000, 900_000, 500_000, 400_000, 350_000)
+    case = problem(EIGHT, (1250,) * 8, 1_000, prices=prices, max_price_micro=int(budget * 10**6))
+    made = solve_est(case)
+    assert (made.status, made.gap) == ("optimal", 0)
+    step = verify(case, made.assignments)
+    for device in case.devices:
+        count = case.affordable(device)
+        assert count == 0 or step <= math.ceil(1_000 / count) / device.capability_per_s
+
+
+def test_alternatives_end_with_the_last_different_plan() -> None:
+    case = problem((3.0, 2.0), (2, 2), 5)
+    made = solve_est(case, top_k=50)
+    found = [as_ranked(case, plan) for plan in [made, *made.alternatives]]
+    assert found == ranking(case)
+    assert len(found) == 8  # every non-empty choice of 0..2 and 0..2 devices can hold five workers
+    with pytest.raises(InputError, match="top_k: is 0; ask for one plan at least"):
+        solve_est(case, top_k=0)
+
+
+asked = partial(job, {"V100": (4, 3.0, 2.1, 16), "T4": (4, 1.0, 0.4, 15)}, max_workers=6)
+
+
+RATES = {"V100": 3.0, "T4": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"memory_per_worker_gib": 31}, "memory_per_worker_gib: one worker needs 31 GiB; T4 has 15, V100 has 16"),
+        ({"max_price_per_hour": 0.3}, "max_price_per_hour: 0.3 an hour buys no device; the cheapest, T4, costs 0.4"),
+        (
+            {"max_price_per_hour": 0.5, "memory_per_worker_gib": 16},
+            "6 workers: these requirements cannot be kept together, but without any one of them they can: "
+            "memory_per_worker_gib: one worker needs 16 GiB; T4 has 15, V100 has 16 | "
+            "max_price_per_hour: at most 0.5 an hour; T4 costs 0.4, V100 costs 2.1",
+        ),
+    ],
+)
+def test_infeasible_jobs_say_which_constraint(limits: dict[str, float], message: str) -> None:
+    with pytest.raises(Infeasible, match=f"^{re.escape(message)}$"):
+        from_job(asked(constraints=Constraints(**limits)), RATES)  # type: ignore[arg-type]
+
+
+def test_lines_of_one_device_type_add_up() -> None:
+    line = DeviceOffer(type="T4", count=2, capability_per_s=1.0, price_per_hour=0.4)
+    for name in ("T4", "nvidia t-4"):
+        again = line.model_copy(update={"count": 3, "type": name})
+        assert [(offer.type, offer.count) for offer in asked(devices=[line, again]).devices] == [("T4", 5)]
+    with pytest.raises(ValueError, match="'T4' stands twice with other figures; give one another name"):
+        asked(devices=[line, line.model_copy(update={"price_per_hour": 0.1})])
+
+
+def test_no_devices() -> None:
+    with pytest.raises(Infeasible, match="no devices are offered: every count is 0"):
+        from_job(asked(devices=[DeviceOffer(type="T4", count=0, capability_per_s=1.0)]), RATES)
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        (
+            {"memory_per_worker_gib": 1},
+            r"devices\.T4\.memory_gib: is missing; constraints\.memory_per_worker_gib needs it",
+        ),
+        (
+            {"max_price_per_hour": 1},
+            r"devices\.T4\.price_per_hour: is missing; constraints\.max_price_per_hour needs it",
+        ),
+    ],
+)
+def test_missing_figures(limits: dict[str, float], message: str) -> None:
+    constraints = Constraints(**limits)  # type: ignore[arg-type]
+    known = DeviceOffer(type="V100", count=1, capability_per_s=1.0, memory_gib=16, price_per_hour=0.5)
+    plain = DeviceOffer(type="T4", count=1, capability_per_s=1.0)
+    with pytest.raises(InputError, match=message):
+        from_job(asked(devices=[known, plain], constraints=constraints), RATES)
+    # What is not offered needs no figures.
+    unused = plain.model_copy(update={"count": 0})
+    assert [each.name for each in from_job(asked(devices=[known, unused], constraints=constraints), RATES).devices] == [
+        "V100"
+    ]
+
+
+def test_missing_and_impossible_capabilities() -> None:
+    with pytest.raises(InputError, match=r'devices\.V100\.capability_per_s: is missing; did you mean "V-100"'):
+        from_job(asked(), {"V-100": 3.0, "T4": 1.0})
+    for bad in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(InputError, match=rf"devices\.V100\.capability_per_s: is {bad}; .* a finite number > 0"):
+            from_job(asked(), {"V100": bad, "T4": 1.0})
+
+
+def test_prices_are_decimal_and_never_exceeded() -> None:
+    """Ten times 0.1 is 1 (in floats it is less than 1); a price is rounded up, and the limit down, to a millionth."""
+
+    def devices(price: float, limit: float) -> int:
+        offer = DeviceOffer(type="T4", count=20, capability_per_s=1.0, price_per_hour=price)
+        return solve_est(
+            from_job(asked(devices=[offer], max_workers=20, constraints=Constraints(max_price_per_hour=limit)), RATES)
+        ).world_size
+
+    assert devices(0.1, 1.0) == 10
+    assert devices(0.1, 0.3) == 3
+    assert devices(0.1, 0.299999) == 2
+    assert devices(0.10000001, 0.3) == 2
+    assert devices(0.1, 0.2999999) == 2
+    assert devices(0.0, 0.0) == 20
+
+
+def test_constraints_change_the_plan() -> None:
+    def used(**limits: object) -> dict[str, int]:
+        made = solve_est(from_job(asked(constraints=Constraints(**limits)), RATES))  # type: ignore[arg-type]
+        return {row.device_type: row.devices for row in made.assignments}
+
+    assert used() == {"V100": 3}  # two workers each take 2/3 s; a fourth V100 or T4s would not shorten that
+    assert used(max_devices=1) == {"V100": 1}
+    assert used(memory_per_worker_gib=15.5) == {"V100": 3}
+    assert used(max_price_per_hour=1.0) == {"T4": 2}
+    assert used(max_price_per_hour=2.5) == {"T4": 1, "V100": 1}
+    mixed = asked(max_workers=16)
+    assert {row.device_type for row in solve_est(from_job(mixed, RATES)).assignments} == {"V100", "T4"}
+    for limit in ({"homogeneous": True}, {"determinism": "D1"}):
+        single = asked(max_workers=16, constraints=Constraints(**limit))  # type: ignore[arg-type]
+        assert len({row.device_type for row in solve_est(from_job(single, RATES)).assignments}) == 1
+    relaxed = asked(max_workers=16, constraints=Constraints(determinism="D2"))
+    assert len({row.device_type for row in solve_est(from_job(relaxed, RATES)).assignments}) == 2
+
+
+def test_plans_do_not_depend_on_the_order_of_the_devices() -> None:
+    random = Random(2)
+    offers = [
+        DeviceOffer(type=f"g{i}", count=random.randint(1, 5), capability_per_s=random.choice([1, 2, 3]))
+        for i in range(5)
+    ]
+    rates = {offer.type: float(offer.capability_per_s or 0) for offer in offers}
+    first = solve_est(from_job(asked(devices=offers, max_workers=13), rates), top_k=3)
+    for _ in range(5):
+        random.shuffle(offers)
+        again = solve_est(from_job(asked(devices=offers, max_workers=13), rates), top_k=3)
+        assert again.model_copy(update={"solve_seconds": first.solve_seconds}) == first
+
+
+def test_of_equal_plans_the_first_names_win() -> None:
+    offers = [DeviceOffer(type=name, count=2, capability_per_s=2.0) for name in ("g10", "g9", "g2")]
+    case = from_job(asked(devices=offers, max_workers=3), {offer.type: 2.0 for offer in offers})
+    for seed in (0, 1, -5, 2**40):
+        made = solve_est(case, seed=seed)
+        assert [(row.device_type, row.devices) for row in made.assignments] == [("g2", 2), ("g9", 1)]
+
+
+def test_no_time_is_not_an_answer() -> None:
+    with pytest.raises(NotProven, match="no plan was found within 0 s; allow more with --time-limit"):
+        solve_est(problem((1.0,), (1,), 1), time_limit_s=0.0)
+
+
+def test_verify_catches_wrong_plans() -> None:
+    case = problem((2.0, 1.0), (2, 2), 4, max_devices=2, prices=(3, 1), max_price_micro=5)
+
+    def row(kind: str, devices: int, ests: int, samples: int = 4) -> Assignment:
+        return Assignment(device_type=kind, devices=devices, ests_per_device=ests, local_batch_size=samples * ests)
+
+    assert verify(case, [row("t0", 1, 3), row("t1", 1, 1)]) == Fraction(3, 2)
+    assert verify(case, [row("t0", 1, 2), row("t1", 1, 2)]) == 2
+    for wrong, message in (
+        ([row("t0", 1, 3)], "3 ESTs instead of 4"),
+        ([row("t0", 4, 1)], "more devices than offered"),
+        ([row("t0", 1, 1), row("t1", 1, 1), row("t1", 1, 2)], "constraints broken"),
+        ([row("t0", 2, 2)], "price limit broken: 6"),
+        ([row("t9", 1, 4)], "types that are not offered: .'t9'"),
+        ([row("t1", 1, 4, samples=5)], "a used device needs ESTs and their samples"),
+        ([row("t1", 1, 4), row("t0", 1, 0)], "a used device needs ESTs and their samples"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            verify(case, wrong)
+    with pytest.raises(ValueError, match="constraints broken"):
+        verify(replace(case, single_type=True), [row("t0", 1, 2), row("t1", 1, 2)])
+
+
+def test_equal_split() -> None:
+    made = plan_bsp(problem((3.0, 1.0), (1, 2), 5))  # 20 samples on three devices
+    assert [(row.device_type, row.devices, row.local_batch_size) for row in made.assignments] == [
+        ("t0", 1, 7),
+        ("t1", 1, 7),
+        ("t1", 1, 6),
+    ]
+    assert made.iteration_s == pytest.approx(7 / 4 / 1.0)
+    assert made.throughput == pytest.approx(5 / (7 / 4))
+    assert solve_est(problem((3.0, 1.0), (1, 2), 5)).throughput > made.throughput
+    few = plan_bsp(problem((1.0,), (100,), 1))  # four samples cannot feed a hundred devices
+    assert (few.world_size, few.assignments[0].local_batch_size) == (4, 1)
+    assert plan_bsp(problem((3.0, 1.0), (2, 9), 5, max_devices=3)).world_size == 3
+    assert {row.device_type for row in plan_bsp(problem((3.0, 1.0), (2, 9), 5, single_type=True)).assignments} == {"t1"}
+
+
+def test_equal_split_under_limits() -> None:
+    def used(**limits: object) -> dict[str, int]:
+        made = plan_bsp(problem((3.0, 2.0, 1.0), (2, 3, 9), 9, **limits))
+        return {
+            name: sum(row.devices for row in made.assignments if row.device_type == name) for name in ("t0", "t1", "t2")
+        }
+
+    prices = (4, 3, 1)
+    assert used(max_devices=4) == {"t0": 2, "t1": 2, "t2": 0}
+    assert used(prices=prices, max_price_micro=9) == {"t0": 2, "t1": 0, "t2": 1}
+    assert used(single_type=True) == {"t0": 0, "t1": 0, "t2": 9}
+    assert used(single_type=True, max_devices=1) == {"t0": 1, "t1": 0, "t2": 0}
+    assert used(single_type=True, prices=(40, 30, 1), max_price_micro=9) == {"t0": 0, "t1": 0, "t2": 9}
+    with pytest.raises(
+        Infeasible, match="max_price_per_hour: 1e-06 an hour buys no device; the cheapest, t1, costs 2e-06"
+    ):
+        used(prices=(4, 2, 3), max_price_micro=1)
+
+
+def test_equal_split_adds_up() -> None:
+    """Samples and devices are conserved, shares differ by at most one, and the figures follow from the shares."""
+    random = Random(4)
+    for _ in range(200):
+        case = random_problem(random)
+        made = plan_bsp(case)
+        shares = [(row.local_batch_size, row.device_type) for row in made.assignments for _ in range(row.devices)]
+        sizes = [size for size, _ in shares]
+        assert sum(sizes) == case.max_workers * case.batch_size
+        assert max(sizes) - min(sizes) <= 1
+        assert min(sizes) >= 1
+        speed = {device.name: float(device.capability_per_s) for device in case.devices}
+        step = max(size / case.batch_size / speed[name] for size, name in shares)
+        assert made.iteration_s == made.overload_factor == pytest.approx(step)
+        assert made.throughput == pytest.approx(case.max_workers / step)
+        # Formula 1c with A_i = x_i / batch_size.
+        waste = sum(speed[name] - size / case.batch_size / step for size, name in shares)
+        assert made.waste == pytest.approx(waste, abs=1e-9)
+        assert made.world_size <= min(sum(d.count for d in case.devices), case.max_devices or math.inf)
+
+
+def test_enforcement_follows_the_plan() -> None:
+    made = solve_est(problem((3.0, 1.0), (1, 1), 4))
+    ranks = to_enforcement(made).ranks
+    assert [(rank.rank, rank.device_type, rank.ests, rank.local_batch_size) for rank in ranks] == [
+        (0, "t0", 3, 12),
+        (1, "t1", 1, 4),
+    ]
+    assert to_enforcement(made).total_batch_size == made.max_workers * made.batch_size
+
+
+def test_capability_from_measurements() -> None:
+    frame = pd.DataFrame(
+        {
+            "device": ["V100", "V100", "T4", "T4", "T4"],
+            "num_replicas": [1, 1, 1, 1, 2],
+            "local_batch_size": [8, 16, 8, 16, 8],
+            "step_time_s": [0.1, 0.2, 0.5, 0.5, 9.0],
+        }
+    )
+    assert capability_from_profile(frame, "V100", 12, "p.csv") == pytest.approx(1 / 0.15)
+    assert capability_from_profile(frame, "T4", 8, "p.csv") == pytest.approx(2.0)
+    assert capability_from_profile(frame[frame["device"] == "T4"], "anything", 8, "p.csv") == pytest.approx(2.0)
+    with pytest.raises(InputError, match=r"p.csv: has no single-replica rows of device 'P100'; did you mean \"V100\""):
+        capability_from_profile(frame, "P100", 8, "p.csv")
+    with pytest.raises(InputError, match=r"covers local batch sizes 8 to 16, not the job's 32"):
+        capability_from_profile(frame, "T4", 32, "p.csv")
+
+
+def test_capability_from_a_graph() -> None:
+    ops = [Op(name=f"c{i}", kind="compute", duration_s=0.25) for i in range(2)]
+    ops.append(Op(name="r", kind="recv", resource="channel:0", duration_s=9.0))
+    assert capability_from_graph(Graph.from_ops("g", "training", ops)) == pytest.approx(2.0)
+    idle = Graph.from_ops("idle", "training", [Op(name="c", kind="compute", duration_s=0.0)])
+    with pytest.raises(InputError, match="idle: its compute ops take 0.0 s"):
+        capability_from_graph(idle)
+    assert np.isfinite(capability_from_graph(Graph.from_ops("g", "training", ops)))
+
+
+def test_solving_leaves_the_interrupt_handler_alone() -> None:
+    import signal
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    try:
+        solve_est(problem((3.0, 1.0), (2, 2), 5))
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_an_equal_split_takes_the_time_of_its_curves() -> None:
+    """Launch and saturation included; on equal devices the uneven split has the same time, and memory is kept."""
+    from ddltool.analyzers.job.goodput.step_time import StepTime
+    from ddltool.analyzers.job.planning.split import plan_lb_bsp
+
+    problem = from_job(
+        Job(
+            name="j",
+            max_workers=4,
+            batch_size=8,
+            devices=[DeviceOffer(type="A", count=4, capability_per_s=3.0)],
+        ),
+        {"A": 3.0},
+    )
+    for saturation, seconds in ((0, 0.05 + 8 * 0.01), (20, 0.05 + 20 * 0.01)):
+        curves = {"A": StepTime(launch_s=0.05, per_sample_s=0.01, saturation=saturation)}
+        plan = plan_bsp(problem, curves)
+        assert plan.iteration_s == pytest.approx(seconds)
+        assert [row.compute_s for row in plan.assignments] == [pytest.approx(seconds)]
+        assert plan.throughput == pytest.approx(4 / seconds)
+    even = {"A": StepTime(launch_s=0.05, per_sample_s=0.01)}
+    assert plan_lb_bsp(problem, even).iteration_s == pytest.approx(plan_bsp(problem, even).iteration_s)
+    with pytest.raises(Infeasible, match="an equal split gives each A 8 samples, and 7 fit"):
+        plan_bsp(problem, {"A": StepTime(memory_limit=7)})
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whenever_the_solver_runs_out_of_time_the_bound_holds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each number of answers: a plan that exists, no faster than is possible, and a bound that is no slower."""
+    random, real, left = Random(seed), est.solve, [1000]
+    capabilities = tuple(round(random.uniform(0.5, 9.0), 2) for _ in range(4))
+    prices = [random.randint(1, 9) * 1_000_000 for _ in capabilities]
+    case = problem(capabilities, (6, 5, 7, 4), 40, prices=prices, max_price_micro=30_000_000)
+    best = solve_est(case)
+
+    def until(*arguments: Any) -> tuple[tuple[int, ...] | None, bool, int]:
+        left[0] -= 1
+        return real(*arguments) if left[0] >= 0 else (None, False, 0)
+
+    monkeypatch.setattr(est, "solve", until)
+    open_ = 0
+    for answers in range(1, 40):
+        left[0] = answers
+        try:
+            made = solve_est(case)
+        except NotProven:
+            assert not open_, "with more time there is still a plan"
+            continue
+        assert float(verify(case, made.assignments)) == pytest.approx(made.iteration_s)
+        assert made.iteration_s >= best.iteration_s * (1 - 1e-12)
+        assert made.iteration_s * (1 - made.gap) <= best.iteration_s * (1 + 1e-12)
+        open_ += made.status != "optimal"
+        if made.status == "optimal":
+            break
+    assert open_ > 2
+    assert made == best.model_copy(update={"solve_seconds": made.solve_seconds})

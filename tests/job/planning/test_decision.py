@@ -1,0 +1,390 @@
+"""The comparison of strategies: every figure from its parts, and the pick by its rule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddltool.analyzers.job.goodput.throughput import iteration_time_s
+from ddltool.analyzers.job.placement.est import solve_est
+from ddltool.analyzers.job.placement.problem import Problem, from_job
+from ddltool.analyzers.job.planning.compare import LEAST_GAIN, STALENESS_MARGIN, decide
+from ddltool.analyzers.job.planning.exposed import (
+    STATES,
+    Communication,
+    Exposed,
+    FittedCommunication,
+    GraphCommunication,
+    MeasuredCommunication,
+    stretched,
+)
+from ddltool.analyzers.job.planning.goal import Goal
+from ddltool.analyzers.job.planning.job_model import JobModel
+from ddltool.analyzers.job.planning.options import PlanOptions
+from ddltool.analyzers.job.planning.split import plan_bsp, plan_lb_bsp
+from ddltool.analyzers.step.communication.collectives import plan_collectives, plan_ddp
+from ddltool.analyzers.step.communication.nccl import Fabric
+from ddltool.analyzers.step.communication.program import program_of
+from ddltool.analyzers.step.costs.model import cost_model, estimate
+from ddltool.analyzers.step.transfers.efficiency import compare
+from ddltool.decision import Option
+from ddltool.device import Network
+from ddltool.errors import Infeasible, InputError
+from ddltool.graph import Graph, read_graph
+from ddltool.job import GoodputSection, Job
+from ddltool.plans import Plan
+from ddltool.shipped import calibration, devices, folder
+from tests.conftest import job, throughput
+
+RATE, DELAY = 10e9 / 8, 50e-6
+NETWORK = dict.fromkeys(("V100", "T4"), Fabric.flat(RATE, DELAY))
+
+
+asked = partial(job, max_workers=16, batch_size=32)
+
+
+def problem_of(made: Job) -> Problem:
+    return from_job(made, {offer.type: offer.capability_per_s or 1.0 for offer in made.devices})
+
+
+def auto(made: Job, knowledge: JobModel | None = None, **options: object) -> Plan:
+    return decide(made, problem_of(made), knowledge or JobModel(), **options)  # type: ignore[arg-type]
+
+
+def options_of(plan: Plan) -> dict[str, Option]:
+    assert plan.decision is not None
+    return {option.strategy: option for option in plan.decision.options}
+
+
+MIXED = asked({"V100": (4, 3.1), "P100": (4, 2.4), "T4": (4, 1.0)})
+
+
+@pytest.fixture(scope="module")
+def resnet() -> Graph:
+    graph = read_graph(folder() / "graphs" / "resnet50_v1-training.graph.json.gz")
+    return estimate(graph, cost_model(devices().device("V100"), calibration()), Network())
+
+
+def test_without_communication_the_figures_are_the_single_plans() -> None:
+    found = options_of(auto(MIXED))
+    problem = problem_of(MIXED)
+    assert found["bsp"].iteration_s <= plan_bsp(problem).iteration_s  # of all subsets
+    assert found["bsp"].devices == {"V100": 4, "P100": 4}
+    assert found["bsp"].iteration_s == pytest.approx(2 / 2.4)
+    assert found["lb-bsp"].iteration_s == plan_lb_bsp(problem).iteration_s
+    alone = [
+        solve_est(problem_of(asked({name: (4, speed)}))).iteration_s
+        for name, speed in (("V100", 3.1), ("P100", 2.4), ("T4", 1.0))
+    ]
+    assert found["est"].iteration_s == min(alone)  # bits across types are not promised
+    assert found["est"].determinism == "D1"
+    assert all(option.communication_s is None for option in found.values())
+
+
+def test_types_mix_for_est_where_the_bits_are_known_to_hold() -> None:
+    """The closed form's 19.2 mini-batches per second on all three types, against 12.4 on the V100s alone."""
+    assert options_of(auto(MIXED))["est"].throughput == pytest.approx(12.4)
+    assert options_of(auto(MIXED, JobModel(d2_eligible=True)))["est"].throughput == pytest.approx(19.2)
+    wanted = MIXED.model_copy(update={"constraints": MIXED.constraints.model_copy(update={"determinism": "D2"})})
+    assert options_of(auto(wanted))["est"].determinism == "D2"
+
+
+def test_a_graph_at_its_own_speed_leaves_what_the_trace_says(resnet: Graph) -> None:
+    """Not stretched, DDP's default and best are those of the trace; TAC and random those of the comparison."""
+    program = program_of(resnet)
+    source = GraphCommunication(resnet, NETWORK, {})
+    seen = source.synchronous({"V100": 8}, program.compute_s)
+    group = Fabric.flat(RATE, DELAY).over(8)
+    plans = plan_collectives(resnet, group)
+    assert plans is not None
+    assert seen.default_s == pytest.approx(plans.ddp.default.exposed_s, rel=1e-9)
+    assert seen.ddp is not None
+    assert seen.best_s == pytest.approx(seen.ddp.step_s - program.compute_s, rel=1e-9)
+    assert plans.ddp.best.exposed_s <= seen.best_s * (1 + 1e-9) <= seen.default_s * (1 + 1e-9)
+    each = source.asynchronous({"V100": 8}, program.compute_s)
+    assert each.best_s + program.compute_s == pytest.approx(
+        compare(resnet, samples=5).schedules["tac"].makespan_s, rel=0.02
+    )
+
+
+def test_servers_of_one_node_are_reached_inside_it(resnet: Graph) -> None:
+    """Asynchronous workers of one node do not pay for the network between nodes that other types would need."""
+    flat = Fabric.flat(RATE, DELAY)
+    node = replace(flat, inside=replace(flat.inside, bytes_per_s=100 * RATE), gpus_per_node=4)
+    source = GraphCommunication(resnet, {"V100": node, "T4": node}, {})
+    alone, over, beside = ({"V100": 4}, {"V100": 8}, {"V100": 4, "T4": 4})
+    assert source.asynchronous(alone, 0.1).best_s < source.asynchronous(over, 0.1).best_s / 10
+    assert source.asynchronous(beside, 0.1) == source.asynchronous(over, 0.1)
+
+
+def test_more_compute_hides_more(resnet: Graph) -> None:
+    source = GraphCommunication(resnet, NETWORK, {})
+    times = [0.01, 0.1, 1.0, 10.0]
+    seen = [source.synchronous({"V100": 8}, seconds) for seconds in times]
+    left = [round(entry.default_s, 9) for entry in seen]
+    assert left == sorted(left, reverse=True)
+    assert left[0] > 5 * left[-1]
+    program = program_of(resnet)
+    group = Fabric.flat(RATE, DELAY).over(8)
+    for seconds, entry in zip(times, seen, strict=True):
+        by_hand = plan_ddp(stretched(program, seconds), group)
+        assert entry.default_s == pytest.approx(by_hand.default.step_s - seconds, abs=1e-12)
+
+
+def test_a_replica_that_does_not_fit_is_sharded_or_refused(resnet: Graph) -> None:
+    states = STATES * resnet.parameter_bytes / 2**30
+    roomy = GraphCommunication(resnet, NETWORK, {"T4": states * 1.01})
+    tight = GraphCommunication(resnet, NETWORK, {"T4": states * 0.5})
+    none = GraphCommunication(resnet, NETWORK, {"T4": states * 0.1})
+    assert roomy.synchronous({"T4": 4}, 1.0).ddp is not None
+    assert tight.synchronous({"T4": 4}, 1.0).fsdp2 is not None
+    with pytest.raises(Infeasible, match="memory: weights, gradients and Adam's moments are"):
+        none.synchronous({"T4": 4}, 1.0)
+
+
+def test_the_fitted_step_is_the_models() -> None:
+    params = throughput(
+        alpha_grad_s=0.02,
+        beta_grad_s=0.001,
+        alpha_sync_local_s=0.03,
+        beta_sync_local_s=0.002,
+        alpha_sync_node_s=0.08,
+        beta_sync_node_s=0.003,
+        gamma=2.5,
+    )
+    source = FittedCommunication({"T4": params}, 4)
+    for replicas, nodes in ((1, 1), (4, 1), (5, 2), (16, 4)):
+        grad = params.alpha_grad_s + params.beta_grad_s * 64
+        assert source.synchronous({"T4": replicas}, grad).best_s + grad == pytest.approx(
+            float(iteration_time_s(params, nodes, replicas, 64))
+        )
+
+
+def test_measured_synchronisation_scales_as_a_ring() -> None:
+    source = MeasuredCommunication(sync_s=0.1, replicas=2)
+    assert source.synchronous({"a": 1}, 1.0).best_s == 0
+    assert source.synchronous({"a": 2}, 1.0).best_s == pytest.approx(0.1)
+    assert source.synchronous({"a": 3, "b": 1}, 1.0).best_s == pytest.approx(0.15)
+
+
+def test_one_measured_exchange_tells_of_others_between_what_may_decide_them() -> None:
+    """By hand, 60 ms among 4 of one machine: a ring sends 1.5 n and receives as much, so n one way alone takes 20 ms."""
+    source = MeasuredCommunication(sync_s=0.06, replicas=4, speeds={"a": 30.0, "b": 10.0}, buckets=1)
+    same, fewer, fast = (source.synchronous(devices, 1.0) for devices in ({"a": 2, "b": 2}, {"b": 2}, {"a": 2}))
+    assert (same.low_s, same.best_s, same.high_s) == pytest.approx((0.06, 0.06, 0.06))
+    assert (fewer.low_s, fewer.best_s, fewer.high_s) == pytest.approx((0.02, 0.04, 0.04))  # by messages, by bytes
+    assert (fast.low_s, fast.high_s) == pytest.approx((0.02 / 3, 0.04))  # or by the devices, three times as fast
+    served, two = (source.asynchronous(devices, 0.12) for devices in ({"a": 2, "b": 2}, {"a": 2}))  # a push and a pull
+    assert two.best_s == pytest.approx(0.04 * (1 + 0.04 / 0.16))  # the other is there a quarter of the time
+    assert (served.low_s, served.high_s) == pytest.approx((0.02, 4 * 0.04))
+    assert 4 / (0.12 + served.best_s) < 1 / 0.04  # no more than the server makes
+    assert source.asynchronous({"a": 4}, 0.0).best_s == pytest.approx(4 * 0.04)
+    whole, many = (replace(source, buckets=buckets).ordered({"a": 2, "b": 2}, same) for buckets in (1, 1000))
+    assert whole.best_s == pytest.approx(2 * 3 * 0.02)  # along the chain, and round with the mean
+    assert many.best_s == pytest.approx(same.best_s)  # never less than a ring
+    apart = replace(source, nodes=4).ordered({"a": 2, "b": 2}, same)  # each way has a link of its own
+    assert (apart.low_s, apart.best_s, apart.high_s) == pytest.approx((0.12, 0.24, 0.24))
+    for exposed in (
+        same,
+        fewer,
+        fast,
+        served,
+        whole,
+        many,
+        apart,
+        replace(source, buckets=None).ordered({"a": 3}, same),
+    ):
+        assert (exposed.low_s or 0) <= exposed.best_s <= (exposed.high_s or 0)
+
+
+@dataclass(frozen=True)
+class Fixed(Communication):
+    """Communication of fixed length."""
+
+    synchronous_s: float
+    asynchronous_s: float
+    source: str = "test"
+
+    def synchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
+        return Exposed(default_s=self.synchronous_s * 1.5, best_s=self.synchronous_s, setting="test")
+
+    def asynchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
+        return Exposed(default_s=self.asynchronous_s * 1.5, best_s=self.asynchronous_s, setting="test")
+
+
+offers = st.dictionaries(
+    st.sampled_from(["A", "B", "C"]),
+    st.tuples(st.integers(1, 4), st.sampled_from([0.5, 1.0, 1.7, 2.4, 3.1])),
+    min_size=1,
+)
+
+
+@given(offers, st.integers(1, 12), st.sampled_from([0.0, 0.01, 0.5]), st.sampled_from([0.0, 0.05, 1.0]))
+@settings(max_examples=60, deadline=None)
+def test_figures_add_up_and_the_pick_follows_its_rule(
+    offered: dict[str, tuple[int, float]], workers: int, wait_s: float, own_s: float
+) -> None:
+    made = asked(offered, max_workers=workers)
+    plan = auto(made, JobModel(communication=Fixed(wait_s, own_s), errors=dict.fromkeys(offered, 0.1)))
+    found = options_of(plan)
+    assert plan.decision is not None
+    for option in found.values():
+        assert option.communication_s is not None
+        assert option.iteration_s == pytest.approx(option.compute_s + option.communication_s)
+        assert option.throughput == pytest.approx(workers / option.iteration_s)
+        assert option.low_s == pytest.approx(0.9 * option.iteration_s)
+        assert option.high_s == pytest.approx(1.1 * option.iteration_s)
+    for usual in plan.decision.baselines.values():
+        assert usual.communication_s == pytest.approx(1.5 * wait_s)
+        assert usual.throughput <= found["bsp"].throughput * (1 + 1e-9)
+    assert plan.decision.baseline.throughput == max(it.throughput for it in plan.decision.baselines.values())
+    assert found["lb-bsp"].iteration_s <= found["bsp"].iteration_s * (1 + 1e-12)
+    rates = [option.throughput for option in plan.decision.options]
+    assert rates == sorted(rates, reverse=True)
+    picked = found[plan.strategy]
+    for option in found.values():
+        stale = [it.strategy == "elastic-bsp" for it in (option, picked)]
+        margin = STALENESS_MARGIN if stale == [True, False] else LEAST_GAIN
+        lean = {name: option.leans_on.get(name, 0.0) - picked.leans_on.get(name, 0.0) for name in offered}
+        unsure = 0.1 * sum(more**2 for more in lean.values()) ** 0.5
+        assert sum(option.leans_on.values()) == pytest.approx(option.compute_s / option.iteration_s)
+        assert option.throughput <= picked.throughput * (1 + max(margin, unsure)) * (1 + 1e-9)
+    assert (plan.iteration_s, plan.throughput) == (picked.iteration_s, picked.throughput)
+    assert len(plan.decision.words) == 4
+    assert plan.decision.words[0].startswith("Use ")
+    assert [option.why_not == "" for option in plan.decision.options].count(True) == 1
+
+
+def test_barriers_are_taken_only_when_far_ahead() -> None:
+    """An equal split waits for the network at every step; workers of a parameter server hide it."""
+    uneven = asked({"fast": (3, 3.0), "slow": (1, 1.0)}, max_workers=4)
+    near = auto(uneven, JobModel(communication=Fixed(0.01, 0.01)))
+    far = auto(uneven, JobModel(communication=Fixed(2.0, 0.01)))
+    assert near.strategy == "lb-bsp"
+    assert far.strategy == "elastic-bsp"
+    assert far.decision is not None
+    assert options_of(far)["elastic-bsp"].staleness > 0
+
+
+def test_cheapest_is_the_least_price_over_all_sets_of_types() -> None:
+    priced = asked({"V100": (4, 3.1), "T4": (4, 1.0)})
+    prices = {"V100": 2.48, "T4": 0.35}
+    made = priced.model_copy(
+        update={"devices": [o.model_copy(update={"price_per_hour": prices[o.type]}) for o in priced.devices]}
+    )
+    plan = auto(made, options=PlanOptions(goal=Goal(objective="cheapest")))
+    option = options_of(plan)[plan.strategy]
+    assert option.devices == {"T4": 4}
+    assert option.price_per_sample == pytest.approx(4 * 0.35 / 3600 / (4.0 * 32))
+    with pytest.raises(InputError, match="devices.T4.price_per_hour: is missing"):
+        auto(priced, options=PlanOptions(goal=Goal(objective="cheapest")))
+
+
+def test_same_bits_leaves_only_logical_workers() -> None:
+    plan = auto(MIXED, options=PlanOptions(goal=Goal(objective="same-bits")))
+    assert plan.strategy == "est"
+    assert plan.decision is not None
+    assert set(plan.decision.left_out) == {"bsp", "lb-bsp", "elastic-bsp", "goodput"}
+
+
+def test_goodput_counts_progress() -> None:
+    """A small noise scale makes large batches worthless; the tuned batch is then no larger than M0's."""
+    params = throughput(alpha_grad_s=0.01, beta_grad_s=0.001, alpha_sync_local_s=0.01, alpha_sync_node_s=0.01)
+    found = {}
+    for phi in (1.0, 1e9):
+        section = GoodputSection(
+            noise_scale=phi, initial_batch_size=64, max_batch_size=4096, max_local_batch_size=512, devices_per_node=4
+        )
+        made = asked({"T4": (8, 1 / (0.01 + 0.001 * 32))}).model_copy(update={"goodput": section})
+        plan = auto(made, JobModel(models={"T4": params}, communication=FittedCommunication({"T4": params}, 4)))
+        options = options_of(plan)
+        share = (phi + 64) / (phi + 16 * 32)
+        assert options["bsp"].goodput_per_s == pytest.approx(options["bsp"].throughput * 32 * share)
+        assert options["goodput"].goodput_per_s is not None
+        assert all(
+            options["goodput"].goodput_per_s >= (option.goodput_per_s or 0) * (1 - 1e-9)
+            for option in options.values()
+            if option.strategy in ("bsp", "lb-bsp")
+        )
+        assert plan.goodput is None or plan.strategy == "goodput"
+        found[phi] = auto(made, JobModel(models={"T4": params}))
+    assert found[1.0].strategy == "goodput"
+    assert found[1.0].goodput is not None
+    assert found[1.0].goodput.total_batch_size == 64
+
+
+def test_a_strategy_without_a_plan_says_why() -> None:
+    plan = auto(MIXED)
+    assert plan.decision is not None
+    assert plan.decision.left_out == {"goodput": "the job has no goodput section"}
+
+
+def test_words_tell_gain_and_doubt() -> None:
+    types = ("V100", "P100", "T4")
+    sure = auto(MIXED, JobModel(errors=dict.fromkeys(types, 0.1), error_source="profile"))
+    unsure = auto(MIXED, JobModel(errors=dict.fromkeys(types, 5.0), error_source="profile"))
+    assert sure.decision is not None
+    assert unsure.decision is not None
+    assert sure.strategy == "lb-bsp"
+    # against the best of what one would do: the four V100s alone make 12.4, all twelve 12.2
+    assert sure.decision.baseline_name == "4 V100, equally"
+    assert "2.06 times as fast as 4 V100, equally, and 2.1 times as fast as all 12, equally" in sure.decision.words[0]
+    # 48, 19 and 61 samples of 512 on each of four: by how much more or less than the V100s alone each type counts
+    shares = {"P100": 48 * 4 / 512, "T4": 19 * 4 / 512, "V100": 61 * 4 / 512 - 1}
+    assert sure.decision.gain_error == pytest.approx(0.1 * sum(share**2 for share in shares.values()) ** 0.5)
+    assert "less than the difference; the gain lies between +94% and +120%" in sure.decision.words[2]
+    # what nobody can tell apart is a tie: the simplest, and what would settle it
+    assert unsure.strategy == "bsp"
+    assert unsure.decision.words[2].startswith("How sure: a tie, so the simpler one")
+    assert "ddltool profile MODEL --batch-sizes 16,32,64 --device cuda --device-name V100" in unsure.decision.words[3]
+    assert "it is worth up to 106%" in unsure.decision.words[3]
+    assert unsure.decision.next_step.startswith("ddltool profile MODEL")
+    assert set(unsure.decision.too_close) >= {"lb-bsp"}
+
+
+def test_the_error_of_one_type_cancels() -> None:
+    plan = auto(asked({"V100": (4, 3.1)}, max_workers=4), JobModel(errors={"V100": 0.3}, error_source="cost model"))
+    assert plan.decision is not None
+    assert (plan.decision.error, plan.decision.gain_error, plan.decision.too_close) == (0.3, 0.0, [])
+
+
+def test_an_error_beside_a_given_capability_is_not_dropped() -> None:
+    plan = auto(MIXED, JobModel(errors={"T4": 0.3}, error_source="cost model"))
+    assert plan.decision is not None
+    assert plan.decision.error == 0.3
+    assert "come without an error" not in plan.decision.words[2]
+
+
+def test_the_words_say_what_is_measured_and_what_has_no_error() -> None:
+    told = decide(
+        MIXED, problem_of(MIXED), JobModel(errors={"V100": 0.02, "P100": 0.02, "T4": 0.5}, remark="T4 guessed")
+    )
+    assert told.decision is not None
+    assert told.strategy == "lb-bsp"
+    assert told.decision.words[2].startswith("How sure: less than its error says")
+    assert "T4 guessed" in told.decision.words[2]
+    plain = decide(MIXED, problem_of(MIXED), JobModel(errors={"V100": 0.02, "P100": 0.02, "T4": 0.02}))
+    assert plain.decision is not None
+    assert "less than the difference" in plain.decision.words[2]
+    bare = auto(MIXED).decision
+    assert bare is not None
+    assert "which come without an error" in bare.words[2]
+
+
+def test_the_words_of_measured_communication_and_of_equals() -> None:
+    seen = auto(MIXED, JobModel(communication=MeasuredCommunication(sync_s=0.05, replicas=12))).decision
+    assert seen is not None
+    assert "is exposed communication (as measured, its error is not known)." in seen.words[1]
+    assert "with as measured" not in " ".join(seen.words)
+    none = auto(MIXED, JobModel(communication=MeasuredCommunication(sync_s=0.0, replicas=12))).decision
+    assert none is not None
+    assert "no communication worth mentioning is exposed" in none.words[1]
+    equal = auto(asked({"A": (4, 1.0)}, max_workers=4)).decision
+    assert equal is not None
+    assert "0%" not in equal.words[0]
+    assert equal.words[0].endswith("what one would do anyway.")

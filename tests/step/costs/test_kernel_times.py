@@ -1,0 +1,225 @@
+"""Kernels one by one, in plain arithmetic, against the arrays of :mod:`ddltool.analyzers.step.costs.kernel_times`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddltool.analyzers.step.costs.kernel_times import (
+    ARITHMETIC,
+    DATASHEET,
+    FEED,
+    TRAFFIC,
+    Constants,
+    demand_of,
+    seconds,
+    sustained,
+    tiled_flops,
+)
+from ddltool.analyzers.step.costs.kernels import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Kernels
+from ddltool.analyzers.step.tracing.op_rules import CLASS, CLASSES
+from ddltool.device import Device
+from ddltool.shipped import devices
+
+AMPERE = Device(
+    name="test",
+    architecture="Ampere",
+    multiprocessors=80,
+    clock_hz=1.5e9,
+    peak_flops={"float32": 1e12, "tf32": 8e12, "float16": 16e12},
+    memory_bytes_per_s=1e11,
+    memory_gib=16,
+    l2_bytes=4e6,
+)
+DEVICES = (
+    AMPERE,
+    AMPERE.model_copy(update={"clock_hz": 0.0}),
+    AMPERE.model_copy(update={"multiprocessors": 0, "l2_bytes": 0.0}),
+    AMPERE.model_copy(update={"architecture": "Pascal", "peak_flops": {"float32": 1e12, "float16": 2e12}}),
+    AMPERE.model_copy(
+        update={"architecture": "Ada", "peak_flops": {"float32": 1e12, "float16": 1e14}, "power_w": 100.0, "ecc": True}
+    ),
+)
+# Every share another number, so that taking one for another shows.
+CONSTANTS = Constants(
+    arithmetic={name: 0.3 + 0.031 * place for place, name in enumerate(ARITHMETIC)},
+    traffic={name: 0.4 + 0.027 * place for place, name in enumerate(TRAFFIC)},
+    feed={name: 700.0 + 60.0 * place for place, name in enumerate(FEED)},
+    start_s=2e-6,
+    cache=0.3,
+    issue_s=0.0,
+    update_s=0.0,
+    turn_s=5e-6,
+    units={"tensor": 0.9, "vector": 0.8, "memory": 0.7},
+)
+TILES = {(256, 128): 1.0, (128, 128): 1.0, (128, 64): 0.9, (64, 64): 0.75, (64, 32): 0.5, (32, 32): 0.35}
+
+
+def held(device: Device, tensor: bool) -> float:
+    """The share of its clock that the last of the devices holds: 80 x 1.5 GHz draw 1.15 or 1.74 W each."""
+    return (100.0 / (120.0 * (1.74 if tensor else 1.15))) ** 0.7 if device.power_w else 1.0
+
+
+def occupied(gemm: tuple[float, ...], processors: int, edge: float) -> float:
+    """Operations that a device is occupied for by ``count`` products of m x n x k: the fastest tile counts."""
+    count, m, n, k = gemm
+    found = []
+    for (long, short), rate in TILES.items():
+        for rows, columns in ((long, short), (short, long)):
+            tiles = count * math.ceil(m / rows) * math.ceil(n / columns)
+            parts = 1
+            if tiles < processors:  # the inner dimension is split, down to pieces of 256
+                parts = min(math.ceil(processors / tiles), max(1, int(k // 256)))
+            rounds = tiles * parts / processors
+            waves = 1.0 if rounds < 1 else rounds + 0.5 * (math.ceil(rounds) - rounds)
+            found.append(waves * processors / parts * rows * columns * 2 * (k + edge * parts) / rate)
+    return min(found)
+
+
+def asks_cudnn(kernel: Mapping[str, object]) -> bool:
+    """Whether torch asks cuDNN for a depthwise convolution in channels_first."""
+    channels, *sides = (float(side) for side in kernel["gemm"])  # type: ignore[attr-defined]
+    taps, positions = {
+        FORWARD: (sides[2], sides[0]),
+        INPUT_GRADIENT: (sides[1], sides[0]),
+        WEIGHT_GRADIENT: (sides[1], sides[2]),
+    }[kernel["direction"]]  # type: ignore[index]
+    one_to_one = float(kernel["bytes"]) / 4 <= 3 * channels * positions  # type: ignore[arg-type]
+    return kernel["dtype"] == "float16" and channels >= 32 and taps in (1, 9, 25) and (one_to_one or channels >= 512)
+
+
+def by_hand(kernel: Mapping[str, object], device: Device, precision: str, layout: str, constants: Constants) -> float:
+    """Return the seconds of one kernel, in words of the class's own rules."""
+    kind, gemm = str(kernel["kind"]), tuple(float(side) for side in kernel["gemm"])  # type: ignore[attr-defined]
+    flops, moved = float(kernel["flops"]), float(kernel["bytes"])  # type: ignore[arg-type]
+    vector, dtype = device.peak_flops["float32"], str(kernel["dtype"])
+    peak = device.peak_flops.get(dtype, vector)
+    if dtype == "float32" and (precision == "tf32" or kind in ("convolution", "recurrent")):
+        peak = device.peak_flops.get("tf32", vector)
+    tensor = peak > 1.5 * vector and device.architecture != "Pascal"
+    peak = min(peak, vector) if device.architecture == "Pascal" else peak
+    cycles = device.multiprocessors * device.clock_hz
+    clock = held(device, tensor)
+    edge = 4000 * clock * peak / (2 * 256 * 128) / cycles if cycles else 0.0
+    grouped, shaped = kind in ("grouped_convolution", "depthwise_convolution"), gemm[1] > 0
+    if device.multiprocessors and shaped and kind in ("convolution", "matrix_product"):
+        flops = occupied(gemm, device.multiprocessors, edge)
+    if device.multiprocessors and shaped and kind == "recurrent":
+        flops *= occupied((1.0, *gemm[1:]), device.multiprocessors, edge) / (2 * math.prod(gemm[1:]))
+    unit = "tensor" if tensor else "vector"
+    share, rate = None, f"{kind}/{layout}" if f"{kind}/{layout}" in TRAFFIC else kind
+    if kind in ("matrix_product", "attention", "recurrent"):
+        share = f"{kind}/{unit}"
+    elif kind == "convolution":
+        share = f"convolution/tensor/{layout}" if tensor else "convolution/vector"
+        uneven = shaped and any(side % 8 for side in gemm[1:])
+        if tensor and uneven and layout == "channels_last":
+            share = rate = "convolution/misaligned"
+    elif grouped:
+        share = rate = f"{kind}/{layout}"
+        if kind == "grouped_convolution" and layout == "channels_last":
+            channels = gemm[1] if kernel["direction"] == WEIGHT_GRADIENT else min(gemm[2:])
+            share = rate = f"{share}/narrow" if gemm[0] % 32 == 0 and channels <= 32 else share
+        if share == "depthwise_convolution/channels_first" and not asks_cudnn(kernel):
+            share = rate = f"{share}/torch"
+            if kernel["direction"] == WEIGHT_GRADIENT:  # six blocks fill a multiprocessor
+                flops *= max(1.0, 6 * device.multiprocessors / max(gemm[0] * gemm[2], 1.0))
+        if kernel["direction"] == WEIGHT_GRADIENT and f"{share}/weights" in ARITHMETIC:
+            share = f"{share}/weights"
+    arithmetic = 0.0
+    if share is not None:
+        tensor = tensor and not grouped
+        at_peak = flops / (held(device, False) * (256 * cycles or vector) if grouped else clock * peak)
+        arithmetic = at_peak / constants.arithmetic[share] / constants.units["tensor" if tensor else "vector"]
+        if cycles and not grouped:
+            arithmetic += flops / (clock * cycles) / constants.feed.get(share, math.inf)
+        elif tensor:
+            arithmetic = max(arithmetic, at_peak)
+    cached = min(1.0, 0.5 * device.l2_bytes / max(moved, 1.0))
+    traffic = moved / device.memory_bytes_per_s * (16 / 15 if device.ecc else 1) * (1 - constants.cache * cached)
+    traffic /= constants.traffic[rate] * constants.units["memory"]
+    together = arithmetic + traffic if grouped else (arithmetic**3 + traffic**3) ** (1 / 3)
+    return constants.start_s + (constants.turn_s * gemm[0] if kind == "recurrent" else 0.0) + together
+
+
+side = st.sampled_from([1.0, 7.0, 8.0, 9.0, 31.0, 32.0, 33.0, 64.0, 100.0, 256.0, 512.0, 4096.0])
+kernel = st.fixed_dictionaries(
+    {
+        "kind": st.sampled_from(CLASSES),
+        "direction": st.sampled_from([FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT]),
+        "dtype": st.sampled_from(["float32", "float16", "int64"]),
+        "flops": st.sampled_from([0.0, 1e6, 3e9]),
+        "bytes": st.sampled_from([0.0, 1e4, 1e6, 5e7]),
+        "gemm": st.one_of(st.tuples(side, side, side, side), st.just((0.0, 0.0, 0.0, 0.0))),
+    }
+)
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(kernel, min_size=1, max_size=20),
+    st.sampled_from(DEVICES),
+    st.sampled_from(["fp32", "tf32", "amp"]),
+    st.booleans(),
+    st.sampled_from([CONSTANTS, replace(CONSTANTS, feed={}), DATASHEET]),
+)
+def test_arrays_are_as_kernels_one_by_one(
+    made: list[dict[str, object]], device: Device, precision: str, channels_last: bool, constants: Constants
+) -> None:
+    kernels = Kernels(
+        op=np.arange(len(made)),
+        kind=np.array([CLASS[str(each["kind"])] for each in made], dtype=np.int8),
+        direction=np.array([each["direction"] for each in made], dtype=np.int8),
+        flops=np.array([each["flops"] for each in made], dtype=float),
+        moved_bytes=np.array([each["bytes"] for each in made], dtype=float),
+        gemm=np.array([each["gemm"] for each in made], dtype=float),
+        width=np.full(len(made), 4.0),
+        dtype=tuple(str(each["dtype"]) for each in made),
+        ops=len(made),
+    )
+    found = seconds(demand_of(kernels, device, precision=precision, channels_last=channels_last), constants)
+    layout = "channels_last" if channels_last else "channels_first"
+    expected = [by_hand(each, device, precision, layout, constants) for each in made]
+    assert found == pytest.approx(expected, rel=1e-9, abs=1e-18)
+
+
+def test_a_device_at_its_datasheet_waits_for_nothing() -> None:
+    waits = DATASHEET.start_s, DATASHEET.issue_s, DATASHEET.update_s, DATASHEET.turn_s, DATASHEET.cache
+    assert waits == (0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+sizes = st.one_of(st.integers(1, 5000).map(float), side)
+
+
+@settings(max_examples=200)
+@given(st.tuples(st.integers(1, 64).map(float), sizes, sizes, sizes), st.integers(1, 160), st.floats(0, 300))
+def test_tiles_are_those_by_hand_and_never_do_less_than_the_product(
+    gemm: tuple[float, ...], processors: int, edge: float
+) -> None:
+    found = tiled_flops(np.array([gemm]), processors, edge)[0]
+    assert found == pytest.approx(occupied(gemm, processors, edge), rel=1e-12)
+    assert found >= 2 * np.prod(gemm)
+
+
+def test_large_products_come_close_to_their_own_operations() -> None:
+    assert tiled_flops(np.array([[1.0, *3 * (8192.0,)]]), 108, 32.0)[0] == pytest.approx(2 * 8192.0**3, rel=0.05)
+    one_row = tiled_flops(np.array([[1.0, 1.0, 4096.0, 4096.0]]), 108, 32.0)[0]
+    assert one_row > 10 * 2 * 4096.0**2  # a row fills no tile
+
+
+def test_clocks_follow_the_boards_power() -> None:
+    share = {
+        name: sustained(devices().device(name), matrix=True) for name in ("L4", "RTX6000Ada", "L40S", "A100", "T4")
+    }
+    assert share["L4"] < share["RTX6000Ada"] < share["L40S"] < share["A100"] == 1.0
+    assert 0.4 < share["L4"] < share["T4"] < 0.75  # boards of 70 W do not hold their boost clock
+    half = devices().device("L40S").model_copy(update={"power_w": 175.0})
+    assert sustained(half, matrix=True) == pytest.approx(share["L40S"] / 2**0.7)
+    assert sustained(AMPERE, matrix=True) == 1.0  # whose power nobody knows
+    assert sustained(devices().device("RTX3090"), matrix=False) > 1.0  # GeForce's clocks go beyond the datasheet's

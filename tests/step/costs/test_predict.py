@@ -1,0 +1,858 @@
+"""The cost model: work against counting by hand and direct traces, times against closed forms and a queue run by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from ddltool.analyzers.step.communication.nccl import Fabric
+from ddltool.analyzers.step.costs.kernel_times import ARITHMETIC, FEED, TRAFFIC, Constants
+from ddltool.analyzers.step.costs.kernels import INPUT_GRADIENT, WEIGHT_GRADIENT, compiled, kernels_of
+from ddltool.analyzers.step.costs.memory import Kind, Sharding
+from ddltool.analyzers.step.costs.model import CostModel, PredictedStep, cost_model, estimate, time_step, update_s
+from ddltool.analyzers.step.costs.predict import (
+    Placement,
+    Setting,
+    WorkCurve,
+    measure_work,
+    memory_limit_batch,
+    own_update_s,
+    predict,
+)
+from ddltool.analyzers.step.tracing.dialect import Numerics
+from ddltool.analyzers.step.tracing.factories import step_from
+from ddltool.analyzers.step.tracing.op_rules import CLASS
+from ddltool.analyzers.step.tracing.sources import resolve_step, training_step
+from ddltool.analyzers.step.tracing.step import TrainingStep, default_loss
+from ddltool.analyzers.step.tracing.torch_adapter import trace_any_batch, trace_torch
+from ddltool.device import Device, Network
+from ddltool.errors import InputError
+from ddltool.graph import COMPUTE, Graph, Op
+from ddltool.links import Link
+from ddltool.profiles import read_profile
+from ddltool.shipped import calibration, devices
+from tests.conftest import Result
+
+Cli = Callable[..., Result]
+LINK = Link(kind="plain", bytes_per_s=1e9, latency_s=1e-4)
+SETTING = Setting(fabric=Fabric(inside=LINK, between=LINK, gpus_per_node=8), optimizer="sgd")
+ALONE = Placement(num_nodes=1, num_replicas=1)
+DEVICE = Device(
+    name="test",
+    architecture="Ampere",
+    multiprocessors=80,
+    clock_hz=1.5e9,
+    peak_flops={"float32": 1e12, "tf32": 8e12, "float16": 16e12},
+    memory_bytes_per_s=1e11,
+    memory_gib=16,
+)
+PLAIN = Constants(
+    arithmetic=dict.fromkeys(ARITHMETIC, 1.0),
+    traffic=dict.fromkeys(TRAFFIC, 1.0),
+    feed=dict.fromkeys(FEED, 1e9),
+    start_s=0.0,
+    cache=0.0,
+    issue_s=0.0,
+    update_s=0.0,
+    turn_s=0.0,
+)
+
+
+def model(name: str = "V100") -> CostModel:
+    return cost_model(devices().device(name), calibration())
+
+
+@cache
+def curve_of(name: str) -> WorkCurve:
+    """The work of a built-in model in float32, traced once for all tests that ask how long it takes."""
+    return measure_work(lambda: resolve_step(f"zoo:{name}"))
+
+
+def step_of(module: nn.Module, *inputs: Tensor) -> TrainingStep:
+    return TrainingStep(name="made", module=module, inputs=inputs, loss=default_loss)
+
+
+def traced(module: type[nn.Module] | nn.Module, *inputs: Tensor, numerics: Numerics | None = None) -> Graph:
+    made = module if isinstance(module, nn.Module) else module()
+    return trace_torch(lambda: step_of(made, *inputs), mode="training", numerics=numerics or Numerics())
+
+
+def flops_of(graph: Graph, word: str) -> float:
+    return float(sum(op.flops for op in graph.ops() if word in op.op_type))
+
+
+# ---------------------------------------------------------------- FLOPs, by hand
+
+
+@pytest.mark.parametrize("groups", [1, 4, 64])
+def test_grouped_convolutions_count_their_own_channels(groups: int) -> None:
+    graph = traced(
+        nn.Sequential(nn.Conv2d(3, 64, 1), nn.Conv2d(64, 64, 3, padding=1, groups=groups)), torch.zeros(2, 3, 8, 8)
+    )
+    one = 2 * 2 * 8 * 8 * 64 * (64 // groups) * 9
+    forward = [op.flops for op in graph.ops() if op.op_type == "aten.convolution"]
+    backward = [op.flops for op in graph.ops() if op.op_type == "aten.convolution_backward"]
+    assert forward == [2 * 2 * 8 * 8 * 64 * 3, one]
+    assert backward == [2 * one, 2 * 2 * 8 * 8 * 64 * 3]  # the image wants no gradient
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "one"),
+    [
+        (nn.Conv1d(6, 8, 5), (2, 6, 20), 2 * 2 * 16 * 8 * 6 * 5),
+        (nn.Conv3d(2, 4, 3), (2, 2, 5, 5, 5), 2 * 2 * 27 * 4 * 2 * 27),
+        (nn.ConvTranspose2d(6, 8, 4, stride=2, groups=2), (2, 6, 5, 5), 2 * 2 * 25 * 6 * 4 * 16),
+        (nn.Linear(6, 9), (2, 6), 2 * 2 * 6 * 9),
+    ],
+)
+def test_other_products(layer: nn.Module, shape: tuple[int, ...], one: int) -> None:
+    graph = traced(nn.Sequential(layer, nn.Flatten()), torch.zeros(*shape))
+    products = graph.flops[graph.gemm[:, 1] > 0]
+    assert products.sum() == 2 * one  # forward, and the gradient of the weights
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize(("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
+def test_recurrent_layers(kind: type[nn.LSTM], gates: int, bidirectional: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = kind(16, 32, 2, bidirectional=bidirectional, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x)[0]
+
+    sides = 2 if bidirectional else 1
+    weights = sides * gates * 32 * ((16 + 32) + (32 * sides + 32))
+    for numerics in (Numerics(), Numerics("amp")):
+        graph = traced(Model, torch.zeros(3, 7, 16), numerics=numerics)
+        assert flops_of(graph, "recurrent") == 3 * 2 * 3 * 7 * weights  # backward is twice forward
+        assert {op.dtype for op in graph.ops() if "recurrent" in op.op_type} == {
+            "float16" if numerics.precision == "amp" else "float32"
+        }
+
+
+def test_grouped_matrix_products() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4, 16, 32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            ends = torch.full((4,), 8, dtype=torch.int32).cumsum(0).to(torch.int32)
+            return torch._grouped_mm(x.bfloat16(), self.weight.bfloat16(), offs=ends).float()
+
+    graph = traced(Experts, torch.zeros(32, 16))
+    assert flops_of(graph, "grouped_mm") == 2 * (2 * 32 * 16 * 32)
+
+
+def test_attention_counts_the_square_and_keeps_half_of_it_under_a_mask() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(x * self.scale, x, x, dropout_p=0.1, is_causal=True)
+
+    graph = traced(Heads, torch.zeros(2, 4, 32, 16))
+    one = 2 * 2 * 4 * 32 * 32 * 16
+    assert sorted(op.flops for op in graph.ops() if "attention" in op.op_type) == [2 * one, 5 * one]
+    assert {op.gemm for op in graph.ops() if "attention" in op.op_type} == {(8.0, 32.0, 16.0, 16.0)}
+
+
+# ---------------------------------------------------------------- one trace, any batch
+
+
+EVERY_NUMERICS = (Numerics(), Numerics("amp"), Numerics("amp", True), Numerics("bf16"))
+
+
+@pytest.mark.parametrize(
+    ("name", "numerics"),
+    [
+        *(("cifarnet", numerics) for numerics in EVERY_NUMERICS),
+        # Batch norm, attention: as every numerics meets every kind of layer, but the largest trace only once by default.
+        ("resnet32", Numerics("amp", True)),
+        ("bert_small", Numerics("amp")),
+        *(pytest.param("resnet32", each, marks=pytest.mark.slow) for each in EVERY_NUMERICS if not each.channels_last),
+        *(
+            pytest.param("bert_small", each, marks=pytest.mark.slow)
+            for each in EVERY_NUMERICS
+            if each != Numerics("amp")
+        ),
+    ],
+    ids=str,
+)
+def test_one_trace_gives_every_batch(name: str, numerics: Numerics) -> None:
+    known = trace_any_batch(lambda: resolve_step(f"zoo:{name}"), mode="training", numerics=numerics)
+    assert known.prime is not None
+    for size in (2, 24):
+        direct = trace_torch(lambda: resolve_step(f"zoo:{name}"), mode="training", batch_size=size, numerics=numerics)
+        agree(known.at(size), direct)
+
+
+def test_work_of_all_pairs_grows_with_the_square() -> None:
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made = self.linear(x)
+            return (made @ made.T).logsumexp(1)
+
+    curve = measure_work(lambda: step_of(Pairs(), torch.zeros(1, 64)))
+    for size in (8, 16, 64):
+        assert 2 * size * size * 32 in curve.traced.at(size).flops
+
+
+def test_a_model_that_halves_its_batch_is_traced_at_an_even_one() -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x.reshape(2, -1, 6)).sum((0, 2))
+
+    graph = measure_work(lambda: step_of(Halves(), torch.zeros(2, 6))).traced.at(8)
+    assert 2 * 8 * 36 in graph.flops
+
+
+class Lambda(nn.Module):
+    """Layers by name, and a forward pass that uses them."""
+
+    def __init__(self, run: Callable[..., Any], **layers: nn.Module) -> None:
+        super().__init__()
+        self.run, self.layers = run, nn.ModuleDict(layers)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.run(self.layers, *inputs)
+
+
+def agree(made: Graph, direct: Graph) -> None:
+    assert made.op_type == direct.op_type
+    assert made.batch_size == direct.batch_size
+    for field in ("flops", "size_bytes", "written_bytes", "gemm"):
+        np.testing.assert_array_equal(getattr(made, field), getattr(direct, field))
+
+
+LINEAR = {"l": nn.Linear(32, 32)}
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "prime"),
+    [
+        # Dimensions that happen to be multiples of the first prime.
+        (nn.Sequential(nn.Conv2d(3, 4, 4), nn.ReLU(), nn.Flatten(), nn.LazyLinear(2)), (1, 3, 64, 64), 67),
+        (
+            Lambda(
+                lambda m, x: torch.cat([m["a"](x), m["b"](x)], 1).relu(), a=nn.Conv2d(3, 30, 1), b=nn.Conv2d(3, 31, 1)
+            ),
+            (1, 3, 4, 4),
+            67,
+        ),
+        # The batch, twice; the batch as groups of a convolution; half of it in every view.
+        (Lambda(lambda m, x: (m["l"](x) @ m["l"](x).T).logsumexp(1), **LINEAR), (4, 32), 61),
+        (
+            Lambda(
+                lambda m, x: nn.functional.conv2d(
+                    x.reshape(1, -1, 8, 8), m["l"](x[:, :1, 0, :4]).reshape(-1, 1, 2, 2), groups=len(x)
+                ),
+                l=nn.Linear(4, 4),
+            ),
+            (4, 1, 8, 8),
+            61,
+        ),
+        (Lambda(lambda m, x: m["l"](x.view(2, x.shape[0] // 2, 32)).relu(), **LINEAR), (4, 32), 61),
+        # Work that is no multiple of the batch.
+        (Lambda(lambda m, x: m["l"](x[: x.shape[0] // 2]), **LINEAR), (4, 32), None),
+        (Lambda(lambda m, x: torch.cat([m["l"](part) for part in x.chunk(2, 0)]), **LINEAR), (4, 32), None),
+        (Lambda(lambda m, x: torch.cat([m["l"](part) for part in x.split(16)]), **LINEAR), (4, 32), None),
+        pytest.param(
+            Lambda(lambda m, x: torch.stack([m["l"](row) for row in x]), **LINEAR), (4, 32), None, marks=pytest.mark.slow
+        ),
+        (
+            Lambda(lambda m, x: m["a" if len(x) > 32 else "b"](x), a=nn.Linear(64, 64), b=nn.Linear(64, 2)),
+            (4, 64),
+            None,
+        ),
+        (
+            Lambda(lambda m, x: m["a" if len(x) > 100 else "b"](x), a=nn.Linear(64, 64), b=nn.Linear(64, 2)),
+            (4, 64),
+            None,
+        ),
+    ],
+)  # fmt: skip
+def test_every_batch_is_what_a_direct_trace_says(module: nn.Module, shape: tuple[int, ...], prime: int | None) -> None:
+    module(torch.zeros(shape))
+    step = step_of(module, torch.zeros(shape))
+    known = trace_any_batch(lambda: step, mode="training")
+    assert known.prime == prime
+    assert ("does not grow in proportion" in str(known.graph.meta.get("note"))) == (prime is None)
+    for size in (2, 8, 34, 128) if prime else (2, 34, 102):  # on both sides of where a model changes its way
+        agree(known.at(size), trace_torch(lambda: step, mode="training", batch_size=size))
+
+
+def test_a_batch_that_a_model_does_not_take() -> None:
+    step = step_of(Lambda(lambda m, x: m["l"](x.view(2, x.shape[0] // 2, 32)), **LINEAR), torch.zeros(4, 32))
+    curve = measure_work(lambda: step)
+    assert [curve.runs_at(size) for size in (1, 2, 3)] == [False, True, False]
+    assert tensors(curve, 3) > tensors(curve, 2)
+    with pytest.raises(InputError, match="made at batch size 3: training step cannot be traced"):
+        curve.traced.at(3)
+
+
+def test_a_loop_over_samples_is_traced_up_to_a_length() -> None:
+    step = step_of(Lambda(lambda m, x: torch.stack([m["l"](row) for row in x]), **LINEAR), torch.zeros(4, 32))
+    curve = measure_work(lambda: step)
+    largest = curve.traced.largest
+    assert largest is not None
+    assert largest >= 61
+    with pytest.raises(InputError, match=f"loops over its samples, .* {2 * largest}; ask for at most {largest}"):
+        curve.traced.at(2 * largest)
+    assert curve.peak(2 * largest, ALONE_STATE, "none") is None
+    direct = measure_work(lambda: step_of(Lambda(lambda m, x: m["l"](x), **LINEAR), torch.zeros(4, 32)))
+    assert tensors(curve, 8) > tensors(direct, 8)
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def blocks(wrap: Callable[..., Tensor]) -> nn.Module:
+    layers = {str(n): nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16)) for n in range(4)}
+
+    def run(parts: nn.ModuleDict, x: Tensor) -> Tensor:
+        x = parts["head"](x)
+        for name in layers:
+            x = x + wrap(parts[name], x)
+        return x
+
+    return Lambda(run, head=nn.Linear(16, 16), **layers)
+
+
+@pytest.mark.parametrize("numerics", [Numerics(), Numerics("amp")], ids=["fp32", "amp"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers_are_computed_again(reentrant: bool, numerics: Numerics) -> None:
+    wrap = partial(checkpoint, use_reentrant=reentrant)
+    given = torch.zeros(8, 32, 16)
+    plain, saved = (
+        measure_work(lambda run=run: step_of(blocks(run), given), numerics)  # type: ignore[misc]
+        for run in (lambda layer, x: layer(x), wrap)
+    )
+    rows, one = 8 * 32, 2 * 16 * 64
+    by_hand = 3 * 4 * 2 * rows * one + 2 * rows * 2 * 16 * 16  # the head's input wants no gradient
+    product = plain.traced.at(8).gemm[:, 1] > 0
+    assert plain.traced.at(8).flops[product].sum() == by_hand
+    # Once more forward: all of it, or up to the last tensor that is kept, which the last product does not make.
+    again = 4 * rows * one * (2 if reentrant else 1)
+    product = saved.traced.at(8).gemm[:, 1] > 0
+    assert saved.traced.at(8).flops[product].sum() == by_hand + again
+    assert tensors(saved, 8) < tensors(plain, 8)
+    kinds = {op.op_type for op in saved.traced.graph.ops()}
+    assert "aten.native_dropout" in kinds
+    assert saved.traced.prime == 61
+
+
+def test_checkpoints_count_what_a_real_step_counts() -> None:
+    for reentrant in (False, True):
+        module = blocks(partial(checkpoint, use_reentrant=reentrant))
+        given = torch.zeros(2, 3, 16)
+        with FlopCounterMode(display=False) as counter:
+            module(given).mean().backward()
+        graph = traced(module, given)
+        assert graph.flops[graph.gemm[:, 1] > 0].sum() == counter.get_total_flops()
+
+
+def test_a_checkpoint_that_nothing_flows_through_trains_nothing() -> None:
+    """Torch's own rule: without an input that wants a gradient the reentrant form drops those of its parameters."""
+    run = partial(checkpoint, use_reentrant=True)
+    step = step_of(
+        Lambda(lambda m, x: m["head"](run(m["body"], x)), body=nn.Linear(8, 8), head=nn.Linear(8, 2)), torch.zeros(4, 8)
+    )
+    graph = trace_torch(lambda: step, mode="training")
+    assert graph.trained_bytes == 4 * (8 * 2 + 2)
+    assert graph.meta["note"] == "2 trained parameters are read and get no gradient: layers.body"
+
+
+# ---------------------------------------------------------------- complex numbers, tables, nothing
+
+
+def test_complex_products_are_four_real_ones() -> None:
+    class Waves(nn.Module):
+        def __init__(self, dtype: torch.dtype) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(16, 32, dtype=dtype))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.to(self.weight.dtype) @ self.weight).abs()
+
+    waves, real = (traced(Waves(dtype), torch.zeros(8, 16)) for dtype in (torch.complex64, torch.float32))
+    assert flops_of(waves, "mm") == 4 * flops_of(real, "mm") == 2 * 8 * 8 * 16 * 32
+    kernels = kernels_of(waves)
+    product = kernels.kind == CLASS["matrix_product"]
+    assert (2 * kernels.gemm[product].prod(1) == kernels.flops[product]).all()
+    assert (kernels.width[product] == 8).all()
+    op = next(op for op in waves.ops() if op.op_type == "aten.mm")
+    assert op.size_bytes == 8 * (8 * 16 + 16 * 32 + 8 * 32)
+
+
+def test_a_bag_of_embeddings_reads_its_rows() -> None:
+    bag = traced(nn.Sequential(nn.EmbeddingBag(100_000, 16), nn.Linear(16, 2)), torch.zeros(4, 8, dtype=torch.long))
+    op = next(op for op in bag.ops() if op.op_type.startswith("aten._embedding_bag") and "backward" not in op.op_type)
+    assert op.estimate == "rule"
+    assert op.flops == 4 * 8 * 16
+    rows, written = 4 * 8 * 16 * 4, 4 * 16 * 4
+    assert rows + written <= op.size_bytes <= rows + written + 8 * (32 + 4 + 32 + 4 + 4 + 4 * 16)  # and indices
+
+
+def test_sparse_gradients_are_rows() -> None:
+    def curve(sparse: bool) -> WorkCurve:
+        table = nn.Sequential(nn.Embedding(10_000, 16, sparse=sparse), nn.Linear(16, 2))
+        return measure_work(lambda: step_of(table, torch.zeros(4, 8, dtype=torch.long)))
+
+    sparse, dense = curve(True), curve(False)
+    assert sparse.traced.at(4).trained_bytes == dense.traced.at(4).trained_bytes
+    table = 4 * 16 * 10_000
+    assert tensors(dense, 4) >= 2 * table
+    assert table < tensors(sparse, 4) < 1.1 * table
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning", "ignore:Initializing zero-element")
+def test_a_layer_of_no_features_takes_no_time() -> None:
+    graph = traced(nn.Sequential(nn.Linear(64, 0), nn.Linear(0, 64)), torch.zeros(4, 64))
+    assert np.isfinite(model().step(graph).step_s)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_sequence_first_layer_has_its_batch_in_the_second_place(kind: type[nn.LSTM]) -> None:
+    step = step_from(kind(16, 32), "train.py:layer", "layer")
+    assert step.at_batch(5).inputs[0].shape == (128, 5, 16)
+    first = step_from(kind(16, 32, batch_first=True), "train.py:layer", "layer")
+    other = step_from((kind(16, 32), torch.zeros(128, 1, 16)), "train.py:layer", "layer")
+    graphs = [
+        trace_any_batch(lambda made=made: made, mode="training").at(5)  # type: ignore[misc]
+        for made in (step, first, other)
+    ]
+    assert {graph.batch_size for graph in graphs} == {5}
+    assert len({flops_of(graph, "recurrent") for graph in graphs}) == 1
+    assert {op.gemm[:2] for graph in graphs for op in graph.ops() if "recurrent" in op.op_type} == {(128.0, 5.0)}
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+def test_a_projected_state_is_narrower_than_its_cell() -> None:
+    lstm = nn.LSTM(16, 32, 2, batch_first=True, proj_size=8)
+    seen = []
+
+    def run(layers: nn.ModuleDict, x: Tensor) -> Tensor:
+        output, (state, cell) = layers["lstm"](x)
+        seen.append((output.shape, state.shape, cell.shape))
+        return layers["head"](cell[-1]).relu()
+
+    graph = traced(Lambda(run, lstm=lstm, head=nn.Linear(32, 4)), torch.zeros(3, 7, 16))
+    output, (state, cell) = lstm(torch.zeros(3, 7, 16))
+    assert set(seen) == {(output.shape, state.shape, cell.shape)}
+    weights = 4 * 32 * (16 + 8) + 8 * 32 + 4 * 32 * (8 + 8) + 8 * 32
+    forward = next(op for op in graph.ops() if op.op_type == "aten.recurrent")
+    assert forward.flops == 2 * 3 * 7 * weights
+    assert forward.gemm[0] == 2 * 7
+    assert 2 * np.prod(forward.gemm) == pytest.approx(forward.flops)
+
+
+ALONE_STATE = Sharding(kind="none")
+
+
+def tensors(curve: WorkCurve, batch: int, optimizer: str = "none") -> float:
+    """Return the most bytes of tensors that one process alone holds."""
+    found = curve.peak(batch, ALONE_STATE, optimizer)
+    assert found is not None
+    return found.total_bytes
+
+
+def allocator_peak(name: str, batch: int, folder: Path) -> float:
+    """Return the peak bytes of tensors in a real step on the CPU, as torch's allocator reports them."""
+    step = training_step(f"zoo:{name}", batch)
+    module = step.module.train()
+
+    def run() -> None:
+        for parameter in module.parameters():
+            parameter.grad = None
+        step.loss(module(*step.inputs)).backward()
+
+    run()
+    for parameter in module.parameters():
+        parameter.grad = None
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        run()
+    recorded.export_chrome_trace(str(folder / "trace.json"))
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event["name"] == "[memory]")
+    held = [*module.parameters(), *module.buffers(), *step.inputs]
+    base = sum(tensor.numel() * tensor.element_size() for tensor in held)
+    return float(np.cumsum([size for _, size in changes]).max()) + base
+
+
+@pytest.mark.parametrize("name", ["cifarnet", "resnet32", "bert_small"])
+def test_the_peak_of_live_bytes_is_the_allocators(name: str, tmp_path: Path) -> None:
+    curve = measure_work(lambda: resolve_step(f"zoo:{name}"), Numerics(cuda=False))
+    assert tensors(curve, 8) == pytest.approx(allocator_peak(name, 8, tmp_path), rel=0.05)
+
+
+# ---------------------------------------------------------------- precision
+
+
+def test_autocast_is_cudas() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.LayerNorm(16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.softmax(nn.functional.gelu(self.linear(self.norm(x))), -1)
+
+    graph = traced(Block, torch.zeros(4, 16), numerics=Numerics("amp"))
+    kind = {op.op_type: op.dtype for op in graph.ops()}
+    assert kind["aten.addmm"] == kind["aten.gelu"] == "float16"
+    assert kind["aten.native_layer_norm"] == "float32"
+    softmax = next(op for op in graph.ops() if op.op_type == "aten._softmax")
+    assert softmax.size_bytes == 4 * 16 * (2 + 4)  # it reads half precision and writes float32, in one kernel
+    casts = [op for op in graph.ops() if op.op_type == "aten._to_copy" and op.estimate == "free"]
+    assert len(casts) >= 2
+
+
+def test_every_precision_runs_at_its_own_peak() -> None:
+    layers = nn.Sequential(nn.Conv2d(64, 64, 1, bias=False), nn.Flatten(), nn.Linear(64 * 256, 64, bias=False))
+    device = DEVICE.model_copy(update={"memory_bytes_per_s": 1e18, "multiprocessors": 0})
+    seconds = {}
+    for precision in ("fp32", "tf32", "amp"):
+        graph = traced(layers, torch.zeros(64, 64, 16, 16), numerics=Numerics(precision))  # type: ignore[arg-type]
+        op_s = time_step(graph, device, PLAIN).op_s
+        types = np.array(graph.op_type)
+        rate = graph.flops / np.where(op_s > 0, op_s, np.inf)
+        seconds[precision] = (rate[types == "aten.convolution"][0], rate[types == "aten.mm"][0])
+    assert seconds["fp32"] == pytest.approx((8e12, 1e12))  # torch's default: TF32 in convolutions alone
+    assert seconds["tf32"] == pytest.approx((8e12, 8e12))
+    assert seconds["amp"] == pytest.approx((16e12, 16e12))
+
+
+# ---------------------------------------------------------------- kernels and times
+
+
+def test_the_backward_of_a_convolution_is_two_kernels() -> None:
+    graph = traced(nn.Sequential(nn.Conv2d(8, 16, 3), nn.Conv2d(16, 32, 3)), torch.zeros(2, 8, 12, 12))
+    kernels = kernels_of(graph)
+    chosen = kernels.kind == CLASS["convolution"]
+    assert kernels.flops[chosen].sum() == flops_of(graph, "convolution")
+    assert sorted(kernels.direction[chosen].tolist()) == [0, 0, INPUT_GRADIENT, WEIGHT_GRADIENT, WEIGHT_GRADIENT]
+    np.testing.assert_allclose(2 * kernels.gemm[chosen].prod(axis=1), kernels.flops[chosen])
+    assert set(kernels.op.tolist()) <= set(np.flatnonzero(graph.kind == COMPUTE).tolist())
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.floats(0, 1e-3), st.booleans()), min_size=1, max_size=30), st.floats(1e-6, 1e-3))
+def test_the_device_runs_behind_the_host(ops: list[tuple[float, bool]], issue_s: float) -> None:
+    """A queue played by hand: the host issues one op after another, the device runs what it was given, in order."""
+    rows = [
+        Op(name=str(place), kind="compute", size_bytes=0.0 if view else seconds * 1e11, estimate="free" if view else "rule",
+           op_type="aten.add")
+        for place, (seconds, view) in enumerate(ops)
+    ]  # fmt: skip
+    step = time_step(Graph.from_ops("queue", "inference", rows), DEVICE, replace(PLAIN, issue_s=issue_s))
+    host = device = 0.0
+    for seconds, view in ops:
+        busy = seconds if not view and seconds * 1e11 > 0 else 0.0
+        host += issue_s if busy else issue_s / 4
+        if busy:
+            device = max(device, host) + busy
+    assert step.pass_s == pytest.approx(device, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["resnet32", "bert_small"])
+def test_more_samples_take_longer_and_a_faster_device_less(name: str) -> None:
+    curve = curve_of(name)
+    rows = predict(curve, model("V100"), SETTING, [1, 8, 64, 512], [ALONE])
+    steps = [row.step_time_s for row in rows]
+    rates = [row.samples_per_s for row in rows]
+    assert steps == sorted(steps)
+    assert rates == sorted(rates)
+    assert rows[0].host_bound
+    assert not rows[-1].host_bound
+    assert all(0 < row.mfu < 1 for row in rows)
+    at_512 = {
+        kind: predict(curve, model(kind), SETTING, [512], [ALONE])[0].step_time_s for kind in ("K80", "V100", "H100")
+    }
+    assert at_512["K80"] > at_512["V100"] > at_512["H100"]
+
+
+@pytest.mark.parametrize("name", ["resnet32", "bert_small", "gpt_small"])
+def test_compiling_saves_traffic_and_keeps_products(name: str) -> None:
+    graph = trace_torch(lambda: resolve_step(f"zoo:{name}"), mode="training", numerics=Numerics("amp"))
+    fused = compiled(graph)
+    product = graph.gemm[:, 1] > 0
+    np.testing.assert_array_equal(fused.size_bytes[product], graph.size_bytes[product])
+    np.testing.assert_array_equal(fused.flops, graph.flops)
+    compute = graph.kind == COMPUTE
+    assert 0.2 * graph.size_bytes[compute].sum() < fused.size_bytes[compute].sum() < graph.size_bytes[compute].sum()
+    assert model().step(fused).device_s < model().step(graph).device_s
+
+
+def test_the_estimate_is_the_step() -> None:
+    graph = curve_of("resnet32").traced.at(64)
+    timed = estimate(graph, model(), Network(), optimizer="momentum")
+    step = model().step(graph, optimizer="momentum")
+    assert timed.duration_s[timed.kind == COMPUTE].sum() == pytest.approx(step.pass_s)
+    assert timed.meta["update_s"] == step.update_s > step.update_host_s > 0
+    # sharded, each tensor is a part of itself, and as many are started; ZeRO-1 gives each process whole tensors
+    sharded, parted = (own_update_s(timed, Sharding(kind=kind, shard=4)) for kind in ("fsdp", "zero1"))  # type: ignore[arg-type]
+    assert sharded - step.update_host_s == pytest.approx((step.update_s - step.update_host_s) / 4)
+    assert parted == pytest.approx(step.update_s / 4)
+    assert timed.meta["error_low"] < 1 < timed.meta["error_high"]
+
+
+# ---------------------------------------------------------------- replicas and memory
+
+
+def test_synchronisation_hides_behind_backward() -> None:
+    curve = curve_of("resnet32")
+    places = [ALONE, Placement(num_nodes=2, num_replicas=2)]
+    fast, slow = (
+        predict(curve, model(), replace(SETTING, fabric=Fabric.flat(rate, 0.0)), [64], places) for rate in (1e12, 1e6)
+    )
+    assert fast[1].sync_time_s < 0.01 * fast[0].step_time_s
+    whole = curve.traced.graph.parameter_bytes / 1e6  # a ring of two moves the whole size once
+    assert 0.9 * whole - slow[0].step_time_s < slow[1].sync_time_s <= whole
+
+
+def test_a_ring_is_as_fast_as_its_slowest_hop() -> None:
+    """More replicas never synchronise sooner; a tree of nodes keeps the latency of many from adding up."""
+    curve = curve_of("resnet32")
+    slow, fast = (Link(kind="plain", bytes_per_s=rate, latency_s=delay) for rate, delay in ((1e8, 1e-5), (1e9, 1e-4)))
+    setting = replace(SETTING, fabric=Fabric(inside=slow, between=fast, gpus_per_node=8))
+    places = [Placement(num_nodes=-(-count // 8), num_replicas=count) for count in (2, 8, 9, 16, 64, 512)]
+    waits = [row.sync_time_s for row in predict(curve, model(), setting, [8], places)]
+    assert waits == sorted(waits)
+    bytes_s = 2 * curve.traced.graph.parameter_bytes / 1e8
+    assert waits[-1] < bytes_s + 3 * 2 * (6 * 1e-4 + 7 * 1e-5)  # three buckets, six levels of nodes, seven hops inside
+
+
+def test_accumulation_repeats_passes_and_updates_once() -> None:
+    curve = curve_of("resnet32")
+    once, four = (predict(curve, model(), replace(SETTING, accumulation=n), [64], [ALONE])[0] for n in (1, 4))
+    alone = predict(curve, model(), replace(SETTING, optimizer="none"), [64], [ALONE])[0].step_time_s
+    assert four.step_time_s - once.step_time_s == pytest.approx(3 * alone)
+    assert four.samples_per_s > once.samples_per_s
+
+
+def test_memory_by_hand() -> None:
+    """One matrix of 4 MB, next to no activations: parameters, gradients, Adam's state and its temporary, DDP's buckets."""
+    curve = measure_work(lambda: step_of(nn.Linear(1000, 1000, bias=False), torch.zeros(2, 1000)))
+
+    def copies(optimizer: str, kind: Kind = "none") -> int:
+        found = curve.peak(2, Sharding(kind=kind), optimizer)
+        assert found is not None
+        assert found.total_bytes == pytest.approx(found.curve.max())
+        return round(found.total_bytes / 4e6)
+
+    assert (copies("sgd"), copies("adam"), copies("sgd", "ddp")) == (2, 5, 3)
+
+
+def test_what_is_frozen_has_no_update_and_no_state() -> None:
+    frozen = nn.Sequential(nn.Linear(1000, 1000, bias=False), nn.Linear(1000, 10, bias=False))
+    frozen[0].requires_grad_(False)
+    curve = measure_work(lambda: step_of(frozen, torch.zeros(2, 1000)))
+    graph = curve.traced.graph
+    assert (graph.parameter_bytes, graph.trained_bytes) == (4_040_000, 40_000)
+    peak = curve.peak(2, ALONE_STATE, "adam")
+    assert peak is not None
+    assert (peak.parts["parameters"], peak.parts["optimizer"]) == (4_040_000, 2 * 40_000)
+    small = measure_work(lambda: step_of(nn.Linear(1000, 10, bias=False), torch.zeros(2, 1000))).traced.graph
+    times = [update_s(each, DEVICE, model().constants, "adam") for each in (graph, small)]
+    assert times[0] == times[1] > 0
+
+
+def test_the_memory_limit_is_the_last_batch_that_fits() -> None:
+    curve = curve_of("bert_small")
+    for gib in (2, 5, 16):
+        device = DEVICE.model_copy(update={"memory_gib": gib})
+        limit, usable = memory_limit_batch(curve, device, replace(SETTING, optimizer="sgd")), gib * 2**30 - 2**30
+        fits = [curve.held(size, ALONE_STATE, "sgd", {}).reserved_bytes(usable) for size in (limit, limit + 1)]
+        assert fits[0] is not None
+        assert fits[1] is None
+        assert 0.9 * usable < tensors(curve, limit, "sgd") <= usable
+    assert memory_limit_batch(curve, DEVICE.model_copy(update={"memory_gib": 1.01}), SETTING) == 0
+
+
+# ---------------------------------------------------------------- how sure
+
+
+def test_intervals_widen_with_what_was_not_seen() -> None:
+    seen, generation, unknown = (model(name).interval(1.0) for name in ("V100", "A30", "MI300X"))
+    for narrow, wide in ((seen, generation), (generation, unknown)):
+        assert wide[0] <= narrow[0] <= 1 <= narrow[1] <= wide[1]
+    for key, none, some in (("host_share", 0.5, 0.6), ("library_share", 0.0, 0.1)):
+        shares = [model("V100").interval(1.0, **{key: share}) for share in (0.0, none, some, 0.7, 0.8, 0.9, 2.0)]
+        assert [low for low, _ in shares] == sorted((low for low, _ in shares), reverse=True)
+        assert [high for _, high in shares] == sorted(high for _, high in shares)
+        assert shares[1] == seen
+        assert seen[1] < shares[2][1] < 1.3 * seen[1]  # it widens bit by bit
+
+
+def test_convolutions_by_channel_run_in_the_library_that_torch_asks_and_grouped_ones_are_less_sure() -> None:
+    def step(groups: int, *numerics: object) -> PredictedStep:
+        module = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1, groups=groups), nn.Flatten(), nn.Linear(64 * 28 * 28, 2))
+        build = partial(step_of, module, torch.zeros(2, 64, 28, 28))
+        traced = trace_any_batch(build, mode="training", numerics=Numerics(*numerics))  # type: ignore[arg-type]
+        return model("A100").step(traced.at(64))
+
+    # channels_first: cuDNN in float16 alone; channels_last: cuDNN in either
+    assert step(64, "bf16").device_s > 1.2 * step(64, "amp").device_s
+    assert step(64, "bf16", True).device_s < step(64, "amp", True).device_s
+    assert step(16, "amp", True).library_share > 0.1
+    assert step(16, "amp").library_share == step(64, "amp", True).library_share == 0.0
+
+
+def test_no_device_is_faster_than_its_datasheet() -> None:
+    bare = {
+        "multiprocessors": 0,
+        "clock_hz": 0.0,
+        "name": "box",
+    }  # without clocks nothing limits what feeds matrix units
+    box = cost_model(devices().device("A100").model_copy(update=bare), calibration())
+    curve = measure_work(lambda: step_of(nn.Linear(4096, 4096), torch.zeros(2, 4096)), Numerics("amp"))
+    (row,) = predict(curve, box, SETTING, [8192], [ALONE])
+    assert 0.5 < row.mfu <= 1.0
+
+
+def test_the_steps_of_a_recurrent_layer_wait_for_each_other() -> None:
+    """As many products in 512 steps of 2 samples as in 2 steps of 512: the former takes at least a turn for each."""
+
+    def pass_s(steps: int, batch: int) -> float:
+        layers = nn.LSTM(64, 64, 2, batch_first=True)
+        graph = traced(layers, torch.zeros(batch, steps, 64))
+        return model("A100").step(graph).device_s
+
+    turns_s = 2 * 2 * 510 * calibration().turn_s  # layers, forward and backward
+    assert turns_s < pass_s(512, 2) - pass_s(2, 512) < 3 * turns_s
+
+
+# ---------------------------------------------------------------- the commands
+
+
+def test_rows_say_that_they_are_predicted(cli: Cli, tmp_path: Path) -> None:
+    out = tmp_path / "profile.csv"
+    options = ("--batch-sizes", "8,32,128", "--replicas", "1,2,8", "--gpus-per-node", 4)
+    result = cli("predict", "zoo:cifarnet", "--device", "t4,A100", *options, "-o", out, "--json")
+    document = result.document
+    assert document["predicted"] is True
+    assert {row["origin"] for row in document["rows"]} == {"predicted"}
+    assert {row["device"] for row in document["rows"]} == {"T4", "A100"}
+    for row in document["rows"]:
+        assert row["predicted_low_s"] < row["step_time_s"] < row["predicted_high_s"]
+        assert row["samples_per_s"] == pytest.approx(row["num_replicas"] * row["local_batch_size"] / row["step_time_s"])
+    assert document["assumptions"]["precision"] == "fp32"
+    frame = read_profile(out)
+    places = frame[["num_nodes", "num_replicas"]].drop_duplicates().to_numpy().tolist()
+    assert places == [[1, 1], [1, 2], [2, 8]]
+    text = cli("predict", "zoo:cifarnet", "--device", "H100", "--batch-sizes", 8).out
+    assert text.splitlines()[1].startswith("Fastest here: ")
+    assert "predicted." in text.splitlines()[1]
+    assert "Host-bound, the GPU waits for Python: H100 at batch 8" in text
+    assert max(len(line) for line in text.splitlines() if "│" in line or "─" in line) <= 80
+
+
+def test_batches_beyond_the_memory_are_shown_and_marked(cli: Cli) -> None:
+    rows = cli("predict", "zoo:bert_small", "--device", "T4", "--batch-sizes", "16,1000000", "--json").document["rows"]
+    assert [row["fits"] for row in rows] == [True, False]
+    every = cli("predict", "zoo:bert_small", "--device", "T4", "--json").document["rows"]
+    assert [row["local_batch_size"] for row in every] == [2**power for power in range(len(every))]
+    assert all(row["fits"] for row in every)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (("--device", "T44"), 'unknown device .T44.; did you mean "T4"'),
+        (("--device", "cpu-core"), "is no GPU"),
+        (("--device", ","), "names no device"),
+        (("--precision", "fp8"), "--precision: unknown precision 'fp8'"),
+        (("--optimizer", "adamx"), "--optimizer: unknown optimizer 'adamx'"),
+        (("--batch-sizes", "0"), "--batch-sizes"),
+        (("--batch-sizes", "1000000000000"), "--batch-sizes: 1000000000000 is out of range"),
+        (("--replicas", "0"), "--replicas"),
+        (("--bandwidth", "0Gbit"), "--bandwidth: .*not a usable bandwidth"),
+        (("--local-latency", "nan"), "--local-latency"),
+    ],
+)
+def test_bad_requests_get_one_line(cli: Cli, arguments: tuple[str, ...], wanted: str, tmp_path: Path) -> None:
+    out = tmp_path / "profile.csv"
+    device = () if "--device" in arguments else ("--device", "T4")
+    result = cli("predict", "zoo:cifarnet", *device, *arguments, "-o", out)
+    assert result.code == 2
+    assert re.search(wanted, result.error_line)
+    assert not out.exists()
+
+
+def test_a_source_that_cannot_be_traced_at_other_batches(cli: Cli) -> None:
+    assert "holds one batch size only" in cli("predict", "model.onnx", "--device", "T4").error_line
+
+
+JOB = """
+kind: ddltool.job
+name: j
+model: zoo:{name}
+batch_size: {size}
+max_workers: 1
+precision: {precision}
+optimizer: {optimizer}
+devices:
+  - {{type: {device}, count: 1}}
+"""
+TEN_JOBS = [  # those of large models, and of one that another row has, are slow
+    pytest.param(("resnet32", 64, "fp32", "adam", "V100"), marks=pytest.mark.slow),
+    pytest.param(("resnet32", 8, "amp", "momentum", "T4"), marks=pytest.mark.slow),
+    ("cifarnet", 128, "fp32", "sgd", "K80"),
+    pytest.param(("resnet50_v1", 32, "amp", "momentum", "A100"), marks=pytest.mark.slow),
+    pytest.param(("bert_small", 16, "tf32", "adamw", "A100"), marks=pytest.mark.slow),
+    ("bert_small", 4, "bf16", "adam", "H100"),
+    pytest.param(("gpt_small", 8, "fp32", "adam", "RTX3090"), marks=pytest.mark.slow),
+    pytest.param(("inception_v1", 32, "fp32", "adam", "P100"), marks=pytest.mark.slow),
+    ("vgg16", 16, "amp", "sgd", "RTX4090"),
+    ("alexnet_v2", 256, "fp32", "momentum", "MI300X"),
+]
+
+
+@pytest.mark.parametrize("job", TEN_JOBS, ids=lambda job: f"{job[0]}-{job[4]}")
+def test_one_thing_has_one_time(cli: Cli, job: tuple[str, int, str, str, str], tmp_path: Path) -> None:
+    """What ``predict`` says of a step is what ``plan`` says, and what ``trace`` and its graph add up to."""
+    name, size, precision, optimizer, device = job
+    path, graph = tmp_path / "job.yaml", tmp_path / "graph.json"
+    path.write_text(JOB.format(name=name, size=size, precision=precision, optimizer=optimizer, device=device))
+    predicted = cli(
+        *("predict", f"zoo:{name}", "--device", device, "--batch-sizes", size, "--precision", precision),
+        *("--optimizer", optimizer, "--json"),
+    ).document["rows"][0]["step_time_s"]
+    planned = cli("plan", path, "--strategy", "bsp", "--json").document
+    assert planned["iteration_s"] == pytest.approx(predicted, rel=1e-6)
+    cli("trace", f"zoo:{name}", "--batch-size", size, "--device", device, "--precision", precision, "-o", graph)
+    ops = json.loads(graph.read_text())
+    passes = sum(op["duration_s"] for op in ops["ops"] if op["kind"] == "compute")
+    without = cli(
+        *("predict", f"zoo:{name}", "--device", device, "--batch-sizes", size, "--precision", precision),
+        *("--optimizer", "none", "--json"),
+    ).document["rows"][0]["step_time_s"]
+    assert passes == pytest.approx(without, rel=1e-6)

@@ -1,0 +1,304 @@
+"""Many workers on shared network cards: one worker repeats the timeline, sharing adds up, seeds repeat."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.cluster import (
+    Cluster,
+    ClusterRun,
+    ClusterSimulator,
+    Fabric,
+    fair_rates,
+    measured_efficiency,
+    simulate_cluster,
+)
+from ddltool.analyzers.step.transfers.efficiency import bounds
+from ddltool.analyzers.step.transfers.order import Schedule, tac
+from ddltool.analyzers.step.transfers.timeline import simulate
+from ddltool.graph import COMPUTE, RECV, SEND, Graph, Op
+from tests.helpers.strategies import timed_graphs
+
+CLOSE = 1e-9  # seconds; the simulator counts in picoseconds
+
+
+def run_of(
+    graph: Graph,
+    *,
+    order: Schedule | None = None,
+    iterations: int = 10,
+    seed: int = 0,
+    **cluster: float,
+) -> ClusterRun:
+    made = Cluster(**cluster)  # type: ignore[arg-type]
+    return simulate_cluster(graph, made, order=order, iterations=iterations, seed=seed)
+
+
+def transfers(*times: float, server: int = 0, kind: str = "recv") -> Graph:
+    """A graph of transfers on one channel; sends hang on an op that takes no time."""
+    ops = [Op(name="start", kind="compute", duration_s=0.0)]
+    for i, time in enumerate(times):
+        inputs = ("start",) if kind == "send" else ()
+        ops.append(
+            Op(name=f"t{i}", kind=kind, resource=f"channel:{server}", duration_s=time, parameter=f"p{i}", inputs=inputs)  # type: ignore[arg-type]
+        )
+    return Graph.from_ops("transfers", "training", ops, batch_size=4)
+
+
+# One worker
+
+
+@given(timed_graphs(channels=1), st.integers(0, 50), st.booleans(), st.sampled_from([0.0, 0.05, 1.0]))
+@settings(max_examples=150, deadline=None)
+def test_one_worker_on_one_server_repeats_the_timeline(graph: Graph, seed: int, ordered: bool, latency: float) -> None:
+    order = tac(graph) if ordered else None
+    cluster = Cluster(workers=1, servers=1, latency_s=latency)
+    start_s, end_s = ClusterSimulator(graph, cluster).iteration(order.priority if order else None, seed)
+    want = simulate(graph, order.priority if order else None, seed)
+    assert np.array_equal(start_s[0], want.start_s)
+    assert np.array_equal(end_s[0], want.end_s)
+
+
+def test_one_worker_shares_its_own_card_between_servers() -> None:
+    ops = [Op(name=f"r{k}", kind="recv", resource=f"channel:{k}", duration_s=1.0, parameter=f"p{k}") for k in range(4)]
+    graph = Graph.from_ops("g", "inference", ops)
+    assert run_of(graph, workers=1, servers=4).iteration_s[0] == pytest.approx(4.0)
+    assert run_of(graph, workers=1, servers=4, worker_rate=2.0).iteration_s[0] == pytest.approx(2.0)
+    assert run_of(graph, workers=1, servers=4, worker_rate=math.inf).iteration_s[0] == 1.0
+
+
+# Sharing, by hand
+
+
+@pytest.mark.parametrize("kind", ["recv", "send"])
+@pytest.mark.parametrize("workers", [2, 3, 8])
+def test_workers_that_fetch_from_one_server_take_as_many_times_as_long(workers: int, kind: str) -> None:
+    run = run_of(transfers(1.0, kind=kind), workers=workers, servers=1)
+    assert run.finish_s == pytest.approx(float(workers))
+
+
+def test_latency_is_not_shared() -> None:
+    """0.25 s of every transfer move no bytes; the other 0.75 s share the card between two workers."""
+    run = run_of(transfers(1.0), workers=2, servers=1, latency_s=0.25)
+    assert run.finish_s == pytest.approx(0.25 + 2 * 0.75)
+    graph = transfers(1.0)
+    assert run_of(graph, workers=1, servers=1, latency_s=0.25).iteration_s[0] == 1.0
+
+
+@pytest.mark.parametrize(("kinds", "seconds"), [(("recv", "send"), 2.0), (("recv", "recv"), 4.0)])
+def test_the_two_directions_do_not_compete(kinds: tuple[str, str], seconds: float) -> None:
+    """A worker's transfers with two servers share its card when both come in, not when one comes in and one goes out."""
+    ops = [Op(name="start", kind="compute", duration_s=0.0)]
+    for server, kind in enumerate(kinds):
+        inputs = ("start",) if kind == "send" else ()
+        name, channel = f"t{server}", f"channel:{server}"
+        ops.append(Op(name=name, kind=kind, resource=channel, duration_s=2.0, parameter=name, inputs=inputs))  # type: ignore[arg-type]
+    graph = Graph.from_ops("g", "training", ops)
+    assert run_of(graph, workers=1, servers=2).iteration_s[0] == pytest.approx(seconds)
+
+
+FLOWS = st.sets(st.tuples(st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=12).map(sorted)
+CARDS = st.sampled_from([0.5, 1.0, 1.5, 3.0, math.inf])
+
+
+@given(FLOWS, CARDS, CARDS)
+@settings(max_examples=300, deadline=None)
+def test_rates_are_max_min_fair(flows: list[tuple[int, int]], worker_rate: float, server_rate: float) -> None:
+    """The certificate: nothing is over its limit, and every flow has a full link where no other flow is faster."""
+    rates = fair_rates(flows, Cluster(workers=5, servers=4, worker_rate=worker_rate, server_rate=server_rate))
+    links = [(0, worker, worker_rate) for worker in range(5)] + [(1, server, server_rate) for server in range(4)]
+    full: list[list[int]] = []
+    for end, card, limit in links:
+        members = [i for i, flow in enumerate(flows) if flow[end] == card]
+        total = sum(rates[i] for i in members)
+        assert total <= limit + CLOSE
+        if members and total >= limit - CLOSE:
+            full.append(members)
+    for i, rate in enumerate(rates):
+        assert 0 < rate <= 1
+        own = rate >= 1 - CLOSE
+        assert own or any(i in members and rate >= max(rates[j] for j in members) - CLOSE for members in full)
+
+
+def served(
+    works: dict[tuple[int, int], float], starts: dict[tuple[int, int], float], worker_rate: float, server_rate: float
+) -> dict[tuple[int, int], float]:
+    """Ends of the transfers by small steps of time with ``fair_rates`` at each, as an oracle for Fabric's events."""
+    left, ends, now = dict(works), {}, 0.0
+    waiting = dict(starts)
+    while left:
+        active = [pair for pair in left if waiting[pair] <= now]
+        rates = fair_rates(active, Cluster(workers=4, servers=3, worker_rate=worker_rate, server_rate=server_rate))
+        until = min([waiting[p] for p in left if waiting[p] > now], default=math.inf)
+        until = min([until, *(now + left[p] / r for p, r in zip(active, rates, strict=True))])
+        for pair, rate in zip(active, rates, strict=True):
+            left[pair] -= rate * (until - now)
+            if left[pair] <= 1e-3:
+                ends[pair] = until
+                del left[pair]
+        now = until
+    return ends
+
+
+@given(
+    st.dictionaries(
+        st.tuples(st.integers(0, 3), st.integers(0, 2)),
+        st.tuples(st.integers(10**6, 10**8), st.integers(0, 10**8)),
+        min_size=1,
+    ),
+    st.sampled_from([0.7, 1.0, 2.0, math.inf]),
+    st.sampled_from([0.5, 1.0, 2.0]),
+)
+@settings(max_examples=150, deadline=None)
+def test_the_fabric_moves_transfers_at_their_fair_rates(
+    jobs: dict[tuple[int, int], tuple[int, int]], worker_rate: float, server_rate: float
+) -> None:
+    fabric = Fabric(Cluster(workers=4, servers=3, worker_rate=worker_rate, server_rate=server_rate))
+    starts = sorted((start, pair) for pair, (_, start) in jobs.items())
+    ends: dict[tuple[int, int], float] = {}
+    now = 0.0
+    while starts or fabric.next_end(now) < math.inf:
+        now = min(fabric.next_end(now), starts[0][0] if starts else math.inf)
+        ends.update(dict.fromkeys(fabric.ended(now), now))
+        while starts and starts[0][0] == now:
+            pair = starts.pop(0)[1]
+            fabric.join(pair, float(jobs[pair][0]), now)
+    want = served(
+        {pair: float(work) for pair, (work, _) in jobs.items()},
+        {pair: float(start) for pair, (_, start) in jobs.items()},
+        worker_rate,
+        server_rate,
+    )
+    assert ends.keys() == want.keys()
+    for pair, end in want.items():
+        assert ends[pair] == pytest.approx(end, abs=50)  # units; every event rounds to one
+
+
+# Whole iterations
+
+
+@given(timed_graphs(channels=2), st.integers(1, 4), st.integers(0, 9), st.booleans(), st.sampled_from([1.0, math.inf]))
+@settings(max_examples=120, deadline=None)
+def test_nothing_is_lost_and_nothing_is_too_fast(
+    graph: Graph, workers: int, seed: int, ordered: bool, worker_rate: float
+) -> None:
+    priority = tac(graph).priority if ordered else None
+    cluster = Cluster(workers=workers, servers=2, worker_rate=worker_rate)
+    start_s, end_s = ClusterSimulator(graph, cluster).iteration(priority, seed)
+    took = end_s - start_s
+    compute = graph.kind == COMPUTE
+    assert np.allclose(took[:, compute], graph.duration_s[compute], atol=CLOSE)
+    assert (took[:, ~compute] >= graph.duration_s[~compute] - CLOSE).all()
+    for row in range(workers):
+        for op in range(len(graph)):
+            assert all(end_s[row, s] <= start_s[row, op] + CLOSE for s in graph.inputs_of(op))
+        for lane in range(len(graph.resource_names)):
+            ops = sorted(np.flatnonzero(graph.resource == lane), key=lambda op: (start_s[row, op], end_s[row, op]))
+            assert all(end_s[row, a] <= start_s[row, b] + CLOSE for a, b in itertools.pairwise(ops))
+    last = float(end_s.max())
+    for kind in (RECV, SEND):
+        own = graph.kind == kind
+        for server in range(2):
+            at = [place for place, name in enumerate(graph.resource_names) if name == f"channel:{server}"]
+            load = float(graph.duration_s[own & np.isin(graph.resource, at)].sum())
+            assert last >= workers * load - CLOSE  # the server's card
+        if worker_rate == 1.0:
+            assert (end_s.max(axis=1) >= float(graph.duration_s[own].sum()) - CLOSE).all()  # the worker's card
+    values = measured_efficiency(graph, start_s, end_s)
+    assert (np.isnan(values) | ((values >= -CLOSE) & (values <= 1 + CLOSE))).all()
+
+
+def test_same_seed_same_run_and_another_seed_another() -> None:
+    graph = chain(12)
+    runs = [
+        run_of(graph, workers=3, servers=1, iterations=4, seed=seed, noise=0.1, worker_noise=0.1).finish_s
+        for seed in (7, 7, 8)
+    ]
+    assert np.array_equal(runs[0], runs[1])
+    assert not np.array_equal(runs[0], runs[2])
+    assert np.array_equal(runs[0][1:], runs[2][:3])  # iteration i of seed s is iteration 0 of seed s + i
+    assert len(np.unique(runs[0])) == 12
+
+
+def chain(layers: int, transfer_s: float = 1.0, compute_s: float = 1.0) -> Graph:
+    """A network of layers, each with one parameter, whose order of transfers matters as much as it can."""
+    ops: list[Op] = []
+    for i in range(layers):
+        ops.append(Op(name=f"r{i}", kind="recv", resource="channel:0", duration_s=transfer_s, parameter=f"p{i}"))
+        before = (f"c{i - 1}",) if i else ()
+        ops.append(Op(name=f"c{i}", kind="compute", duration_s=compute_s, inputs=(f"r{i}", *before)))
+    return Graph.from_ops("chain", "inference", ops, batch_size=4)
+
+
+def test_ordered_workers_spread_less_wait_less_and_are_faster_than_random_ones() -> None:
+    graph = chain(20)
+    baseline = run_of(graph, workers=4, servers=1, iterations=40, server_rate=4.0)
+    ordered = run_of(graph, workers=4, servers=1, iterations=40, order=tac(graph), server_rate=4.0)
+    assert ordered.iteration_s.std() < 1e-9 < 0.3 < baseline.iteration_s.std()
+    assert ordered.straggler.max() == 0 < 0.05 < baseline.straggler.mean()
+    assert ordered.iteration_s == pytest.approx(21.0)  # every transfer but the first under compute
+    assert baseline.iteration_s.mean() > 1.2 * 21.0
+    assert ordered.efficiency == pytest.approx((40 - 21) / (40 - 20))
+
+
+@pytest.mark.parametrize(("noise", "worker_noise"), [(0.5, 0.0), (0.0, 0.5)])
+def test_noise_keeps_the_mean_and_has_the_sigma_it_was_given(noise: float, worker_noise: float) -> None:
+    graph = chain(20)
+    simulator = ClusterSimulator(graph, Cluster(workers=1, servers=1, noise=noise, worker_noise=worker_noise))
+    runs = [simulator.iteration(None, seed) for seed in range(400)]
+    took = np.array([end_s[0] - start_s[0] for start_s, end_s in runs])
+    compute, transfer = took[:, graph.kind == COMPUTE], took[:, graph.kind == RECV]
+    assert compute.mean() == pytest.approx(1.0, abs=0.08)  # 3 standard errors of the 400 common factors
+    assert np.log(compute).std() == pytest.approx(0.5, abs=0.06)
+    assert np.log(transfer).std() == pytest.approx(noise, abs=0.06)
+    spread = np.ptp(compute, axis=1)
+    assert (spread > 0.1).all() if noise else spread.max() < 1e-9  # every op for itself, or all of a worker together
+
+
+def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The program that prints the figures."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[3] / "benchmarks"))
+    return importlib.import_module("tictac_figures")
+
+
+def test_the_figures_program_prints_gains_that_agree_with_the_simulator(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = program(monkeypatch)
+    options = figures.Options(
+        models=["alexnet_v2"], iterations=3, seed=0, noise=0.0, worker_noise=0.0, compute_factor=1.0, server_rate=1.0
+    )
+    figures.figure10(options)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip().startswith("alexnet_v2")]
+    assert [len(line) for line in lines] == [7, 7]  # training, inference: TIC and TAC at three batch factors
+    graph = figures.worker_graph("alexnet_v2", "inference", figures.cloud_gpu(), 1, options)
+    runs = [
+        run_of(graph, workers=4, servers=1, iterations=3, latency_s=50e-6, order=order) for order in (None, tac(graph))
+    ]
+    gain = runs[1].iterations_per_s / runs[0].iterations_per_s - 1
+    assert gain > 0.1
+    assert lines[1][4] == f"{gain:+.1%}"
+
+
+@pytest.mark.parametrize(("model", "images_per_s"), [("inception_v3", 29.3), ("vgg16", 35.4), ("alexnet_v2", 656.0)])
+def test_the_figures_program_times_training_as_published(
+    monkeypatch: pytest.MonkeyPatch, model: str, images_per_s: float
+) -> None:
+    figures = program(monkeypatch)
+    options = figures.Options(
+        models=[], iterations=1, seed=0, noise=0.0, worker_noise=0.0, compute_factor=None, server_rate=1.0
+    )
+    graph = figures.worker_graph(model, "training", figures.cloud_gpu(), 1, options)
+    assert (graph.batch_size or 0) / bounds(graph).compute_s == pytest.approx(images_per_s)
+
+
+# Regression

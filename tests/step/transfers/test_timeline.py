@@ -1,0 +1,170 @@
+"""The simulated timeline keeps its rules; bounds, efficiency and verdict say what they should."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddltool.analyzers.step.transfers.efficiency import bounds, compare, verdict
+from ddltool.analyzers.step.transfers.order import tac
+from ddltool.analyzers.step.transfers.timeline import Timeline, simulate, to_chrome_trace
+from ddltool.graph import COMPUTE, RECV, Graph, Op
+from tests.helpers.strategies import timed_graphs
+from tests.helpers.toys import figure1, figure4b
+
+CLOSE = 1e-9
+
+
+def check_certificate(graph: Graph, timeline: Timeline, priority: Mapping[str, int] | None) -> None:
+    """Fail unless the timeline is one that the rules allow."""
+    start, end = timeline.start_s, timeline.end_s
+    assert np.allclose(end - start, graph.duration_s, atol=CLOSE)
+    ready = np.array([max((end[s] for s in graph.inputs_of(op)), default=0.0) for op in range(len(graph))])
+    assert (start >= ready - CLOSE).all()
+    assert timeline.makespan_s == pytest.approx(float(end.max(initial=0.0)), abs=CLOSE)
+    for lane in range(len(graph.resource_names)):
+        ops = [int(op) for op in np.flatnonzero(graph.resource == lane)]
+        ops.sort(key=lambda op: (start[op], end[op]))
+        for one, two in itertools.pairwise(ops):
+            assert end[one] <= start[two] + CLOSE  # one at a time
+        for op in ops:
+            # While it was ready and waiting, its resource was busy all the time.
+            busy = sum(
+                min(end[o], start[op]) - max(start[o], ready[op])
+                for o in ops
+                if end[o] > ready[op] and start[o] < start[op]
+            )
+            assert busy == pytest.approx(start[op] - ready[op], abs=1e-8)
+            number = (priority or {}).get(graph.names[op])
+            for other in ops:
+                rank = (priority or {}).get(graph.names[other])
+                if number is not None and rank is not None and rank < number and start[other] > start[op] + CLOSE:
+                    assert ready[other] > start[op] - CLOSE  # a more urgent one was not ready yet
+
+
+@given(timed_graphs(channels=2), st.integers(0, 5), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_certificates(graph: Graph, seed: int, ordered: bool) -> None:
+    priority = tac(graph).priority if ordered else None
+    timeline = simulate(graph, priority, seed)
+    check_certificate(graph, timeline, priority)
+    limits = bounds(graph)
+    assert limits.lower_s - CLOSE <= timeline.makespan_s <= limits.upper_s + CLOSE
+    value = limits.share(timeline.makespan_s)
+    assert value is None or 0 <= value <= 1
+
+
+def test_random_means_every_choice_happens() -> None:
+    firsts = {int(np.argmin(simulate(figure4b(), None, seed).start_s[:4])) for seed in range(100)}
+    assert firsts == {0, 1, 2, 3}
+
+
+def test_ops_without_a_number_compete_with_the_lowest_number() -> None:
+    """Section 3.1: at random among the lowest priority number and those without one, never the higher number."""
+    ops = [Op(name=n, kind="recv", resource="channel:0", duration_s=1.0, parameter=n) for n in ("low", "none", "high")]
+    graph = Graph.from_ops("g", "inference", [*ops, Op(name="c", kind="compute", duration_s=0.0, inputs=("low",))])
+    firsts = [int(np.argmin(simulate(graph, {"low": 0, "high": 5}, seed).start_s[:3])) for seed in range(200)]
+    assert set(firsts) == {0, 1}
+    assert 60 < firsts.count(0) < 140
+
+
+def test_bounds_by_hand() -> None:
+    limits = bounds(figure1())
+    assert (limits.upper_s, limits.lower_s, limits.speedup) == (4.0, 2.0, 1.0)
+    assert limits.share(3.0) == 0.5
+    assert limits.share(4.0) == 0.0
+
+
+def one_resource() -> Graph:
+    ops = [Op(name=f"c{i}", kind="compute", duration_s=0.1) for i in range(3)]
+    return Graph.from_ops("serial", "inference", ops)
+
+
+def test_efficiency_is_undefined_when_one_resource_does_everything() -> None:
+    comparison = compare(one_resource(), samples=3)
+    assert comparison.schedules["tac"].efficiency is None
+    assert comparison.undefined_reason == "U = L, one resource does all the work: there is nothing to overlap"
+    assert verdict(comparison).worth_it is False
+    assert "No order can gain anything" in verdict(comparison).text
+
+
+def test_a_graph_that_takes_no_time() -> None:
+    graph = Graph.from_ops("nothing", "inference", [Op(name="c", kind="compute", duration_s=0.0)])
+    comparison = compare(graph, samples=2)
+    assert comparison.bounds.speedup is None
+    assert comparison.schedules["random"].makespan_s == 0.0
+    assert verdict(comparison).worth_it is False
+
+
+def chain(layers: int, transfer: float, compute: float) -> Graph:
+    ops = [
+        Op(name=f"r{i}", kind="recv", resource="channel:0", duration_s=transfer, parameter=str(i))
+        for i in range(layers)
+    ]
+    for i in range(layers):
+        inputs = (f"r{i}", *((f"c{i - 1}",) if i else ()))
+        ops.append(Op(name=f"c{i}", kind="compute", duration_s=compute, inputs=inputs))
+    return Graph.from_ops("chain", "inference", ops)
+
+
+def test_verdicts() -> None:
+    comparison = compare(chain(30, 1.0, 1.0), samples=30)
+    balanced = verdict(comparison)
+    assert balanced.worth_it
+    assert comparison.gain > 0.2
+    assert "Worth doing" in balanced.text
+    assert "At best an order saves 50% of a step without any overlap (S = 1.00); " in balanced.text
+    assert "balanced" in balanced.text
+    long = compare(chain(260, 1.0, 1e-3), samples=6)
+    assert long.schedules["improved"].orders_compute is False
+    heavy = verdict(long)
+    assert not heavy.worth_it
+    assert "communication takes" in heavy.text
+    assert "Not worth doing" in heavy.text
+
+
+def test_tac_on_a_chain_reaches_the_optimum_exactly() -> None:
+    comparison = compare(chain(10, 1.0, 1.0), samples=20)
+    assert comparison.schedules["tac"].makespan_s == pytest.approx(11.0)
+    assert comparison.schedules["tac"].makespan_std_s == 0.0
+    # more runs of an order that leaves nothing to chance would be the same
+    assert [comparison.schedules[name].samples for name in ("random", "tac")] == [20, 5]
+    assert comparison.schedules["random"].makespan_s > 12
+    assert comparison.schedules["tac"].efficiency == pytest.approx(0.9)
+    assert comparison.schedules["tac"].efficiency_of_best == 1.0
+    attributed = comparison.schedules["random"].attribution
+    assert attributed is not None
+    assert attributed.winnable == pytest.approx((comparison.schedules["random"].makespan_s - 11.0) / 10.0)
+
+
+def test_a_comparison_repeats_with_its_seed() -> None:
+    graph = chain(8, 1.0, 0.7)
+    one, two, other = (compare(graph, samples=5, seed=seed).schedules["random"] for seed in (1, 1, 2))
+    assert one.makespan_s == two.makespan_s != other.makespan_s
+
+
+def test_progress_is_told() -> None:
+    seen: list[tuple[int, int]] = []
+    compare(figure1(), samples=4, progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(done, 16) for done in range(1, len(seen) + 1)]
+
+
+def test_perfetto_events_equal_the_timeline() -> None:
+    graph = figure1()
+    timeline, schedule = simulate(graph, tac(graph).priority, 0), tac(graph)
+    document = json.loads(json.dumps(to_chrome_trace(graph, timeline, schedule.priority)))
+    events = {event["name"]: event for event in document["traceEvents"] if event["ph"] == "X"}
+    assert set(events) == set(graph.names)
+    for op in range(len(graph)):
+        event = events[graph.names[op]]
+        assert (event["ts"], event["dur"]) == (pytest.approx(timeline.start_s[op] * 1e6), pytest.approx(1e6))
+        assert (event["args"]["kind"] == "recv") == (graph.kind[op] == RECV) == ("priority" in event["args"])
+    lanes = {event["args"]["name"]: event["tid"] for event in document["traceEvents"] if event["name"] == "thread_name"}
+    assert {event["tid"] for name, event in events.items() if name.startswith("op")} == {lanes["compute:0"]}
+    assert (graph.kind == COMPUTE).sum() == 2

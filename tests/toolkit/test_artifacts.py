@@ -1,0 +1,420 @@
+"""Documents: refused with one line that says where and what; written whole or not at all."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddltool.artifacts import check_writable, load, parse, read_document, save, to_json, write_text
+from ddltool.commands.show import MODELS, schema_of
+from ddltool.errors import InputError, did_you_mean
+from ddltool.goodput_model import Goodput, ThroughputParams
+from ddltool.job import Cluster, Constraints, DeviceOffer, Job, NodeDevices, NodeGroup, read_job
+from ddltool.plans import Assignment, Enforcement, ParameterRecord, Plan, RankEnforcement
+from ddltool.profiles import read_profile, write_profile
+
+JOB = "kind: ddltool.job\nname: j\nmax_workers: 4\ndevices:\n  - {type: V100, count: 2, capability_per_s: 3}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("empty.json", "", "empty.json: is empty"),
+        ("cut.json", '{"kind": "ddltool.plan", "job"', r"cut.json:line 1 column 31: is not valid JSON"),
+        ("list.json", "[1]", "list.json: holds a list, not a mapping"),
+        ("deep.json", "[" * 100_000, "deep.json: is nested too deeply"),
+        ("bad.yaml", "a: [1, 2\nb: 3", r"bad.yaml:line 2 column \d+: is not valid YAML"),
+        ("tagged.yaml", "a: !!python/object/apply:os.system [ls]", "tagged.yaml:line 1 column 4: is not valid YAML"),
+        ("cut.json.gz", "not gzip", "cut.json.gz: is not a whole gzip file"),
+    ],
+)
+def test_unreadable_documents(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InputError, match=message):
+        read_document(tmp_path / name)
+
+
+def test_missing_binary_and_truncated_files(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"nothing.json: no such file; give the path of an existing file"):
+        read_document(tmp_path / "nothing.json")
+    with pytest.raises(InputError, match="is a folder"):
+        read_document(tmp_path)
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match="is not UTF-8 text"):
+        read_document(tmp_path / "binary.json")
+    (tmp_path / "half.json.gz").write_bytes(gzip.compress(b'{"kind": "x"}' * 100)[:-10])
+    with pytest.raises(InputError, match="is not a whole gzip file"):
+        read_document(tmp_path / "half.json.gz")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("kind: ddltool.job", "kind: ddltool.plan"), "kind: is 'ddltool.plan'; expected 'ddltool.job'"),
+        (("name: j", "schema_version: 2\nname: j"), "schema_version: is 2; this ddltool reads version 1"),
+        (("name: j", "schema_version: true\nname: j"), "schema_version: is True"),
+        (("count: 2", "count: -2"), r"devices\[0\].count: is -2; give a number of at least 0"),
+        (("count: 2", "count: two"), r"devices\[0\].count: is 'two'; give a whole number"),
+        (("capability_per_s: 3", "capability_per_s: 0"), r"devices\[0\].capability_per_s: is 0; give a number above 0"),
+        (
+            ("capability_per_s: 3", "capability_per_s: .nan"),
+            r"devices\[0\].capability_per_s: is nan; give a finite number",
+        ),
+        (("max_workers: 4", "max_workers: 0"), r"max_workers: is 0; give a number of at least 1"),
+        (("max_workers: 4\n", ""), "max_workers: is missing; it is required"),
+        (("max_workers", "max_worker"), "max_worker: unknown field 'max_worker'; did you mean \"max_workers\""),
+        (("count: 2", "cuont: 2"), r"devices\[0\].cuont: unknown field 'cuont'; did you mean \"count\""),
+        (("devices:\n  - {type: V100, count: 2, capability_per_s: 3}", "x: 1"), "names no devices|unknown field 'x'"),
+        (("devices:\n  -", "devices:\n  - {type: V100}\n  -"), "device type 'V100' stands twice"),
+        (("count: 2,", "count: 2, profile: a.csv,"), "V100 has both capability_per_s and profile"),
+    ],
+)
+def test_refused_jobs(tmp_path: Path, change: tuple[str, str], message: str) -> None:
+    assert change[0] in JOB
+    (tmp_path / "job.yaml").write_text(JOB.replace(*change))
+    with pytest.raises(InputError, match=message) as caught:
+        read_job(tmp_path / "job.yaml")
+    assert str(caught.value).startswith(str(tmp_path / "job.yaml"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_cluster_gives_the_counts(tmp_path: Path) -> None:
+    nodes = "nodes:\n  - {name: a, count: 3, devices: {type: V100, count: 8}}\n  - {name: b, devices: {type: T4}}\n"
+    (tmp_path / "cluster.yaml").write_text(nodes)
+    (tmp_path / "job.yaml").write_text(
+        "name: j\nmax_workers: 4\ncluster: cluster.yaml\ndevices:\n  - {type: V100, capability_per_s: 3}\n"
+    )
+    job = read_job(tmp_path / "job.yaml")
+    assert [(offer.type, offer.count) for offer in job.devices] == [("V100", 24)]
+    (tmp_path / "job.yaml").write_text("name: j\nmax_workers: 4\ncluster: cluster.yaml\n")
+    assert [(offer.type, offer.count) for offer in read_job(tmp_path / "job.yaml").devices] == [("V100", 24), ("T4", 1)]
+    (tmp_path / "job.yaml").write_text("name: j\nmax_workers: 4\ncluster: cluster.yaml\ndevices: [{type: A100}]\n")
+    with pytest.raises(InputError, match="'A100' is not in cluster.yaml; types there: T4, V100"):
+        read_job(tmp_path / "job.yaml")
+
+
+positive = st.floats(1e-6, 1e6)
+offers = st.builds(
+    DeviceOffer,
+    type=st.text(min_size=1, max_size=5),
+    count=st.integers(0, 100),
+    capability_per_s=positive,
+    memory_gib=st.none() | positive,
+    price_per_hour=st.none() | st.floats(0, 100),
+)
+jobs = st.builds(
+    Job,
+    name=st.text(min_size=1),
+    model=st.none() | st.text(min_size=1),
+    max_workers=st.integers(1, 1000),
+    batch_size=st.integers(1, 1000),
+    devices=st.lists(offers, min_size=1, max_size=4, unique_by=lambda offer: offer.type),
+    constraints=st.builds(
+        Constraints, homogeneous=st.booleans(), determinism=st.sampled_from([None, "D0", "D1", "D2"])
+    ),
+)
+assignments = st.builds(
+    Assignment,
+    device_type=st.text(min_size=1),
+    devices=st.integers(1, 9),
+    ests_per_device=st.integers(0, 9),
+    local_batch_size=st.integers(1, 99),
+)
+plans = st.builds(
+    Plan,
+    job=st.text(),
+    strategy=st.sampled_from(["est", "bsp"]),
+    max_workers=st.integers(1, 99),
+    batch_size=st.integers(1, 99),
+    iteration_s=st.floats(0, 1e6),
+    throughput=st.floats(0, 1e6),
+    assignments=st.lists(assignments, min_size=1, max_size=3),
+    est_count=st.integers(0, 99),
+    waste=st.floats(-1, 1e6),
+    overload_factor=st.floats(0, 1e6),
+    status=st.sampled_from(["optimal", "feasible"]),
+    gap=st.floats(0, 1),
+    solve_seconds=st.floats(0, 99),
+)
+
+
+parameters = st.builds(
+    ParameterRecord,
+    name=st.text(),
+    size_bytes=st.integers(0, 2**40),
+    priority=st.none() | st.integers(-(2**63), 2**63 - 1),
+)
+
+
+@st.composite
+def enforcements(draw: st.DrawFn) -> Enforcement:
+    sizes = draw(st.lists(st.integers(1, 99), min_size=1, max_size=5))
+    ranks = [
+        RankEnforcement(rank=rank, device_type=draw(st.text()), ests=draw(st.integers(0, 9)), local_batch_size=size)
+        for rank, size in enumerate(sizes)
+    ]
+    return Enforcement(
+        job=draw(st.text()),
+        strategy="est",
+        world_size=len(ranks),
+        total_batch_size=sum(sizes),
+        ranks=ranks,
+        parameters=draw(st.lists(parameters, max_size=3)),
+        telemetry=draw(st.none() | st.text(min_size=1)),
+    )
+
+
+groups = st.builds(
+    NodeGroup,
+    name=st.text(min_size=1),
+    count=st.integers(0, 99),
+    devices=st.builds(NodeDevices, type=st.text(min_size=1), count=st.integers(1, 16)),
+    nic_gbit=st.none() | positive,
+)
+clusters = st.builds(Cluster, name=st.none() | st.text(), nodes=st.lists(groups, min_size=1, max_size=3))
+seconds = st.floats(0, 1e6)
+goodputs = st.builds(
+    Goodput,
+    sources=st.lists(st.text()),
+    params=st.builds(
+        ThroughputParams,
+        **{name: seconds for name in ThroughputParams.model_fields if name != "gamma"},
+        gamma=st.floats(1, 10),
+    ),
+    rmsle=seconds,
+    mape=seconds,
+    samples=st.integers(1, 10**6),
+    fit_seconds=seconds,
+    undetermined=st.lists(st.text()),
+    holdout=st.none(),
+)
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> pd.DataFrame:
+    count = draw(st.integers(1, 6))
+
+    def column(values: st.SearchStrategy[object]) -> list[object]:
+        return draw(st.lists(values, min_size=count, max_size=count))
+
+    return pd.DataFrame(
+        {
+            "device": column(st.from_regex("[A-Za-z][A-Za-z0-9 ,]{0,8}[A-Za-z]", fullmatch=True)),
+            "num_nodes": column(st.integers(1, 4)),
+            "num_replicas": column(st.integers(4, 64)),
+            "local_batch_size": column(st.integers(1, 4096)),
+            "step_time_s": column(st.floats(1e-9, 1e6)),
+            "sync_time_s": column(st.floats(0, 1e6)),
+            "peak_memory_bytes": column(st.floats(0, 1e15)),
+            "step_time_spread_s": column(st.floats(0, 1e6)),
+            "repeats": column(st.integers(1, 99)),
+        }
+    )
+
+
+def test_a_device_may_be_called_na(tmp_path: Path) -> None:
+    header = "device,num_nodes,num_replicas,local_batch_size,step_time_s,sync_time_s,peak_memory_bytes"
+    (tmp_path / "p.csv").write_text(f"{header}\nNA,1,1,8,0.1,0,1\nnan,1,1,8,0.1,0,1\n")
+    assert read_profile(tmp_path / "p.csv")["device"].tolist() == ["NA", "nan"]
+
+
+@given(profiles())
+@settings(max_examples=25, deadline=None)
+def test_profiles_round_trip_through_csv(tmp_path_factory: pytest.TempPathFactory, frame: pd.DataFrame) -> None:
+    folder = tmp_path_factory.mktemp("csv")
+    for name in ("p.csv", "p.csv.gz"):
+        write_profile(frame, folder / name)
+        again = read_profile(folder / name)
+        pd.testing.assert_frame_equal(again[list(frame.columns)], frame, check_dtype=False, check_exact=True)
+
+
+@given(jobs | plans | enforcements() | clusters | goodputs)
+@settings(max_examples=100, deadline=None)
+def test_round_trip(
+    tmp_path_factory: pytest.TempPathFactory, artifact: Job | Plan | Enforcement | Cluster | Goodput
+) -> None:
+    folder = tmp_path_factory.mktemp("round")
+    for name in ("a.json", "a.json.gz"):
+        save(artifact, folder / name)
+        assert load(folder / name, type(artifact)) == artifact
+    assert to_json(load(folder / "a.json", type(artifact))) == (folder / "a.json").read_text()
+
+
+def test_compressed_files_repeat_to_the_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_text(tmp_path / "a.gz", "same")
+    first = (tmp_path / "a.gz").read_bytes()
+    monkeypatch.setattr(time, "time", lambda: 2e9)  # which gzip would write down
+    write_text(tmp_path / "a.gz", "same")
+    assert (tmp_path / "a.gz").read_bytes() == first
+
+
+def test_nan_is_never_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Out of range float values"):
+        save({"x": float("nan")}, tmp_path / "x.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_enforcement_adds_up() -> None:
+    ranks = [RankEnforcement(rank=0, device_type="V100", ests=1, local_batch_size=3)]
+    with pytest.raises(ValueError, match="total_batch_size is 4 but the ranks' batches add up to 3"):
+        Enforcement(job="j", strategy="est", world_size=1, total_batch_size=4, ranks=ranks)
+    with pytest.raises(ValueError, match="ranks must be 0 to 1 in order"):
+        Enforcement(job="j", strategy="est", world_size=2, total_batch_size=3, ranks=ranks)
+
+
+def test_unwritable_places(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"cannot be written \(No such file or directory\)"):
+        write_text(tmp_path / "no" / "file.json", "x")
+    with pytest.raises(InputError, match=r"cannot be written \(Is a directory\)"):
+        write_text(tmp_path, "x")
+    with pytest.raises(InputError, match="cannot be written"):
+        check_writable("/proc/file.json")
+    with pytest.raises(InputError, match="no folder"):
+        check_writable(tmp_path / "no" / "file.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "a.json"
+    write_text(target, "old")
+
+    def full(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(InputError, match="No space left on device"):
+        write_text(target, "new")
+    assert target.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_killed_writer_leaves_a_whole_file(tmp_path: Path) -> None:
+    target = tmp_path / "a.txt"
+    code = (
+        "import sys\nfrom ddltool.artifacts import write_text\nn = 0\n"
+        "while True:\n    n += 1\n    write_text(sys.argv[1], str(n % 10) * 2_000_000)\n    print(n, flush=True)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(target)], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        for _ in range(5):
+            child.stdout.readline()
+        child.send_signal(signal.SIGKILL)
+    text = target.read_text()
+    assert len(text) == 2_000_000
+    assert len(set(text)) == 1
+
+
+def test_links_and_modes_are_kept(tmp_path: Path) -> None:
+    real, link = tmp_path / "real.json", tmp_path / "link.json"
+    real.write_text("old")
+    real.chmod(0o640)
+    link.symlink_to(real)
+    write_text(link, "new")
+    assert link.is_symlink()
+    assert real.read_text() == "new"
+    assert real.stat().st_mode & 0o777 == 0o640
+
+
+def test_every_kind_has_a_schema() -> None:
+    for kind in MODELS:
+        assert schema_of(kind)["properties"]["schema_version"]
+        assert schema_of(f"ddltool.{kind}") == schema_of(kind)
+    with pytest.raises(InputError, match="unknown kind 'plann'; did you mean \"plan\""):
+        schema_of("plann")
+
+
+def test_cluster_counts() -> None:
+    cluster = Cluster.model_validate(
+        {
+            "nodes": [
+                {"name": "a", "count": 2, "devices": {"type": "T4", "count": 4}},
+                {"name": "b", "devices": {"type": "T4"}},
+            ]
+        }
+    )
+    assert cluster.device_counts() == {"T4": 9}
+
+
+def test_suggestions() -> None:
+    assert did_you_mean("xyz", ["b", "a"]) == "known: a, b"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.json", '{"kind": "ddltool.job", "name": "a", "name": "b"}', "a.json: gives 'name' twice"),
+        ("a.yaml", "kind: ddltool.job\nname: a\ndevices: []\nname: b\n", "a.yaml:line 4: gives 'name' twice"),
+        ("b.yaml", "name: a\ndevices:\n  - {type: T4, type: V100}\n", "b.yaml:line 3: gives 'type' twice"),
+    ],
+)
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(InputError) as caught:
+        read_document(tmp_path / name)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("field", "value"), [("count", True), ("count", "4"), ("count", 4.0), ("memory_gib", True)])
+def test_a_number_is_a_number(field: str, value: object) -> None:
+    document = {"name": "a", "max_workers": 1, "devices": [{"type": "T4", field: value}]}
+    with pytest.raises(InputError, match=rf"devices\[0\]\.{field}: is .*; give a (whole )?number$"):
+        parse(document, Job, "job")
+    whole = {"name": "a", "max_workers": 1, "devices": [{"type": "T4", "count": 1, "memory_gib": 16}]}
+    assert parse(whole, Job, "job").devices[0].memory_gib == 16
+
+
+def test_a_column_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("device,num_nodes,device\nV,1,T\n", encoding="utf-8")
+    with pytest.raises(InputError, match="a.csv:line 1: has the column 'device' twice; keep one of the two"):
+        read_profile(tmp_path / "a.csv")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-3", 1e-3), ("1.0e308", 1e308), ("-2E4", -2e4), (".5e1", 5.0), ("'1e-3'", "1e-3"), ("e5", "e5"), ("12", 12)],
+)
+def test_yaml_numbers_with_an_exponent_are_numbers(tmp_path: Path, text: str, value: object) -> None:
+    (tmp_path / "a.yaml").write_text(f"a: {text}\n", encoding="utf-8")
+    found = read_document(tmp_path / "a.yaml")["a"]
+    assert (type(found), found) == (type(value), value)
+
+
+@pytest.mark.parametrize("name", ["a.yaml", "a.json"])
+def test_an_integer_beyond_64_bits_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    for number in (2**63 - 1, -(2**63)):
+        path.write_text(f'{{"a": {number}}}', encoding="utf-8")
+        assert read_document(path)["a"] == number
+    for number in (2**63, -(2**63) - 1, 10**400):
+        path.write_text(f'{{"a": {number}}}', encoding="utf-8")
+        with pytest.raises(InputError, match=rf"{name}: holds a value that cannot be read .*more than 64 bits"):
+            read_document(path)
+
+
+def test_what_a_terminal_acts_on_is_shown_as_an_escape() -> None:
+    from ddltool.commands.output import table
+
+    assert str(InputError("a\u202eb", "is\x1b[31m red\nand")) == "a\\u202eb: is\\x1b[31m red and"
+    made = table("t\u2066", ("c",), [("x\u202ey",)])
+    assert str(made.title) == "t\\u2066"
+    assert [str(cell) for cell in made.columns[0].cells] == ["x\\u202ey"]
+
+
+def test_a_name_as_long_as_a_line_leaves_the_figures_their_room() -> None:
+    from ddltool.commands.output import out, table
+
+    console = out()
+    with console.capture() as shown:
+        console.print(table("t", ("op", "class", "n"), [("o" * 70, "reduction", "1,234,567")], text_columns=2))
+    assert shown.get().count("reduction") == shown.get().count("1,234,567") == 1
+    assert max(map(len, shown.get().splitlines())) <= 80

@@ -1,0 +1,233 @@
+"""Reads any artifact, told by its kind, its name or its columns, and checked: for the report, and as documents for gate."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ValidationError
+
+from ddltool.artifacts import Artifact, ending, kind_of, parse, parse_record, read_document, read_lines
+from ddltool.errors import InputError, did_you_mean
+from ddltool.goodput_model import Goodput
+from ddltool.graph import from_document
+from ddltool.graph_results import MemoryTimeline, TraceResult
+from ddltool.plans import Enforcement, Plan
+from ddltool.profiles import check_profile, read_profile
+from ddltool.results import BalanceResult, BarrierResult, GateResult, NetworkResult, StragglersResult, Verification
+from ddltool.schema_words import in_words
+from ddltool.simulation_results import SimulationDocument, SweepDocument
+from ddltool.tables import read_table
+from ddltool.telemetry import EVENTS, TelemetryRow, check_rows, last_run
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# Suffixes of files that hold tables.
+_TABLE_SUFFIXES = (".csv", ".jsonl", ".ndjson")
+# Sections stand in the order in which data flow.
+ORDER = (
+    *("graph", "profile", "network", "goodput", "plan", "enforcement", "telemetry", "verification", "stragglers"),
+    *("sync", "barrier", "balance", "simulation", "sweep", "gate"),
+)
+RECORDS: dict[str, type[Artifact]] = {
+    kind_of(model): model
+    for model in (
+        *(Plan, Enforcement, Goodput, TraceResult, NetworkResult, BarrierResult, BalanceResult, Verification),
+        *(SimulationDocument, SweepDocument, GateResult, StragglersResult),
+    )
+}
+"""By kind, what other commands read again."""
+_MODELS = {kind: RECORDS[f"ddltool.{kind}"] for kind in ORDER if f"ddltool.{kind}" in RECORDS}
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadArtifact:
+    """One artifact: kind without ``ddltool.``, where it was read, and the checked content.
+
+    ``content`` is a Graph, a frame (profile, telemetry), a list of rows (sync), or the kind's record.
+    """
+
+    kind: str
+    path: Path
+    content: Any
+    remark: str = ""
+    """Which of the file's runs telemetry or sync rows are of; empty: it holds one."""
+    folders: int = 0
+
+    @property
+    def name(self) -> str:
+        """The file's name after its last ``folders`` folders."""
+        return "/".join(self.path.parts[-1 - self.folders :])
+
+
+def told_apart(artifacts: Sequence[ReadArtifact]) -> list[ReadArtifact]:
+    """Return the artifacts, each name with the fewest folders that distinguish its file from others of the same name."""
+    renamed = list(artifacts)
+    for artifact_index, artifact in enumerate(artifacts):
+        others = {
+            other.path for other in artifacts if other.path != artifact.path and other.path.name == artifact.path.name
+        }
+        for folders in range(len(artifact.path.parts) if others else 0):
+            renamed[artifact_index] = replace(artifact, folders=folders)
+            if all(
+                replace(artifact, path=other, folders=folders).name != renamed[artifact_index].name for other in others
+            ):
+                break
+    return renamed
+
+
+def read(path: str | Path) -> Any:
+    """Return the content of an artifact's file by its kind, name or columns: a record, a Graph, a frame, or sync rows."""
+    return read_any(Path(path)).content
+
+
+def read_any(path: Path) -> ReadArtifact:
+    """Return the artifact in a file. Raises InputError, naming the file, for what is unknown, broken or empty."""
+    suffix = ending(path)
+    if suffix in (".jsonl", ".ndjson"):
+        return _from_rows(path, list(read_lines(path)))
+    if suffix == ".csv":
+        return ReadArtifact(kind="profile", path=path, content=read_profile(path))
+    if suffix not in (".json", ".yaml", ".yml"):
+        raise InputError(str(path), "is no artifact by its name", "name a .json, .jsonl or .csv file (.gz accepted)")
+    return _from_document(path)
+
+
+def _from_document(path: Path) -> ReadArtifact:
+    """Return the artifact in a JSON or YAML file, by its ``kind``. Raises InputError for an unknown kind."""
+    document, where = read_document(path), str(path)
+    kind_field = document.get("kind")
+    kind = str(kind_field).removeprefix("ddltool.")
+    if kind == "profile":
+        import pandas as pd
+
+        content: Any = pd.DataFrame(checked_document(document, where)["rows"])
+        content.attrs["memory"] = _memory_timelines(document, where)
+    elif kind == "graph":
+        content = from_document(document, where)
+    elif isinstance(kind_field, str) and kind in _MODELS:
+        content = parse(document, _MODELS[kind], where)
+    else:
+        problem = "is missing" if kind_field is None else f"is {kind_field!r}, which has no section"
+        raise InputError(f"{where}:kind", problem, did_you_mean(kind[:60], ["graph", "profile", *_MODELS]))
+    return ReadArtifact(kind=kind, path=path, content=content)
+
+
+def _memory_timelines(document: dict[str, Any], where: str) -> dict[str, MemoryTimeline]:
+    """Return the memory over a pass by device; empty for a measured profile and for a prediction without it."""
+    devices = document.get("devices") if document.get("predicted") is True else None
+    memory_by_device = (
+        {name: device.get("memory") for name, device in devices.items()} if isinstance(devices, dict) else {}
+    )
+    return {
+        name: parse_record(memory, MemoryTimeline, where, f"devices.{name}.memory")
+        for name, memory in memory_by_device.items()
+        if memory
+    }
+
+
+def _from_rows(path: Path, rows: list[tuple[int, Row]]) -> ReadArtifact:
+    """Return the last run of telemetry of the hook or the agent, or of a synchronisation server."""
+    import pandas as pd
+
+    first = rows[0][1]
+    kind_field = first.get("kind")
+    if kind_field == "ddltool.sync":
+        records, notes = _sync_rows(path, rows), list[str]()
+        last_rows = last_run(pd.DataFrame({"run": [row["run"] for row in records]}), str(path), notes.append)
+        return ReadArtifact(
+            kind="sync",
+            path=path,
+            content=[records[row_index] for row_index in last_rows.index],
+            remark=_run_remark(notes, path),
+        )
+    if kind_field == "ddltool.telemetry" or (kind_field is None and {"rank", "step_s"} <= first.keys()):
+        frame, notes = pd.DataFrame(_check_rows_by_model(path, rows, TelemetryRow)), list[str]()
+        last_rows = check_rows(frame, str(path), notes.append)
+        return ReadArtifact(
+            kind="telemetry", path=path, content=frame.loc[last_rows.index], remark=_run_remark(notes, path)
+        )
+    if kind_field == "ddltool.profile" or (kind_field is None and "local_batch_size" in first):
+        return ReadArtifact(kind="profile", path=path, content=read_profile(path))
+    problem = f"is {kind_field!r}, which has no section" if kind_field is not None else "is missing"
+    raise InputError(f"{path}:line {rows[0][0]}:kind", problem, "telemetry, sync and profile rows are known")
+
+
+def _run_remark(notes: list[str], path: Path) -> str:
+    """Return the notes of ``last_run`` without the file's name; empty where the file holds one run."""
+    return "".join(line.removeprefix(f"{path}: ") for line in notes)
+
+
+def _sync_rows(path: Path, rows: list[tuple[int, Row]]) -> list[Row]:
+    """Return a server's rows, each checked by the model of its ``event``."""
+    records: list[Row] = []
+    for line_number, row in rows:
+        event = row.get("event")
+        if not isinstance(event, str) or event not in EVENTS:
+            raise InputError(f"{path}:line {line_number}:event", f"is {event!r}", did_you_mean(str(event)[:60], EVENTS))
+        records += _check_rows_by_model(path, [(line_number, row)], EVENTS[event])
+    return records
+
+
+def _check_rows_by_model(path: Path, rows: Iterable[tuple[int, Row]], model: type[BaseModel]) -> list[Row]:
+    """Return (line, row) pairs as rows checked by ``model``. Raises InputError naming the line and the field."""
+    records = []
+    for line_number, row in rows:
+        try:
+            # As JSON, so that keys of mappings, which are texts there, count as the integers that they stand for.
+            records.append(model.model_validate_json(json.dumps(row)).model_dump())
+        except ValidationError as error:
+            first_error = error.errors()[0]
+            field = ".".join(map(str, first_error["loc"]))
+            raise InputError(f"{path}:line {line_number}:{field}", *in_words(first_error)) from None
+    return records
+
+
+# Artifacts as documents, for gate
+
+
+def is_table(path: Path) -> bool:
+    """Return whether a file's name says that it is a table of rows: .csv, .jsonl, either with .gz."""
+    return any(suffix in _TABLE_SUFFIXES for suffix in path.suffixes[-2:])
+
+
+def read_artifact(path: Path) -> dict[str, Any]:
+    """Return an artifact as a document with its ``kind``; tables become ``{kind, rows}``.
+
+    Raises InputError for files that cannot be read and for tables that break their schema.
+    """
+    if is_table(path):
+        return _read_table_document(path)
+    return checked_document(read_document(path), str(path))
+
+
+def checked_document(document: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a document as it is, a profile (as ``ddltool profile --json`` prints it) with its rows checked."""
+    if document.get("kind") != "ddltool.profile":
+        return document
+    import pandas as pd
+
+    rows = document.get("rows")
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise InputError(f"{where}:rows", "is no list of rows", "make the profile again")
+    return profile_document(pd.DataFrame(rows), where)
+
+
+def _read_table_document(path: Path) -> dict[str, Any]:
+    frame = read_table(path)
+    if "compute_s" not in frame.columns:
+        return profile_document(frame, str(path))
+    frame = frame.loc[check_rows(frame, str(path)).index]
+    rows = json.loads(frame.to_json(orient="records", double_precision=15))
+    _check_rows_by_model(path, enumerate(rows, start=1), TelemetryRow)
+    return {"kind": "ddltool.telemetry", "rows": rows}
+
+
+def profile_document(frame: pd.DataFrame, where: str) -> dict[str, Any]:
+    """Return a profile's frame as a document. Raises InputError where it breaks the schema."""
+    return {"kind": "ddltool.profile", "rows": check_profile(frame, where).to_dict("records")}

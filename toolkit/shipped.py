@@ -1,0 +1,137 @@
+"""The data that ships beside the code (devices, constants, graphs), from a wheel or a checkout, and what a user adds to it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from ddltool.artifacts import parse, parse_record, read_document
+from ddltool.calibration import CalibrationTable
+from ddltool.device import GIVEN, Device, DeviceTable, name_key
+from ddltool.errors import InputError
+from ddltool.job import Job
+from ddltool.schema_words import shown
+
+# Fields that ``like`` does not pass on: they describe the other device alone.
+_NOT_INHERITED = {"name", "title", "source", "note", "aliases", "fitted"}
+
+
+@cache
+def devices() -> DeviceTable:
+    """Return the table of known device types."""
+    text = resources.files("ddltool.fixtures").joinpath("devices.json").read_text(encoding="utf-8")
+    return parse(json.loads(text), DeviceTable, "devices.json")
+
+
+@cache
+def calibration() -> CalibrationTable:
+    """Return the shipped constants of the cost model, as `benchmarks/calibrate.py` fitted them to measured steps."""
+    text = resources.files("ddltool.fixtures").joinpath("calibration.json").read_text(encoding="utf-8")
+    return parse(json.loads(text), CalibrationTable, "calibration.json")
+
+
+def known_devices(extra: Path | None = None) -> DeviceTable:
+    """Return the devices of a user's file (kind ``ddltool.devices``), followed by the shipped ones.
+
+    An entry replaces a shipped device of the same name. Fields that it lacks come from the device that it names as
+    ``like``: a shipped one, or one further up in the file. Raises InputError for a file that cannot be read.
+    """
+    return devices() if extra is None else devices().with_devices(_read_user_devices(extra))
+
+
+def with_specs(job: Job, where: str, extra: Path | None = None) -> Job:
+    """Return the job with a complete ``spec`` for each device that its own ``spec`` or the file ``extra`` describes.
+
+    The device's memory and price fill those that the job's offer lacks. ``where``: the job's file, for errors. Raises
+    InputError for a file or a spec that cannot be read.
+    """
+    device_by_type = _described_devices(job, where, [] if extra is None else _read_user_devices(extra))
+    offers = []
+    for offer in job.devices:
+        if (device := device_by_type.get(offer.type)) is not None:
+            missing_fields = [name for name in ("memory_gib", "price_per_hour") if getattr(offer, name) is None]
+            update = {name: getattr(device, name) for name in missing_fields}
+            offer = offer.model_copy(update={**update, "spec": device.model_dump(exclude={"name"})})
+        offers.append(offer)
+    return job.model_copy(update={"devices": offers})
+
+
+def devices_of(job: Job, where: str) -> DeviceTable:
+    """Return the devices that the job's specs describe, followed by the shipped ones. Raises InputError for a wrong spec."""
+    return devices().with_devices(list(_described_devices(job, where, []).values()))
+
+
+def _described_devices(job: Job, where: str, user_devices: list[Device]) -> dict[str, Device]:
+    """Return by type the devices that the job's ``spec`` or else ``user_devices`` describe; types of neither are left out."""
+    known_table, device_by_type = devices().with_devices(user_devices), {}
+    for offer_index, offer in enumerate(job.devices):
+        device = DeviceTable(devices=user_devices).find(offer.type)
+        if offer.spec is not None:
+            device = _device_with_source(
+                {**offer.spec, "name": offer.type}, known_table, where, f"devices[{offer_index}].spec"
+            )
+        if device is not None:
+            device_by_type[offer.type] = device
+    return device_by_type
+
+
+def _read_user_devices(path: Path) -> list[Device]:
+    """Read the devices of a user's file. Raises InputError for an entry that is wrong or stands twice."""
+    document, where = read_document(path), str(path)
+    entries = document.get("devices")
+    if not isinstance(entries, list):
+        return parse(document, DeviceTable, where).devices
+    parse({**document, "devices": []}, DeviceTable, where)
+    devices_so_far: list[Device] = []
+    for entry_index, entry in enumerate(entries):
+        device = _device_with_source(entry, devices().with_devices(devices_so_far), where, f"devices[{entry_index}]")
+        if name_key(device.name) in {name_key(device_before.name) for device_before in devices_so_far}:
+            raise InputError(
+                f"{where}:devices[{entry_index}].name", f"{device.name!r} stands twice", "keep one of the two"
+            )
+        devices_so_far.append(device)
+    return devices_so_far
+
+
+def _device_with_source(entry: Any, known: DeviceTable, where: str, inside: str) -> Device:
+    """Return the device of an entry; ``source`` says whether its figures are those of the shipped device of its name.
+
+    Measurements of a shipped device hold only for the same figures.
+    """
+    device = _parse_device(entry, known, where, inside)
+    shipped = devices().find(device.name)
+    if shipped is None:
+        return device
+    if device.runs_like(shipped):
+        return device.model_copy(update={"source": shipped.source})
+    given_source = device.source if device.source.startswith(GIVEN) else f"{GIVEN}; {device.source}"
+    return device.model_copy(update={"source": given_source})
+
+
+def _parse_device(entry: Any, known: DeviceTable, where: str, inside: str) -> Device:
+    """Return the device of an entry; fields that it lacks are those of the device that it names as ``like``."""
+    if not isinstance(entry, Mapping) or "like" not in entry:
+        return parse_record(entry, Device, where, inside)
+    given_fields = {name: value for name, value in entry.items() if name != "like"}
+    like_place = f"{where}:{inside}.like"
+    if not isinstance(entry["like"], str):
+        raise InputError(like_place, f"is {shown(entry['like'])}", "give the name of a known device")
+    like_device = known.device(entry["like"], like_place)
+    if isinstance(given_fields.get("peak_flops"), Mapping):
+        given_fields["peak_flops"] = {**like_device.peak_flops, **given_fields["peak_flops"]}
+    inherited_fields = {**like_device.model_dump(exclude=_NOT_INHERITED), "source": f"{GIVEN}, like {like_device.name}"}
+    return parse_record({**inherited_fields, **given_fields}, Device, where, inside)
+
+
+def graph_files() -> list[Path]:
+    """Return the paths of the fixture graphs, sorted by name."""
+    return sorted(folder().joinpath("graphs").glob("*.graph.json.gz"))
+
+
+def folder() -> Path:
+    """Return the folder of the shipped data."""
+    return Path(str(resources.files("ddltool.fixtures")))

@@ -1,0 +1,24 @@
+"""CP-SAT as every search here calls it: one thread, a fixed seed, a limit on its time."""
+
+from __future__ import annotations
+
+from ortools.sat.python import cp_model
+
+
+def solver_for(limit_s: float, seed: int) -> cp_model.CpSolver:
+    """Return CP-SAT with a limit on its time, on one thread and with a fixed seed, so that answers repeat."""
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = limit_s
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = seed % 2**31
+    # CP-SAT would put the default handler in Python's place, and a later Ctrl-C would end the process without clean-up.
+    solver.parameters.catch_sigint_signal = False
+    return solver
+
+
+def run(solver: cp_model.CpSolver, model: cp_model.CpModel) -> cp_model.CpSolverStatus:
+    """Return CP-SAT's status. Raises ValueError for a model that it does not take: that is not "no answer in time"."""
+    status = solver.solve(model)
+    if status == cp_model.MODEL_INVALID:
+        raise ValueError(f"CP-SAT does not take the model: {model.validate()}")
+    return status
