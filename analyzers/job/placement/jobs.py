@@ -171,8 +171,10 @@ def solve_jobs(
         must_serve_all=must_serve_all,
         limit_s=max(0.05, deadline - time.perf_counter()),
     )
-    if program_sharing is not None and _weighted_sum(tables, program_sharing) > _weighted_sum(tables, chosen):
-        chosen = program_sharing
+    if program_sharing is not None:
+        # Without a floor that all jobs reach, the largest sum may let a job wait that the greedy sharing serves.
+        smallest_first = objective == "max-min" and not must_serve_all
+        chosen = max(chosen, program_sharing, key=lambda sharing: _merit(tables, sharing, smallest_first))
     shares = _shares_of(tables, chosen)
     value = _weighted_sum(tables, chosen)
     if objective == "max-min":
@@ -293,6 +295,11 @@ def _weighted_sum(tables: Sequence[JobTable], devices: Sharings) -> float:
     """Return the weighted sum of shares."""
     pairs = zip(tables, _shares_of(tables, devices), strict=True)
     return sum(table.weight * share for table, share in pairs)
+
+
+def _merit(tables: Sequence[JobTable], devices: Sharings, smallest_first: bool) -> tuple[float, float]:
+    """Return what the better sharing has the larger of: (smallest share or 0, weighted sum of shares), compared in this order."""
+    return min(_shares_of(tables, devices)) if smallest_first else 0.0, _weighted_sum(tables, devices)
 
 
 def _greedy_sharing(tables: Sequence[JobTable], counts: Ints) -> Sharings:
