@@ -298,7 +298,7 @@ def _weighted_sum(tables: Sequence[JobTable], devices: Sharings) -> float:
 
 
 def _merit(tables: Sequence[JobTable], devices: Sharings, smallest_first: bool) -> tuple[float, float]:
-    """Return what the better sharing has the larger of: (smallest share or 0, weighted sum of shares), compared in this order."""
+    """Return what the better sharing has the larger of: its smallest share (or 0), then its weighted sum of shares."""
     return min(_shares_of(tables, devices)) if smallest_first else 0.0, _weighted_sum(tables, devices)
 
 
