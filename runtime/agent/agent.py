@@ -7,7 +7,7 @@
     )
     for epoch in range(epochs):
         for inputs, targets in agent.batches(epoch):
-            agent.backward(loss_fn(model(inputs), targets))  # a mean over the batch
+            agent.loss(loss_fn(model(inputs), targets)).backward()  # a mean over the batch
             if agent.complete:  # the last pass of a step: gradients are the mean over all samples of all ranks
                 optimizer.step()
                 optimizer.zero_grad()
@@ -195,6 +195,7 @@ class GoodputAgent(Watcher):
         self._cuda = is_cuda(model)
         self._pass_under_way: Pass | None = None
         self._last_backward_pass: Pass | None = None
+        self._said_pass: Pass | None = None
         self._expected_gradient: tuple[nn.Parameter, Tensor, int] | None = None
         self._finished_pass: Pass | None = None
         self._timed_step: TimedStep | None = None
@@ -207,7 +208,7 @@ class GoodputAgent(Watcher):
         self._pass_counts: list[float] = []
         self._gradient_factor = 1.0
         self._optimizer, self._is_updating = optimizer, False
-        self._scaler = LossScaler(job, "agent", always=True, watcher=self)
+        self._scaler = LossScaler(job, "agent", watcher=self)
         self._scaler.pending.follow(self.sampler)
         self._ddp_model = model if isinstance(model, DistributedDataParallel) and job.world_size > 1 else None
         group = self._ddp_model.process_group if self._ddp_model is not None else None
@@ -321,17 +322,12 @@ class GoodputAgent(Watcher):
         total = self.total_batch_size if taken is None or taken.is_full else taken.step_samples
         return self._learning_rate_factor_at(total)
 
-    def backward(self, loss: Tensor, *, count: float | Tensor | None = None) -> None:
-        """Back-propagate what :meth:`loss` returns. With AMP give ``scaler.scale(loss)``."""
-        self.loss(loss, count=count).backward()
-
     def loss(self, loss: Tensor, *, count: float | Tensor | None = None, reduction: Reduction = "mean") -> Tensor:
         """Return a mean loss over the batch, of the same value, with gradients of the weight of its samples in the step.
 
         ``count``: what the loss is a mean over, where it is not the samples (tokens, weights of labels); give it in all
         passes of a step. ``reduction``: as in :meth:`~ddltool.runtime.hook.loss_scaling.LossScaler.loss`.
-        ``loss.backward()`` alone is the same without a count, where the loss's graph shows that it is a mean over
-        samples. Raises InputError outside of :meth:`batches`, for a reduction other than mean in a step of several
+        Raises InputError outside of :meth:`batches`, for a reduction other than mean in a step of several
         passes, and on all ranks for a loss that is a mean over something else.
         """
         taken = self._pass_under_way
@@ -341,6 +337,7 @@ class GoodputAgent(Watcher):
             raise InputError(
                 "reduction", f"is {reduction} in a step of {taken.passes} passes", "give a mean and its count"
             )
+        self._said_pass = taken
         if count is None:
             return self._scaler.loss(loss, reduction=reduction)
         number = float(count) if taken.samples else 0.0
@@ -521,7 +518,11 @@ class GoodputAgent(Watcher):
             value is not None for value in (*arguments[1:], *keywords.values())
         )  # a closure has the backward in it
         if self._last_backward_pass is not taken and not has_closure:
-            raise InputError("optimizer.step", "came before the pass's backward", "call agent.backward(loss) first")
+            remedy = "call agent.loss(loss).backward() first"
+            raise InputError("optimizer.step", "came before the pass's backward", remedy)
+        if self._said_pass is not taken and not has_closure:
+            remedy = "write loss = agent.loss(loss) before loss.backward()"
+            raise InputError("loss", "did not come through agent.loss", remedy)
         self._is_updating = True  # what it has inside, as ZeroRedundancyOptimizer does, may step
         if not self.is_off:
             factor = self.learning_rate_factor

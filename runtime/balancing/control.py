@@ -370,7 +370,7 @@ def balance(
         behind = many if chosen.background is None else chosen.background
         manager.interval_s = 0.0 if behind else chosen.interval_s
         consensus = Consensus(job, manager.paced, timeout_s=chosen.timeout_s, behind=chosen.enabled and behind)
-    scaler = LossScaler(job, "balancer", lambda: balancer.sizes, always=chosen.enabled)
+    scaler = LossScaler(job, "balancer", lambda: balancer.sizes)
     scaler.watcher = clock = _StepClock(is_cuda(model), scaler.pending.take_tally)
     clock.readings = chosen.predictor in predict.READING
     begin_check(job, model, optimizer)

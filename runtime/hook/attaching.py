@@ -31,6 +31,7 @@ from ddltool.plans import Enforcement
 from ddltool.runtime.hook.batches import Sizes, VariableBatchSampler, fitting_sizes
 from ddltool.runtime.hook.checking import begin_check
 from ddltool.runtime.hook.data_parallel import config_path
+from ddltool.runtime.hook.guards import leave_alone
 from ddltool.runtime.hook.job import (
     DistributedJob,
     bare_optimizer,
@@ -43,7 +44,6 @@ from ddltool.runtime.hook.job import (
 )
 from ddltool.runtime.hook.loader import CountedLoader, GivenLoader, StreamLoader
 from ddltool.runtime.hook.loss_scaling import LossScaler, Observer, Reduction
-from ddltool.runtime.hook.parameter_checks import leave_alone
 from ddltool.runtime.hook.stopping import refuse_in_one_line
 from ddltool.runtime.hook.telemetry import StepRecorder, TelemetryFile, device_of, is_cuda
 
@@ -132,13 +132,6 @@ class Hook:
             self._scaler.pending.turn_to_next(skip)
             if passed is not None:
                 self._scaler.begin_forward(None, (passed,))
-
-    def is_divided_by(self, loss: Tensor, number: float) -> bool:
-        """Return whether ``loss`` is a sum divided by ``number``, by its autograd graph; all ranks call this together.
-
-        Raises InputError where the graph does not show it.
-        """
-        return self._scaler is not None and self._scaler.is_divided_by(loss, number)
 
     @property
     def last_weight(self) -> float:
@@ -339,15 +332,14 @@ def attach(
     With the environment variable DDLTOOL_OFF=1 any config counts as None, without telemetry: to measure the hook's cost.
     With DDLTOOL_CHECK=1 the first steps are compared with those of one process (:mod:`~ddltool.runtime.hook.checking`).
 
-    ``backward`` weighs each loss by the samples of the rank's batch; a loss that is no mean over them is refused (declare it
-    by :meth:`Hook.loss`). Where the config names a telemetry file, this run is appended to it.
-    ``DistributedDataParallel.join`` is not supported.
+    Each loss goes through :meth:`Hook.loss`, which weighs it by the samples of the rank's batch. Where the config names a
+    telemetry file, this run is appended to it. ``DistributedDataParallel.join`` is not supported.
 
     Raises InputError, on every rank as soon as one rank refuses, when config and job do not fit. Left uncaught, that and any
     later refusal end the process with one line on stderr and exit code 2.
     """
-    if config is None and model is not None:
-        leave_alone(model)
+    if config is None and optimizer is not None:
+        leave_alone(bare_optimizer(optimizer))
     if is_set("DDLTOOL_OFF") or (config is None and telemetry is None):
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         return Hook(dataset, rank, world_size)

@@ -6,44 +6,94 @@ aggregation): the plain average of gradients of losses that were multiplied by `
 loss, and everything behind it follows: any number of passes through the model, terms that reach other ranks (gathered
 embeddings, SyncBatchNorm), accumulation, unused parameters, any wrapper that averages.
 
-Nobody has to call anything: :class:`LossScaler` marks the outputs of the model, and a ``backward`` that starts behind such an
-output starts with the weight of the batch in hand. What the loss is a mean over is read from its graph on the first steps and
-on every tenth, on all ranks; a loss that is none over the samples is refused, and :meth:`LossScaler.loss` says what it is.
+The script says what its loss is; nothing is guessed from it. What it says is measured in the first updates and wherever the
+loss's graph changes shape (:mod:`~ddltool.runtime.hook.claims`), and what would part the ranks is found after every update
+(:mod:`~ddltool.runtime.hook.guards`). Only official places of torch are used: hooks of modules, tensors, parameters and
+optimizers, and an autograd function of our own, in which a backward pass is seen to begin.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ddltool.errors import InputError
+from ddltool.runtime.hook.claims import (
+    ForwardPass,
+    LossGraph,
+    Output,
+    OutputKey,
+    find_coupling,
+    largest_difference,
+    mark_outputs,
+    mark_weighed,
+    nested_tensors,
+    output_gradients,
+)
+from ddltool.runtime.hook.guards import FIRST_UPDATES, UpdateGuard
 from ddltool.runtime.hook.job import DistributedJob
 from ddltool.runtime.hook.liveness import LivenessMonitor
-from ddltool.runtime.hook.loss_terms import Mark, mark, mixing, reach, terms_of
-from ddltool.runtime.hook.parameter_checks import UnaveragedParameterCheck
 from ddltool.runtime.hook.pending_batches import PendingBatches, Share
 from ddltool.runtime.hook.telemetry import Watcher
 
 Reduction = Literal["mean", "sum", "average"]
-FIRST_READINGS = 4
-STEPS_PER_READING = 10
-_PLAIN = torch.autograd.backward
-_inside = False
-_open: weakref.WeakSet[LossScaler] = weakref.WeakSet()
-_backwards, _begun = 0, 0
-_waiting: list[Watcher] = []
-"""Who watches the backward pass that is under way."""
+_NODES_PER_LOOK = 300
+"""A loss's graph of so many nodes is walked in every step, a larger one every so often."""
+_SENTINELS = 8
+"""Parameters that tell, after the first updates, whether a backward pass accumulates gradients."""
+_backwards = 0
 
 
-def begun() -> int:
-    """Return how many backward passes this process has begun since something was first weighed."""
-    return _begun
+def backwards_begun() -> int:
+    """Return how many backward passes this process has begun since a loss was first weighed or observed."""
+    return _backwards
+
+
+@dataclass(eq=False, slots=True)
+class _BackwardPass:
+    """A backward pass that is under way.
+
+    Attributes:
+        number: how many have begun in this process.
+        scalers: those whose model it trains, as far as is known.
+        is_weighed: whether it has come by a loss that ``hook.loss`` returned.
+        forward_passes: those that weighed losses come from.
+        accumulating: the scalers whose model's parameters have got gradients.
+        expected: gradients of measured outputs as far as they come from weighed losses.
+        behind: outputs that the measured ones are computed from.
+    """
+
+    number: int
+    scalers: dict[LossScaler, None] = field(default_factory=dict)
+    is_weighed: bool = False
+    forward_passes: dict[ForwardPass, None] = field(default_factory=dict)
+    accumulating: set[LossScaler] = field(default_factory=set)
+    expected: dict[OutputKey, Tensor] = field(default_factory=dict)
+    behind: set[OutputKey] = field(default_factory=set)
+
+
+_under_way: _BackwardPass | None = None
+
+
+@dataclass(slots=True)
+class _Checked:
+    """What is known of a weighed loss when its backward pass begins; without measurement only where it comes from.
+
+    Attributes:
+        gradients: of the loss by measured outputs, multiplied by its weight.
+        behind: outputs that those are computed from.
+    """
+
+    forward_passes: list[ForwardPass] = field(default_factory=list)
+    gradients: dict[OutputKey, Tensor] = field(default_factory=dict)
+    behind: set[OutputKey] = field(default_factory=set)
 
 
 class LossScaler:
@@ -55,7 +105,6 @@ class LossScaler:
         sizes: returns the (n,) samples per step of the ranks as planned: what batches of a loader of the script's own have,
             on the first step at least; None: unknown.
         passes: in how many passes a script may split such a batch.
-        always: read losses also while all ranks have as many samples, for that may change.
         watcher: wants to know when gradients are complete.
 
     Attributes:
@@ -70,123 +119,84 @@ class LossScaler:
         sizes: Callable[[], Sequence[int]] | None = None,
         *,
         passes: int = 1,
-        always: bool = False,
         watcher: Watcher | None = None,
     ) -> None:
-        self._job, self.name, self._sizes, self._split = job, name, sizes, passes
-        self._always, self.watcher = always, watcher
+        self._job, self.name, self._sizes, self._split, self.watcher = job, name, sizes, passes, watcher
         self.pending = PendingBatches()
         """The batches that the training loop has; its loaders say so."""
-        self._forwards, self._asked, self._divided = 0, 0, False
+        self._weighs = job.world_size > 1
+        self._forwards_begun = self._forwards_inside = 0
         self.last_weight = 1.0
-        self._seen_full = False
-        self._read = {True: 0, False: 0}
-        self._notes: list[_Note] = []
-        self._made = 0
-        self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
-        self._parameter_check: UnaveragedParameterCheck | None = None
+        self._seen_full = self._is_uneven = False
+        self._guard: UpdateGuard | None = None
         self._model: Callable[[], nn.Module | None] = lambda: None
+        self._hooks: list[Any] = []
+        self._sentinels: list[Any] = []
+        self._weighed_losses = self._losses = 0
+        self._shapes: set[tuple[object, ...]] = set()
+        self._nodes = 0
+        self._is_said = False
 
     # What a model and its loaders tell.
 
     def open(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
-        """Weigh what is trained through ``model`` from now on, until :meth:`close`.
+        """Weigh the losses of ``model`` from now on, until :meth:`close`.
 
-        Raises InputError, on all ranks, where the optimizers train what nobody averages over the ranks, and where somebody
-        watches the model already.
+        Raises InputError, on all ranks, where the model cannot be trained alike on all of them, and where somebody attached to
+        it already.
         """
-        watched = [each._model() for each in (_open if self._job.world_size > 1 else ()) if each.watcher is not None]
-        if self.watcher is not None and any(each is model for each in watched):
+        if self._weighs and any(each._model() is model for each in _open):
             raise InputError("model", "is attached to already", "attach, balance or make an agent once per model")
         self._model = found = weakref.ref(model)
         self.pending.trains = lambda: getattr(found(), "training", True)
-        self._optimizers = optimizers
-        if optimizers and self._job.world_size > 1:
-            self._parameter_check = UnaveragedParameterCheck(self._job, model, *optimizers)
-            for each in optimizers:
-                each.register_step_post_hook(self.check_update)
         before = _Hook(lambda module, args, kwargs: self.begin_forward(module, (*args, *kwargs.values())))
-        model.register_forward_pre_hook(before, with_kwargs=True)
-        model.register_forward_hook(_Hook(lambda _, __, output: self.end_forward(output)))
+        self._hooks = [
+            model.register_forward_pre_hook(before, with_kwargs=True),
+            model.register_forward_hook(_Hook(lambda _, __, output: self.end_forward(output))),
+        ]
         _open.add(self)
         if self._job.world_size > 1:
-            LivenessMonitor.of_this_job().passes = begun
-        torch.autograd.backward = _backward
+            LivenessMonitor.of_this_job().passes = backwards_begun
+        trained = [value for value in model.parameters() if value.requires_grad]
+        self._sentinels = [value.register_post_accumulate_grad_hook(self._note_gradient) for value in trained]
+        if self._weighs and optimizers:
+            self._guard = UpdateGuard(self._job, model, optimizers, lambda: self._is_uneven)
+            self._hooks += [each.register_step_post_hook(self._after_update) for each in optimizers]
 
     def close(self) -> None:
         """Weigh nothing any more. Idempotent."""
         _open.discard(self)
-        if not _open and torch.autograd.backward is _backward:
-            torch.autograd.backward = _PLAIN
+        for handle in (*self._hooks, *self._sentinels):
+            handle.remove()
+        self._hooks, self._sentinels = [], []
+        if self._guard is not None:
+            self._guard.close()
+        self._guard, self._weighs = None, False
 
     def begin_forward(self, module: nn.Module | None, values: Iterable[Any]) -> None:
         """A forward pass with gradients begins; None: a trainer that calls the module otherwise, in training."""
+        global _under_way
+        if not self._forwards_inside:
+            _under_way = None  # an earlier backward pass has failed, or has ended
         self.pending.begin_forward(values)
         if self.watcher is not None and (module is None or module.training):
             self.watcher.begin_forward()
-        if self._parameter_check is not None:
-            self._parameter_check.begin_forward()
-        self._forwards += 1
+        self._forwards_begun += 1
+        self._forwards_inside += module is not None
 
     def end_forward(self, output: Any) -> None:
         """A forward pass with gradients is over."""
-        self._forwards = 0
-        if self._parameter_check is not None:
-            self._parameter_check.end_forward()
-        mark((output,), Mark(self))
+        self._forwards_inside = 0
+        if self._guard is None:
+            return
+        forward_pass, outputs = ForwardPass(self), list(nested_tensors(output))
+        mark_outputs(outputs, forward_pass)
+        if self._guard.is_measured:
+            for place, tensor in enumerate(outputs):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(_Arrival(self, (forward_pass, place)))
 
-    def claim(self, roots: Iterable[Tensor]) -> None:
-        """Take a backward pass that no output lies behind for this model's where it comes inside its forward pass.
-
-        So do Lightning's manual optimization, and others whose step is the forward pass of the wrapped module.
-        """
-        if self._forwards:
-            mark(roots, Mark(self))
-
-    def spend(self, mark: Mark, leaves: Collection[Tensor] = ()) -> None:
-        """A backward pass comes by a forward pass, and by ``leaves`` beside the model.
-
-        Raises InputError for a second one, which DDP leaves out of its average.
-        """
-        if mark.spent and self._job.world_size > 1:
-            remedy = "add the losses and call backward once, or pass through the model again"
-            raise InputError(
-                "backward", "comes again by one forward pass, whose gradients DDP averages once only", remedy
-            )
-        mark.spent = self.averages
-        if self._parameter_check is not None:
-            self._parameter_check.begin_backward(leaves)
-
-    @property
-    def averages(self) -> bool:
-        """Whether DDP averages the gradients of a backward pass now."""
-        return bool(getattr(self._model(), "require_backward_grad_sync", False))
-
-    def end_backward(self) -> None:
-        """A backward pass is over: what comes now belongs to another one."""
-        self.pending.end_backward()
-        if self._parameter_check is not None:
-            self._parameter_check.end_backward()
-        if self.watcher is not None:
-            self.watcher.end_backward()
-
-    def check_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Raise InputError when an update uses gradients that came past the weighing. Call after each update."""
-        made, self._made = self._made, _backwards
-        if made == _backwards and self._job.world_size > 1 and _has_gradients(optimizer):
-            remedy = f"call loss.backward(), or torch.autograd.backward of the module, after making {self.name}"
-            raise InputError("backward", "went past the weights of the ranks' batches", remedy)
-
-    def demand_averaged(self, leaves: Collection[Tensor]) -> None:
-        """Raise InputError where a backward pass that came by no forward pass ends at parameters of the wrapped model."""
-        model, reached = self._model(), set(map(id, leaves))
-        if self._job.world_size > 1 and model is not None and any(id(value) in reached for value in model.parameters()):
-            problem = "reaches the model's parameters past the wrapped model, so that nobody averages their gradients"
-            raise InputError("backward", problem, "call the wrapped model, not the module inside, in the same loss")
-        if self._parameter_check is not None:
-            self._parameter_check.demand_weighed(reached)
-
-    # What a loss weighs.
+    # What the script says of a loss.
 
     def loss(
         self,
@@ -199,71 +209,58 @@ class LossScaler:
         """Return ``loss`` with gradients that weigh right under the plain average over ranks; its value stays.
 
         Args:
-            loss: a tensor of one element, or one term of a loss that is a sum of such terms.
-            count: for a mean: over how many samples, tokens or weights of labels it is one on this rank; 0 is fine. All ranks
-                give theirs, which costs one small message. None: over the samples of the batch in hand.
+            loss: the loss of this rank's pass, or one term of it; each term is said.
+            count: how many samples, tokens or weights of labels the loss is a mean over on this rank, or with
+                ``reduction="sum"`` a sum over; 0 is fine. All ranks give theirs, which costs one small message. None: the
+                samples of the batch.
             of: what all ranks count, where it is known; None: they are asked.
-            reduction: how ranks' losses come together: each is a ``mean``, to be weighed by its count; each is a part of a
-                ``sum`` (a sum over samples, or divided by a number that counts all ranks); their plain ``average`` is right
-                (``Trainer`` of transformers with ``average_tokens_across_devices``).
+            reduction: how ranks' losses come together: each is a ``mean``, to be weighed by its count; each is a ``sum``, to be
+                divided by the counts of all ranks, or without a count to be added up as it is (a sum divided by a number that
+                counts all ranks); their plain ``average`` is right.
 
-        Raises InputError, on all ranks, where the share of the batch is unknown or the graph shows another mean.
+        Raises InputError where the share of the batch is unknown. What is found to be false is refused after the update, by all
+        ranks together.
         """
         ranks = self._job.world_size
         if reduction not in ("mean", "sum", "average"):
             raise InputError("reduction", f"is {reduction!r}", "give mean, sum or average")
-        if ranks == 1 and of is None:
+        if not torch.is_grad_enabled() or not (self._weighs or self.pending.is_known):
             return loss
-        if reduction == "mean":
-            factor = self._weight_of_batch(loss) if count is None else self._weight_of(float(count), of)
+        self._is_said = True
+        share = None
+        if count is not None and (ranks > 1 or of is not None):
+            factor = self._weight_of(float(count), of)
+            if reduction == "sum":  # its gradients are those of the sum: a mean's are smaller by the count
+                factor = factor / float(count) if float(count) else 1.0
+        elif reduction == "mean":
+            share = self._share()
+            factor = ranks * share.samples / share.total if share.total else 1.0
         else:
             factor = float(ranks) if reduction == "sum" else 1.0
-            self.pending.use(_backwards)
+            self.pending.use(self._forwards_begun)
+        if reduction == "average":
+            factor = 1.0
         self.last_weight = factor
-        weighed: Tensor = _Weighed.apply(loss, factor, self)  # type: ignore[no-untyped-call]
+        self._is_uneven = self._is_uneven or abs(factor - 1) > 1e-9
+        if not loss.requires_grad:  # a rank without labels has taken part in the message
+            return loss
+        checked = self._check(loss, factor, share, reduction)
+        weighed: Tensor = _Weighed.apply(loss, factor, self, checked)  # type: ignore[no-untyped-call]
+        mark_weighed(weighed)
+        self._losses += 1
         return weighed
 
-    def is_divided_by(self, loss: Tensor, number: float) -> bool:
-        """Return whether ``loss`` is a sum divided by ``number``, on all ranks, as read from its graph.
-
-        All ranks ask together. Read on the first steps and on every tenth; in between the last answer holds. False where a
-        term has been weighed. Raises InputError, on all ranks, where the graph cannot be read on one.
-        """
-        if self._job.world_size == 1 or reach([loss.grad_fn]).weighed:
-            return False
-        asked, self._asked = self._asked, self._asked + 1
-        if asked < FIRST_READINGS or asked % STEPS_PER_READING == 0:
-            terms = terms_of(loss)
-            unknown = next((term.unknown for term in terms if term.unknown), "")
-            fits = number == 0 or all(term.count is not None and _alike(term.count, number) for term in terms)
-            told = self._exchange(float(fits), float(bool(unknown)))
-            if any(row[1] for row in told):
-                remedy = f"say {self.name}.loss(loss, count=...) in a compute_loss of your own"
-                problem = f"what it is a mean over cannot be read from its graph ({unknown or 'on another rank'})"
-                raise InputError("loss", problem, remedy)
-            self._divided = all(row[0] for row in told)
-        return self._divided
-
-    def weight(self, roots: Sequence[Tensor]) -> float:
-        """Return N x_r / X for the batch in hand. Raises InputError, on all ranks, where that cannot be right."""
-        self.last_weight = self._weight_of_batch(*roots, strict=True)
-        return self.last_weight
-
-    def _weight_of_batch(self, *losses: Tensor, strict: bool = False) -> float:
-        share = self.pending.share(_backwards, self.name) or self._counted()
-        if self._parameter_check is not None and not share.even:
-            self._parameter_check.note_uneven()
-        if losses and self._job.world_size > 1 and (self._always or not share.even):
-            self._check_terms(losses, share, strict)
-        return self._job.world_size * share.samples / share.total if share.total else 1.0
+    def _share(self) -> Share:
+        """Return this rank's share of the batch that the loss is for."""
+        share = self.pending.share(self._forwards_begun, self.name) or self._counted()
+        self._is_uneven = self._is_uneven or not share.even
+        return share
 
     def _weight_of(self, count: float, of: float | None = None) -> float:
         if not count >= 0:
             raise InputError("count", f"is {count:g}", "give what the loss is a mean over, 0 or more")
         total = sum(each for (each,) in self._exchange(count)) if of is None else of
-        self.pending.use(_backwards)
-        if self._parameter_check is not None:
-            self._parameter_check.note_uneven()
+        self.pending.use(self._forwards_begun)
         return self._job.world_size * count / total if total else 1.0
 
     def _exchange(self, *mine: float) -> list[list[float]]:
@@ -288,7 +285,7 @@ class LossScaler:
             remedy = f"call {self.name}.count_samples(n) before each forward, or {self.name}.loss(loss, count=n)"
             raise InputError("forward", problem, remedy)
         self._seen_full = True
-        self.pending.count(_backwards, samples, sum(counts))
+        self.pending.count(self._forwards_begun, samples, sum(counts))
         return Share(samples, sum(counts), len(set(counts)) == 1)
 
     def _count(self, planned: int | None) -> int:
@@ -304,122 +301,205 @@ class LossScaler:
                 return -1
         return passed[0] if len(set(passed)) == 1 else -1
 
-    def _check_terms(self, losses: Sequence[Tensor], share: Share, strict: bool) -> None:
-        """Raise InputError, on all ranks, unless each loss is a mean over what is in proportion to the samples.
+    # What is measured of it.
 
-        What is found of passes under ``no_sync`` is told with the next one that is not: ranks may make different numbers.
+    def _check(self, loss: Tensor, factor: float, share: Share | None, reduction: Reduction) -> _Checked:
+        """Check one loss by its graph, and in measured updates by its derivatives; refusals wait for the update.
+
+        ``share``: of the batch, where the loss is said to be a mean over its samples and nothing else.
         """
-        number = self._read[share.even]
-        if number < FIRST_READINGS or number % STEPS_PER_READING == 0:
-            self._notes.append(_note(losses, share, strict))
-        if not getattr(self._model(), "require_backward_grad_sync", True):
+        checked, guard = _Checked(), self._guard
+        if guard is None:
+            return checked
+        steps_per_look = 1 + self._nodes // _NODES_PER_LOOK
+        if not guard.is_measured and self._losses % steps_per_look:
+            return checked
+        graph = LossGraph.of(loss)
+        self._nodes, checked.forward_passes = graph.nodes, graph.forward_passes
+        if graph.is_weighed:
+            guard.refuse(
+                InputError("loss", f"has come through {self.name}.loss before", "say each term of a loss once")
+            )
+        if self._forwards_inside:
+            return checked  # a trainer whose step is the forward pass of the wrapped module
+        past: dict[str, Tensor] = {}
+        if graph.leaves and (model := self._model()) is not None:
+            names = {id(value): name for name, value in model.named_parameters()}
+            past = {names[id(leaf)]: leaf for leaf in graph.leaves if id(leaf) in names}
+            guard.linked.update(leaf for leaf in graph.leaves if id(leaf) not in names)
+        if past and not graph.outputs:
+            problem = "reaches the model's parameters past the wrapped model, so that nobody averages their gradients"
+            guard.refuse(InputError("loss", problem, "call the wrapped model, not the module inside"))
+        shape = (graph.shape, reduction)
+        if graph.outputs and (guard.is_measured or shape not in self._shapes):
+            self._shapes.add(shape)
+            self._measure(loss, graph, factor, None if reduction == "average" else self.pending.samples, checked)
+            if past and share is not None and self.averages:
+                guard.note_past_outputs(_gradients_past_outputs(loss, graph.outputs, past))
+        return checked
+
+    def _measure(self, loss: Tensor, graph: LossGraph, factor: float, samples: int | None, checked: _Checked) -> None:
+        """Note the weighed gradients of a loss by its outputs, and refuse one that couples ``samples``; None: it may."""
+        outputs, checked.behind = graph.measurable_outputs()
+        guard = self._guard
+        if not outputs or guard is None:
             return
-        self._read[share.even] += 1
-        notes, self._notes = self._notes, []
-        if notes:
-            self._judge(notes)
-
-    def _judge(self, notes: list[_Note]) -> None:
-        """Hold what this rank has found in its passes against what the others have."""
-        known = [note for note in notes if note.low > 0]
-        low, high = min((note.low for note in known), default=-1.0), max((note.high for note in known), default=-1.0)
-        unknown = next((note.unknown for note in notes if note.unknown), "")
-        mixed = next((note.mixed for note in notes if note.mixed), "")
-        kind = max(2.0 if note.is_sum else 1.0 if note.unknown else 0.0 for note in notes)
-        rate = sum(float(group["lr"]) for each in self._optimizers for group in each.param_groups)
-        rows = self._exchange(max(note.samples for note in notes), kind, low, high, float(bool(mixed)), rate)
-        kinds = {row[1] for row in rows}
-        name = self.name
-        if 2.0 in kinds:
-            remedy = f'say {name}.loss(loss, reduction="sum") to add the ranks\' losses, or divide by the samples'
-            remedy += f", or give the sum of the weights that it was divided by: {name}.loss(loss, count=...)"
-            raise InputError("loss", "is a sum over the batch, not a mean over its samples", remedy)
-        if 1.0 in kinds:
-            seen = f" ({unknown})" if unknown else ""
-            remedy = (
-                f"say {name}.loss(loss) if it is a mean over this rank's samples, else {name}.loss(loss, count=...)"
-            )
-            raise InputError("loss", f"what it is a mean over cannot be read from its graph{seen}", remedy)
-        for rank, row in enumerate(rows):
-            if row[5] != rows[0][5]:
-                problem = f"differs between rank 0 ({rows[0][5]:g}) and rank {rank} ({row[5]:g})"
-                remedy = (
-                    "let what changes it be alike on all ranks: average a validation loss over them before the schedule"
-                )
-                raise InputError("learning rate", problem, remedy)
-        counted = [(rank, row) for rank, row in enumerate(rows) if row[2] > 0 and row[0]]
-        for rank, row in counted:
-            first = counted[0][1]
-            place = 2 if _alike(row[3], first[3]) else 3
-            if not _alike(row[place], first[place]):
-                problem = (
-                    f"is a mean over {first[place] * first[0]:g} terms for {first[0]:g} samples on rank {counted[0][0]}"
-                )
-                problem += f", but over {row[place] * row[0]:g} for {row[0]:g} on rank {rank}"
-                raise InputError("loss", problem, f"weigh it by what it counts: {name}.loss(loss, count=...)")
-        if mixed and all(row[4] for row in rows if row[0]):
+        gradients = output_gradients(loss, outputs, twice=True) if samples else None
+        if samples and gradients is not None and find_coupling(outputs, gradients, samples, guard.updates):
             problem = (
-                f"goes over all samples of a rank's batch ({mixed}), and one process would over those of all ranks"
+                "is said to be a mean over samples, but one sample's part of it depends on others of this rank's batch"
             )
-            remedy = f"gather them from all ranks, or say {name}.loss(loss) if each rank's by themselves are meant"
-            raise InputError("loss", problem, remedy)
+            remedy = (
+                "gather what is compared from all ranks, or where each rank's samples by themselves are meant, say "
+                f'{self.name}.loss(loss, reduction="average")'
+            )
+            guard.refuse(InputError("loss", problem, remedy))
+        if gradients is None:
+            gradients = output_gradients(loss, outputs, twice=False) or []
+        for output, gradient in zip(outputs, gradients, strict=False):
+            if gradient is not None:
+                checked.gradients[output.key] = gradient.detach() * factor
+                output.edge.node.register_prehook(_NodeArrival(self, output.key, output.edge.output_nr))
 
+    def note_arrival(self, key: OutputKey, gradient: Tensor, *, is_measured: bool) -> None:
+        """Hold the gradient that arrives at an output in a backward pass against what weighed losses have sent there."""
+        under_way, guard = _under_way, self._guard
+        if under_way is None or guard is None or not under_way.expected or key in under_way.behind:
+            return
+        expected = under_way.expected.get(key)
+        if is_measured != (expected is not None):
+            return
+        if expected is None:
+            expected = torch.zeros_like(gradient)
+        if largest_difference(gradient.detach(), expected.to(gradient.dtype)) > 1:
+            problem = f"has a term that did not come through {self.name}.loss"
+            remedy = f"say each term, {self.name}.loss(first) + {self.name}.loss(second), or {self.name}.loss(first + second)"
+            guard.refuse(InputError("loss", problem, remedy))
 
-@dataclass(frozen=True, slots=True)
-class _Note:
-    """What the terms of a pass's losses are means over: from ``low`` to ``high`` per sample; -1: there are none."""
+    # What a backward pass does.
 
-    samples: int
-    low: float
-    high: float
-    is_sum: bool
-    unknown: str
-    mixed: str
+    @property
+    def averages(self) -> bool:
+        """Whether DDP averages the gradients of a backward pass now."""
+        return bool(getattr(self._model(), "require_backward_grad_sync", False))
 
+    def begin_backward(self, scale: Tensor, checked: _Checked) -> None:
+        """A backward pass comes by a weighed loss, which it multiplies by ``scale``."""
+        under_way = self._join()
+        under_way.is_weighed = True
+        under_way.forward_passes |= dict.fromkeys(checked.forward_passes)
+        if scale.numel() == 1:
+            under_way.behind |= checked.behind
+            for key, gradient in checked.gradients.items():
+                part = gradient * scale.detach().to(gradient.dtype)
+                under_way.expected[key] = under_way.expected[key] + part if key in under_way.expected else part
 
-def _note(losses: Sequence[Tensor], share: Share, strict: bool) -> _Note:
-    """Read the graphs of losses; ``strict``: what cannot be read, and what goes over the whole batch, counts."""
-    if not share.samples:
-        return _Note(0, -1.0, -1.0, False, "", "")
-    terms = [term for loss in losses for term in terms_of(loss)]
-    counts = [term.count / share.samples for term in terms if term.count is not None]
-    unknown, mixed = (term.unknown for term in terms), (mixing(term, share.samples) for term in terms)
-    return _Note(
-        samples=share.samples,
-        low=min(counts, default=-1.0),
-        high=max(counts, default=-1.0),
-        is_sum=any(term.count is None and not term.unknown for term in terms),
-        unknown=next(filter(None, unknown), "") if strict else "",
-        mixed=next(filter(None, mixed), "") if strict and not share.even else "",
-    )
+    def _join(self) -> _BackwardPass:
+        """Return the backward pass that is under way, which trains this model too."""
+        global _backwards, _under_way
+        if _under_way is None:
+            _backwards += 1
+            _under_way = _BackwardPass(_backwards)
+            _at_end_of_backward(_note_complete)
+        if self not in _under_way.scalers:
+            _under_way.scalers[self] = None
+            if self.watcher is not None:
+                self.watcher.begin_backward()
+        return _under_way
 
+    def _note_gradient(self, parameter: Tensor) -> None:
+        """A backward pass has accumulated a parameter's gradient."""
+        self._join().accumulating.add(self)
 
-def _alike(one: float, other: float) -> bool:
-    return abs(one - other) <= 1e-6 * max(abs(one), abs(other))
+    def end_backward(self, under_way: _BackwardPass) -> None:
+        """A backward pass is over, the exchange of its gradients included: what comes now belongs to another one."""
+        is_said, self._is_said = self._is_said, False
+        if self not in under_way.accumulating:
+            return
+        if not is_said:
+            self._count_observed(under_way.number)
+        self.pending.end_backward()
+        if self.watcher is not None:
+            self.watcher.end_backward()
+        guard = self._guard
+        if guard is None:
+            return
+        if not under_way.is_weighed:
+            guard.refuse(self._unsaid())
+            return
+        self._weighed_losses += 1
+        for forward_pass in under_way.forward_passes:
+            if forward_pass.owner is self and self.averages:
+                if forward_pass.averaged_in not in (None, under_way.number):
+                    problem = "comes again by one forward pass, whose gradients DDP averages once only"
+                    remedy = "add the losses and call backward once, or pass through the model again"
+                    guard.refuse(InputError("backward", problem, remedy))
+                forward_pass.averaged_in = under_way.number
+
+    def _count_observed(self, number: int) -> None:
+        """Count the samples of a backward pass of which the script says nothing; ranks are taken to have equal batches."""
+        with contextlib.suppress(InputError):
+            if self.pending.share(-number, self.name) is None:
+                samples = max(self.pending.told or self.pending.passed, default=0)
+                self.pending.count(-number, samples, samples * self._job.world_size)
+
+    def _unsaid(self) -> InputError:
+        problem = f"did not come through {self.name}.loss"
+        remedy = (
+            f"write loss = {self.name}.loss(loss) before loss.backward() for a mean over the batch's samples, with count= for "
+            "one over tokens, pixels or labels"
+        )
+        return InputError("loss", problem, remedy)
+
+    def _after_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """The optimizer has made an update. Raises InputError on all ranks for what one of them refuses."""
+        guard = self._guard
+        if guard is None:
+            return
+        if not self._weighed_losses and _has_gradients(optimizer):
+            guard.refuse(self._unsaid())
+        self._weighed_losses = 0
+        guard.after_update()
+        if guard.updates == FIRST_UPDATES and len(self._sentinels) > _SENTINELS:
+            kept = {round(place * (len(self._sentinels) - 1) / (_SENTINELS - 1)) for place in range(_SENTINELS)}
+            for place, handle in enumerate(self._sentinels):
+                if place not in kept:
+                    handle.remove()
+            self._sentinels = [handle for place, handle in enumerate(self._sentinels) if place in kept]
 
 
 class Observer(LossScaler):
     """Weighs nothing, and refuses nothing: tells its watcher of passes, and counts samples by what passes get."""
 
-    def weight(self, roots: Sequence[Tensor]) -> float:
-        """Return 1.0. Ranks are taken to have equal batches, as with torch's own sampler."""
-        samples = max(self.pending.told or self.pending.passed, default=0)
-        self.pending.count(_backwards, samples, samples * self._job.world_size)
-        return 1.0
+    def __init__(self, job: DistributedJob, name: str) -> None:
+        super().__init__(job, name)
+        self._weighs = False
 
     def loss(self, loss: Tensor, **_: Any) -> Tensor:
         """Return the loss."""
         return loss
 
-    def is_divided_by(self, loss: Tensor, number: float) -> bool:
-        """Return False: it is left as it is."""
-        return False
 
-    def spend(self, mark: Mark, leaves: Collection[Tensor] = ()) -> None:
-        """A backward pass comes by a forward pass, which nobody minds."""
+_open: weakref.WeakSet[LossScaler] = weakref.WeakSet()
 
-    def demand_averaged(self, leaves: Collection[Tensor]) -> None:
-        """A backward pass comes by no forward pass, which nobody minds either."""
+
+def _gradients_past_outputs(loss: Tensor, outputs: Sequence[Output], past: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gradients of parameters by the ways that pass none of the outputs, where gradients are made zero."""
+    nodes = {output.edge.node: None for output in outputs}
+    handles = [
+        node.register_prehook(
+            lambda gradients: tuple(each if each is None else torch.zeros_like(each) for each in gradients)
+        )
+        for node in nodes
+    ]
+    try:
+        gradients = torch.autograd.grad(loss.sum(), list(past.values()), retain_graph=True, allow_unused=True)
+    except RuntimeError:
+        return {}
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: gradient for name, gradient in zip(past, gradients, strict=True) if gradient is not None}
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
@@ -428,16 +508,42 @@ def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class _Weighed(torch.autograd.Function):
-    """The same value; gradients on their way back are multiplied by a weight."""
+    """The same value; gradients on their way back are multiplied by a weight, and tell that a backward pass has begun."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, weight: float, owner: LossScaler) -> Tensor:
-        ctx.weight, ctx.owner = weight, owner
+    def forward(ctx: Any, value: Tensor, weight: float, owner: LossScaler, checked: _Checked) -> Tensor:
+        ctx.weight, ctx.owner, ctx.checked = weight, owner, checked
         return value.clone()  # not a view, which could not be changed in place
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient * ctx.weight, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.owner.begin_backward(gradient, ctx.checked)
+        return gradient * ctx.weight, None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """Tells a scaler of the gradient that arrives at an output of a forward pass."""
+
+    owner: LossScaler
+    key: OutputKey
+
+    def __call__(self, gradient: Tensor) -> None:
+        self.owner.note_arrival(self.key, gradient, is_measured=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _NodeArrival:
+    """The same for the node that computes a measured output."""
+
+    owner: LossScaler
+    key: OutputKey
+    output_nr: int
+
+    def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
+        gradient = gradients[self.output_nr]
+        if gradient is not None:
+            self.owner.note_arrival(self.key, gradient, is_measured=True)
 
 
 class _Hook:
@@ -457,84 +563,29 @@ class _Hook:
         return _Hook, ()
 
 
-def _at_end(roots: Sequence[Any], calls: Sequence[Callable[[], None]]) -> Any:
-    """Let a backward pass from ``roots`` call these when all gradients are there, and before DDP waits for other ranks'."""
-    # The engine calls in the order in which it was asked, and DDP asks when its last bucket is ready.
-    root = next((root for root in roots if isinstance(root, Tensor) and root.grad_fn is not None), None)
+def _at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call when the backward pass that is under way has computed all gradients.
 
-    def begin(_: Tensor) -> None:
-        for call in calls:
-            torch.autograd.Variable._execution_engine.queue_callback(call)
-
-    return None if root is None or not calls else root.register_hook(begin)
+    The engine calls in the order in which it was asked; DDP asks when its last bucket is ready, which is later.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
-def _within(roots: Sequence[Any], run: Callable[[], None]) -> None:
-    """Run a backward pass within another one: should DDP have all gradients before its end, it waits for the others there."""
-    if not _waiting:
-        run()
+def _note_complete() -> None:
+    """All gradients of this rank are there; DDP waits for those of the others from now on."""
+    under_way = _under_way
+    if under_way is None:
         return
-    done_s: list[float] = []
-    handle = _at_end(roots, [lambda: done_s.append(time.perf_counter())])
-    run()
-    for watcher in _waiting if done_s else []:
-        watcher.pause(time.perf_counter() - done_s[-1])
-    if handle is not None:
-        handle.remove()
+    for scaler in under_way.scalers:
+        if scaler.watcher is not None and scaler.averages and scaler in under_way.accumulating:
+            scaler.watcher.note_complete()
+    _at_end_of_backward(_note_end)  # behind DDP's own
 
 
-def _backward(
-    tensors: Any,
-    grad_tensors: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    grad_variables: Any = None,
-    inputs: Any = None,
-) -> None:
-    """Stand in for ``torch.autograd.backward``: a pass that starts behind a scaler's model starts with its weight."""
-    global _inside, _backwards, _begun
-    rest: dict[str, Any] = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
-    grad_tensors = grad_variables if grad_tensors is None else grad_tensors
-    roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-    if _inside or not all(isinstance(root, Tensor) for root in roots):  # checkpointing has a backward in backward
-        _within(roots, lambda: _PLAIN(tensors, grad_tensors, **rest))
-        return
-    _begun += 1
-    found = reach(root.grad_fn for root in roots)
-    if not found.marks and not found.weighed:
-        for scaler in list(_open):
-            scaler.claim(roots)
-        found = reach(root.grad_fn for root in roots)
-    marks = [mark for mark in found.marks if mark.owner in _open]
-    owners: list[LossScaler] = list(dict.fromkeys(mark.owner for mark in marks))
-    for each in marks:
-        each.owner.spend(each, found.leaves)
-    watched = [each for each in (*owners, *found.weighed) if each in _open and each.watcher is not None]
-    for each in watched:
-        each.watcher.begin_backward()
-    for scaler in [] if found.marks or found.weighed else list(_open):
-        scaler.demand_averaged(found.leaves)
-    if owners and found.weighed:
-        remedy = "weigh each term of the loss, or none"
-        raise InputError("loss", "is weighed in some of its terms only", remedy)
-    weights = {owner.weight(roots) for owner in owners}
-    if len(weights) > 1:
-        raise InputError("loss", "comes from models whose batches have different shares", "use one loader for both")
-    _backwards += 1
-    if weights and (weight := weights.pop()) != 1.0:
-        given = (grad_tensors,) if isinstance(grad_tensors, Tensor) else grad_tensors or (None,) * len(roots)
-        grad_tensors = [
-            torch.full_like(root, weight) if gradient is None else gradient * weight
-            for root, gradient in zip(roots, given, strict=True)
-        ]
-        tensors = roots
-    _inside, _waiting[:] = True, [each.watcher for each in watched]
-    handle = _at_end(roots, [each.watcher.note_complete for each in watched if each.averages])
-    try:
-        _PLAIN(tensors, grad_tensors, **rest)
-    finally:
-        if handle is not None:
-            handle.remove()
-        _inside, _waiting[:] = False, []
-        for scaler in owners or list(_open):
-            scaler.end_backward()
+def _note_end() -> None:
+    """The backward pass is over, DDP's exchange included."""
+    global _under_way
+    ended, _under_way = _under_way, None
+    if ended is not None:
+        for scaler in ended.scalers:
+            scaler.end_backward(ended)

@@ -1,0 +1,253 @@
+"""What a script says of a loss, checked by measurement. Start at :class:`LossGraph` and :func:`find_coupling`.
+
+``hook.loss(loss)`` claims that a loss is a mean over the samples of a batch. Then the part of the loss's gradient that
+belongs to one sample does not depend on the outputs for another one: the derivative of one half's output gradients by the
+other half's outputs is zero. One more backward pass tells, through the loss alone and not through the model. It cannot see
+samples that meet by a selection (``median``, ``topk``, ``cumsum`` of absolute values) or before the outputs (BatchNorm), and
+losses without a second derivative (``cdist``, compiled ones): ``ddltool doctor --check`` compares those with one process.
+
+The graph is walked along its edges, never read by the names of its nodes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+Node = Any
+"""A node of the autograd graph (``torch.autograd.graph.Node``), or None for a tensor without one."""
+_OUTPUTS, _WEIGHED = "ddltool.outputs", "ddltool.weighed"
+"""Keys in a node's metadata: the outputs of a model that it computes; that ``hook.loss`` returned its tensor."""
+_MOST_NODES = 200_000
+_MOST_ELEMENTS = 1 << 26
+"""Larger outputs are not measured: their gradients would be held three times."""
+_ROUNDING = {torch.float16: 2e-2, torch.bfloat16: 5e-2, torch.float32: 1e-4, torch.float64: 1e-7}
+"""Differences below this share of the largest value are rounding."""
+
+
+@dataclass(eq=False, slots=True)
+class ForwardPass:
+    """One forward pass of a model whose losses are weighed by ``owner``."""
+
+    owner: Any
+    averaged_in: int | None = None
+    """The number of the backward pass in which DDP averaged its gradients; None: not yet."""
+
+
+OutputKey = tuple[ForwardPass, int]
+"""A forward pass, and the place of a tensor among those that it has returned."""
+
+
+class Output(NamedTuple):
+    """One tensor that a model's forward pass has returned: an edge of the graph, its shape and its data type."""
+
+    key: OutputKey
+    edge: GradientEdge
+    shape: tuple[int, ...]
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether it has several elements, so that it is no loss that the model has computed itself."""
+        return math.prod(self.shape) > 1
+
+
+def nested_tensors(value: Any, depth: int = 8) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists, tuples, mappings and objects with attributes, down to a depth."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    items: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        items = value.values()
+    elif isinstance(value, (list, tuple)):
+        items = value
+    elif not isinstance(value, (type, nn.Module)) and (hasattr(value, "__dict__") or hasattr(value, "__slots__")):
+        names = [*getattr(value, "__dict__", ()), *getattr(value, "__slots__", ())]
+        items = [getattr(value, name, None) for name in names]
+    for item in items if depth else ():
+        yield from nested_tensors(item, depth - 1)
+
+
+def mark_outputs(outputs: Iterable[Tensor], forward_pass: ForwardPass) -> None:
+    """Note on the graph's nodes which tensors a forward pass has returned; keeps no tensor alive."""
+    for place, tensor in enumerate(outputs):
+        if tensor.grad_fn is not None:
+            node: Node = tensor.grad_fn
+            node.metadata.setdefault(_OUTPUTS, {})[tensor.output_nr] = (forward_pass, place), tuple(tensor.shape)
+
+
+def outputs_of(node: Node) -> list[Output]:
+    """Return the tensors of forward passes that a node computes."""
+    known = node.metadata.get(_OUTPUTS, {})
+    return [Output(key, GradientEdge(node, number), shape) for number, (key, shape) in known.items()]
+
+
+def mark_weighed(loss: Tensor) -> None:
+    """Note on the graph that ``hook.loss`` has returned this tensor."""
+    node: Node = loss.grad_fn
+    node.metadata[_WEIGHED] = True
+
+
+@dataclass(slots=True)
+class LossGraph:
+    """The graph between a loss and the outputs of the models that it comes from."""
+
+    outputs: list[Output] = field(default_factory=list)
+    """The outputs nearest to the loss."""
+    leaves: list[Tensor] = field(default_factory=list)
+    """Leaf tensors, such as parameters, that the loss reaches without passing through one of the outputs."""
+    is_weighed: bool = False
+    """Whether a part of it has come from ``hook.loss`` before."""
+    nodes: int = 0
+
+    @classmethod
+    def of(cls, loss: Tensor) -> LossGraph:
+        """Return the graph of ``loss``. It takes about a microsecond for each node."""
+        graph = cls()
+        for node in _walk([loss.grad_fn], graph.outputs):
+            graph.nodes += 1
+            graph.is_weighed = graph.is_weighed or _WEIGHED in node.metadata
+            if (leaf := getattr(node, "variable", None)) is not None:
+                graph.leaves.append(leaf)
+        return graph
+
+    @property
+    def forward_passes(self) -> list[ForwardPass]:
+        """The forward passes that the loss comes from."""
+        return list(dict.fromkeys(output.key[0] for output in self.outputs))
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """What changes where the script computes the loss in another way: the numbers of nodes, outputs and leaves."""
+        return self.nodes, len(self.outputs), len(self.leaves)
+
+    def measurable_outputs(self) -> tuple[list[Output], set[OutputKey]]:
+        """Return the nearest outputs with rows, none of them computed from another one, and the outputs behind them.
+
+        Behind a loss that the model has returned, these are the model's other outputs that it was computed from. Larger ones
+        than can be held several times are left out.
+        """
+        found = [output for output in self.outputs if output.has_rows]
+        inside = [
+            follower for output in self.outputs if not output.has_rows for follower in _followers(output.edge.node)
+        ]
+        while inside:
+            deeper: list[Output] = []
+            for _ in _walk(inside, deeper):
+                pass
+            found += [output for output in deeper if output.has_rows]
+            inside = [follower for output in deeper if not output.has_rows for follower in _followers(output.edge.node)]
+        behind: set[OutputKey] = set()
+        starts = [follower for output in found for follower in _followers(output.edge.node)]
+        for node in _walk(starts):
+            behind.update(output.key for output in outputs_of(node))
+        nearest = [output for output in found if output.key not in behind]
+        return (nearest if sum(math.prod(output.shape) for output in nearest) <= _MOST_ELEMENTS else []), behind
+
+
+def _followers(node: Node) -> list[Node]:
+    return [follower for follower, _ in node.next_functions]
+
+
+def _walk(starts: Sequence[Node], stops: list[Output] | None = None) -> Iterator[Node]:
+    """Yield the nodes behind ``starts``, each once; with ``stops`` none behind outputs of forward passes, which go there."""
+    seen, waiting = set[Node](), list(starts)
+    while waiting and len(seen) < _MOST_NODES:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if stops is not None and (outputs := outputs_of(node)):
+            stops += outputs
+            continue
+        yield node
+        waiting += _followers(node)
+
+
+def output_gradients(loss: Tensor, outputs: Sequence[Output], *, twice: bool) -> list[Tensor | None] | None:
+    """Return the gradient of ``loss`` by each output; ``twice``: so that it can be differentiated again.
+
+    None where the graph does not allow it: memory is short, or a function has no second derivative.
+    """
+    try:
+        return list(
+            torch.autograd.grad(
+                loss.sum(),
+                [output.edge for output in outputs],
+                create_graph=twice,
+                retain_graph=True,
+                allow_unused=True,
+            )
+        )
+    except RuntimeError:  # torch.OutOfMemoryError is one too
+        return None
+
+
+def find_coupling(outputs: Sequence[Output], gradients: Sequence[Tensor | None], samples: int, seed: int) -> bool:
+    """Return whether the loss couples samples of the batch, by its ``gradients`` by the ``outputs``.
+
+    A random half of the ``samples`` is held against the other half. Rows may be several for each sample: one group of all
+    samples after the other (two views of each), or those of one sample next to each other. Samples are coupled where they are
+    under both readings. False too where no dimension counts the samples, or where the gradients have no derivative.
+    """
+    pairs = [
+        (output, gradient)
+        for output, gradient in zip(outputs, gradients, strict=True)
+        if gradient is not None and gradient.requires_grad and sample_dimension(output.shape, samples) is not None
+    ]
+    if samples < 2 or not pairs:
+        return False
+    generator = torch.Generator().manual_seed(seed)
+    in_half = torch.zeros(samples, dtype=torch.bool)
+    in_half[torch.randperm(samples, generator=generator)[: samples // 2]] = True
+    is_grouped = any(output.shape[sample_dimension(output.shape, samples) or 0] != samples for output, _ in pairs)
+    return all(
+        _is_coupled(pairs, in_half, samples, interleaved) for interleaved in ([False, True] if is_grouped else [False])
+    )
+
+
+def sample_dimension(shape: tuple[int, ...], samples: int) -> int | None:
+    """Return the dimension that counts samples: the first if it is a multiple, else the second if equal; None: neither."""
+    if shape and samples and shape[0] and shape[0] % samples == 0:
+        return 0
+    return 1 if len(shape) > 1 and shape[1] == samples else None
+
+
+def _is_coupled(pairs: Sequence[tuple[Output, Tensor]], in_half: Tensor, samples: int, interleaved: bool) -> bool:
+    """Return whether the gradients of the rows in one half depend on the outputs of the rows in the other one."""
+    masks, parts = [], []
+    for output, gradient in pairs:
+        dimension = sample_dimension(output.shape, samples) or 0
+        rows = output.shape[dimension]
+        mask = in_half.repeat_interleave(rows // samples) if interleaved else in_half.repeat(rows // samples)
+        shape = [1] * len(output.shape)
+        shape[dimension] = rows
+        masks.append(mask.to(gradient.device).view(shape))
+        # Any weights would do that do not cancel by chance; a fixed irrational rotation costs no random numbers.
+        weights = torch.arange(gradient.numel(), device=gradient.device, dtype=gradient.dtype).mul_(0.618).cos_()
+        parts.append((gradient * weights.view(gradient.shape) * masks[-1]).sum())
+    try:
+        seconds = torch.autograd.grad(parts, [output.edge for output, _ in pairs], retain_graph=True, allow_unused=True)
+    except RuntimeError:
+        return False
+    own = other = 0.0
+    for second, mask in zip(seconds, masks, strict=True):
+        if second is not None:
+            size = second.detach().abs()
+            own, other = max(own, float((size * mask).max())), max(other, float((size * ~mask).max()))
+    # Rows that are not coupled are multiplied by zeros: what is left is no rounding of sums.
+    return math.isfinite(other) and other > 1e-6 * own
+
+
+def largest_difference(gradient: Tensor, expected: Tensor) -> float:
+    """Return by how much two gradients differ at most, over what rounding explains: above 1 they are not the same."""
+    scale = float(torch.maximum(gradient.abs().max(), expected.abs().max()))
+    allowed = 10 * _ROUNDING.get(gradient.dtype, 5e-2) * scale
+    difference = float((gradient - expected).abs().max())
+    return difference / allowed if math.isfinite(difference) and allowed else 0.0

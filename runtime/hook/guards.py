@@ -1,0 +1,300 @@
+"""What must be alike on all ranks while a model is trained, compared after every update. Start at :class:`UpdateGuard`.
+
+Each rank has a row of a few numbers: whether it refuses something, its learning rates, and sums over some elements of the
+gradients that the update used, of parameters, and of what was derived on this rank alone. The rows go to all ranks, at once
+after the first updates and later behind the next step, and wherever two ranks differ all of them refuse. So a pass beside
+the wrapper, a layer that was unfrozen after DDP had wrapped the model, parameters of a loss that nobody averages, and a
+schedule that follows a rank's own validation loss are found by what they do, whatever the script looks like.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ddltool.errors import InputError
+from ddltool.runtime.hook.job import DistributedJob
+
+FIRST_UPDATES = 4
+"""After so many updates the rows are compared at once, and over all parameters."""
+_ELEMENTS = 256
+"""Elements of a tensor that are looked at."""
+_TENSORS = 8
+"""Parameters whose gradients are looked at in one later update, in turns."""
+_UPDATES_PER_CUDA_LOOK = 32
+"""On CUDA a look waits for the device."""
+_TOLERANCE = 1e-5
+"""Of sums, relative to one tensor's sum of absolute values."""
+
+
+class Sums(NamedTuple):
+    """A weighted sum over elements of tensors, each tensor scaled to a sum of absolute values of 1, and the number of tensors.
+
+    A tensor of zeros adds nothing.
+    """
+
+    weighted: float
+    tensors: float
+
+
+NONE = Sums(0.0, 0.0)
+
+
+def sums_of(tensors: Iterable[Tensor]) -> Sums:
+    """Return the sums over the first elements of each tensor."""
+    parts = [tensor.detach().reshape(-1)[:_ELEMENTS] for tensor in tensors if tensor.numel()]
+    if not parts:
+        return NONE
+    values = torch.cat([part.to(torch.float64) for part in parts]).nan_to_num_(nan=1e6, posinf=1e6, neginf=-1e6)
+    lengths = torch.tensor([len(part) for part in parts])
+    of_tensor = torch.repeat_interleave(torch.arange(len(parts)), lengths).to(values.device)
+    sizes = values.new_zeros(len(parts)).index_add_(0, of_tensor, values.abs()).clamp_min_(1e-300)
+    weights = torch.arange(1, len(values) + 1, dtype=torch.float64, device=values.device).mul_(0.618).cos_()
+    return Sums(float((values / sizes[of_tensor]) @ weights), float(len(parts)))
+
+
+def differ(one: Sums, other: Sums) -> bool:
+    """Return whether two sums come from different values.
+
+    Ranks on devices of several types round otherwise, from the clipping of gradients on; what nobody averages differs by more.
+    """
+    return one.tensors != other.tensors or abs(one.weighted - other.weighted) > _TOLERANCE
+
+
+class _Row(NamedTuple):
+    """What one rank tells after an update. A field without a value on this rank is (0, 0), and is not compared."""
+
+    refuses: float
+    learning_rates: float
+    gradients: Sums
+    parameters: Sums
+    past_outputs: Sums
+    """Gradients of parameters that a loss reaches past the model's outputs."""
+    beside: Sums
+    """Gradients of a model that an optimizer trains which the hook was not told of."""
+    is_past_measured: float
+    is_beside_seen: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> _Row:
+        gradients, parameters, past, beside = (Sums(*values[start : start + 2]) for start in range(2, 10, 2))
+        return cls(values[0], values[1], gradients, parameters, past, beside, values[10], values[11])
+
+    def values(self) -> list[float]:
+        sums = (self.gradients, self.parameters, self.past_outputs, self.beside)
+        flat = [value for pair in sums for value in pair]
+        return [self.refuses, self.learning_rates, *flat, self.is_past_measured, self.is_beside_seen]
+
+
+class UpdateGuard:
+    """Compares the ranks after each update of the named optimizers.
+
+    Args:
+        job: this process's place among several.
+        model: the wrapped model.
+        optimizers: those that train it.
+        is_uneven: whether losses have weighed otherwise on this rank than on others since the guard was made.
+
+    Raises InputError, on all ranks, for a model that changes its parameters by each rank's own batch.
+    """
+
+    def __init__(
+        self,
+        job: DistributedJob,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        is_uneven: Callable[[], bool],
+    ) -> None:
+        for name, module in model.named_modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+                problem = f"{_plain(name)} has max_norm, by which each rank changes rows of its own batch"
+                raise InputError("model", problem, "leave it out, and shorten long rows after the optimizer's step")
+        self._job, self._is_uneven = job, is_uneven
+        self._model, self._optimizers = weakref.ref(model), [weakref.ref(each) for each in optimizers]
+        leave_alone(*optimizers)
+        self._is_replicated = isinstance(model, DistributedDataParallel)
+        self._is_cuda = any(value.is_cuda for value in model.parameters())
+        self._buffers_before = {name for name, _ in model.named_buffers()}
+        self._updates = 0
+        self._refusal: InputError | None = None
+        self._sent: tuple[Tensor, Any] | None = None
+        self._past = self._beside = NONE
+        self._is_past_measured = self._is_beside_seen = False
+        self._past_names = ""
+        self.linked: weakref.WeakSet[Tensor] = weakref.WeakSet()
+        """Parameters outside the model that a loss was seen to come from."""
+        self._others = register_optimizer_step_post_hook(self._note_other) if self._is_replicated else None
+
+    def close(self) -> None:
+        """Look at no optimizer any more. Idempotent."""
+        if self._others is not None:
+            self._others.remove()
+        self._optimizers.clear()
+
+    def refuse(self, refusal: InputError) -> None:
+        """Let all ranks refuse this after the next update, so that none waits for one that has ended; the first counts."""
+        self._refusal = self._refusal or refusal
+
+    def note_past_outputs(self, gradients: Mapping[str, Tensor]) -> None:
+        """Note gradients of named parameters by ways past the outputs; those of penalties are alike on all ranks."""
+        self._past, self._is_past_measured = sums_of(gradients.values()), True
+        self._past_names = next(iter(gradients), "")
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the next update is one whose losses are measured: the first ones, and then ever fewer."""
+        return self._updates < FIRST_UPDATES or self._updates & (self._updates - 1) == 0
+
+    @property
+    def updates(self) -> int:
+        """Updates so far."""
+        return self._updates
+
+    def after_update(self) -> None:
+        """Exchange rows after an update. Raises InputError, on all ranks, where one refuses or where two differ."""
+        row = self._row()
+        self._updates += 1
+        sent, self._sent = self._sent, self._send(row)
+        if self._updates <= FIRST_UPDATES:
+            sent, self._sent = self._sent, None
+        if sent is None:
+            return
+        table, work = sent
+        work.wait()
+        self._judge([_Row.of(values) for values in table.tolist()])
+
+    def _send(self, row: _Row) -> tuple[Tensor, Any]:
+        table = torch.zeros(self._job.world_size, len(row.values()), dtype=torch.float64)
+        table[self._job.rank] = torch.tensor(row.values(), dtype=torch.float64)
+        return table, dist.all_reduce(table, group=self._job.side, async_op=True)
+
+    def _row(self) -> _Row:
+        rates = sum((place + 1) * float(group["lr"]) for place, group in enumerate(self._groups()))
+        gradients = parameters = NONE
+        is_first = self._updates < FIRST_UPDATES
+        if self._is_replicated and (is_first or not self._is_cuda or self._updates % _UPDATES_PER_CUDA_LOOK == 0):
+            gradients = sums_of(value.grad for value in self._looked_at().values() if value.grad is not None)
+            if is_first:
+                parameters = sums_of([*self._looked_at().values(), *self._new_buffers().values()])
+        past, is_past, beside, is_beside = self._past, self._is_past_measured, self._beside, self._is_beside_seen
+        self._past, self._is_past_measured = NONE, False
+        self._beside, self._is_beside_seen = NONE, False
+        return _Row(float(self._refusal is not None), rates, gradients, parameters, past, beside, is_past, is_beside)
+
+    def _trained(self) -> dict[str, Tensor]:
+        """Return what the optimizers train, by name; parameters that are not the model's by their shape."""
+        model = self._model()
+        names = {} if model is None else {id(value): _plain(name) for name, value in model.named_parameters()}
+        trained: dict[str, Tensor] = {}
+        for value in (value for group in self._groups() for value in group["params"]):
+            name = names.get(id(value), f"a parameter of shape {tuple(value.shape)} that is not in the model")
+            trained[name if name not in trained else f"{name} ({len(trained)})"] = value
+        return trained
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Return the parameter groups of all named optimizers."""
+        optimizers = [each() for each in self._optimizers]
+        return [group for each in optimizers if each is not None for group in each.param_groups]
+
+    def _looked_at(self) -> dict[str, Tensor]:
+        """Return the parameters to look at in this update: all in the first ones, later some in turns."""
+        trained = self._trained()
+        if self._updates < FIRST_UPDATES or len(trained) <= _TENSORS:
+            return trained
+        names = list(trained)
+        start = self._updates * _TENSORS % len(names)
+        return {name: trained[name] for name in (names + names)[start : start + _TENSORS]}
+
+    def _new_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that forward passes have made; those that were there before are DDP's to keep alike."""
+        model = self._model()
+        named = {} if model is None else dict(model.named_buffers())
+        return {name: value for name, value in named.items() if name not in self._buffers_before}
+
+    def _judge(self, rows: Sequence[_Row]) -> None:
+        """Raise InputError, on all ranks, for what one rank refuses or what differs between two."""
+        if any(row.refuses for row in rows):
+            notes = self._job.gather(str(self._refusal or "").encode(errors="replace"))
+            if self._refusal is not None:
+                raise self._refusal
+            rank = next(rank for rank, note in enumerate(notes) if note)
+            raise InputError(f"rank {rank}", notes[rank].decode())
+        for rank, row in enumerate(rows):
+            if row.learning_rates != rows[0].learning_rates:
+                problem = f"differs between rank 0 and rank {rank}"
+                remedy = (
+                    "let what changes it be alike on all ranks: average a validation loss over them before the schedule"
+                )
+                raise InputError("learning rate", problem, remedy)
+            if differ(row.gradients, rows[0].gradients):
+                raise self._unlike("gradient")
+            if differ(row.parameters, rows[0].parameters):
+                raise self._unlike("value")
+        if all(row.is_past_measured for row in rows):
+            if any(differ(row.past_outputs, rows[0].past_outputs) for row in rows):
+                problem = f"reaches {self._past_names} past the wrapped model's outputs, by each rank's own data"
+                remedy = (
+                    "return that term from the model's forward, or say it by itself: "
+                    'hook.loss(term, reduction="average") for what DDP alone would do'
+                )
+                raise InputError("loss", problem, remedy)
+        if all(row.is_beside_seen for row in rows) and self._is_uneven():
+            if rows[0].beside.tensors and not any(differ(row.beside, rows[0].beside) for row in rows):
+                problem = "trains a wrapped model beside the one that was attached to, whose losses nobody weighs"
+                remedy = (
+                    "attach to it as well, by runtime.attach(None, model=..., optimizer=...) if its batches are its own"
+                )
+                raise InputError("optimizer", problem, remedy)
+
+    def _unlike(self, what: Literal["gradient", "value"]) -> InputError:
+        """Return the refusal that names the first tensor that differs; all ranks call this together."""
+        trained = self._trained()
+        named: dict[str, Tensor | None] = {**trained, **self._new_buffers()}
+        if what == "gradient":
+            named = {name: value.grad for name, value in trained.items()}
+        own = [sums_of([] if value is None else [value]) for value in named.values()]
+        rows = self._job.numbers(*(number for sums in own for number in sums))
+        by_rank = [[Sums(*row[start : start + 2]) for start in range(0, len(row), 2)] for row in rows]
+        name = next(
+            (
+                name
+                for place, name in enumerate(named)
+                if any(differ(each[place], by_rank[0][place]) for each in by_rank)
+            ),
+            "of an earlier update",
+        )
+        remedy = "change parameters and buffers by what is alike on every rank, after the optimizer's step"
+        if what == "gradient":
+            remedy = "call the wrapped model, not the module inside; unfreeze layers before DistributedDataParallel wraps it, and "
+            remedy += "make a loss with parameters a part of it"
+        return InputError(what, f"of {name} differs between ranks", remedy)
+
+    def _note_other(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Note the gradients of an optimizer that the hook was not told of, unless a said loss comes from what it trains."""
+        if optimizer in _alone or not self._is_uneven():
+            return
+        held = [value for group in optimizer.param_groups for value in group["params"] if value.grad is not None]
+        model = self._model()
+        known = {id(value) for value in self.linked} | ({id(value) for value in model.parameters()} if model else set())
+        if held and not any(id(value) in known for value in held):
+            self._beside, self._is_beside_seen = sums_of(value.grad for value in held if value.grad is not None), True
+
+
+_alone: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers that the script has said train by themselves, or that another guard watches."""
+
+
+def leave_alone(*optimizers: torch.optim.Optimizer) -> None:
+    """Take it that these train a model on batches of its own, or that its losses are weighed, beside others."""
+    _alone.update(optimizers)
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("module.")
