@@ -73,7 +73,7 @@ def main() -> None:
     for epoch in range(agent.sampler.epoch, given.epochs):
         start = time.perf_counter()
         for inputs, answers in agent.batches(epoch):
-            agent.backward(nn.functional.cross_entropy(model(inputs), answers))
+            agent.loss(nn.functional.cross_entropy(model(inputs), answers)).backward()
             if agent.complete:
                 optimizer.step()
                 optimizer.zero_grad()

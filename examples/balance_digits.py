@@ -126,7 +126,7 @@ def main() -> None:
                     balancer.set_sizes(oracle_sizes(given.total_batch, slow, given.factor, workers))
             if not given.compete:
                 model.module.per_sample_s = given.per_sample_ms / 1000 * (given.factor if rank == slow else 1)
-            loss = nn.functional.cross_entropy(model(pixels), digits)
+            loss = balancer.loss(nn.functional.cross_entropy(model(pixels), digits))
             if given.naive:  # undo the weight: every worker counts the same, whatever its batch
                 loss = loss * min(left, given.total_batch) / (workers * len(digits))
             left -= given.total_batch

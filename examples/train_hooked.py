@@ -25,7 +25,7 @@ def main() -> None:
         hook.set_epoch(epoch)
         for inputs, answers in loader:
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(inputs), answers).backward()
+            hook.loss(nn.functional.cross_entropy(model(inputs), answers)).backward()
             optimizer.step()
     with torch.no_grad():
         accuracy = (model(features[1500:]).argmax(1) == labels[1500:]).float().mean().item()

@@ -109,7 +109,7 @@ def train(
         used: list[int] = []
         for epoch in range(epochs):
             for inputs, answers, indices in agent.batches(epoch, num_workers=workers):
-                agent.backward(nn.functional.cross_entropy(model(inputs), answers))
+                agent.loss(nn.functional.cross_entropy(model(inputs), answers)).backward()
                 used += indices.tolist() if agent.samples else []
                 if not agent.complete:
                     continue
@@ -179,7 +179,7 @@ def frozen_noise(rank: int, samples: int, batch: int, passes: int, adam: bool, e
     )
     for epoch in range(epochs):
         for inputs, answers, _ in agent.batches(epoch):
-            agent.backward(nn.functional.cross_entropy(model(inputs), answers))
+            agent.loss(nn.functional.cross_entropy(model(inputs), answers)).backward()
             if agent.complete:
                 model.zero_grad()  # no update: the weights stay, as after an overflow under AMP
     agent.state_dict()

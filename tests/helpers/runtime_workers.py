@@ -235,7 +235,7 @@ def gradient_errors(
             begin += sum(sizes)
             with contextlib.nullcontext() if number == len(step) - 1 else model.no_sync():
                 hook.count_samples(sizes[rank])
-                (scale * loss_of(model, features[mine], labels[mine], use=use) / len(step)).backward()
+                (scale * hook.loss(loss_of(model, features[mine], labels[mine], use=use)) / len(step)).backward()
         reference.zero_grad()
         (scale * loss_of(reference, features, labels, use=use)).backward()
         errors.append(furthest(gradients(model), gradients(reference)))
@@ -274,7 +274,7 @@ def error_when_fed(rank: int, config: str, way: str) -> float:
         "announced columns": {"features": features[mine].T, "turned": True},
         "columns": {"features": features[mine].T, "turned": True},
     }.get(way, {"features": features[mine]})
-    nn.functional.cross_entropy(model(**given), labels[mine]).backward()
+    hook.loss(nn.functional.cross_entropy(model(**given), labels[mine])).backward()
     loss_of(reference, features, labels).backward()
     return furthest(gradients(model), gradients(reference))
 
@@ -287,7 +287,7 @@ def error_with_an_idle_rank(rank: int, config: str) -> float:
     features, labels = make_data(13)
     loss_of(reference, features, labels).backward()
     hook.count_samples(0 if rank == 0 else 13)
-    loss_of(model, features, labels).backward()
+    hook.loss(loss_of(model, features, labels)).backward()
     return furthest(gradients(model), gradients(reference))
 
 
@@ -299,8 +299,9 @@ def failure_of_step(rank: int, config: str, way: str) -> str:
     if way == "negative":
         return message_of(hook.count_samples, -1)
     if way == "columns":
-        return message_of(lambda: loss_of(model, features.T, labels, turned=True).backward())
-    return message_of(lambda: loss_of(model, (lambda: features) if way == "no tensor" else features, labels).backward())
+        return message_of(lambda: hook.loss(loss_of(model, features.T, labels, turned=True)).backward())
+    fed = (lambda: features) if way == "no tensor" else features
+    return message_of(lambda: hook.loss(loss_of(model, fed, labels)).backward())
 
 
 def trained_and_observed(rank: int, telemetry: str | None) -> list[Tensor]:
@@ -311,7 +312,7 @@ def trained_and_observed(rank: int, telemetry: str | None) -> list[Tensor]:
     hook = runtime.attach(None, model=model, optimizer=optimizer, dataset=dataset, telemetry=telemetry)
     for number, (features, labels) in enumerate(hook.dataloader(batch_size=8)):
         with model.no_sync() if number % 2 == 0 else contextlib.nullcontext():
-            loss_of(model, features, labels).backward()
+            hook.loss(loss_of(model, features, labels)).backward()
         if number % 2:
             optimizer.step()
             optimizer.zero_grad()
@@ -433,7 +434,7 @@ def observed_training(rank: int, config: str, folder: str, options: dict[str, An
             for number, (inputs, answers) in enumerate(hook.dataloader(batch_size=8)):
                 updates = number % micro_batches == micro_batches - 1
                 with contextlib.nullcontext() if updates else model.no_sync():
-                    loss_of(model, inputs, answers).backward()
+                    hook.loss(loss_of(model, inputs, answers)).backward()
                 if updates:
                     optimizer.step()
                     optimizer.zero_grad()
@@ -445,7 +446,7 @@ def train_alone(rank: int, config: str, steps: int, end: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     hook = runtime.attach(config, model=model, optimizer=optimizer, dataset=TensorDataset(*make_data(16 * steps)))
     for inputs, answers in hook.dataloader(batch_size=1):
-        loss_of(model, inputs, answers).backward()
+        hook.loss(loss_of(model, inputs, answers)).backward()
         optimizer.step()
     if end == "killed":
         os.kill(os.getpid(), signal.SIGKILL)

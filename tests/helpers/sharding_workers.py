@@ -115,8 +115,7 @@ def train(
     alone, model = built(make, dtype), built(make, dtype)
     model = shard(model, config) if emitted is None else runpy.run_path(emitted)["shard"](model)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.2, momentum=0.9) for each in (alone, model)]
-    if hooked:
-        attach(config, model=model, optimizer=optimizers[1])
+    hook = attach(config, model=model, optimizer=optimizers[1]) if hooked else None
     generator = torch.Generator().manual_seed(1)
     inner = getattr(model, "module", model)
     for passes in steps:
@@ -130,7 +129,8 @@ def train(
             mine, whole = tokens[begin : begin + sizes[rank]], tokens[first : first + sum(sizes)]
             first += sum(sizes)
             (alone.loss(alone(whole[:, :-1]), whole[:, 1:]) / len(passes)).backward()
-            (inner.loss(model(mine[:, :-1]), mine[:, 1:]) / len(passes)).backward()
+            loss = inner.loss(model(mine[:, :-1]), mine[:, 1:])
+            ((loss if hook is None else hook.loss(loss)) / len(passes)).backward()
         for optimizer in optimizers:
             optimizer.step()
     worst = 0.0

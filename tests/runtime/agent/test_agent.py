@@ -145,7 +145,7 @@ def job(tmp_path: Path | None = None, **options: Any) -> tuple[nn.Module, torch.
 def run(model: nn.Module, optimizer: torch.optim.Optimizer, agent: GoodputAgent, epochs: int = 1) -> None:
     for epoch in range(epochs):
         for inputs, answers, _ in agent.batches(epoch):
-            agent.backward(nn.functional.cross_entropy(model(inputs), answers))
+            agent.loss(nn.functional.cross_entropy(model(inputs), answers)).backward()
             if agent.complete:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -285,7 +285,7 @@ def test_a_loop_that_goes_around_the_agent_is_told() -> None:
     inputs, answers, _ = next(batches)
     with pytest.raises(InputError, match=r"optimizer.step: came before the pass's backward"):
         optimizer.step()
-    nn.functional.cross_entropy(model(inputs), answers).backward()
+    agent.loss(nn.functional.cross_entropy(model(inputs), answers)).backward()
     optimizer.step()
     batches.close()
     with pytest.raises(InputError, match="dataset: is only a number"):

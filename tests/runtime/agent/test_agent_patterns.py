@@ -66,7 +66,7 @@ def scheduled(rank: int, script: dict[int, tuple[int, int]], hand: bool) -> Any:
         )
         try:
             for batch in agent.batches(0):
-                agent.backward(made.loss(model, batch))
+                agent.loss(made.loss(model, batch)).backward()
                 made.optimizer.step()
                 steps += 1
                 if hand:
@@ -96,7 +96,7 @@ def test_a_step_that_was_passed_over_is_no_progress() -> None:
     made = make("scaled_with_overflow")
     agent = follows(made, made.model, max_local_batch_size=TOTAL, rule="linear")
     for step, batch in enumerate(agent.batches(0)):
-        agent.backward(made.scaler.scale(made.loss(made.model, batch)))
+        made.scaler.scale(agent.loss(made.loss(made.model, batch))).backward()
         made.update(step)
         made.optimizer.zero_grad()
     assert agent.sampler.position == len(made.dataset)

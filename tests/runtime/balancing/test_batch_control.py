@@ -111,7 +111,7 @@ def test_one_process_alone_remembers_where_it_was() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with balance(model, optimizer, dataset(20), total_batch=4) as balancer:  # type: ignore[arg-type]
         for number, (features, labels) in enumerate(balancer.dataloader(), 1):
-            torch.nn.functional.cross_entropy(model(features), labels).backward()
+            balancer.loss(torch.nn.functional.cross_entropy(model(features), labels)).backward()
             if number % 2 == 0:
                 optimizer.step()
             if number == 3:

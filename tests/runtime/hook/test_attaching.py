@@ -342,14 +342,15 @@ def test_importing_the_runtime_imports_nothing_heavy_but_torch() -> None:
     assert not {name for name in inside if name.split(".")[1] in ("analyzers", "commands", "fixtures")}
 
 
-def test_the_examples_differ_by_at_most_six_lines() -> None:
+def test_the_examples_differ_by_at_most_eight_lines() -> None:
     plain, hooked = (
         (EXAMPLES / name).read_text(encoding="utf-8").splitlines() for name in ("train_plain.py", "train_hooked.py")
     )
     changes = [line for line in difflib.ndiff(plain, hooked) if line[0] in "+-" and line[2:].strip()]
-    assert 0 < len(changes) <= 6, changes
+    assert 0 < len(changes) <= 8, changes
     loop = plain.index("        for inputs, answers in loader:")
-    assert plain[loop:] == hooked[hooked.index(plain[loop]) :]
+    said = [line.replace("hook.loss(", "").replace(")).back", ").back") for line in hooked]
+    assert plain[loop:] == said[said.index(plain[loop]) :]
 
 
 @pytest.mark.slow

@@ -156,7 +156,7 @@ def alone(folder: Path, monkeypatch: pytest.MonkeyPatch, steps: int, target: str
     dataset = TensorDataset(*make_data(16 * steps))
     hook = runtime.attach("enforce.json", model=model, optimizer=optimizer, dataset=dataset)
     for inputs, answers in hook.dataloader(batch_size=1):
-        loss_of(model, inputs, answers).backward()
+        hook.loss(loss_of(model, inputs, answers)).backward()
         optimizer.step()
     return hook
 
@@ -191,7 +191,7 @@ def test_what_comes_between_epochs_is_in_no_step(
             if announced:
                 hook.set_epoch(epoch)
             for inputs, answers in loader:
-                loss_of(model, inputs, answers).backward()
+                hook.loss(loss_of(model, inputs, answers)).backward()
                 optimizer.step()
             late_s[0] += hour_s
     steps_s = [row.step_s for row in rows_in(tmp_path / "telemetry.jsonl")]

@@ -33,18 +33,18 @@ def hook(model: nn.Module, optimizer: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         save(enforcement([1, 3], telemetry=os.devnull), path := Path(folder, "enforce.json"))
         with runtime.attach(path, model=model, optimizer=optimizer, dataset=DATA) as attached:
-            train(model, optimizer, attached.dataloader(batch_size=4))
+            train(model, optimizer, attached, attached.dataloader(batch_size=4))
 
 
 def balanced(model: nn.Module, optimizer: Any, data: TensorDataset = DATA) -> None:
     with balance(model, optimizer, data, total_batch=4) as balancer:
-        train(model, optimizer, balancer.dataloader())
+        train(model, optimizer, balancer, balancer.dataloader())
 
 
 def agent(model: nn.Module, optimizer: Any) -> None:
     sizes = {"initial_batch_size": 4, "max_batch_size": 8, "max_local_batch_size": 4}
     follows = GoodputAgent(model, optimizer, DATA, **sizes, adapt=False)
-    train(model, optimizer, follows.batches(0))
+    train(model, optimizer, follows, follows.batches(0))
     follows.close()
 
 
@@ -53,9 +53,9 @@ def elastic(model: nn.Module, optimizer: Any) -> None:
     assert [step.number for step in trainer.epoch(0)] == [1, 2]
 
 
-def train(model: nn.Module, optimizer: Any, batches: Any) -> None:
+def train(model: nn.Module, optimizer: Any, handle: Any, batches: Any) -> None:
     for inputs, targets in batches:
-        nn.functional.cross_entropy(model(inputs), targets).backward()
+        handle.loss(nn.functional.cross_entropy(model(inputs), targets)).backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -14,6 +14,7 @@ from tests.helpers.runtime_workers import enforcement
 
 EXAMPLE = (Path(__file__).parents[3] / "examples" / "train_hooked.py").read_text(encoding="utf-8")
 LOSS = "nn.functional.cross_entropy(model(inputs), answers)"
+SAID = f"hook.loss({LOSS})"
 
 EACH = f'{LOSS[:-1]}, reduction="none")'
 PART = LOSS.replace("inputs", "inputs[part]").replace("answers", "answers[part]")
@@ -27,11 +28,13 @@ UNSEEN = (
 
 
 def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str) -> tuple[bool, str]:
-    assert LOSS in EXAMPLE
+    assert SAID in EXAMPLE
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     save(enforcement([12, 20]), tmp_path / "enforce.json")
-    Path("train.py").write_text(EXAMPLE.replace(LOSS, loss), encoding="utf-8")
+    Path("train.py").write_text(
+        EXAMPLE.replace(SAID, loss if loss.startswith("hook") else f"hook.loss({loss})"), encoding="utf-8"
+    )
     found = check_script(["train.py"])
     assert json.loads(found.model_dump_json())["replicas"] == 2
     return found.equal, found.line
