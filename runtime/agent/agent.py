@@ -333,7 +333,7 @@ class GoodputAgent(Watcher):
         taken = self._pass_under_way
         if taken is None:
             raise InputError("backward", "no batch is under way", "call it inside for ... in agent.batches(epoch)")
-        if reduction != "mean" and taken.passes > 1:
+        if reduction != "mean" and taken.passes > 1 and count is None:
             raise InputError(
                 "reduction", f"is {reduction} in a step of {taken.passes} passes", "give a mean and its count"
             )
@@ -344,7 +344,7 @@ class GoodputAgent(Watcher):
         self._pass_counts.append(number)
         if taken.is_last:
             self._set_gradient_factor(taken)
-        return self._scaler.loss(loss, count=number, of=float(taken.step_samples))
+        return self._scaler.loss(loss, count=number, of=float(taken.step_samples), reduction=reduction)
 
     def _set_gradient_factor(self, taken: Pass) -> None:
         """Set the factor that divides the step's gradients by the counts of all ranks and passes instead of samples."""

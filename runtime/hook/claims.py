@@ -170,21 +170,18 @@ def _walk(starts: Sequence[Node], stops: list[Output] | None = None) -> Iterator
         waiting += _followers(node)
 
 
-def output_gradients(loss: Tensor, outputs: Sequence[Output], *, twice: bool) -> list[Tensor | None] | None:
-    """Return the gradient of ``loss`` by each output; ``twice``: so that it can be differentiated again.
+def output_gradients(
+    loss: Tensor, outputs: Sequence[Output], weight: float, *, twice: bool
+) -> list[Tensor | None] | None:
+    """Return the gradient of ``weight * loss`` by each output; ``twice``: so that it can be differentiated again.
 
-    None where the graph does not allow it: memory is short, or a function has no second derivative.
+    Outputs that were gathered from other ranks get the gradients of their losses too, so all ranks call this together. None
+    where the graph does not allow it: memory is short, or a function has no second derivative.
     """
+    edges = [output.edge for output in outputs]
+    weights = torch.full_like(loss, weight)
     try:
-        return list(
-            torch.autograd.grad(
-                loss.sum(),
-                [output.edge for output in outputs],
-                create_graph=twice,
-                retain_graph=True,
-                allow_unused=True,
-            )
-        )
+        return list(torch.autograd.grad(loss, edges, weights, retain_graph=True, create_graph=twice, allow_unused=True))
     except RuntimeError:  # torch.OutOfMemoryError is one too
         return None
 
@@ -199,46 +196,47 @@ def find_coupling(outputs: Sequence[Output], gradients: Sequence[Tensor | None],
     pairs = [
         (output, gradient)
         for output, gradient in zip(outputs, gradients, strict=True)
-        if gradient is not None and gradient.requires_grad and sample_dimension(output.shape, samples) is not None
+        if gradient is not None and gradient.requires_grad
     ]
-    if samples < 2 or not pairs:
+    if not pairs:
         return False
     generator = torch.Generator().manual_seed(seed)
-    in_half = torch.zeros(samples, dtype=torch.bool)
-    in_half[torch.randperm(samples, generator=generator)[: samples // 2]] = True
-    is_grouped = any(output.shape[sample_dimension(output.shape, samples) or 0] != samples for output, _ in pairs)
-    return all(
-        _is_coupled(pairs, in_half, samples, interleaved) for interleaved in ([False, True] if is_grouped else [False])
-    )
+    in_half = torch.zeros(max(samples, 1), dtype=torch.bool)
+    in_half[torch.randperm(len(in_half), generator=generator)[: len(in_half) // 2]] = True
+    # Both are computed on all ranks: outputs that were gathered from others let ranks meet in a derivative too.
+    readings = [_is_coupled(pairs, in_half, interleaved) for interleaved in (False, True)]
+    return all(readings)
 
 
 def sample_dimension(shape: tuple[int, ...], samples: int) -> int | None:
-    """Return the dimension that counts samples: the first if it is a multiple, else the second if equal; None: neither."""
-    if shape and samples and shape[0] and shape[0] % samples == 0:
+    """Return the dimension that counts samples: the first if it is a multiple, else the second of three or more if equal."""
+    if shape and shape[0] and shape[0] % samples == 0:
         return 0
-    return 1 if len(shape) > 1 and shape[1] == samples else None
+    return 1 if len(shape) > 2 and shape[1] == samples else None
 
 
-def _is_coupled(pairs: Sequence[tuple[Output, Tensor]], in_half: Tensor, samples: int, interleaved: bool) -> bool:
+def _is_coupled(pairs: Sequence[tuple[Output, Tensor]], in_half: Tensor, interleaved: bool) -> bool:
     """Return whether the gradients of the rows in one half depend on the outputs of the rows in the other one."""
     masks, parts = [], []
     for output, gradient in pairs:
-        dimension = sample_dimension(output.shape, samples) or 0
-        rows = output.shape[dimension]
-        mask = in_half.repeat_interleave(rows // samples) if interleaved else in_half.repeat(rows // samples)
         shape = [1] * len(output.shape)
-        shape[dimension] = rows
-        masks.append(mask.to(gradient.device).view(shape))
+        if (dimension := sample_dimension(output.shape, len(in_half))) is None:
+            mask = torch.zeros(1, dtype=torch.bool)
+        else:
+            shape[dimension] = output.shape[dimension]
+            each = shape[dimension] // len(in_half)
+            mask = in_half.repeat_interleave(each) if interleaved else in_half.repeat(each)
+        masks.append((mask.to(gradient.device).view(shape), dimension is not None))
         # Any weights would do that do not cancel by chance; a fixed irrational rotation costs no random numbers.
         weights = torch.arange(gradient.numel(), device=gradient.device, dtype=gradient.dtype).mul_(0.618).cos_()
-        parts.append((gradient * weights.view(gradient.shape) * masks[-1]).sum())
+        parts.append((gradient * weights.view(gradient.shape) * masks[-1][0]).sum())
     try:
         seconds = torch.autograd.grad(parts, [output.edge for output, _ in pairs], retain_graph=True, allow_unused=True)
     except RuntimeError:
         return False
     own = other = 0.0
-    for second, mask in zip(seconds, masks, strict=True):
-        if second is not None:
+    for second, (mask, is_counted) in zip(seconds, masks, strict=True):
+        if second is not None and is_counted:
             size = second.detach().abs()
             own, other = max(own, float((size * mask).max())), max(other, float((size * ~mask).max()))
     # Rows that are not coupled are multiplied by zeros: what is left is no rounding of sums.

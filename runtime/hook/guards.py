@@ -10,7 +10,7 @@ schedule that follows a rank's own validation loss are found by what they do, wh
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -31,14 +31,11 @@ _TENSORS = 8
 _UPDATES_PER_CUDA_LOOK = 32
 """On CUDA a look waits for the device."""
 _TOLERANCE = 1e-5
-"""Of sums, relative to one tensor's sum of absolute values."""
+"""Relative to the size of one tensor."""
 
 
 class Sums(NamedTuple):
-    """A weighted sum over elements of tensors, each tensor scaled to a sum of absolute values of 1, and the number of tensors.
-
-    A tensor of zeros adds nothing.
-    """
+    """A number that changes with the direction and the size of each of several tensors, and how many there are."""
 
     weighted: float
     tensors: float
@@ -48,8 +45,9 @@ NONE = Sums(0.0, 0.0)
 
 
 def sums_of(tensors: Iterable[Tensor]) -> Sums:
-    """Return the sums over the first elements of each tensor."""
-    parts = [tensor.detach().reshape(-1)[:_ELEMENTS] for tensor in tensors if tensor.numel()]
+    """Return a weighted sum over the first elements of each tensor, scaled to a size of 1, and over the logarithms of sizes."""
+    dense = (tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach() for tensor in tensors)
+    parts = [tensor.reshape(-1)[:_ELEMENTS] for tensor in dense if tensor.numel()]
     if not parts:
         return NONE
     values = torch.cat([part.to(torch.float64) for part in parts]).nan_to_num_(nan=1e6, posinf=1e6, neginf=-1e6)
@@ -57,7 +55,7 @@ def sums_of(tensors: Iterable[Tensor]) -> Sums:
     of_tensor = torch.repeat_interleave(torch.arange(len(parts)), lengths).to(values.device)
     sizes = values.new_zeros(len(parts)).index_add_(0, of_tensor, values.abs()).clamp_min_(1e-300)
     weights = torch.arange(1, len(values) + 1, dtype=torch.float64, device=values.device).mul_(0.618).cos_()
-    return Sums(float((values / sizes[of_tensor]) @ weights), float(len(parts)))
+    return Sums(float((values / sizes[of_tensor]) @ weights + sizes.log() @ weights[: len(parts)]), float(len(parts)))
 
 
 def differ(one: Sums, other: Sums) -> bool:
@@ -128,8 +126,7 @@ class UpdateGuard:
         self._past = self._beside = NONE
         self._is_past_measured = self._is_beside_seen = False
         self._past_names = ""
-        self.linked: weakref.WeakSet[Tensor] = weakref.WeakSet()
-        """Parameters outside the model that a loss was seen to come from."""
+        self._linked: dict[int, weakref.ref[Tensor]] = {}
         self._others = register_optimizer_step_post_hook(self._note_other) if self._is_replicated else None
 
     def close(self) -> None:
@@ -146,6 +143,10 @@ class UpdateGuard:
         """Note gradients of named parameters by ways past the outputs; those of penalties are alike on all ranks."""
         self._past, self._is_past_measured = sums_of(gradients.values()), True
         self._past_names = next(iter(gradients), "")
+
+    def link(self, leaves: Iterable[Tensor]) -> None:
+        """Note parameters outside the model that a weighed loss comes from: who trains them may do so."""
+        self._linked |= {id(leaf): weakref.ref(leaf) for leaf in leaves}
 
     @property
     def is_measured(self) -> bool:
@@ -226,32 +227,30 @@ class UpdateGuard:
                 raise self._refusal
             rank = next(rank for rank, note in enumerate(notes) if note)
             raise InputError(f"rank {rank}", notes[rank].decode())
+        first = rows[0]
         for rank, row in enumerate(rows):
-            if row.learning_rates != rows[0].learning_rates:
+            if row.learning_rates != first.learning_rates:
                 problem = f"differs between rank 0 and rank {rank}"
-                remedy = (
-                    "let what changes it be alike on all ranks: average a validation loss over them before the schedule"
-                )
+                remedy = "let what changes it be alike on all ranks: average a validation loss before the schedule"
                 raise InputError("learning rate", problem, remedy)
-            if differ(row.gradients, rows[0].gradients):
+            if differ(row.gradients, first.gradients):
                 raise self._unlike("gradient")
-            if differ(row.parameters, rows[0].parameters):
+            if differ(row.parameters, first.parameters):
                 raise self._unlike("value")
-        if all(row.is_past_measured for row in rows):
-            if any(differ(row.past_outputs, rows[0].past_outputs) for row in rows):
-                problem = f"reaches {self._past_names} past the wrapped model's outputs, by each rank's own data"
-                remedy = (
-                    "return that term from the model's forward, or say it by itself: "
-                    'hook.loss(term, reduction="average") for what DDP alone would do'
-                )
-                raise InputError("loss", problem, remedy)
-        if all(row.is_beside_seen for row in rows) and self._is_uneven():
-            if rows[0].beside.tensors and not any(differ(row.beside, rows[0].beside) for row in rows):
-                problem = "trains a wrapped model beside the one that was attached to, whose losses nobody weighs"
-                remedy = (
-                    "attach to it as well, by runtime.attach(None, model=..., optimizer=...) if its batches are its own"
-                )
-                raise InputError("optimizer", problem, remedy)
+        if all(row.is_past_measured for row in rows) and any(
+            differ(row.past_outputs, first.past_outputs) for row in rows
+        ):
+            problem = f"reaches {self._past_names} past the wrapped model's outputs, by each rank's own data"
+            remedy = "return that term from the model's forward, or say it by itself with its count: hook.loss(term, count=n), "
+            remedy += 'or hook.loss(term, reduction="average") for what DDP alone would do'
+            raise InputError("loss", problem, remedy)
+        is_trained_beside = all(row.is_beside_seen and not differ(row.beside, first.beside) for row in rows)
+        if is_trained_beside and first.beside.tensors and self._is_uneven():
+            problem = "trains a wrapped model beside the one that was attached to, whose losses nobody weighs"
+            remedy = (
+                "attach to it as well, by runtime.attach(None, model=..., optimizer=...) if its batches are its own"
+            )
+            raise InputError("optimizer", problem, remedy)
 
     def _unlike(self, what: Literal["gradient", "value"]) -> InputError:
         """Return the refusal that names the first tensor that differs; all ranks call this together."""
@@ -272,8 +271,8 @@ class UpdateGuard:
         )
         remedy = "change parameters and buffers by what is alike on every rank, after the optimizer's step"
         if what == "gradient":
-            remedy = "call the wrapped model, not the module inside; unfreeze layers before DistributedDataParallel wraps it, and "
-            remedy += "make a loss with parameters a part of it"
+            remedy = "call the wrapped model, not the module inside; unfreeze layers before DistributedDataParallel wraps it, "
+            remedy += "and make a loss with parameters a part of it"
         return InputError(what, f"of {name} differs between ranks", remedy)
 
     def _note_other(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -282,9 +281,36 @@ class UpdateGuard:
             return
         held = [value for group in optimizer.param_groups for value in group["params"] if value.grad is not None]
         model = self._model()
-        known = {id(value) for value in self.linked} | ({id(value) for value in model.parameters()} if model else set())
+        known = {id(value) for value in model.parameters()} if model is not None else set()
+        known |= {key for key, leaf in self._linked.items() if leaf() is not None}
         if held and not any(id(value) in known for value in held):
             self._beside, self._is_beside_seen = sums_of(value.grad for value in held if value.grad is not None), True
+
+
+def check_gradient_hooks(model: nn.Module, own: Collection[int]) -> None:
+    """Raise InputError for a hook of the script's on a gradient that does not commute with an average over ranks.
+
+    Each is tried on three gradients: it must make sums of sums, and multiples of multiples. ``own``: ids of hooks of ours.
+    Torch has no public place that tells which hooks there are.
+    """
+    for name, value in model.named_parameters():
+        late = [hook for hook in (value._post_accumulate_grad_hooks or {}).values() if id(hook) not in own]
+        if late or not all(_is_linear(hook, value) for hook in (value._backward_hooks or {}).values()):
+            problem = "is changed by a hook on each rank by itself, before the ranks' gradients are averaged"
+            remedy = "change .grad between backward and the optimizer's step"
+            raise InputError(f"gradient of {_plain(name)}", problem, remedy)
+
+
+def _is_linear(hook: Callable[[Tensor], Tensor | None], like: Tensor) -> bool:
+    """Return whether a hook on gradients like a tensor is a linear function."""
+    generator = torch.Generator(like.device).manual_seed(0)
+    one, other = (torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator) for _ in range(2))
+    answers = []
+    with torch.no_grad():
+        for gradient in (one, other, one - 300 * other):
+            answer = hook(gradient)
+            answers.append(gradient if answer is None else answer)  # it only looks, or changes what it is given
+    return torch.allclose(answers[2], answers[0] - 300 * answers[1], rtol=1e-2, atol=1e-2)
 
 
 _alone: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()

@@ -37,7 +37,7 @@ from ddltool.runtime.hook.claims import (
     nested_tensors,
     output_gradients,
 )
-from ddltool.runtime.hook.guards import FIRST_UPDATES, UpdateGuard
+from ddltool.runtime.hook.guards import FIRST_UPDATES, UpdateGuard, check_gradient_hooks
 from ddltool.runtime.hook.job import DistributedJob
 from ddltool.runtime.hook.liveness import LivenessMonitor
 from ddltool.runtime.hook.pending_batches import PendingBatches, Share
@@ -132,6 +132,7 @@ class LossScaler:
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._hooks: list[Any] = []
         self._sentinels: list[Any] = []
+        self._sentinel = self._note_gradient  # a bound method is a new object each time
         self._weighed_losses = self._losses = 0
         self._shapes: set[tuple[object, ...]] = set()
         self._nodes = 0
@@ -158,7 +159,7 @@ class LossScaler:
         if self._job.world_size > 1:
             LivenessMonitor.of_this_job().passes = backwards_begun
         trained = [value for value in model.parameters() if value.requires_grad]
-        self._sentinels = [value.register_post_accumulate_grad_hook(self._note_gradient) for value in trained]
+        self._sentinels = [value.register_post_accumulate_grad_hook(self._sentinel) for value in trained]
         if self._weighs and optimizers:
             self._guard = UpdateGuard(self._job, model, optimizers, lambda: self._is_uneven)
             self._hooks += [each.register_step_post_hook(self._after_update) for each in optimizers]
@@ -192,6 +193,12 @@ class LossScaler:
         forward_pass, outputs = ForwardPass(self), list(nested_tensors(output))
         mark_outputs(outputs, forward_pass)
         if self._guard.is_measured:
+            model = self._model()
+            if self._guard.updates < 2 and self.averages and model is not None:
+                try:
+                    check_gradient_hooks(model, {id(self._sentinel)})
+                except InputError as refusal:
+                    self._guard.refuse(refusal)
             for place, tensor in enumerate(outputs):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(_Arrival(self, (forward_pass, place)))
@@ -231,7 +238,7 @@ class LossScaler:
         if count is not None and (ranks > 1 or of is not None):
             factor = self._weight_of(float(count), of)
             if reduction == "sum":  # its gradients are those of the sum: a mean's are smaller by the count
-                factor = factor / float(count) if float(count) else 1.0
+                factor = factor / float(count) if float(count) else 0.0
         elif reduction == "mean":
             share = self._share()
             factor = ranks * share.samples / share.total if share.total else 1.0
@@ -326,14 +333,14 @@ class LossScaler:
         if graph.leaves and (model := self._model()) is not None:
             names = {id(value): name for name, value in model.named_parameters()}
             past = {names[id(leaf)]: leaf for leaf in graph.leaves if id(leaf) in names}
-            guard.linked.update(leaf for leaf in graph.leaves if id(leaf) not in names)
-        if past and not graph.outputs:
+            guard.link(leaf for leaf in graph.leaves if id(leaf) not in names)
+        if past and not graph.outputs and share is not None:
             problem = "reaches the model's parameters past the wrapped model, so that nobody averages their gradients"
             guard.refuse(InputError("loss", problem, "call the wrapped model, not the module inside"))
         shape = (graph.shape, reduction)
         if graph.outputs and (guard.is_measured or shape not in self._shapes):
             self._shapes.add(shape)
-            self._measure(loss, graph, factor, None if reduction == "average" else self.pending.samples, checked)
+            self._measure(loss, graph, factor, None if share is None else share.samples, checked)
             if past and share is not None and self.averages:
                 guard.note_past_outputs(_gradients_past_outputs(loss, graph.outputs, past))
         return checked
@@ -344,21 +351,21 @@ class LossScaler:
         guard = self._guard
         if not outputs or guard is None:
             return
-        gradients = output_gradients(loss, outputs, twice=True) if samples else None
-        if samples and gradients is not None and find_coupling(outputs, gradients, samples, guard.updates):
+        gradients = None if samples is None else output_gradients(loss, outputs, factor, twice=True)
+        if samples is not None and gradients is not None and find_coupling(outputs, gradients, samples, guard.updates):
             problem = (
                 "is said to be a mean over samples, but one sample's part of it depends on others of this rank's batch"
             )
             remedy = (
-                "gather what is compared from all ranks, or where each rank's samples by themselves are meant, say "
-                f'{self.name}.loss(loss, reduction="average")'
+                f"gather what is compared from all ranks and say {self.name}.loss(loss, count=samples), or where each rank's "
+                f'samples by themselves are meant, {self.name}.loss(loss, reduction="average")'
             )
             guard.refuse(InputError("loss", problem, remedy))
         if gradients is None:
-            gradients = output_gradients(loss, outputs, twice=False) or []
+            gradients = output_gradients(loss, outputs, factor, twice=False) or []
         for output, gradient in zip(outputs, gradients, strict=False):
             if gradient is not None:
-                checked.gradients[output.key] = gradient.detach() * factor
+                checked.gradients[output.key] = gradient.detach()
                 output.edge.node.register_prehook(_NodeArrival(self, output.key, output.edge.output_nr))
 
     def note_arrival(self, key: OutputKey, gradient: Tensor, *, is_measured: bool) -> None:

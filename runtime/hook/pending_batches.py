@@ -184,17 +184,6 @@ class PendingBatches:
         """Whether a loader of ours has given the batch in hand."""
         return bool(self._batches())
 
-    @property
-    def samples(self) -> int:
-        """This rank's samples of the batch in hand, as far as they are known; 0: they are not."""
-        batches = self._batches()
-        if not batches:
-            return (self.told or self.passed or [0])[-1]
-        sizes = {*self.told, *self.passed}
-        return next(
-            (batch.share.samples for batch in batches if batch.share.samples in sizes), batches[-1].share.samples
-        )
-
     def share(self, number: int, name: str) -> Share | None:
         """Return the share of the batch that backward pass ``number`` is for; None where no loader of ours has given one.
 
