@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -75,20 +76,16 @@ class _Row(NamedTuple):
     parameters: Sums
     past_outputs: Sums
     """Gradients of parameters that a loss reaches past the model's outputs."""
-    beside: Sums
-    """Gradients of a model that an optimizer trains which the hook was not told of."""
     is_past_measured: float
-    is_beside_seen: float
 
     @classmethod
     def of(cls, values: Sequence[float]) -> _Row:
-        gradients, parameters, past, beside = (Sums(*values[start : start + 2]) for start in range(2, 10, 2))
-        return cls(values[0], values[1], gradients, parameters, past, beside, values[10], values[11])
+        gradients, parameters, past = (Sums(*values[start : start + 2]) for start in range(2, 8, 2))
+        return cls(values[0], values[1], gradients, parameters, past, values[8])
 
     def values(self) -> list[float]:
-        sums = (self.gradients, self.parameters, self.past_outputs, self.beside)
-        flat = [value for pair in sums for value in pair]
-        return [self.refuses, self.learning_rates, *flat, self.is_past_measured, self.is_beside_seen]
+        flat = [value for sums in (self.gradients, self.parameters, self.past_outputs) for value in sums]
+        return [self.refuses, self.learning_rates, *flat, self.is_past_measured]
 
 
 class UpdateGuard:
@@ -123,17 +120,23 @@ class UpdateGuard:
         self._updates = 0
         self._refusal: InputError | None = None
         self._sent: tuple[Tensor, Any] | None = None
-        self._past = self._beside = NONE
-        self._is_past_measured = self._is_beside_seen = False
+        self._past, self._is_past_measured = NONE, False
         self._past_names = ""
         self._linked: dict[int, weakref.ref[Tensor]] = {}
-        self._others = register_optimizer_step_post_hook(self._note_other) if self._is_replicated else None
+        self._beside: set[int] = set()
+        self._looks: list[Any] = []
+        if self._is_replicated:
+            # Global hooks of torch's, which must not keep this guard, and with it a model, alive.
+            found = weakref.WeakMethod(self._note_wrapped), weakref.WeakMethod(self._note_update)
+            self._looks = [
+                register_module_forward_pre_hook(lambda module, _: call(module) if (call := found[0]()) else None),
+                register_optimizer_step_post_hook(lambda other, *_: call(other) if (call := found[1]()) else None),
+            ]
+            weakref.finalize(model, _remove, self._looks)
 
     def close(self) -> None:
         """Look at no optimizer any more. Idempotent."""
-        if self._others is not None:
-            self._others.remove()
-        self._optimizers.clear()
+        _remove(self._looks)
 
     def refuse(self, refusal: InputError) -> None:
         """Let all ranks refuse this after the next update, so that none waits for one that has ended; the first counts."""
@@ -163,6 +166,8 @@ class UpdateGuard:
         row = self._row()
         self._updates += 1
         sent, self._sent = self._sent, self._send(row)
+        if self._updates == FIRST_UPDATES and self._looks:
+            self._looks[0].remove()  # it sees every module's forward pass
         if self._updates <= FIRST_UPDATES:
             sent, self._sent = self._sent, None
         if sent is None:
@@ -184,10 +189,9 @@ class UpdateGuard:
             gradients = sums_of(value.grad for value in self._looked_at().values() if value.grad is not None)
             if is_first:
                 parameters = sums_of([*self._looked_at().values(), *self._new_buffers().values()])
-        past, is_past, beside, is_beside = self._past, self._is_past_measured, self._beside, self._is_beside_seen
-        self._past, self._is_past_measured = NONE, False
-        self._beside, self._is_beside_seen = NONE, False
-        return _Row(float(self._refusal is not None), rates, gradients, parameters, past, beside, is_past, is_beside)
+        past, self._past = (self._past, self._is_past_measured), NONE
+        self._is_past_measured = False
+        return _Row(float(self._refusal is not None), rates, gradients, parameters, *past)
 
     def _trained(self) -> dict[str, Tensor]:
         """Return what the optimizers train, by name; parameters that are not the model's by their shape."""
@@ -244,13 +248,6 @@ class UpdateGuard:
             remedy = "return that term from the model's forward, or say it by itself with its count: hook.loss(term, count=n), "
             remedy += 'or hook.loss(term, reduction="average") for what DDP alone would do'
             raise InputError("loss", problem, remedy)
-        is_trained_beside = all(row.is_beside_seen and not differ(row.beside, first.beside) for row in rows)
-        if is_trained_beside and first.beside.tensors and self._is_uneven():
-            problem = "trains a wrapped model beside the one that was attached to, whose losses nobody weighs"
-            remedy = (
-                "attach to it as well, by runtime.attach(None, model=..., optimizer=...) if its batches are its own"
-            )
-            raise InputError("optimizer", problem, remedy)
 
     def _unlike(self, what: Literal["gradient", "value"]) -> InputError:
         """Return the refusal that names the first tensor that differs; all ranks call this together."""
@@ -275,16 +272,27 @@ class UpdateGuard:
             remedy += "and make a loss with parameters a part of it"
         return InputError(what, f"of {name} differs between ranks", remedy)
 
-    def _note_other(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Note the gradients of an optimizer that the hook was not told of, unless a said loss comes from what it trains."""
-        if optimizer in _alone or not self._is_uneven():
+    def _note_wrapped(self, module: nn.Module) -> None:
+        """Note the parameters of another wrapped model whose forward pass begins."""
+        if isinstance(module, DistributedDataParallel) and module is not self._model():
+            self._beside.update(id(value) for value in module.parameters())
+
+    def _note_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an update of another wrapped model, unless it is attached to too or a weighed loss comes from it."""
+        if optimizer in _alone or not self._beside or not self._is_uneven():
             return
-        held = [value for group in optimizer.param_groups for value in group["params"] if value.grad is not None]
-        model = self._model()
-        known = {id(value) for value in model.parameters()} if model is not None else set()
-        known |= {key for key, leaf in self._linked.items() if leaf() is not None}
-        if held and not any(id(value) in known for value in held):
-            self._beside, self._is_beside_seen = sums_of(value.grad for value in held if value.grad is not None), True
+        trained = {id(value) for group in optimizer.param_groups for value in group["params"]}
+        if trained & self._beside and not trained & {key for key, leaf in self._linked.items() if leaf() is not None}:
+            problem = "trains a wrapped model beside the one that was attached to, whose losses nobody weighs"
+            remedy = (
+                "attach to it as well, by runtime.attach(None, model=..., optimizer=...) if its batches are its own"
+            )
+            self.refuse(InputError("optimizer", problem, remedy))
+
+
+def _remove(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def check_gradient_hooks(model: nn.Module, own: Collection[int]) -> None:

@@ -446,9 +446,9 @@ class LossScaler:
     def _count_observed(self, number: int) -> None:
         """Count the samples of a backward pass of which the script says nothing; ranks are taken to have equal batches."""
         with contextlib.suppress(InputError):
-            if self.pending.share(-number, self.name) is None:
+            if self.pending.share(("observed", number), self.name) is None:
                 samples = max(self.pending.told or self.pending.passed, default=0)
-                self.pending.count(-number, samples, samples * self._job.world_size)
+                self.pending.count(("observed", number), samples, samples * self._job.world_size)
 
     def _unsaid(self) -> InputError:
         problem = f"did not come through {self.name}.loss"

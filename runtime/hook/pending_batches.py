@@ -101,7 +101,7 @@ class PendingBatches:
         """What the script said of the forward passes since the last backward pass."""
         self.passed: list[int] = []
         """The sizes that the others of them had."""
-        self._used_in = -1
+        self._used_in: Hashable = None
         self._tally: tuple[int, float] = (0, 0.0)
 
     def follow(self, source: Hashable, *, loose: bool = False) -> None:
@@ -184,7 +184,7 @@ class PendingBatches:
         """Whether a loader of ours has given the batch in hand."""
         return bool(self._batches())
 
-    def share(self, number: int, name: str) -> Share | None:
+    def share(self, number: Hashable, name: str) -> Share | None:
         """Return the share of the batch that backward pass ``number`` is for; None where no loader of ours has given one.
 
         The loop may hold several batches. Mostly their shares are equal; where they are not, those count that have as many
@@ -203,12 +203,12 @@ class PendingBatches:
         self._use(number, fitting)
         return fitting[0].share
 
-    def use(self, number: int) -> None:
+    def use(self, number: Hashable) -> None:
         """Note that backward pass ``number`` uses what there is, whose share the script has said."""
         if batches := self._batches():
             self._use(number, batches)
 
-    def count(self, number: int, samples: int, total: int) -> None:
+    def count(self, number: Hashable, samples: int, total: int) -> None:
         """Note that backward pass ``number`` is for so many samples, of a loader of the script's own."""
         if self._used_in != number:
             self._used_in = number
@@ -232,7 +232,7 @@ class PendingBatches:
         batches = [batch for drawn in self._drawn.values() for batch in drawn]
         return [batch for batch in batches if not batch.for_evaluation] or batches
 
-    def _use(self, number: int, fitting: list[_Drawn]) -> None:
+    def _use(self, number: Hashable, fitting: list[_Drawn]) -> None:
         """Mark as used, of each loader, the oldest unused batch among ``fitting`` and all batches before it."""
         if self._used_in == number:
             return  # another term of the same loss
