@@ -191,12 +191,17 @@ class Verification(Result):
     )
     refit: list[str] = Field(description="what to measure or fit again, and why; empty when the plan was right")
     max_error: NonNegative | None = None
-    passed: bool
+    passed: bool = Field(description="the run followed the plan and, where max_error is given, all of it kept to that")
 
     @property
     def complete(self) -> bool:
         """Whether the run can tell if the plan was right: all its processes, on the devices it names."""
         return not self.missing_ranks and not any(check.other_device for check in self.ranks)
+
+    @property
+    def followed(self) -> bool:
+        """Whether every process that has rows did what the plan says: on its device, or one that a model knows, its batch."""
+        return not any(check.other_device or check.batch != check.planned_batch for check in self.ranks)
 
 
 class NoiseFigures(Part):
