@@ -31,6 +31,7 @@ from ddltool.plans import Enforcement
 from ddltool.runtime.hook.batches import Sizes, VariableBatchSampler, fitting_sizes
 from ddltool.runtime.hook.checking import begin_check
 from ddltool.runtime.hook.data_parallel import config_path
+from ddltool.runtime.hook.gradient_watch import watch_gradients
 from ddltool.runtime.hook.job import (
     DistributedJob,
     bare_optimizer,
@@ -381,6 +382,7 @@ def _attach_recorder(
     scaler: LossScaler,
 ) -> StepRecorder | None:
     """Record the steps of ``optimizer`` in ``file`` and return the recorder; None without a file."""
+    watch_gradients(model, optimizer, job.rank)
     if file is None:
         return None
     side = job.side if isinstance(model, DistributedDataParallel) else None
