@@ -350,13 +350,17 @@ class OverheadResult(Result):
 
 
 class ScriptCheck(Result):
-    """``ddltool doctor --check``: whether the first steps of a script are those of one process."""
+    """``ddltool doctor --check``: whether the first updates of a script are those of one process."""
 
     kind: Literal["ddltool.script_check"] = "ddltool.script_check"
     script: str
     replicas: Count
     equal: bool
     line: str = Field(description="how far the gradients are apart and, where they are, the likely reason")
+    updates: Count = Field(description="that were compared, or the first one that differs; 0: undecided")
+    largest_difference: NonNegative | None = Field(
+        default=None, description="of a parameter's gradient, over the largest gradient (root mean squares); null: NaN"
+    )
 
 
 class RunSeen(Part):
