@@ -380,6 +380,10 @@ class _Checked(_Recorded):
             log.warning("the check is not kept: %s", error)
 
     def _outcome(self) -> _Outcome:
+        if getattr(sys, "last_value", None) is not None:  # at exit: the exception that ended the script
+            self._child.kill()
+            self._child.wait()
+            return _Outcome(None, "undecided: the script failed")
         wanted, deadline_s = len(self._updates), self._begin_s + LONGEST_S + PATIENCE_S
         while self._written() < wanted and self._child.poll() is None and time.monotonic() < deadline_s:
             time.sleep(0.02)

@@ -114,6 +114,8 @@ def test_a_refusal_in_mid_training_is_its_line(tmp_path: Path, monkeypatch: pyte
         checked(tmp_path, monkeypatch, f"({LOSS} + model(inputs).std())")
     with pytest.raises(InputError, match=r"error: loss: is a mean over 14 terms for 12 samples on rank 0, but over 30"):
         checked(tmp_path, monkeypatch, f"(sum({PART} for part in (slice(5), slice(5, None))) / 2)")
+    made = load("enforce.json", Enforcement)
+    assert made.checked is None
     with pytest.raises(InputError, match=r"absent.py: is no file"):
         check_script(["absent.py"])
 
