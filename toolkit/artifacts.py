@@ -505,6 +505,14 @@ def check_writable(path: str | Path) -> None:
         raise _write_error(path, error) from None
 
 
+def demand_file(path: str | Path) -> None:
+    """Raise InputError where something other than a file has the name ``path``, which a new file must not replace."""
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        what = "a folder" if path.is_dir() else "a pipe or a device"
+        raise InputError(str(path), f"is {what}", "give a file name")
+
+
 _LONGEST_NAME = 160
 
 

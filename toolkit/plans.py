@@ -288,6 +288,20 @@ class RankEnforcement(Record):
     )
 
 
+class ScriptProof(Record):
+    """What ``ddltool doctor --check`` found of the script that attached to a config. Measured."""
+
+    script_sha256: str = Field(description="of the file that was run; imported ones do not count")
+    plan_sha256: str | None = Field(default=None, description="the config's own, as it was then")
+    ddltool: str = Field(description="version")
+    torch: str = Field(description="version")
+    updates: Count = Field(description="that were compared, or the first one that differs")
+    largest_difference: NonNegative | None = Field(
+        description="of a parameter's gradient from one process's, over the largest gradient (root mean squares); null: NaN"
+    )
+    equal: bool
+
+
 class Enforcement(Artifact):
     """What the hook enforces in a training process (kind ``ddltool.enforcement``)."""
 
@@ -312,6 +326,10 @@ class Enforcement(Artifact):
         default="telemetry.jsonl", description="file to append to, relative to the working folder; null: none"
     )
     plan_sha256: str | None = Field(default=None, description="SHA-256 of the canonical JSON of the plan behind it")
+    checked: ScriptProof | None = Field(
+        default=None,
+        description="whether a script trained as one process would; written by doctor --check; null: unknown",
+    )
 
     @model_validator(mode="after")
     def _adds_up(self) -> Self:

@@ -191,12 +191,17 @@ class Verification(Result):
     )
     refit: list[str] = Field(description="what to measure or fit again, and why; empty when the plan was right")
     max_error: NonNegative | None = None
-    passed: bool
+    passed: bool = Field(description="the run followed the plan and, where max_error is given, all of it kept to that")
 
     @property
     def complete(self) -> bool:
         """Whether the run can tell if the plan was right: all its processes, on the devices it names."""
         return not self.missing_ranks and not any(check.other_device for check in self.ranks)
+
+    @property
+    def followed(self) -> bool:
+        """Whether every process that has rows did what the plan says: on its device, or one that a model knows, its batch."""
+        return not any(check.other_device or check.batch != check.planned_batch for check in self.ranks)
 
 
 class NoiseFigures(Part):
@@ -345,13 +350,17 @@ class OverheadResult(Result):
 
 
 class ScriptCheck(Result):
-    """``ddltool doctor --check``: whether the first steps of a script are those of one process."""
+    """``ddltool doctor --check``: whether the first updates of a script are those of one process."""
 
     kind: Literal["ddltool.script_check"] = "ddltool.script_check"
     script: str
     replicas: Count
     equal: bool
     line: str = Field(description="how far the gradients are apart and, where they are, the likely reason")
+    updates: Count = Field(description="that were compared, or the first one that differs; 0: undecided")
+    largest_difference: NonNegative | None = Field(
+        default=None, description="of a parameter's gradient, over the largest gradient (root mean squares); null: NaN"
+    )
 
 
 class RunSeen(Part):

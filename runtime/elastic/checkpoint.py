@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ddltool.artifacts import demand_file
 from ddltool.errors import InputError
 from ddltool.runtime.elastic.contexts import plain_name
 from ddltool.runtime.hook.digests import digest, leaves
@@ -105,9 +106,11 @@ def write(path: str | os.PathLike[str], content: dict[str, Any], last: Stamp | N
 
     The new file is read back before it replaces the old one. Returns its stamp; ``last``: the stamp of this run's last read
     or write of ``path``, None for a first one. Raises InputError when another run has written there since or is writing,
-    when the folder is not writable or full, or when the content has objects that only pickle could restore.
+    when ``path`` is a folder, a pipe or a device, when the folder is not writable or full, or when the content has objects
+    that only pickle could restore.
     """
     path = Path(path)
+    demand_file(path)
     present = stamp(path)
     if last is not None and present is not None and present != last:
         remedy = "end that run, or give this one a checkpoint of its own"

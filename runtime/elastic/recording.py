@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddltool.artifacts import check_writable
+from ddltool.artifacts import check_writable, demand_file
 from ddltool.errors import InputError
 from ddltool.runtime.elastic.checkpoint import environment
 from ddltool.runtime.elastic.contexts import modules_of, named_buffers
@@ -61,6 +61,7 @@ class Recorder:
     def _check(self) -> None:
         if self._job.rank == 0:
             check_writable(self._path)
+            demand_file(self._path)
             if self._path.exists():
                 next(iter(StepReader(self._path)), None)  # another kind of file is not to be overwritten
 

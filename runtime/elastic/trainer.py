@@ -340,6 +340,7 @@ class ElasticTrainer:
                             self._recorder.batch(batch)
                         micro_batches_before = self._micro_batches
                         self._telemetry.begin_forward()
+                        self._telemetry.begin_backward()  # counts a pass; the update comes before the yield returns
                         yield batch
                         if self._micro_batches == micro_batches_before:
                             problem = "a batch was not followed by turn_done"

@@ -29,8 +29,9 @@ from ddltool.artifacts import to_json
 from ddltool.errors import InputError
 from ddltool.plans import Enforcement
 from ddltool.runtime.hook.batches import Sizes, VariableBatchSampler, fitting_sizes
-from ddltool.runtime.hook.checking import begin_check
+from ddltool.runtime.hook.checking import begin_check, note_unchecked
 from ddltool.runtime.hook.data_parallel import config_path
+from ddltool.runtime.hook.gradient_watch import watch_gradients
 from ddltool.runtime.hook.guards import leave_alone
 from ddltool.runtime.hook.job import (
     DistributedJob,
@@ -232,10 +233,11 @@ class EnforcingHook(Hook):
         if self.enforcement.telemetry is not None:
             file = TelemetryFile.of(self.enforcement.telemetry, job, self.enforcement.ranks[job.rank].device_type)
         self.recorder = _attach_recorder(file, job, model, optimizers[0], self._scaler)
-        begin_check(job, model, optimizers[0])
+        begin_check(job, model, *optimizers, path=self._path)
         if job.side is not None or self.recorder is not None:
             self._scaler.open(model, *optimizers)
         self._scaler.pending.missing = None
+        note_unchecked(self._path, self.enforcement, job)
 
     def dataloader(
         self, *, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False, **options: Any
@@ -373,6 +375,7 @@ def _attach_recorder(
     scaler: LossScaler,
 ) -> StepRecorder | None:
     """Record the steps of ``optimizer`` in ``file`` and return the recorder; None without a file."""
+    watch_gradients(model, optimizer, job.rank)
     if file is None:
         return None
     side = job.side if isinstance(model, DistributedDataParallel) else None

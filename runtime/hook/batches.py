@@ -7,6 +7,7 @@ after a step is one number, whatever the ranks and whatever sizes came before: a
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ if TYPE_CHECKING:  # to attach the hook loads no analyzer
     Shares: TypeAlias = "Sizes | Split"
     """How the ranks share a step: unequal sizes, or the agent's equal ones in passes."""
 
+REFERENCE_RANKS = "DDLTOOL_CHECK_RANKS"
+"""Set in a process that a check has started: the ranks of the job, which leaves out a tail with fewer samples than these."""
 # Loaders fetch far fewer batches ahead; where nobody takes the passes from :attr:`issued` no more are kept.
 PASSES_KEPT = 10_000
 
@@ -154,6 +157,7 @@ class VariableBatchSampler(Sampler[list[int]]):
         split: Shares = sizes
         # The fewest samples of a step; 0: any number.
         self._floor = split.world_size * split.least if isinstance(split, Sizes) else 0
+        self._floor *= int(os.environ.get(REFERENCE_RANKS, "1"))
         ranks = split.world_size
         if not 0 <= rank < ranks:
             raise InputError("rank", f"is {rank}", f"there are {ranks} ranks: 0 to {ranks - 1}")

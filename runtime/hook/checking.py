@@ -1,20 +1,30 @@
 """Does this run compute what a single process would? Start at :func:`begin_check`.
 
 With ``DDLTOOL_CHECK=1`` rank 0 starts the same script once more, alone, where the hook hands out whole batches, and compares
-the gradients of the first updates: by then they have been averaged, clipped and unscaled. One line says how far they are
-apart, and which pattern in the script is the likely reason. Nothing of the job's own training is changed, but that dropout
-lets everything pass on both sides, for it would draw other numbers.
+the gradients and learning rates with which updates begin: by then gradients have been averaged, clipped and unscaled. Compared
+are 40 updates, or as many as a minute allows: an epoch's smaller last step, accumulation and steps of a schedule are among
+them where they come that soon. One line says how far the two are apart, and which pattern in the script is the likely reason;
+the config that the script attached to keeps it. Nothing of the job's own training is changed, but that dropout lets everything
+pass on both sides for so long, for it would draw other numbers.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import hashlib
 import json
+import logging
+import math
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
 import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,123 +32,312 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
 
-from ddltool.artifacts import write_text
+from ddltool import __version__
+from ddltool.artifacts import load, save, write_text
+from ddltool.errors import InputError
+from ddltool.plans import Enforcement, ScriptProof
+from ddltool.runtime.hook.batches import REFERENCE_RANKS
 from ddltool.runtime.hook.job import REFERENCE, DistributedJob, is_reference, is_set
 
 CHECK, RESULT = "DDLTOOL_CHECK", "DDLTOOL_CHECK_RESULT"
-UPDATES = 3
+LEAST_UPDATES, MOST_UPDATES = 3, 40
+LONGEST_S = 60.0
+"""After this, the third update is the last that is compared."""
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 HALF_TOLERANCE = 5e-2
-PATIENCE_S = 300.0
+# Rounding that differs is carried on by training, and grows; an error of the script comes at once, or gets this large.
+DRIFT, FURTHEST_DRIFT = 100.0, 1e-2
+PATIENCE_S, ENDING_S = 300.0, 5.0
+SMALL_MODEL = 100_000
+SUMS = 251
 _LAUNCHER = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "RANK", "WORLD_SIZE", "MASTER_", "DDLTOOL_CHECK")
 Arrays = dict[str, NDArray[Any]]
 
+log = logging.getLogger(__name__)
 
-def begin_check(job: DistributedJob, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Check this run where that was asked for; all ranks call this, once the model is wrapped and before the first step."""
+
+class CheckIsOver(SystemExit):
+    """Ends a process in mid-training that was started for the check alone; a script that catches it meets the next one."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+def begin_check(
+    job: DistributedJob,
+    model: nn.Module,
+    *optimizers: torch.optim.Optimizer,
+    path: str | None = None,
+) -> None:
+    """Check this run where that was asked for; all ranks call this, once the model is wrapped and before the first step.
+
+    Args:
+        job, model: this process's place, and the wrapped model.
+        optimizers: updates are those of the first; learning rates are compared of all.
+        path: the config that keeps the outcome; None: none does.
+    """
     if not is_reference() and not (is_set(CHECK) and job.world_size > 1):
         return
-    _leave_out_dropout(model)
-    run: _Recorded = _Reference(job, model) if is_reference() else _Checked(job, model)
-    optimizer.register_step_pre_hook(run.before_update)
+    run = _Reference(model, optimizers) if is_reference() else _Checked(job, model, optimizers, path)
+    optimizers[0].register_step_pre_hook(run.before_update)
+    optimizers[0].register_step_post_hook(run.after_update)
 
 
-def _leave_out_dropout(model: nn.Module) -> None:
-    """Let dropout pass everything: layers, and what models call as functions."""
-    for module in model.modules():
-        if isinstance(module, _DropoutNd):
-            module.p = 0.0
-    attention = nn.functional.scaled_dot_product_attention
+def note_unchecked(path: str, enforcement: Enforcement, job: DistributedJob) -> None:
+    """Log one line on rank 0 of several where this script, as it is, was not shown to train as one process would."""
+    script = _script_sha256()
+    if job.rank > 0 or job.world_size == 1 or script is None or is_set(CHECK):
+        return
+    proof = enforcement.checked
+    if proof is None:
+        state = "was not checked against one process yet"
+    elif (proof.script_sha256, proof.plan_sha256) != (script, enforcement.plan_sha256):
+        state = "is another than was checked against one process"
+    elif not proof.equal:
+        state = "did not train as one process would when it was checked"
+    else:
+        return
+    command = shlex.join(sys.argv).replace('"', '\\"')
+    log.warning('%s: %s %s: ddltool doctor --check "%s"', path, os.path.basename(sys.argv[0]), state, command)
 
-    def attend(
-        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *rest: Any, **more: Any
+
+def _script_sha256() -> str | None:
+    """Return the digest of the script that runs; None where it is no file (a notebook's cell, ``-c``)."""
+    try:
+        return hashlib.sha256(Path(sys.argv[0]).read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+# Dropout, which draws other numbers for other batches.
+
+_WITH_P = (
+    *(functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d),
+    *(functional.alpha_dropout, functional.feature_alpha_dropout, torch.dropout, torch.dropout_),
+    *(torch.alpha_dropout, torch.alpha_dropout_, torch.feature_dropout, torch.feature_dropout_),
+)
+_PROBABILITIES: dict[Callable[..., Any], tuple[int, str]] = {
+    **dict.fromkeys(_WITH_P, (1, "p")),
+    functional.scaled_dot_product_attention: (4, "dropout_p"),
+    functional.multi_head_attention_forward: (10, "dropout_p"),
+}
+"""Place and name of the probability among the arguments of torch's functions."""
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Lets dropout pass everything until :meth:`end`: what models call as functions, and their layers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._kept: list[tuple[nn.Module, str, float]] = []
+        for module in model.modules():
+            name = "p" if isinstance(module, _DROPOUTS) else "dropout"
+            if isinstance(module, (*_DROPOUTS, nn.RNNBase, nn.MultiheadAttention)):
+                self._kept.append((module, name, getattr(module, name)))
+                setattr(module, name, 0.0)
+        self._open = contextlib.ExitStack()
+        self._open.enter_context(self)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return attention(query, key, value, attn_mask, 0.0, *rest, **more)
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.backward:  # checkpoints compute their forward pass again in it, where this mode is off
+            with self:
+                return _backward(*args, **kwargs)
+        if found := _PROBABILITIES.get(func):
+            place, name = found
+            if len(args) > place:
+                args = (*args[:place], 0.0, *args[place + 1 :])
+            else:
+                kwargs[name] = 0.0
+        return func(*args, **kwargs)
 
-    nn.functional.scaled_dot_product_attention = attend
-    nn.functional.dropout = lambda input, p=0.5, training=True, inplace=False: input
+    def end(self) -> None:
+        """Give dropout back."""
+        self._open.close()
+        for module, name, value in self._kept:
+            setattr(module, name, value)
+
+
+def _backward(
+    tensor: torch.Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> None:
+    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+# What is kept of a tensor.
+
+
+def _array(tensor: torch.Tensor, name: str, *, whole: bool) -> NDArray[Any]:
+    """Return a tensor's values, float64 of shape (n,); unless ``whole``, sums of them with random signs, of shape (SUMS,).
+
+    With independent signs the expected square of a sum's value is the sum of the squares of what is added (Alon, Matias and
+    Szegedy 1996), so the norm of (SUMS,) such sums is that of the tensor, give or take 9 %, and as sums are linear, that of
+    the difference of two tensors' sums is the norm of their difference. The same signs are drawn for the same ``name`` in
+    each process. 251 is prime: the columns of a matrix then do not share a sum.
+    """
+    with torch.no_grad():
+        flat = tensor.detach().reshape(-1)
+        if whole:
+            return flat.cpu().double().numpy().copy()
+        signs = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        sums = torch.zeros(SUMS, dtype=torch.float64)
+        for part in flat.split(SUMS << 12):
+            signed = part.cpu().double() * (torch.randint(0, 2, part.shape, generator=signs) * 2 - 1)
+            sums += functional.pad(signed, (0, -len(signed) % SUMS)).view(-1, SUMS).sum(0)
+        return sums.numpy()
+
+
+def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of which all ranks hold parts as a whole; all ranks call this."""
+    whole = getattr(tensor, "full_tensor", None)
+    return tensor if whole is None else whole()
 
 
 class _Recorded:
-    """The gradients of the first updates of this process."""
+    """The gradients and learning rates with which the first updates of this process begin."""
 
-    def __init__(self, job: DistributedJob, model: nn.Module) -> None:
-        self._job, self._model = job, model
-        self._updates: list[Arrays] = []
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+        names = (name.replace("_orig_mod.", "").removeprefix("module.") for name, _ in model.named_parameters())
+        self._named = list(zip(names, model.parameters(), strict=True))
+        self._sizes = {name: value.numel() for name, value in self._named}
+        self._whole = sum(self._sizes.values()) <= SMALL_MODEL
+        self._dropout = _WithoutDropout(model)
 
-    def before_update(self, *_: object) -> None:
-        """Note the gradients with which an update begins."""
-        if len(self._updates) < UPDATES:
-            self._updates.append({name: _array(value.grad) for name, value in self._named() if value.grad is not None})
-            if len(self._updates) == UPDATES:
-                self.complete()
+    def gradients(self, *, keep: bool) -> Arrays:
+        """Return the gradients of this rank, averaged by now; not ``keep``: only take part where others need it."""
+        found = [(name, _gathered(value.grad)) for name, value in self._named if value.grad is not None]
+        return {name: _array(value, name, whole=self._whole) for name, value in found} if keep else {}
 
-    def complete(self) -> None:
-        """All updates are there."""
+    def parameters(self) -> NDArray[Any]:
+        """Return the parameters, all in one array."""
+        return np.concatenate([_array(_gathered(value), name, whole=self._whole) for name, value in self._named])
 
-    def _named(self) -> list[tuple[str, nn.Parameter]]:
-        plain = [(name.replace("_orig_mod.", ""), value) for name, value in self._model.named_parameters()]
-        return [(name.removeprefix("module."), value) for name, value in plain]
-
-
-def _array(tensor: torch.Tensor) -> NDArray[Any]:
-    whole = getattr(tensor, "full_tensor", None)
-    return (tensor if whole is None else whole()).detach().cpu().double().numpy().copy()
+    def rates(self) -> list[float]:
+        """Return the learning rates of all groups of all optimizers."""
+        return [float(group["lr"]) for each in self._optimizers for group in each.param_groups if "lr" in group]
 
 
 class _Reference(_Recorded):
     """The process that trains alone."""
 
-    def complete(self) -> None:
-        path = Path(os.environ[REFERENCE])
-        arrays = {
-            f"{number}/{name}": value
-            for number, gradients in enumerate(self._updates)
-            for name, value in gradients.items()
-        }
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__(model, optimizers)
+        self._folder, self._made = Path(os.environ[REFERENCE]), 0
+
+    def before_update(self, *_: object) -> None:
+        """Write down with what an update begins."""
+        if self._made >= MOST_UPDATES:
+            raise CheckIsOver
+        path = self._folder / f"{self._made}.npz"
         with path.with_suffix(".new").open("wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)
+            named = {f"gradient {name}": value for name, value in self.gradients(keep=True).items()}
+            np.savez(file, allow_pickle=False, rates=np.array(self.rates()), **named)
         path.with_suffix(".new").rename(path)
-        os._exit(0)  # in the middle of the script: its own ending has nothing to say
+
+    def after_update(self, *_: object) -> None:
+        """End the process after the last update that is compared."""
+        self._made += 1
+        if self._made >= MOST_UPDATES:
+            raise CheckIsOver
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """``equal``: None: undecided."""
+
+    equal: bool | None
+    line: str
+    updates: int = 0
+    largest_difference: float = 0.0
 
 
 class _Checked(_Recorded):
     """One rank of the job. Rank 0 compares; it looks for the other process at updates, and waits for it at the end."""
 
-    def __init__(self, job: DistributedJob, model: nn.Module) -> None:
-        super().__init__(job, model)
-        self._told = job.rank != 0
+    def __init__(
+        self, job: DistributedJob, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], path: str | None
+    ) -> None:
+        super().__init__(model, optimizers)
+        self._job, self._model = job, model
+        self._config = None if path is None else os.path.abspath(path)
+        self._made, self._over, self._told = 0, False, job.rank != 0
         self._dtype = next(model.parameters()).dtype
-        self._ends = os.environ[CHECK] == "end"
+        self._updates: list[tuple[Arrays, list[float]]] = []
+        self._unlike = ""
+        """Which ranks' parameters are not alike."""
+        self._ends, self._begin_s = os.environ[CHECK] == "end", time.monotonic()
         if self._told:
             return
         self._folder = tempfile.TemporaryDirectory(prefix="ddltool-check-")
-        self._path = Path(self._folder.name, "gradients.npz")
+        self._path = Path(self._folder.name)
         self._errors = Path(self._folder.name, "stderr").open("w+b")  # noqa: SIM115
         kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER)}
         place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        place |= {"MASTER_PORT": "0", REFERENCE: str(self._path), REFERENCE_RANKS: str(job.world_size)}
         self._child = subprocess.Popen(
             [sys.executable, *sys.orig_argv[1:]],
-            env=kept | place | {"MASTER_PORT": "0", REFERENCE: str(self._path)},
+            env=kept | place,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._errors,
         )
-        self._deadline_s = time.monotonic() + PATIENCE_S
         atexit.register(self._finish)
 
     def before_update(self, *_: object) -> None:
-        super().before_update()
-        if len(self._updates) < UPDATES:
+        """Keep with what an update begins."""
+        if self._over:
             return
-        if not self._told and (self._ends or self._child.poll() is not None):
-            self._finish()
-        if self._ends:
-            self._job.gather(b"")
-            os._exit(0)
+        gradients = self.gradients(keep=not self._told)
+        if not self._told:
+            self._updates.append((gradients, self.rates()))
+
+    def after_update(self, *_: object) -> None:
+        """Compare the ranks after the last update that counts; all ranks take the same one for it."""
+        if self._over:
+            if self._ends:
+                raise CheckIsOver
+            if not self._told and (self._child.poll() is not None or self._written() >= len(self._updates)):
+                self._finish()
+            return
+        self._made += 1
+        if self._made < LEAST_UPDATES:
+            return
+        is_last = self._made >= MOST_UPDATES or time.monotonic() - self._begin_s > LONGEST_S
+        self._over = any(flag for (flag,) in self._job.numbers(float(is_last)))
+        if self._over or self._made == LEAST_UPDATES:
+            self._unlike = self._unlike or self._compare_ranks()
+        if self._over:
+            self._dropout.end()
+            if self._ends:
+                self._finish()
+                self._job.gather(b"")
+                raise CheckIsOver
+
+    def _compare_ranks(self) -> str:
+        """Return which rank's parameters are not rank 0's; "": none's."""
+        mine = self.parameters()
+        rows = [np.frombuffer(row) for row in self._job.gather(mine.tobytes())]
+        largest = float(np.abs(rows[0]).max(initial=0.0)) or 1.0
+        for rank, row in enumerate(rows):
+            if not (apart := float(np.abs(row - rows[0]).max(initial=0.0)) / largest) <= self._tolerance:
+                return f"parameters of rank {rank} are {apart:.2g} away from rank 0's after update {self._made}"
+        return ""
+
+    @property
+    def _tolerance(self) -> float:
+        return TOLERANCES.get(self._dtype, HALF_TOLERANCE)
+
+    def _written(self) -> int:
+        """Return how many updates the other process has written down."""
+        return next(number for number in range(MOST_UPDATES + 1) if not (self._path / f"{number}.npz").exists())
 
     def _finish(self) -> None:
         """Say what came out, once."""
@@ -146,58 +345,118 @@ class _Checked(_Recorded):
             return
         self._told = True
         atexit.unregister(self._finish)
-        equal, line = self._outcome()
-        sys.stderr.write(f"ddltool check: {line}\n")
+        outcome = self._outcome()
+        sys.stderr.write(f"ddltool check: {outcome.line}\n")
         sys.stderr.flush()
         if target := os.environ.get(RESULT):
-            write_text(Path(target), json.dumps({"equal": equal, "line": line}))
-        self._errors.close()
-        self._folder.cleanup()
+            told = {"equal": bool(outcome.equal), "line": outcome.line, "updates": outcome.updates}
+            if math.isfinite(outcome.largest_difference):
+                told["largest_difference"] = outcome.largest_difference
+            write_text(Path(target), json.dumps(told))
+        with contextlib.suppress(OSError):
+            self._errors.close()
+            self._folder.cleanup()
+        self._keep(outcome)
 
-    def _outcome(self) -> tuple[bool, str]:
+    def _keep(self, outcome: _Outcome) -> None:
+        """Write a decided outcome into the config."""
+        script = _script_sha256()
+        if self._config is None or script is None or outcome.equal is None:
+            return
         try:
-            code = self._child.wait(max(self._deadline_s - time.monotonic(), 0.1))
-        except subprocess.TimeoutExpired:
+            enforcement = load(self._config, Enforcement)
+            difference = outcome.largest_difference if math.isfinite(outcome.largest_difference) else None
+            proof = ScriptProof(
+                script_sha256=script,
+                plan_sha256=enforcement.plan_sha256,
+                ddltool=__version__,
+                torch=str(torch.__version__),
+                updates=outcome.updates,
+                largest_difference=difference,
+                equal=outcome.equal,
+            )
+            save(enforcement.model_copy(update={"checked": proof}), self._config)
+        except InputError as error:  # the answer is there, whether the file can keep it or not
+            log.warning("the check is not kept: %s", error)
+
+    def _outcome(self) -> _Outcome:
+        if getattr(sys, "last_value", None) is not None:  # at exit: the exception that ended the script
             self._child.kill()
             self._child.wait()
-            return False, f"undecided: the script alone made fewer than {UPDATES} updates within {PATIENCE_S:g} s"
-        if code:
+            return _Outcome(None, "undecided: the script failed")
+        wanted, deadline_s = len(self._updates), self._begin_s + LONGEST_S + PATIENCE_S
+        while self._written() < wanted and self._child.poll() is None and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        written = self._written()
+        if written >= MOST_UPDATES:  # it ends by itself, where the script lets it
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(ENDING_S)
+        code = self._child.poll()
+        if code is None:
+            self._child.kill()
+            self._child.wait()
+        if code and written < wanted:
             self._errors.seek(0)
             last = (self._errors.read().decode(errors="replace").strip().splitlines() or [f"exit code {code}"])[-1]
-            return False, f"undecided: the script cannot run alone ({last})"
-        if not self._path.exists():
-            return False, f"undecided: the script alone ended before update {UPDATES}; let it make as many"
-        with np.load(self._path) as file:
-            expected: list[Arrays] = [{} for _ in range(UPDATES)]
-            for key in file.files:
-                number, name = key.split("/", 1)
-                expected[int(number)][name] = file[key]
-        return self._compared(expected)
+            return _Outcome(None, f"undecided: the script cannot run alone ({last})")
+        if min(written, wanted) < LEAST_UPDATES:
+            if code is None and wanted >= LEAST_UPDATES:
+                line = f"the script alone made fewer than {LEAST_UPDATES} updates within {PATIENCE_S:g} s"
+            else:
+                line = f"the script{' alone' * (wanted >= LEAST_UPDATES)} ended before update {LEAST_UPDATES}"
+                line += "; let it make as many"
+            return _Outcome(None, f"undecided: {line}")
+        outcome = self._compared([self._read(number) for number in range(min(written, wanted))])
+        if outcome.equal and self._unlike:
+            line = f"{self._unlike}: something changes them on one rank alone (a load, a reset, an average of its own)"
+            return _Outcome(False, line, outcome.updates, outcome.largest_difference)
+        if outcome.equal and code == 0 and written < wanted:
+            line = f"one process ended after {written} updates, this job made more: its epochs have other steps"
+            return _Outcome(False, line, outcome.updates, outcome.largest_difference)
+        return outcome
 
-    def _compared(self, expected: list[Arrays]) -> tuple[bool, str]:
-        tolerance, furthest = TOLERANCES.get(self._dtype, HALF_TOLERANCE), 0.0
-        for number, (mine, other) in enumerate(zip(self._updates, expected, strict=False)):
-            largest = max((float(np.abs(value).max(initial=0.0)) for value in other.values()), default=0.0) or 1.0
+    def _read(self, number: int) -> tuple[Arrays, list[float]]:
+        with np.load(self._path / f"{number}.npz") as file:
+            named = {key.removeprefix("gradient "): file[key] for key in file.files if key.startswith("gradient ")}
+            return named, file["rates"].tolist()
+
+    def _compared(self, expected: Sequence[tuple[Arrays, list[float]]]) -> _Outcome:
+        """Return how the updates compare with those of one process."""
+        furthest, seen = 0.0, False
+        for number, ((mine, rates), (other, other_rates)) in enumerate(zip(self._updates, expected, strict=False), 1):
+            largest = max((self._mean_size(name, value) for name, value in other.items()), default=0.0) or 1.0
             apart = {
-                name: float(np.abs(mine.get(name, np.zeros_like(value)) - value).max(initial=0.0)) / largest
+                name: self._mean_size(name, mine.get(name, np.zeros_like(value)) - value) / largest
                 for name, value in other.items()
             }
-            if apart and not (worst := max(apart.values())) <= tolerance:
-                name = max(apart, key=lambda key: apart[key])
-                difference = f"gradients of step {number + 1} differ by {worst:.2g} from one process's, most in {name}"
-                return False, f"{difference}: {self._reason(mine, other)}"
-            furthest = max(furthest, *apart.values()) if apart else furthest
-        return True, f"gradients of {len(self._updates)} steps equal to {furthest:.0e} those of one process"
+            tolerance = max(self._tolerance, min(DRIFT * furthest, FURTHEST_DRIFT))
+            worst = max(apart.values(), key=lambda each: math.inf if math.isnan(each) else each, default=0.0)
+            if not worst <= tolerance:
+                name = max(apart, key=lambda key: math.inf if math.isnan(apart[key]) else apart[key])
+                difference = f"gradients of step {number} differ by {worst:.2g} from one process's, most in {name}"
+                return _Outcome(False, f"{difference}: {self._reason(mine, other)}", number, worst)
+            if not np.allclose(rates, other_rates, rtol=1e-9, atol=0.0):
+                line = _rates_apart(number, rates, other_rates)
+                return _Outcome(False, line, number, max(furthest, worst))
+            furthest, seen = max(furthest, worst), seen or bool(apart)
+        if not seen:
+            return _Outcome(None, "undecided: no parameter has a gradient when updates begin (a closure makes them?)")
+        line = f"gradients of {len(expected)} steps equal to {furthest:.0e} those of one process"
+        return _Outcome(True, line, len(expected), furthest)
 
-    def _reason(self, mine: Arrays, other: Arrays) -> str:
+    def _mean_size(self, name: str, array: NDArray[Any]) -> float:
+        """Return the root mean square of a gradient's values, of which ``array`` holds all, or their sums."""
+        return float(np.linalg.norm(array)) / math.sqrt(max(self._sizes.get(name, array.size), 1))
+
+    def _reason(self, mine: Mapping[str, NDArray[Any]], other: Mapping[str, NDArray[Any]]) -> str:
         """Return the likely reason, by what is in the script and by how the gradients differ."""
-        both = [(mine[name].ravel(), other[name].ravel()) for name in other if name in mine]
+        both = [(mine[name], other[name]) for name in other if name in mine]
         one, two = (np.concatenate(parts) for parts in zip(*both, strict=True)) if both else (np.zeros(1), np.ones(1))
         ratio = float(one @ two / max(two @ two, 1e-300))
         if abs(ratio - 1) > 1e-3 and np.abs(one - ratio * two).max() < 1e-3 * np.abs(two).max():
             return (
-                f"all are {ratio:.3g} times as large, so the loss is no mean over this rank's samples: say hook.loss(loss, "
-                'reduction="sum") or "average", or count='
+                f"all are {ratio:.3g} times as large, so the loss is no mean over what hook.loss was told: say "
+                'hook.loss(loss, reduction="sum") or "average", or count='
             )
         for name, module in self._model.named_modules():
             if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training:
@@ -209,7 +468,16 @@ class _Checked(_Recorded):
             return f"{missing[0]} has no gradient here"
         return (
             "a term of the loss is a mean over this rank's samples (weights over their mean, advantages less theirs, a mean "
-            "that is detached, a part of the batch): take that mean over all ranks; or random numbers in the forward pass "
-            "or the data (draw none, or by sample), a loader that gives one process other samples, or another start of the "
-            "model (seed it before it is made)"
+            "that is detached, a part of the batch): take that mean over all ranks, or tell hook.loss what the loss counts; "
+            "or random numbers in the forward pass or the data (draw none, or by sample), a loader that gives one process "
+            "other samples, or another start of the model (seed it before it is made)"
         )
+
+
+def _rates_apart(number: int, rates: Sequence[float], other: Sequence[float]) -> str:
+    """Return how the learning rates of an update differ."""
+    if len(rates) != len(other):
+        return f"step {number} has {len(rates)} learning rates, and {len(other)} in one process"
+    one, two = next(pair for pair in zip(rates, other, strict=True) if not math.isclose(*pair))
+    cause = "let it follow updates or epochs, not the number of ranks or of this rank's batches"
+    return f"the learning rate of step {number} is {one:g}, and {two:g} in one process: {cause}"

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddltool.artifacts import load
 from ddltool.errors import InputError
 from ddltool.plans import BucketSetting, Enforcement, PrefetchSetting
+from ddltool.runtime.hook.stopping import refuse_in_one_line
 
 Config = str | os.PathLike[str] | Enforcement
 
@@ -142,7 +143,8 @@ def config_path(given: str | os.PathLike[str]) -> str:
 
 
 def loaded(config: Config) -> tuple[Enforcement, str]:
-    """Return a config, and what to call it."""
+    """Return a config, and what to call it; a refusal of this process that nobody catches is one line from now on."""
+    refuse_in_one_line()
     if isinstance(config, Enforcement):
         return config, "config"
     path = config_path(config)

@@ -450,7 +450,7 @@ class StepRecorder(PassClock):
     ) -> None:
         super().__init__(cuda, take_samples, side)
         self._file = file
-        self._number = 0
+        self._number, self._passes = 0, 0
         self._memory_bytes = 0
         self._previous_end: Stamp | None = None
         # Runs when the recorder is collected or the interpreter exits; it must not refer to the recorder itself.
@@ -458,6 +458,10 @@ class StepRecorder(PassClock):
         self.path, self.row = file.path, file.identity.row
         self.watch: Callable[[ObservedStep], None] | None = None
         """Called with every step; its seconds belong to no step. None: nobody is called."""
+
+    def begin_backward(self) -> None:
+        """A backward pass begins: one of the step's passes, also where its gradients are not exchanged (``no_sync``)."""
+        self._passes += 1
 
     def before_update(self, *_: object) -> None:
         """The optimizer begins its update: where no exchange is visible (one process, FSDP2), *compute* ends now."""
@@ -468,8 +472,9 @@ class StepRecorder(PassClock):
         """The optimizer has made its update: the step is complete."""
         end = stamp(self._cuda)
         self.before_update()  # for an optimizer that is given its forward pass as a closure
+        passes, self._passes = self._passes, 0
         if exchanges := self.take():  # an update without a backward pass before it is no training step
-            self.add(self._number, exchanges, end)
+            self.add(self._number, exchanges, end, passes=max(passes, len(exchanges)))
         else:
             self._previous_end = end
 

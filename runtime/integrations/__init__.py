@@ -5,7 +5,7 @@ Each is loaded, and the package that it is for, when it is first asked for. Acce
 
 from typing import TYPE_CHECKING, Any
 
-from ddltool.errors import MissingExtra
+from ddltool.errors import InputError, MissingExtra
 
 if TYPE_CHECKING:
     from ddltool.runtime.integrations.lightning_callback import HookCallback
@@ -25,11 +25,26 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     from ddltool.analyzers.step.tracing.factories import declare_torchvision
+    from ddltool.runtime.hook.stopping import refuse_in_one_line
 
+    refuse_in_one_line()
     declare_torchvision()  # transformers imports it
     try:
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    except ModuleNotFoundError as error:
-        if error.name not in ("transformers", "accelerate", "lightning"):
-            raise
-        raise MissingExtra(f"integrations.{name}", error.name, "integrations") from None
+    except (ImportError, RuntimeError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name in ("transformers", "accelerate", "lightning"):
+            raise MissingExtra(f"integrations.{name}", error.name, "integrations") from None
+        if (reason := _torchvision_reason(error)) is not None:
+            problem = f"cannot be imported beside this torch, for which it was not built ({reason})"
+            remedy = "install both from one index, or pip uninstall torchvision"
+            raise InputError("torchvision", problem, remedy) from error
+        raise
+
+
+def _torchvision_reason(error: BaseException | None) -> str | None:
+    """Return what torchvision said among the causes of an import's error; None where it said nothing."""
+    while error is not None:
+        if "torchvision::" in str(error) or getattr(error, "name", None) == "torchvision":
+            return str(error)
+        error = error.__cause__ or error.__context__
+    return None

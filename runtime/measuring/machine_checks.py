@@ -16,6 +16,7 @@ import platform
 import shutil
 import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -45,7 +46,7 @@ OPTIONAL = {
 }
 PATIENCE_S = 20.0
 """How long two processes may say nothing, while they start, meet or reduce, before they count as hung."""
-_MEETING_S = 5.0
+_MEETING_S, _IMPORT_S = 5.0, 120.0
 COARSE_CLOCK_S = 1e-5
 SHARED_MEMORY_BYTES = 128 * 2**20
 FREE_BYTES = 2**30
@@ -66,6 +67,7 @@ def examine() -> tuple[list[MachineCheck], Machine]:
         checks = [_check("python", f"{machine.python}, {sys.executable}"), *check_packages(), check_load(machine)]
         if has_torch and port.status == "ok":
             checks += [check_cuda(machine), port, *check_processes(children)]
+            checks += check_torchvision()
         else:
             checks.append(port)
     # The clock is looked at when the processes are done: a busy machine is not a coarse clock.
@@ -149,6 +151,27 @@ def check_packages() -> list[MachineCheck]:
     if not missing:
         return [_check("packages", f"all {len(PACKAGES)} there; torch {installed('torch')}")]
     return [_check(name, "missing", "failed", f"pip install {name}, or install ddltool again") for name in missing]
+
+
+def check_torchvision() -> list[MachineCheck]:
+    """Return whether torchvision, where it is installed, can be imported beside this torch: transformers imports it."""
+    if importlib.util.find_spec("torchvision") is None:
+        return []
+    versions = f"torchvision {installed('torchvision')}, torch {installed('torch')}"
+    remedy = (
+        "it was built for another torch, and trainers that import it fail: install both from one index (pip install torch "
+        "torchvision --index-url ...), or pip uninstall torchvision"
+    )
+    try:
+        command = (sys.executable, "-c", "import torchvision")
+        tried = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_IMPORT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [_check("torchvision", f"{versions}: not tried ({type(error).__name__})", "warning", remedy)]
+    reason = (tried.stderr.strip().splitlines() or [f"exit code {tried.returncode}"])[-1]
+    found = f"{versions}: {reason}" if tried.returncode else versions
+    return [_check("torchvision", found, "warning", remedy, fine=not tried.returncode)]
 
 
 def check_load(machine: Machine) -> MachineCheck:

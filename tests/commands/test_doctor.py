@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import shutil
 import socket
@@ -25,7 +26,9 @@ from tests.helpers.processes import children_left
 Cli = Callable[..., Result]
 
 WANTED = (
-    *("python", "packages", "machine", "CUDA", "store port", "gloo", "gloo, default network", "NCCL", "clock"),
+    *("python", "packages", "machine", "CUDA", "store port", "gloo", "gloo, default network", "NCCL"),
+    *(("torchvision",) if importlib.util.find_spec("torchvision") else ()),
+    "clock",
     *("this folder", "temporary files", "shared memory"),
     *("altair", "scikit-learn", "statsmodels", "transformers", "ray", "chromium"),
 )
@@ -91,13 +94,30 @@ def test_a_missing_package_fails_and_is_named(told: dict[str, str], cli: Cli, mo
 
 
 def test_a_machine_without_torch_gets_a_list_too(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    import importlib.util
-
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "torch" else real(name, *rest))
     checks = by_name(cli("doctor", "--json").document)
     assert "store port" in checks
     assert "gloo" not in checks
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "found"),
+    [
+        ("", "ok", ""),
+        ("raise RuntimeError('operator torchvision::nms does not exist')", "warning", "nms does not exist"),
+    ],
+)
+def test_a_torchvision_for_another_torch_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, status: str, found: str
+) -> None:
+    (tmp_path / "torchvision.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (check,) = machine_checks.check_torchvision()
+    assert check.status == status
+    assert check.found.endswith(found)
+    assert ("was built for another torch" in check.remedy) == (status == "warning")
 
 
 def test_folders_are_tried(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_limits_on_the_page_are_the_readers(kind: str) -> None:
     assert all(limit in limits[0] for limit in limits_of(kind)), limits_of(kind)
 
 
-@pytest.mark.parametrize("kind", ["job", "cluster", "profile", "telemetry"])
+@pytest.mark.parametrize("kind", ["job", "cluster", "profile", "telemetry", "enforcement"])
 def test_every_field_is_on_the_page(kind: str) -> None:
     for name in set(MODELS[kind].model_fields) - {"kind", "schema_version"}:
         assert re.search(rf"`[^`]*\b{name}\b[^`]*`", section(kind)), f"{kind}.{name}"

@@ -278,6 +278,8 @@ def verification_section(result: Verification, name: str) -> Section:
         lead.append(f"Step time off by {abs(step.error):.1%}: {relation} the limit of {100 * result.max_error:.3g}%.")
         if not result.complete:
             lead.append("FAILED: not the whole run on the planned devices (see above).")
+    if not result.followed:
+        lead.append("FAILED: the run did not follow the plan (see above).")
     bars: list[tuple[str, float]] = []
     for part, times in zip(("step", "compute", "sync"), (step, result.compute, result.sync), strict=True):
         bars += [(f"{part}, predicted", times.predicted_s)] if times.predicted_s is not None else []

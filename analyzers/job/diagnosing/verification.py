@@ -48,7 +48,7 @@ def verify(
 
     ``models`` (by device type, or one under "" for all) predict the devices that the job really ran on, where these are
     not the plan's; ``model_error`` is their relative error. ``max_error``: the deviation of a step that the reader
-    allows; None: any passes.
+    allows; None: any passes. A run that did not follow the plan does not pass.
     Raises InputError when the run cannot be this plan's: another number of processes, no compute times in the plan and
     no models, or a device that no model knows.
     """
@@ -96,7 +96,7 @@ def verify(
         passed=True,
     )
     # A run of other devices, or of some of the processes, cannot show that the plan was right.
-    passed = max_error is None or (made.complete and abs(error) <= max_error)
+    passed = made.followed and (max_error is None or (made.complete and abs(error) <= max_error))
     return made.model_copy(update={"passed": passed})
 
 

@@ -118,6 +118,7 @@ def test_a_run_with_other_batches_did_not_follow_the_plan(plan_file: Path) -> No
         "rank 1 trained on 16 samples per step, the plan gives it 8",
     ]
     assert [check.predicted_s for check in found.ranks] == pytest.approx([0.1 * 16 / 24, 0.2])
+    assert not found.passed
 
 
 def test_a_model_of_the_real_devices(plan_file: Path) -> None:
@@ -267,7 +268,8 @@ def test_another_device_is_named_and_not_blamed(plan_file: Path, tmp_path: Path,
     assert found.refit[0].startswith("rank 1 was planned on slow, ran on H100: the run did not follow the plan")
     assert not any(line.startswith("H100 computes") for line in found.refit)
     told = write_lines(tmp_path / "t.jsonl", made)
-    assert cli("verify", plan_file, told).code == 0
+    plain = cli("verify", plan_file, told)
+    assert (plain.code, "FAILED: the run did not follow the plan" in plain.out) == (1, True)
     judged = cli("verify", plan_file, told, "--max-error", "20%")
     assert judged.code == 1  # within 20 %, by the planned device's time
     assert "within the limit" in judged.out

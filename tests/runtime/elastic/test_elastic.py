@@ -103,9 +103,9 @@ def test_a_plan_places_the_workers_and_is_measured(tmp_path: Path) -> None:
     two, other = on(2, planned, str(config))
     assert two == other == planned(str(config))
     found = [json.loads(line) for line in rows.read_text().splitlines()]
-    assert sorted((row["rank"], row["step"], row["batch"]) for row in found) == [
-        *((0, step, 24) for step in range(3)),
-        *((1, step, 8) for step in range(3)),
+    assert sorted((row["rank"], row["step"], row["batch"], row["passes"]) for row in found) == [
+        *((0, step, 24, 3) for step in range(3)),
+        *((1, step, 8, 1) for step in range(3)),
     ]
     assert all(0 < row["compute_s"] + row["wait_s"] + row["sync_s"] <= row["step_s"] for row in found)
     save(enforcement([8, 4]), config)
@@ -383,6 +383,17 @@ def test_two_runs_do_not_write_one_file_at_a_time(tmp_path: Path) -> None:
         assert partial.read_text() == "cut off"
     elastic_checkpoint.write(path, content)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["run.pt", "run.pt.previous"]
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    content = elastic_checkpoint.read(saved(tmp_path))
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path, what in ((pipe, "a pipe or a device"), (tmp_path, "a folder"), (Path(os.devnull), "a pipe or a device")):
+        with pytest.raises(InputError, match=f"{path.name}: is {what}; give a file name"):
+            elastic_checkpoint.write(path, content)
+    assert pipe.is_fifo()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["pipe", "run.pt"]
 
 
 def write_on_a_full_disk(rank: int, path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from ddltool.analyzers.step.communication.collectives import plan_collectives, settings
 from ddltool.analyzers.step.communication.nccl import Fabric
@@ -15,10 +16,12 @@ from ddltool.analyzers.step.tracing.torch_adapter import trace_torch
 from ddltool.artifacts import save
 from ddltool.device import Network
 from ddltool.errors import InputError
-from ddltool.plans import BucketSetting, PrefetchSetting
+from ddltool.plans import BucketSetting, PrefetchSetting, ShardingSetting
+from ddltool.runtime import shard
 from ddltool.runtime.hook.data_parallel import ddp_arguments, prefetch_units
 from ddltool.shipped import devices
 from tests.helpers.data_parallel_workers import Blocks, ddp_buckets, fsdp_order, prefetch_refusal
+from tests.helpers.processes import as_job
 from tests.helpers.runtime_workers import crew, enforcement
 
 BLOCKS = [f"layers.{k}" for k in range(4)]
@@ -116,3 +119,20 @@ def test_arguments_for_ddp(tmp_path: Path) -> None:
         (BucketSetting(bucket_cap_mb_list=[0.5, 2.0], **base), {"bucket_cap_mb_list": [0.5, 2.0]}),
     ):
         assert ddp_arguments(config(tmp_path, ddp=made)) == wanted
+
+
+def shard_before_the_group(rank: int) -> None:
+    shard(nn.Linear(1, 1), "enforce.json")
+
+
+def test_what_comes_before_attach_refuses_in_one_line(tmp_path: Path) -> None:
+    config(tmp_path, sharding=ShardingSetting(kind="ddp", replicate=2))
+    line = "error: enforce.json:world_size: is 2, but this job runs 1 process(es); start as many processes as planned, "
+    assert as_job(1, tmp_path, shard_before_the_group) == [(2, "", f"{line}after init_process_group\n")]
+    (tmp_path / "other").mkdir()
+    line = "error: absent.json: no such file; give the path of an existing file\n"
+    assert as_job(1, tmp_path / "other", ddp_arguments_of, "absent.json") == [(2, "", line)]
+
+
+def ddp_arguments_of(rank: int, path: str) -> None:
+    ddp_arguments(path)

@@ -65,6 +65,7 @@ def test_each_rank_writes_a_row_per_step(tmp_path: Path) -> None:
         assert [row.step for row in rows] == list(range(6))
         assert {row.batch for row in rows} == {(3, 13)[rank]}
         assert {row.device for row in rows} == {f"type{rank}"}
+        assert {row.passes for row in rows} == {1}
         assert {(row.world_size, row.num_nodes, row.total_batch) for row in rows} == {(2, 1, 16)}
         for row in rows:
             assert row.compute_s > 0
@@ -130,6 +131,7 @@ def test_micro_batches_add_up(tmp_path: Path) -> None:
     for rank, rows in enumerate(observed(tmp_path, micro_batches=4, steps=3, sleep_s=(SLEEP_S / 4, SLEEP_S / 4))):
         assert [row.batch for row in rows] == [4 * (3, 13)[rank]] * 3
         assert {row.total_batch for row in rows} == {64}
+        assert {row.passes for row in rows} == {4}
         assert all(row.compute_s >= SLEEP_S for row in rows)
 
 

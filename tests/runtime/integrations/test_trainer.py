@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddltool.errors import MissingExtra
+from ddltool.errors import InputError, MissingExtra
 from ddltool.runtime import integrations
 from ddltool.telemetry import TelemetryRow
 from tests.helpers.processes import as_job
@@ -45,3 +45,15 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(__import__("sys").modules, "ddltool.runtime.integrations.lightning_callback", raising=False)
     with pytest.raises(MissingExtra, match=r"HookCallback: needs the package lightning; install it with: pip install"):
         _ = integrations.HookCallback
+
+
+def test_a_torchvision_for_another_torch_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(name: str) -> None:
+        try:
+            raise RuntimeError("operator torchvision::nms does not exist")
+        except RuntimeError as error:
+            raise ModuleNotFoundError("Could not import module 'Trainer'.") from error
+
+    monkeypatch.setattr("importlib.import_module", failing)
+    with pytest.raises(InputError, match=r"torchvision: cannot be imported .*nms does not exist\); install both from"):
+        _ = integrations.HookedTrainerMixin

@@ -1,0 +1,90 @@
+"""Say once when gradients are NaN or infinite: averages hand them to all ranks without a word. :func:`watch_gradients`.
+
+Before each update (on CUDA each 50th, for reading a value waits for the device) a thousand values of two parameters are looked
+at: of the first, at which the backward pass ends, and of the next in turn. What one loss has spoiled is in both; where one
+of them is not finite, all gradients are looked at, and the log says so. Training goes on: that is for the script to decide.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+log = logging.getLogger(__name__)
+SAMPLE = 1024
+STEPS_ON_CUDA = 50
+
+
+def watch_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    """Log a warning, once, where the gradients of ``model`` are not finite when ``optimizer`` begins an update."""
+    trained = [(name.removeprefix("module."), value) for name, value in model.named_parameters() if value.requires_grad]
+    if trained:
+        optimizer.register_step_pre_hook(_GradientWatch(trained, rank))
+
+
+class _GradientWatch:
+    """Looks at gradients before updates; an optimizer holds it, so it holds the parameters only weakly."""
+
+    def __init__(self, trained: Iterable[tuple[str, nn.Parameter]], rank: int) -> None:
+        self._trained = [(name, weakref.ref(value)) for name, value in trained]
+        self._rank, self._turn, self._update, self._told = rank, 0, itertools.count(), False
+        self._own: Tensor | None = None
+        """Whether this rank's own gradients of the first parameter are finite, before any average; None: unknown."""
+        first = self._trained[0][1]()
+        assert first is not None
+        first.register_hook(self._note_own)
+
+    def _note_own(self, gradient: Tensor) -> None:
+        if not self._told:
+            finite = _is_finite(gradient.detach())
+            self._own = finite if self._own is None else self._own & finite
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Look at the gradients of an update that begins."""
+        update, own = next(self._update), self._own
+        self._own = None
+        # A GradScaler that leaves the check to a fused optimizer sets found_inf: that one skips such an update by itself.
+        if self._told or getattr(optimizer, "found_inf", None) is not None:
+            return
+        self._turn = (self._turn + 1) % len(self._trained)
+        looked_at = [self._gradient(index) for index in {0, self._turn}]
+        present = [gradient for gradient in looked_at if gradient is not None]
+        if any(gradient.is_cuda for gradient in present) and update % STEPS_ON_CUDA:
+            return
+        if all(bool(_is_finite(gradient, update // len(self._trained))) for gradient in present):
+            return
+        gradients = [(name, self._gradient(index)) for index, (name, _) in enumerate(self._trained)]
+        spoiled = [name for name, gradient in gradients if gradient is not None and not gradient.isfinite().all()]
+        self._told = True
+        made_here = own is not None and not bool(own)
+        if made_here or self._rank == 0:  # the others have it by the average, and who made it says so
+            where = "" if own is None else " by this rank's own samples" if made_here else " by another rank's samples"
+            log.warning(
+                "rank %d, step %d: gradients are not finite%s, in %d of %d parameters, first %s; training goes on with them",
+                *(self._rank, update, where, len(spoiled), len(gradients), spoiled[0]),
+            )
+
+    def _gradient(self, index: int) -> Tensor | None:
+        """Return the values of a gradient that this rank holds."""
+        parameter = self._trained[index][1]()
+        gradient = None if parameter is None else parameter.grad
+        if gradient is None:
+            return None
+        local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+        return local.coalesce().values() if local.is_sparse else local
+
+
+def _is_finite(gradient: Tensor, turn: int = 0) -> Tensor:
+    """Return, on its device, whether about a thousand values of a gradient are finite; other ``turn``, other values."""
+    if gradient.is_sparse:
+        gradient = gradient.coalesce().values()
+    if not gradient.is_contiguous():  # a flat view would copy it
+        return gradient[turn % len(gradient)].isfinite().all()
+    begin = turn % max(1, -(-gradient.numel() // SAMPLE)) * SAMPLE
+    return gradient.view(-1)[begin : begin + SAMPLE].isfinite().all()
