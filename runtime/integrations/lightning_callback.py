@@ -11,9 +11,11 @@ import os
 from typing import Any
 
 import lightning
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ddltool.runtime.hook import Hook, attach
+from ddltool.runtime.integrations.said_losses import SaidLosses
 
 Path = str | os.PathLike[str]
 
@@ -23,6 +25,8 @@ class HookCallback(lightning.Callback):
 
     Its training loaders get the planned batches in the order of their own sampler; a ``DistributedSampler`` that Lightning puts
     there is taken over. Validation is left as it is. Where the plan accumulates, ``accumulate_grad_batches`` are its passes.
+    Losses are taken for means over the batch's samples, unless the module says of those of a step what they are, by
+    :meth:`hook.loss <ddltool.runtime.hook.Hook.loss>` of this callback: of all of them then.
 
     Args:
         enforcement: path of an ``enforce.json``; None: nothing is enforced.
@@ -31,23 +35,26 @@ class HookCallback(lightning.Callback):
 
     def __init__(self, enforcement: Path | None = None, *, telemetry: Path | None = None) -> None:
         self._enforcement, self._telemetry = enforcement, telemetry
-        self.hook = Hook(None, 0, 1)
+        self.hook = SaidLosses(Hook(None, 0, 1))
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Model and optimizers are there, the loaders come now. Raises InputError, on every rank, as ``attach`` does."""
         strategy: Any = trainer.strategy
-        self.hook = attach(self._enforcement, telemetry=self._telemetry)
+        self.hook = SaidLosses(attach(self._enforcement, telemetry=self._telemetry))
         self.hook.bind(strategy.model, *trainer.optimizers)
         self._is_bare = strategy.model is pl_module
-        process = strategy.process_dataloader
+        plain = type(strategy)  # of an instance that has been through this before as well
 
         def planned(loader: Any) -> Any:
             if trainer.training and isinstance(loader, DataLoader):
                 accumulated = trainer.accumulate_grad_batches if pl_module.automatic_optimization else None
                 loader = self.hook.planned(loader, accumulated=accumulated)
-            return process(loader)
+            return plain.process_dataloader(strategy, loader)
 
-        strategy.process_dataloader = planned
+        def weighed(loss: Tensor, optimizer: Any, *args: Any, **options: Any) -> Any:
+            return plain.backward(strategy, self.hook.weighed(loss), optimizer, *args, **options)
+
+        strategy.process_dataloader, strategy.backward = planned, weighed
 
     def on_train_epoch_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Choose the epoch's order of samples."""
@@ -57,6 +64,7 @@ class HookCallback(lightning.Callback):
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """The next batch that was fetched is trained on; one process calls ``training_step``, and no forward pass."""
+        self.hook.said = False
         self.hook.turn_to_next_batch(passed=batch if self._is_bare else None)
 
     def on_fit_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:

@@ -8,47 +8,59 @@
     MyTrainer(model, arguments, train_dataset=dataset, enforcement="enforce.json").train()
 
 What a Trainer in one process computes is what comes out: it divides a loss by the labels of all its batches of a step where the
-model or ``compute_loss_func`` takes ``num_items_in_batch``, and by the number of those batches otherwise. Which it was is read
-from the loss (:meth:`~ddltool.runtime.hook.loss_scaling.LossScaler.is_divided_by`), for many models take the
-number and do not use it.
+model or ``compute_loss_func`` takes ``num_items_in_batch``, and by the number of those batches otherwise. Which it was is
+measured in the first step (:mod:`~ddltool.runtime.integrations.measured_losses`), as models may take the number and not use it.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from contextlib import ExitStack
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ddltool.errors import InputError
 from ddltool.runtime.hook import Hook, attach
+from ddltool.runtime.hook.job import DistributedJob
 from ddltool.runtime.hook.loader import StreamLoader
-from ddltool.runtime.hook.parameter_checks import wrapped
+from ddltool.runtime.hook.random_streams import kept
+from ddltool.runtime.integrations.measured_losses import (
+    DIVIDED,
+    HALF_TOLERANCE,
+    SAID,
+    SAMPLES,
+    TOLERANCE,
+    LossKinds,
+    counts_of,
+)
+from ddltool.runtime.integrations.said_losses import SaidLosses
 
 Path = str | os.PathLike[str]
+SAY = "say self.hook.loss(loss, ...) in a compute_loss of your own"
 
 
 class TelemetryCallback(TrainerCallback):
-    """Writes telemetry of any Trainer, in which nothing is enforced: ``Trainer(..., callbacks=[TelemetryCallback()])``.
+    """Writes telemetry of any Trainer, in which nothing is enforced: ``trainer.add_callback(TelemetryCallback(trainer))``.
 
     Args:
+        trainer: the Trainer, which wraps its model only when training begins.
         telemetry: the file, which all ranks share.
     """
 
-    def __init__(self, telemetry: Path = "telemetry.jsonl") -> None:
-        self._telemetry = telemetry
+    def __init__(self, trainer: Trainer, telemetry: Path = "telemetry.jsonl") -> None:
+        self._trainer, self._telemetry = trainer, telemetry
         self._hook: Hook | None = None
 
     def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
         """Model and optimizer are there: record them."""
         if self._hook is None:
             self._hook = attach(None, telemetry=self._telemetry)
-            model = kwargs["model"]
-            wrapper = next((each for each in wrapped() if each.module is model), model)
-            self._hook.bind(wrapper, kwargs["optimizer"])
+            self._hook.bind(self._trainer.model_wrapped, kwargs["optimizer"])
 
     def on_epoch_begin(self, *_: Any, **kwargs: Any) -> None:
         """What came between epochs belongs to no step."""
@@ -66,8 +78,11 @@ class HookedTrainerMixin:
 
     ``per_device_train_batch_size`` is replaced by the planned local batch, of which ``gradient_accumulation_steps`` make an
     update; where the plan accumulates, by one of its passes, and these are their number. The order of samples, and all else,
-    stays the Trainer's own. Losses that cannot be read, or that are means of another kind, are refused; ``self.hook.loss`` in
-    a ``compute_loss`` of your own says what they are.
+    stays the Trainer's own.
+
+    The first step computes the losses of some parts of its batch, without dropout and gradients, to find what they are means
+    over. What is neither divided by ``num_items_in_batch`` nor a mean over samples or labels is refused; ``self.hook.loss`` in
+    a ``compute_loss`` of your own says what it is, and then nothing is measured.
 
     Args:
         enforcement: path of an ``enforce.json``; None: nothing is enforced.
@@ -81,16 +96,18 @@ class HookedTrainerMixin:
         self, *args: Any, enforcement: Path | None = None, telemetry: Path | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.hook = attach(enforcement, telemetry=telemetry).call("self.hook")
+        self.hook = SaidLosses(attach(enforcement, telemetry=telemetry).call("self.hook"))
         self._trainer = cast(Any, self)  # what it is once it is mixed in
-        self._items: Any = None
-        self._skip, self._is_bound, self._is_total = 0, False, False
+        self._kinds: LossKinds | None = None
+        self._meaning: dict[str, Any] | None = None
+        self._skip, self._is_bound = 0, False
         self._trainer.add_callback(_Following(self))
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the Trainer's own loader, with the planned batches."""
         loader: DataLoader[Any] = super().get_train_dataloader()  # type: ignore[misc]
-        return self.hook.planned(loader, accumulated=self._trainer.args.gradient_accumulation_steps)
+        loader = self.hook.planned(loader, accumulated=self._trainer.args.gradient_accumulation_steps)
+        return loader
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Train on the next batch that was fetched; ``num_items_in_batch`` are the labels that the step counts.
@@ -98,15 +115,17 @@ class HookedTrainerMixin:
         What it returns is logged: the loss by its weight, so that the plain average over ranks is that of all samples.
         """
         self.hook.turn_to_next_batch(self._skip)
-        self._skip, self._items = 0, num_items_in_batch
+        self._skip = 0
         arguments = self._trainer.args
-        self._is_total = arguments.average_tokens_across_devices
+        is_total = arguments.average_tokens_across_devices
         if self.hook.local_batch_size is not None:
             arguments.average_tokens_across_devices = False  # or the loss is multiplied by the number of ranks
         try:
+            self._meaning = self._found_meaning(model, inputs, num_items_in_batch, is_total)
+            self.hook.said = False
             loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
         finally:
-            arguments.average_tokens_across_devices = self._is_total
+            arguments.average_tokens_across_devices = is_total
         return loss * self.hook.last_weight
 
     def _begin(self, state: TrainerState, loader: DataLoader[Any]) -> None:
@@ -132,12 +151,73 @@ class HookedTrainerMixin:
         passes: int = self._trainer.args.gradient_accumulation_steps
         return max(-(-len(loader) // passes), 1)
 
+    def _found_meaning(self, model: Any, inputs: Any, items: Any, is_total: bool) -> dict[str, Any] | None:
+        """Return what the hook is told of the loss of a batch, None where the script says it; all ranks call this together.
+
+        ``is_total``: all ranks' ``items`` are in this number.
+        """
+        if self.hook.local_batch_size is None or self.hook.world_size == 1:
+            return {}
+        if self._kinds is None:
+            self._kinds = LossKinds(DistributedJob.this(), SAY)
+        inputs = self._trainer._prepare_inputs(inputs)
+        kind = self._kinds.kind(_TrainersLoss(self._trainer, model), inputs, items)
+        if kind == DIVIDED:
+            return {"reduction": "sum"} if is_total else {"count": items}
+        if kind in (SAMPLES, SAID):
+            return {} if kind == SAMPLES else None
+        if self.hook.passes > 1:
+            raise InputError("loss", f"is a mean over {kind}, which each pass of the plan would have of its own", SAY)
+        return {"count": counts_of(inputs)[kind].sum()}
+
     def _weighed(self, loss: Tensor) -> Tensor:
-        """Return the loss as it would be in one process, weighed by what it counts."""
-        items = self._items
-        if items is None or not self.hook.is_divided_by(loss, float(items)):
-            return loss
-        return self.hook.loss(loss, reduction="sum") if self._is_total else self.hook.loss(loss, count=items)
+        """Return the loss that the backward pass begins with."""
+        if self._meaning is None and not self.hook.said:
+            raise InputError("loss", "was said to the hook in the first step, and is not in this one", SAY)
+        return self.hook.weighed(loss, **(self._meaning or {}))
+
+
+class _TrainersLoss:
+    """What a Trainer's ``compute_loss`` makes of batches, in evaluation mode; random streams stay where they are."""
+
+    def __init__(self, trainer: Any, model: torch.nn.Module) -> None:
+        self._trainer, self._model = trainer, model
+        kinds = {value.dtype for value in model.parameters() if value.is_floating_point()}
+        is_half = trainer.accelerator.mixed_precision != "no" or any(kind.itemsize < 4 for kind in kinds)
+        self.tolerance = HALF_TOLERANCE if is_half else TOLERANCE
+        self.said = False
+
+    def __call__(self, inputs: Any, items: Any, *, alone: bool = True) -> float:
+        """Return the loss."""
+        trainer, accelerator = self._trainer, self._trainer.accelerator
+        modes = {module: module.training for module in self._model.modules()}
+        trainer.hook.said = False
+        try:
+            self._model.eval()
+            if alone:
+                trainer.accelerator = _OneProcess(accelerator)
+            with ExitStack() as stack:
+                stack.enter_context(torch.no_grad())
+                stack.enter_context(kept(trainer.args.device))
+                stack.enter_context(torch.compiler.set_stance("force_eager"))  # parts have shapes that no step has
+                stack.enter_context(trainer.compute_loss_context_manager())
+                return float(trainer.compute_loss(self._model, inputs, num_items_in_batch=items))
+        finally:
+            self.said, trainer.accelerator = trainer.hook.said, accelerator
+            for module, training in modes.items():
+                module.training = training
+
+
+class _OneProcess:
+    """An accelerator that says it is alone: a loss that is multiplied by the number of processes is then another one."""
+
+    num_processes = 1
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
 
 
 class _Following(TrainerCallback):

@@ -124,9 +124,34 @@ def resumed(run: Run) -> lightning.Trainer:
     return trained(run, Plain(), max_epochs=3, checkpoint=str(run.folder / "one.ckpt"), accumulate_grad_batches=2)
 
 
+def said(module: lightning.LightningModule, loss: Tensor, **meaning: Any) -> Tensor:
+    """Return a loss that is said to the callback, where there is one."""
+    hooks = [each.hook for each in module.trainer.callbacks if isinstance(each, HookCallback)]  # type: ignore[attr-defined]
+    return hooks[0].loss(loss, **meaning) if hooks else loss
+
+
 class Sum(Plain):
     def training_step(self, batch: Any, number: int) -> Any:
-        return F.cross_entropy(self(batch["points"]), batch["labels"], reduction="sum")
+        loss = F.cross_entropy(self(batch["points"]), batch["labels"], reduction="sum") / TOTAL
+        return said(self, loss, reduction="sum")
+
+
+class SaidByHand(ByHand):
+    def training_step(self, batch: Any, number: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        each = F.cross_entropy(self(batch["points"]), batch["labels"], reduction="none")
+        weights = 1.0 + batch["labels"]
+        loss = said(self, (weights * each).sum() / weights.sum(), count=weights.sum())
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+def fitted_twice(run: Run) -> lightning.Trainer:
+    trainer = trained(run, Plain(), max_epochs=1)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(trainer.lightning_module, loader())
+    return trainer
 
 
 def shuffled(run: Run) -> lightning.Trainer:
@@ -153,14 +178,13 @@ CELLS: dict[str, Cell] = {
     "validated": cell(lambda run: trained(run, Plain(), TrainingAndValidation(), val_check_interval=2)),
     "closure called again": cell(lambda run: trained(run, LineSearch())),
     "by hand": cell(lambda run: trained(run, ByHand())),
+    "said by hand": cell(lambda run: trained(run, SaidByHand())),
+    "sum over samples": cell(lambda run: trained(run, Sum(), accumulate_grad_batches=2)),
+    "fitted twice": cell(fitted_twice),
     "two optimizers": cell(lambda run: trained(run, Rivals(), strategy="ddp_find_unused_parameters_true")),
     "resumed": cell(resumed),
 }
 REFUSED: dict[str, tuple[Cell, str]] = {
-    "sum over samples": (
-        cell(lambda run: trained(run, Sum())),
-        "loss: is a sum over the batch, not a mean over its samples; say ",
-    ),
     "sampler of lightning": (
         cell(sampler_of_lightning),
         "loader: is shared out by a DistributedSamplerWrapper; leave that to the hook",

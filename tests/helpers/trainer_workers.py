@@ -64,6 +64,30 @@ class Writer(nn.Module):
         return {"loss": loss if number is None else loss / number, "logits": logits}
 
 
+class ForgetfulWriter(Writer):
+    """Its loss is a mean over the labels of the batch, whatever ``num_items_in_batch`` says; ``shifts``: past the first."""
+
+    def __init__(self, *, shifts: bool = False) -> None:
+        super().__init__()
+        self.shifts = shifts
+
+    def forward(self, words: Tensor, labels: Tensor | None = None, **kwargs: Any) -> dict[str, Tensor]:
+        if not self.shifts or labels is None:
+            return super().forward(words, labels)
+        return super().forward(words[:, :-1], labels[:, 1:])
+
+
+class EachText(Writer):
+    """Its loss is a mean over samples, of the means over the labels of each."""
+
+    def forward(self, words: Tensor, labels: Tensor | None = None, **kwargs: Any) -> dict[str, Tensor]:
+        logits = super().forward(words)["logits"]
+        if labels is None:
+            return {"logits": logits}
+        loss = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=-100, reduction="none")
+        return {"loss": (loss.sum(1) / labels.ne(-100).sum(1)).mean(), "logits": logits}
+
+
 class Judge(nn.Module):
     """Its loss is a mean over the batch; ``forgetful``: it takes the number of labels and does not use it."""
 
@@ -132,6 +156,39 @@ class OwnLoss(Trainer):
         return F.cross_entropy(model(**inputs)["logits"], inputs["labels"])
 
 
+class Pairs(Trainer):
+    """Holds each sample against all others of the batch."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        logits = model(**inputs)["logits"]
+        return F.cross_entropy(logits @ logits.T, torch.arange(len(logits)))
+
+
+class SaidLoss(Trainer):
+    """Says what its loss is: a mean over samples with weights of their own, divided by the sum of these weights."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        each = F.cross_entropy(model(inputs["points"])["logits"], inputs["labels"], reduction="none")
+        weights = 1.0 + inputs["labels"]
+        loss = (weights * each).sum() / weights.sum()
+        return self.hook.loss(loss, count=weights.sum()) if isinstance(self, HookedTrainerMixin) else loss
+
+
+class SometimesSaidLoss(SaidLoss):
+    """Says it in the first step alone."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return (
+            super().compute_loss(*args, **kwargs)
+            if self.state.global_step == 0
+            else Trainer.compute_loss(self, *args, **kwargs)
+        )
+
+
 class InOrder(Trainer):
     def _get_train_sampler(self, *args: Any) -> Any:
         return SequentialSampler(self.train_dataset)
@@ -162,6 +219,19 @@ def bert(run: Run) -> Trainer:
     return trained(run, model, texts, gradient_accumulation_steps=2)
 
 
+def masked_words(run: Run) -> Trainer:
+    """Takes ``num_items_in_batch``, and is a mean over the labels all the same; some texts have none of them."""
+    config = transformers.BertConfig(
+        vocab_size=WORDS, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    texts = [
+        {"input_ids": one["words"], "labels": torch.where(one["words"] % 3 == 1, one["labels"], -100)}
+        for one in Texts()  # type: ignore[attr-defined]
+    ]
+    return trained(run, transformers.BertForMaskedLM(config).double(), texts, gradient_accumulation_steps=2)
+
+
 def llama(run: Run) -> Trainer:
     config = transformers.LlamaConfig(
         vocab_size=WORDS, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12,
@@ -172,7 +242,7 @@ def llama(run: Run) -> Trainer:
 
 
 class Times(Trainer):
-    """Multiplies by the number of ranks, as the Trainer's own ``compute_loss`` does."""
+    """Multiplies by the number of ranks, as the Trainer's own ``compute_loss`` does where labels of all ranks count."""
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -196,7 +266,9 @@ def cell(train: Callable[[Run], Trainer]) -> Cell:
     return lambda run: train(run).model.parameters()
 
 
-LOSS = r"loss: is a mean over .*self\.hook\.loss\("
+OTHER = (
+    r"loss: is neither a sum divided by num_items_in_batch nor a mean over samples or labels; say self\.hook\.loss\("
+)
 CELLS: dict[str, Cell] = {
     "labels of all ranks": cell(lambda run: trained(run, Writer(), Texts(), average_tokens_across_devices=True)),
     "labels of all ranks accumulated": cell(
@@ -218,6 +290,14 @@ CELLS: dict[str, Cell] = {
     "number of labels not used nor averaged": cell(
         lambda run: trained(run, ForgetfulJudge(), points(), average_tokens_across_devices=False)
     ),
+    "mean over labels": cell(lambda run: trained(run, ForgetfulWriter(), Texts())),
+    "mean over labels accumulated": cell(
+        lambda run: trained(run, ForgetfulWriter(), Texts(), gradient_accumulation_steps=2)
+    ),
+    "mean over shifted labels": cell(lambda run: trained(run, ForgetfulWriter(shifts=True), Texts())),
+    "mean over samples of means over labels": cell(lambda run: trained(run, EachText(), Texts())),
+    "masked words": cell(masked_words),
+    "loss said": cell(lambda run: trained(run, Judge(), points(), base=SaidLoss, gradient_accumulation_steps=2)),
     "loss of a function": cell(loss_of_a_function),
     "loss of a method": cell(lambda run: trained(run, ForgetfulJudge(), points(), base=OwnLoss)),
     "schedule and adafactor": cell(
@@ -238,7 +318,16 @@ REFUSED: dict[str, tuple[Cell, str]] = {
         cell(lambda run: in_passes(run, Judge(), points(), passes=3)),
         "accumulation: of 3 batches an update, where the plan makes 2 passes; accumulate 2",
     ),
-    "loss times the ranks": (cell(lambda run: trained(run, Writer(), Texts(), base=Times)), LOSS),
+    "loss times the ranks": (cell(lambda run: trained(run, Writer(), Texts(), base=Times)), OTHER),
+    "pairs": (cell(lambda run: trained(run, Judge(), points(), base=Pairs)), OTHER),
+    "mean over labels in planned passes": (
+        cell(lambda run: in_passes(run, ForgetfulWriter(), Texts())),
+        "loss: is a mean over labels, which each pass of the plan would have of its own; say ",
+    ),
+    "loss said sometimes": (
+        cell(lambda run: trained(run, Judge(), points(), base=SometimesSaidLoss)),
+        "loss: was said to the hook in the first step, and is not in this one; say ",
+    ),
     "stream resumed": (
         cell(stream_resumed),
         "resume_from_checkpoint: cannot skip batches of a stream; set ignore_data_skip=True",
@@ -256,4 +345,6 @@ def watched(rank: int, target: str, ranks: int) -> None:
         output_dir=str(Path(target).parent), use_cpu=True, per_device_train_batch_size=16, num_train_epochs=1, report_to=[],
         gradient_accumulation_steps=2, disable_tqdm=True, remove_unused_columns=False, save_strategy="no",
     )  # fmt: skip
-    Trainer(Judge(), arguments, train_dataset=points(), callbacks=[TelemetryCallback(target)]).train()
+    trainer = Trainer(Judge(), arguments, train_dataset=points())
+    trainer.add_callback(TelemetryCallback(trainer, target))
+    trainer.train()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,16 @@ PACKAGES = {"accelerate": "accelerate", "trainer": "accelerate", "lightning": "l
 """What the trainers of a module of cells need; transformers' Trainer needs accelerate."""
 
 
+def demand(trainer: str) -> None:
+    """Skip where a package is missing; it is imported later, once torchvision can be."""
+    if find_spec(PACKAGES[trainer]) is None:
+        pytest.skip(f"needs {PACKAGES[trainer]}")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", PACKAGES)
 def test_a_trainer_is_that_of_one_process_or_refused(trainer: str, tmp_path: Path) -> None:
-    pytest.importorskip(PACKAGES[trainer])
+    demand(trainer)
     assert failures(f"tests.helpers.{trainer}_workers", tmp_path) == {}
 
 
@@ -30,7 +37,7 @@ def test_a_trainer_is_that_of_one_process_or_refused(trainer: str, tmp_path: Pat
     ("trainer", "ranks", "steps", "batch"), [("trainer", 2, 2, 32), ("lightning", 1, 7, 16), ("lightning", 2, 4, 16)]
 )
 def test_telemetry_where_nothing_is_enforced(trainer: str, ranks: int, steps: int, batch: int, tmp_path: Path) -> None:
-    pytest.importorskip(PACKAGES[trainer])
+    demand(trainer)
     watched = import_module(f"tests.helpers.{trainer}_workers").watched
     ended = as_job(ranks, tmp_path, watched, str(tmp_path / "rows.jsonl"), ranks)
     assert not any(code for code, _, _ in ended), ended[0][2][-3000:]

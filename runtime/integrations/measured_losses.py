@@ -1,0 +1,222 @@
+"""What a loss is a mean over, found from its values on parts of a batch. Start at :class:`LossKinds`.
+
+A loss that is a sum divided by a number goes down to a third with three times the number. A mean over samples is that of the
+means of two parts of the batch, weighed by their samples; a mean over labels, weighed by their labels. What goes over all
+samples together (contrastive pairs) is neither.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from copy import copy
+from typing import Any, Protocol
+
+import torch
+from accelerate.utils import find_batch_size, recursively_apply  # type: ignore[import-untyped]
+from torch import Tensor
+
+from ddltool.errors import InputError
+from ddltool.runtime.hook.job import DistributedJob
+
+DIVIDED, SAMPLES, LABELS, SHIFTED = KINDS = ("divided", "samples", "labels", "shifted labels")
+"""A sum divided by ``num_items_in_batch``; means over samples, over labels, and over all labels of a text but the first."""
+SAID = "said"
+"""What the script itself says the loss is."""
+IGNORED = -100
+"""The label that losses leave out."""
+TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2
+"""Relative to the loss: where weights and activations have 32 bits or more, and where they have 16."""
+_ROUNDING = 1e-6
+"""Relative difference of two predictions that a float32 loss cannot tell apart."""
+
+
+class Loss(Protocol):
+    """Computes losses, without gradients and dropout.
+
+    Attributes:
+        said: whether the script's own code has said, in the last one, what it is.
+        tolerance: of the losses, relative.
+    """
+
+    said: bool
+    tolerance: float
+
+    def __call__(self, inputs: Any, items: Any, *, alone: bool = True) -> float:
+        """Return the loss of a batch; ``alone``: as if there were one process. May change ``inputs``, but not its tensors."""
+
+
+class LossKinds:
+    """What kinds of loss a training may have, by what has been measured; all ranks call its methods together.
+
+    Args:
+        job: this process's place.
+        remedy: what a script says of a loss that is refused.
+    """
+
+    def __init__(self, job: DistributedJob, remedy: str) -> None:
+        self._job, self._remedy = job, remedy
+        self._kinds: list[str] = []
+
+    def kind(self, loss: Loss, inputs: Any, items: Any) -> str:
+        """Return one of ``KINDS``, by which the loss of a batch may be weighed, or ``SAID``.
+
+        Kinds that the batches so far do not tell apart (means over samples and labels, where all samples have as many labels)
+        stay possible as long as all of them weigh the same, which costs one small message; then the loss is measured again.
+
+        Args:
+            loss: computes it.
+            inputs: the batch: tensors by rows, and what else the model takes.
+            items: what the loss may be divided by; None: nothing.
+
+        Raises InputError, on all ranks, where no kind fits, and where those that fit cannot be told apart.
+        """
+        measure = not self._kinds
+        while measure or not self._weigh_alike(inputs):
+            fitting = self._fitting(loss, inputs, items)
+            if not measure and fitting == self._kinds:
+                problem = f"may be a mean over {' or '.join(fitting)}, which its values do not tell"
+                raise InputError("loss", problem, self._remedy)
+            self._kinds, measure = fitting, False
+        return self._kinds[0]
+
+    def _weigh_alike(self, inputs: Any) -> bool:
+        """Whether all kinds that are left give this batch the same weights."""
+        if len(self._kinds) == 1:
+            return True
+        counts = counts_of(inputs)
+        rows = self._job.numbers(*(float(counts[kind].sum()) if kind in counts else 0.0 for kind in self._kinds))
+        totals = [sum(column) for column in zip(*rows, strict=True)]
+        return all(row[0] * total == one * totals[0] for row in rows for one, total in zip(row, totals, strict=True))
+
+    def _fitting(self, loss: Loss, inputs: Any, items: Any) -> list[str]:
+        """Return the kinds that fit all ranks' batches, of those that are left. Raises InputError where there is none."""
+        failed: list[str] = []
+
+        def value(part: Any, number: Any, *, alone: bool = True) -> float:
+            try:
+                return loss(copy(part), number, alone=alone)
+            except (
+                Exception
+            ) as error:  # a part of a batch may lack what a model needs, or a loss be there in training alone
+                failed.append(f"{type(error).__name__}: {error}".splitlines()[0])
+                return math.nan
+
+        whole = value(inputs, items, alone=False)
+        if any(said for (said,) in self._job.numbers(float(loss.said))):
+            return [SAID]
+        verdicts = _verdicts(value, whole, inputs, items, loss.tolerance)
+        if failed:  # then what it is divided by is all that can be known
+            verdicts = [verdicts[0], *(0.0 for _ in verdicts[1:])]
+        columns = dict(zip(KINDS, zip(*self._job.numbers(*verdicts), strict=True), strict=True))
+        fitting = [kind for kind, told in columns.items() if min(told) >= 0 and max(told) > 0]
+        if fitting := [kind for kind in fitting if not self._kinds or kind in self._kinds]:
+            return [DIVIDED] if DIVIDED in fitting else fitting
+        problem = "is neither a sum divided by num_items_in_batch nor a mean over samples or labels"
+        if failed:
+            problem = f"cannot be measured on a part of the batch ({failed[0]})"
+        elif any(min(told) == max(told) == 0 for told in columns.values()):
+            problem = "cannot be measured: it is 0 or not finite, or each rank has one sample"
+        raise InputError("loss", problem, self._remedy)
+
+
+def counts_of(inputs: Any) -> dict[str, Tensor]:
+    """Return what a mean over the batch may be over, by kind: (rows,) of it in each row.
+
+    Labels are counted where ``inputs["labels"]`` are whole numbers.
+    """
+    rows = find_batch_size(inputs)
+    if not rows:
+        return {}
+    counts = {SAMPLES: torch.ones(rows, dtype=torch.float64)}
+    labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
+    if isinstance(labels, Tensor) and not labels.is_floating_point() and labels.dim() and len(labels) == rows:
+        known = (labels != IGNORED).double().cpu()
+        counts[LABELS] = known.reshape(rows, -1).sum(1)
+        if labels.dim() == 2:
+            counts[SHIFTED] = known[:, 1:].sum(1)
+    return counts
+
+
+def _verdicts(value: Any, whole: float, inputs: Any, items: Any, tolerance: float) -> list[float]:
+    """Return for each of ``KINDS`` whether the loss on this rank is of it: 1 yes, -1 no, 0 cannot be said."""
+    counts = counts_of(inputs)
+    rows = len(counts.get(SAMPLES, ()))
+
+    def near(one: float, other: float, *scale: float) -> bool:
+        return abs(one - other) <= tolerance * max(map(abs, (one, other, *scale)))
+
+    # Three times as many, not twice: with two processes a mean times their number, which is their number times smaller where
+    # there is one, would look divided.
+    fewer = whole if items is None else value(inputs, 3 * items)
+    is_divided, stays = items is not None and near(3 * fewer, whole), near(fewer, whole)
+    verdicts = {DIVIDED: is_divided, **dict.fromkeys(KINDS[1:], False)}
+    if rows:
+        halves = range(max(rows // 2, 1)), range(rows // 2, rows)
+        pair = _unlike_rows(counts)
+        first, second = (value(_rows(inputs, rows, part), items) for part in halves)
+        few, many, both = (value(_rows(inputs, rows, part), items) for part in (pair[:1], pair[1:], pair))
+        changed = value(_other_first_labels(_rows(inputs, rows, pair)), items) if SHIFTED in counts else both
+        parts = ((whole, (first, second), halves), (both, (few, many), (pair[:1], pair[1:])))
+        if rows > 1:
+            adds_up = all(math.isnan(sum(two)) or near(one, sum(two), *two) for one, two, _ in parts)
+            verdicts[DIVIDED] = is_divided and adds_up
+            means = {kind: [_mean(each, two, places) for _, two, places in parts] for kind, each in counts.items()}
+            fits = [
+                kind
+                for kind, told in means.items()
+                if stays and all(near(one, mean, *two) for (one, two, _), mean in zip(parts, told, strict=True))
+            ]
+            if fits:
+                best = min(fits, key=lambda kind: abs(means[kind][1] - both))
+                far = max(4 * abs(means[best][1] - both), _ROUNDING * max(abs(few), abs(many)))
+                fits = [kind for kind in fits if abs(means[kind][1] - means[best][1]) <= far]
+            if {LABELS, SHIFTED} <= {*fits} and few != many and _has_first_labels(_rows(inputs, rows, pair)):
+                fits.remove(LABELS if changed == both else SHIFTED)
+            verdicts |= {kind: kind in fits for kind in KINDS[1:]}
+    if not math.isfinite(whole) or whole == 0:
+        return [0.0] * len(KINDS)
+    unknown = {kind for kind in counts if stays} if rows == 1 else set()
+    return [0.0 if kind in unknown else 1.0 if verdicts[kind] else -1.0 for kind in KINDS]
+
+
+def _unlike_rows(counts: Mapping[str, Tensor]) -> list[int]:
+    """Return the row with the fewest labels and that with the most; the first and the last where all have as many."""
+    each = counts.get(LABELS, counts[SAMPLES])
+    few, many = int(torch.where(each > 0, each, math.inf).argmin()), int(each.argmax())
+    return [few, many] if few != many else [0, len(each) - 1]
+
+
+def _rows(inputs: Any, rows: int, places: Sequence[int]) -> Any:
+    """Return some rows of the batch."""
+
+    def part(value: Tensor) -> Tensor:
+        return value[torch.tensor([*places], device=value.device)] if value.dim() and len(value) == rows else value
+
+    return recursively_apply(part, inputs)
+
+
+def _mean(counts: Tensor, losses: Sequence[float], places: Sequence[Sequence[int]]) -> float:
+    """Return the mean of parts' losses, weighed by what these rows count; of parts that count nothing the loss is left out."""
+    weights = [float(counts[[*part]].sum()) for part in places]
+    total = sum(weights)
+    return sum(weight * loss for weight, loss in zip(weights, losses, strict=True) if weight) / total if total else 0.0
+
+
+def _has_first_labels(inputs: Any) -> bool:
+    """Whether some text's first label counts, and there is another one to put in its place."""
+    labels = inputs["labels"]
+    return bool((labels[:, 0] != IGNORED).any()) and len(labels[labels != IGNORED].unique()) > 1
+
+
+def _other_first_labels(inputs: Any) -> Any:
+    """Return the batch with another label in the first place of each text, one that occurs; those that do not count stay."""
+    labels = inputs["labels"].clone()
+    known = labels[labels != IGNORED]
+    if known.numel():
+        first = labels[:, 0]
+        other = torch.where(first == known.max(), known.min(), known.max())
+        labels[:, 0] = torch.where(first == IGNORED, first, other)
+    inputs = copy(inputs)
+    inputs["labels"] = labels
+    return inputs

@@ -1,0 +1,36 @@
+"""Who says what a loss is inside a trainer: the script, or its integration. Start at :class:`SaidLosses`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddltool.runtime.hook import Hook
+
+
+class SaidLosses:
+    """A hook that knows whether the script's own code has said what its losses are, and leaves all else to ``hook``.
+
+    Attributes:
+        said: whether that was so in this step; a trainer begins each step with False.
+    """
+
+    def __init__(self, hook: Hook) -> None:
+        self._hook, self.said = hook, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._hook, name)
+
+    def loss(self, loss: Tensor, **meaning: Any) -> Tensor:
+        """Return ``loss`` weighed as :meth:`~ddltool.runtime.hook.Hook.loss` does; for the script.
+
+        Without gradients, as in an evaluation, there is nothing to weigh, and the other ranks are not asked.
+        """
+        self.said = True
+        return self._hook.loss(loss, **meaning) if torch.is_grad_enabled() else loss
+
+    def weighed(self, loss: Tensor, **meaning: Any) -> Tensor:
+        """Return what the backward pass begins with: ``loss`` as it is where the script has weighed it; for the trainer."""
+        return loss if self.said else self._hook.loss(loss, **meaning)
