@@ -138,9 +138,8 @@ def _solve(options: _Options, gpus_by_type: Floats, exact: bool) -> tuple[Ints, 
     option_count, job_count = len(options.job), len(options.first)
     columns = np.arange(option_count)
     one_per_job = csr_array((np.ones(option_count), (options.job, columns)), shape=(job_count, option_count))
-    gpus_used = csr_array(
-        (options.count.astype(np.float64), (options.kind, columns)), shape=(len(gpus_by_type), option_count)
-    )
+    counts, shape = options.count.astype(np.float64), (len(gpus_by_type), option_count)
+    gpus_used = csr_array((counts, (options.kind, columns)), shape=shape)
     cost_range = float(np.ptp(options.cost)) or 1.0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -208,15 +207,13 @@ def job_speedups(job: SimulatedJob, cluster: ClusterSpec) -> JobSpeedups:
         goodput = job.goodput_table(widest, name)
         if goodput is not None and single_gpu_goodput is None and goodput[0, 1] > 0:
             single_gpu_goodput = float(goodput[0, 1])
-        if goodput is None or single_gpu_goodput is None:
-            speedup = np.tile(np.arange(widest + 1.0), (2, 1))
-        else:
+        speedup = np.tile(np.arange(widest + 1.0), (2, 1))
+        if goodput is not None and single_gpu_goodput is not None:
             speedup = goodput / single_gpu_goodput
         speedup[0, max(cluster.gpus[node] for node in cluster.nodes_of(name)) + 1 :] = 0.0
         speedup[1, :2] = 0.0
-        speedups.append(
-            TypeSpeedup(gpu_type=name, speedup=speedup, held=held if name == held_type else 0, held_row=held_row)
-        )
+        held_here = held if name == held_type else 0
+        speedups.append(TypeSpeedup(gpu_type=name, speedup=speedup, held=held_here, held_row=held_row))
     remaining_s = job.remaining_samples() / single_gpu_goodput if single_gpu_goodput else None
     return JobSpeedups(job=job, most_replicas=most_replicas, remaining_s=remaining_s, by_type=tuple(speedups))
 

@@ -125,17 +125,10 @@ def _jobs(frame: pd.DataFrame, path: Path) -> list[JobSpec]:
 
 def workload_csv(workload: WorkloadResult) -> str:
     """Return a workload as the CSV that :func:`read_workload` reads, with the source of each job in a last column."""
-    rows = [
-        (
-            job.name,
-            f"{job.submit_s!r}".removesuffix(".0"),
-            job.application,
-            job.num_replicas,
-            job.batch_size,
-            workload.source,
-        )
-        for job in workload.jobs
-    ]
+    rows = []
+    for job in workload.jobs:
+        submit = f"{job.submit_s!r}".removesuffix(".0")
+        rows.append((job.name, submit, job.application, job.num_replicas, job.batch_size, workload.source))
     return pd.DataFrame(rows, columns=[*WORKLOAD, "source"]).to_csv(index=False, lineterminator="\n")
 
 
@@ -257,18 +250,14 @@ def read_applications(folders: Sequence[Path], names: Sequence[str]) -> dict[str
             known_names = {path.name for folder in folders for path in folder.iterdir() if path.is_dir()}
             folder_names = ", ".join(map(str, folders))
             raise InputError(folder_names, f"holds no traces of application {name!r}", did_you_mean(name, known_names))
-        times: dict[str, MeasuredTimes] = {}
+        where, times = str(app_folders[0]), dict[str, MeasuredTimes]()
         for folder in app_folders:
             times = {**_step_times(folder), **times}
         validation = next((runs for runs in map(_validation, app_folders) if runs), [])
         if not times:
-            raise InputError(
-                str(app_folders[0]), "holds no placements.csv", "give placements.csv or placements-TYPE.csv"
-            )
+            raise InputError(where, "holds no placements.csv", "give placements.csv or placements-TYPE.csv")
         if not validation:
-            raise InputError(
-                str(app_folders[0]), "holds no validation-BATCH.csv", "give one per measured total batch size"
-            )
+            raise InputError(where, "holds no validation-BATCH.csv", "give one per measured total batch size")
         applications[name] = Application(name, times, validation)
     return applications
 
@@ -285,10 +274,8 @@ def _step_times(folder: Path) -> dict[str, MeasuredTimes]:
         if scalability_path.is_file():
             scalability = read_columns(scalability_path, _SCALABILITY, ended=True)
             columns = [numbers(scalability, name, scalability_path, minimum=1.0) for name in _SCALABILITY[:3]]
-            configurations, scalability_times_s = (
-                np.column_stack(columns),
-                _step_and_sync(scalability, scalability_path),
-            )
+            configurations = np.column_stack(columns)
+            scalability_times_s = _step_and_sync(scalability, scalability_path)
         times[suffix.removeprefix("-") or ANY_TYPE] = MeasuredTimes(
             where=str(path),
             placements=rotations,
@@ -314,11 +301,9 @@ def _validation(folder: Path) -> list[Validation]:
     runs: list[Validation] = []
     path_by_epochs: dict[int, Path] = {}
     for path in sorted(folder.glob("validation-*.csv")):
-        batch_text = path.stem.removeprefix("validation-")
-        if not batch_text.isdigit() or int(batch_text) == 0:
-            raise InputError(
-                str(path), f"{batch_text!r} is no batch size", "name it validation-BATCH.csv, such as -128"
-            )
+        digits = path.stem.removeprefix("validation-")
+        if not digits.isdigit() or int(digits) == 0:
+            raise InputError(str(path), f"{digits!r} is no batch size", "name it validation-BATCH.csv, such as -128")
         frame = read_columns(path, _VALIDATION, ended=True)
         columns = {name: numbers(frame, name, path) for name in _VALIDATION}
         sums = columns["grad_sqr"] + columns["grad_var"]
@@ -329,7 +314,7 @@ def _validation(folder: Path) -> list[Validation]:
             problem = f"has {short} epochs; {long_path.name} has {long}"
             raise InputError(str(short_path), problem, "as many in all validation files; this one may be cut off")
         del columns["metric"]  # read, so that a file is whole; nothing here depends on it
-        runs.append(Validation(batch_size=int(batch_text), **columns))
+        runs.append(Validation(batch_size=int(digits), **columns))
     return runs
 
 
@@ -385,10 +370,7 @@ def is_trace(frame: pd.DataFrame) -> bool:
 
 
 def _chosen(frame: pd.DataFrame) -> dict[str, str]:
-    """Return the table's column for each key of :data:`COLUMNS`, "" for none.
-
-    Tasks of Alibaba's trace have no time of submission: their start stands for it.
-    """
+    """Return the table's column for each key of :data:`COLUMNS`, "" for none; Alibaba's tasks are submitted at their start."""
     chosen = {key: next((name for name in names if name in frame.columns), "") for key, names in COLUMNS.items()}
     if chosen["gpus"] == _PERCENT and not chosen["submit"]:
         chosen["submit"] = chosen["start"]
@@ -478,10 +460,8 @@ def read_philly(document: Any, where: str) -> ClusterTrace:
             remedy = "YYYY-MM-DD HH:MM:SS, the end after the start by ten years at most"
             raise InputError(f"{where}:job {attempts[bad][0] + 1}:{name}", problem, remedy)
     owner = attempt_rows["row"].to_numpy(dtype=int)
-    hours = (
-        np.bincount(owner, attempt_rows["gpus"].to_numpy(dtype=float) * (end - begin_s), minlength=len(document))
-        / 3600.0
-    )
+    gpu_seconds = attempt_rows["gpus"].to_numpy(dtype=float) * (end - begin_s)
+    hours = np.bincount(owner, gpu_seconds, minlength=len(document)) / 3600.0
     log_end_s = max((float(times.max()) for times in (submit, end) if len(times)), default=0.0)
     never_ended = np.bincount(owner, minlength=len(document)) == 0
     hours[never_ended] = np.nan

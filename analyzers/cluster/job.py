@@ -54,10 +54,7 @@ def observations(observed: Seen) -> Observations:
 
 @lru_cache(maxsize=1024)  # jobs of one application begin alike
 def fit(observed: Seen, previous: ThroughputParams | None = None) -> ThroughputParams:
-    """Return the model fitted to ``observed``; what was never seen is as in the published simulator (see the module).
-
-    ``previous``: the last fit, from which this one starts.
-    """
+    """Return the model fitted to ``observed`` from the last fit on; what was never seen is assumed as the module says."""
     rows = observations(observed)
     params = refit(rows, previous).model_dump()
     if (rows.local_batch_size == rows.local_batch_size[0]).all():
@@ -340,13 +337,9 @@ class SimulatedJob:
         """Return the best batches on 1 to k >= ``most`` replicas, within a node and then across nodes, and k."""
         model = self.beliefs.model(gpu_type)
         squared_norm, variance = gradient
-        noise_scale = (
-            self.limits.initial_batch_size * variance / squared_norm
-            if squared_norm > 0 and variance > 0
-            else math.inf
-            if variance
-            else 0.0
-        )
+        noise_scale = math.inf if variance else 0.0
+        if squared_norm > 0 and variance > 0:
+            noise_scale = self.limits.initial_batch_size * variance / squared_norm
         if 0 < noise_scale < math.inf:  # no noise scale is known better than that
             noise_scale = math.exp(round(math.log(noise_scale) / _NOISE_STEP) * _NOISE_STEP)
         widest = 1 << (most - 1).bit_length()
@@ -470,10 +463,7 @@ class SimulatedJob:
         return replicas * self.local_batch_size * (self.accumulation_steps + 1)
 
     def retune(self, now_s: float, whole_seconds: bool) -> None:
-        """Choose the batch by the beliefs, and set the rate and the end of the current epoch by the true step time.
-
-        ``whole_seconds``: round the end of the epoch to seconds.
-        """
+        """Choose the batch by the beliefs, and set rate and end of the epoch (rounded if asked) by the true step time."""
         if not self.allocation:
             return
         self._choose_batch()
@@ -506,9 +496,8 @@ class SimulatedJob:
     def logical_batch(self) -> tuple[int, int]:
         """Return the local batch of one logical worker and its accumulation steps beyond the first: the same everywhere."""
         replicas = self.spec.num_replicas
-        tightest = min(
-            (self.limits_on[name] for name in self.measured_types), key=lambda limits: limits.max_local_batch_size
-        )
+        limits = [self.limits_on[name] for name in self.measured_types]
+        tightest = min(limits, key=lambda each: each.max_local_batch_size)
         local, steps = split_batch(self.spec.batch_size, replicas, tightest)
         return max(1, min(local, self.limits.max_batch_size // (replicas * (steps + 1)))), steps
 

@@ -82,10 +82,7 @@ class Ours:
         return allocations
 
     def _weights(self, offers: Sequence[JobSpeedups], fair_count: int, now_s: float) -> list[float]:
-        """Return ``r^q`` of each job; see the module. A job that was never observed counts as the shortest.
-
-        ``fair_count``: GPUs per job in equal shares.
-        """
+        """Return ``r^q`` of each job; a job never observed counts as the shortest. ``fair_count``: GPUs in an equal share."""
         remaining_s = [offer.remaining_s or 0.0 for offer in offers]
         order = sorted(range(len(offers)), key=lambda index: (-remaining_s[index], -offers[index].job.index))
         latenesses = [self._lateness(offers[index], fair_count, now_s) for index in order]
@@ -110,10 +107,7 @@ class Ours:
         """Return one job's cost of each count of GPUs, by type: the value of its best configuration less that of the count."""
         starting_s = max(offer.job.running_from_s - now_s, 0.0)
         best_value = max(float(on_type.speedup.max()) for on_type in offer.by_type) ** _POWER
-        return {
-            on_type.gpu_type: self._choice(on_type, offer, weight, best_value, hold_s, starting_s)
-            for on_type in offer.by_type
-        }
+        return {one.gpu_type: self._choice(one, offer, weight, best_value, hold_s, starting_s) for one in offer.by_type}
 
     def _choice(
         self,
@@ -137,9 +131,8 @@ class Ours:
             held_speedup = float(on_type.speedup[on_type.held_row, on_type.held])
             kept_speedup = held_speedup * held_stay_s / (held_stay_s + starting_s) if held_stay_s else 0.0
             keep_cost = weight * (best_value - kept_speedup**_POWER)
-        return JobCosts(
-            within=cost[0], across=cost[1], base=offer.job.allocation if on_type.held else (), keep=keep_cost
-        )
+        base = offer.job.allocation if on_type.held else ()
+        return JobCosts(within=cost[0], across=cost[1], base=base, keep=keep_cost)
 
     def _share_types(
         self,

@@ -49,9 +49,8 @@ class Sia:
             members = [index for index, (kind, count) in pairs if count and kind == type_index]
             if members:
                 counts = [assignment.counts[index] for index in members]
-                placed = place_on_type(
-                    [choices[index][gpu_type] for index in members], cluster, gpu_type, counts=counts
-                )
+                type_choices = [choices[index][gpu_type] for index in members]
+                placed = place_on_type(type_choices, cluster, gpu_type, counts=counts)
                 allocations.update({jobs[members[index]].index: allocation for index, allocation in placed})
         return allocations
 
@@ -88,9 +87,8 @@ class Sia:
         """Return one job's costs on one type: of the ``allowed`` counts (m + 1,) within a node and beyond it."""
         relative_goodput = on_type.speedup[:, : len(allowed)] / single_gpu_speedup
         with np.errstate(divide="ignore"):
-            cost = np.where(
-                allowed & (relative_goodput > 0), (relative_goodput * restart_factor) ** self.exponent, np.inf
-            )
+            cost = (relative_goodput * restart_factor) ** self.exponent
+            cost = np.where(allowed & (relative_goodput > 0), cost, np.inf)
             held_goodput = on_type.speedup[on_type.held_row, on_type.held] / single_gpu_speedup
             keep_cost = float(held_goodput**self.exponent) if on_type.held else np.inf
         cost[0, node_size + 1 :] = np.inf
