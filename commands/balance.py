@@ -65,8 +65,8 @@ def balance(
     total = _total(recorded, total_batch)
     outcomes = {}
     with stage("replaying", len(chosen)) as advance:
-        for place, name in enumerate(chosen):
-            advance(place, name)
+        for index, name in enumerate(chosen):
+            advance(index, name)
             outcomes[name] = replay(recorded, make(name, recorded.workers, settings), total, since=settings.warm_up)
     equal_split = replay_equal(recorded, total, since=settings.warm_up)
     oracle = replay_oracle(recorded, total, since=settings.warm_up)
@@ -74,8 +74,10 @@ def balance(
     def time_of(outcome: Outcome) -> dict[str, float]:
         return {"iteration_s": outcome.mean_s, "iteration_time_ratio": outcome.mean_s / equal_split.mean_s}
 
-    by = "narx" if predictor == "all" else predictor
-    beside: dict[str, Any] = {"schemes": _compared(recorded, total, by, settings)} if schemes else {}
+    compared_predictor = "narx" if predictor == "all" else predictor
+    optional_fields: dict[str, Any] = (
+        {"schemes": _compared(recorded, total, compared_predictor, settings)} if schemes else {}
+    )
     return BalanceResult(
         workers=recorded.workers,
         iterations=recorded.iterations,
@@ -93,7 +95,7 @@ def balance(
         },
         equal_split=SplitTime(**time_of(equal_split)),
         oracle=SplitTime(**time_of(oracle)),
-        **beside,
+        **optional_fields,
     )
 
 
@@ -103,32 +105,34 @@ def show_balance(call: VerbCall[BalanceResult], output: Path | None = None, as_j
     finish(result, lambda: balance_section(result, name), output, as_json)
 
 
-def _compared(recorded: SpeedTrace, total: int, by: str, settings: PredictorSettings) -> dict[str, Any]:
-    """Return every scheme's figures beside BSP's, LB-BSP by a predictor."""
-    made = compare(recorded, total, make(by, recorded.workers, settings))
-    base_s = made["bsp"].iteration_s
-    ratios = {name: each.iteration_s / base_s for name, each in made.items()}
-    figures = {name: SchemeFigures(**asdict(made[name]), iteration_time_ratio=ratio) for name, ratio in ratios.items()}
-    return {"predictor": by, **figures}
+def _compared(recorded: SpeedTrace, total: int, predictor: str, settings: PredictorSettings) -> dict[str, Any]:
+    """Return the figures of every scheme, with iteration times relative to BSP's; LB-BSP predicts by ``predictor``."""
+    schemes = compare(recorded, total, make(predictor, recorded.workers, settings))
+    bsp_s = schemes["bsp"].iteration_s
+    ratios = {name: scheme.iteration_s / bsp_s for name, scheme in schemes.items()}
+    figures = {
+        name: SchemeFigures(**asdict(schemes[name]), iteration_time_ratio=ratio) for name, ratio in ratios.items()
+    }
+    return {"predictor": predictor, **figures}
 
 
-def _warmed(recorded: SpeedTrace, asked: int, path: Path, tell: Tell) -> int:
+def _warmed(recorded: SpeedTrace, wanted: int, path: Path, tell: Tell) -> int:
     """Return the iterations of warm-up that the trace allows, and say so when they are fewer than asked for.
 
     Raises InputError when no iteration comes after them.
     """
-    warmed = default_warm_up(recorded.iterations, asked)
+    warmed = default_warm_up(recorded.iterations, wanted)
     if recorded.iterations <= warmed:
         problem = f"has {recorded.iterations} iterations, none after the warm-up of {warmed}"
         raise InputError(str(path), problem, f"record more than {warmed}")
-    if warmed < asked:
+    if warmed < wanted:
         tell(f"the trace has {recorded.iterations} iterations, so the warm-up is {warmed} of them")
     return warmed
 
 
-def _total(recorded: SpeedTrace, given: int | None) -> int:
+def _total(recorded: SpeedTrace, total_batch: int | None) -> int:
     """Return the samples of all workers together. Raises InputError for fewer than workers, and beyond MOST_SAMPLES."""
-    total = given if given is not None else BATCH_PER_WORKER * recorded.workers
+    total = total_batch if total_batch is not None else BATCH_PER_WORKER * recorded.workers
     if total < recorded.workers:
         raise InputError("--total-batch", f"is {total}", f"{recorded.workers} workers need one sample each or more")
     if total > MOST_SAMPLES:

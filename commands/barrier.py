@@ -67,15 +67,15 @@ def barrier(
     calls |= {objective: partial(best_barrier, objective=objective, max_gap=max_gap) for objective in OBJECTIVES}
     counts, records = np.diff(ends.pointers), {}
     length_s = (ends.last_s - ends.first_s) / (counts - 1) if counts.min() > 1 else np.zeros(len(names))
-    for name, call in calls.items():
-        begin = time.process_time()
-        made = call(ends)
-        spent, superstep_s = time.process_time() - begin, float((made.iterations * length_s).max())
+    for name, choose in calls.items():
+        begin_s = time.process_time()
+        choice = choose(ends)
+        cpu_seconds, superstep_s = time.process_time() - begin_s, float((choice.iterations * length_s).max())
         records[name] = BarrierChoice(
-            **_figures(made),
-            iterations=dict(zip(names, made.iterations.tolist(), strict=True)),
-            iterations_per_s=int(made.iterations.sum()) / superstep_s if superstep_s > 0.0 else None,
-            compute_seconds=spent,
+            **_figures(choice),
+            iterations=dict(zip(names, choice.iterations.tolist(), strict=True)),
+            iterations_per_s=int(choice.iterations.sum()) / superstep_s if superstep_s > 0.0 else None,
+            compute_seconds=cpu_seconds,
         )
     curve = tradeoff(ends, CURVE_POINTS if len(ends.end_s) <= MANY_ENDS else FEW_POINTS)
     return BarrierResult(
@@ -99,8 +99,9 @@ def show_barrier(call: VerbCall[BarrierResult], output: Path | None = None, as_j
     finish(result, lambda: barrier_section(result, name), output, as_json)
 
 
-def _figures(made: Barrier) -> dict[str, Any]:
-    return {name: getattr(made, name) for name in BarrierFigures.model_fields}
+def _figures(barrier: Barrier) -> dict[str, Any]:
+    """Return the figures of a barrier by the names of their fields in its record."""
+    return {name: getattr(barrier, name) for name in BarrierFigures.model_fields}
 
 
 def predicted_ends(path: Path, lookahead: int, predictor: str, tell: Tell) -> tuple[tuple[str, ...], EndTimes]:
@@ -111,9 +112,9 @@ def predicted_ends(path: Path, lookahead: int, predictor: str, tell: Tell) -> tu
         problem = f"{len(names)} workers x {lookahead} iterations are too many"
         raise InputError("--lookahead", problem, f"at most {MOST_ENDS // len(names)} for these workers")
     if recorded.lagging:
-        shown = ", ".join(recorded.lagging[:3]) + (", ..." if len(recorded.lagging) > 3 else "")
+        first_names = ", ".join(recorded.lagging[:3]) + (", ..." if len(recorded.lagging) > 3 else "")
         tell(
-            f"the rows of {len(recorded.lagging)} of {len(names)} workers ({shown}) stop more than two of their "
+            f"the rows of {len(recorded.lagging)} of {len(names)} workers ({first_names}) stop more than two of their "
             "iterations before the newest row; their predictions begin there"
         )
     where = [f"{name} of {path}" for name in names]

@@ -18,6 +18,7 @@ from ddltool.artifacts import write_text
 from ddltool.commands.options import device_counts, number, within
 from ddltool.commands.output import note, out, print_json, say, table
 from ddltool.companion import Companion, CompanionPlan, is_companion, write_companion
+from ddltool.device import DEVICES_PER_NODE
 from ddltool.errors import Infeasible, InputError
 from ddltool.tables import read_table
 from ddltool.telemetry import check_rows
@@ -31,7 +32,7 @@ def companion(
     lookup: str | None = None,
     free: str | None = None,
     patch: Path | None = None,
-    per_node: Annotated[int, within(1, 1024)] = 8,
+    per_node: Annotated[int, within(1, 1024)] = DEVICES_PER_NODE,
     resource: str = "nvidia.com/gpu",
     top_k: Annotated[int, within(1, 1000)] = 3,
     measured: Path | None = None,

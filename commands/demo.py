@@ -89,6 +89,7 @@ def _announce_step(title: str, *, spinner: bool) -> Iterator[None]:
 
 
 def _trace(output: Path, seed: int) -> Finding:
+    """Trace the zoo model and a contrasting shipped graph; return what TAC orders gain on each, simulated."""
     shipped = folder() / "graphs" / f"{CONTRAST}.graph.json.gz"
     sampling: dict[str, Any] = {"samples": SAMPLES, "seed": seed, "tell": note}
     outputs: dict[str, Any] = {"output": output / "graph.json", "perfetto": output / "timeline.perfetto.json"}
@@ -109,6 +110,7 @@ def _trace(output: Path, seed: int) -> Finding:
 
 
 def _profile(output: Path, seed: int) -> Finding:
+    """Measure step times and write them as profile.csv."""
     from ddltool.commands.profile import profile
 
     profiled = profile(
@@ -125,6 +127,7 @@ def _profile(output: Path, seed: int) -> Finding:
 
 
 def _fit(output: Path, seed: int) -> Finding:
+    """Fit the throughput model to the profile and write goodput.json."""
     fitted = fit(output / "profile.csv", seed=seed)
     save(fitted, output / "goodput.json")
     finding = f"throughput model, MAPE {fitted.mape:.1%} on {fitted.samples} measured rows"
@@ -132,6 +135,7 @@ def _fit(output: Path, seed: int) -> Finding:
 
 
 def _plan(output: Path, seed: int) -> Finding:
+    """Write the job and its plan."""
     job_file = output / "job.yaml"
     shutil.copyfile(folder() / "demo-job.yaml", job_file)
     job = read_job(job_file)
@@ -151,6 +155,7 @@ def _plan(output: Path, seed: int) -> Finding:
 
 
 def _emit(output: Path, seed: int) -> Finding:
+    """Write the enforcement of the plan."""
     telemetry_file = output / "telemetry.jsonl"
     telemetry_file.unlink(missing_ok=True)  # rows of an earlier demo in this folder
     enforcement = to_enforcement(load(output / "plan.json", Plan), telemetry=str(telemetry_file.resolve()))
@@ -160,6 +165,7 @@ def _emit(output: Path, seed: int) -> Finding:
 
 
 def _train(output: Path, seed: int) -> Finding:
+    """Train by the enforcement in processes of its own; return what came of it."""
     enforcement, result_file, log_file = (
         load(output / "enforce.json", Enforcement),
         output / "training.json",
@@ -204,6 +210,7 @@ def _outcome(training: dict[str, Any]) -> str:
 
 
 def _refit(output: Path, seed: int) -> Finding:
+    """Fit the throughput model again, to the telemetry of the training."""
     fitted = fit(output / "telemetry.jsonl", seed=seed)
     save(fitted, output / "goodput-telemetry.json")
     finding = f"MAPE {fitted.mape:.1%} on {fitted.samples} rows (measured)"

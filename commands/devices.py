@@ -36,6 +36,7 @@ def devices(
 
 
 def _row(device: Device) -> tuple[str, ...]:
+    """Return a device's row in the table of all."""
     peaks = device.peak_flops
     return (
         device.name,
@@ -50,6 +51,7 @@ def _row(device: Device) -> tuple[str, ...]:
 
 
 def _tera(rate: float | None) -> str:
+    """Return a rate in 10^12 per second, "-" where it is not known."""
     return "-" if rate is None else f"{rate / 1e12:.4g}"
 
 
@@ -77,4 +79,5 @@ def _show(device: Device) -> None:
 
 
 def _amount(value: float, unit: str) -> str:
+    """Return a value with its unit, "" for 0: not known."""
     return f"{value:.4g} {unit}" if value else ""

@@ -21,37 +21,41 @@ def diff_run(
     """
     from ddltool.runtime.elastic.run_difference import compare_runs  # the package imports torch
 
-    found = compare_runs(a, b)
+    comparison = compare_runs(a, b)
     if as_json:
-        print_json(found)
+        print_json(comparison)
     else:
-        for line in _lines(found, str(a), str(b)):
+        for line in _lines(comparison, str(a), str(b)):
             say(line)
-    if found.difference is not None:
-        raise CheckFailed(str(found.difference))
-    if whole and not found.same_length:
-        cut = " and ".join(str(path) for path, seen in ((a, found.a), (b, found.b)) if seen.cut)
-        rest = f"{cut} ends in the middle of a line" if cut else "only one of them has the others"
-        raise CheckFailed(f"{a} and {b} are equal in {found.steps_compared} steps, but {rest}")
+    if comparison.difference is not None:
+        raise CheckFailed(str(comparison.difference))
+    if whole and not comparison.same_length:
+        cut_files = " and ".join(str(path) for path, record in ((a, comparison.a), (b, comparison.b)) if record.cut)
+        reason = f"{cut_files} ends in the middle of a line" if cut_files else "only one of them has the others"
+        raise CheckFailed(f"{a} and {b} are equal in {comparison.steps_compared} steps, but {reason}")
 
 
-def _lines(found: RunDifference, a: str, b: str) -> list[str]:
+def _lines(comparison: RunDifference, a: str, b: str) -> list[str]:
+    """Return what to print of a comparison of the records ``a`` and ``b``."""
     lines = []
-    if (difference := found.difference) is None:
-        lines.append(f"equal bits in all {found.steps_compared} steps that both records have")
-        if not found.same_length:
-            for name, seen in ((a, found.a), (b, found.b)):
-                ending = ", then a line that is cut off" if seen.cut else ""
-                lines.append(f"  {name}: steps {seen.first_step} to {seen.last_step} ({seen.steps_read}){ending}")
+    if (difference := comparison.difference) is None:
+        lines.append(f"equal bits in all {comparison.steps_compared} steps that both records have")
+        if not comparison.same_length:
+            for name, record in ((a, comparison.a), (b, comparison.b)):
+                ending = ", then a line that is cut off" if record.cut else ""
+                lines.append(f"  {name}: steps {record.first_step} to {record.last_step} ({record.steps_read}){ending}")
     else:
-        who = "all workers share it" if difference.worker is None else f"logical worker {difference.worker}"
+        owner = "all workers share it" if difference.worker is None else f"logical worker {difference.worker}"
         counts = ", ".join(f"{count} x {kind}" for kind, count in difference.differing_in_step.items())
         lines += [
-            f"first difference: step {difference.step} (epoch {difference.epoch}), {who}",
+            f"first difference: step {difference.step} (epoch {difference.epoch}), {owner}",
             f"  tensor   {difference.record}: {difference.tensor}",
             f"  class    {difference.cause_class}",
             f"  cause    {difference.cause}",
-            f"  before   {found.steps_compared - 1} steps with equal bits, and all that comes earlier in this one",
+            f"  before   {comparison.steps_compared - 1} steps with equal bits, and all that comes earlier in this one",
             f"  in step  {counts} differ",
         ]
-    return lines + [f"settings differ: {one.name} is {one.a} in {a} and {one.b} in {b}" for one in found.settings]
+    return lines + [
+        f"settings differ: {setting.name} is {setting.a} in {a} and {setting.b} in {b}"
+        for setting in comparison.settings
+    ]

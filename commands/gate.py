@@ -58,24 +58,24 @@ def gate(
     settings = (
         config if isinstance(config, GateConfig) else read_config(config or Path(CONFIG_NAME), required=bool(config))
     )
-    ours = several(current)
-    found = figures_of(ours)
-    chosen, origin = rules_for(found.kind, rules, settings)
-    against = baselines_of(ours, several(baseline), settings)
-    before = figures_of(against) if against else None
-    if before is not None and before.kind != found.kind:
-        problem = f"is a {before.kind}, {name_of(ours[0])} a {found.kind}"
-        raise InputError(name_of(against[0]), problem, "compare two artifacts of one kind")
+    artifacts = several(current)
+    figures = figures_of(artifacts)
+    parsed_rules, origin = rules_for(figures.kind, rules, settings)
+    baselines = baselines_of(artifacts, several(baseline), settings)
+    baseline_figures = figures_of(baselines) if baselines else None
+    if baseline_figures is not None and baseline_figures.kind != figures.kind:
+        problem = f"is a {baseline_figures.kind}, {name_of(artifacts[0])} a {figures.kind}"
+        raise InputError(name_of(baselines[0]), problem, "compare two artifacts of one kind")
     verdict = judge(
-        chosen,
-        found.metrics,
-        before.metrics if before is not None else None,
+        parsed_rules,
+        figures.metrics,
+        baseline_figures.metrics if baseline_figures is not None else None,
         level=level_of(level, settings),
         seed=seed,
         where=origin,
     )
-    names = {"current": [*map(name_of, ours)], "baseline": [*map(name_of, against)]}
-    return verdict.model_copy(update={"artifact": found.kind, "rules_from": origin, **names})
+    names = {"current": [*map(name_of, artifacts)], "baseline": [*map(name_of, baselines)]}
+    return verdict.model_copy(update={"artifact": figures.kind, "rules_from": origin, **names})
 
 
 def show_gate(
@@ -95,54 +95,59 @@ def show_gate(
         return
     begin_s = time.perf_counter()
     settings = read_config(config or Path(CONFIG_NAME), required=config is not None)
-    against = baselines_of(current, call["baseline"], settings)
-    place = os.environ.get("GITHUB_STEP_SUMMARY") if github else None
-    read = [*current, *against, settings.where if settings is not None else None]
-    check_outputs(read, {"--junit": junit, "--sarif": sarif, "GITHUB_STEP_SUMMARY": place or None})
-    verdict = call(baseline=against, config=settings or GateConfig())
+    baselines = baselines_of(current, call["baseline"], settings)
+    summary_file = os.environ.get("GITHUB_STEP_SUMMARY") if github else None
+    inputs = [*current, *baselines, settings.where if settings is not None else None]
+    check_outputs(inputs, {"--junit": junit, "--sarif": sarif, "GITHUB_STEP_SUMMARY": summary_file or None})
+    verdict = call(baseline=baselines, config=settings or GateConfig())
     if junit is not None:
         write_text(junit, as_junit(verdict, _subject(current), seconds=time.perf_counter() - begin_s))
     if sarif is not None:
         save(as_sarif(verdict, str(current[0]), version=__version__), sarif)
     if github:
-        _tell_github(verdict, current, place)
+        _tell_github(verdict, current, summary_file)
     if as_json:
         print_json(verdict)
     else:
-        show(gate_section(verdict, _subject(current, against)), junit, sarif)
+        show(gate_section(verdict, _subject(current, baselines)), junit, sarif)
     if failed := verdict.failed:
-        more = f" | and {len(failed) - _NAMED} more" if len(failed) > _NAMED else ""
-        told = " | ".join(sentence(check) for check in failed[:_NAMED])
-        raise CheckFailed(f"{len(failed)} of {len(verdict.checks)} checks failed: {told}{more}")
+        more_text = f" | and {len(failed) - _NAMED} more" if len(failed) > _NAMED else ""
+        sentences = " | ".join(sentence(check) for check in failed[:_NAMED])
+        raise CheckFailed(f"{len(failed)} of {len(verdict.checks)} checks failed: {sentences}{more_text}")
 
 
-def _subject(current: list[Path], against: Sequence[Path] = ()) -> str:
+def _subject(current: list[Path], baselines: Sequence[Path] = ()) -> str:
     """Return what is judged in words: the first file, how many more, and the first baseline."""
     text = str(current[0]) if len(current) == 1 else f"{current[0]} and {len(current) - 1} more"
-    return harmless(f"{text} against {against[0]}" if against else text)
+    return harmless(f"{text} against {baselines[0]}" if baselines else text)
 
 
-def _tell_github(verdict: GateResult, current: list[Path], place: str | None) -> None:
+def _tell_github(verdict: GateResult, current: list[Path], summary_file: str | None) -> None:
     """Write annotations on stderr, which GitHub reads as well as stdout, and append to the step summary."""
     for line in workflow_commands(verdict, str(current[0])):
         sys.stderr.write(line + "\n")
-    if place:
+    if summary_file:
         try:
-            with open(place, "a", encoding="utf-8") as file:
+            with open(summary_file, "a", encoding="utf-8") as file:
                 file.write(summary(verdict, _subject(current)))
         except OSError as error:
-            raise InputError("GITHUB_STEP_SUMMARY", f"{place} cannot be written ({error.strerror})") from None
+            raise InputError("GITHUB_STEP_SUMMARY", f"{summary_file} cannot be written ({error.strerror})") from None
 
 
-def _list_metrics(found: Figures, as_json: bool) -> None:
-    """Print what an artifact can be judged by."""
-    metrics = found.metrics.values()
+def _list_metrics(figures: Figures, as_json: bool) -> None:
+    """Print the metrics of an artifact, which rules may name."""
+    metrics = figures.metrics.values()
     if as_json:
-        listed = [MetricFigure(name=one.name, value=one.value, unit=one.unit, measured=one.measured) for one in metrics]
-        print_json(GateMetrics(artifact=found.kind, metrics=listed))
+        listed = [
+            MetricFigure(name=metric.name, value=metric.value, unit=metric.unit, measured=metric.measured)
+            for metric in metrics
+        ]
+        print_json(GateMetrics(artifact=figures.kind, metrics=listed))
         return
     rows = []
-    for one in metrics:
-        repeats = str(min((cell.repeats for cell in one.cells), default=1)) if one.measured else "-"
-        rows.append((named(one.name), "measured" if one.measured else "", show_figure(one.value, one.unit), repeats))
-    out().print(table(f"Metrics of a {found.kind}", ("metric", "", "value", "repeats"), rows, text_columns=2))
+    for metric in metrics:
+        repeats = str(min((cell.repeats for cell in metric.cells), default=1)) if metric.measured else "-"
+        rows.append(
+            (named(metric.name), "measured" if metric.measured else "", show_figure(metric.value, metric.unit), repeats)
+        )
+    out().print(table(f"Metrics of a {figures.kind}", ("metric", "", "value", "repeats"), rows, text_columns=2))

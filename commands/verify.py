@@ -28,13 +28,13 @@ def verify(
     as_json: bool = False,
 ) -> None:
     """Compare a run with its plan: step time, compute by process, synchronisation; say what to fit again."""
-    made = load(plan_file, Plan)
+    plan = load(plan_file, Plan)
     models, model_error = _models(goodput)
     run = read_run(read_table(telemetry), str(telemetry), note)
     names = str(plan_file), str(telemetry)
-    found = compare(made, run, models, model_error=model_error, max_error=max_error, names=names)
-    finish(found, lambda: verification_section(found, made.job), output, as_json)
-    if not found.passed:
+    verification = compare(plan, run, models, model_error=model_error, max_error=max_error, names=names)
+    finish(verification, lambda: verification_section(verification, plan.job), output, as_json)
+    if not verification.passed:
         raise typer.Exit(1)
 
 
@@ -44,6 +44,6 @@ def _models(path: Path | None) -> tuple[dict[str, ThroughputParams] | None, floa
         return None, None
     fitted = load(path, Goodput)
     if fitted.devices:
-        models = {name: found.params for name, found in fitted.devices.items()}
-        return models, max(found.mape for found in fitted.devices.values())
+        models = {name: device.params for name, device in fitted.devices.items()}
+        return models, max(device.mape for device in fitted.devices.values())
     return {"": fitted.params}, fitted.mape

@@ -22,7 +22,7 @@ from ddltool.artifacts import Artifact, AtLeastOne, NonNegative, Positive, Recor
 from ddltool.errors import InputError, did_you_mean
 
 _MAGIC = b"SQLite format 3\x00"
-# By name.
+# In the order of the tables' names.
 _SCHEMA = (
     "CREATE TABLE meta (document TEXT NOT NULL)",
     "CREATE TABLE plans (id INTEGER PRIMARY KEY, document TEXT NOT NULL)",
@@ -153,14 +153,11 @@ class Companion:
         base.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
         deadline = [0.0]
 
-        def late() -> bool:
-            return time.monotonic() > deadline[0]
-
-        def begin(_: str) -> None:
+        def set_deadline(_statement: str) -> None:
             deadline[0] = time.monotonic() + _QUERY_S
 
-        base.set_trace_callback(begin)
-        base.set_progress_handler(late, 10_000)
+        base.set_trace_callback(set_deadline)  # called with each statement as it begins
+        base.set_progress_handler(lambda: time.monotonic() > deadline[0], 10_000)  # True interrupts the statement
         if base.execute("SELECT sql FROM sqlite_master ORDER BY name").fetchall() != [(sql,) for sql in _SCHEMA]:
             problem = "is no companion database: its tables are others"
             raise InputError(str(self.path), problem, "make one with: ddltool companion JOB.yaml")

@@ -27,16 +27,17 @@ def search(
     to_beat: Callable[[], Bound],
     out_of_time: Callable[[], bool] = lambda: False,
 ) -> Bound | None:
-    """Open boxes, the most promising first, until no other can hold anything below what is ``to_beat``.
+    """Open boxes (sets of candidates), least bound first, until no other can hold a candidate better than the best found.
 
     Args:
-        roots: boxes that hold everything together.
-        bound: from a box to what nothing inside it is below.
-        parts: looks into a box, and returns boxes that hold what was not seen of it.
-        to_beat: the best so far.
+        roots: boxes that hold all candidates together.
+        bound: returns a lower bound on the cost of every candidate in a box.
+        parts: examines a box, and returns boxes that hold the candidates not examined.
+        to_beat: returns the cost of the best candidate found so far, which ``parts`` may lower.
         out_of_time: whether to stop.
 
-    Returns the least bound of the boxes that were not opened; None: there is none left, so the best is proven.
+    Returns the least bound of the boxes left unopened, a lower bound on what is better than the best found; None where no
+    box is left, so that the best found is optimal.
     """
     order = itertools.count()  # of equal bounds the box that was found first
     waiting = [(bound(box), next(order), box) for box in roots]

@@ -219,7 +219,7 @@ class SweepDocument(Result):
     comparison: PolicyComparison | None = None
 
     @model_validator(mode="after")
-    def _told_apart(self) -> Self:
+    def _check_distinct_cells(self) -> Self:
         seen: set[tuple[str, str, int]] = set()
         for cell in self.cells:
             if cell.key in seen:

@@ -94,20 +94,21 @@ def parse_latency(text: str, where: str = "--latency") -> float:
 
 
 def show_seconds(seconds: float | None) -> str:
-    """Return a duration for people with three significant digits.
+    """Return a duration for people with three significant digits, from 1,000 s on in whole seconds; ``-`` for None and NaN.
 
-    >>> show_seconds(0.00153), show_seconds(75.0), show_seconds(None)
-    ('1.53 ms', '75 s', '-')
+    >>> show_seconds(0.00153), show_seconds(0.9996), show_seconds(86400.0), show_seconds(None)
+    ('1.53 ms', '1 s', '86,400 s', '-')
     """
     if seconds is None or math.isnan(seconds):
         return "-"
     if math.isinf(seconds):
         return "inf"
+    rounded = float(f"{seconds:.3g}")  # the unit is that of the rounded value, so that 999.6 us are 1 ms
+    if abs(rounded) >= 1000:
+        return f"{seconds:,.0f} s" if abs(seconds) < 1e12 else f"{rounded:g} s"  # digits would hide what it is
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")):
-        if abs(seconds) >= scale:
-            if abs(seconds) >= 1e12:  # digits would hide what it is
-                return f"{seconds:.3g} s"
-            return f"{seconds / scale:.3g} {unit}" if abs(seconds) < 1000 else f"{seconds:,.0f} s"
+        if abs(rounded) >= scale:
+            return f"{rounded / scale:.3g} {unit}"
     return "0 s" if seconds == 0 else f"{seconds:.2e} s"
 
 

@@ -28,9 +28,9 @@ from ddltool.simulation_results import AdviceResult, JobNow, ResizeOption, Resiz
 
 # Quantiles at which the distributions are summed: the grid has 199 x 39 x at most 16 points.
 _REMAINING, _GAIN, _RESTARTS = 199, 39, 16
-_LARGEST = 1e15
-# Replicas that are thought of, and options that are looked at: each is an integral over three distributions.
-_MOST_REPLICAS, _MOST_LOOKED_AT = 4096, 64
+_LONGEST_S = 1e15
+# The most replicas, and the most options that are examined: each is an integral over three distributions.
+_MOST_REPLICAS, _MOST_EXAMINED = 4096, 64
 
 
 def advise(
@@ -50,17 +50,20 @@ def advise(
     by another restart; None: it keeps the new one.
     """
     restarts = np.array(restarts_s, dtype=np.float64)
-    delay = float(restarts.mean())
+    mean_restart_s = float(restarts.mean())
     if len(restarts) > _RESTARTS:
         restarts = np.quantile(restarts, (np.arange(_RESTARTS) + 0.5) / _RESTARTS)
-    left, gains = _likely(remaining_s, remaining_factor, _REMAINING), _likely(gain, gain_factor, _GAIN)
-    saved = saved_seconds(left[:, None, None], gains[:, None], restarts, hold_s)
+    remaining, gains = (
+        _quantiles_of_guess(remaining_s, remaining_factor, _REMAINING),
+        _quantiles_of_guess(gain, gain_factor, _GAIN),
+    )
+    saved = saved_seconds(remaining[:, None, None], gains[:, None], restarts, hold_s)
     low, high = np.quantile(saved, (0.1, 0.9), method="inverted_cdf").tolist()
     return ResizeSaving(
         gain=gain,
-        restart_s=delay,
-        break_even_s=_break_even(gain, delay, hold_s),
-        saved_s=float(saved_seconds(np.array(remaining_s), np.array(gain), np.array(delay), hold_s)),
+        restart_s=mean_restart_s,
+        break_even_s=_break_even(gain, mean_restart_s, hold_s),
+        saved_s=float(saved_seconds(np.array(remaining_s), np.array(gain), np.array(mean_restart_s), hold_s)),
         expected_saved_s=float(saved.mean()),
         saved_p10_s=low,
         saved_p90_s=high,
@@ -68,7 +71,7 @@ def advise(
     )
 
 
-def _likely(median: float, factor: float, count: int) -> Floats:
+def _quantiles_of_guess(median: float, factor: float, count: int) -> Floats:
     """Return ``count`` equally likely values of a log-normal guess, one where it is known."""
     if factor == 1:
         return np.array([median])
@@ -102,16 +105,17 @@ def placements(held: Sequence[int], free: Sequence[int], most: int) -> Iterator[
     of the nodes taken is the tightest that holds what is left. With the GPUs that it has only a placement on fewer
     nodes is another one.
     """
-    room = [one + other for one, other in zip(held, free, strict=True)]
-    order = sorted(range(len(room)), key=lambda node: (-room[node], -held[node], node))
-    for count in range(1, min(sum(room), most) + 1):
-        taken = dict(fewest_nodes(room, order, count))
-        gpus = [taken.get(node, 0) for node in range(len(room))]
-        if count != sum(held) or _nodes(gpus) < _nodes(held):
+    usable = [own + unused for own, unused in zip(held, free, strict=True)]
+    order = sorted(range(len(usable)), key=lambda node: (-usable[node], -held[node], node))
+    for count in range(1, min(sum(usable), most) + 1):
+        gpus_by_node = dict(fewest_nodes(usable, order, count))
+        gpus = [gpus_by_node.get(node, 0) for node in range(len(usable))]
+        if count != sum(held) or _count_nodes(gpus) < _count_nodes(held):
             yield tuple(gpus)
 
 
-def _nodes(gpus: Sequence[int]) -> int:
+def _count_nodes(gpus: Sequence[int]) -> int:
+    """Return how many nodes have GPUs; ``gpus``: per node, (N,)."""
     return sum(count > 0 for count in gpus)
 
 
@@ -130,29 +134,29 @@ def advise_job(path: Path) -> AdviceResult:
         max_local_batch_size=min(state.max_local_batch_size, state.max_batch_size),
     )
     held = sum(state.held)
-    now = tune_one(params, _nodes(state.held), held, limits, noise_scale=state.noise_scale)
+    tuned_now = tune_one(params, _count_nodes(state.held), held, limits, noise_scale=state.noise_scale)
     # Without a time there are samples, at the efficiency of M0.
-    left_s = state.remaining_s or (state.remaining_samples or 0.0) / now.goodput_per_s
-    if not 0 < left_s <= _LARGEST:
-        raise InputError(f"{path}:remaining_samples", f"is {left_s:g} seconds of work", "what a job can have left")
+    remaining_s = state.remaining_s or (state.remaining_samples or 0.0) / tuned_now.goodput_per_s
+    if not 0 < remaining_s <= _LONGEST_S:
+        raise InputError(f"{path}:remaining_samples", f"is {remaining_s:g} seconds of work", "what a job can have left")
     # Both goodputs of a ratio carry the model's error.
     rmsle = model.devices[state.device].rmsle if model.devices else model.rmsle
     gain_factor = min(math.exp(math.sqrt(2) * rmsle), 1000.0)
-    allocations = _looked_at(state)
-    nodes, replicas = [_nodes(gpus) for gpus in allocations], [sum(gpus) for gpus in allocations]
+    allocations = _examined(state)
+    nodes, replicas = [_count_nodes(gpus) for gpus in allocations], [sum(gpus) for gpus in allocations]
     tuned = tune(params, nodes or [1], replicas or [1], limits, noise_scale=state.noise_scale)
     options = []
     for row in np.flatnonzero(tuned.feasible[: len(allocations)]).tolist():
         goodput_per_s = float(tuned.goodput_per_s[row])
         saving = advise(
-            goodput_per_s / now.goodput_per_s,
-            left_s,
+            goodput_per_s / tuned_now.goodput_per_s,
+            remaining_s,
             state.restarts_s,
             remaining_factor=state.remaining_factor,
             gain_factor=gain_factor,
             hold_s=state.hold_s,
         )
-        resized_s = saving.restart_s + left_s / saving.gain
+        resized_s = saving.restart_s + remaining_s / saving.gain
         options.append(
             ResizeOption(
                 gpus_by_node={str(node): count for node, count in enumerate(allocations[row]) if count},
@@ -160,7 +164,7 @@ def advise_job(path: Path) -> AdviceResult:
                 nodes=nodes[row],
                 batch_size=int(tuned.total_batch_size[row]),
                 goodput_per_s=goodput_per_s,
-                extra_gpu_seconds=replicas[row] * resized_s - held * left_s,
+                extra_gpu_seconds=replicas[row] * resized_s - held * remaining_s,
                 **saving.model_dump(),
             )
         )
@@ -168,19 +172,19 @@ def advise_job(path: Path) -> AdviceResult:
     running = JobNow(
         gpus=state.held,
         replicas=held,
-        batch_size=now.total_batch_size,
-        goodput_per_s=now.goodput_per_s,
-        remaining_s=left_s,
+        batch_size=tuned_now.total_batch_size,
+        goodput_per_s=tuned_now.goodput_per_s,
+        remaining_s=remaining_s,
         remaining_factor=state.remaining_factor,
     )
     resize = best is not None and best.expected_saved_s > 0
     return AdviceResult(job=str(path), now=running, gain_factor=gain_factor, resize=resize, best=best, options=options)
 
 
-def _looked_at(state: JobState) -> list[tuple[int, ...]]:
-    """Return the allocations that are looked at: of many, those of 64 numbers of GPUs in equal ratios, the ends included."""
+def _examined(state: JobState) -> list[tuple[int, ...]]:
+    """Return the allocations to examine: of more than 64, those of 64 numbers of GPUs in equal ratios, the ends included."""
     allocations = list(placements(state.held, state.free, min(state.max_replicas or _MOST_REPLICAS, _MOST_REPLICAS)))
-    if len(allocations) <= _MOST_LOOKED_AT:
+    if len(allocations) <= _MOST_EXAMINED:
         return allocations
-    rows = np.unique(np.geomspace(1, len(allocations), _MOST_LOOKED_AT).round().astype(int) - 1)
+    rows = np.unique(np.geomspace(1, len(allocations), _MOST_EXAMINED).round().astype(int) - 1)
     return [allocations[row] for row in rows]

@@ -4,7 +4,8 @@ A multiple-choice knapsack with one constraint per type, by HiGHS: as an integer
 job's cost over the count where there are many options; as its relaxation, of which at most one job per type is split and
 gets the lesser part, where there are too many for that.
 
-What Sia's and our policy share: what each GPU type would bring a job, as believed, and from counts per type to nodes.
+Sia's and our policy also share :func:`job_speedups`, a job's believed speed on each GPU type, and :func:`place_on_type`,
+which turns counts of one type into GPUs of its nodes.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ class TypeAssignment:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Options:
-    """All ``o`` options, by job: arrays (o,) of job, type, count and cost; the first of a job is nothing."""
+    """All ``o`` options, by job: arrays (o,) of job, type (``kind``), count and cost; a job's first is to get no GPUs.
+
+    ``first``: the place (n,) of each job's first option.
+    """
 
     job: Ints
     kind: Ints
@@ -52,24 +56,25 @@ class _Options:
 
 
 def assign(costs: Sequence[Sequence[Floats]], capacity: Sequence[int], *, exact: bool = True) -> TypeAssignment:
-    """Return an assignment of small total cost.
+    """Return a GPU type and a count for each job, of small total cost and within the GPUs of every type.
 
-    ``costs[j][t][k]``: job j on k GPUs of type t, inf where not allowed; ``costs[j][t][0]`` is the cost of nothing, finite
+    ``costs[j][t][k]``: job j on k GPUs of type t, inf where not allowed; ``costs[j][t][0]`` is the cost of no GPUs, finite
     and the same for every type. ``capacity[t]``: GPUs of type t. ``exact``: solve the integer program (HiGHS, relative gap
     1e-4; over the hulls where there are more than 500 options) with at most 20,000 binaries; else its relaxation.
     """
     if not costs:
         return TypeAssignment(types=(), counts=(), cost=0.0, bound=0.0)
     costs = [[table[: most + 1] for table, most in zip(tables, capacity, strict=True)] for tables in costs]
-    options = _options(costs, _falling) if exact else None
+    options = _options(costs, _falling_counts) if exact else None
     if options is None or len(options.job) > _FEW:
-        options = _options(costs, _hull)
-    room = np.asarray(capacity, dtype=np.float64)
-    least = np.minimum.reduceat(options.cost, options.first)
-    hit = np.flatnonzero(options.cost <= least[options.job])
-    chosen, bound = hit[np.unique(options.job[hit], return_index=True)[1]], float(least.sum())
-    if np.any(np.bincount(options.kind[chosen], options.count[chosen], len(room)) > room):
-        chosen, bound = _solved(options, room, exact and len(options.job) <= _MOST_BINARIES)
+        options = _options(costs, _hull_counts)
+    gpus_by_type = np.asarray(capacity, dtype=np.float64)
+    least_costs = np.minimum.reduceat(options.cost, options.first)
+    # Where the cheapest option of every job (the first of equal ones) fits, nothing is to be solved.
+    cheapest = np.flatnonzero(options.cost <= least_costs[options.job])
+    chosen, bound = cheapest[np.unique(options.job[cheapest], return_index=True)[1]], float(least_costs.sum())
+    if np.any(np.bincount(options.kind[chosen], options.count[chosen], len(gpus_by_type)) > gpus_by_type):
+        chosen, bound = _solve(options, gpus_by_type, exact and len(options.job) <= _MOST_BINARIES)
     total = float(options.cost[chosen].sum())
     return TypeAssignment(
         types=tuple(options.kind[chosen].tolist()),
@@ -79,138 +84,149 @@ def assign(costs: Sequence[Sequence[Floats]], capacity: Sequence[int], *, exact:
     )
 
 
-def _options(costs: Sequence[Sequence[Floats]], chosen: Callable[[Floats], list[int]]) -> _Options:
-    """Return the options of the ``chosen`` counts of each table, after nothing."""
+def _options(costs: Sequence[Sequence[Floats]], select_counts: Callable[[Floats], list[int]]) -> _Options:
+    """Return each job's options: no GPUs, then the counts that ``select_counts`` keeps of each type's costs."""
     rows: list[tuple[int, int, int, float]] = []
-    first: list[int] = []
+    first_options: list[int] = []
     for job, tables in enumerate(costs):
-        first.append(len(rows))
+        first_options.append(len(rows))
         rows.append((job, 0, 0, float(tables[0][0])))
         for kind, table in enumerate(tables):
-            rows.extend((job, kind, count, float(table[count])) for count in chosen(table))
+            rows.extend((job, kind, count, float(table[count])) for count in select_counts(table))
     jobs, kinds, counts, values = (np.array(column) for column in zip(*rows, strict=True))
-    return _Options(job=jobs, kind=kinds, count=counts, cost=values, first=np.array(first))
+    return _Options(job=jobs, kind=kinds, count=counts, cost=values, first=np.array(first_options))
 
 
-def _falling(cost: Floats) -> list[int]:
+def _falling_counts(cost: Floats) -> list[int]:
     """Return the counts above 0 that cost less than every smaller one.
 
-    >>> _falling(np.array([9.0, 5.0, 6.0, 4.5, np.inf, 1.0]))
+    >>> _falling_counts(np.array([9.0, 5.0, 6.0, 4.5, np.inf, 1.0]))
     [1, 3, 5]
     """
     least = np.minimum.accumulate(cost)
-    made: list[int] = (np.flatnonzero(cost[1:] < least[:-1]) + 1).tolist()
-    return made
+    counts: list[int] = (np.flatnonzero(cost[1:] < least[:-1]) + 1).tolist()
+    return counts
 
 
-def _hull(cost: Floats) -> list[int]:
+def _hull_counts(cost: Floats) -> list[int]:
     """Return the counts above 0 on the falling part of the lower convex hull of a cost over 0, 1, ...
 
-    >>> _hull(np.array([9.0, 5.0, 4.5, 1.0, 1.0]))
+    >>> _hull_counts(np.array([9.0, 5.0, 4.5, 1.0, 1.0]))
     [1, 3]
     """
-    values = cost.tolist()
-    made = [0]
-    for count in range(1, len(values)):
-        value = values[count]
-        if not value < values[made[-1]]:
+    costs = cost.tolist()
+    corners = [0]
+    for count in range(1, len(costs)):
+        cost_here = costs[count]
+        if not cost_here < costs[corners[-1]]:
             continue
-        while len(made) > 1:
-            last, before = made[-1], made[-2]
-            if (values[before] - values[last]) * (count - last) >= (values[last] - value) * (last - before):
+        while len(corners) > 1:
+            last, previous = corners[-1], corners[-2]
+            if (costs[previous] - costs[last]) * (count - last) >= (costs[last] - cost_here) * (last - previous):
                 break
-            made.pop()
-        made.append(count)
-    return made[1:]
+            corners.pop()
+        corners.append(count)
+    return corners[1:]
 
 
-def _solved(options: _Options, room: Floats, exact: bool) -> tuple[Ints, float]:
-    """Return each job's option (n,) by HiGHS, and a bound on the cost; jobs that a relaxation splits get the lesser count."""
-    amount, jobs = len(options.job), len(options.first)
-    columns = np.arange(amount)
-    one = csr_array((np.ones(amount), (options.job, columns)), shape=(jobs, amount))
-    use = csr_array((options.count.astype(np.float64), (options.kind, columns)), shape=(len(room), amount))
-    span = float(np.ptp(options.cost)) or 1.0
+def _solve(options: _Options, gpus_by_type: Floats, exact: bool) -> tuple[Ints, float]:
+    """Return the option of each job (n,) by HiGHS, and a lower bound on the total cost of any choice.
+
+    ``exact``: solve the integer program; else its relaxation, where a job that is split between two counts of a type
+    gets the lesser, and one that is split between types gets no GPUs.
+    """
+    option_count, job_count = len(options.job), len(options.first)
+    columns = np.arange(option_count)
+    one_per_job = csr_array((np.ones(option_count), (options.job, columns)), shape=(job_count, option_count))
+    counts, shape = options.count.astype(np.float64), (len(gpus_by_type), option_count)
+    gpus_used = csr_array((counts, (options.kind, columns)), shape=shape)
+    cost_range = float(np.ptp(options.cost)) or 1.0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found: Any = milp(
-            options.cost / span,
-            constraints=[LinearConstraint(one, 1, 1), LinearConstraint(use, -np.inf, room)],
-            integrality=np.full(amount, int(exact)),
+        solution: Any = milp(
+            options.cost / cost_range,
+            constraints=[LinearConstraint(one_per_job, 1, 1), LinearConstraint(gpus_used, -np.inf, gpus_by_type)],
+            integrality=np.full(option_count, int(exact)),
             bounds=Bounds(0, 1),
             options={"mip_rel_gap": _RELATIVE_GAP, "node_limit": 2000},
         )
-    if found.x is None:
-        return options.first, -np.inf  # nobody gets anything: always allowed
-    # The last of a job's options that is chosen whole; of one that is split between two, the first, so that all fit.
+    if solution.x is None:
+        return options.first, -np.inf  # no GPUs for any job: always allowed
+    # A job split between two counts uses at least the lesser of its type in the relaxation, so rounding down fits.
     chosen = options.first.copy()
-    taken = np.flatnonzero(found.x > 1 - 1e-6)
-    chosen[options.job[taken]] = taken
-    for job in np.setdiff1d(np.arange(jobs), options.job[taken]).tolist():
-        parts = np.flatnonzero((options.job == job) & (found.x > 1e-6))
-        if len(set(options.kind[parts].tolist())) == 1:
-            chosen[job] = parts[0]
-    bound = found.mip_dual_bound if exact and found.mip_dual_bound is not None else found.fun
-    return chosen, float(bound) * span
+    whole = np.flatnonzero(solution.x > 1 - 1e-6)
+    chosen[options.job[whole]] = whole
+    for job in np.setdiff1d(np.arange(job_count), options.job[whole]).tolist():
+        shares_of_job = np.flatnonzero((options.job == job) & (solution.x > 1e-6))
+        if len(set(options.kind[shares_of_job].tolist())) == 1:
+            chosen[job] = shares_of_job[0]
+    bound = solution.mip_dual_bound if exact and solution.mip_dual_bound is not None else solution.fun
+    return chosen, float(bound) * cost_range
 
 
 # No job is given more replicas than in the published simulator.
 MOST_REPLICAS = 64
-Placed = list[tuple[int, Allocation]]
-"""(place in the list of choices, allocation) of the jobs that got GPUs."""
+PlacedJobs = list[tuple[int, Allocation]]
+"""(index in the list of choices, allocation) of the jobs that got GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TypeSpeedup:
-    """A job's believed goodput on one GPU type, over that on one GPU of its first type."""
+    """A job's believed goodput on one GPU type, relative to that on one GPU of its first type."""
 
     gpu_type: str
     speedup: Floats
-    """(2, m + 1): row 0 within a node, row 1 across nodes; 0 where it cannot run."""
+    """(2, m + 1), column k on k GPUs: row 0 within a node, row 1 across nodes; 0 where the job cannot run."""
     held: int
-    """GPUs that it holds of this type, 0 if none."""
-    row: int
-    """The row of what it holds."""
+    """GPUs of this type that the job holds, 0 if none."""
+    held_row: int
+    """The row of ``speedup`` that its current allocation is in; -1 without one."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class JobSpeedups:
-    """All types on which a job can run."""
+    """The believed speed of a job on every GPU type on which it can run."""
 
     job: SimulatedJob
-    most: int
-    """Replicas that it may be given."""
+    most_replicas: int
+    """Replicas that the job may be given."""
     remaining_s: float | None
-    """Seconds left on one GPU of its first type, as believed; None before anything was seen of it."""
+    """Seconds left on one GPU of the job's first type, as believed; None before it was observed on any."""
     by_type: tuple[TypeSpeedup, ...]
 
 
 def job_speedups(job: SimulatedJob, cluster: ClusterSpec) -> JobSpeedups:
-    """Return what each type of the cluster would bring a job. Before anything was seen, speedups count the GPUs."""
-    most = min(job.most_replicas, MOST_REPLICAS)
+    """Return a job's believed speedups on each type of the cluster; before anything was observed, k GPUs count k."""
+    most_replicas = min(job.most_replicas, MOST_REPLICAS)
     held = count_gpus(job.allocation)
     held_type = cluster.type_of(job.allocation) if held else None
-    wide = max(most, held, 1)
-    base: float | None = None
-    made, row = [], min(len(job.allocation), 2) - 1
+    widest = max(most_replicas, held, 1)
+    single_gpu_goodput: float | None = None
+    speedups, held_row = [], min(len(job.allocation), 2) - 1
     for name in job.gpu_types:
-        table = job.goodput_table(wide, name)
-        if table is not None and base is None and table[0, 1] > 0:
-            base = float(table[0, 1])
-        speedup = np.tile(np.arange(wide + 1.0), (2, 1)) if table is None or base is None else table / base
+        goodput = job.goodput_table(widest, name)
+        if goodput is not None and single_gpu_goodput is None and goodput[0, 1] > 0:
+            single_gpu_goodput = float(goodput[0, 1])
+        speedup = np.tile(np.arange(widest + 1.0), (2, 1))
+        if goodput is not None and single_gpu_goodput is not None:
+            speedup = goodput / single_gpu_goodput
         speedup[0, max(cluster.gpus[node] for node in cluster.nodes_of(name)) + 1 :] = 0.0
         speedup[1, :2] = 0.0
-        made.append(TypeSpeedup(gpu_type=name, speedup=speedup, held=held if name == held_type else 0, row=row))
-    remaining = job.remaining_samples() / base if base else None
-    return JobSpeedups(job=job, most=most, remaining_s=remaining, by_type=tuple(made))
+        held_here = held if name == held_type else 0
+        speedups.append(TypeSpeedup(gpu_type=name, speedup=speedup, held=held_here, held_row=held_row))
+    remaining_s = job.remaining_samples() / single_gpu_goodput if single_gpu_goodput else None
+    return JobSpeedups(job=job, most_replicas=most_replicas, remaining_s=remaining_s, by_type=tuple(speedups))
 
 
 def tables(by_type: Mapping[str, JobCosts], names: Sequence[str]) -> list[Floats]:
-    """Return what each count on each of the types ``names`` costs one job; nothing costs the same on all of them."""
-    made = [flat(by_type[name]) if name in by_type else np.zeros(1) for name in names]
-    for table in made:
+    """Return one job's cost of each count (from 0 on) on each of the types ``names``, as :func:`assign` takes it.
+
+    A type without costs allows no GPUs; the cost of no GPUs is the same on all types.
+    """
+    by_count = [flat(by_type[name]) if name in by_type else np.zeros(1) for name in names]
+    for table in by_count:
         table[0] = next(iter(by_type.values())).within[0]
-    return made
+    return by_count
 
 
 def place_on_type(
@@ -221,11 +237,23 @@ def place_on_type(
     counts: Sequence[int] | None = None,
     effort: int = 0,
     seed: int = 0,
-) -> Placed:
-    """Return allocations on the nodes of one type: of small total cost, or of about ``counts`` (n,), which must fit."""
+) -> PlacedJobs:
+    """Return allocations on the nodes of one type: of small total cost, or of about ``counts`` (n,), which must fit.
+
+    ``effort`` and ``seed``: of the local search for small total cost, as in :func:`search`.
+    """
     nodes = cluster.nodes_of(gpu_type)
     gpus = [cluster.gpus[node] for node in nodes]
-    local = {node: at for at, node in enumerate(nodes)}
-    here = [replace(one, base=tuple((local[node], count) for node, count in one.base)) for one in choices]
-    found = search(here, gpus, effort=effort, seed=seed).allocations if counts is None else pack(here, gpus, counts)
-    return [(at, tuple((nodes[node], count) for node, count in made)) for at, made in enumerate(found) if made]
+    local_index = {node: index for index, node in enumerate(nodes)}
+    local_choices = [
+        replace(choice, base=tuple((local_index[node], count) for node, count in choice.base)) for choice in choices
+    ]
+    if counts is None:
+        allocations = search(local_choices, gpus, effort=effort, seed=seed).allocations
+    else:
+        allocations = pack(local_choices, gpus, counts)
+    return [
+        (index, tuple((nodes[node], count) for node, count in allocation))
+        for index, allocation in enumerate(allocations)
+        if allocation
+    ]

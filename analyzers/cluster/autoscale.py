@@ -55,8 +55,8 @@ class NodeSpeeds:
     def throughput(self, nodes: int, epoch: int) -> tuple[float, int, float]:
         """Return the most samples per second that the GPUs hold at once, the total batch and seconds per step."""
         options = self.batches(nodes)
-        plain = [one for one in options if one[2] == 1] or options
-        return max((total / step, total, step) for total, step, _ in plain)
+        unaccumulated = [option for option in options if option[2] == 1] or options
+        return max((total / step, total, step) for total, step, _ in unaccumulated)
 
 
 def scale(speeds: NodeSpeeds, rule: str, *, restart_delay_s: float = 30.0) -> ScaledTraining:
@@ -68,12 +68,14 @@ def scale(speeds: NodeSpeeds, rule: str, *, restart_delay_s: float = 30.0) -> Sc
     rate = speeds.throughput if rule == "throughput" else speeds.goodput
     nodes = min(int(rule.removeprefix("fixed-")), speeds.most) if fixed else 1
     epochs: list[ScaledEpoch] = []
-    now_s = node_seconds = samples = useful = 0.0
+    now_s = node_seconds = processed_samples = useful_samples = 0.0
     for epoch in range(application.max_epochs):
-        alone = rate(1, epoch)[0]
-        if not fixed and rate(nodes, epoch)[0] / (nodes * alone) > UPPER:
-            more = range(nodes, speeds.most + 1)
-            nodes = max((n for n in more if rate(n, epoch)[0] >= LOWER * n * alone), default=nodes)
+        one_node_rate = rate(1, epoch)[0]
+        if not fixed and rate(nodes, epoch)[0] / (nodes * one_node_rate) > UPPER:
+            candidates = range(nodes, speeds.most + 1)
+            nodes = max(
+                (count for count in candidates if rate(count, epoch)[0] >= LOWER * count * one_node_rate), default=nodes
+            )
         begin_s = now_s
         if not epochs or nodes != epochs[-1].nodes:
             now_s += restart_delay_s
@@ -83,7 +85,10 @@ def scale(speeds: NodeSpeeds, rule: str, *, restart_delay_s: float = 30.0) -> Sc
         now_s += seconds
         node_seconds += nodes * (now_s - begin_s)
         efficiency = gain * application.init_batch_size / batch
-        samples, useful = samples + seconds * batch, useful + seconds * batch * efficiency
+        processed_samples, useful_samples = (
+            processed_samples + seconds * batch,
+            useful_samples + seconds * batch * efficiency,
+        )
         epochs.append(
             ScaledEpoch(begin_s=begin_s, seconds=seconds, nodes=nodes, batch_size=batch, efficiency=efficiency)
         )
@@ -91,8 +96,8 @@ def scale(speeds: NodeSpeeds, rule: str, *, restart_delay_s: float = 30.0) -> Sc
         seconds=now_s,
         node_seconds=node_seconds,
         cost=node_seconds / 3600 * PRICE_PER_H,
-        efficiency=useful / samples,
-        restarts=sum(one.nodes != other.nodes for one, other in pairwise(epochs)),
+        efficiency=useful_samples / processed_samples,
+        restarts=sum(earlier.nodes != later.nodes for earlier, later in pairwise(epochs)),
         first_nodes=epochs[0].nodes,
         last_nodes=epochs[-1].nodes,
         epochs=epochs,

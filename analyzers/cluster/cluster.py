@@ -76,10 +76,10 @@ class ClusterSpec:
 
     def type_of(self, allocation: Allocation) -> str:
         """Return the GPU type of an allocation. Raises CheckFailed when it mixes types."""
-        found = {self.gpu_types[node] for node, _ in allocation}
-        if len(found) != 1:
-            raise CheckFailed(f"an allocation spans the GPU types {', '.join(sorted(found)) or '(none)'}")
-        return found.pop()
+        types = {self.gpu_types[node] for node, _ in allocation}
+        if len(types) != 1:
+            raise CheckFailed(f"an allocation spans the GPU types {', '.join(sorted(types)) or '(none)'}")
+        return types.pop()
 
 
 def count_gpus(allocation: Allocation) -> int:
@@ -104,30 +104,31 @@ def take_most_free(free: list[int], wanted: int, nodes: Sequence[int] | None = N
     This is how the published simulator places Tiresias' and Optimus' jobs. ``free`` (N,) is reduced; ``nodes``: take
     from these only. The caller sees to it that enough are free.
     """
-    among = range(len(free)) if nodes is None else nodes
-    made: list[tuple[int, int]] = []
+    candidates = range(len(free)) if nodes is None else nodes
+    taken: list[tuple[int, int]] = []
     while wanted > 0:
-        node = max(among, key=free.__getitem__)
+        node = max(candidates, key=free.__getitem__)
         count = min(free[node], wanted)
         if count == 0:
             raise CheckFailed(f"{wanted} GPUs are wanted and none is free")
-        made.append((node, count))
+        taken.append((node, count))
         free[node] -= count
         wanted -= count
-    return tuple(made)
+    return tuple(taken)
 
 
 def fewest_nodes(free: Sequence[int], order: Sequence[int], count: int) -> Allocation:
-    """Return ``count`` of the ``free`` (N,) GPUs on nodes in ``order``, roomiest first, the last on the tightest.
+    """Return ``count`` of the ``free`` (N,) GPUs on as few nodes as possible; () if there are too few.
 
-    () if there are too few. Of equally tight nodes the first in order.
+    ``order``: the nodes that may be used, those with the most free GPUs first. The last part goes to the node with the
+    fewest free GPUs that holds it, of equal ones to the first in ``order``.
     """
-    made: list[tuple[int, int]] = []
+    pieces: list[tuple[int, int]] = []
     for place, node in enumerate(order):
-        if free[node] >= count:  # the last piece goes where it leaves least behind
-            tightest = min((n for n in order[place:] if free[n] >= count), key=free.__getitem__)
-            return tuple(sorted([*made, (tightest, count)]))
-        made.append((node, free[node]))
+        if free[node] >= count:
+            fitting = [candidate for candidate in order[place:] if free[candidate] >= count]
+            return tuple(sorted([*pieces, (min(fitting, key=free.__getitem__), count)]))
+        pieces.append((node, free[node]))
         count -= free[node]
     return ()
 
@@ -143,11 +144,11 @@ def packed(cluster: ClusterSpec, replicas: int) -> tuple[int, ...]:
     >>> packed(ClusterSpec.homogeneous(4, 4), 6)
     (4, 2)
     """
-    sizes, made = sorted(cluster.gpus, reverse=True), list[int]()
+    node_sizes, gpus_by_node = sorted(cluster.gpus, reverse=True), list[int]()
     while replicas > 0:
-        made.append(min(sizes[min(len(made), len(sizes) - 1)], replicas))
-        replicas -= made[-1]
-    return tuple(made)
+        gpus_by_node.append(min(node_sizes[min(len(gpus_by_node), len(node_sizes) - 1)], replicas))
+        replicas -= gpus_by_node[-1]
+    return tuple(gpus_by_node)
 
 
 def interfering(allocations: Mapping[int, Allocation]) -> set[int]:
@@ -175,7 +176,7 @@ class NodeEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeFailures:
-    """What goes wrong. Seconds; ``mtbf_s``: mean time between failures of one node, None for given events alone.
+    """Failures and other changes of nodes. ``mtbf_s``: mean seconds between failures of one node; None: ``events`` alone.
 
     A running job saves a checkpoint every ``checkpoint_interval_s`` of training and whenever the policy stops it; saving
     costs nothing beyond the restart delay, which is an assumption. Raises InputError for values that make no sense.
@@ -221,11 +222,12 @@ class NodeStates:
         self.away: set[int] = set()
         """Nodes that a given event took away."""
         self.failed = 0
-        """NodeFailures of nodes that were up."""
-        self._given = sorted(failures.events, key=lambda event: event.time_s)[::-1]  # stable: as given, last first
+        """How many nodes that were up have failed."""
+        self._given = sorted(failures.events, key=lambda event: event.time_s)[::-1]  # the next one is the last item
         self._drawn: list[tuple[float, int]] = []
+        """Heap of (seconds, node): the next failure of each node, or the end of its repair where it is down."""
         if failures.mtbf_s is not None:
-            self._chances = [np.random.default_rng([failures.seed, node]) for node in range(len(cluster.gpus))]
+            self._generators = [np.random.default_rng([failures.seed, node]) for node in range(len(cluster.gpus))]
             self._drawn = sorted((self._life_s(node), node) for node in range(len(cluster.gpus)))
 
     @property
@@ -235,7 +237,7 @@ class NodeStates:
 
     @property
     def returns(self) -> bool:
-        """Whether a node that is down will be up again for certain: waiting for it is not in vain."""
+        """Whether some node that is down is certain to be up again."""
         return bool(self.down - self.gone)
 
     @property
@@ -249,7 +251,7 @@ class NodeStates:
         return min(given, self._drawn[0][0] if self._drawn else math.inf)
 
     def pop(self) -> tuple[list[int], list[int]]:
-        """Let the next event happen and return the nodes that failed and that left by it."""
+        """Apply the next event and return the nodes that failed and the nodes that left by it."""
         before, kind = self.down, self._advance()
         lost = sorted(self.down - before)
         self.failed += len(lost) * (kind == "fail")
@@ -258,9 +260,10 @@ class NodeStates:
     def _life_s(self, node: int) -> float:
         """Return the seconds from a node's repair to its next failure."""
         assert self.failures.mtbf_s is not None
-        return float(self._chances[node].exponential(self.failures.mtbf_s))
+        return float(self._generators[node].exponential(self.failures.mtbf_s))
 
     def _advance(self) -> Kind:
+        """Apply the next event, a given one before a drawn one of the same time, and return its kind."""
         if self._given and (not self._drawn or self._given[-1].time_s <= self._drawn[0][0]):
             event = self._given.pop()
             (self.away.discard if event.kind == "join" else self.away.add)(event.node)

@@ -94,16 +94,17 @@ def class_indices(gpu_hours: Floats) -> Places:
 
 def arrivals(pattern: Pattern) -> Floats:
     """Return the submission times (jobs,), whole seconds, ascending."""
-    chance = np.random.default_rng([pattern.seed, 0])
-    span = 3600.0 * pattern.hours
+    generator = np.random.default_rng([pattern.seed, 0])
+    span_s = 3600.0 * pattern.hours
     if pattern.pattern == "constant":
-        return np.floor(np.arange(pattern.jobs) * span / pattern.jobs)
-    drawn = chance.random(pattern.jobs)
+        return np.floor(np.arange(pattern.jobs) * span_s / pattern.jobs)
+    positions = generator.random(pattern.jobs)
     if pattern.pattern == "diurnal":
         rates = np.array(_DIURNAL)
-        ends = np.concatenate([[0.0], np.cumsum(rates) / rates.sum()])
-        drawn = np.interp(drawn, ends, np.linspace(0.0, 1.0, len(ends)))  # the inverse of the cumulative rate
-    return np.sort(np.floor(drawn * span))
+        cumulative_rates = np.concatenate([[0.0], np.cumsum(rates) / rates.sum()])
+        # The inverse of the cumulative rate turns evenly drawn positions into arrivals at that rate.
+        positions = np.interp(positions, cumulative_rates, np.linspace(0.0, 1.0, len(cumulative_rates)))
+    return np.sort(np.floor(positions * span_s))
 
 
 def generate(pattern: Pattern, templates: Sequence[Template] = POLLUX) -> list[JobSpec]:
@@ -114,65 +115,73 @@ def generate(pattern: Pattern, templates: Sequence[Template] = POLLUX) -> list[J
     shares = np.array([template.share for template in templates])
     if not templates or not (np.isfinite(shares).all() and (shares >= 0).all() and shares.sum() > 0):
         raise InputError("templates", "hold no application with a share above 0", "give at least one")
-    times = arrivals(pattern)
-    chance = np.random.default_rng([pattern.seed, 1])
-    kinds = chance.choice(len(templates), pattern.jobs, p=shares / shares.sum())
-    return make_specs(times, kinds, templates, chance, "synthetic")
+    submit_times_s = arrivals(pattern)
+    generator = np.random.default_rng([pattern.seed, 1])
+    template_indices = generator.choice(len(templates), pattern.jobs, p=shares / shares.sum())
+    return make_specs(submit_times_s, template_indices, templates, generator, "synthetic")
 
 
 def make_specs(
-    times: Floats, kinds: Places, templates: Sequence[Template], chance: np.random.Generator, prefix: str
+    times_s: Floats, indices: Places, templates: Sequence[Template], generator: np.random.Generator, prefix: str
 ) -> list[JobSpec]:
-    """Return n jobs of ``templates[kinds]`` (n,) submitted at ``times`` (n,) s; requests drawn evenly per template."""
-    counts = np.array([len(template.requests) for template in templates])
-    picks = np.floor(chance.random(len(kinds)) * counts[kinds]).astype(int).tolist()
-    made = []
-    for number, (time_s, kind, pick) in enumerate(zip(times.tolist(), kinds.tolist(), picks, strict=True), start=1):
-        (replicas, batch), name = templates[kind].requests[pick], templates[kind].application
-        asked = {"application": name, "num_replicas": replicas, "batch_size": batch}
-        made.append(JobSpec(name=f"{prefix}-{number}", submit_s=time_s, **asked))
-    return made
+    """Return n jobs, job i of ``templates[indices[i]]``, submitted at ``times_s[i]``.
+
+    What a job requests is drawn evenly from its template's requests.
+    """
+    request_counts = np.array([len(template.requests) for template in templates])
+    request_indices = np.floor(generator.random(len(indices)) * request_counts[indices]).astype(int).tolist()
+    specs = []
+    for job, (submit_s, index) in enumerate(zip(times_s.tolist(), indices.tolist(), strict=True)):
+        replicas, batch = templates[index].requests[request_indices[job]]
+        request = {"application": templates[index].application, "num_replicas": replicas, "batch_size": batch}
+        specs.append(JobSpec(name=f"{prefix}-{job + 1}", submit_s=submit_s, **request))
+    return specs
 
 
 def templates(applications: Mapping[str, Application], cluster: ClusterSpec) -> tuple[Template, ...]:
-    """Return templates of given applications on ``cluster``: class by the GPU time on one GPU, requests by Pollux's rule.
+    """Return templates of ``applications`` on ``cluster``: class by the GPU time on one GPU, requests by Pollux's rule.
 
     Applications of Pollux's Table 1 keep their published class. A class's share is split evenly between its applications;
     shares of classes that have none go to the others in proportion.
     """
     published = {template.application: template.size for template in POLLUX}
-    made = []
+    sized = []
     for name, application in applications.items():
-        kind = next((kind for kind in cluster.type_names if application.runs_on(kind)), None)
-        if kind is None:
+        gpu_type = next((gpu_type for gpu_type in cluster.type_names if application.runs_on(gpu_type)), None)
+        if gpu_type is None:
             continue
-        alone, requests = _requests(application, cluster, kind)
-        made.append((name, published.get(name) or size_class(alone / 3600.0), requests))
-    sizes = [size for _, size, _ in made]
+        alone_s, requests = _requests(application, cluster, gpu_type)
+        sized.append((name, published.get(name) or size_class(alone_s / 3600.0), requests))
+    sizes = [size for _, size, _ in sized]
     return tuple(
-        Template(name, size, CLASS_SHARES[size] / sizes.count(size), requests) for name, size, requests in made
+        Template(name, size, CLASS_SHARES[size] / sizes.count(size), requests) for name, size, requests in sized
     )
 
 
-def _requests(application: Application, cluster: ClusterSpec, kind: str) -> tuple[float, tuple[tuple[int, int], ...]]:
-    """Return the seconds on one GPU at the best batch size, and the (GPUs, batch) that are 50 to 80 % efficient."""
-    nodes, sizes = cluster.of_type(kind), application.batch_sizes.tolist()
+def _requests(
+    application: Application, cluster: ClusterSpec, gpu_type: str
+) -> tuple[float, tuple[tuple[int, int], ...]]:
+    """Return the seconds of the training on one GPU at the best batch size, and the requests of its jobs.
 
-    def best(count: int) -> tuple[float, int]:
+    Requests are (GPUs, measured batch size) that reach 50 to 80 % of linear speed-up; where none does, one GPU.
+    """
+    type_nodes, batch_sizes = cluster.of_type(gpu_type), application.batch_sizes.tolist()
+
+    def best_training(count: int) -> tuple[float, int]:
         """Return the least seconds of the whole training over the measured batch sizes, and that batch size."""
-        tried = application.batches(packed(nodes, count), kind, sizes)
+        candidates = application.batches(packed(type_nodes, count), gpu_type, batch_sizes)
         seconds, total = min(
-            ((float(application.epoch_seconds(total, step_s).sum()), total) for total, step_s, _ in tried),
+            ((float(application.epoch_seconds(total, step_s).sum()), total) for total, step_s, _ in candidates),
             default=(math.inf, application.init_batch_size),
         )
-        return seconds, int(min(sizes, key=lambda size: abs(size - total)))
+        return seconds, int(min(batch_sizes, key=lambda measured: abs(measured - total)))
 
-    alone_s, alone_batch = best(1)
-    most = min(nodes.total_gpus, application.max_replicas, _MOST_REQUESTED)
-    tried = {count: best(count) for count in range(2, most + 1) if count <= 4 or count % 4 == 0}
-    found = [
+    alone_s, alone_batch = best_training(1)
+    most_gpus = min(type_nodes.total_gpus, application.max_replicas, _MOST_REQUESTED)
+    counts = [count for count in range(2, most_gpus + 1) if count <= 4 or count % 4 == 0]
+    efficient = [
         (count, batch)
-        for count, (seconds, batch) in tried.items()
+        for count, (seconds, batch) in zip(counts, map(best_training, counts), strict=True)
         if _EFFICIENT[0] <= alone_s / seconds / count <= _EFFICIENT[1]
     ]
-    return alone_s, tuple(found) or ((1, alone_batch),)
+    return alone_s, tuple(efficient) or ((1, alone_batch),)

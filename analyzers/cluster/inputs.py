@@ -59,13 +59,13 @@ _PLACEMENTS = ("placement", "local_bsz", "step_time", "sync_time")
 _SCALABILITY = ("num_nodes", "num_replicas", "local_bsz", "step_time", "sync_time")
 _VALIDATION = ("progress", "iteration", "metric", "grad_sqr", "grad_var")
 _MOST_GPUS = 100_000
-# Later times and longer steps are in another unit, or typing errors.
-_LATEST_S, _LONGEST_STEP_S = 315_360_000.0, 3600.0
+# Later times and longer runs than ten years, and longer steps, are in another unit, or typing errors.
+_LONGEST_S, _LONGEST_STEP_S = 315_360_000.0, 3600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FittedModel:
-    """A fitted model in place of an application's traces: its file, and what that does not know, also as it was given."""
+    """A fitted model in place of an application's traces: its file, and what it does not know (``job``), ``given`` as text."""
 
     application: str
     file: Path
@@ -105,12 +105,13 @@ def read_workload(path: Path) -> list[JobSpec]:
 
 
 def _jobs(frame: pd.DataFrame, path: Path) -> list[JobSpec]:
+    """Return the jobs of a workload's table. Raises InputError as :func:`read_workload`."""
     missing = [name for name in WORKLOAD if name not in frame.columns]
     if missing:
         remedy = f"a workload has {', '.join(WORKLOAD)}; {ACCEPTED}"
         raise InputError(f"{path}:{missing[0]}", "column is missing", remedy)
-    late = f"seconds, at most {_LATEST_S:.0f} (ten years)"
-    times = numbers(frame, "time", path, maximum=_LATEST_S, remedy=late)
+    late = f"seconds, at most {_LONGEST_S:.0f} (ten years)"
+    times = numbers(frame, "time", path, maximum=_LONGEST_S, remedy=late)
     replicas, batches = (numbers(frame, name, path, minimum=1.0, whole=True) for name in WORKLOAD[3:])
     names, kinds = (texts(frame, column, path) for column in ("name", "application"))
     demand_distinct_jobs(frame["name"], path)
@@ -122,19 +123,12 @@ def _jobs(frame: pd.DataFrame, path: Path) -> list[JobSpec]:
     ]
 
 
-def workload_csv(found: WorkloadResult) -> str:
-    """Return a workload as the CSV that :func:`read_workload` reads, what its jobs are drawn from beside each."""
-    rows = [
-        (
-            job.name,
-            f"{job.submit_s!r}".removesuffix(".0"),
-            job.application,
-            job.num_replicas,
-            job.batch_size,
-            found.source,
-        )
-        for job in found.jobs
-    ]
+def workload_csv(workload: WorkloadResult) -> str:
+    """Return a workload as the CSV that :func:`read_workload` reads, with the source of each job in a last column."""
+    rows = []
+    for job in workload.jobs:
+        submit = f"{job.submit_s!r}".removesuffix(".0")
+        rows.append((job.name, submit, job.application, job.num_replicas, job.batch_size, workload.source))
     return pd.DataFrame(rows, columns=[*WORKLOAD, "source"]).to_csv(index=False, lineterminator="\n")
 
 
@@ -145,11 +139,12 @@ def generated(pattern: Pattern, folders: Sequence[Path], cluster: ClusterSpec | 
 
 
 def read_jobs(
-    path: Path, drawn_from: Callable[[], Sequence[Template]], *, jobs: int | None, hours: float | None, seed: int
+    path: Path, templates_of: Callable[[], Sequence[Template]], *, jobs: int | None, hours: float | None, seed: int
 ) -> tuple[list[JobSpec], str]:
     """Return the jobs of a workload, or of a cluster's trace (told by its columns, or JSON) and a remark about these.
 
-    ``jobs`` of a trace's busiest ``hours``, None: all; ``drawn_from``: what stands for them, as :func:`read_templates`.
+    Of a trace ``jobs`` of the busiest ``hours`` are taken, None: all; ``templates_of`` returns the templates from which
+    applications are drawn for them, as :func:`read_templates`.
     """
     if is_json(path):
         try:
@@ -161,36 +156,39 @@ def read_jobs(
         if not is_trace(frame):
             return _jobs(frame, path), ""
         trace = read_table_trace(frame, str(path))
-    seen = len(trace.submit_s)
+    job_count = len(trace.submit_s)
     if hours is not None:
         trace = busiest(trace, hours)
-    specs, sizes = to_workload(trace, drawn_from(), jobs=jobs, seed=seed)
-    left = ", ".join(f"{count} {reason}" for reason, count in trace.skipped.items() if count) or "none"
+    specs, sizes = to_workload(trace, templates_of(), jobs=jobs, seed=seed)
+    left_out = ", ".join(f"{count} {reason}" for reason, count in trace.skipped.items() if count) or "none"
     classes = ", ".join(f"{count} {name}" for name, count in sizes.items() if count)
-    still = f"; {trace.censored} still ran at the log's end and count until then" if trace.censored else ""
+    censored_remark = f"; {trace.censored} still ran at the log's end and count until then" if trace.censored else ""
     return specs, (
-        f"{path}: {len(specs)} of {seen} jobs ({classes}; left out: {left}{still}); "
+        f"{path}: {len(specs)} of {job_count} jobs ({classes}; left out: {left_out}{censored_remark}); "
         "each stands for an application of its size class by GPU time, drawn with the seed"
     )
 
 
 def read_templates(folders: Sequence[Path], cluster: ClusterSpec | None) -> tuple[Template, ...]:
-    """Return what generated and converted jobs are drawn from.
+    """Return the templates from which generated and converted jobs are drawn, with requests that fit the cluster.
 
-    Pollux's Table 1 without ``folders`` or with those of its applications that have one; else every application there,
-    which needs a cluster.
+    They are those of Pollux's Table 1 whose application has traces in ``folders``, all without ``folders``; where none
+    has, templates of every application in ``folders``, for which there must be a cluster.
     """
     names = sorted({path.name for folder in folders if folder.is_dir() for path in folder.iterdir() if path.is_dir()})
-    found: tuple[Template, ...] = tuple(one for one in POLLUX if not folders or one.application in names)
-    if not found:
+    candidates = tuple(template for template in POLLUX if not folders or template.application in names)
+    if not candidates:
         if cluster is None:
             raise InputError("--cluster", "is missing", "these applications' requests depend on the cluster")
-        found = templates(read_applications(folders, names), cluster)
+        candidates = templates(read_applications(folders, names), cluster)
     if cluster is None:
-        return found
-    most = max(cluster.gpus_of(name) for name in cluster.type_names)
-    fitting = [replace(one, requests=tuple(each for each in one.requests if each[0] <= most)) for one in found]
-    return tuple(one for one in fitting if one.requests)
+        return candidates
+    most_gpus = max(cluster.gpus_of(name) for name in cluster.type_names)
+    fitting = [
+        replace(template, requests=tuple(request for request in template.requests if request[0] <= most_gpus))
+        for template in candidates
+    ]
+    return tuple(template for template in fitting if template.requests)
 
 
 def read_events(path: Path, nodes: int) -> tuple[NodeEvent, ...]:
@@ -216,13 +214,13 @@ def read_truth(jobs: Sequence[JobSpec], folders: Sequence[Path], models: Sequenc
     """
     names = {job.application for job in jobs}
     applications: dict[str, Application] = {}
-    for one in models:
-        if one.application not in names:
-            problem = f"{one.application!r} is no application of the workload"
-            raise InputError("--goodput", problem, did_you_mean(one.application, names))
-        model = load(one.file, Goodput)
-        params = {kind: each.params for kind, each in model.devices.items()} or {ANY_TYPE: model.params}
-        applications[one.application] = fitted_application(one.application, params, one.job)
+    for fitted in models:
+        if fitted.application not in names:
+            problem = f"{fitted.application!r} is no application of the workload"
+            raise InputError("--goodput", problem, did_you_mean(fitted.application, names))
+        model = load(fitted.file, Goodput)
+        params = {gpu_type: device.params for gpu_type, device in model.devices.items()} or {ANY_TYPE: model.params}
+        applications[fitted.application] = fitted_application(fitted.application, params, fitted.job)
     measured = [job.application for job in jobs if job.application not in applications]
     if measured and not folders:
         remedy = "give --traces or --goodput for it"
@@ -231,12 +229,12 @@ def read_truth(jobs: Sequence[JobSpec], folders: Sequence[Path], models: Sequenc
     return Truth(
         applications=applications | read_applications(folders, measured),
         source=" and ".join(sources),
-        assumed=tuple(assumptions(one.application, one.job) for one in models),
+        assumed=tuple(assumptions(fitted.application, fitted.job) for fitted in models),
     )
 
 
-def read_applications(folders: Sequence[Path], wanted: Sequence[str]) -> dict[str, Application]:
-    """Return the applications ``wanted`` from folders that hold one folder of traces each.
+def read_applications(folders: Sequence[Path], names: Sequence[str]) -> dict[str, Application]:
+    """Return the applications ``names`` from folders that hold one folder of traces each.
 
     An application's folder holds ``placements.csv`` and ``scalability.csv`` for any GPU type, or
     ``placements-TYPE.csv`` and ``scalability-TYPE.csv`` per type, and ``validation-BATCH.csv``; what one folder lacks
@@ -245,44 +243,48 @@ def read_applications(folders: Sequence[Path], wanted: Sequence[str]) -> dict[st
     for folder in folders:
         if not folder.is_dir():
             raise InputError(str(folder), "is no folder", "give a folder of AdaptDL traces: APP/placements.csv, ...")
-    made = {}
-    for name in dict.fromkeys(wanted):
-        places = [folder / name for folder in folders if (folder / name).is_dir()]
-        if not places:
-            known = {path.name for folder in folders for path in folder.iterdir() if path.is_dir()}
-            shown = ", ".join(map(str, folders))
-            raise InputError(shown, f"holds no traces of application {name!r}", did_you_mean(name, known))
-        times: dict[str, MeasuredTimes] = {}
-        for place in places:
-            times = {**_step_times(place), **times}
-        runs = next((found for found in map(_validation, places) if found), [])
+    applications = {}
+    for name in dict.fromkeys(names):
+        app_folders = [folder / name for folder in folders if (folder / name).is_dir()]
+        if not app_folders:
+            known_names = {path.name for folder in folders for path in folder.iterdir() if path.is_dir()}
+            folder_names = ", ".join(map(str, folders))
+            raise InputError(folder_names, f"holds no traces of application {name!r}", did_you_mean(name, known_names))
+        where, times = str(app_folders[0]), dict[str, MeasuredTimes]()
+        for folder in app_folders:
+            times = {**_step_times(folder), **times}
+        validation = next((runs for runs in map(_validation, app_folders) if runs), [])
         if not times:
-            raise InputError(str(places[0]), "holds no placements.csv", "give placements.csv or placements-TYPE.csv")
-        if not runs:
-            raise InputError(str(places[0]), "holds no validation-BATCH.csv", "give one per measured total batch size")
-        made[name] = Application(name, times, runs)
-    return made
+            raise InputError(where, "holds no placements.csv", "give placements.csv or placements-TYPE.csv")
+        if not validation:
+            raise InputError(where, "holds no validation-BATCH.csv", "give one per measured total batch size")
+        applications[name] = Application(name, times, validation)
+    return applications
 
 
-def _step_times(place: Path) -> dict[str, MeasuredTimes]:
+def _step_times(folder: Path) -> dict[str, MeasuredTimes]:
     """Return the step times of each GPU type in one application's folder."""
-    made = {}
-    for path in sorted(place.glob("placements*.csv")):
-        kind = path.stem.removeprefix("placements")
+    times = {}
+    for path in sorted(folder.glob("placements*.csv")):
+        suffix = path.stem.removeprefix("placements")
         placements = read_columns(path, _PLACEMENTS, ended=True)
-        digits = split_placements(placements["placement"], str(path))
-        other = place / f"scalability{kind}.csv"
-        more = read_columns(other, _SCALABILITY, ended=True) if other.is_file() else None
-        scaled = [numbers(more, name, other, minimum=1.0) for name in _SCALABILITY[:3]] if more is not None else []
-        made[kind.removeprefix("-") or ANY_TYPE] = MeasuredTimes(
+        rotations = split_placements(placements["placement"], str(path))
+        scalability_path = folder / f"scalability{suffix}.csv"
+        configurations, scalability_times_s = np.empty((0, 3)), np.empty((0, 2))
+        if scalability_path.is_file():
+            scalability = read_columns(scalability_path, _SCALABILITY, ended=True)
+            columns = [numbers(scalability, name, scalability_path, minimum=1.0) for name in _SCALABILITY[:3]]
+            configurations = np.column_stack(columns)
+            scalability_times_s = _step_and_sync(scalability, scalability_path)
+        times[suffix.removeprefix("-") or ANY_TYPE] = MeasuredTimes(
             where=str(path),
-            placements=digits,
+            placements=rotations,
             local_batch_size=numbers(placements, "local_bsz", path, minimum=1.0),
             times_s=_step_and_sync(placements, path),
-            scalability=np.column_stack(scaled) if more is not None else np.empty((0, 3)),
-            scalability_times_s=_step_and_sync(more, other) if more is not None else np.empty((0, 2)),
+            scalability=configurations,
+            scalability_times_s=scalability_times_s,
         )
-    return made
+    return times
 
 
 def _step_and_sync(frame: pd.DataFrame, path: Path) -> Floats:
@@ -294,25 +296,25 @@ def _step_and_sync(frame: pd.DataFrame, path: Path) -> Floats:
     return np.column_stack([step, sync])
 
 
-def _validation(place: Path) -> list[Validation]:
+def _validation(folder: Path) -> list[Validation]:
     """Return the validation runs in one application's folder, all of as many epochs."""
     runs: list[Validation] = []
-    sizes: dict[int, Path] = {}
-    for path in sorted(place.glob("validation-*.csv")):
-        text = path.stem.removeprefix("validation-")
-        if not text.isdigit() or int(text) == 0:
-            raise InputError(str(path), f"{text!r} is no batch size", "name it validation-BATCH.csv, such as -128")
+    path_by_epochs: dict[int, Path] = {}
+    for path in sorted(folder.glob("validation-*.csv")):
+        digits = path.stem.removeprefix("validation-")
+        if not digits.isdigit() or int(digits) == 0:
+            raise InputError(str(path), f"{digits!r} is no batch size", "name it validation-BATCH.csv, such as -128")
         frame = read_columns(path, _VALIDATION, ended=True)
         columns = {name: numbers(frame, name, path) for name in _VALIDATION}
-        both = columns["grad_sqr"] + columns["grad_var"]
-        demand(both > 0, both, "grad_sqr", path, "one of them must be above 0", said="and grad_var are ")
-        sizes.setdefault(len(frame), path)
-        if len(sizes) > 1:
-            (short, at), (long, other) = sorted(sizes.items())
-            problem = f"has {short} epochs; {other.name} has {long}"
-            raise InputError(str(at), problem, "as many in all validation files; this one may be cut off")
+        sums = columns["grad_sqr"] + columns["grad_var"]
+        demand(sums > 0, sums, "grad_sqr", path, "one of them must be above 0", said="and grad_var are ")
+        path_by_epochs.setdefault(len(frame), path)
+        if len(path_by_epochs) > 1:
+            (short, short_path), (long, long_path) = sorted(path_by_epochs.items())
+            problem = f"has {short} epochs; {long_path.name} has {long}"
+            raise InputError(str(short_path), problem, "as many in all validation files; this one may be cut off")
         del columns["metric"]  # read, so that a file is whole; nothing here depends on it
-        runs.append(Validation(batch_size=int(text), **columns))
+        runs.append(Validation(batch_size=int(digits), **columns))
     return runs
 
 
@@ -329,7 +331,6 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
 _START, _END = "start_time", "end_time"
 _PERCENT, _MILLI = "plan_gpu", "gpu_milli"
 _ZONE = r"\s*(?:PST|PDT|UTC|GMT|[+-]\d\d:\d\d)$"
-_MOST_GPUS, _LONGEST_S = 100_000, 315_360_000.0
 _BUSY_STEP_S = 3600.0
 _SPAN = "times within ten years"
 ACCEPTED = "a cluster's trace has {submit}; {gpus}; and {duration} (seconds), or {start} and {end}".format(
@@ -369,7 +370,7 @@ def is_trace(frame: pd.DataFrame) -> bool:
 
 
 def _chosen(frame: pd.DataFrame) -> dict[str, str]:
-    """Return which column stands for which of :data:`COLUMNS`, empty for none; a task of Alibaba's came when it began."""
+    """Return the table's column for each key of :data:`COLUMNS`, "" for none; Alibaba's tasks are submitted at their start."""
     chosen = {key: next((name for name in names if name in frame.columns), "") for key, names in COLUMNS.items()}
     if chosen["gpus"] == _PERCENT and not chosen["submit"]:
         chosen["submit"] = chosen["start"]
@@ -400,24 +401,24 @@ def read_table_trace(frame: pd.DataFrame, where: str) -> ClusterTrace:
     if _MILLI in frame.columns:
         gpus = np.where(gpus == 1, numbers(frame, _MILLI, where, maximum=1000.0) / 1000.0, gpus)
     if chosen["duration"]:
-        length = numbers(frame, chosen["duration"], where, maximum=_LONGEST_S, missing=True)
+        run_s = numbers(frame, chosen["duration"], where, maximum=_LONGEST_S, missing=True)
     else:
-        length = _times(frame[chosen["end"]], where, missing=True) - _times(frame[chosen["start"]], where, missing=True)
-        bad = (length < 0) | (length > _LONGEST_S)
+        run_s = _times(frame[chosen["end"]], where, missing=True) - _times(frame[chosen["start"]], where, missing=True)
+        bad = (run_s < 0) | (run_s > _LONGEST_S)
         remedy = f"a later time than {chosen['start']}; {_SPAN}"
-        demand(~bad, length, chosen["end"], where, remedy, said=f"less {chosen['start']} is ")
+        demand(~bad, run_s, chosen["end"], where, remedy, said=f"less {chosen['start']} is ")
     started = ~np.isnan(start)
-    end = _seconds(frame[chosen["end"]]) if chosen["end"] else start + length
-    over = np.max(np.concatenate([submit[~np.isnan(submit)], start[started], end[~np.isnan(end)]]), initial=0.0)
-    until_now = np.where(started & np.isnan(length), gpus * (over - start) / 3600.0, np.nan)
-    hours = gpus * length / 3600.0
+    end = _seconds(frame[chosen["end"]]) if chosen["end"] else start + run_s
+    log_end_s = np.max(np.concatenate([submit[~np.isnan(submit)], start[started], end[~np.isnan(end)]]), initial=0.0)
+    until_now = np.where(started & np.isnan(run_s), gpus * (log_end_s - start) / 3600.0, np.nan)
+    hours = gpus * run_s / 3600.0
     if tasks:
-        rows = pd.DataFrame({"submit": submit, "gpus": gpus, "hours": hours, "until_now": until_now})
-        whole = rows.groupby(frame[chosen["name"]].to_numpy(), sort=False)
-        made = whole.agg({"submit": "min", "gpus": "sum"}).join(whole[["hours", "until_now"]].sum(min_count=1))
+        tasks_frame = pd.DataFrame({"submit": submit, "gpus": gpus, "hours": hours, "until_now": until_now})
+        by_job = tasks_frame.groupby(frame[chosen["name"]].to_numpy(), sort=False)
+        totals = by_job.agg({"submit": "min", "gpus": "sum"}).join(by_job[["hours", "until_now"]].sum(min_count=1))
         # What had ended counts as well where another task of the job still runs.
-        made["until_now"] += made["hours"].fillna(0.0)
-        submit, gpus, hours, until_now = (made[name].to_numpy() for name in made)
+        totals["until_now"] += totals["hours"].fillna(0.0)
+        submit, gpus, hours, until_now = (totals[name].to_numpy() for name in totals)
     return _trace(submit, gpus, hours, until_now, where)
 
 
@@ -434,9 +435,9 @@ def read_philly(document: Any, where: str) -> ClusterTrace:
     jobs = pd.DataFrame({name: _fields(document, name, where) for name in ("submitted_time", "jobid")}, dtype=object)
     gpus, running = np.zeros(len(document)), np.full(len(document), np.nan)
     attempts: list[tuple[int, int, Any, Any]] = []
-    for row, tries in enumerate(_fields(document, "attempts", where)):
+    for row, job_attempts in enumerate(_fields(document, "attempts", where)):
         try:
-            for attempt in tries:
+            for attempt in job_attempts:
                 gpus[row] = sum(len(machine["gpus"]) for machine in attempt["detail"])
                 start, end = (None if attempt[name] in ("", "None") else attempt[name] for name in (_START, _END))
                 if start is not None and end is None:
@@ -448,22 +449,23 @@ def read_philly(document: Any, where: str) -> ClusterTrace:
             raise InputError(f"{where}:job {row + 1}:attempts", f"are broken ({error})", remedy) from None
     demand_distinct_jobs(jobs["jobid"], where)
     submit = _times(jobs["submitted_time"], where)
-    ran = pd.DataFrame(attempts, columns=["row", "gpus", _START, _END])
-    begin, end = _seconds(ran[_START].astype(object)), _seconds(ran[_END].astype(object))
+    attempt_rows = pd.DataFrame(attempts, columns=["row", "gpus", _START, _END])
+    begin_s, end = _seconds(attempt_rows[_START].astype(object)), _seconds(attempt_rows[_END].astype(object))
     with np.errstate(invalid="ignore"):
-        orderly = np.where((end < begin) | (end - begin > _LONGEST_S), np.nan, end)
-    for name, found in ((_START, begin), (_END, end), (_END, orderly)):
-        if np.isnan(found).any():
-            bad = int(np.isnan(found).argmax())
-            problem = f"of an attempt is {ran[name].iloc[bad]!r}"
+        orderly = np.where((end < begin_s) | (end - begin_s > _LONGEST_S), np.nan, end)
+    for name, seconds in ((_START, begin_s), (_END, end), (_END, orderly)):
+        if np.isnan(seconds).any():
+            bad = int(np.isnan(seconds).argmax())
+            problem = f"of an attempt is {attempt_rows[name].iloc[bad]!r}"
             remedy = "YYYY-MM-DD HH:MM:SS, the end after the start by ten years at most"
             raise InputError(f"{where}:job {attempts[bad][0] + 1}:{name}", problem, remedy)
-    owner = ran["row"].to_numpy(dtype=int)
-    hours = np.bincount(owner, ran["gpus"].to_numpy(dtype=float) * (end - begin), minlength=len(document)) / 3600.0
-    over = max((float(times.max()) for times in (submit, end) if len(times)), default=0.0)
-    never = np.bincount(owner, minlength=len(document)) == 0
-    hours[never] = np.nan
-    until_now = np.where(never, gpus * np.maximum(over - running, 0.0) / 3600.0, np.nan)
+    owner = attempt_rows["row"].to_numpy(dtype=int)
+    gpu_seconds = attempt_rows["gpus"].to_numpy(dtype=float) * (end - begin_s)
+    hours = np.bincount(owner, gpu_seconds, minlength=len(document)) / 3600.0
+    log_end_s = max((float(times.max()) for times in (submit, end) if len(times)), default=0.0)
+    never_ended = np.bincount(owner, minlength=len(document)) == 0
+    hours[never_ended] = np.nan
+    until_now = np.where(never_ended, gpus * np.maximum(log_end_s - running, 0.0) / 3600.0, np.nan)
     return _trace(submit, gpus, hours, until_now, where)
 
 
@@ -493,20 +495,24 @@ def to_workload(
     """
     if not templates:
         raise InputError("templates", "are none", "give at least one application")
-    chance = np.random.default_rng([seed, 2])
-    total = len(trace.submit_s)
-    if jobs is not None and not 1 <= jobs <= total:
-        raise InputError("jobs", f"is {jobs}", f"the trace has {total} in that span")
-    chosen = np.arange(total) if jobs is None else np.sort(chance.choice(total, jobs, replace=False))
+    generator = np.random.default_rng([seed, 2])
+    job_count = len(trace.submit_s)
+    if jobs is not None and not 1 <= jobs <= job_count:
+        raise InputError("jobs", f"is {jobs}", f"the trace has {job_count} in that span")
+    chosen = np.arange(job_count) if jobs is None else np.sort(generator.choice(job_count, jobs, replace=False))
     sizes, names = class_indices(trace.gpu_hours[chosen]), list(SIZE_CLASSES)
-    of_size = {size: [at for at, one in enumerate(templates) if one.size == name] for size, name in enumerate(names)}
-    kinds = np.zeros(len(chosen), dtype=np.intp)
-    for size in of_size:
+    indices_by_size = {
+        size: [index for index, template in enumerate(templates) if template.size == name]
+        for size, name in enumerate(names)
+    }
+    template_indices = np.zeros(len(chosen), dtype=np.intp)
+    for size in indices_by_size:
         rows = np.flatnonzero(sizes == size)
-        nearest = min(filter(of_size.get, of_size), key=lambda other: (abs(other - size), other))
-        shares = np.array([templates[at].share for at in of_size[nearest]])
-        kinds[rows] = chance.choice(of_size[nearest], len(rows), p=shares / shares.sum())
-    specs = make_specs(np.floor(trace.submit_s[chosen]), kinds, templates, chance, "trace")
+        nearest = min(filter(indices_by_size.get, indices_by_size), key=lambda other: (abs(other - size), other))
+        candidates = indices_by_size[nearest]
+        shares = np.array([templates[index].share for index in candidates])
+        template_indices[rows] = generator.choice(candidates, len(rows), p=shares / shares.sum())
+    specs = make_specs(np.floor(trace.submit_s[chosen]), template_indices, templates, generator, "trace")
     return specs, {name: int((sizes == size).sum()) for size, name in enumerate(names)}
 
 
@@ -518,10 +524,10 @@ def _trace(submit: Floats, gpus: Floats, hours: Floats, until_now: Floats, where
     running = ~np.isnan(until_now)
     hours = np.where(running, until_now, hours)
     unknown = np.isnan(hours)
-    kept = np.flatnonzero(~unknown & (gpus > 0))
-    if not kept.size:
+    usable = np.flatnonzero(~unknown & (gpus > 0))
+    if not usable.size:
         raise InputError(where, "holds no job that ran on a GPU", "give one with GPUs above 0 and a duration")
-    order = kept[np.argsort(submit[kept], kind="stable")]
+    order = usable[np.argsort(submit[usable], kind="stable")]
     skipped = {"no GPU": (gpus == 0) & ~unknown, "never started": unknown}
     return ClusterTrace(
         submit_s=submit[order] - submit[order[0]],
@@ -533,30 +539,30 @@ def _trace(submit: Floats, gpus: Floats, hours: Floats, until_now: Floats, where
 
 
 def _fields(document: Sequence[Any], name: str, where: str) -> list[Any]:
-    """Return one field of every job."""
-    made = []
+    """Return one field of every job of Philly's log. Raises InputError naming the job (from 1) that lacks it."""
+    values = []
     for number, job in enumerate(document, start=1):
         if not isinstance(job, dict):
             raise InputError(f"{where}:job {number}", "is no object", "jobid, submitted_time, attempts")
         if name not in job:
             raise InputError(f"{where}:job {number}:{name}", "is missing", "jobid, submitted_time and attempts")
-        made.append(job[name])
-    return made
+        values.append(job[name])
+    return values
 
 
 def _seconds(values: pd.Series[Any]) -> Floats:
     """Return seconds (n,): numbers as they are, dates since 1970 (their zone's name dropped), NaN for anything else."""
-    made = pd.to_numeric(values, errors="coerce").to_numpy(dtype=np.float64, copy=True)
-    rest = np.flatnonzero(np.isnan(made))
-    if rest.size:
-        shown = values.iloc[rest].astype(str).str.strip()
-        if shown.str.endswith(("T", "C", ":00")).any():
-            shown = shown.str.replace(_ZONE, "", regex=True)
-        dates = pd.to_datetime(shown, format="%Y-%m-%d %H:%M:%S", errors="coerce").to_numpy()
+    seconds = pd.to_numeric(values, errors="coerce").to_numpy(dtype=np.float64, copy=True)
+    unparsed = np.flatnonzero(np.isnan(seconds))
+    if unparsed.size:
+        date_texts = values.iloc[unparsed].astype(str).str.strip()
+        if date_texts.str.endswith(("T", "C", ":00")).any():
+            date_texts = date_texts.str.replace(_ZONE, "", regex=True)
+        dates = pd.to_datetime(date_texts, format="%Y-%m-%d %H:%M:%S", errors="coerce").to_numpy()
         # In whole seconds, as numpy counts them: years far from 1970 do not fit into nanoseconds.
-        seconds = dates.astype("datetime64[s]").astype(np.int64).astype(np.float64)
-        made[rest] = np.where(np.isnat(dates), np.nan, seconds)
-    return made
+        date_seconds = dates.astype("datetime64[s]").astype(np.int64).astype(np.float64)
+        seconds[unparsed] = np.where(np.isnat(dates), np.nan, date_seconds)
+    return seconds
 
 
 def _times(values: pd.Series[Any], where: str, *, missing: bool = False) -> Floats:
@@ -568,20 +574,20 @@ def _times(values: pd.Series[Any], where: str, *, missing: bool = False) -> Floa
     def refuse(row: int, problem: str, remedy: str) -> InputError:
         return InputError(f"{where}:row {row + 1}:{values.name}", f"is {values.iloc[row]}{problem}", remedy)
 
-    made = _seconds(values)
+    seconds = _seconds(values)
     empty = (values.isna() | values.isin(["", "None"])).to_numpy() if missing else np.zeros(len(values), dtype=bool)
-    bad = (~np.isfinite(made) | (made < 0)) & ~empty
-    if bad.any():
-        raise refuse(int(bad.argmax()), "", "YYYY-MM-DD HH:MM:SS, or seconds >= 0")
-    given = ~np.isnan(made)
-    if given.any():
-        numeric, first = pd.to_numeric(values, errors="coerce").notna().to_numpy(), int(given.argmax())
-        mixed = (numeric != numeric[first]) & given
+    is_bad = (~np.isfinite(seconds) | (seconds < 0)) & ~empty
+    if is_bad.any():
+        raise refuse(int(is_bad.argmax()), "", "YYYY-MM-DD HH:MM:SS, or seconds >= 0")
+    present = ~np.isnan(seconds)
+    if present.any():
+        numeric, first = pd.to_numeric(values, errors="coerce").notna().to_numpy(), int(present.argmax())
+        mixed = (numeric != numeric[first]) & present
         if mixed.any():
             problem = f", and row {first + 1} has {values.iloc[first]}"
             raise refuse(int(mixed.argmax()), problem, "dates or seconds, the same in all rows")
-        off = np.abs(made - np.nanmedian(made))
-        if np.nanmax(made) - np.nanmin(made) > _LONGEST_S:
-            row = int(np.nanargmax(off))
-            raise refuse(row, f", {off[row] / 31_536_000:,.0f} years from the middle of the trace", _SPAN)
-    return made
+        distance_s = np.abs(seconds - np.nanmedian(seconds))
+        if np.nanmax(seconds) - np.nanmin(seconds) > _LONGEST_S:
+            row = int(np.nanargmax(distance_s))
+            raise refuse(row, f", {distance_s[row] / 31_536_000:,.0f} years from the middle of the trace", _SPAN)
+    return seconds

@@ -39,30 +39,31 @@ Seen = tuple[tuple[Configuration, tuple[float, float]], ...]
 """Configurations in the order in which they were first seen, and their (step, sync) seconds."""
 
 
-def observations(seen: Seen) -> Observations:
+def observations(observed: Seen) -> Observations:
     """Return what was seen as rows of a fit."""
-    at, times = (np.array(part, dtype=np.float64).T for part in zip(*seen, strict=True))
+    # Transposed: configurations (3, n) and times_s (2, n).
+    configurations, times_s = (np.array(part, dtype=np.float64).T for part in zip(*observed, strict=True))
     return Observations(
-        num_nodes=at[0],
-        num_replicas=at[1],
-        local_batch_size=at[2],
-        step_time_s=times[0],
-        grad_time_s=times[0] - times[1],
+        num_nodes=configurations[0],
+        num_replicas=configurations[1],
+        local_batch_size=configurations[2],
+        step_time_s=times_s[0],
+        grad_time_s=times_s[0] - times_s[1],
     )
 
 
 @lru_cache(maxsize=1024)  # jobs of one application begin alike
-def fit(seen: Seen, before: ThroughputParams | None = None) -> ThroughputParams:
-    """Return the model fitted to what was seen, the rest as the published simulator takes it; ``before``: the last one."""
-    rows = observations(seen)
-    found = refit(rows, before).model_dump()
+def fit(observed: Seen, previous: ThroughputParams | None = None) -> ThroughputParams:
+    """Return the model fitted to ``observed`` from the last fit on; what was never seen is assumed as the module says."""
+    rows = observations(observed)
+    params = refit(rows, previous).model_dump()
     if (rows.local_batch_size == rows.local_batch_size[0]).all():
-        half = (found["alpha_grad_s"] + found["beta_grad_s"] * float(rows.local_batch_size[0])) / 2
-        found["alpha_grad_s"], found["beta_grad_s"] = half, half / float(rows.local_batch_size[0])
+        half = (params["alpha_grad_s"] + params["beta_grad_s"] * float(rows.local_batch_size[0])) / 2
+        params["alpha_grad_s"], params["beta_grad_s"] = half, half / float(rows.local_batch_size[0])
     if not (rows.num_nodes > 1).any():
         for name in ("alpha", "beta"):
-            found[f"{name}_sync_node_s"] = 1.1 * found[f"{name}_sync_local_s"]
-    return ThroughputParams.model_construct(**found)
+            params[f"{name}_sync_node_s"] = 1.1 * params[f"{name}_sync_local_s"]
+    return ThroughputParams.model_construct(**params)
 
 
 @lru_cache(maxsize=4096)  # noise scales go to and fro, and jobs of one application believe the same at first
@@ -91,21 +92,21 @@ class Beliefs:
     def __init__(self, *, pooled: bool = False) -> None:
         self.pooled = pooled
         self.grads: dict[int, tuple[float, float]] = {}
-        """Squared norm and variance of the gradient last seen in each epoch; kept when pooled."""
+        """By epoch the last seen (squared norm, variance) of the gradient; empty unless pooled."""
         self._seen: dict[str, dict[Configuration, tuple[float, float]]] = {}
         self._shapes: dict[str, set[tuple[int, int]]] = {}
         self._fitted: dict[str, tuple[ThroughputParams, int, int]] = {}
         """By type the model, and of how many configurations and shapes it is."""
         self._errors: dict[str, tuple[tuple[Floats, Floats], ...]] = {}
 
-    def observe(self, gpu_type: str, at: Configuration, times: tuple[float, float]) -> None:
-        """Take note of (step, sync) seconds of a configuration, the first time that it is seen."""
-        self._seen.setdefault(gpu_type, {}).setdefault(at, times)
-        self._shapes.setdefault(gpu_type, set()).add(at[:2])
+    def observe(self, gpu_type: str, configuration: Configuration, times: tuple[float, float]) -> None:
+        """Record the (step, sync) seconds of a configuration the first time that it is seen."""
+        self._seen.setdefault(gpu_type, {}).setdefault(configuration, times)
+        self._shapes.setdefault(gpu_type, set()).add(configuration[:2])
 
-    def knows(self, gpu_type: str, at: Configuration) -> bool:
+    def knows(self, gpu_type: str, configuration: Configuration) -> bool:
         """Return whether this configuration was seen."""
-        return at in self._seen.get(gpu_type, {})
+        return configuration in self._seen.get(gpu_type, {})
 
     @property
     def most_replicas(self) -> int:
@@ -123,40 +124,40 @@ class Beliefs:
 
     def model(self, gpu_type: str) -> ThroughputParams:
         """Return the model fitted to what was seen on this type; something must have been."""
-        seen, shapes = self._seen[gpu_type], len(self._shapes[gpu_type])
-        before, rows_then, shapes_then = self._fitted.get(gpu_type, (None, 0, 0))
-        if before is None or shapes != shapes_then or len(seen) > (1 + _GROWTH) * rows_then:
-            rows = tuple(seen.items())
-            before = fit(rows, before)
-            self._fitted[gpu_type] = before, len(seen), shapes
+        observed, shape_count = self._seen[gpu_type], len(self._shapes[gpu_type])
+        fitted, fitted_rows, fitted_shapes = self._fitted.get(gpu_type, (None, 0, 0))
+        if fitted is None or shape_count != fitted_shapes or len(observed) > (1 + _GROWTH) * fitted_rows:
+            rows = tuple(observed.items())
+            fitted = fit(rows, fitted)
+            self._fitted[gpu_type] = fitted, len(observed), shape_count
             if self.pooled:
-                self._errors[gpu_type] = _errors(observations(rows), before)
-        return before
+                self._errors[gpu_type] = _errors(observations(rows), fitted)
+        return fitted
 
     def correction(self, gpu_type: str, most: int) -> Floats:
-        """Return by how much faster than the model (2, most + 1) replicas were seen to be; call :meth:`model` first.
+        """Return the factors (2, most + 1) by which jobs were seen to be faster than the model; call :meth:`model` first.
 
         Row 0 within a node, row 1 across nodes: predicted over measured step time, the geometric mean over what was
         seen on that many replicas, interpolated between replicas, 1 before any. The model has seven parameters; on
         some counts every job of an application is slower than it says, and only then GPUs go where they bring nothing.
         """
-        made = np.ones((2, most + 1))
+        factors = np.ones((2, most + 1))
         for row, (replicas, error) in enumerate(self._errors[gpu_type]):
             if len(replicas):
-                made[row] = np.exp(np.interp(np.log(np.maximum(np.arange(most + 1), 1.0)), replicas, error))
-        return made
+                factors[row] = np.exp(np.interp(np.log(np.maximum(np.arange(most + 1), 1.0)), replicas, error))
+        return factors
 
 
 def _errors(rows: Observations, model: ThroughputParams) -> tuple[tuple[Floats, Floats], ...]:
     """Return, within and across nodes, log replicas and the mean log of predicted over measured step time."""
     error = np.log(predict(model, rows) / rows.step_time_s)
-    made = []
+    errors = []
     for across in (False, True):
         chosen = (rows.num_nodes > 1) == across
         replicas, inverse = np.unique(rows.num_replicas[chosen], return_inverse=True)
         counts = np.maximum(np.bincount(inverse, minlength=len(replicas)), 1)
-        made.append((np.log(replicas), np.bincount(inverse, error[chosen], minlength=len(replicas)) / counts))
-    return tuple(made)
+        errors.append((np.log(replicas), np.bincount(inverse, error[chosen], minlength=len(replicas)) / counts))
+    return tuple(errors)
 
 
 class Tuning(Enum):
@@ -180,7 +181,7 @@ _PROFILED = 4
 
 @dataclass(kw_only=True, slots=True)
 class JobTally:
-    """What becomes of one job; seconds."""
+    """The record of one job's simulated life; times in seconds."""
 
     name: str
     application: str
@@ -232,7 +233,7 @@ class SimulatedJob:
             name: replace(self.limits, max_local_batch_size=application.largest_local_batch(name))
             for name in cluster.type_names
         }
-        """Within which batch sizes it may run on each GPU type: memory differs."""
+        """By GPU type the batch sizes that the job may use: memory differs."""
         self.batch_size = application.fixed_batch_size if tuning is Tuning.ADAPTIVE else spec.batch_size
         self.allocation: Allocation = ()
         self.placement: tuple[int, ...] = ()
@@ -253,7 +254,7 @@ class SimulatedJob:
         self.measured_types = tuple(name for name in cluster.type_names if application.runs_on(name))
         """Types of the whole cluster that the application was measured on."""
         self.gpu_types = self.measured_types
-        """Those of them that are up."""
+        """The measured types of which some node is up."""
         self.checkpoint_interval_s = math.inf
         self.lost_progress = 0.0
         """Iterations at M0 that failures undid."""
@@ -286,8 +287,8 @@ class SimulatedJob:
         limit = self.application.limits.max_replicas or self.cluster.total_gpus
         if self.tuning is Tuning.ELASTIC:
             return max(1, min(limit, self.spec.batch_size // self.limits.min_local_batch_size))
-        seen = self.beliefs.most_replicas
-        return min(limit, max(2 * seen, 1), self.cluster.total_gpus, self.application.max_replicas)
+        explored = self.beliefs.most_replicas
+        return min(limit, max(2 * explored, 1), self.cluster.total_gpus, self.application.max_replicas)
 
     @property
     def steps_per_s(self) -> float:
@@ -309,45 +310,48 @@ class SimulatedJob:
         type (by default the cluster's first). What was seen on one GPU only scales as on the type that it knows best.
         """
         name = gpu_type or self.cluster.gpu_types[0]
-        grad, types = self.gradient, self.beliefs.types
-        if name not in types:
+        gradient, types_seen = self.gradient, self.beliefs.types
+        if name not in types_seen:
             return None
-        if grad is None:
+        if gradient is None:
             if len(self.cluster.type_names) == 1:
                 return None
-            grad = 1.0, 1.0  # profiled, but never run: a noise scale of M0 until it shows its own
-        table = self._goodputs(name, grad, most)
+            gradient = 1.0, 1.0  # profiled, but never run: a noise scale of M0 until it shows its own
+        table = self._goodputs(name, gradient, most)
         if self.beliefs.pooled:
             table *= self.beliefs.correction(name, most)
-        if types[0] != name and not self.beliefs.has_run_across(name):
-            other = self._goodputs(types[0], grad, most)
-            table = other * (table[0, 1] / other[0, 1]) if other[0, 1] > 0 else table
+        if types_seen[0] != name and not self.beliefs.has_run_across(name):
+            best_known = self._goodputs(types_seen[0], gradient, most)
+            table = best_known * (table[0, 1] / best_known[0, 1]) if best_known[0, 1] > 0 else table
         return table
 
-    def _goodputs(self, gpu_type: str, grad: tuple[float, float], most: int) -> Floats:
-        found, widest = self._batches(gpu_type, grad, most)
+    def _goodputs(self, gpu_type: str, gradient: tuple[float, float], most: int) -> Floats:
+        """Return the model's goodput in the form of :meth:`goodput_table`, by the noise scale of ``gradient``."""
+        tuned, widest = self._batches(gpu_type, gradient, most)
         table = np.zeros((2, most + 1))
-        table[:, 1:] = found.goodput_per_s.reshape(2, widest)[:, :most]
+        table[:, 1:] = tuned.goodput_per_s.reshape(2, widest)[:, :most]
         table[1, 1] = 0.0
         return table
 
-    def _batches(self, gpu_type: str, grad: tuple[float, float], most: int) -> tuple[Tuned, int]:
+    def _batches(self, gpu_type: str, gradient: tuple[float, float], most: int) -> tuple[Tuned, int]:
         """Return the best batches on 1 to k >= ``most`` replicas, within a node and then across nodes, and k."""
         model = self.beliefs.model(gpu_type)
-        sqr, var = grad
-        phi = self.limits.initial_batch_size * var / sqr if sqr > 0 and var > 0 else math.inf if var else 0.0
-        if 0 < phi < math.inf:  # no noise scale is known better than that
-            phi = math.exp(round(math.log(phi) / _NOISE_STEP) * _NOISE_STEP)
+        squared_norm, variance = gradient
+        noise_scale = math.inf if variance else 0.0
+        if squared_norm > 0 and variance > 0:
+            noise_scale = self.limits.initial_batch_size * variance / squared_norm
+        if 0 < noise_scale < math.inf:  # no noise scale is known better than that
+            noise_scale = math.exp(round(math.log(noise_scale) / _NOISE_STEP) * _NOISE_STEP)
         widest = 1 << (most - 1).bit_length()
-        return best_batches(model, self.limits_on[gpu_type], phi, widest), widest
+        return best_batches(model, self.limits_on[gpu_type], noise_scale, widest), widest
 
     def remaining_samples(self) -> float:
         """Return the samples left at M0's efficiency, by the declared epochs: no oracle, users state epochs and data.
 
         At least one: a round may come in the moment in which the last epoch ends, and its job is not to lose its GPUs then.
         """
-        last = self.application.progress[self.application.max_epochs]
-        return max((last - self.progress) * self.limits.initial_batch_size, 1.0)
+        final_progress = self.application.progress[self.application.max_epochs]
+        return max((final_progress - self.progress) * self.limits.initial_batch_size, 1.0)
 
     def profile(self) -> None:
         """Time a few steps on one GPU of each type, as Sia does on submission; seconds that are not charged.
@@ -357,10 +361,10 @@ class SimulatedJob:
         if self.tuning is not Tuning.ADAPTIVE or len(self.cluster.type_names) == 1:
             return
         for name in self.measured_types:
-            low, high = self.limits.min_local_batch_size, self.limits_on[name].max_local_batch_size
+            smallest, largest = self.limits.min_local_batch_size, self.limits_on[name].max_local_batch_size
             if name not in self.beliefs.types:
-                for size in sorted({round(size) for size in np.geomspace(low, high, _PROFILED).tolist()}):
-                    self.beliefs.observe(name, (1, 1, size), self.application.step_times((1,), size, name))
+                for batch in sorted({round(batch) for batch in np.geomspace(smallest, largest, _PROFILED).tolist()}):
+                    self.beliefs.observe(name, (1, 1, batch), self.application.step_times((1,), batch, name))
 
     def true_step_s(self, replicas: int) -> float:
         """Return the true time of one step at the requested batch size on ``replicas`` packed GPUs: for oracles."""
@@ -382,40 +386,40 @@ class SimulatedJob:
     def remaining_s(self, replicas: int) -> float:
         """Return the true seconds of training left at the requested batch size on ``replicas`` packed GPUs."""
         application, batch = self.application, self.spec.batch_size
-        done = application.iterations(batch, self.epoch - 1) if self.epoch else 0.0
-        span = application.progress[self.epoch + 1] - application.progress[self.epoch]
-        here = application.iterations(batch, self.epoch) - done
-        here *= 1.0 - (self.progress - application.progress[self.epoch]) / span
-        later = application.iterations(batch, application.max_epochs - 1)
-        later -= application.iterations(batch, self.epoch)
-        return (here + max(later, 0.0)) * self.true_step_s(replicas)
+        done_iterations = application.iterations(batch, self.epoch - 1) if self.epoch else 0.0
+        epoch_progress = application.progress[self.epoch + 1] - application.progress[self.epoch]
+        epoch_iterations = application.iterations(batch, self.epoch) - done_iterations
+        epoch_iterations *= 1.0 - (self.progress - application.progress[self.epoch]) / epoch_progress
+        later_iterations = application.iterations(batch, application.max_epochs - 1)
+        later_iterations -= application.iterations(batch, self.epoch)
+        return (epoch_iterations + max(later_iterations, 0.0)) * self.true_step_s(replicas)
 
     # What the simulator does with it.
 
     def advance(self, now_s: float) -> None:
         """Bring progress and GPU time up to ``now_s``, which is not after the end of the current epoch."""
         if self.allocation:
-            count, held, tally = count_gpus(self.allocation), now_s - self.last_s, self.tally
-            tally.gpu_seconds += count * held
+            count, held_s, tally = count_gpus(self.allocation), now_s - self.last_s, self.tally
+            tally.gpu_seconds += count * held_s
             tally.restart_gpu_seconds += count * max(min(now_s, self.running_from_s) - self.last_s, 0.0)
             for name, gpus in self.cluster.by_type(self.allocation).items():
-                tally.gpu_seconds_by_type[name] = tally.gpu_seconds_by_type.get(name, 0.0) + gpus * held
-            ran = now_s - max(self.last_s, self.running_from_s)
-            if ran > 0:
+                tally.gpu_seconds_by_type[name] = tally.gpu_seconds_by_type.get(name, 0.0) + gpus * held_s
+            ran_s = now_s - max(self.last_s, self.running_from_s)
+            if ran_s > 0:
                 if self.checkpoint_interval_s < math.inf:
                     self._save(now_s)
-                self.progress = min(self.progress + self.rate * ran, self.application.progress[self.epoch + 1])
+                self.progress = min(self.progress + self.rate * ran_s, self.application.progress[self.epoch + 1])
                 self._observe()
         self.last_s = now_s
 
     def _save(self, now_s: float) -> None:
-        """Take note of the last checkpoint of the stretch from the last look to now, in which progress is a line."""
-        begin = max(self.last_s, self.running_from_s)
-        count = math.floor((now_s - self.running_from_s) / self.checkpoint_interval_s)
-        at_s = self.running_from_s + count * self.checkpoint_interval_s
-        if count and begin < at_s <= now_s:
-            end = self.application.progress[self.epoch + 1]
-            self._saved = min(self.progress + self.rate * (at_s - begin), end), self.epoch, at_s
+        """Record the last checkpoint since ``last_s``, if there was one; progress grows at one rate until ``now_s``."""
+        begin_s = max(self.last_s, self.running_from_s)
+        checkpoints = math.floor((now_s - self.running_from_s) / self.checkpoint_interval_s)
+        at_s = self.running_from_s + checkpoints * self.checkpoint_interval_s
+        if checkpoints and begin_s < at_s <= now_s:
+            epoch_end = self.application.progress[self.epoch + 1]
+            self._saved = min(self.progress + self.rate * (at_s - begin_s), epoch_end), self.epoch, at_s
 
     def fail(self, now_s: float) -> None:
         """Lose the GPUs at ``now_s`` without warning: back to the last checkpoint, off all nodes."""
@@ -459,17 +463,17 @@ class SimulatedJob:
         return replicas * self.local_batch_size * (self.accumulation_steps + 1)
 
     def retune(self, now_s: float, whole_seconds: bool) -> None:
-        """Choose the batch from what is believed, and foresee the end of the epoch from what is true."""
+        """Choose the batch by the beliefs, and set rate and end of the epoch (rounded if asked) by the true step time."""
         if not self.allocation:
             return
         self._choose_batch()
         gain = self.application.gain(self.total_batch_size, self.epoch)
         self.rate = gain / self._step_s() * (1.0 - self.slowdown)
-        left = self.application.progress[self.epoch + 1] - self.progress
-        begin = max(now_s, self.running_from_s)
-        self.exact_next_s = self.next_s = begin + left / self.rate
+        progress_left = self.application.progress[self.epoch + 1] - self.progress
+        begin_s = max(now_s, self.running_from_s)
+        self.exact_next_s = self.next_s = begin_s + progress_left / self.rate
         if whole_seconds:
-            self.next_s = max(begin, float(round(self.next_s)))
+            self.next_s = max(begin_s, float(round(self.next_s)))
 
     def _step_s(self) -> float:
         """Return the true seconds of one optimizer step under the current configuration."""
@@ -492,50 +496,53 @@ class SimulatedJob:
     def logical_batch(self) -> tuple[int, int]:
         """Return the local batch of one logical worker and its accumulation steps beyond the first: the same everywhere."""
         replicas = self.spec.num_replicas
-        least = min((self.limits_on[name] for name in self.measured_types), key=lambda one: one.max_local_batch_size)
-        local, steps = split_batch(self.spec.batch_size, replicas, least)
+        limits = [self.limits_on[name] for name in self.measured_types]
+        tightest = min(limits, key=lambda each: each.max_local_batch_size)
+        local, steps = split_batch(self.spec.batch_size, replicas, tightest)
         return max(1, min(local, self.limits.max_batch_size // (replicas * (steps + 1)))), steps
 
     def capabilities(self) -> dict[str, float]:
         """Return EasyScale's C: mini-batches per second of one logical worker alone on a GPU, by type; as measured."""
         local, steps = self.logical_batch()
-        made = {}
+        capabilities_per_s = {}
         for name in self.gpu_types:
             step, sync = self.application.step_times((1,), local, name)
-            made[name] = 1.0 / ((step - sync) * (steps + 1))
-        return made
+            capabilities_per_s[name] = 1.0 / ((step - sync) * (steps + 1))
+        return capabilities_per_s
 
     def _true_times(self) -> tuple[float, float]:
+        """Return the true (step, sync) seconds of one pass under the current configuration."""
         return self.application.step_times(self.placement, self.local_batch_size, self.gpu_type)
 
     def _choose_batch(self) -> None:
+        """Set local batch and accumulation steps: of highest believed goodput, or of a fixed (at first smallest) batch."""
         if self.tuning is Tuning.LOGICAL:
             self.local_batch_size, self.accumulation_steps = self.logical_batch()
             return
-        replicas, gpu_type, grad = sum(self.placement), self.gpu_type, self.gradient
-        if self.batch_size is None and grad is not None and gpu_type in self.beliefs.types:
-            found, widest = self._batches(gpu_type, grad, replicas)
-            at = replicas - 1 + (widest if len(self.placement) > 1 else 0)
-            self.local_batch_size = int(found.local_batch_size[at])
-            self.accumulation_steps = int(found.accumulation_steps[at])
+        replicas, gpu_type, gradient = sum(self.placement), self.gpu_type, self.gradient
+        if self.batch_size is None and gradient is not None and gpu_type in self.beliefs.types:
+            tuned, widest = self._batches(gpu_type, gradient, replicas)
+            index = replicas - 1 + (widest if len(self.placement) > 1 else 0)
+            self.local_batch_size = int(tuned.local_batch_size[index])
+            self.accumulation_steps = int(tuned.accumulation_steps[index])
         else:
             batch = self.batch_size
             if batch is None:
                 batch = max(self.limits.initial_batch_size, self.limits.min_local_batch_size * replicas)
             self.local_batch_size, self.accumulation_steps = split_batch(batch, replicas, self.limits_on[gpu_type])
-        count = replicas * (self.accumulation_steps + 1)
-        self.local_batch_size = min(self.local_batch_size, self.limits.max_batch_size // count)
+        microbatches = replicas * (self.accumulation_steps + 1)
+        self.local_batch_size = min(self.local_batch_size, self.limits.max_batch_size // microbatches)
 
     def _observe(self) -> None:
-        """Take note of the times and the gradient statistics of the configuration that has just run."""
+        """Let the beliefs see the times and the gradient statistics of the configuration that has just run."""
         if self.tuning is not Tuning.ADAPTIVE:
             return
         self._grad = self.application.grad_stats(self.total_batch_size, self.epoch)
         if self.beliefs.pooled:
             self.beliefs.grads[self.epoch] = self._grad
-        at = (len(self.placement), sum(self.placement), self.local_batch_size)
-        if not self.beliefs.knows(self.gpu_type, at):
-            self.beliefs.observe(self.gpu_type, at, self._true_times())
+        configuration = (len(self.placement), sum(self.placement), self.local_batch_size)
+        if not self.beliefs.knows(self.gpu_type, configuration):
+            self.beliefs.observe(self.gpu_type, configuration, self._true_times())
 
 
 def make_jobs(
@@ -556,17 +563,17 @@ def make_jobs(
         application = applications.get(spec.application)
         where = f"job {spec.name}"
         if application is None:
-            known = ", ".join(sorted(applications))
-            raise InputError(f"{where}:application", f"no traces of {spec.application!r}", f"known: {known}")
+            known_names = ", ".join(sorted(applications))
+            raise InputError(f"{where}:application", f"no traces of {spec.application!r}", f"known: {known_names}")
         totals = {name: cluster.gpus_of(name) for name in cluster.type_names if application.runs_on(name)}
         if not totals:
-            known = ", ".join(application.times)
+            known_names = ", ".join(application.times)
             problem = f"{spec.application} was not measured on {', '.join(cluster.type_names)}"
-            raise InputError(f"{where}:application", problem, f"measured on {known}")
-        most = max(totals.values())
-        if tuning is Tuning.RIGID and spec.num_replicas > most:
-            one = " of one type" if len(cluster.type_names) > 1 else ""
-            problem = f"wants {spec.num_replicas} GPUs{one} of {most}"
+            raise InputError(f"{where}:application", problem, f"measured on {known_names}")
+        largest_type = max(totals.values())
+        if tuning is Tuning.RIGID and spec.num_replicas > largest_type:
+            type_clause = " of one type" if len(cluster.type_names) > 1 else ""
+            problem = f"wants {spec.num_replicas} GPUs{type_clause} of {largest_type}"
             raise InputError(f"{where}:num_replicas", problem, "it could never start; ask for fewer")
         low, high = application.init_batch_size, application.max_batch_size
         if tuning is not Tuning.ADAPTIVE and not low <= spec.batch_size <= high:

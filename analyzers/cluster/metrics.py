@@ -50,6 +50,7 @@ class IsolatedTimes:
         )
 
     def _types(self, name: str) -> list[str]:
+        """Return the types of the cluster that an application was measured on; its first type where there is none."""
         application = self.applications[name]
         names = list(self.cluster.type_names)
         return [kind for kind in names if application.runs_on(kind)] or names[:1]
@@ -65,11 +66,11 @@ class IsolatedTimes:
     def _on(self, application: Application, gpu_type: str, gpus: int) -> float:
         """Return the seconds on GPUs of one type."""
         gpus = min(gpus, application.max_replicas, self.cluster.gpus_of(gpu_type))
-        known = self._epochs.setdefault((application.name, gpu_type), [])
-        while len(known) < gpus:
-            times = self._epoch_times(application, gpu_type, len(known) + 1)
-            known.append(np.minimum(times, known[-1]) if known else times)
-        return float(known[gpus - 1].sum())
+        best_times = self._epochs.setdefault((application.name, gpu_type), [])
+        while len(best_times) < gpus:
+            times = self._epoch_times(application, gpu_type, len(best_times) + 1)
+            best_times.append(np.minimum(times, best_times[-1]) if best_times else times)
+        return float(best_times[gpus - 1].sum())
 
     def _epoch_times(self, application: Application, gpu_type: str, replicas: int) -> Floats:
         """Return the seconds of each epoch (E,) on ``replicas`` packed GPUs at the best of some batch sizes."""
@@ -119,36 +120,36 @@ def summarize(
     fairness = _fairness(result, isolated, restart_delay_s)
     queueing = np.array([job.start_s - job.submit_s for job in result.jobs])
     names = sorted({job.application for job in result.jobs})
-    members = {name: [row for row, job in enumerate(result.jobs) if job.application == name] for name in names}
-    whole = _figures(result.jobs, np.arange(len(jct)), jct, queueing, fairness)
-    rates = np.array([job.useful_samples / (job.finish_s - job.start_s) for job in result.jobs])
-    held, restart, lost = (
+    rows_by_name = {name: [row for row, job in enumerate(result.jobs) if job.application == name] for name in names}
+    overall = _figures(result.jobs, np.arange(len(jct)), jct, queueing, fairness)
+    goodputs = np.array([job.useful_samples / (job.finish_s - job.start_s) for job in result.jobs])
+    held_gpu_s, restart_gpu_s, lost_gpu_s = (
         sum(getattr(job, name) for job in result.jobs)
         for name in ("gpu_seconds", "restart_gpu_seconds", "lost_gpu_seconds")
     )
-    up = sum(result.available_gpu_seconds.values())
+    available_gpu_s = sum(result.available_gpu_seconds.values())
     costs = [_price(job.gpu_seconds_by_type, prices) for job in result.jobs] if prices is not None else []
     total_cost = _price(result.available_gpu_seconds, prices) if prices is not None else 0.0
-    struck = result.node_failures > 0 or any(job.failures for job in result.jobs)
-    more: list[dict[str, float]] = [{"finish_time_fairness": ratio} for ratio in fairness.tolist()]
+    has_failures = result.node_failures > 0 or any(job.failures for job in result.jobs)
+    extra_fields: list[dict[str, float]] = [{"finish_time_fairness": ratio} for ratio in fairness.tolist()]
     for row, cost in enumerate(costs):
-        more[row]["cost"] = cost
-    job_fields = (*_JOB_FIELDS, *(_FAILURE_FIELDS if struck else ()))
+        extra_fields[row]["cost"] = cost
+    job_fields = (*_JOB_FIELDS, *(_FAILURE_FIELDS if has_failures else ()))
     priced: dict[str, Any] = {"cost": ReplayCost(jobs=sum(costs), cluster=total_cost)} if costs else {}
     return PolicyRecord(
-        **whole.model_dump(exclude={"jobs", "worst_fairness"}),
+        **overall.model_dump(exclude={"jobs", "worst_fairness"}),
         makespan_s=makespan,
-        utilization=held / (result.total_gpus * makespan),
-        finish_time_fairness=Fairness(max=whole.worst_fairness, share_below_1=float((fairness < 1).mean())),
+        utilization=held_gpu_s / (result.total_gpus * makespan),
+        finish_time_fairness=Fairness(max=overall.worst_fairness, share_below_1=float((fairness < 1).mean())),
         p99_queueing_s=float(np.percentile(queueing, 99)),
-        avg_jct_by_application_s={name: float(jct[rows].mean()) for name, rows in members.items()},
-        restart_gpu_hours=restart / 3600,
-        lost_gpu_hours=lost / 3600,
-        useful_share=max(held - restart - lost, 0.0) / up if up else 0.0,
-        availability=up / (result.total_gpus * makespan),
+        avg_jct_by_application_s={name: float(jct[rows].mean()) for name, rows in rows_by_name.items()},
+        restart_gpu_hours=restart_gpu_s / 3600,
+        lost_gpu_hours=lost_gpu_s / 3600,
+        useful_share=max(held_gpu_s - restart_gpu_s - lost_gpu_s, 0.0) / available_gpu_s if available_gpu_s else 0.0,
+        availability=available_gpu_s / (result.total_gpus * makespan),
         node_failures=result.node_failures,
         job_failures=sum(job.failures for job in result.jobs),
-        goodput_by_application={name: float(rates[rows].mean()) for name, rows in members.items()},
+        goodput_by_application={name: float(goodputs[rows].mean()) for name, rows in rows_by_name.items()},
         by_class=_by_class(result, isolated, jct, queueing, fairness),
         **priced,
         rounds=result.rounds,
@@ -156,7 +157,7 @@ def summarize(
         policy_cpu_seconds=result.policy_seconds,
         usage=_usage(result),
         jobs=[
-            ReplayedJob.model_validate({**{name: getattr(job, name) for name in job_fields}, **more[row]})
+            ReplayedJob.model_validate({**{name: getattr(job, name) for name in job_fields}, **extra_fields[row]})
             for row, job in enumerate(result.jobs)
         ],
     )
@@ -181,14 +182,15 @@ def _fairness(result: SimulationResult, isolated: IsolatedTimes, restart_delay_s
 
 
 def _usage(result: SimulationResult, most: int = 500) -> UsageRecord:
-    """Return the GPUs that are held from each time on; of many changes, as many, evenly spread."""
-    rows = result.usage
-    if len(rows) > most:
-        rows = tuple(rows[round(place * (len(rows) - 1) / (most - 1))] for place in range(most))
-    return UsageRecord(**{name: [getattr(row, name) for row in rows] for name in UsageRecord.model_fields})
+    """Return the GPUs in use from each time on; of more than ``most`` changes, that many evenly spread ones."""
+    changes = result.usage
+    if len(changes) > most:
+        changes = tuple(changes[round(index * (len(changes) - 1) / (most - 1))] for index in range(most))
+    return UsageRecord(**{name: [getattr(row, name) for row in changes] for name in UsageRecord.model_fields})
 
 
 def _price(gpu_seconds: Mapping[str, float], prices: Mapping[str, float]) -> float:
+    """Return what GPU seconds by type cost at prices per GPU hour."""
     return sum(seconds / 3600 * prices[name] for name, seconds in gpu_seconds.items())
 
 
@@ -196,10 +198,14 @@ def _by_class(
     result: SimulationResult, isolated: IsolatedTimes, jct: Floats, queueing: Floats, fairness: Floats
 ) -> dict[str, ClassFigures]:
     """Return the figures of each size class that has jobs; all arrays are (n,)."""
-    of_application = {job.application: class_of(job.application, isolated) for job in result.jobs}
-    classes = np.array([of_application[job.application] for job in result.jobs])
-    rows = {name: np.flatnonzero(classes == name) for name in SIZE_CLASSES}
-    return {name: _figures(result.jobs, at, jct, queueing, fairness) for name, at in rows.items() if len(at)}
+    class_by_application = {job.application: class_of(job.application, isolated) for job in result.jobs}
+    classes = np.array([class_by_application[job.application] for job in result.jobs])
+    rows_by_class = {name: np.flatnonzero(classes == name) for name in SIZE_CLASSES}
+    return {
+        name: _figures(result.jobs, class_rows, jct, queueing, fairness)
+        for name, class_rows in rows_by_class.items()
+        if len(class_rows)
+    }
 
 
 def _figures(jobs: Sequence[JobTally], rows: Places, jct: Floats, queueing: Floats, fairness: Floats) -> ClassFigures:
@@ -218,9 +224,9 @@ def _figures(jobs: Sequence[JobTally], rows: Places, jct: Floats, queueing: Floa
 
 def _average_present(submit: Floats, finish: Floats) -> Floats:
     """Return the time average of the number of jobs in the system over each job's life, (n,); the job included."""
-    made = np.empty_like(submit)
+    overlap_s = np.empty_like(submit)
     for begin in range(0, len(submit), _BLOCK):  # all pairs of ten thousand jobs at once would take gigabytes
         rows = slice(begin, begin + _BLOCK)
         overlap = np.minimum(finish[rows, None], finish) - np.maximum(submit[rows, None], submit)
-        made[rows] = np.maximum(overlap, 0.0).sum(axis=1)
-    return made / (finish - submit)
+        overlap_s[rows] = np.maximum(overlap, 0.0).sum(axis=1)
+    return overlap_s / (finish - submit)

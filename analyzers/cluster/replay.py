@@ -109,12 +109,12 @@ class AsProposed:
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
         """Return the policy's allocations of the trials that have been proposed."""
-        shown = list(jobs[: self.concurrent])  # in the workload's order, so proposed trials stay in front
-        for job in shown:
+        visible = list(jobs[: self.concurrent])  # in the workload's order, so proposed trials stay in front
+        for job in visible:
             if job.index not in self._proposed:
                 self._proposed.add(job.index)
                 job.spec, job.tally.submit_s = job.spec.model_copy(update={"submit_s": now_s}), now_s
-        return self.policy.allocate(shown, cluster, now_s)
+        return self.policy.allocate(visible, cluster, now_s)
 
 
 def run_search(
@@ -131,8 +131,8 @@ def run_search(
     them. Raises InputError for an application that is not there and for trials that cannot run.
     """
     if search.application not in applications:
-        known = ", ".join(applications)
-        raise InputError("search:application", f"{search.application!r} has no traces", f"one of: {known}")
+        known_names = ", ".join(applications)
+        raise InputError("search:application", f"{search.application!r} has no traces", f"one of: {known_names}")
     application = applications[search.application]
     low, high = application.init_batch_size, application.max_batch_size
     batch = search.gpus * search.local_batch_size
@@ -142,9 +142,9 @@ def run_search(
     trial = {"submit_s": 0.0, "application": search.application, "num_replicas": search.gpus}
     trial["batch_size"] = max(low, min(batch, high))
     workload = [JobSpec.model_validate({"name": f"trial-{number}", **trial}) for number in range(search.trials)]
-    shown = AsProposed(policy if policy is not None else Fifo(), search.concurrent)
+    proposing = AsProposed(policy if policy is not None else Fifo(), search.concurrent)
     settings = replace(options or Options(), react=True)
-    return play(workload, applications, cluster, shown, settings, on_round=on_round)
+    return play(workload, applications, cluster, proposing, settings, on_round=on_round)
 
 
 def search_trials(
@@ -161,19 +161,19 @@ def search_trials(
 
     ``local_batch_sizes``: further fixed batches per GPU at which the baseline runs, besides the search's own.
     """
-    sizes = dict.fromkeys([search.local_batch_size, *local_batch_sizes])
-    asked = [(f"fixed-{size}", search.model_copy(update={"local_batch_size": size}), None) for size in sizes]
-    found: dict[str, SearchFigures] = {}
-    for name, one, make in [*asked, *((name, search, make) for name, make in policies.items())]:
+    batch_sizes = dict.fromkeys([search.local_batch_size, *local_batch_sizes])
+    baselines = [(f"fixed-{size}", search.model_copy(update={"local_batch_size": size}), None) for size in batch_sizes]
+    figures: dict[str, SearchFigures] = {}
+    for name, variant, make in [*baselines, *((name, search, make) for name, make in policies.items())]:
         with _watched(name, stage, search.trials) as on_round:
-            jobs = run_search(one, applications, cluster, make() if make else None, options, on_round).jobs
-        found[name] = SearchFigures(
+            jobs = run_search(variant, applications, cluster, make() if make else None, options, on_round).jobs
+        figures[name] = SearchFigures(
             avg_jct_s=sum(job.jct_s for job in jobs) / len(jobs),
             makespan_s=max(job.finish_s for job in jobs) - min(job.submit_s for job in jobs),
             gpu_seconds=sum(job.gpu_seconds for job in jobs),
             restarts=sum(job.restarts for job in jobs),
         )
-    return SearchResult(search=search, gpus=cluster.total_gpus, policies=found)
+    return SearchResult(search=search, gpus=cluster.total_gpus, policies=figures)
 
 
 def study(
@@ -195,9 +195,9 @@ def study(
         tell(text)
     options, prices = setup.options, setup.prices
     records = dict(replays(specs, truth.applications, machines, makers, options, prices=prices, stage=stage))
-    lost = options.failures
-    more: dict[str, Any] = {
-        "failures": lost and ReplayFailures(**{**asdict(lost), "events": len(lost.events)}),
+    failures = options.failures
+    optional_fields: dict[str, Any] = {
+        "failures": failures and ReplayFailures(**{**asdict(failures), "events": len(failures.events)}),
         "prices_per_gpu_hour": None if prices is None else dict(prices),
         "assumptions": list(truth.assumed) or None,
         "conversion": remark or None,
@@ -211,6 +211,6 @@ def study(
         interference=options.interference,
         seed=seed,
         truth=truth.source,
-        **{name: value for name, value in more.items() if value is not None},
+        **{name: value for name, value in optional_fields.items() if value is not None},
         policies=records,
     )

@@ -52,38 +52,40 @@ def choose_counts(costs: Sequence[Floats], gpus: int) -> tuple[list[int], float]
 
     Exact: dynamic programming over jobs and GPUs, O(n gpus max_k).
     """
-    best, every = np.zeros(gpus + 1), np.arange(gpus + 1)
-    picks: list[Places] = []
+    best_costs, all_gpus = np.zeros(gpus + 1), np.arange(gpus + 1)
+    best_counts_by_job: list[Places] = []
     for cost in costs:
-        kept = cost[: gpus + 1]
-        padded = np.concatenate([np.full(len(kept) - 1, np.inf), best])
-        step = padded.itemsize  # row g, column k: the least cost of the jobs before on g - k GPUs
-        rest = np.lib.stride_tricks.as_strided(padded[len(kept) - 1 :], (gpus + 1, len(kept)), (step, -step))
-        totals = rest + kept
-        pick = totals.argmin(axis=1)
-        best = totals[every, pick]
-        picks.append(pick)
+        job_cost = cost[: gpus + 1]
+        padded = np.concatenate([np.full(len(job_cost) - 1, np.inf), best_costs])
+        item_bytes = padded.itemsize  # row g, column k: the least cost of the jobs before on g - k GPUs
+        earlier_costs = np.lib.stride_tricks.as_strided(
+            padded[len(job_cost) - 1 :], (gpus + 1, len(job_cost)), (item_bytes, -item_bytes)
+        )
+        totals = earlier_costs + job_cost
+        best_counts = totals.argmin(axis=1)
+        best_costs = totals[all_gpus, best_counts]
+        best_counts_by_job.append(best_counts)
     counts: list[int] = []
-    left = gpus
-    for pick in reversed(picks):
-        counts.append(int(pick[left]))
-        left -= counts[-1]
-    return counts[::-1], float(best[gpus])
+    gpus_left = gpus
+    for best_counts in reversed(best_counts_by_job):
+        counts.append(int(best_counts[gpus_left]))
+        gpus_left -= counts[-1]
+    return counts[::-1], float(best_costs[gpus])
 
 
 def flat(choice: JobCosts) -> Floats:
-    """Return the least cost of each count (m + 1,), wherever its GPUs stand, the current allocation included.
+    """Return the least cost of each count of GPUs (m + 1,), within or across nodes, the current allocation included.
 
     The array is longer where the job holds more GPUs than it may newly be given.
     """
-    made = np.minimum(choice.within, choice.across)
-    made[0] = choice.within[0]
+    least_costs = np.minimum(choice.within, choice.across)
+    least_costs[0] = choice.within[0]
     held = count_gpus(choice.base)
-    if held >= len(made):
-        made = np.concatenate([made, np.full(held + 1 - len(made), np.inf)])
+    if held >= len(least_costs):
+        least_costs = np.concatenate([least_costs, np.full(held + 1 - len(least_costs), np.inf)])
     if held:
-        made[held] = min(made[held], choice.keep)
-    return np.asarray(made)
+        least_costs[held] = min(least_costs[held], choice.keep)
+    return np.asarray(least_costs)
 
 
 def search(choices: Sequence[JobCosts], gpus: Sequence[int], *, effort: int = 100, seed: int = 0) -> PackedAllocations:
@@ -119,7 +121,7 @@ _Saved = tuple[list[int], list[int], list[Allocation], list[float]]
 
 
 class _Packing:
-    """Which job has which GPUs, and the moves on it. Lists of Python numbers: they are short and change all the time."""
+    """The allocations of all jobs while they are searched. Short lists that change all the time: Python's, not numpy's."""
 
     def __init__(self, choices: Sequence[JobCosts], gpus: Sequence[int], avoid_sharing: bool) -> None:
         self.choices = choices
@@ -136,26 +138,26 @@ class _Packing:
         self.best_across = [_prefix_argmin(across) for across in self.across]
 
     def fill(self, counts: Sequence[int]) -> None:
-        """Give each job about its count: first those that keep what they have, then the largest first."""
-        later = []
+        """Give each job about its count: first those whose ``base`` has that many, then the largest counts first."""
+        moved = []
         for job, count in enumerate(counts):
             choice = self.choices[job]
             if not (choice.base and count == count_gpus(choice.base) and self.keep(job)):
-                later.append(job)
-        for job in sorted(later, key=lambda job: -counts[job]):
+                moved.append(job)
+        for job in sorted(moved, key=lambda job: -counts[job]):
             self.insert(job, counts[job])
         for job in sorted(range(len(counts)), key=lambda job: -self.costs[job]):
             self.reinsert(job)
 
     def keep(self, job: int) -> bool:
-        """Give the job its current allocation back if it is free."""
+        """Give the job its allocation of before the search (``base``) back where that is free; return whether it was."""
         choice = self.choices[job]
         base = choice.base
         if not base or choice.keep == np.inf:
             return False
         spans = len(base) > 1
         for node, count in base:
-            if self.free[node] < count or (spans and self.avoid_sharing and self.spanning[node]):
+            if self.free[node] < count or (spans and not self.may_span(node)):
                 return False
         self.give(job, base, choice.keep)
         return True
@@ -177,37 +179,43 @@ class _Packing:
         self.allocations[job], self.costs[job] = (), self.within[job][0]
 
     def insert(self, job: int, most: int) -> None:
-        """Give a job without GPUs the best of what is free, ``most`` GPUs at most (its current allocation aside)."""
+        """Give a job that holds no GPUs the free ones that cost it least, at most ``most``.
+
+        Its allocation of before the search (``base``) may have more: it is given back where it is free and costs no more.
+        """
         free, choice = self.free, self.choices[job]
         best_within, best_across = self.best_within[job], self.best_across[job]
-        one = best_within[min(max(free), most, len(best_within) - 1)]
-        cost, several = self.within[job][one], 0
+        within_count = best_within[min(max(free), most, len(best_within) - 1)]
+        cost, across_count = self.within[job][within_count], 0
         if most > 1 and len(best_across) > 2:
-            room = [free[node] for node in range(len(free)) if not (self.avoid_sharing and self.spanning[node])]
-            count = best_across[min(sum(room), most, len(best_across) - 1)] if len(room) > 1 else 0
+            usable = [free[node] for node in range(len(free)) if self.may_span(node)]
+            count = best_across[min(sum(usable), most, len(best_across) - 1)] if len(usable) > 1 else 0
             if self.across[job][count] < cost:
-                several, cost = count, self.across[job][count]
+                across_count, cost = count, self.across[job][count]
         held = count_gpus(choice.base)
-        if held and choice.keep <= cost and held <= max(most, several, one) and self.keep(job):
+        if held and choice.keep <= cost and held <= max(most, across_count, within_count) and self.keep(job):
             return
-        if several:
-            made = self.spread(several)
-            if len(made) > 1:
-                self.give(job, made, cost)
+        if across_count:
+            allocation = self.spread(across_count)
+            if len(allocation) > 1:
+                self.give(job, allocation, cost)
                 return
-        if one:
-            fits = (n for n in range(len(free)) if free[n] >= one)
-            node = min(fits, key=lambda n: (free[n], not self.spanning[n], n))
-            self.give(job, ((node, one),), self.within[job][one])
+        if within_count:
+            fitting = (each for each in range(len(free)) if free[each] >= within_count)
+            node = min(fitting, key=lambda each: (free[each], not self.spanning[each], each))
+            self.give(job, ((node, within_count),), self.within[job][within_count])
 
     def spread(self, count: int) -> Allocation:
-        """Return ``count`` GPUs over as few nodes as possible that no other spanning job uses; () if there are not."""
-        free = self.free
-        nodes = [n for n in range(len(free)) if free[n] and not (self.avoid_sharing and self.spanning[n])]
-        return fewest_nodes(free, sorted(nodes, key=lambda n: -free[n]), count)
+        """Return ``count`` free GPUs on as few nodes as possible that a spanning job may use; () if there are too few."""
+        nodes = [node for node in range(len(self.free)) if self.free[node] and self.may_span(node)]
+        return fewest_nodes(self.free, sorted(nodes, key=lambda node: -self.free[node]), count)
+
+    def may_span(self, node: int) -> bool:
+        """Return whether a job over several nodes may use this one: at most one job may where ``avoid_sharing`` is set."""
+        return not (self.avoid_sharing and self.spanning[node])
 
     def reinsert(self, job: int) -> bool:
-        """Put one job where it is best off given all others, and return whether that helped."""
+        """Move one job to where it costs least beside all others, and return whether that lowered its cost."""
         allocation, cost = self.allocations[job], self.costs[job]
         self.take(job)
         self.insert(job, len(self.within[job]) + len(self.across[job]))
@@ -229,74 +237,78 @@ class _Packing:
                 return
 
     def relocate(self, job: int) -> bool:
-        """Try, node by node, to put ``job`` first and the jobs of that node after it; keep the best outcome."""
-        members: dict[int, list[int]] = {}
+        """Try for each node to put ``job`` and then the node's jobs in again; keep the best, return whether one helped.
+
+        Each is tried twice: the node's jobs first get their allocation of before the search back where it is free, or not.
+        """
+        jobs_on_node: dict[int, list[int]] = {}
         for other, allocation in enumerate(self.allocations):
             for node, _ in allocation:
-                members.setdefault(node, []).append(other)
-        before = sum(self.costs)
-        start = self.save()
-        held = [count_gpus(allocation) for allocation in self.allocations]
-        best: tuple[float, _Saved] | None = None
-        seen: set[tuple[int, ...]] = set()
+                jobs_on_node.setdefault(node, []).append(other)
+        cost_before = sum(self.costs)
+        saved = self.save()
+        held_counts = [count_gpus(allocation) for allocation in self.allocations]
+        best_state: tuple[float, _Saved] | None = None
+        tried: set[tuple[int, ...]] = set()
         for node in range(len(self.gpus)):
-            out = tuple(other for other in members.get(node, []) if other != job)
-            if out in seen:
+            displaced = tuple(other for other in jobs_on_node.get(node, []) if other != job)
+            if displaced in tried:
                 continue
-            seen.add(out)
-            for order in (0, 1):
-                self.restore(start)
-                for other in (job, *out):
+            tried.add(displaced)
+            for keeps_displaced in (False, True):
+                self.restore(saved)
+                for other in (job, *displaced):
                     self.take(other)
-                if order:
-                    for other in out:
+                if keeps_displaced:
+                    for other in displaced:
                         self.keep(other)
                 self.insert(job, len(self.within[job]) + len(self.across[job]))
-                for other in sorted(out, key=lambda o: -held[o]):
+                for other in sorted(displaced, key=lambda each: -held_counts[each]):
                     if not self.allocations[other]:
-                        self.insert(other, max(1, held[other]))
-                for other in out:
+                        self.insert(other, max(1, held_counts[other]))
+                for other in displaced:
                     self.reinsert(other)
                 total = sum(self.costs)
-                if total < before * (1 - _GAIN) and (best is None or total < best[0]):
-                    best = total, self.save()
-        self.restore(best[1] if best else start)
-        return best is not None
+                if total < cost_before * (1 - _GAIN) and (best_state is None or total < best_state[0]):
+                    best_state = total, self.save()
+        self.restore(best_state[1] if best_state else saved)
+        return best_state is not None
 
-    def ruin_and_recreate(self, costs: Sequence[Floats], bound: float, effort: int, chance: random.Random) -> None:
-        """Take the jobs of a few nodes out, share their GPUs anew and put them back in another order, ``effort`` times.
+    def ruin_and_recreate(self, costs: Sequence[Floats], bound: float, effort: int, generator: random.Random) -> None:
+        """Remove the jobs of 1 to 4 nodes, choose their counts anew and insert them in another order, ``effort`` times.
 
-        What is no worse is kept, so that the search can walk along equal allocations.
+        A result of at most the same cost is kept, so that the search can walk along equal allocations. Stops early at
+        ``bound``. ``costs``: as of :func:`choose_counts`.
         """
         total = sum(self.costs)
         jobs, nodes = len(self.costs), len(self.gpus)
         for _ in range(effort):
             if total <= bound * (1 + 1e-6) + 1e-12:
                 return
-            start = self.save()
-            opened = set(chance.sample(range(nodes), min(nodes, chance.randint(1, 4))))
-            out = [job for job in range(jobs) if any(node in opened for node, _ in self.allocations[job])]
-            poor = [job for job in range(jobs) if not self.allocations[job]]
-            out += chance.sample(poor, min(2, len(poor)))
-            for job in out:
+            saved = self.save()
+            opened_nodes = set(generator.sample(range(nodes), min(nodes, generator.randint(1, 4))))
+            removed = [job for job in range(jobs) if any(node in opened_nodes for node, _ in self.allocations[job])]
+            without_gpus = [job for job in range(jobs) if not self.allocations[job]]
+            removed += generator.sample(without_gpus, min(2, len(without_gpus)))
+            for job in removed:
                 self.take(job)
-            counts, _ = choose_counts([costs[job] for job in out], sum(self.free))
-            wanted = dict(zip(out, counts, strict=True))
-            chance.shuffle(out)
-            if chance.random() < 0.7:
-                out.sort(key=lambda job: -wanted[job])
-            same = [job for job in out if wanted[job] == count_gpus(self.choices[job].base)]
-            kept = {job for job in same if chance.random() < 0.9 and self.keep(job)}
-            for job in out:
+            counts, _ = choose_counts([costs[job] for job in removed], sum(self.free))
+            wanted_counts = dict(zip(removed, counts, strict=True))
+            generator.shuffle(removed)
+            if generator.random() < 0.7:
+                removed.sort(key=lambda job: -wanted_counts[job])
+            unchanged = [job for job in removed if wanted_counts[job] == count_gpus(self.choices[job].base)]
+            kept = {job for job in unchanged if generator.random() < 0.9 and self.keep(job)}
+            for job in removed:
                 if job not in kept:
-                    self.insert(job, wanted[job])
-            for job in out:
+                    self.insert(job, wanted_counts[job])
+            for job in removed:
                 self.reinsert(job)
-            found = sum(self.costs)
-            if found <= total:
-                total = found
+            new_total = sum(self.costs)
+            if new_total <= total:
+                total = new_total
             else:
-                self.restore(start)
+                self.restore(saved)
 
     def save(self) -> _Saved:
         """Return a copy of the state."""
@@ -310,8 +322,8 @@ class _Packing:
 
 def _prefix_argmin(values: Sequence[float]) -> list[int]:
     """Return for each x the first index of the least value up to x."""
-    made, best = [], 0
-    for at, value in enumerate(values):
-        best = at if value < values[best] else best
-        made.append(best)
-    return made
+    argmins, best_index = [], 0
+    for index, value in enumerate(values):
+        best_index = index if value < values[best_index] else best_index
+        argmins.append(best_index)
+    return argmins

@@ -170,6 +170,7 @@ def check_runs(
 
 
 def _check_types(policy: SchedulingPolicy, cluster: ClusterSpec) -> None:
+    """Raise InputError for a policy that knows one GPU type on a cluster of several."""
     if not getattr(policy, "mixed", True) and len(cluster.type_names) > 1:
         problem = f"knows one GPU type, and the cluster has {', '.join(cluster.type_names)}"
         remedy = "use a cluster of one type, or a policy that knows several, such as sia"
@@ -247,16 +248,16 @@ class _Run:
         self._count_available(max((job.tally.finish_s for job in self.jobs), default=0.0))
 
     def _change_nodes(self, now_s: float) -> None:
-        """Let what happens to nodes at ``now_s`` happen, and take their jobs off them."""
+        """Apply the node events of ``now_s``: jobs on nodes that failed or left lose all their GPUs."""
         assert self.nodes is not None
         self._count_available(now_s)
         while self.nodes.next_s() == now_s:
-            failed, left = self.nodes.pop()
+            failed, departed = self.nodes.pop()
             for job in self.active.values():
                 held = {node for node, _ in job.allocation}
                 if held.intersection(failed):
                     job.fail(now_s)
-                elif held.intersection(left):
+                elif held.intersection(departed):
                     job.advance(now_s)
                     job.reallocate((), now_s, 0.0)
         self._show_nodes()
@@ -284,15 +285,15 @@ class _Run:
         interval = self.options.interval_s
         if self.active:
             return (math.floor(last_s / interval + 1e-9) + 1) * interval
-        at = self.waiting[-1].spec.submit_s
-        return max(math.ceil(at / interval - 1e-9), math.floor(last_s / interval + 1e-9) + 1) * interval
+        submit_s = self.waiting[-1].spec.submit_s
+        return max(math.ceil(submit_s / interval - 1e-9), math.floor(last_s / interval + 1e-9) + 1) * interval
 
     def _next_epoch_end(self) -> float:
-        """Return when the next epoch ends, and drop entries that a change of plan has made void."""
+        """Return when the next epoch ends, inf if none will; drop queued ends that no longer hold."""
         while self.epoch_ends:
-            at, index = self.epoch_ends[0]
-            if self.jobs[index].next_s == at:
-                return at
+            end_s, index = self.epoch_ends[0]
+            if self.jobs[index].next_s == end_s:
+                return end_s
             heapq.heappop(self.epoch_ends)
         return math.inf
 
@@ -311,6 +312,7 @@ class _Run:
         return False
 
     def _admit(self, now_s: float) -> None:
+        """Make the jobs submitted by ``now_s`` active, profiled where their policy adapts batches."""
         while self.waiting and self.waiting[-1].spec.submit_s <= now_s:
             job = self.waiting.pop()
             job.last_s = now_s
@@ -318,25 +320,26 @@ class _Run:
             self.active[job.index] = job
 
     def _retune(self, job: SimulatedJob, now_s: float) -> None:
+        """Let a job choose its batch, and queue the end of its epoch where that changed."""
         before = job.next_s
         job.retune(now_s, self.options.whole_seconds)
         if job.next_s != before:
             heapq.heappush(self.epoch_ends, (job.next_s, job.index))
 
     def _round(self, now_s: float) -> None:
-        """Let the jobs take note and re-tune, ask the policy, and put its answer into effect."""
+        """Bring the jobs up to ``now_s``, let the policy allocate, and restart the jobs whose allocation changed."""
         jobs = sorted(self.active.values(), key=lambda job: job.index)
         for job in jobs:
             job.advance(now_s)
             self._retune(job, now_s)
-        begin = time.process_time()
+        begin_s = time.process_time()
         # A job whose every GPU type is down is not shown to the policy: there is nothing that it could be given.
-        shown = jobs if self.nodes is None else [job for job in jobs if job.gpu_types]
-        chosen = self.policy.allocate(shown, self.up, now_s) if shown else {}
-        self.policy_seconds += time.process_time() - begin
-        free_gpus(self.up, chosen.values())
+        runnable = jobs if self.nodes is None else [job for job in jobs if job.gpu_types]
+        allocations = self.policy.allocate(runnable, self.up, now_s) if runnable else {}
+        self.policy_seconds += time.process_time() - begin_s
+        free_gpus(self.up, allocations.values())
         for job in jobs:
-            allocation = chosen.get(job.index, ())
+            allocation = allocations.get(job.index, ())
             if allocation != job.allocation:
                 job.reallocate(allocation, now_s, self.options.restart_delay_s)
                 if allocation and self.policy.tuning is not Tuning.LOGICAL:
@@ -346,20 +349,22 @@ class _Run:
             self._set_slowdowns(now_s)
         self.rounds += 1
         self._note_usage(now_s)
-        self.watchdog.look(jobs, self.up, now_s, more=bool(self.waiting))
+        self.watchdog.look(jobs, self.up, now_s, awaiting_jobs=bool(self.waiting))
         if self.on_round is not None:
             self.on_round(len(self.jobs) - len(self.waiting) - len(self.active), now_s)
 
     def _set_slowdowns(self, now_s: float) -> None:
-        hit = interfering({index: job.allocation for index, job in self.active.items()})
+        """Slow down the jobs across nodes that share a node with another such job, and no others."""
+        slowed = interfering({index: job.allocation for index, job in self.active.items()})
         for index, job in self.active.items():
-            slowdown = self.options.interference if index in hit else 0.0
+            slowdown = self.options.interference if index in slowed else 0.0
             if slowdown != job.slowdown:
                 job.advance(now_s)
                 job.slowdown = slowdown
                 self._retune(job, now_s)
 
     def _note_usage(self, now_s: float) -> None:
+        """Record GPUs in use, active jobs and GPUs that are up, where one of them has changed."""
         gpus = sum(count_gpus(job.allocation) for job in self.active.values())
         state = Usage(time_s=now_s, gpus=gpus, jobs=len(self.active), up=self.up.total_gpus)
         last = self.usage[-1] if self.usage else None
@@ -378,29 +383,36 @@ class Watchdog:
         """Round and time at which a job last got further than ever."""
 
     def finished(self, now_s: float) -> None:
-        """Take note that a job finished: one that is shorter than a round is never seen in one with progress."""
+        """Count a finished job as progress: one that is shorter than a round has none in :meth:`look`."""
         self.gained = self.rounds, now_s
 
-    def look(self, jobs: Sequence[SimulatedJob], up: ClusterSpec, now_s: float, *, more: bool) -> None:
-        """Look at the jobs of a round; ``more``: some are still to come. Raises Infeasible where it is in vain to go on."""
+    def look(self, jobs: Sequence[SimulatedJob], up: ClusterSpec, now_s: float, *, awaiting_jobs: bool) -> None:
+        """Look at the jobs of a round; ``awaiting_jobs``: some are yet to be submitted.
+
+        Raises Infeasible where no job will ever get further, or the replay has lasted too long.
+        """
         self.rounds += 1
-        moving = more or any(job.allocation for job in jobs) or (self.nodes is not None and self.nodes.returns)
-        self.idle = 0 if moving else self.idle + 1
+        is_moving = (
+            awaiting_jobs or any(job.allocation for job in jobs) or (self.nodes is not None and self.nodes.returns)
+        )
+        self.idle = 0 if is_moving else self.idle + 1
         for job in jobs:
             if job.progress > self.furthest.get(job.index, 0.0):
                 self.furthest[job.index] = job.progress
                 self.gained = self.rounds, now_s
-        many, without_s, problem = f"{len(jobs)} jobs", now_s - self.gained[1], ""
+        jobs_text, stalled_s, problem = f"{len(jobs)} jobs", now_s - self.gained[1], ""
         if self.idle > _PATIENCE:
-            problem = f"policy {self.policy} gives no GPUs to {many} ({_first_names(jobs)}) any more"
-        elif self.rounds - self.gained[0] > _FUTILE[0] and without_s > _FUTILE[1]:
-            why = "restarts leave no time to train; shorten the restart delay or lengthen the interval"
+            problem = f"policy {self.policy} gives no GPUs to {jobs_text} ({_first_names(jobs)}) any more"
+        elif self.rounds - self.gained[0] > _FUTILE[0] and stalled_s > _FUTILE[1]:
+            reason = "restarts leave no time to train; shorten the restart delay or lengthen the interval"
             if self.nodes is not None:
-                why = "failures undo what is trained, or too few nodes are up; shorten the checkpoint interval or fail less"
-            problem = f"under policy {self.policy} no job has come further for {without_s:.0f} s: {why}"
+                reason = "failures undo what is trained, or too few nodes are up; shorten the checkpoint interval or fail less"
+            problem = f"under policy {self.policy} no job has come further for {stalled_s:.0f} s: {reason}"
         elif now_s - self.first_submit_s > _LONGEST_S:
             years = f"after {_LONGEST_S / YEAR_S:.0f} simulated years under policy {self.policy}"
-            problem = f"{years} {many} are not done ({_first_names(jobs)}): check the units of times and batch sizes"
+            problem = (
+                f"{years} {jobs_text} are not done ({_first_names(jobs)}): check the units of times and batch sizes"
+            )
         if problem:
             raise Infeasible(f"{self._cause(jobs, up)}{problem}")
 
@@ -409,17 +421,18 @@ class Watchdog:
         gone = sorted(self.nodes.gone) if self.nodes is not None else []
         if not gone:
             return ""
-        stuck, wants = min(jobs, key=lambda job: (job.spec.submit_s, job.index)), 0
+        stuck, wanted_gpus = min(jobs, key=lambda job: (job.spec.submit_s, job.index)), 0
         for job in sorted(jobs, key=lambda job: (job.spec.submit_s, job.index)):
-            most = max((up.gpus_of(name) for name in job.gpu_types), default=0)
-            if job.tuning is Tuning.RIGID and job.spec.num_replicas > most:
-                stuck, wants = job, job.spec.num_replicas
+            largest_type = max((up.gpus_of(name) for name in job.gpu_types), default=0)
+            if job.tuning is Tuning.RIGID and job.spec.num_replicas > largest_type:
+                stuck, wanted_gpus = job, job.spec.num_replicas
                 break
-        need = f" and it wants {wants} of the {up.total_gpus} GPUs that are left" if wants else ""
+        need_clause = f" and it wants {wanted_gpus} of the {up.total_gpus} GPUs that are left" if wanted_gpus else ""
         nodes = listed(list(map(str, gone)), _NAMED_NODES)
         noun, verb = ("node", "does") if len(gone) == 1 else ("nodes", "do")
-        return f"job {stuck.spec.name} cannot run: {noun} {nodes} {verb} not come back{need}; "
+        return f"job {stuck.spec.name} cannot run: {noun} {nodes} {verb} not come back{need_clause}; "
 
 
 def _first_names(jobs: Sequence[SimulatedJob]) -> str:
+    """Return the names of the first jobs, and how many more there are."""
     return listed([job.spec.name for job in jobs], _NAMED_JOBS)

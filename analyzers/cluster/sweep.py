@@ -124,26 +124,26 @@ def sweep(
     if jobs < 1:
         raise InputError("--jobs", f"is {jobs}", "at least 1")
     names = _names(workloads)
-    wanted = cells(list(names), policies, seeds)
+    keys = cells(list(names), policies, seeds)
     settings = _settings(names, setup, tell)
-    for place in (output, table):
-        if place is not None:
-            check_writable(place)
+    for target in (output, table):
+        if target is not None:
+            check_writable(target)
     with sole_writer(output):
         records = _earlier_cells(output, settings)
-        todo = [SweepTask(key, names[key[0]].resolve(), setup.resolved()) for key in wanted if key not in records]
-        there = len(wanted) - len(todo)
-        if there:
-            tell(f"{output}: {there} of {len(wanted)} replays are there already")
-        advance(there, "")
-        for ended, record in enumerate(_run(todo, jobs, engine), start=1):
+        tasks = [SweepTask(key, names[key[0]].resolve(), setup.resolved()) for key in keys if key not in records]
+        present = len(keys) - len(tasks)
+        if present:
+            tell(f"{output}: {present} of {len(keys)} replays are there already")
+        advance(present, "")
+        for ended, record in enumerate(_run(tasks, jobs, engine), start=1):
             records[record.key] = record
             if record.error:
                 tell(f"failed: {record}: {record.error}")
-            advance(there + ended, str(record))
+            advance(present + ended, str(record))
             if output is not None:
-                save(_document(settings, records, wanted), output)
-        document = _document(settings, records, wanted)
+                save(_document(settings, records, keys), output)
+        document = _document(settings, records, keys)
         if output is not None:
             save(document, output)
     if table is not None:
@@ -160,14 +160,15 @@ def _names(workloads: Sequence[Path]) -> dict[str, Path]:
     return {path.stem if stems[path.stem] == 1 else str(path): path for path in workloads}
 
 
-def _document(settings: dict[str, Any], records: Mapping[Key, SweepCell], wanted: Sequence[Key]) -> SweepDocument:
-    asked = set(wanted)
-    found = [records[key] for key in wanted if key in records]
+def _document(settings: dict[str, Any], records: Mapping[Key, SweepCell], keys: Sequence[Key]) -> SweepDocument:
+    """Return the sweep's document: the cells of ``keys`` that are done, in that order, then those of earlier runs."""
+    key_set = set(keys)
+    cells = [records[key] for key in keys if key in records]
     return SweepDocument(
         settings=settings,
-        cells_wanted=len(wanted),
+        cells_wanted=len(keys),
         cells_failed=sum(record.error is not None for record in records.values()),
-        cells=[*found, *(record for key, record in records.items() if key not in asked)],
+        cells=[*cells, *(record for key, record in records.items() if key not in key_set)],
     )
 
 
@@ -194,11 +195,11 @@ def _replayed(key: Key, workload: Path, setup: Setup) -> SweepFigures:
     mixed = len(machines.type_names) > 1
     makers = policies_of(policy, setup.power, options.restart_delay_s, seed, mixed=mixed)
     ((_, summary),) = replays(jobs, applications, machines, makers, options, prices=setup.prices)
-    own = {name: getattr(summary, name) for name in FIGURES if hasattr(summary, name) and name != "cost"}
-    own |= {"jobs": len(summary.jobs), "gpu_seconds": sum(job.gpu_seconds for job in summary.jobs)}
-    own |= {} if summary.cost is None else {"cost": summary.cost.jobs}
-    fair = summary.finish_time_fairness
-    return SweepFigures.model_validate({**own, "worst_fairness": fair.max, "fair_share": fair.share_below_1})
+    fields = {name: getattr(summary, name) for name in FIGURES if hasattr(summary, name) and name != "cost"}
+    fields |= {"jobs": len(summary.jobs), "gpu_seconds": sum(job.gpu_seconds for job in summary.jobs)}
+    fields |= {} if summary.cost is None else {"cost": summary.cost.jobs}
+    fairness = summary.finish_time_fairness
+    return SweepFigures.model_validate({**fields, "worst_fairness": fairness.max, "fair_share": fairness.share_below_1})
 
 
 @lru_cache(maxsize=4)
@@ -208,8 +209,8 @@ def _inputs(
     """Return the workload, the cluster and the applications, read once for the cells of a workload."""
     jobs = read_workload(workload)
     named = {job.application for job in jobs}
-    mine = [model for model in models if model.application in named]  # the others are of other workloads
-    return jobs, read_cluster(cluster), read_truth(jobs, traces, mine).applications
+    used_models = [model for model in models if model.application in named]  # the others are of other workloads
+    return jobs, read_cluster(cluster), read_truth(jobs, traces, used_models).applications
 
 
 # Where cells are replayed.
@@ -233,8 +234,8 @@ def _run(tasks: Sequence[SweepTask], jobs: int, engine: str) -> Iterator[SweepCe
 def _run_in_processes(waiting: deque[SweepTask], count: int) -> Generator[SweepCell, None, list[SweepTask]]:
     """Yield records until nothing waits, and return the tasks that were under way when a process died, else none."""
     context = get_context("spawn")
-    theirs, mine = context.Pipe(duplex=False)
-    pool = ProcessPoolExecutor(count, mp_context=context, initializer=_end_with, initargs=(theirs,))
+    worker_end, sweep_end = context.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(count, mp_context=context, initializer=_end_with, initargs=(worker_end,))
     running: dict[Future[SweepCell], SweepTask] = {}
     try:
         while waiting or running:
@@ -248,9 +249,9 @@ def _run_in_processes(waiting: deque[SweepTask], count: int) -> Generator[SweepC
     except BrokenProcessPool:
         return list(running.values())
     finally:
-        mine.close()
+        sweep_end.close()
         pool.shutdown(cancel_futures=True)
-        theirs.close()
+        worker_end.close()
     return []
 
 
@@ -276,8 +277,8 @@ def _run_on_ray(tasks: Sequence[SweepTask]) -> Iterator[SweepCell]:
         ray = import_module("ray")
     except ImportError:
         raise MissingExtra("--engine ray", "ray", "ray") from None
-    own = not ray.is_initialized()
-    if own:
+    starts_ray = not ray.is_initialized()
+    if starts_ray:
         try:
             ray.init(log_to_driver=False, include_dashboard=False, logging_level="error")
         except Exception as error:  # Ray raises a bare Exception where its processes do not start in time
@@ -299,7 +300,7 @@ def _run_on_ray(tasks: Sequence[SweepTask]) -> Iterator[SweepCell]:
     finally:
         for reference in running:
             ray.cancel(reference, force=True)
-        if own:
+        if starts_ray:
             ray.shutdown()
 
 
@@ -343,26 +344,26 @@ def _earlier_cells(output: Path | None, settings: dict[str, Any]) -> dict[Key, S
     """Return the cells of an earlier run with these settings, and add to ``settings`` the files that only it had."""
     if output is None or not output.is_file() or output.stat().st_size == 0:
         return {}
-    found = load(output, SweepDocument)
+    earlier = load(output, SweepDocument)
     remedy = "give a new file name, or remove it"
     # Through JSON, as the file has gone: tuples and integers look alike on both sides.
     new = json.loads(json.dumps(settings))
-    for name in {**new, **found.settings}:
-        value, known = new.get(name), found.settings.get(name)
+    for name in {**new, **earlier.settings}:
+        new_value, earlier_value = new.get(name), earlier.settings.get(name)
         if name not in _BY_NAME:
-            if known != value:
+            if earlier_value != new_value:
                 raise InputError(f"{output}:settings.{name}", "is not that of this sweep", remedy)
             continue
         if name == "assumptions":  # not there without fitted models
-            value, known = value or {}, known or {}
-        if not (isinstance(known, dict) and all(isinstance(each, str) for each in known.values())):
+            new_value, earlier_value = new_value or {}, earlier_value or {}
+        if not (isinstance(earlier_value, dict) and all(isinstance(item, str) for item in earlier_value.values())):
             raise InputError(f"{output}:settings.{name}", "is missing", remedy)
-        changed = [key for key in value if known.get(key, value[key]) != value[key]]
+        changed = [key for key in new_value if earlier_value.get(key, new_value[key]) != new_value[key]]
         if changed:
             raise InputError(f"{output}:settings.{name}.{changed[0]}", "has changed since", remedy)
-        settings[name] = {**known, **value}
+        settings[name] = {**earlier_value, **new_value}
     # Failed ones are left out, to be tried again.
-    return {record.key: record for record in found.cells if record.figures is not None}
+    return {record.key: record for record in earlier.cells if record.figures is not None}
 
 
 @contextmanager
@@ -407,48 +408,55 @@ def compare(cells: Sequence[SweepCell], first: str, second: str, *, confidence: 
         raise InputError("--compare", f"names {first!r} twice", "name two policies, such as ours,pollux")
     if not 0 < confidence < 1:
         raise InputError("confidence", f"is {confidence}", "between 0 and 1, such as 0.95")
-    found = {
+    figures_by_policy = {
         name: {(cell.workload, cell.seed): cell.figures for cell in cells if cell.policy == name and cell.figures}
         for name in (first, second)
     }
-    shared = [(key, one, found[second][key]) for key, one in found[first].items() if key in found[second]]
-    if not shared:
+    pairs = [
+        (key, first_figures, figures_by_policy[second][key])
+        for key, first_figures in figures_by_policy[first].items()
+        if key in figures_by_policy[second]
+    ]
+    if not pairs:
         raise InputError("--compare", f"{first} and {second} have no workload and seed in common", "replay both on one")
-    several = len({workload for (workload, _), *_ in shared}) > 1
-    priced = all((figures.cost or 0) > 0 for _, *both in shared for figures in both)
-    made = []
+    several = len({workload for (workload, _), *_ in pairs}) > 1
+    priced = all((figures.cost or 0) > 0 for _, *pair in pairs for figures in pair)
+    comparisons = []
     for measure in MEASURES if priced else MEASURES[:-1]:
-        units: dict[object, list[float]] = {}
-        for (workload, seed), one, other in shared:
-            ratio = _log(one, measure, workload, seed) - _log(other, measure, workload, seed)
-            units.setdefault(workload if several else seed, []).append(ratio)
-        made.append(_interval(measure, np.array([np.mean(each) for each in units.values()]), confidence))
+        ratios_by_unit: dict[object, list[float]] = {}
+        for (workload, seed), first_figures, second_figures in pairs:
+            ratio = _log(first_figures, measure, workload, seed) - _log(second_figures, measure, workload, seed)
+            ratios_by_unit.setdefault(workload if several else seed, []).append(ratio)
+        comparisons.append(
+            _interval(measure, np.array([np.mean(unit_ratios) for unit_ratios in ratios_by_unit.values()]), confidence)
+        )
     unit: Literal["workload", "seed"] = "workload" if several else "seed"
-    return PolicyComparison(first=first, second=second, unit=unit, confidence=confidence, comparisons=made)
+    return PolicyComparison(first=first, second=second, unit=unit, confidence=confidence, comparisons=comparisons)
 
 
 def _log(figures: SweepFigures, measure: str, workload: str, seed: int) -> float:
+    """Return the logarithm of a measure. Raises InputError, naming the cell, unless it is above 0."""
     value = getattr(figures, measure)
     if not value > 0:
         raise InputError(f"workload {workload} seed {seed}:{measure}", f"is {value}", "a number above 0")
     return math.log(value)
 
 
-def _interval(measure: str, logs: Floats, confidence: float) -> ComparedMeasure:
-    """Return the comparison of log ratios (n,)."""
-    n, mean = len(logs), float(logs.mean())
+def _interval(measure: str, log_ratios: Floats, confidence: float) -> ComparedMeasure:
+    """Return the comparison of one measure by its log ratios (n,): their mean and Student's t interval, as ratios."""
+    count, mean_log = len(log_ratios), float(log_ratios.mean())
     low = high = None
     # Pairs that agree to the last digits are one replay repeated (seeds that nothing drew from), not evidence.
-    if n > 1 and float(np.ptp(logs)) > 1e-12:
-        half = float(stdtrit(n - 1, 0.5 + confidence / 2)) * float(logs.std(ddof=1)) / math.sqrt(n)
+    if count > 1 and float(np.ptp(log_ratios)) > 1e-12:
+        half_width = float(stdtrit(count - 1, 0.5 + confidence / 2)) * float(log_ratios.std(ddof=1)) / math.sqrt(count)
         # Beyond the range of floating point an interval says no more than that.
-        low, high = math.exp(max(mean - half, -700.0)), math.exp(min(mean + half, 700.0))
+        low, high = math.exp(max(mean_log - half_width, -700.0)), math.exp(min(mean_log + half_width, 700.0))
     return ComparedMeasure(
         measure=measure,
-        ratio=math.exp(mean),
+        ratio=math.exp(mean_log),
         low=low,
         high=high,
-        better=int((logs < 0).sum()),
-        units=n,
+        better=int((log_ratios < 0).sum()),
+        units=count,
         decided=low is not None and high is not None and not low <= 1 <= high,
     )

@@ -47,7 +47,7 @@ def smallest_rotation(placement: Sequence[int]) -> Placement:
     (2, 3, 4)
     """
     used = tuple(count for count in placement if count)
-    return min((used[at:] + used[:at] for at in range(len(used))), default=())
+    return min((used[shift:] + used[:shift] for shift in range(len(used))), default=())
 
 
 @dataclass(kw_only=True, eq=False)
@@ -81,7 +81,7 @@ class MeasuredTimes:
         """Return (step time, sync time) in seconds of a placement without zeros."""
         rotated = smallest_rotation(placement)
         curve = self._curves.get(rotated)
-        return _at(curve, local_batch_size) if curve else self._interpolated(rotated, local_batch_size)
+        return _times_at_batch(curve, local_batch_size) if curve else self._interpolated(rotated, local_batch_size)
 
     def _interpolated(self, placement: Placement, local_batch_size: int) -> tuple[float, float]:
         """Return the times of a placement that was not measured, from those around it."""
@@ -91,8 +91,14 @@ class MeasuredTimes:
         if not math.isnan(step + sync):
             return step, sync
         # Outside the measured hull: the nearest measured (nodes, replicas), in ratios, speaks for it.
-        nearest = min(groups, key=lambda at: (abs(math.log(at[0] / nodes)) + abs(math.log(at[1] / replicas)), at))
-        return _at(groups[nearest], local_batch_size)
+        nearest = min(
+            groups,
+            key=lambda configuration: (
+                abs(math.log(configuration[0] / nodes)) + abs(math.log(configuration[1] / replicas)),
+                configuration,
+            ),
+        )
+        return _times_at_batch(groups[nearest], local_batch_size)
 
     @cached_property
     def _neighbours(self) -> tuple[Callable[[Any], Floats], dict[Placement, Curve]]:
@@ -100,8 +106,11 @@ class MeasuredTimes:
         from scipy.interpolate import LinearNDInterpolator
         from scipy.spatial import QhullError
 
-        at = np.array([(len(place), sum(place)) for place in map(smallest_rotation, self.placements)], dtype=np.float64)
-        unique, means = _means(np.column_stack([at, self.local_batch_size]), self.times_s)
+        configurations = np.array(
+            [(len(placement), sum(placement)) for placement in map(smallest_rotation, self.placements)],
+            dtype=np.float64,
+        )
+        unique, means = _means(np.column_stack([configurations, self.local_batch_size]), self.times_s)
         points, times = np.vstack([unique, self.scalability]), np.vstack([means, self.scalability_times_s])
         curves = _curves(
             [(nodes, replicas) for nodes, replicas in points[:, :2].astype(int).tolist()], points[:, 2], times
@@ -110,10 +119,11 @@ class MeasuredTimes:
             return LinearNDInterpolator(points, times), curves
         except (QhullError, ValueError):
             # Too few or too flat rows for a volume: nothing lies inside it, so the nearest configuration speaks.
-            return _nothing, curves
+            return _no_interpolation, curves
 
 
-def _nothing(point: Any) -> Floats:
+def _no_interpolation(point: Any) -> Floats:
+    """Return NaN for both times: no point lies within the measured ones."""
     return np.full((1, 2), np.nan)
 
 
@@ -129,19 +139,19 @@ def _means(keys: Floats, times: Floats) -> Curve:
     """Return the distinct keys, ascending, and the mean times (k, 2) of each."""
     unique, inverse = np.unique(keys, axis=0, return_inverse=True)
     counts = np.bincount(inverse.ravel())
-    return unique, np.stack([np.bincount(inverse.ravel(), times[:, c]) / counts for c in range(2)], axis=1)
+    return unique, np.stack([np.bincount(inverse.ravel(), times[:, column]) / counts for column in range(2)], axis=1)
 
 
-def _at(curve: Curve, batch: float) -> tuple[float, float]:
+def _times_at_batch(curve: Curve, batch: float) -> tuple[float, float]:
     """Return the times at a batch size: linear between measured ones, and on along the last two beyond them."""
     sizes, times = curve
     if len(sizes) == 1:
         return float(times[0, 0]), float(times[0, 1])
     upper = min(max(int(np.searchsorted(sizes, batch)), 1), len(sizes) - 1)
-    share = (batch - sizes[upper - 1]) / (sizes[upper] - sizes[upper - 1])
-    step, sync = (times[upper - 1] + share * (times[upper] - times[upper - 1])).tolist()
-    least = float(times[:, 0].min()) * 1e-3  # beyond the measured sizes a falling line must not cross zero
-    step = max(step, least)
+    weight = (batch - sizes[upper - 1]) / (sizes[upper] - sizes[upper - 1])
+    step, sync = (times[upper - 1] + weight * (times[upper] - times[upper - 1])).tolist()
+    least_step_s = float(times[:, 0].min()) * 1e-3  # beyond the measured sizes a falling line must not cross zero
+    step = max(step, least_step_s)
     return step, min(max(sync, 0.0), _MOST_SYNC * step)
 
 
@@ -160,7 +170,7 @@ class Validation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What an application may do beyond its measurements. None: what the measurements say, or no limit."""
+    """Limits of an application that its measurements do not say. None: those of the measurements, or no limit."""
 
     max_epochs: int | None = None
     max_local_batch_size: int | None = None
@@ -279,12 +289,14 @@ class Application:
 
     def _gradients(self, batch_size: int) -> tuple[Floats, Floats, Floats]:
         """Return squared norm, variance and gain at a total batch size in every epoch, (E,) each."""
-        found = self._grad.get(batch_size)
-        if found is None:
+        gradients = self._grad.get(batch_size)
+        if gradients is None:
             low, high, share = self._weights(batch_size)
-            sqr, var = (known[low] * (1 - share) + known[high] * share for known in (self.grad_sqr, self.grad_var))
-            found = self._grad[batch_size] = sqr, var, (var + sqr) / (var * self.init_batch_size / batch_size + sqr)
-        return found
+            sqr, var = (
+                statistic[low] * (1 - share) + statistic[high] * share for statistic in (self.grad_sqr, self.grad_var)
+            )
+            gradients = self._grad[batch_size] = sqr, var, (var + sqr) / (var * self.init_batch_size / batch_size + sqr)
+        return gradients
 
     def batches(
         self, placement: Placement, gpu_type: str = ANY_TYPE, totals: Sequence[float] | None = None
@@ -299,16 +311,16 @@ class Application:
         if totals is None:
             spread = np.geomspace(low, self.max_batch_size, _CANDIDATES).tolist()
             totals = [self.fixed_batch_size] if self.fixed_batch_size else spread
-        found: dict[int, tuple[float, int]] = {}
+        time_by_total: dict[int, tuple[float, int]] = {}
         for total in totals:
             passes = max(math.ceil(total / replicas / largest - 1e-8), 1)
             local = math.ceil(total / replicas / passes - 1e-8)
             local -= replicas * local * passes > self.max_batch_size
-            whole = replicas * local * passes
-            if local >= self.min_local_batch_size and low <= whole <= self.max_batch_size:
+            rounded_total = replicas * local * passes
+            if local >= self.min_local_batch_size and low <= rounded_total <= self.max_batch_size:
                 step, sync = self.step_times(placement, local, gpu_type)
-                found[whole] = step + (passes - 1) * (step - sync), passes
-        return [(total, *found[total]) for total in sorted(found)]
+                time_by_total[rounded_total] = step + (passes - 1) * (step - sync), passes
+        return [(total, *time_by_total[total]) for total in sorted(time_by_total)]
 
     def epoch_seconds(self, total: int, step_s: float) -> Floats:
         """Return the seconds of each epoch (E,) at a total batch whose step takes ``step_s``."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import doctest
+import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ddltool import errors, graph, units
 from ddltool.errors import InputError
@@ -50,6 +53,16 @@ def test_shown() -> None:
         "0 s", "2 ns", "500 ms", "12.3 s", "5,000 s", "inf",
     ]  # fmt: skip
     assert [show_bytes(value) for value in (0, 2**20, 3 * 2**40, None)] == ["0 B", "1.0 MiB", "3.0 TiB", "-"]
+
+
+@given(st.floats(1e-6, 86_400.0) | st.sampled_from([9.996e-7, 999.6e-6, 0.9996, 999.5, 999.6, 86_399.6]))
+def test_shown_seconds_have_no_exponent_and_three_digits(seconds: float) -> None:
+    number, unit = show_seconds(seconds).split()
+    value = float(number.replace(",", "")) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[unit]
+    assert "e" not in number
+    last_digit = min(10.0 ** (math.floor(math.log10(seconds)) - 2), 1.0)
+    assert abs(value - seconds) <= last_digit / 2 * (1 + 1e-9)
+    assert unit == "s" or float(number) < 1000
 
 
 @pytest.mark.parametrize("module", [errors, graph, units])

@@ -16,8 +16,8 @@ _ENFORCED: tuple[Target, ...] = ("hook", "torchrun", "slurm", "kubernetes")
 # What, whether a plan has it, who expresses it, and where to go with the others. The order is that of the output.
 _CONTENTS: tuple[tuple[str, Callable[[Plan], object], tuple[Target, ...], str], ...] = (
     # Of one sample each, whatever script runs makes the only step there is.
-    ("local batch sizes", lambda plan: _sizes(plan) - {1}, (*_ENFORCED, "ddp", "fsdp2"), _HOOK),
-    ("weights of uneven gradients", lambda plan: len(_sizes(plan)) > 1, _ENFORCED, _HOOK),
+    ("local batch sizes", lambda plan: _batch_sizes(plan) - {1}, (*_ENFORCED, "ddp", "fsdp2"), _HOOK),
+    ("weights of uneven gradients", lambda plan: len(_batch_sizes(plan)) > 1, _ENFORCED, _HOOK),
     ("order of parameters", lambda plan: any(p.priority is not None for p in plan.parameters), _ENFORCED, _HOOK),
     ("DDP buckets", lambda plan: plan.ddp, (*_ENFORCED, "ddp"), "emit --target ddp"),
     ("FSDP2 units and prefetch", lambda plan: plan.fsdp2, (*_ENFORCED, "fsdp2"), "emit --target fsdp2"),
@@ -103,14 +103,19 @@ def to_enforcement(plan: Plan, *, telemetry: str | None = "telemetry.jsonl") -> 
 
 
 def not_expressed(plan: Plan, target: Target, layout: ProcessLayout | None = None) -> list[str]:
-    """Return what the target leaves out of a plan or has to assume, each as ``WHAT: what to do about it``."""
-    found = [f"{what}: {remedy}" for what, has, who, remedy in _CONTENTS if has(plan) and target not in who]
+    """Return what the target leaves out of a plan or has to assume, each as ``WHAT: content to do about it``."""
+    gaps = [
+        f"{content}: {remedy}"
+        for content, has_content, targets, remedy in _CONTENTS
+        if has_content(plan) and target not in targets
+    ]
     if layout is not None and layout.assumed:
-        found.append(
+        gaps.append(
             "nodes: the plan does not say how many devices a node has; one node per device type is assumed (--devices-per-node)"
         )
-    return found
+    return gaps
 
 
-def _sizes(plan: Plan) -> set[int]:
+def _batch_sizes(plan: Plan) -> set[int]:
+    """Return the different local batch sizes of a plan."""
     return {row.local_batch_size for row in plan.assignments}

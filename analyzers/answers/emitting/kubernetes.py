@@ -66,17 +66,17 @@ def manifest_text(plan: Plan, documents: Sequence[dict[str, Any]], layout: Proce
 def assumptions(settings: LaunchSettings, plan: Plan) -> list[str]:
     """Return what the cluster must have for the manifest to work."""
     values = ", ".join(sorted({node_value(row.device_type, settings) for row in plan.assignments}))
-    found = [
+    needs = [
         f"node labels: nodes must carry {settings.node_label} with the values {values} (--node-label, --label-value)"
     ]
-    return found if settings.image else [*found, f"image: no --image; {_IMAGE} holds neither the script nor ddltool"]
+    return needs if settings.image else [*needs, f"image: no --image; {_IMAGE} holds neither the script nor ddltool"]
 
 
 def _train_job(plan: Plan, layout: ProcessLayout, settings: LaunchSettings) -> dict[str, Any]:
-    """Kubeflow Trainer v2: the runtime's torch policy gives torchrun its PET_ variables."""
+    """Return a TrainJob (Kubeflow Trainer v2), whose runtime's torch policy gives torchrun its PET_ variables."""
     if len(layout.groups) > 1:
-        shown = "; ".join(group.text for group in layout.groups)
-        raise InputError("TrainJob", f"has one kind of node, the plan needs {shown}", "use --kind JobSet")
+        groups_text = "; ".join(group.text for group in layout.groups)
+        raise InputError("TrainJob", f"has one kind of node, the plan needs {groups_text}", "use --kind JobSet")
     group = layout.groups[0]
     container = {"name": "node", "volumeMounts": _MOUNTS}
     pod = {"nodeSelector": _selector(group, settings), "volumes": _volumes(plan), "containers": [container]}
@@ -115,10 +115,10 @@ def train_job_patch(group: EqualNodes, resource: str | None, notes: Mapping[str,
 
 
 def _job_set(plan: Plan, layout: ProcessLayout, settings: LaunchSettings) -> dict[str, Any]:
-    """JobSet: one replicated job per group of equal nodes, each an indexed Job whose index is the place in the group."""
+    """Return a JobSet: one replicated job per group of equal nodes, an indexed Job whose index is the node's in the group."""
     name = cluster_name(plan.job)
     jobs = []
-    for place, group in enumerate(layout.groups):
+    for index, group in enumerate(layout.groups):
         template = {"metadata": _marks(plan), "spec": _pod(plan, layout, group, settings)}
         spec = {
             "parallelism": group.nodes,
@@ -127,7 +127,7 @@ def _job_set(plan: Plan, layout: ProcessLayout, settings: LaunchSettings) -> dic
             "backoffLimit": 0,
             "template": template,
         }
-        jobs.append({"name": f"g{place}", "replicas": 1, "template": {"spec": spec}})
+        jobs.append({"name": f"g{index}", "replicas": 1, "template": {"spec": spec}})
     network = {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": name}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -168,6 +168,7 @@ def _literal(text: str) -> str:
 
 
 def _metadata(plan: Plan, settings: LaunchSettings) -> dict[str, Any]:
+    """Return the metadata of a job: its name, the plan's marks and Kueue's queue."""
     marks = _marks(plan)
     queue = {"kueue.x-k8s.io/queue-name": settings.queue} if settings.queue else {}
     return {"name": cluster_name(plan.job), **marks, "labels": marks["labels"] | queue}
@@ -183,6 +184,7 @@ def _marks(plan: Plan) -> dict[str, dict[str, str]]:
 
 
 def _variables(plan: Plan) -> list[dict[str, str]]:
+    """Return the environment by which a process finds its plan."""
     values = {
         "DDLTOOL_PLAN_SHA256": plan_hash(plan),
         "DDLTOOL_JOB": cluster_name(plan.job),
@@ -192,15 +194,18 @@ def _variables(plan: Plan) -> list[dict[str, str]]:
 
 
 def _resources(group: EqualNodes, resource: str) -> dict[str, Any]:
+    """Return the request for a device per process of a node."""
     counts = {resource: str(group.processes_per_node)}
     return {"limits": counts, "requests": counts}
 
 
 def _selector(group: EqualNodes, settings: LaunchSettings) -> dict[str, str]:
+    """Return the label of nodes with the group's devices."""
     return {settings.node_label: node_value(group.device_type, settings)}
 
 
 def _volumes(plan: Plan) -> list[dict[str, Any]]:
+    """Return the volumes that ``_MOUNTS`` mounts: the plan's ConfigMap and shared memory."""
     return [
         {"name": _VOLUME, "configMap": {"name": f"{cluster_name(plan.job)}-plan"}},
         {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},

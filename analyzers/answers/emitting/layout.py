@@ -140,15 +140,15 @@ def layout(plan: Plan, devices_per_node: Mapping[str, int] | int | None = None) 
     plan that says its number of nodes is spread evenly over them; otherwise each device type is taken to stand on one
     node (``assumed``). Raises InputError for a type that the plan does not use and for counts below one.
     """
-    runs = [
+    device_runs = [
         (name, sum(row.devices for row in rows))
         for name, rows in groupby(plan.assignments, key=lambda row: row.device_type)
     ]
-    given = _per_node(plan, [name for name, _ in runs], devices_per_node)
+    devices_by_type = _per_node(plan, [name for name, _ in device_runs], devices_per_node)
     groups: list[EqualNodes] = []
     node = rank = 0
-    for name, devices in runs:
-        per_node = min(given.get(name, devices), devices)
+    for name, devices in device_runs:
+        per_node = min(devices_by_type.get(name, devices), devices)
         for nodes, processes in ((devices // per_node, per_node), (1, devices % per_node)):
             if not processes:
                 continue
@@ -159,23 +159,25 @@ def layout(plan: Plan, devices_per_node: Mapping[str, int] | int | None = None) 
             )
             node, rank = node + nodes, rank + nodes * processes
     if plan.strategy == "elastic-bsp":
-        last = groups.pop()
-        if last.nodes > 1:
-            groups.append(replace(last, nodes=last.nodes - 1))
-            first = last.first_rank + groups[-1].processes
-            last = replace(last, nodes=1, first_node=last.first_node + last.nodes - 1, first_rank=first)
-        groups.append(replace(last, processes_per_node=last.processes_per_node + 1))
-    return ProcessLayout(groups=tuple(groups), assumed=any(name not in given for name, _ in runs))
+        last_group = groups.pop()
+        if last_group.nodes > 1:
+            groups.append(replace(last_group, nodes=last_group.nodes - 1))
+            first_rank = last_group.first_rank + groups[-1].processes
+            last_group = replace(
+                last_group, nodes=1, first_node=last_group.first_node + last_group.nodes - 1, first_rank=first_rank
+            )
+        groups.append(replace(last_group, processes_per_node=last_group.processes_per_node + 1))
+    return ProcessLayout(groups=tuple(groups), assumed=any(name not in devices_by_type for name, _ in device_runs))
 
 
-def _per_node(plan: Plan, types: list[str], given: Mapping[str, int] | int | None) -> dict[str, int]:
+def _per_node(plan: Plan, types: list[str], devices_per_node: Mapping[str, int] | int | None) -> dict[str, int]:
     """Return the devices per node by type, for the types where they are known."""
-    if given is None:
+    if devices_per_node is None:
         if plan.devices_per_node is not None:
             return {name: count for name, count in plan.devices_per_node.items() if name in types}
-        known = plan.goodput.num_nodes if plan.goodput else plan.network.num_nodes if plan.network else None
-        return {types[0]: math.ceil(plan.world_size / known)} if known and len(set(types)) == 1 else {}
-    counts = dict.fromkeys(types, given) if isinstance(given, int) else dict(given)
+        node_count = plan.goodput.num_nodes if plan.goodput else plan.network.num_nodes if plan.network else None
+        return {types[0]: math.ceil(plan.world_size / node_count)} if node_count and len(set(types)) == 1 else {}
+    counts = dict.fromkeys(types, devices_per_node) if isinstance(devices_per_node, int) else dict(devices_per_node)
     for name, count in counts.items():
         if name not in types:
             raise InputError("--devices-per-node", f"no device {name!r} in the plan", did_you_mean(name, set(types)))

@@ -58,8 +58,8 @@ def ddp_module(plan: Plan, *, gaps: Sequence[str]) -> str:
         raise InputError("plan:ddp", "is missing", "plan with --graph and a training graph, or emit --target fsdp2")
     buckets = plan.ddp
     sizes = buckets and {"bucket_cap_mb_list": buckets.bucket_cap_mb_list, "bucket_cap_mb": buckets.bucket_cap_mb}
-    given = [(name, value) for name, value in (sizes or {}).items() if value is not None]
-    return _filled("ddp.txt", plan, gaps, arguments=dict(given[:1]))
+    named_values = [(name, value) for name, value in (sizes or {}).items() if value is not None]
+    return _filled("ddp.txt", plan, gaps, arguments=dict(named_values[:1]))
 
 
 def fsdp2_module(plan: Plan, *, gaps: Sequence[str]) -> str:
@@ -78,7 +78,9 @@ def remarks(plan: Plan, layout: ProcessLayout | None, gaps: Sequence[str]) -> st
     return _filled("head.txt", plan, gaps, layout)
 
 
-def _filled(name: str, plan: Plan, gaps: Sequence[str], layout: ProcessLayout | None = None, **more: object) -> str:
+def _filled(
+    name: str, plan: Plan, gaps: Sequence[str], layout: ProcessLayout | None = None, **more_values: object
+) -> str:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).with_name("templates")),
         undefined=StrictUndefined,
@@ -100,11 +102,11 @@ def _filled(name: str, plan: Plan, gaps: Sequence[str], layout: ProcessLayout | 
     else:
         title += f": {layout.processes} process(es) on {layout.nodes} node(s)"
     steps = 0 if plan.goodput is None else plan.goodput.accumulation_steps
-    again = [] if plan.sharding is None else plan.sharding.checkpointing
+    recomputed_modules = [] if plan.sharding is None else plan.sharding.checkpointing
     return environment.get_template(name).render(
         sharding=plan.sharding,
-        recomputed={entry.module: entry.keeps for entry in again},
-        keeps=any(entry.keeps for entry in again),
+        recomputed={entry.module: entry.keeps for entry in recomputed_modules},
+        keeps=any(entry.keeps for entry in recomputed_modules),
         products=PRODUCTS,
         title=title,
         name=cluster_name(plan.job),
@@ -118,5 +120,5 @@ def _filled(name: str, plan: Plan, gaps: Sequence[str], layout: ProcessLayout | 
         gres_type=gres_type,
         quote=shlex.quote,
         literal=lambda value: pprint.pformat(value, width=100, compact=True, sort_dicts=False),
-        **more,
+        **more_values,
     )

@@ -101,16 +101,16 @@ def spec(figure: Figure, slots: Slots | None = None) -> Spec:
 
     ``slots`` collects which name has which colour, for the figures of one page.
     """
-    made = _specified(figure, {} if slots is None else slots)
-    names: dict[str, str] = {}
-    for part in (made, *made["layer"]):  # rows that several layers draw stand there once
-        if "data" not in part:
+    specification = _specified(figure, {} if slots is None else slots)
+    name_by_rows: dict[str, str] = {}
+    for layer in (specification, *specification["layer"]):  # rows that several layers draw stand there once
+        if "data" not in layer:
             continue
-        rows = json.dumps(part["data"]["values"])
-        part["data"] = {"name": names.setdefault(rows, f"rows{len(names)}")}
+        rows = json.dumps(layer["data"]["values"])
+        layer["data"] = {"name": name_by_rows.setdefault(rows, f"rows{len(name_by_rows)}")}
     autosize = {"type": "fit-x", "contains": "padding"}
-    datasets = {name: json.loads(rows) for rows, name in names.items()}
-    return {**made, "width": "container", "autosize": autosize, "datasets": datasets}
+    datasets = {name: json.loads(rows) for rows, name in name_by_rows.items()}
+    return {**specification, "width": "container", "autosize": autosize, "datasets": datasets}
 
 
 def drawn(figures: Sequence[Figure], file_format: str, width: int = _WIDTH) -> bytes:
@@ -130,34 +130,36 @@ def _together(figures: Sequence[Figure], width: int = _WIDTH) -> Spec:
     """Return the specification of figures under each other, in the colours of light paper."""
     slots: Slots = {}
     views: list[Spec] = []
-    columns = 8
+    legend_columns = 8
     for figure in figures:
         view = {**_specified(figure, slots), "width": width}
         schema = view.pop("$schema")
-        columns = max(1, min(columns, width // view.pop("usermeta")["key"]))  # a page's script asks how wide it is
+        entry_width = view.pop("usermeta")["key"]  # a page's script asks how wide it is
+        legend_columns = max(1, min(legend_columns, width // entry_width))
         views.append(json.loads(json.dumps(view).replace("scale('x'", f"scale('concat_{len(views)}_x'")))
     together = {"$schema": schema, "vconcat": views, "config": {**CONFIG, "background": PAPER}}
-    together["config"]["legend"] = {**CONFIG["legend"], "columns": columns}
+    together["config"]["legend"] = {**CONFIG["legend"], "columns": legend_columns}
     together["resolve"] = {"scale": {"color": "independent", "strokeDash": "independent"}}
-    made: Spec = json.loads(re.sub(r"var\(--([a-z-]+)\)", lambda found: COLOURS[found[1]], json.dumps(together)))
-    return made
+    coloured: Spec = json.loads(re.sub(r"var\(--([a-z-]+)\)", lambda match: COLOURS[match[1]], json.dumps(together)))
+    return coloured
 
 
 def _specified(figure: Figure, slots: Slots) -> Spec:
-    drawing: dict[type, Callable[..., Chart]] = {Lines: _lines, Bars: _bars, Lanes: _lane_chart, Heat: _heat}
-    chart = drawing[type(figure)](figure, slots).properties(description=visible(figure.title))
+    """Return the specification of one figure, without width and configuration, in the page's colours."""
+    draw_by_type: dict[type, Callable[..., Chart]] = {Lines: _lines, Bars: _bars, Lanes: _lane_chart, Heat: _heat}
+    chart = draw_by_type[type(figure)](figure, slots).properties(description=visible(figure.title))
     if figure.headed:
         chart = chart.properties(title=name_of(figure.title, 80))
-    made: Spec = chart.to_dict(validate=False)
-    del made["config"]  # Altair's own, for which the page's stands in
-    return made
+    specification: Spec = chart.to_dict(validate=False)
+    del specification["config"]  # Altair's own, for which the page's stands in
+    return specification
 
 
 @functools.cache
 def script() -> str:
     """Return the one script of a page: Vega, Vega-Lite and what draws the specifications in the block ``charts``."""
-    made: str = vl_convert.javascript_bundle(_SNIPPET)
-    return made.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+    bundle: str = vl_convert.javascript_bundle(_SNIPPET)
+    return bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 
 # Legends get as many columns as have room, and long names of lanes less room on a phone.
@@ -183,14 +185,15 @@ def name_of(text: str, longest: int = 34) -> str:
 
 def _names(texts: Iterable[str]) -> list[str]:
     """Return names as a picture can hold them, no two alike."""
-    made: list[str] = []
+    names: list[str] = []
     for text in map(name_of, texts):
-        again = sum(one == text or one.startswith(f"{text} (") for one in made)
-        made.append(f"{text} ({again + 1})" if text in made else text)
-    return made
+        same_count = sum(name == text or name.startswith(f"{text} (") for name in names)
+        names.append(f"{text} ({same_count + 1})" if text in names else text)
+    return names
 
 
 def _chart(rows: Sequence[Row]) -> alt.Chart:
+    """Return a chart of rows, without marks yet."""
     return alt.Chart(alt.Data(values=list(rows)))  # type: ignore[no-untyped-call]
 
 
@@ -203,6 +206,7 @@ def _tips(titles: Mapping[str, str]) -> list[alt.Tooltip]:
 
 
 def _titled(label: str, unit: str) -> str:
+    """Return an axis' title with its unit, where it has one."""
     return f"{label} ({unit})" if unit else label
 
 
@@ -210,11 +214,12 @@ def _places(names: Sequence[str], family: str, slots: Slots) -> list[int]:
     """Return the place of each name in the order of colours: its own on a page, where it is of a family."""
     if not family:
         return list(range(len(names)))
-    known = slots.setdefault(family, {})
-    return [known.setdefault(name, len(known)) for name in names]
+    place_by_name = slots.setdefault(family, {})
+    return [place_by_name.setdefault(name, len(place_by_name)) for name in names]
 
 
 def _legend(names: Sequence[str], **options: Any) -> alt.Legend | None:
+    """Return a legend above the picture; None, which hides it, where there is but one name."""
     return alt.Legend(orient="top", title=None, **options) if len(names) > 1 else None
 
 
@@ -224,35 +229,36 @@ def _layered(layers: Sequence[alt.Chart], height: int, names: Sequence[str] = ()
     return alt.layer(*layers).properties(height=height, usermeta={"key": key})
 
 
-def _rule(mark: str, values: Sequence[tuple[str, float]], colour: alt.Color, dash: alt.StrokeDash) -> list[alt.Chart]:
+def _rule(axis: str, values: Sequence[tuple[str, float]], colour: alt.Color, dash: alt.StrokeDash) -> list[alt.Chart]:
+    """Return straight lines at named values of ``axis`` (x or y), as one layer; none without values."""
     if not values:
         return []
-    rows = [{"name": name, mark: value} for name, value in values]
-    where = {mark: alt.X("x:Q") if mark == "x" else alt.Y("y:Q")}
-    return [_chart(rows).mark_rule(strokeWidth=1.5).encode(**where, color=colour, strokeDash=dash)]
+    rows = [{"name": name, axis: value} for name, value in values]
+    channel = {axis: alt.X("x:Q") if axis == "x" else alt.Y("y:Q")}
+    return [_chart(rows).mark_rule(strokeWidth=1.5).encode(**channel, color=colour, strokeDash=dash)]
 
 
-def _beyond(known: float | None, last: float) -> list[alt.Chart]:
-    """Return a veil over what no data support."""
-    if known is None or known >= last:
+def _beyond(known_until: float | None, last: float) -> list[alt.Chart]:
+    """Return layers that veil x above ``known_until`` (None: nothing) up to ``last``: data support nothing there."""
+    if known_until is None or known_until >= last:
         return []
-    rows = [{"left": known + 0.5, "right": last + 0.5, "why": "not supported by data"}]
-    base = _chart(rows)
+    rows = [{"left": known_until + 0.5, "right": last + 0.5, "why": "not supported by data"}]
+    chart = _chart(rows)
     x = alt.X("left:Q")
-    words = base.mark_text(
+    label = chart.mark_text(
         align="right", baseline="bottom", dy=-3, color=FAINT
     )  # above the plot, whose marks would cross it
-    veil = base.mark_rect(color=PAPER, opacity=0.55)
+    veil = chart.mark_rect(color=PAPER, opacity=0.55)
     return [
         veil.encode(x=x, x2="right:Q", tooltip=alt.Tooltip("why:N", title="beyond")),
-        base.mark_rule(color=FAINT, strokeDash=[3, 3]).encode(x=x),
-        words.encode(x=alt.X("right:Q"), y=alt.value(0), text="why:N"),
+        chart.mark_rule(color=FAINT, strokeDash=[3, 3]).encode(x=x),
+        label.encode(x=alt.X("right:Q"), y=alt.value(0), text="why:N"),
     ]
 
 
-def _whole(asked: bool) -> dict[str, Any]:
-    """Return what an axis of whole numbers is marked by."""
-    return {"tickMinStep": 1, "format": ",d"} if asked else {}
+def _whole(is_whole: bool) -> dict[str, Any]:
+    """Return an axis' options: ticks at whole numbers alone where its values are whole."""
+    return {"tickMinStep": 1, "format": ",d"} if is_whole else {}
 
 
 def _x_of(figure: Lines, values: np.ndarray[Any, Any]) -> tuple[alt.Scale, alt.Axis]:
@@ -263,7 +269,7 @@ def _x_of(figure: Lines, values: np.ndarray[Any, Any]) -> tuple[alt.Scale, alt.A
         marks = [float(2**power) for power in powers[:: max(1, -(-len(powers) // 5))]]
         return alt.Scale(type="log", base=2, nice=False), alt.Axis(values=marks, labelExpr=_BYTES, grid=False)
     if figure.x_axis == "durations":
-        times = [at for at in _MARKED_TIMES if low <= at <= high] or [low]
+        times = [seconds for seconds in _MARKED_TIMES if low <= seconds <= high] or [low]
         return alt.Scale(type="log", nice=False), alt.Axis(
             values=times[:: -(-len(times) // 8)], labelExpr=_TIMES, grid=False
         )
@@ -274,69 +280,77 @@ def _x_of(figure: Lines, values: np.ndarray[Any, Any]) -> tuple[alt.Scale, alt.A
 
 
 def _lines(figure: Lines, slots: Slots) -> Chart:
-    shown, areas = figure.lines[:LINES_DRAWN], figure.draw == "areas"
-    labels = _names([line.label for line in shown])
-    extra = [] if areas else _names([name for name, _ in (*figure.levels, *figure.marks)])
-    names, places = [*labels, *extra], _places(labels, figure.family, slots)
-    tops = [top for line in shown for top in (line.y if line.high is None else line.high, *(line.dots or ())[1:])]
-    highest = max([float(top.max()) for top in tops if top.size] + [value for _, value in figure.levels], default=0.0)
+    """Return lines, steps, points or stacked areas with bands, dots and lines at fixed values."""
+    drawn_lines, areas = figure.lines[:LINES_DRAWN], figure.draw == "areas"
+    labels = _names([line.label for line in drawn_lines])
+    fixed_names = [] if areas else _names([name for name, _ in (*figure.levels, *figure.marks)])
+    names, places = [*labels, *fixed_names], _places(labels, figure.family, slots)
+    highest_values = [
+        top for line in drawn_lines for top in (line.y if line.high is None else line.high, *(line.dots or ())[1:])
+    ]
+    highest = max(
+        [float(top.max()) for top in highest_values if top.size] + [value for _, value in figure.levels], default=0.0
+    )
     scale, unit = time_unit(highest) if figure.seconds else (1.0, "")
     ylabel, colours = _titled(figure.ylabel, unit), AREAS if areas else SERIES
     # a line that stands for a fixed value is of the text's colour, as the fifth series is, with a dash of its own
-    paints = [colours[place % len(colours)] for place in places] + [INK] * len(extra)
-    dashes = [_DASHES[place % len(_DASHES)] for place in places] + [[4, 4], [2, 3], [8, 3]][: len(extra)]
+    line_colours = [colours[position % len(colours)] for position in places] + [INK] * len(fixed_names)
+    dashes = [_DASHES[position % len(_DASHES)] for position in places] + [[4, 4], [2, 3], [8, 3]][: len(fixed_names)]
     legend = _legend(names, symbolType="square" if areas else "stroke", symbolSize=260)
-    colour = alt.Color("name:N", scale=alt.Scale(domain=names, range=paints), legend=legend)
+    colour = alt.Color("name:N", scale=alt.Scale(domain=names, range=line_colours), legend=legend)
     dash = alt.StrokeDash("name:N", scale=alt.Scale(domain=names, range=dashes), legend=legend)
-    everything = np.concatenate([*(line.x for line in shown), *(line.dots[0] for line in shown if line.dots)])
-    x_scale, x_axis = _x_of(figure, everything)
+    all_x = np.concatenate([*(line.x for line in drawn_lines), *(line.dots[0] for line in drawn_lines if line.dots)])
+    x_scale, x_axis = _x_of(figure, all_x)
     x = alt.X("x:Q", scale=x_scale, axis=x_axis, title=figure.xlabel)
     y_scale = alt.Scale(type="log", nice=False) if figure.log_y else alt.Scale(zero=True)
     y_axis = alt.Axis(tickCount=6, gridOpacity=0.6, **_whole("y" in figure.whole))
     y = alt.Y("y:Q", scale=y_scale, axis=y_axis, title=ylabel)
     tips = _tips({"name:N": "line", "x:Q": "x", "y:Q": "y"})
-    rows = [row for line, name in zip(shown, labels, strict=True) for row in _line_rows(line, name, scale)]
+    rows = [row for line, name in zip(drawn_lines, labels, strict=True) for row in _line_rows(line, name, scale)]
     if areas:
         area = _chart(rows).mark_area(interpolate="step-after", stroke=PAPER, strokeWidth=0.3)
         y["stack"] = "zero"
         return _layered([area.encode(x=x, y=y, color=colour, tooltip=tips)], 260, labels)
     interpolate: Any = "step-after" if figure.draw == "steps" else "linear"
-    base = _chart(rows).encode(x=x, y=y, color=colour)
+    curves = _chart(rows).encode(x=x, y=y, color=colour)
     layers: list[alt.Chart] = []
     if any("low" in row for row in rows):
-        banded = _chart([row for row in rows if "low" in row]).mark_area(opacity=0.2, interpolate=interpolate)
-        layers.append(banded.encode(x=x, y=alt.Y("low:Q", title=ylabel, scale=y_scale), y2="high:Q", color=colour))
+        band = _chart([row for row in rows if "low" in row]).mark_area(opacity=0.2, interpolate=interpolate)
+        layers.append(band.encode(x=x, y=alt.Y("low:Q", title=ylabel, scale=y_scale), y2="high:Q", color=colour))
         tips = [*tips, *_tips({"low:Q": "low", "high:Q": "high"})]
-    layers.append(base.mark_line(interpolate=interpolate, strokeWidth=2).encode(strokeDash=dash))
-    single = {line.label for line in shown if line.x.size == 1}
-    seen = 1.0 if figure.draw == "points" or single else 0.0
-    layers.append(base.mark_point(filled=True, size=45 if seen else 120, opacity=seen).encode(tooltip=tips))
-    written = [
-        {"x": float(at), "y": float(value) * scale, "text": name_of(text)}
-        for line in shown
-        for at, value, text in zip(line.x, line.y, line.texts, strict=False)
+    layers.append(curves.mark_line(interpolate=interpolate, strokeWidth=2).encode(strokeDash=dash))
+    single = {line.label for line in drawn_lines if line.x.size == 1}
+    point_opacity = 1.0 if figure.draw == "points" or single else 0.0
+    points = curves.mark_point(filled=True, size=45 if point_opacity else 120, opacity=point_opacity)
+    layers.append(points.encode(tooltip=tips))
+    text_rows = [
+        {"x": float(x_at), "y": float(value) * scale, "text": name_of(text)}
+        for line in drawn_lines
+        for x_at, value, text in zip(line.x, line.y, line.texts, strict=False)
     ]
-    if written:
-        layers.append(_chart(written).mark_text(align="left", dx=7, dy=-7, color=INK).encode(x=x, y=y, text="text:N"))
+    if text_rows:
+        layers.append(_chart(text_rows).mark_text(align="left", dx=7, dy=-7, color=INK).encode(x=x, y=y, text="text:N"))
     dots = [
-        {"name": name, "x": float(at), "y": float(value) * scale}
-        for line, name in zip(shown, labels, strict=True)
-        for at, value in zip(*(line.dots or ((), ())), strict=True)
+        {"name": name, "x": float(x_at), "y": float(value) * scale}
+        for line, name in zip(drawn_lines, labels, strict=True)
+        for x_at, value in zip(*(line.dots or ((), ())), strict=True)
     ]
     if dots:
         size, opacity = (36, 0.85) if len(dots) < 1000 else (10, 0.4)
         cloud = _chart(dots).mark_point(filled=True, size=size, opacity=opacity)
         layers.append(cloud.encode(x=x, y=y, color=colour, tooltip=tips[:3]))
-    fixed = [value * scale for _, value in figure.levels] + [value for _, value in figure.marks]
-    values = list(zip(extra, fixed, strict=True))
-    layers += _rule("y", values[: len(figure.levels)], colour, dash)
-    layers += _rule("x", values[len(figure.levels) :], colour, dash)
+    fixed_values = [value * scale for _, value in figure.levels] + [value for _, value in figure.marks]
+    named_values = list(zip(fixed_names, fixed_values, strict=True))
+    layers += _rule("y", named_values[: len(figure.levels)], colour, dash)
+    layers += _rule("x", named_values[len(figure.levels) :], colour, dash)
     return _layered(layers, 230, names)
 
 
 def _line_rows(line: Line, name: str, scale: float) -> list[Row]:
+    """Return a row for each point of a line, with the ends of its band; y times ``scale``."""
     rows: list[Row] = [
-        {"name": name, "x": _short(x), "y": _short(y * scale)} for x, y in zip(line.x, line.y, strict=True)
+        {"name": name, "x": _short(x_at), "y": _short(y_value * scale)}
+        for x_at, y_value in zip(line.x, line.y, strict=True)
     ]
     if line.low is not None and line.high is not None:
         for row, low, high in zip(rows, line.low, line.high, strict=True):
@@ -350,19 +364,21 @@ def _short(value: float) -> float:
 
 
 def _lanes_axis(names: Sequence[str]) -> alt.Y:
+    """Return the y of a lane or a bar for each name, in their order."""
     scale = alt.Scale(domain=list(names), paddingInner=0.3, paddingOuter=0.2)
     axis = alt.Axis(ticks=False, domain=False, labelPadding=6)
     return alt.Y("name:N", title=None, sort=None, scale=scale, axis=axis)
 
 
 def _bars(figure: Bars, slots: Slots) -> Chart:
+    """Return a horizontal bar, or dot, for each named value, with its interval, the value in words and a level."""
     names = _names([name for name, _ in figure.rows])
     values = [value for _, value in figure.rows]
-    ends = [end for pair in figure.intervals if pair is not None for end in pair]
+    interval_ends = [end for pair in figure.intervals if pair is not None for end in pair]
     level = figure.level[1] if figure.level else None
-    extremes = [*values, *ends, *([] if level is None else [level])]
+    extremes = [*values, *interval_ends, *([] if level is None else [level])]
     scale, unit = time_unit(max(extremes)) if figure.seconds else (1.0, "")
-    start = (level or 1.0) * scale if figure.log else 0.0
+    bar_start = (level or 1.0) * scale if figure.log else 0.0
     low, high = min(extremes) * scale, max(extremes) * scale
     if figure.log:
         ratio = max(high / low, 1.1) ** 0.25
@@ -375,27 +391,27 @@ def _bars(figure: Bars, slots: Slots) -> Chart:
     rows = _bar_rows(figure, names, scale)
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     if figure.marked is not None:
-        paint = {figure.unmarked: BLUE, figure.marked[0]: "var(--red)"}
-        colours = [paint[kind] for kind in kinds]
+        colour_by_kind = {figure.unmarked: BLUE, figure.marked[0]: "var(--red)"}
+        colours = [colour_by_kind[kind] for kind in kinds]
     else:
-        colours = [SERIES[place % len(SERIES)] for place in _places(kinds, figure.family, slots)]
+        colours = [SERIES[position % len(SERIES)] for position in _places(kinds, figure.family, slots)]
     legend = _legend(["", ""]) if figure.marked is not None and any(figure.marked[1]) else None
     colour = alt.Color("kind:N", scale=alt.Scale(domain=kinds, range=colours), legend=legend)
-    tips = _tips({"name:N": "name", "shown:N": "value"} | ({"interval:N": "interval"} if ends else {}))
-    base = _chart(rows).encode(y=_lanes_axis(names), x=x)
+    tips = _tips({"name:N": "name", "shown:N": "value"} | ({"interval:N": "interval"} if interval_ends else {}))
+    chart = _chart(rows).encode(y=_lanes_axis(names), x=x)
     if figure.dots:
-        layers = [base.mark_point(filled=True, size=70).encode(color=colour, tooltip=tips)]
+        layers = [chart.mark_point(filled=True, size=70).encode(color=colour, tooltip=tips)]
     else:
-        layers = [base.mark_bar().encode(x2=alt.datum(start), color=colour, tooltip=tips)]
-    if ends:
+        layers = [chart.mark_bar().encode(x2=alt.datum(bar_start), color=colour, tooltip=tips)]
+    if interval_ends:
         spread = _chart([row for row in rows if "low" in row]).encode(y=_lanes_axis(names), tooltip=tips)
         whisker = spread.mark_rule(strokeWidth=1.5).encode(x=alt.X("low:Q", scale=x_scale), x2="high:Q")
         cap = spread.mark_tick(thickness=1.5, size=9, color=INK)
         layers += [whisker, *(cap.encode(x=alt.X(f"{end}:Q")) for end in ("low", "high"))]
     for side, sign in (("left", 1), ("right", -1)):
-        chosen = [row for row in rows if (row["value"] >= start) == (side == "left")]
-        if chosen and not figure.dots:
-            text = _chart(chosen).mark_text(align=side, dx=5 * sign)  # type: ignore[arg-type]
+        side_rows = [row for row in rows if (row["value"] >= bar_start) == (side == "left")]
+        if side_rows and not figure.dots:
+            text = _chart(side_rows).mark_text(align=side, dx=5 * sign)  # type: ignore[arg-type]
             layers.append(text.encode(y=_lanes_axis(names), x=alt.X("text_at:Q"), text="shown:N"))
     if figure.level is not None:
         layers += _level(name_of(figure.level[0]), figure.level[1] * scale, right=figure.level[1] * scale > 0.6 * high)
@@ -411,19 +427,21 @@ def _log_marks(low: float, high: float) -> list[float]:
 
 
 def _bar_rows(figure: Bars, names: Sequence[str], scale: float) -> list[Row]:
+    """Return a row for each bar: its value times ``scale``, kind (for the colour), text and where the text stands."""
     marked = figure.marked[1] if figure.marked is not None else ()
     rows: list[Row] = []
-    for place, (name, (_, value)) in enumerate(zip(names, figure.rows, strict=True)):
-        said = show_seconds if figure.seconds else _number
+    for index, (name, (_, value)) in enumerate(zip(names, figure.rows, strict=True)):
+        show_value = show_seconds if figure.seconds else _number
         kind = name if figure.family else "bars"
         if figure.marked is not None:
-            kind = figure.marked[0] if marked[place] else figure.unmarked
-        row: Row = {"name": name, "value": _short(value * scale), "shown": said(value), "kind": kind}
+            kind = figure.marked[0] if marked[index] else figure.unmarked
+        row: Row = {"name": name, "value": _short(value * scale), "shown": show_value(value), "kind": kind}
         row["text_at"] = row["value"]
-        pair = figure.intervals[place] if figure.intervals else None
-        if pair is not None:
-            row |= {"low": _short(pair[0] * scale), "high": _short(pair[1] * scale)}
-            row |= {"interval": f"{said(pair[0])} .. {said(pair[1])}", "text_at": max(row["value"], row["high"])}
+        interval = figure.intervals[index] if figure.intervals else None
+        if interval is not None:
+            row |= {"low": _short(interval[0] * scale), "high": _short(interval[1] * scale)}
+            row["interval"] = f"{show_value(interval[0])} .. {show_value(interval[1])}"
+            row["text_at"] = max(row["value"], row["high"])
         if figure.level is not None and 0.8 * figure.level[1] < row["text_at"] / scale < figure.level[1]:
             row["text_at"] = figure.level[1] * scale  # else the line would go through the letters
         rows.append(row)
@@ -435,17 +453,18 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
-def _level(name: str, at: float, *, right: bool) -> list[alt.Chart]:
+def _level(name: str, position: float, *, right: bool) -> list[alt.Chart]:
     """Return a named vertical line, its name above it."""
-    base = _chart([{"name": name, "at": at}]).encode(x=alt.X("at:Q"))
-    words = base.mark_text(align="right" if right else "left", baseline="bottom", dy=-3)
+    chart = _chart([{"name": name, "at": position}]).encode(x=alt.X("at:Q"))
+    label = chart.mark_text(align="right" if right else "left", baseline="bottom", dy=-3)
     return [
-        base.mark_rule(strokeDash=[5, 4], strokeWidth=1.4).encode(tooltip=alt.Tooltip("name:N", title="line")),
-        words.encode(y=alt.value(0), text="name:N"),
+        chart.mark_rule(strokeDash=[5, 4], strokeWidth=1.4).encode(tooltip=alt.Tooltip("name:N", title="line")),
+        label.encode(y=alt.value(0), text="name:N"),
     ]
 
 
 def _lane_chart(figure: Lanes, slots: Slots) -> Chart:
+    """Return a lane of bars over time for each name, coloured by kind, texts on the bars that have room."""
     names = _names([name for name, _ in figure.lanes])
     spans = [span for _, lane in figure.lanes for span in lane]
     longest = max(
@@ -468,55 +487,58 @@ def _lane_chart(figure: Lanes, slots: Slots) -> Chart:
         legend=_legend(kinds, symbolType="square"),
     )
     domain = [0, 1.01 * longest * scale if longest > 0 else 1.0]
-    scaled = alt.Scale(nice=False, domain=domain)
-    x = alt.X("start:Q", scale=scaled, axis=alt.Axis(tickCount=6, gridOpacity=0.6), title=f"{figure.xlabel} ({unit})")
-    base = _chart(rows).encode(y=_lanes_axis(names))
+    x_scale = alt.Scale(nice=False, domain=domain)
+    x = alt.X("start:Q", scale=x_scale, axis=alt.Axis(tickCount=6, gridOpacity=0.6), title=f"{figure.xlabel} ({unit})")
+    chart = _chart(rows).encode(y=_lanes_axis(names))
     tips = _tips(
         {"name:N": "lane", "kind:N": "what", "text:N": "which", "shown:N": "takes", "start:Q": "from", "end:Q": "to"}
     )
-    bars = base.mark_bar(stroke=PAPER, strokeWidth=_EDGE).encode(x=x, x2="end:Q", color=colour, tooltip=tips)
+    bars = chart.mark_bar(stroke=PAPER, strokeWidth=_EDGE).encode(x=x, x2="end:Q", color=colour, tooltip=tips)
     layers: list[alt.Chart] = [bars]
     texts = [{**row, "middle": (row["start"] + row["end"]) / 2} for row in rows if row["text"]]
     for kind in dict.fromkeys(row["kind"] for row in texts):
         ink = "var(--on-blue)" if KINDS[kind] == BLUE else "#000000"
-        words = _chart([row for row in texts if row["kind"] == kind]).mark_text(fontSize=11, color=ink, opacity=_SEEN)
-        layers.append(words.encode(x=alt.X("middle:Q"), y=_lanes_axis(names), text="text:N", tooltip=tips))
+        labels = _chart([row for row in texts if row["kind"] == kind]).mark_text(fontSize=11, color=ink, opacity=_SEEN)
+        layers.append(labels.encode(x=alt.X("middle:Q"), y=_lanes_axis(names), text="text:N", tooltip=tips))
     if figure.mark is not None:
         layers += _level(name_of(figure.mark[0]), figure.mark[1] * scale, right=figure.mark[1] > 0.5 * longest)
     return _layered(layers, _LANE * len(names), kinds)
 
 
 def _heat(figure: Heat, slots: Slots) -> Chart:
+    """Return a map of values over x and a logarithmic y, the best y of each x as a line on it."""
     ratio = float(np.sqrt(figure.y[1] / figure.y[0]))
     rows: list[Row] = [
         # a little over its neighbours, or the paper would be seen between them
-        {"left": at - 0.5, "right": at + 0.52, "low": _short(y / ratio), "high": _short(y * ratio**1.2)}
-        | {"x": at, "y": round(float(y)), "value": _short(value)}
-        for at, column in zip(figure.x.tolist(), figure.values, strict=True)
+        {"left": x_at - 0.5, "right": x_at + 0.52, "low": _short(y / ratio), "high": _short(y * ratio**1.2)}
+        | {"x": x_at, "y": round(float(y)), "value": _short(value)}
+        for x_at, column in zip(figure.x.tolist(), figure.values, strict=True)
         for y, value in zip(figure.y, column, strict=True)
         if np.isfinite(value)
     ]
     x_axis = alt.Axis(grid=False, tickCount=8, **_whole(True))
     x_scale = alt.Scale(nice=False, zero=False, clamp=True, domain=[figure.x[0] - 0.5, figure.x[-1] + 0.5])
     x = alt.X("left:Q", scale=x_scale, axis=x_axis, title=figure.xlabel)
-    ends = [float(figure.y[0] / ratio), float(figure.y[-1] * ratio)]
-    y_scale = alt.Scale(type="log", nice=False, clamp=True, domain=ends)
+    y_range = [float(figure.y[0] / ratio), float(figure.y[-1] * ratio)]
+    y_scale = alt.Scale(type="log", nice=False, clamp=True, domain=y_range)
     y = alt.Y("low:Q", scale=y_scale, axis=alt.Axis(format=_NUMBER, tickCount=5, grid=False), title=figure.ylabel)
     legend = alt.Legend(type="gradient", orient="top", title=figure.what, gradientLength=180, titleLimit=300)
     colour = alt.Color("value:Q", scale=alt.Scale(scheme="cividis", domainMin=0), legend=legend)
     tips = _tips({"x:Q": "count", "y:Q": "total batch", "value:Q": "goodput"})
-    map_ = _chart(rows).mark_rect(strokeWidth=0)
-    best = [{"x": at, "y": float(y)} for at, y in zip(figure.x.tolist(), figure.best, strict=True) if np.isfinite(y)]
-    line = _chart(best).encode(x=alt.X("x:Q"), y=alt.Y("y:Q"))
-    tip = _tips({"x:Q": "count", "y:Q": "best batch"})
+    cells = _chart(rows).mark_rect(strokeWidth=0)
+    best_rows = [
+        {"x": x_at, "y": float(y)} for x_at, y in zip(figure.x.tolist(), figure.best, strict=True) if np.isfinite(y)
+    ]
+    best_line = _chart(best_rows).encode(x=alt.X("x:Q"), y=alt.Y("y:Q"))
+    best_tips = _tips({"x:Q": "count", "y:Q": "best batch"})
     layers: list[alt.Chart] = [
-        map_.encode(x=x, x2="right:Q", y=y, y2="high:Q", color=colour, tooltip=tips),
-        line.mark_line(color="#ffffff", strokeWidth=4),
-        line.mark_line(color="#000000", strokeWidth=1.5),
-        line.mark_point(color="#000000", filled=True, size=30).encode(tooltip=tip),
+        cells.encode(x=x, x2="right:Q", y=y, y2="high:Q", color=colour, tooltip=tips),
+        best_line.mark_line(color="#ffffff", strokeWidth=4),
+        best_line.mark_line(color="#000000", strokeWidth=1.5),
+        best_line.mark_point(color="#000000", filled=True, size=30).encode(tooltip=best_tips),
         *_beyond(figure.known, float(figure.x[-1])),
     ]
-    for name, at in figure.marks:
-        mark = _chart([{"name": name, "at": at}]).mark_rule(color="var(--red)", strokeDash=[5, 4], strokeWidth=2)
+    for name, x_at in figure.marks:
+        mark = _chart([{"name": name, "at": x_at}]).mark_rule(color="var(--red)", strokeDash=[5, 4], strokeWidth=2)
         layers.append(mark.encode(x=alt.X("at:Q"), tooltip=alt.Tooltip("name:N", title="line")))
     return _layered(layers, 260)

@@ -41,9 +41,10 @@ class Line:
 
 def line(label: str, records: Iterable[Any], x: str, y: str) -> Line:
     """Return the line through two fields (paths as of :func:`value_of`) of records."""
-    points = [(value_of(record, x), value_of(record, y)) for record in records]
-    both = np.array(points, dtype=np.float64).reshape(-1, 2)
-    return Line(label=label, x=both[:, 0], y=both[:, 1])
+    points = np.array([(value_of(record, x), value_of(record, y)) for record in records], dtype=np.float64).reshape(
+        -1, 2
+    )
+    return Line(label=label, x=points[:, 0], y=points[:, 1])
 
 
 def value_of(record: Any, path: str) -> Any:
@@ -141,24 +142,32 @@ Figure = Lines | Bars | Lanes | Heat
 
 
 def merged(spans: Sequence[Span], whole_s: float) -> list[Span]:
-    """Return the spans of each kind in order of time, those that a screen shows as one made one; empty ones are left out."""
-    made: dict[str, list[Span]] = {}
-    for span in sorted(spans, key=lambda one: (one.start, one.end)):
+    """Return spans by kind and start, without empty ones; neighbours too close to tell apart on a screen become one.
+
+    ``whole_s``: seconds that the axis covers. Spans with a text stay as they are.
+    """
+    spans_by_kind: dict[str, list[Span]] = {}
+    for span in sorted(spans, key=lambda each: (each.start, each.end)):
         if span.end <= span.start:
             continue
-        row = made.setdefault(span.kind, [])
-        if not span.text and row and not row[-1].text and span.start - row[-1].end < _RESOLUTION * whole_s:
-            row[-1] = Span(row[-1].start, max(row[-1].end, span.end), span.kind)
+        kind_spans = spans_by_kind.setdefault(span.kind, [])
+        if (
+            not span.text
+            and kind_spans
+            and not kind_spans[-1].text
+            and span.start - kind_spans[-1].end < _RESOLUTION * whole_s
+        ):
+            kind_spans[-1] = Span(kind_spans[-1].start, max(kind_spans[-1].end, span.end), span.kind)
         else:
-            row.append(span)
-    return [span for row in made.values() for span in row]
+            kind_spans.append(span)
+    return [span for kind_spans in spans_by_kind.values() for span in kind_spans]
 
 
-def stacked(phases: Mapping[str, float], at: float = 0.0) -> list[Span]:
-    """Return seconds of phases as spans one after the other, those that take time."""
-    made = []
+def stacked(phases: Mapping[str, float], start: float = 0.0) -> list[Span]:
+    """Return the phases that take time (seconds by kind) as spans one after the other from ``start`` on."""
+    spans = []
     for kind, length in phases.items():
         if length > 0:
-            made.append(Span(at, at + length, kind))
-            at += length
-    return made
+            spans.append(Span(start, start + length, kind))
+            start += length
+    return spans

@@ -26,17 +26,17 @@ from ddltool.results import JointPlan, ProfileResult
 
 def section(result: BaseModel) -> Section:
     """Return the section of a result; of what has none its fields as a table."""
-    own: dict[type, Callable[[Any], Section]] = {
+    section_makers: dict[type, Callable[[Any], Section]] = {
         TraceResult: trace_section,
         PredictResult: predict_section,
         JointPlan: joint_section,
     }
-    if make := own.get(type(result)):
+    if make := section_makers.get(type(result)):
         return make(result)
     kind = str(getattr(result, "kind", "")).removeprefix("ddltool.")
     if kind in ORDER:
-        found = found_in(result)
-        return section_of(found, [found])
+        artifact = found_in(result)
+        return section_of(artifact, [artifact])
     rows = [(name, str(value)) for name, value in result if isinstance(value, (str, int, float))]
     title = kind or type(result).__name__
     table = Table(caption=title, header=("field", "value"), rows=rows, label="read", text_columns=2)
@@ -66,11 +66,14 @@ def frame(result: BaseModel) -> pd.DataFrame:
         return predicted_profile(result)
     document = result.model_dump(mode="json")
     for name in _MAIN:
-        held = document.get(name)
-        if isinstance(held, list) and held:
-            return pd.json_normalize(held)
-        if isinstance(held, dict) and held:
-            plain = {key: {k: v for k, v in one.items() if not isinstance(v, list)} for key, one in held.items()}
+        records = document.get(name)
+        if isinstance(records, list) and records:
+            return pd.json_normalize(records)
+        if isinstance(records, dict) and records:
+            plain = {
+                key: {field: value for field, value in record.items() if not isinstance(value, list)}
+                for key, record in records.items()
+            }
             return pd.json_normalize(list(plain.values())).set_axis(list(plain), axis="index")
     return pd.json_normalize(document)
 

@@ -41,8 +41,8 @@ def render(
     def hosts(picture: Picture) -> list[tuple[str, str]]:
         """Return (id, what it shows) of the places into which the script draws a picture's figures."""
         charts.extend(spec(figure, slots) for figure in picture.figures)
-        first = len(charts) - len(picture.figures)
-        return [(f"chart-{first + place}", figure.title) for place, figure in enumerate(picture.figures)]
+        first_index = len(charts) - len(picture.figures)
+        return [(f"chart-{first_index + index}", figure.title) for index, figure in enumerate(picture.figures)]
 
     hashes = [_hash_of(script()), _hash_of(_PAGE)]
     environment.globals |= {"hosts_of": hosts, "script_hashes": hashes}
@@ -57,6 +57,7 @@ def fragment(section: Section) -> str:
     environment = _environment()
 
     def images(picture: Picture) -> list[tuple[str, str]]:
+        """Return (SVG in base64, what it shows) of a picture's figures."""
         return [
             (base64.b64encode(drawn([figure], "svg")).decode(), visible(shortened(figure.title, _LONGEST_CELL)))
             for figure in picture.figures
@@ -67,16 +68,17 @@ def fragment(section: Section) -> str:
 
 
 def _environment() -> Environment:
-    made = Environment(
+    """Return the templates' environment, which escapes all text."""
+    environment = Environment(
         loader=FileSystemLoader(TEMPLATE.parent), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
     )
-    made.globals |= {"grid_of": _grid}
-    made.filters |= {
+    environment.globals |= {"grid_of": _grid}
+    environment.filters |= {
         "plain": visible,
         "sentence": _sentence,
         "title_of": lambda text: visible(shortened(text, _LONGEST_TITLE)),
     }
-    return made
+    return environment
 
 
 _PAGE = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
@@ -93,13 +95,14 @@ def _drawing(charts: Sequence[Spec]) -> str:
 
 
 def _hash_of(text: str) -> str:
+    """Return a script's SHA-256 in base64, by which the page's policy allows it."""
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def _sentence(text: str) -> Markup:
     """Return running text for the page: no line ends between a number and its unit, or within an option's name."""
-    shown = str(escape(_UNITS.sub("\N{NO-BREAK SPACE}", visible(text))))
-    return Markup(_OPTION.sub(r'<span class="option">\g<0></span>', shown))
+    escaped = str(escape(_UNITS.sub("\N{NO-BREAK SPACE}", visible(text))))
+    return Markup(_OPTION.sub(r'<span class="option">\g<0></span>', escaped))
 
 
 Cell = tuple[str, Markup]
@@ -118,19 +121,22 @@ class _Grid:
 
 
 def _grid(table: Table) -> _Grid:
-    whole = len(table.rows) <= table.head + 3
-    shown = table.rows if whole else table.rows[:_MOST_ROWS]
-    words = [
-        place < table.text_columns or _holds_words([row[place] for row in shown if place < len(row)])
-        for place in range(len(table.header))
+    """Return a table's cells for the page: text cut to what is readable, with a class for words and for long text."""
+    is_whole = len(table.rows) <= table.head + 3
+    rows_shown = table.rows if is_whole else table.rows[:_MOST_ROWS]
+    is_words = [
+        column < table.text_columns or _holds_words([row[column] for row in rows_shown if column < len(row)])
+        for column in range(len(table.header))
     ]
-    rows = [[_cell(cell, marked) for cell, marked in zip(row, words, strict=True)] for row in shown]
-    head = len(rows) if whole else table.head
-    left_out = len(table.rows) - len(rows)
-    said = f"; the last {left_out:,} of {len(table.rows):,} are left out" if left_out else ""
-    header = [_cell(cell, marked, _LONGEST_HEAD) for cell, marked in zip(table.header, words, strict=True)]
-    named = visible(shortened(table.caption, _LONGEST_CELL))
-    return _Grid(named, header, rows[:head], rows[head:], f"{len(rows) - head:,} more rows{said}")
+    cells = [[_cell(cell, marked) for cell, marked in zip(row, is_words, strict=True)] for row in rows_shown]
+    head_count = len(cells) if is_whole else table.head
+    left_out = len(table.rows) - len(cells)
+    left_out_text = f"; the last {left_out:,} of {len(table.rows):,} are left out" if left_out else ""
+    header = [_cell(cell, marked, _LONGEST_HEAD) for cell, marked in zip(table.header, is_words, strict=True)]
+    caption = visible(shortened(table.caption, _LONGEST_CELL))
+    return _Grid(
+        caption, header, cells[:head_count], cells[head_count:], f"{len(cells) - head_count:,} more rows{left_out_text}"
+    )
 
 
 def _holds_words(cells: Sequence[str]) -> bool:
@@ -139,9 +145,10 @@ def _holds_words(cells: Sequence[str]) -> bool:
     return bool(filled) and not any(_FIGURE.match(cell) for cell in filled)
 
 
-def _cell(text: str, words: bool, most: int | None = None) -> Cell:
+def _cell(text: str, words: bool, longest: int | None = None) -> Cell:
+    """Return a cell cut to ``longest`` characters, None: by whether it has blanks; ``words``: its column holds words."""
     # a sentence wraps, a name of one long word breaks anywhere and would fill a phone's screen
-    shown = shortened(text, most or (_LONGEST_CELL if " " in text else _LONGEST_WORD))
-    names = [name for name, holds in (("words", words), ("long", len(shown) > _WRAPPED_FROM)) if holds]
-    mark = Markup(' class="{}"').format(escape(" ".join(names))) if names else Markup()
-    return visible(shown), mark
+    cell_text = shortened(text, longest or (_LONGEST_CELL if " " in text else _LONGEST_WORD))
+    names = [name for name, holds in (("words", words), ("long", len(cell_text) > _WRAPPED_FROM)) if holds]
+    class_attribute = Markup(' class="{}"').format(escape(" ".join(names))) if names else Markup()
+    return visible(cell_text), class_attribute

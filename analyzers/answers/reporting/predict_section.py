@@ -12,10 +12,10 @@ _NAMED = 6
 _BARS_DRAWN = 24
 
 
-def predict_section(made: PredictResult) -> Section:
+def predict_section(result: PredictResult) -> Section:
     """Return the section of predicted steps: the fastest row that fits, all rows with their ranges, and how sure they are."""
-    rows = list(made.rows)
-    several = len(made.devices) > 1
+    rows = list(result.rows)
+    several = len(result.devices) > 1
     if several:
         rows = sorted(rows, key=lambda row: -row.samples_per_s)
     replicated = any(row.num_replicas > 1 for row in rows)
@@ -29,7 +29,7 @@ def predict_section(made: PredictResult) -> Section:
         columns["sync"] = lambda row: show_seconds(row.sync_time_s) if row.num_replicas > 1 else None
     columns["memory"] = lambda row: show_bytes(row.reserved_bytes) + ("" if row.fits else " !")
     columns |= {"per 1M": "price_per_million_samples:.3g"} if priced else {}
-    table = tabled(f"Training steps on {_names(list(made.devices))}", "predicted", rows, columns)
+    table = tabled(f"Training steps on {_names(list(result.devices))}", "predicted", rows, columns)
     drawn = rows[:_BARS_DRAWN]
     figure = Bars(
         rows=[(f"{row.num_replicas} x {row.device}, batch {row.local_batch_size}", row.step_time_s) for row in drawn],
@@ -39,19 +39,20 @@ def predict_section(made: PredictResult) -> Section:
         intervals=[(row.predicted_low_s, row.predicted_high_s) for row in drawn],
     )
     picture = pictured("Step times, with the range in which 80 % of measurements fall.", table, figure)
-    return Section(title="Predicted training steps", lead=[_answer(made), *_remarks(made)], blocks=[picture])
+    return Section(title="Predicted training steps", lead=[_answer(result), *_remarks(result)], blocks=[picture])
 
 
 def _names(devices: list[str]) -> str:
+    """Return the names of the devices, or how many they are."""
     return ", ".join(devices) if len(devices) <= _NAMED else f"{len(devices)} devices"
 
 
-def _answer(made: PredictResult) -> str:
+def _answer(result: PredictResult) -> str:
     """Return the first line: the fastest row that fits, or what would."""
-    best = max((row for row in made.rows if row.fits), key=lambda row: row.samples_per_s, default=None)
+    best = max((row for row in result.rows if row.fits), key=lambda row: row.samples_per_s, default=None)
     if best is None:
-        most = {name: about.memory_limit_batch for name, about in made.devices.items()}
-        fitting = ", ".join(f"{batch} on {name}" for name, batch in most.items() if batch)
+        largest_batches = {name: about.memory_limit_batch for name, about in result.devices.items()}
+        fitting = ", ".join(f"{batch} on {name}" for name, batch in largest_batches.items() if batch)
         at_most = f"at most: {fitting}." if fitting else "one sample does not either."
         return f"None of these fits, by estimate; {at_most}"
     rate = f"{show_rate(best.samples_per_s)} samples/s"
@@ -60,37 +61,37 @@ def _answer(made: PredictResult) -> str:
     return f"Fastest here: {rate} on {where} at local batch {best.local_batch_size} (MFU {best.mfu:.0%}), predicted."
 
 
-def _remarks(made: PredictResult) -> list[str]:
+def _remarks(result: PredictResult) -> list[str]:
     """Return what was assumed, what does not fit, what waits for the host, and how far off such predictions were."""
-    given, rows = made.assumptions, made.rows
-    words = [given.precision, *(["channels_last"] if given.channels_last else [])]
-    words += ["compiled" if given.compile else "eager", f"optimizer {given.optimizer}"]
-    words += [f"{given.accumulation} passes a step"] if given.accumulation > 1 else []
-    words += [f"{given.sequence_length} tokens a sample"] if given.sequence_length else []
-    words += [f"up to {given.gpus_per_node} GPUs a node"] if any(row.num_replicas > 1 for row in rows) else []
-    words += [f"sharding {given.sharding}"] if any(row.num_replicas > 1 for row in rows) else []
-    words += [f"checkpointing {given.checkpointing}"] if given.checkpointing != "none" else []
+    assumed, rows = result.assumptions, result.rows
+    settings = [assumed.precision, *(["channels_last"] if assumed.channels_last else [])]
+    settings += ["compiled" if assumed.compile else "eager", f"optimizer {assumed.optimizer}"]
+    settings += [f"{assumed.accumulation} passes a step"] if assumed.accumulation > 1 else []
+    settings += [f"{assumed.sequence_length} tokens a sample"] if assumed.sequence_length else []
+    settings += [f"up to {assumed.gpus_per_node} GPUs a node"] if any(row.num_replicas > 1 for row in rows) else []
+    settings += [f"sharding {assumed.sharding}"] if any(row.num_replicas > 1 for row in rows) else []
+    settings += [f"checkpointing {assumed.checkpointing}"] if assumed.checkpointing != "none" else []
     if any(row.num_nodes > 1 for row in rows):
-        words.append(f"{show_bytes(given.bandwidth_bytes_per_s)}/s between nodes")
-    lines = [f"Assumed: {', '.join(words)}."]
+        settings.append(f"{show_bytes(assumed.bandwidth_bytes_per_s)}/s between nodes")
+    lines = [f"Assumed: {', '.join(settings)}."]
     if any(not row.fits for row in rows):
         lines.append("! needs more memory than the device has, by estimate.")
     lines += [_repeated(row) for row in rows if row.recompute is not None and row.recompute.budget_bytes is not None][
         :1
     ]
-    if lacking := [name for name, about in made.devices.items() if not about.has_precision]:
-        lines.append(f"{', '.join(lacking)}: no rate for {given.precision} in the datasheet; float32's is taken.")
+    if lacking := [name for name, about in result.devices.items() if not about.has_precision]:
+        lines.append(f"{', '.join(lacking)}: no rate for {assumed.precision} in the datasheet; float32's is taken.")
     waiting = {
-        row.device: sorted({r.local_batch_size for r in rows if r.host_bound and r.device == row.device})
+        row.device: sorted({each.local_batch_size for each in rows if each.host_bound and each.device == row.device})
         for row in rows
         if row.host_bound
     }
     if waiting:
         where = "; ".join(f"{name} at batch {', '.join(map(str, sizes))}" for name, sizes in waiting.items())
-        helps = "a larger batch helps" if given.compile else "--compile or a larger batch helps"
+        helps = "a larger batch helps" if assumed.compile else "--compile or a larger batch helps"
         lines.append(f"Host-bound, the GPU waits for Python: {where}; {helps}.")
-    for error in dict.fromkeys(about.error for about in made.devices.values()):
-        where = _names([name for name, about in made.devices.items() if about.error == error])
+    for error in dict.fromkeys(about.error for about in result.devices.values()):
+        where = _names([name for name, about in result.devices.items() if about.error == error])
         basis = f"{error.rows} measured steps, predicted without {error.what}" if error.rows else error.what
         lines.append(
             f"How sure on {where}: 80 % {'lay' if error.rows else 'should lie'} between {error.low:.2f} and "
@@ -101,13 +102,13 @@ def _remarks(made: PredictResult) -> list[str]:
 
 
 def _repeated(row: PredictedRow) -> str:
-    """Return what a budget makes compute again, of the first row."""
+    """Return a sentence on the modules that a row's memory budget has computed again, and what that costs a pass."""
     figures = row.recompute
     assert figures is not None
-    whole = sum(not each.keeps for each in figures.modules)
+    whole_count = sum(not each.keeps for each in figures.modules)
     cost, bound = figures.recomputed_s, figures.lower_bound_s or 0.0
     proven = "the cheapest choice" if bound >= cost else f"at most {1 - bound / cost:.1%} more than the cheapest choice"
-    count = f"{len(figures.modules)} modules again, {whole} of them whole"
+    count = f"{len(figures.modules)} modules again, {whole_count} of them whole"
     where = f"at batch {row.local_batch_size} on {row.device}"
     if not figures.modules:
         return (

@@ -26,54 +26,58 @@ from ddltool.errors import InputError
 from ddltool.graph import Graph
 
 
-def found_in(given: Any) -> ReadArtifact:
+def found_in(artifact: Any) -> ReadArtifact:
     """Return an artifact as the report knows it: read from a file, or as a program holds it."""
-    if isinstance(given, (str, Path)):
-        return read_any(Path(given))
-    if isinstance(given, Graph):
-        return ReadArtifact(kind="graph", path=Path(given.name), content=given)
-    if isinstance(given, pd.DataFrame):
-        return ReadArtifact(kind="profile", path=Path("profile"), content=given)
-    kind = str(getattr(given, "kind", "")).removeprefix("ddltool.")
-    if not isinstance(given, BaseModel) or kind not in ORDER:
+    if isinstance(artifact, (str, Path)):
+        return read_any(Path(artifact))
+    if isinstance(artifact, Graph):
+        return ReadArtifact(kind="graph", path=Path(artifact.name), content=artifact)
+    if isinstance(artifact, pd.DataFrame):
+        return ReadArtifact(kind="profile", path=Path("profile"), content=artifact)
+    kind = str(getattr(artifact, "kind", "")).removeprefix("ddltool.")
+    if not isinstance(artifact, BaseModel) or kind not in ORDER:
         remedy = "give a file, a result, a Graph or a profile's DataFrame"
-        raise InputError("artifact", f"a {type(given).__name__} has no section", remedy)
-    content = pd.DataFrame([dict(row) for row in given.rows]) if kind == "profile" else given  # type: ignore[attr-defined]
+        raise InputError("artifact", f"a {type(artifact).__name__} has no section", remedy)
+    content = pd.DataFrame([dict(row) for row in artifact.rows]) if kind == "profile" else artifact  # type: ignore[attr-defined]
     return ReadArtifact(kind=kind, path=Path(kind), content=content)
 
 
-def noise_of(found: Sequence[ReadArtifact]) -> float | None:
+def noise_of(artifacts: Sequence[ReadArtifact]) -> float | None:
     """Return the last gradient noise scale in any telemetry, None where there is none."""
-    for one in found:
-        if one.kind == "telemetry" and one.content["noise_scale"].notna().any():
-            return float(one.content["noise_scale"].dropna().iloc[-1])
+    for artifact in artifacts:
+        if artifact.kind == "telemetry" and artifact.content["noise_scale"].notna().any():
+            return float(artifact.content["noise_scale"].dropna().iloc[-1])
     return None
 
 
-def section_of(one: ReadArtifact, found: Sequence[ReadArtifact] = (), noise: float | None = None) -> Section:
-    """Return the section of an artifact; those that may be held against others of ``found`` get them."""
+def section_of(artifact: ReadArtifact, artifacts: Sequence[ReadArtifact] = (), noise: float | None = None) -> Section:
+    """Return the section of an artifact, compared with those of ``artifacts`` that belong to it, such as a run's plans."""
 
     def others(kind: str) -> list[tuple[str, Any]]:
-        return [(other.name, other.content) for other in found if other.kind == kind]
+        return [(other.name, other.content) for other in artifacts if other.kind == kind]
 
-    match one.kind:
+    match artifact.kind:
         case "graph":
-            graph, times = timed_somehow(one.content)
-            return graph_section(graph, one.name, remark=times)
+            graph, times = timed_somehow(artifact.content)
+            return graph_section(graph, artifact.name, remark=times)
         case "profile":
-            section = fit_sections.profile_section(one.content, one.name, others("goodput"))
-            held = one.content.attrs.get("memory", {}).items()
-            return replace(section, blocks=[*section.blocks, *(fit_sections.memory_picture(*each) for each in held)])
+            section = fit_sections.profile_section(artifact.content, artifact.name, others("goodput"))
+            memory_tables = artifact.content.attrs.get("memory", {}).items()
+            return replace(
+                section, blocks=[*section.blocks, *(fit_sections.memory_picture(*each) for each in memory_tables)]
+            )
         case "goodput":
             profile = next((content for _, content in others("profile")), None)
-            return fit_sections.goodput_section(one.content, one.name, profile, noise)
+            return fit_sections.goodput_section(artifact.content, artifact.name, profile, noise)
         case "plan":
-            section = plan_section.plan_section(one.content, one.name, [content for _, content in others("plan")])
+            section = plan_section.plan_section(
+                artifact.content, artifact.name, [content for _, content in others("plan")]
+            )
         case "telemetry":
-            section = telemetry_section.telemetry_section(one.content, one.name, others("plan"))
+            section = telemetry_section.telemetry_section(artifact.content, artifact.name, others("plan"))
         case _:
-            section = _DRAWERS[one.kind](one.content, one.name)
-    return replace(section, lead=[*section.lead, *([f"{one.remark.capitalize()}."] if one.remark else [])])
+            section = _DRAWERS[artifact.kind](artifact.content, artifact.name)
+    return replace(section, lead=[*section.lead, *([f"{artifact.remark.capitalize()}."] if artifact.remark else [])])
 
 
 _DRAWERS: dict[str, Callable[[Any, str], Section]] = {
@@ -90,9 +94,9 @@ _DRAWERS: dict[str, Callable[[Any, str], Section]] = {
 }
 
 
-def summary_of(found: Sequence[ReadArtifact]) -> str:
-    """Return what the labels mean, and how many artifacts there are."""
-    count = f"{len(found)} artifact{'s' if len(found) > 1 else ''}, in the order in which data flow."
+def summary_of(artifacts: Sequence[ReadArtifact]) -> str:
+    """Return how many artifacts there are, and what the labels of figures mean."""
+    count = f"{len(artifacts)} artifact{'s' if len(artifacts) > 1 else ''}, in the order in which data flow."
     return (
         f"{count} Predicted: computed from datasheet figures or a fitted model. Simulated: played through. "
         "Measured: by a clock. Read: as it stands in the file."

@@ -34,12 +34,12 @@ class Table:
 
     def without(self, name: str) -> Table:
         """Return the table without the column of that name."""
-        place = list(self.header).index(name)
+        index = list(self.header).index(name)
         return replace(
             self,
-            header=[*self.header[:place], *self.header[place + 1 :]],
-            rows=[[*row[:place], *row[place + 1 :]] for row in self.rows],
-            text_columns=self.text_columns - (place < self.text_columns),
+            header=[*self.header[:index], *self.header[index + 1 :]],
+            rows=[[*row[:index], *row[index + 1 :]] for row in self.rows],
+            text_columns=self.text_columns - (index < self.text_columns),
         )
 
 
@@ -99,6 +99,7 @@ def tabled(
 
 
 def _shown(record: Record, column: Column[Record]) -> str:
+    """Return a record's cell in a column."""
     if not isinstance(column, str):
         return cell(column(record))
     path, _, form = column.partition(":")
@@ -135,15 +136,15 @@ def some(drawn: int, of: Sequence[object], noun: str) -> str:
 
 
 def filled(table: Table) -> Table:
-    """Return the table without the columns, but the first, in which no row has anything."""
-    kept = [
-        place
-        for place in range(len(table.header))
-        if not place or any(row[place] not in ("", "-") for row in table.rows)
+    """Return the table without columns that are empty in all rows; the first column stays."""
+    kept_columns = [
+        column
+        for column in range(len(table.header))
+        if not column or any(row[column] not in ("", "-") for row in table.rows)
     ]
     return replace(
         table,
-        header=[table.header[place] for place in kept],
-        rows=[[row[place] for place in kept] for row in table.rows],
-        text_columns=sum(place < table.text_columns for place in kept),
+        header=[table.header[column] for column in kept_columns],
+        rows=[[row[column] for column in kept_columns] for row in table.rows],
+        text_columns=sum(column < table.text_columns for column in kept_columns),
     )

@@ -38,22 +38,22 @@ _PHASES = ("compute_s", "wait_s", "sync_s")
 
 
 def binned(
-    label: str, step: NDArray[np.int64], value: Floats, points: int = POINTS, *, band: bool = False
+    label: str, steps: NDArray[np.int64], values: Floats, points: int = POINTS, *, band: bool = False
 ) -> tuple[Line, int]:
-    """Return the median of ``value`` (n,) over ``step`` (n,), any order, in at most ``points`` bins of equal width; and that.
+    """Return the median of ``values`` (n,) over ``steps`` (n,), any order, in at most ``points`` equal bins, and their width.
 
     ``band``: from the 5 % to the 95 % quantile.
     """
-    first = int(step.min())
-    width = max(1, -(-(int(step.max()) - first + 1) // points))
-    bins = (step - first) // width
+    first = int(steps.min())
+    width = max(1, -(-(int(steps.max()) - first + 1) // points))
+    bins = (steps - first) // width
     order = np.argsort(bins, kind="stable")
-    found, starts = np.unique(bins[order], return_index=True)
+    bin_indices, starts = np.unique(bins[order], return_index=True)
     low, middle, high = np.array(
-        [np.quantile(part, (0.05, 0.5, 0.95)) for part in np.split(value[order], starts[1:])]
+        [np.quantile(part, (0.05, 0.5, 0.95)) for part in np.split(values[order], starts[1:])]
     ).T
-    at = np.asarray(first + found * width + (width - 1) / 2, dtype=np.float64)
-    return Line(label=label, x=at, y=middle, low=low if band else None, high=high if band else None), width
+    bin_centres = np.asarray(first + bin_indices * width + (width - 1) / 2, dtype=np.float64)
+    return Line(label=label, x=bin_centres, y=middle, low=low if band else None, high=high if band else None), width
 
 
 def telemetry_section(frame: pd.DataFrame, name: str, plans: Sequence[tuple[str, Plan]]) -> Section:
@@ -81,12 +81,13 @@ def _over(label: str, frame: pd.DataFrame, column: str, *, band: bool = False) -
 
 
 def _step_times(frame: pd.DataFrame, levels: list[tuple[str, float]]) -> Picture:
-    (made, width), (waiting, _) = (
+    """Return the median step and waiting time of all ranks over the steps, with ``levels``, the predicted step times."""
+    (step_line, width), (waiting_line, _) = (
         _over("step, median", frame, "step_s", band=True),
         _over("of it waiting", frame, "wait_s"),
     )
     figure = Lines(
-        lines=[made, waiting],
+        lines=[step_line, waiting_line],
         xlabel="step",
         ylabel="time",
         title="Step time over time",
@@ -94,16 +95,22 @@ def _step_times(frame: pd.DataFrame, levels: list[tuple[str, float]]) -> Picture
         seconds=True,
         whole="x",
     )
-    per = "" if width == 1 else f" Each point stands for {width:,} steps."
+    points_remark = "" if width == 1 else f" Each point stands for {width:,} steps."
     columns = {"step": "step:,.0f", "median": "median_s", "5 %": "low_s", "95 %": "high_s", "waiting": "wait_s"}
-    points = {"step": made.x, "median_s": made.y, "low_s": made.low, "high_s": made.high, "wait_s": waiting.y}
+    points = {
+        "step": step_line.x,
+        "median_s": step_line.y,
+        "low_s": step_line.low,
+        "high_s": step_line.high,
+        "wait_s": waiting_line.y,
+    }
     rows = pd.DataFrame(points).to_dict("records")
     table = tabled("Step time over time, all ranks", "measured", rows, columns)
-    return pictured(f"Step time of all ranks; the band holds nine of ten rows.{per}", table, figure)
+    return pictured(f"Step time of all ranks; the band holds nine of ten rows.{points_remark}", table, figure)
 
 
 def _phases(frame: pd.DataFrame) -> Picture:
-    """Return where each rank's median step goes; of many ranks those that compute longest."""
+    """Return the phases of each rank's median step, as lanes and a table; of many ranks the longest-computing are drawn."""
     medians = frame.groupby("rank")[[*_PHASES, "step_s", "batch", "memory_bytes"]].median()
     medians["device"] = frame.groupby("rank")["device"].last()
     drawn = medians if len(medians) <= _RANKS_DRAWN else medians.nlargest(_RANKS_DRAWN, "compute_s").sort_index()
@@ -117,9 +124,11 @@ def _phases(frame: pd.DataFrame) -> Picture:
     columns["peak memory"] = "memory_bytes"
     rows = medians.reset_index().to_dict("records")
     table = tabled("Median step of each rank", "measured", rows, columns, text_columns=2)
-    left = f" The {_RANKS_DRAWN} of {len(medians)} ranks that compute longest." if len(medians) > _RANKS_DRAWN else ""
+    drawn_remark = (
+        f" The {_RANKS_DRAWN} of {len(medians)} ranks that compute longest." if len(medians) > _RANKS_DRAWN else ""
+    )
     figure = Lanes(lanes=lanes, xlabel="median step", title="Where each rank's step goes")
-    return pictured(f"Where each rank's median step goes.{left}", table, figure)
+    return pictured(f"Where each rank's median step goes.{drawn_remark}", table, figure)
 
 
 def _batches(frame: pd.DataFrame) -> Blocks:
@@ -137,22 +146,22 @@ def _batches(frame: pd.DataFrame) -> Blocks:
     for part in parts.values():
         sizes = part["batch"]
         rows.append((sizes.iloc[0], sizes.min(), sizes.median(), sizes.max(), sizes.iloc[-1]))
-    columns = {name: f"{place}:,.0f" for place, name in enumerate(("first", "least", "median", "most", "last"))}
+    columns = {name: f"{index}:,.0f" for index, name in enumerate(("first", "least", "median", "most", "last"))}
     table = tabled("Local batch sizes", "measured", rows, columns, names=("rank", parts))
     return [pictured("Samples that each rank processed in a step.", table, figure)]
 
 
 def _agent(frame: pd.DataFrame) -> Blocks:
-    """Return what a goodput agent wrote: noise scale, learning rate factor and total batch over the steps."""
-    known = frame[frame["noise_scale"].notna()]
-    if known.empty:
+    """Return a goodput agent's noise scale, learning rate factor and total batch over the steps; [] without an agent."""
+    agent_rows = frame[frame["noise_scale"].notna()]
+    if agent_rows.empty:
         return []
     named = {"noise_scale": "gradient noise scale", "total_batch": "total batch size", "learning_rate_factor": ""}
-    noise, total, factor = (_over(label, known, column)[0] for column, label in named.items())
+    noise, total_batch, factor = (_over(label, agent_rows, column)[0] for column, label in named.items())
     title = "Noise scale and total batch over time"
-    figure = Lines(lines=[noise, total], xlabel="step", ylabel="samples", title=title, whole="x")
+    figure = Lines(lines=[noise, total_batch], xlabel="step", ylabel="samples", title=title, whole="x")
     rates = [None if np.isnan(rate) else rate for rate in factor.y]
-    rows = [*zip(noise.x, noise.y, total.y, rates, strict=True)]
+    rows = [*zip(noise.x, noise.y, total_batch.y, rates, strict=True)]
     columns = {"step": "0:,.0f", "noise scale": "1:,.0f", "total batch": "2:,.0f", "learning rate factor": "3:.3f"}
     table = tabled("What the agent knew and set", "measured", rows, columns)
     return [pictured("Gradient noise scale and the total batch that the agent set.", table, figure)]
@@ -164,20 +173,22 @@ def _compared(
     """Return tables of predicted against measured, the predicted step times, and why a plan is not compared."""
     blocks: Blocks = []
     levels: list[tuple[str, float]] = []
-    words: list[str] = []
+    remarks: list[str] = []
     left_out: list[str] = []
     for name, plan in plans:
         try:
-            found = verify(plan, read_run(frame, "telemetry"))
+            verification = verify(plan, read_run(frame, "telemetry"))
         except InputError as error:
             left_out.append(f"{shortened(name, 60)} ({error.where} {error.problem})")
             continue
-        levels.append((f"predicted, {name}", found.iteration.predicted_s))
-        blocks.append(verified_table(found, f"Predicted by {shortened(name, 60)} against measured"))
-        words.append(f"Against {shortened(name, 60)}: {'; '.join(few(found.refit)) or 'nothing to fit again'}.")
+        levels.append((f"predicted, {name}", verification.iteration.predicted_s))
+        blocks.append(verified_table(verification, f"Predicted by {shortened(name, 60)} against measured"))
+        remarks.append(
+            f"Against {shortened(name, 60)}: {'; '.join(few(verification.refit)) or 'nothing to fit again'}."
+        )
     if left_out:
-        words.append(f"Not compared with {'; '.join(few(left_out, 8))}.")
-    return blocks, levels[:3], words
+        remarks.append(f"Not compared with {'; '.join(few(left_out, 8))}.")
+    return blocks, levels[:3], remarks
 
 
 def sync_section(rows: Sequence[Mapping[str, Any]], name: str) -> Section:
@@ -203,36 +214,43 @@ def sync_section(rows: Sequence[Mapping[str, Any]], name: str) -> Section:
 
 
 def _sync_waiting(steps: Sequence[Mapping[str, Any]]) -> Picture:
+    """Return each worker's waiting and staleness as a table, and the time that it waited for others as bars."""
     import pandas as pd
 
     figures = {"steps": ("step", "size"), "waited_s": ("wait_s", "sum"), "median_s": ("wait_s", "median")}
     figures |= {"staleness": ("staleness", "mean"), "most": ("staleness", "max"), "gap": ("gap", "max")}
-    found = pd.DataFrame(steps).groupby("worker").agg(**figures)
+    by_worker = pd.DataFrame(steps).groupby("worker").agg(**figures)
     columns: dict[str, Column[Any]] = {"steps": "steps", "waited": "waited_s", "median wait": "median_s"}
     columns |= {"staleness": "staleness:.2f", "most": "most", "gap": "gap"}
-    rows = found.reset_index().to_dict("records")
+    rows = by_worker.reset_index().to_dict("records")
     table = tabled("By worker", "measured", rows, {"worker": "worker", **columns})
-    left, drawn = "", found["waited_s"]
-    if len(drawn) > _RANKS_DRAWN:
-        left = f" The {_RANKS_DRAWN} of {len(drawn)} workers that waited longest."
-        drawn = drawn.nlargest(_RANKS_DRAWN)
-    bars = [(f"worker {worker}", float(waited)) for worker, waited in drawn.items()]
+    drawn_remark, waited_s = "", by_worker["waited_s"]
+    if len(waited_s) > _RANKS_DRAWN:
+        drawn_remark = f" The {_RANKS_DRAWN} of {len(waited_s)} workers that waited longest."
+        waited_s = waited_s.nlargest(_RANKS_DRAWN)
+    bars = [(f"worker {worker}", float(waited)) for worker, waited in waited_s.items()]
     figure = Bars(rows=bars, xlabel="time waited for others", title="Waiting by worker", seconds=True)
-    return pictured(f"How long each worker waited for others.{left}", table, figure)
+    return pictured(f"How long each worker waited for others.{drawn_remark}", table, figure)
 
 
 def _sync_staleness(steps: Sequence[Mapping[str, Any]]) -> Picture:
+    """Return how many steps used gradients of each staleness, counted in updates."""
     counts = sorted(Counter(row["staleness"] for row in steps).items())
-    used = sum(count for _, count in counts)
+    step_count = sum(count for _, count in counts)
     columns: dict[str, Column[tuple[int, int]]] = {"staleness": "0:d", "steps": "1"}
-    columns["share"] = lambda row: f"{row[1] / used:.1%}"
+    columns["share"] = lambda row: f"{row[1] / step_count:.1%}"
     table = tabled("Staleness of the gradients that were used", "measured", counts, columns)
-    bars = [(f"{counted(staleness, 'update')} old" if staleness else "up to date", float(n)) for staleness, n in counts]
+    bars = [
+        (f"{counted(staleness, 'update')} old" if staleness else "up to date", float(count))
+        for staleness, count in counts
+    ]
     figure = Bars(rows=bars[:_RANKS_DRAWN], xlabel="steps", title="Staleness of gradients")
     return pictured(f"How many updates old the used gradients were.{some(_RANKS_DRAWN, bars, 'ages')}", table, figure)
 
 
 def _sync_barriers(barriers: Sequence[Mapping[str, Any]]) -> Table:
+    """Return a table of the supersteps: when each was over, its length and how well its ends were predicted."""
+
     def error(row: Mapping[str, Any]) -> str:
         ends = zip(row["predicted_end_s"], row["end_s"], strict=False)
         errors = [ahead / real - 1 for ahead, real in ends if real]
@@ -251,53 +269,57 @@ def _sync_barriers(barriers: Sequence[Mapping[str, Any]]) -> Table:
 _LANES_DRAWN = 16
 
 
-def stragglers_section(found: StragglersResult, name: str) -> Section:
+def stragglers_section(result: StragglersResult, name: str) -> Section:
     """Return the section: the verdict, each finding, where the ranks' steps go, and their timeline."""
-    lead = [found.verdict, *(finding.sentence for finding in found.findings[1:])]
-    share = "" if found.m_w is None else f"; the slowest 3 % of the ranks explain {found.m_w:.0%} of that (M_W)"
+    lead = [result.verdict, *(finding.sentence for finding in result.findings[1:])]
+    share = "" if result.m_w is None else f"; the slowest 3 % of the ranks explain {result.m_w:.0%} of that (M_W)"
     lead.append(
-        f"A step takes {show_seconds(found.step_s)}, {found.slowdown:.3f} times the "
-        f"{show_seconds(found.ideal_step_s)} of equal ranks (slowdown S){share}."
+        f"A step takes {show_seconds(result.step_s)}, {result.slowdown:.3f} times the "
+        f"{show_seconds(result.ideal_step_s)} of equal ranks (slowdown S){share}."
     )
     blocks: Blocks = []
-    if found.splits:
-        blocks.append(_splits(found))
-    if found.classes:
-        rows = sorted((*found.classes.items(), *found.stages.items(), *found.workers.items()), key=lambda row: -row[1])
+    if result.splits:
+        blocks.append(_splits(result))
+    if result.classes:
+        rows = sorted(
+            (*result.classes.items(), *result.stages.items(), *result.workers.items()), key=lambda row: -row[1]
+        )
         columns = {"operations": "0", "alone": "1:.3f"}
         blocks.append(tabled("What the slowdown is of", "predicted", rows, columns))
     return Section(
-        title=f"Stragglers: {name}", lead=[*lead, *found.remarks], blocks=blocks, verdict=_stragglers_verdict(found)
+        title=f"Stragglers: {name}", lead=[*lead, *result.remarks], blocks=blocks, verdict=_stragglers_verdict(result)
     )
 
 
-def _splits(found: StragglersResult) -> Picture:
+def _splits(result: StragglersResult) -> Picture:
+    """Return where each rank's step goes: a table over its timeline, or without one over its waiting as bars."""
     columns: dict[str, Column[RankSplit]] = {"step": "step_s", "waiting": "wait_s", "if median": "step_if_median_s"}
-    columns |= {part: _seconds_of(part) for part in found.splits[0].parts_s}
+    columns |= {part: _seconds_of(part) for part in result.splits[0].parts_s}
     columns["exposed"] = "exposed_s"
-    names = ("rank", [str(row.rank) for row in found.splits])
+    names = ("rank", [str(row.rank) for row in result.splits])
     spare = ("optimizer", "exposed", "host", "input")
-    table = tabled("Where the ranks' steps go", "measured", found.splits, columns, names=names, spare=spare)
-    if found.timeline:
-        drawn = found.timeline[:_LANES_DRAWN]
-        whole = max((span[1] for one in drawn for span in one.spans), default=0.0)
-        lanes = [(one.rank, merged([Span(*span) for span in one.spans], whole)) for one in drawn]
+    table = tabled("Where the ranks' steps go", "measured", result.splits, columns, names=names, spare=spare)
+    if result.timeline:
+        drawn = result.timeline[:_LANES_DRAWN]
+        end_s = max((span[1] for lane in drawn for span in lane.spans), default=0.0)
+        lanes = [(lane.rank, merged([Span(*span) for span in lane.spans], end_s)) for lane in drawn]
         figure = Lanes(lanes=lanes, title="What each rank did")
-        return pictured(f"The first steps, on one clock.{some(_LANES_DRAWN, found.timeline, 'ranks')}", table, figure)
-    rows = [(f"rank {row.rank}", row.wait_s) for row in found.splits[:_LANES_DRAWN]]
+        return pictured(f"The first steps, on one clock.{some(_LANES_DRAWN, result.timeline, 'ranks')}", table, figure)
+    rows = [(f"rank {row.rank}", row.wait_s) for row in result.splits[:_LANES_DRAWN]]
     bars = Bars(rows=rows, xlabel="waiting in a step", title="Waiting by rank", seconds=True)
-    return pictured(f"Who waits: a straggler does not.{some(_LANES_DRAWN, found.splits, 'ranks')}", table, bars)
+    return pictured(f"Who waits: a straggler does not.{some(_LANES_DRAWN, result.splits, 'ranks')}", table, bars)
 
 
 def _seconds_of(part: str) -> Column[RankSplit]:
+    """Return the column of a part of the ranks' steps."""
     return lambda row: show_seconds(row.parts_s[part])
 
 
-def _stragglers_verdict(found: StragglersResult) -> Verdict:
-    first = found.findings[0] if found.findings else None
-    sure = f"slowdown {found.slowdown:.3f} over {counted(found.steps, 'step')} of {counted(found.ranks, 'rank')}"
-    then = (first.command or "") if first is not None else "nothing: the ranks are alike"
-    return Verdict(answer=found.verdict, sure=sure, then=then, good=first is None)
+def _stragglers_verdict(result: StragglersResult) -> Verdict:
+    finding = result.findings[0] if result.findings else None
+    sure = f"slowdown {result.slowdown:.3f} over {counted(result.steps, 'step')} of {counted(result.ranks, 'rank')}"
+    then = (finding.command or "") if finding is not None else "nothing: the ranks are alike"
+    return Verdict(answer=result.verdict, sure=sure, then=then, good=finding is None)
 
 
 def _telemetry_verdict(steady: pd.DataFrame) -> Verdict:

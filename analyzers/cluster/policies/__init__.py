@@ -22,12 +22,12 @@ def _found() -> dict[str, Callable[..., Any]]:
     """Return the classes of this folder's modules that have a name and an ``allocate``, in alphabetical order."""
     modules = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
     classes: list[Any] = [
-        one
+        each
         for module in modules
-        for one in vars(module).values()
-        if inspect.isclass(one) and one.__module__ == module.__name__ and hasattr(one, "allocate")
+        for each in vars(module).values()
+        if inspect.isclass(each) and each.__module__ == module.__name__ and hasattr(each, "allocate")
     ]
-    named = {one.name: one for one in classes if getattr(one, "name", "")}
+    named = {each.name: each for each in classes if getattr(each, "name", "")}
     return {name: named[name] for name in sorted(named)}
 
 
@@ -38,20 +38,20 @@ POLICIES: Mapping[str, Callable[..., Any]] = _found()
 def policies(
     names: str, power: float = -1.0, delay_s: float = 30.0, seed: int = 0, *, mixed: bool = False
 ) -> dict[str, Callable[[], SchedulingPolicy]]:
-    """Return what makes each policy of a comma-separated list, in its order.
+    """Return constructors, without parameters, of the policies of a comma-separated list, by name and in its order.
 
     ``all`` leaves those out that know one GPU type only where the cluster is ``mixed``. Raises InputError for unknown
     names, and for a power that cannot be.
     """
-    everything = [name for name, one in POLICIES.items() if not mixed or getattr(one, "mixed", True)]
-    wanted = everything if names == "all" else [name.strip() for name in names.split(",") if name.strip()]
+    usable_names = [name for name, policy in POLICIES.items() if not mixed or getattr(policy, "mixed", True)]
+    chosen_names = usable_names if names == "all" else [name.strip() for name in names.split(",") if name.strip()]
     settings = {"power": power, "delay_s": delay_s, "seed": seed}
     makers: dict[str, Callable[[], SchedulingPolicy]] = {}
-    for name in wanted:
+    for name in chosen_names:
         if name not in POLICIES:
             raise InputError("--policy", f"unknown policy {name!r}", did_you_mean(name, [*POLICIES, "all"]))
-        asked = inspect.signature(POLICIES[name]).parameters
-        makers[name] = partial(POLICIES[name], **{key: value for key, value in settings.items() if key in asked})
+        parameters = inspect.signature(POLICIES[name]).parameters
+        makers[name] = partial(POLICIES[name], **{key: value for key, value in settings.items() if key in parameters})
         makers[name]()  # refuses settings before anything is replayed, in a sweep too
     if not makers:
         raise InputError("--policy", "names no policy", did_you_mean(names, POLICIES))

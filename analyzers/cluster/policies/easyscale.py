@@ -35,100 +35,112 @@ class EasyScale:
     heterogeneous = True
 
     def __init__(self) -> None:
-        # Per job: the allocation before its last scale-out, and its steps per second there.
         self._before: dict[int, tuple[Allocation, float]] = {}
+        """By job index the allocation before its last scale-out, and the steps per second there."""
         self._content: set[int] = set()
+        """Indices of the jobs that ask for no more GPUs: their last scale-out made them slower."""
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
         """Return the allocations for the next interval."""
-        made = {job.index: job.allocation for job in jobs if job.allocation}
+        allocations = {job.index: job.allocation for job in jobs if job.allocation}
         for job in jobs:
-            if job.index not in made:  # its nodes went away: there is nothing to fall back to or to be content with
+            if (
+                job.index not in allocations
+            ):  # its nodes went away: there is nothing to fall back to or to be content with
                 self._before.pop(job.index, None)
                 self._content.discard(job.index)
-            if job.index in made and (back := self._fall_back(job, now_s)):
-                made[job.index] = back
-        free = free_gpus(cluster, made.values())
-        self._reclaim(jobs, made, free, cluster)
-        names = {str(job.index): job for job in jobs}
+            if job.index in allocations and (earlier := self._fall_back(job, now_s)):
+                allocations[job.index] = earlier
+        free = free_gpus(cluster, allocations.values())
+        self._reclaim(jobs, allocations, free, cluster)
+        job_by_name = {str(job.index): job for job in jobs}
         asking = [job for job in jobs if job.index not in self._content and job.running_from_s <= now_s]
         while any(free):
-            left = free_by_type(cluster, free)
-            offers = [(str(job.index), one) for job in asking for one in self._proposals(job, made, left, cluster)]
-            granted = accept(offers, left)
-            if not granted:
+            free_counts = free_by_type(cluster, free)
+            offers = [
+                (str(job.index), offer)
+                for job in asking
+                for offer in self._proposals(job, cluster.by_type(allocations.get(job.index, ())), free_counts)
+            ]
+            accepted = accept(offers, free_counts)
+            if not accepted:
                 break
-            for name, one in granted:
-                job = names[name]
-                more = take_most_free(free, one.count, cluster.nodes_of(one.device_type))
-                made[job.index] = _join(made.get(job.index, ()), more)
+            for name, offer in accepted:
+                job = job_by_name[name]
+                added = take_most_free(free, offer.count, cluster.nodes_of(offer.device_type))
+                allocations[job.index] = _join(allocations.get(job.index, ()), added)
         for job in jobs:
-            now = made.get(job.index, ())
-            if job.allocation and count_gpus(now) > count_gpus(job.allocation):
+            allocation = allocations.get(job.index, ())
+            if job.allocation and count_gpus(allocation) > count_gpus(job.allocation):
                 self._before[job.index] = job.allocation, job.steps_per_s
-        return made
+        return allocations
 
-    def _proposals(
-        self, job: SimulatedJob, made: Mapping[int, Allocation], left: Mapping[str, int], cluster: ClusterSpec
-    ) -> list[Proposal]:
-        capability = job.capabilities()
-        held = cluster.by_type(made.get(job.index, ()))
-        usable = {name: count for name, count in left.items() if name in capability}
-        room = job.spec.num_replicas - held.total()
-        if room <= 0:
+    def _proposals(self, job: SimulatedJob, held: Counter[str], free_counts: Mapping[str, int]) -> list[Proposal]:
+        """Return the job's best scale-outs from the GPUs that it holds, by type, to at most one for each logical worker."""
+        capability_per_s = job.capabilities()
+        usable = {name: count for name, count in free_counts.items() if name in capability_per_s}
+        missing_replicas = job.spec.num_replicas - held.total()
+        if missing_replicas <= 0:
             return []
-        found = proposals(capability, held, usable, job.spec.num_replicas, _TOP_K, not self.heterogeneous)
-        return [one for one in found if one.count <= room]
+        offers = proposals(capability_per_s, held, usable, job.spec.num_replicas, _TOP_K, not self.heterogeneous)
+        return [offer for offer in offers if offer.count <= missing_replicas]
 
     def _reclaim(
-        self, jobs: Sequence[SimulatedJob], made: dict[int, Allocation], free: list[int], cluster: ClusterSpec
+        self, jobs: Sequence[SimulatedJob], allocations: dict[int, Allocation], free: list[int], cluster: ClusterSpec
     ) -> None:
-        """Free one GPU for every job that holds nothing and finds nothing, while some job holds several."""
-        left = free_by_type(cluster, free)
+        """Free one GPU for every job that holds none and finds none free, while some job holds several.
+
+        Changes ``allocations``, by job index, and ``free`` (N,), GPUs per node.
+        """
+        free_counts = free_by_type(cluster, free)
         for job in jobs:
-            if job.index in made:
+            if job.index in allocations:
                 continue
-            have = next((name for name in job.gpu_types if left[name]), None)
-            if have is None:
-                given = self._cheapest(jobs, made, job.gpu_types, cluster)
-                if given is None:
+            gpu_type = next((name for name in job.gpu_types if free_counts[name]), None)
+            if gpu_type is None:
+                cheapest = self._cheapest(jobs, allocations, job.gpu_types, cluster)
+                if cheapest is None:
                     continue
-                index, have = given
-                node = min((c, n) for n, c in made[index] if cluster.gpu_types[n] == have)[1]
-                made[index] = tuple((n, c - (n == node)) for n, c in made[index] if c > (n == node))
+                index, gpu_type = cheapest
+                counts = Counter(dict(allocations[index]))
+                node = min((count, node) for node, count in counts.items() if cluster.gpu_types[node] == gpu_type)[1]
+                allocations[index] = tuple((counts - Counter([node])).items())
                 self._content.discard(index)
                 self._before.pop(index, None)
                 free[node] += 1
-                left[have] += 1
-            left[have] -= 1
+                free_counts[gpu_type] += 1
+            free_counts[gpu_type] -= 1
 
     def _cheapest(
         self,
         jobs: Sequence[SimulatedJob],
-        made: Mapping[int, Allocation],
-        wanted: Collection[str],
+        allocations: Mapping[int, Allocation],
+        gpu_types: Collection[str],
         cluster: ClusterSpec,
     ) -> tuple[int, str] | None:
-        """Return the job and type of the GPU whose loss costs the least share of a job's speed."""
-        best: tuple[float, int, str] | None = None
+        """Return the index of a job that holds several GPUs and the type of the one whose loss slows its job down least.
+
+        The slowdown is a share of the job's throughput; None where no job holds several with one of ``gpu_types``.
+        """
+        cheapest: tuple[float, int, str] | None = None
         for job in jobs:
-            held = cluster.by_type(made.get(job.index, ()))
+            held = cluster.by_type(allocations.get(job.index, ()))
             if held.total() < 2:
                 continue
             capability, workers = job.capabilities(), job.spec.num_replicas
-            now = best_throughput(capability, held, workers)
-            for name in sorted(set(held) & set(wanted)):
-                rest = best_throughput(capability, held - Counter({name: 1}), workers)
-                if best is None or 1 - rest / now < best[0] - 1e-12:
-                    best = 1 - rest / now, job.index, name
-        return best[1:] if best else None
+            throughput = best_throughput(capability, held, workers)
+            for name in sorted(set(held) & set(gpu_types)):
+                throughput_left = best_throughput(capability, held - Counter({name: 1}), workers)
+                if cheapest is None or 1 - throughput_left / throughput < cheapest[0] - 1e-12:
+                    cheapest = 1 - throughput_left / throughput, job.index, name
+        return cheapest[1:] if cheapest else None
 
     def _fall_back(self, job: SimulatedJob, now_s: float) -> Allocation:
-        """Return what the job had before a scale-out that made it slower; () if there is nothing to take back."""
+        """Return the job's allocation before a scale-out that made it slower; () if none has."""
         if job.index not in self._before or job.running_from_s >= now_s:
             return ()
-        before, speed = self._before.pop(job.index)
-        if job.steps_per_s >= speed:
+        before, steps_per_s = self._before.pop(job.index)
+        if job.steps_per_s >= steps_per_s:
             return ()
         self._content.add(job.index)
         return before

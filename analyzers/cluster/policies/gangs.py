@@ -11,44 +11,44 @@ THRESHOLD_GPU_S = 16 * 3600.0
 """GPU-seconds after which Tiresias demotes a job: the value of Pollux's published simulator."""
 
 
-def choose_type(job: SimulatedJob, left: Mapping[str, int]) -> str | None:
-    """Return the GPU type of a gang: the one with the most GPUs left (ties: first in the cluster), None if none fits.
+def choose_type(job: SimulatedJob, free_counts: Mapping[str, int]) -> str | None:
+    """Return the GPU type for all GPUs of a job: that with the most free (ties: first in the cluster); None if none fits.
 
     YARN's capacity scheduler gives a job the one type that it asks for; a workload does not name one, so the emptiest
     type that it was measured on stands in.
     """
-    fitting = [name for name in job.gpu_types if left[name] >= job.spec.num_replicas]
-    return max(fitting, key=left.__getitem__, default=None)
+    fitting = [name for name in job.gpu_types if free_counts[name] >= job.spec.num_replicas]
+    return max(fitting, key=free_counts.__getitem__, default=None)
 
 
 def start_gangs(
     order: Sequence[SimulatedJob], cluster: ClusterSpec, *, overtaking: bool = True
 ) -> dict[int, Allocation]:
-    """Return the allocations of the jobs that run when GPUs are given out in this order.
+    """Return the allocations, by job index, of the jobs that run when GPUs are given out in ``order``.
 
-    What does not fit is passed, or, without ``overtaking``, holds up all that come after it. A job that runs on keeps its
-    GPUs, so it stays on its type. O(jobs x nodes).
+    A job that does not fit is passed over or, without ``overtaking``, holds up all that come after it. A job that runs on
+    keeps its GPUs, so it stays on its type. O(jobs x nodes).
     """
-    left = {name: cluster.gpus_of(name) for name in cluster.type_names}
-    chosen: dict[int, str] = {}
+    free_counts = {gpu_type: cluster.gpus_of(gpu_type) for gpu_type in cluster.type_names}
+    chosen_types: dict[int, str] = {}
     for job in order:
         if job.allocation:
-            held = cluster.type_of(job.allocation)
-            name = held if left[held] >= job.spec.num_replicas else None
+            held_type = cluster.type_of(job.allocation)
+            gpu_type = held_type if free_counts[held_type] >= job.spec.num_replicas else None
         else:
-            name = choose_type(job, left)
-        if name is not None:
-            left[name] -= job.spec.num_replicas
-            chosen[job.index] = name
+            gpu_type = choose_type(job, free_counts)
+        if gpu_type is not None:
+            free_counts[gpu_type] -= job.spec.num_replicas
+            chosen_types[job.index] = gpu_type
         elif not overtaking:
             break
-    made = {job.index: job.allocation for job in order if job.allocation and job.index in chosen}
-    free = free_gpus(cluster, made.values())
-    nodes = {name: cluster.nodes_of(name) for name in cluster.type_names}
+    allocations = {job.index: job.allocation for job in order if job.allocation and job.index in chosen_types}
+    free = free_gpus(cluster, allocations.values())
+    nodes = {gpu_type: cluster.nodes_of(gpu_type) for gpu_type in cluster.type_names}
     for job in order:
-        if job.index in chosen and job.index not in made:
-            made[job.index] = take_most_free(free, job.spec.num_replicas, nodes[chosen[job.index]])
-    return made
+        if job.index in chosen_types and job.index not in allocations:
+            allocations[job.index] = take_most_free(free, job.spec.num_replicas, nodes[chosen_types[job.index]])
+    return allocations
 
 
 class Fifo:
@@ -81,25 +81,27 @@ class Tiresias:
     def __init__(self, threshold_gpu_s: float = THRESHOLD_GPU_S) -> None:
         self.threshold_gpu_s = threshold_gpu_s
         self.queues: tuple[list[int], list[int]] = ([], [])
+        """Indices of the jobs below the threshold, and of those beyond, in order."""
         self.service: dict[int, float] = {}
+        """GPU-seconds by job index."""
         self.running: set[int] = set()
         self.last_s = 0.0
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
         """Return the allocations of the jobs that run in the next interval."""
         by_index = {job.index: job for job in jobs}
-        first, second = ([index for index in queue if index in by_index] for queue in self.queues)
-        first += [index for index in by_index if index not in self.service]
+        first_queue, second_queue = ([index for index in queue if index in by_index] for queue in self.queues)
+        first_queue += [index for index in by_index if index not in self.service]
         for index in by_index:
-            ran = now_s - self.last_s if index in self.running else 0.0
-            self.service[index] = self.service.get(index, 0.0) + ran * by_index[index].spec.num_replicas
-        waiting = set(first)
-        demoted = [index for index in by_index if index in waiting and self.service[index] >= self.threshold_gpu_s]
-        kept = waiting.difference(demoted)
-        self.queues, self.last_s = ([index for index in first if index in kept], [*second, *demoted]), now_s
-        made = start_gangs([by_index[index] for queue in self.queues for index in queue], cluster)
-        self.running = set(made)
-        return made
+            ran_s = now_s - self.last_s if index in self.running else 0.0
+            self.service[index] = self.service.get(index, 0.0) + ran_s * by_index[index].spec.num_replicas
+        served = {index for index in first_queue if self.service[index] >= self.threshold_gpu_s}
+        demoted = [index for index in by_index if index in served]
+        self.queues = [index for index in first_queue if index not in served], [*second_queue, *demoted]
+        self.last_s = now_s
+        allocations = start_gangs([by_index[index] for queue in self.queues for index in queue], cluster)
+        self.running = set(allocations)
+        return allocations
 
 
 class Srtf:

@@ -26,41 +26,42 @@ class Optimus:
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
         """Return the allocations for the next interval."""
         replicas = self.count(jobs, cluster.total_gpus)
-        made = {
+        allocations = {
             job.index: job.allocation
             for job in jobs
             if job.allocation and count_gpus(job.allocation) == replicas[job.index]
         }
-        free = free_gpus(cluster, made.values())
+        free = free_gpus(cluster, allocations.values())
         for job in sorted(jobs, key=lambda job: replicas[job.index]):
-            if replicas[job.index] and job.index not in made:
-                made[job.index] = take_most_free(free, replicas[job.index])
-        return made
+            if replicas[job.index] and job.index not in allocations:
+                allocations[job.index] = take_most_free(free, replicas[job.index])
+        return allocations
 
     def count(self, jobs: Sequence[SimulatedJob], gpus: int) -> dict[int, int]:
-        """Return the number of GPUs of each job, by index."""
-        replicas = {job.index: int(place < gpus) for place, job in enumerate(jobs)}
-        left = gpus - sum(replicas.values())
+        """Return the number of GPUs of each job, by job index."""
+        replicas = {job.index: int(position < gpus) for position, job in enumerate(jobs)}
+        free_count = gpus - sum(replicas.values())
         # Ties go to the job that comes first in the workload.
-        gains = [(-self._gain(job, 1), place, 1) for place, job in enumerate(jobs) if replicas[job.index]]
+        gains = [(-self._gain(job, 1), position, 1) for position, job in enumerate(jobs) if replicas[job.index]]
         heapq.heapify(gains)
-        while left > 0 and gains:
-            loss, place, count = heapq.heappop(gains)
-            if loss >= 0:
+        while free_count > 0 and gains:
+            negative_gain, position, count = heapq.heappop(gains)
+            if negative_gain >= 0:
                 break
-            job = jobs[place]
+            job = jobs[position]
             replicas[job.index] = count + 1
-            left -= 1
-            heapq.heappush(gains, (-self._gain(job, count + 1), place, count + 1))
+            free_count -= 1
+            heapq.heappush(gains, (-self._gain(job, count + 1), position, count + 1))
         return replicas
 
     def _gain(self, job: SimulatedJob, replicas: int) -> float:
-        """Return the seconds that one more replica saves."""
+        """Return the seconds of training that one more replica saves the job; 0 where it may have no more."""
         if replicas + 1 > job.most_replicas:
             return 0.0
         return (self._step_s(job, replicas) - self._step_s(job, replicas + 1)) * job.remaining_iterations()
 
     def _step_s(self, job: SimulatedJob, replicas: int) -> float:
+        """Return the true seconds of one step of the job on ``replicas`` packed GPUs, kept for jobs alike."""
         key = (job.spec.application, job.spec.batch_size, replicas)
         if key not in self._steps:
             self._steps[key] = job.true_step_s(replicas)

@@ -34,7 +34,7 @@ from ddltool.analyzers.cluster.search import JobCosts
 # Completion times below a minute are as good as one.
 _LEAST_S = 60.0
 # Above this many (job, node) pairs the packing is not improved by local search: it would take longer than the round.
-_LARGE = 20_000
+_MOST_IMPROVED_PAIRS = 20_000
 _POWER, _HOLD_S, _EFFORT = 0.25, 120.0, 100
 
 
@@ -65,78 +65,88 @@ class Ours:
         present = frozenset(job.index for job in jobs)
         if present != self._present:
             self._present, self._changed_s = present, now_s
-        hold = max(_HOLD_S, now_s - self._changed_s)
-        made = [job_speedups(job, cluster) for job in jobs]
-        weights = self._weights(made, cluster.total_gpus // len(jobs), now_s)
-        choices = [self._choices(offer, weight, hold, now_s) for offer, weight in zip(made, weights, strict=True)]
-        names = cluster.type_names
-        on_type = self._share_types(made, choices, names, cluster)
-        found: dict[int, Allocation] = {}
-        for name in names:
-            members = [at for at in range(len(jobs)) if on_type[at] == name]
+        hold_s = max(_HOLD_S, now_s - self._changed_s)
+        offers = [job_speedups(job, cluster) for job in jobs]
+        weights = self._weights(offers, cluster.total_gpus // len(jobs), now_s)
+        choices = [self._choices(offer, weight, hold_s, now_s) for offer, weight in zip(offers, weights, strict=True)]
+        type_names = cluster.type_names
+        type_of_job = self._share_types(offers, choices, type_names, cluster)
+        allocations: dict[int, Allocation] = {}
+        for gpu_type in type_names:
+            members = [index for index in range(len(jobs)) if type_of_job[index] == gpu_type]
             if members:
-                effort = 0 if len(members) * len(cluster.gpus) > _LARGE else _EFFORT
-                here = [choices[at][name] for at in members]
-                placed = place_on_type(here, cluster, name, effort=effort, seed=self.seed)
-                found.update({jobs[members[at]].index: allocation for at, allocation in placed})
-        return found
+                effort = 0 if len(members) * len(cluster.gpus) > _MOST_IMPROVED_PAIRS else _EFFORT
+                type_choices = [choices[index][gpu_type] for index in members]
+                placed = place_on_type(type_choices, cluster, gpu_type, effort=effort, seed=self.seed)
+                allocations.update({jobs[members[index]].index: allocation for index, allocation in placed})
+        return allocations
 
-    def _weights(self, made: Sequence[JobSpeedups], fair: int, now_s: float) -> list[float]:
-        """Return ``r^q`` of each job. One of which nothing is known yet counts as the shortest: it is soon known."""
-        order = sorted(range(len(made)), key=lambda at: (-(made[at].remaining_s or 0.0), -made[at].job.index))
-        costs = [self._lateness(made[at], fair, now_s) for at in order]
-        unit = sum(costs) / len(costs)
-        weights = [0.0] * len(made)
+    def _weights(self, offers: Sequence[JobSpeedups], fair_count: int, now_s: float) -> list[float]:
+        """Return ``r^q`` of each job; a job never observed counts as the shortest. ``fair_count``: GPUs in an equal share."""
+        remaining_s = [offer.remaining_s or 0.0 for offer in offers]
+        order = sorted(range(len(offers)), key=lambda index: (-remaining_s[index], -offers[index].job.index))
+        latenesses = [self._lateness(offers[index], fair_count, now_s) for index in order]
+        mean_lateness = sum(latenesses) / len(latenesses)
+        weights = [0.0] * len(offers)
         rank = 0.0
-        for at, cost in zip(order, costs, strict=True):
-            rank += cost / unit
-            weights[at] = rank**self.rank_power
+        for index, lateness in zip(order, latenesses, strict=True):
+            rank += lateness / mean_lateness
+            weights[index] = rank**self.rank_power
         return weights
 
-    def _lateness(self, offer: JobSpeedups, fair: int, now_s: float) -> float:
-        """Return what a second of delay of this job costs: its expected completion time to the power of ``lateness``."""
+    def _lateness(self, offer: JobSpeedups, fair_count: int, now_s: float) -> float:
+        """Return the cost of a second's delay of this job: its expected completion time to the power of ``lateness``."""
         if offer.remaining_s is None:
             return float(max(offer.job.age_s(now_s), _LEAST_S) ** self.lateness)
-        count = max(min(fair, offer.most), 1)
-        speed = max(float(one.speedup[:, count].max()) for one in offer.by_type)
-        expected = offer.job.age_s(now_s) + offer.remaining_s / max(speed, 1e-3)
-        return float(max(expected, _LEAST_S) ** self.lateness)
+        replicas = max(min(fair_count, offer.most_replicas), 1)
+        best_speedup = max(float(on_type.speedup[:, replicas].max()) for on_type in offer.by_type)
+        completion_s = offer.job.age_s(now_s) + offer.remaining_s / max(best_speedup, 1e-3)
+        return float(max(completion_s, _LEAST_S) ** self.lateness)
 
-    def _choices(self, offer: JobSpeedups, weight: float, hold: float, now_s: float) -> dict[str, JobCosts]:
-        """Return what each count on each type costs one job: the value of the best of all less its own."""
-        starting = max(offer.job.running_from_s - now_s, 0.0)
-        best = max(float(one.speedup.max()) for one in offer.by_type) ** _POWER
-        return {one.gpu_type: self._choice(one, offer, weight, best, hold, starting) for one in offer.by_type}
+    def _choices(self, offer: JobSpeedups, weight: float, hold_s: float, now_s: float) -> dict[str, JobCosts]:
+        """Return one job's cost of each count of GPUs, by type: the value of its best configuration less that of the count."""
+        starting_s = max(offer.job.running_from_s - now_s, 0.0)
+        best_value = max(float(on_type.speedup.max()) for on_type in offer.by_type) ** _POWER
+        return {one.gpu_type: self._choice(one, offer, weight, best_value, hold_s, starting_s) for one in offer.by_type}
 
     def _choice(
-        self, one: TypeSpeedup, offer: JobSpeedups, weight: float, best: float, hold: float, starting: float
+        self,
+        on_type: TypeSpeedup,
+        offer: JobSpeedups,
+        weight: float,
+        best_value: float,
+        hold_s: float,
+        starting_s: float,
     ) -> JobCosts:
+        """Return one job's costs on one type; ``starting_s``: seconds until its last restart is over, lost if it stays."""
         remaining = math.inf if offer.remaining_s is None else offer.remaining_s
-        stays = np.minimum(remaining / np.maximum(one.speedup, 1e-9), hold)
-        restarted = one.speedup * (stays / (stays + self.delay_s))
-        cost = weight * (best - restarted[:, : offer.most + 1] ** _POWER)
-        cost[0, 1:][one.speedup[0, 1 : offer.most + 1] <= 0] = np.inf
-        cost[1][one.speedup[1, : offer.most + 1] <= 0] = np.inf
-        keep = np.inf
-        if one.held:
-            span = float(stays[one.row, one.held])
-            kept = float(one.speedup[one.row, one.held]) * span / (span + starting) if span else 0.0
-            keep = weight * (best - kept**_POWER)
-        return JobCosts(within=cost[0], across=cost[1], base=offer.job.allocation if one.held else (), keep=keep)
+        stay_s = np.minimum(remaining / np.maximum(on_type.speedup, 1e-9), hold_s)
+        restarted = on_type.speedup * (stay_s / (stay_s + self.delay_s))
+        cost = weight * (best_value - restarted[:, : offer.most_replicas + 1] ** _POWER)
+        cost[0, 1:][on_type.speedup[0, 1 : offer.most_replicas + 1] <= 0] = np.inf
+        cost[1][on_type.speedup[1, : offer.most_replicas + 1] <= 0] = np.inf
+        keep_cost = np.inf
+        if on_type.held:
+            held_stay_s = float(stay_s[on_type.held_row, on_type.held])
+            held_speedup = float(on_type.speedup[on_type.held_row, on_type.held])
+            kept_speedup = held_speedup * held_stay_s / (held_stay_s + starting_s) if held_stay_s else 0.0
+            keep_cost = weight * (best_value - kept_speedup**_POWER)
+        base = offer.job.allocation if on_type.held else ()
+        return JobCosts(within=cost[0], across=cost[1], base=base, keep=keep_cost)
 
     def _share_types(
         self,
-        made: Sequence[JobSpeedups],
+        offers: Sequence[JobSpeedups],
         choices: Sequence[dict[str, JobCosts]],
-        names: Sequence[str],
+        type_names: Sequence[str],
         cluster: ClusterSpec,
     ) -> list[str]:
-        """Return the GPU type of each job."""
-        if len(names) == 1:
-            return [names[0]] * len(made)
-        found = assign([tables(by_type, names) for by_type in choices], [cluster.gpus_of(name) for name in names])
-        fallback = [offer.job.gpu_types[0] for offer in made]
+        """Return the GPU type of each job; for one that is to get no GPUs, its first."""
+        if len(type_names) == 1:
+            return [type_names[0]] * len(offers)
+        capacity = [cluster.gpus_of(name) for name in type_names]
+        assignment = assign([tables(by_type, type_names) for by_type in choices], capacity)
         return [
-            names[kind] if count else other
-            for kind, count, other in zip(found.types, found.counts, fallback, strict=True)
+            type_names[type_index] if count else offer.job.gpu_types[0]
+            for type_index, count, offer in zip(assignment.types, assignment.counts, offers, strict=True)
         ]

@@ -43,15 +43,15 @@ class Pollux:
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
         """Return the allocations for the next interval."""
         choices = [self.choice(job, len(jobs), cluster, now_s) for job in jobs]
-        found = search(choices, cluster.gpus, seed=self.seed).allocations
-        return {job.index: made for job, made in zip(jobs, found, strict=True) if made}
+        allocations = search(choices, cluster.gpus, seed=self.seed).allocations
+        return {job.index: allocation for job, allocation in zip(jobs, allocations, strict=True) if allocation}
 
     def choice(self, job: SimulatedJob, jobs: int, cluster: ClusterSpec, now_s: float) -> JobCosts:
-        """Return what each number of GPUs costs one of ``jobs`` jobs."""
-        most = min(job.most_replicas, _MOST_REPLICAS)
-        within, across, held = self.speedups(job, most, math.ceil(cluster.total_gpus / jobs), cluster)
-        factor = job.restart_factor(now_s, self.delay_s)
-        within_cost, across_cost = self.cost(within * factor), self.cost(across * factor)
+        """Return the cost of each number of GPUs for one job; ``jobs``: how many jobs share the cluster."""
+        most_replicas = min(job.most_replicas, _MOST_REPLICAS)
+        within, across, held = self.speedups(job, most_replicas, math.ceil(cluster.total_gpus / jobs), cluster)
+        restart_factor = job.restart_factor(now_s, self.delay_s)
+        within_cost, across_cost = self.cost(within * restart_factor), self.cost(across * restart_factor)
         within_cost[max(cluster.gpus) + 1 :] = np.inf
         across_cost[:2] = np.inf
         return JobCosts(
@@ -61,25 +61,27 @@ class Pollux:
             keep=float(self.cost(np.array([held]))[0]) if job.allocation else np.inf,
         )
 
-    def speedups(self, job: SimulatedJob, most: int, fair: int, cluster: ClusterSpec) -> tuple[Floats, Floats, float]:
+    def speedups(
+        self, job: SimulatedJob, most: int, fair_count: int, cluster: ClusterSpec
+    ) -> tuple[Floats, Floats, float]:
         """Return speedups (most + 1,) within and across nodes, and the current allocation's.
 
-        The base is the goodput on ``fair`` GPUs; as published, on one node, however many GPUs these are. They are scaled
-        so that a share of one GPU per job and node counts as in the published fitness.
+        The base is the goodput on ``fair_count`` GPUs; as published, on one node, however many GPUs these are. Speedups
+        are scaled so that a share of one GPU per job and node counts as in the published fitness.
         """
         scale = len(cluster.gpus) / cluster.total_gpus
         held = count_gpus(job.allocation)
-        widest = max(most, fair, held)
-        table = job.goodput_table(widest)
-        if table is None:
-            linear = np.arange(widest + 1) / fair * scale
+        widest = max(most, fair_count, held)
+        goodput = job.goodput_table(widest)
+        if goodput is None:
+            linear = np.arange(widest + 1) / fair_count * scale
             return linear[: most + 1], linear[: most + 1].copy(), float(linear[held])
-        table = table * (scale / table[0, fair])
+        goodput = goodput * (scale / goodput[0, fair_count])
         row = min(len(job.allocation), 2) - 1
-        return table[0, : most + 1], table[1, : most + 1], float(table[row, held]) if held else 0.0
+        return goodput[0, : most + 1], goodput[1, : most + 1], float(goodput[row, held]) if held else 0.0
 
     def cost(self, speedups: Floats) -> Floats:
-        """Return what is to be summed and minimised: the power mean's summands, negated where it grows with them."""
+        """Return the summands of the power mean of speedups, negated where a larger one is better: costs to be minimised."""
         if self.power == 0:
             return np.asarray(-np.log(np.maximum(speedups, _OFFSET)))
         return np.asarray(-np.sign(self.power) * (speedups + _OFFSET) ** self.power)

@@ -38,57 +38,70 @@ class Sia:
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
         """Return the allocations for the next interval."""
-        names = cluster.type_names
-        sizes = {name: max(cluster.gpus[node] for node in cluster.nodes_of(name)) for name in names}
-        choices = [self._choices(job_speedups(job, cluster), sizes, now_s) for job in jobs]
-        found = assign([tables(by_type, names) for by_type in choices], [cluster.gpus_of(name) for name in names])
-        made: dict[int, Allocation] = {}
-        for kind, name in enumerate(names):
-            members = [at for at in range(len(jobs)) if found.counts[at] and found.types[at] == kind]
+        type_names = cluster.type_names
+        node_sizes = {name: max(cluster.gpus[node] for node in cluster.nodes_of(name)) for name in type_names}
+        choices = [self._choices(job_speedups(job, cluster), node_sizes, now_s) for job in jobs]
+        capacity = [cluster.gpus_of(name) for name in type_names]
+        assignment = assign([tables(by_type, type_names) for by_type in choices], capacity)
+        allocations: dict[int, Allocation] = {}
+        for type_index, gpu_type in enumerate(type_names):
+            pairs = enumerate(zip(assignment.types, assignment.counts, strict=True))
+            members = [index for index, (kind, count) in pairs if count and kind == type_index]
             if members:
-                counts = [found.counts[at] for at in members]
-                placed = place_on_type([choices[at][name] for at in members], cluster, name, counts=counts)
-                made.update({jobs[members[at]].index: allocation for at, allocation in placed})
-        return made
+                counts = [assignment.counts[index] for index in members]
+                type_choices = [choices[index][gpu_type] for index in members]
+                placed = place_on_type(type_choices, cluster, gpu_type, counts=counts)
+                allocations.update({jobs[members[index]].index: allocation for index, allocation in placed})
+        return allocations
 
-    def _choices(self, offer: JobSpeedups, sizes: Mapping[str, int], now_s: float) -> dict[str, JobCosts]:
-        """Return the cost of each configuration, by type; equal counts within and across cost what they bring."""
+    def _choices(self, offer: JobSpeedups, node_sizes: Mapping[str, int], now_s: float) -> dict[str, JobCosts]:
+        """Return one job's cost of each configuration, by type; ``node_sizes``: GPUs of the largest node, by type."""
         job = offer.job
         factor = job.restart_factor(now_s, self.delay_s)
         allowed = {
-            one.gpu_type: np.array([_allowed(count, sizes[one.gpu_type]) for count in range(offer.most + 1)])
-            for one in offer.by_type
+            name: np.array([_is_configuration(count, size) for count in range(offer.most_replicas + 1)])
+            for name, size in node_sizes.items()
         }
-        least = min(float(one.speedup[0, 1]) for one in offer.by_type)
-        made = {}
-        worst = 0.0
-        for one in offer.by_type:
-            choice = self._choice(one, allowed[one.gpu_type], least, max(factor, 1e-3), sizes[one.gpu_type], job)
-            made[one.gpu_type] = choice
-            finite = np.concatenate([choice.within[1:], choice.across[1:], [choice.keep]])
-            worst = max(worst, float(finite[np.isfinite(finite)].max(initial=0.0)))
-        for choice in made.values():
-            choice.within[0] = choice.across[0] = _IDLE * max(worst, 1.0)
-        return made
+        single_gpu_speedup = min(float(on_type.speedup[0, 1]) for on_type in offer.by_type)
+        costs_by_type = {}
+        largest_cost = 0.0
+        for on_type in offer.by_type:
+            name = on_type.gpu_type
+            costs = self._choice(on_type, allowed[name], single_gpu_speedup, max(factor, 1e-3), node_sizes[name], job)
+            costs_by_type[name] = costs
+            values = np.concatenate([costs.within[1:], costs.across[1:], [costs.keep]])
+            largest_cost = max(largest_cost, float(values[np.isfinite(values)].max(initial=0.0)))
+        for costs in costs_by_type.values():
+            costs.within[0] = costs.across[0] = _IDLE * max(largest_cost, 1.0)
+        return costs_by_type
 
     def _choice(
-        self, one: TypeSpeedup, allowed: Flags, least: float, factor: float, size: int, job: SimulatedJob
+        self,
+        on_type: TypeSpeedup,
+        allowed: Flags,
+        single_gpu_speedup: float,
+        restart_factor: float,
+        node_size: int,
+        job: SimulatedJob,
     ) -> JobCosts:
-        gain = one.speedup[:, : len(allowed)] / least
+        """Return one job's costs on one type: of the ``allowed`` counts (m + 1,) within a node and beyond it."""
+        relative_goodput = on_type.speedup[:, : len(allowed)] / single_gpu_speedup
         with np.errstate(divide="ignore"):
-            cost = np.where(allowed & (gain > 0), (gain * factor) ** self.exponent, np.inf)
-            keep = float((one.speedup[one.row, one.held] / least) ** self.exponent) if one.held else np.inf
-        cost[0, size + 1 :] = np.inf
-        cost[1, : size + 1] = np.inf
-        return JobCosts(within=cost[0], across=cost[1], base=job.allocation if one.held else (), keep=keep)
+            cost = (relative_goodput * restart_factor) ** self.exponent
+            cost = np.where(allowed & (relative_goodput > 0), cost, np.inf)
+            held_goodput = on_type.speedup[on_type.held_row, on_type.held] / single_gpu_speedup
+            keep_cost = float(held_goodput**self.exponent) if on_type.held else np.inf
+        cost[0, node_size + 1 :] = np.inf
+        cost[1, : node_size + 1] = np.inf
+        return JobCosts(within=cost[0], across=cost[1], base=job.allocation if on_type.held else (), keep=keep_cost)
 
 
-def _allowed(count: int, size: int) -> bool:
-    """Return whether a count is a configuration on nodes of ``size`` GPUs: a power of two within one, whole nodes beyond.
+def _is_configuration(count: int, node_size: int) -> bool:
+    """Return whether a count is a configuration on nodes of ``node_size`` GPUs: a power of two within one, whole nodes beyond.
 
-    >>> [count for count in range(1, 25) if _allowed(count, 8)]
+    >>> [count for count in range(1, 25) if _is_configuration(count, 8)]
     [1, 2, 4, 8, 16, 24]
     """
-    if count <= size:
-        return count == size or (count & (count - 1) == 0 and count > 0)
-    return count % size == 0
+    if count <= node_size:
+        return count == node_size or (count & (count - 1) == 0 and count > 0)
+    return count % node_size == 0
