@@ -78,11 +78,6 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "if here <= earliest[source]:": "an equal value takes its own place",
         "level, earliest = [ 1] * len(graph), [_NEVER] * len(graph)": "levels are compared with each other, one more or less",
     },
-    "analyzers/step/communication/nccl.py": {
-        'near_us = self._hop_us(self.fabric.inside, "ring", protocol) if self._per_node > 0 else 0.0': (
-            "of one process per node no step stays inside, so it counts no times"
-        ),
-    },
     "analyzers/step/costs/kernel_times.py": {
         "unfed = demand.on_tensor & (demand.fed_s <= 0.0)": "no time is below 0",
     },
