@@ -363,9 +363,7 @@ class Group:
         limits = (generation.ll[self._node_count_index], generation.channels * generation.ring_ll128, math.inf)
         has_cards = self.nodes > 1 and self.fabric.between.kind != "plain"
         for protocol, (share, limit) in enumerate(zip(_RING_SHARES, limits, strict=True)):
-            inside_us = max(
-                self._hop_us(self.fabric.inside, "ring", protocol), _POST_US[protocol] if has_cards else 0.0
-            )
+            inside_us = max(self._hop_us(self.fabric.inside, "ring", protocol), has_cards * _POST_US[protocol])
             # with one process per node nothing is hidden: a tree's hop
             between_us = self._hop_us(self.fabric.between, "tree" if self._per_node == 1 else "ring", protocol)
             hops_us = (steps - steps_between) * inside_us + steps_between * between_us
@@ -390,9 +388,8 @@ class Group:
         shares = (_TREE_SHARES[0], 7 / 9 if self.nodes == 1 else _TREE_SHARES[1], 1.0)
         fill_us_per_byte = 2.0 * (chain + depth) * generation.channels / (1e3 * tree_gb_per_s)
         for protocol, (share, limit) in enumerate(zip(shares, limits, strict=True)):
-            inside_us, between_us = (
-                self._hop_us(link, "tree", protocol) for link in (self.fabric.inside, self.fabric.between)
-            )
+            inside_us = self._hop_us(self.fabric.inside, "tree", protocol)
+            between_us = self._hop_us(self.fabric.between, "tree", protocol)
             yield _Variant(
                 algorithm="tree",
                 protocol=protocol,
@@ -421,14 +418,11 @@ class Group:
         hops_between = self.nodes - 1
         hops_inside = self.replicas - 1 - hops_between
         for ring in self._ring_variants(1.0):
-            inside_us, between_us = (
-                self._hop_us(link, "ring", ring.protocol) for link in (self.fabric.inside, self.fabric.between)
-            )
-            yield replace(
-                ring,
-                latency_us=self._base_us("ring", ring.protocol) + hops_inside * inside_us + hops_between * between_us,
-                bytes_per_us=ring.bytes_per_us * (self.replicas - 1) / self.replicas,
-            )
+            latency_us = self._base_us("ring", ring.protocol)
+            latency_us += hops_inside * self._hop_us(self.fabric.inside, "ring", ring.protocol)
+            latency_us += hops_between * self._hop_us(self.fabric.between, "ring", ring.protocol)
+            bytes_per_us = ring.bytes_per_us * (self.replicas - 1) / self.replicas
+            yield replace(ring, latency_us=latency_us, bytes_per_us=bytes_per_us)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -485,14 +479,9 @@ class Floor:
         )
         if any(can_use_nvls):
             variants.append((_START_US + _NVLS_US + 2.0 * depth * _NVLS_HOP_US, ring_passes / tree_rate, 0.0))
-        start_us, us_per_byte, fill_us_per_byte = np.array(variants).T[:, :, None, None]
-        most_filled_bytes = _LEAST_CHUNKS * _CHUNK_BYTES * min(generation.channels for generation in generations)
-        return cls(
-            start_us=start_us,
-            us_per_byte=us_per_byte,
-            fill_us_per_byte=fill_us_per_byte,
-            most_filled_bytes=most_filled_bytes,
-        )
+        start_us, us_per_byte, fill = np.array(variants).T[:, :, None, None]
+        most = _LEAST_CHUNKS * _CHUNK_BYTES * min(generation.channels for generation in generations)
+        return cls(start_us=start_us, us_per_byte=us_per_byte, fill_us_per_byte=fill, most_filled_bytes=most)
 
     def all_reduce_s(self, size_bytes: Size) -> Size:
         """Return the seconds below which none of the groups reduces ``size_bytes`` on every process."""
