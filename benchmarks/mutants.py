@@ -66,25 +66,20 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     },
     "analyzers/step/transfers/efficiency.py": {
         "if not span_of_hint // unit > _LARGEST_HORIZON:": "units of other sizes cost the solver time, not the answer",
-        "orders_compute = len(better.priority) != len(better.order)": "every recv has a number",
-        'return TraceVerdict(worth_it=gain > SMALL_GAIN, text=f"{first} {second} {third}")': (
+        "orders_compute = len(best_order.priority) != len(best_order.order)": "every recv has a number",
+        'return TraceVerdict(worth_it=gain > SMALL_GAIN, text=f"{potential_text} {gain_text} {advice}")': (
             "1 - x is a multiple of 2^-54, and 0.01 is none"
         ),
         "if gain > CLEAR_GAIN:": "1 - x is a multiple of 2^-54, and 0.05 is none",
         "elif gain > SMALL_GAIN:": "1 - x is a multiple of 2^-54, and 0.01 is none",
     },
     "analyzers/step/transfers/order.py": {
-        "for needed, time in zip(self._needs, self.recv_time, strict=False):": _ALIKE,
-        "if here <= earliest[source]:": "an equal value takes its own place",
-        "level, earliest = [ 1] * len(graph), [_NEVER] * len(graph)": "levels are compared with each other, one more or less",
-    },
-    "analyzers/step/communication/nccl.py": {
-        'near_us = self._hop_us(self.fabric.inside, "ring", protocol) if self._per_node > 0 else 0.0': (
-            "of one process per node no step stays inside, so it counts no times"
-        ),
+        "for is_needed, time in zip(self._needs, self.recv_time, strict=False):": _ALIKE,
+        "if consumer_level <= earliest_levels[source]:": "an equal value takes its own place",
+        "levels, earliest_levels = [ 1] * len(graph), [_NEVER] * len(graph)": "levels are compared with each other only",
     },
     "analyzers/step/costs/kernel_times.py": {
-        "unfed = demand.on_tensor & (demand.fed_s <= 0.0)": "no time is below 0",
+        "is_unfed = demand.on_tensor & (demand.fed_s <= 0.0)": "no time is below 0",
     },
     "analyzers/job/balancing/minmax.py": {
         "if int(numbers.sum()) * total >= 2** 63:": "sums below 2^63 fit in 64 bits too",

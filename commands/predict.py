@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from ddltool.analyzers.answers.reporting.predict_section import predict_section
-from ddltool.analyzers.step.communication.fabrics import BANDWIDTH, LATENCY, fabric_of
+from ddltool.analyzers.step.communication.fabrics import fabric_of
 from ddltool.analyzers.step.costs.model import cost_model
 from ddltool.analyzers.step.costs.predict import Setting, predict_on, predicted_profile, work_of
 from ddltool.analyzers.step.tracing.dialect import Numerics
@@ -77,8 +77,8 @@ def predict(
                 local_bandwidth=local_bandwidth,
                 local_latency=local_latency,
                 nic=nic,
-                bandwidth=bandwidth if bandwidth is not None or nic is not None else BANDWIDTH,
-                latency=latency if latency is not None or nic is not None else LATENCY,
+                bandwidth=bandwidth,
+                latency=latency,
                 nccl_tests=nccl_tests,
             ),
             optimizer=optimizer,

@@ -26,7 +26,7 @@ from ddltool.runtime.measuring.campaign import (
     ProfileFile,
     threads_of,
 )
-from ddltool.runtime.measuring.profiling import BUDGET_S, RESOLVER, device_memory, kept, measured, width
+from ddltool.runtime.measuring.profiling import BUDGET_S, RESOLVER, device_memory, half_width, keeping_rows, measured
 from ddltool.runtime.measuring.rendezvous import Place, job_from_environment
 from ddltool.runtime.measuring.torchrun_job import TorchrunJob
 from ddltool.runtime.measuring.watch import WatchLost, WatchRequest, record, summarise, write_rows
@@ -108,7 +108,7 @@ def profile(
         return ProfileResult(rows=[])
     file = ProfileFile(path, request, resume=resume)
     limit = None if memory is None else _budget(memory, device)
-    with kept(file), _leading(request, place) as job:
+    with keeping_rows(file), _leading(request, place) as job:
         return measured(request, file, memory_bytes=limit, job=job, tell=tell, stage=stage)
 
 
@@ -193,7 +193,7 @@ def _show(found: ProfileResult) -> None:
             *((str(row["accumulation_steps"]),) if accumulates else ()),
             str(row["local_batch_size"]),
             show_seconds(row["step_time_s"]),
-            f"{width(row):.1%}",
+            f"{half_width(row):.1%}",
             str(int(row["repeats"])),
             show_seconds(row["sync_time_s"]),
             show_bytes(row["peak_memory_bytes"]),

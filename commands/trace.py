@@ -86,7 +86,8 @@ def trace(
 
     ``source``: a module, (module, example_inputs), a function that makes one, or a text as on the command line. ``output``: a
     place for the graph, ``perfetto`` for TAC's timeline; the rest as the options of ``ddltool trace`` (``bandwidth`` and
-    ``latency`` None: 10 Gbit/s and 50 us). Raises InputError for what is unknown, does not run, or cannot be written.
+    ``latency`` None: 10 Gbit/s and 50 us; of ``nic``: NCCL's latency of cards). Raises InputError for what is unknown, does
+    not run, or cannot be written.
     """
     _demand_parts(source, oracle)
     compression = None if compress is None else parse_compression(compress)
@@ -134,8 +135,8 @@ def trace(
             gpus_per_node=gpus_per_node or (DEVICES_PER_NODE if several else 1),
             link=link,
             nic=nic,
-            bandwidth=bandwidth if nic is not None else bandwidth or BANDWIDTH,
-            latency=latency if nic is not None else latency or LATENCY,
+            bandwidth=bandwidth,
+            latency=latency,
             nccl_tests=nccl_tests,
         )
     group = fabric.over(replicas) if fabric is not None else None

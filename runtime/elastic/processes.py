@@ -29,11 +29,11 @@ def start_processes(backend: str = "gloo") -> None:
 
 
 def divide(max_workers: int, world_size: int, counts: Sequence[int] | None = None) -> tuple[tuple[int, ...], ...]:
-    """Return the virtual ranks of each process, ascending; as even as possible unless ``counts`` says how many.
+    """Return the virtual ranks of each process, ascending: ``counts`` of them, or None: as evenly as possible.
 
-    They are dealt out in the order in which the processes finish their turns when all take equally long over all of
-    theirs, so that a sum in rank order can grow while they still compute. Raises InputError when there are more
-    processes than logical workers, or ``counts`` does not fit.
+    Virtual ranks are numbered in the order in which turns end when all processes take equally long over all of their turns,
+    so that a sum in rank order can grow while processes still compute. Raises InputError when there are more processes than
+    logical workers, or ``counts`` does not fit.
 
     >>> divide(4, 2), divide(4, 2, (1, 3))
     (((0, 2), (1, 3)), ((2,), (0, 1, 3)))
@@ -48,14 +48,17 @@ def divide(max_workers: int, world_size: int, counts: Sequence[int] | None = Non
         remedy = f"give {world_size} counts (one per process, each at least 1) that add up to {max_workers}"
         raise InputError("placement", f"is {list(counts)}", remedy)
     turns = sorted((Fraction(turn + 1, count), rank) for rank, count in enumerate(counts) for turn in range(count))
-    return tuple(tuple(v for v, (_, owner) in enumerate(turns) if owner == rank) for rank in range(world_size))
+    virtual_ranks: list[list[int]] = [[] for _ in range(world_size)]
+    for virtual_rank, (_, rank) in enumerate(turns):
+        virtual_ranks[rank].append(virtual_rank)
+    return tuple(map(tuple, virtual_ranks))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Processes:
-    """This process among all, and the logical workers of each (``runs[rank]``, ascending).
+    """The processes of a job, this one's rank, and the logical workers that each runs (``runs[rank]``, ascending).
 
-    ``job.side`` is a gloo group for host data; sums on their way go over it with a ``tag`` of this trainer's own.
+    ``job.side`` is a gloo group for host data; partial sums go over it with a ``tag`` of this trainer's own.
     """
 
     job: DistributedJob
@@ -64,7 +67,7 @@ class Processes:
 
     @classmethod
     def this(cls, max_workers: int, counts: Sequence[int] | None = None) -> Processes:
-        """Return the running job's processes. Raises InputError, on every one, when they cannot hold the workers."""
+        """Return the running job's processes. Raises InputError, on every process, when they cannot hold the workers."""
         job = DistributedJob.this()
         runs = job.together(lambda: divide(max_workers, job.world_size, counts))
         return cls(job=job, runs=runs, tag=job.new_tag())
@@ -91,7 +94,7 @@ class Processes:
 
     @property
     def owners(self) -> list[int]:
-        """The process of each virtual rank; that of virtual rank 0 is the first."""
+        """The rank of the process of each virtual rank, shape (max_workers,)."""
         return [rank for _, rank in sorted((virtual, rank) for rank, run in enumerate(self.runs) for virtual in run)]
 
     def gather_rows(self, rows: Tensor) -> Tensor:
@@ -102,15 +105,15 @@ class Processes:
         if self.job.side is None:
             return rows
         order = torch.tensor([virtual for run in self.runs for virtual in run]).argsort()
-        mine = rows.new_zeros((max(map(len, self.runs)), rows.shape[1]))
-        mine[: len(rows)] = rows
-        gathered = [torch.empty_like(mine) for _ in self.runs]
-        dist.all_gather(gathered, mine, group=self.job.side)
+        padded = rows.new_zeros((max(map(len, self.runs)), rows.shape[1]))  # all_gather needs equal shapes
+        padded[: len(rows)] = rows
+        gathered = [torch.empty_like(padded) for _ in self.runs]
+        dist.all_gather(gathered, padded, group=self.job.side)
         return torch.cat([part[: len(run)] for part, run in zip(gathered, self.runs, strict=True)])[order]
 
 
 def broadcast(tensors: list[Tensor], source: int) -> None:
-    """Give every process the values of process ``source``."""
+    """Overwrite ``tensors`` in place, on every process, with the values of the process of rank ``source``."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         with torch.no_grad():
             for value in tensors:
@@ -118,7 +121,7 @@ def broadcast(tensors: list[Tensor], source: int) -> None:
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """Return ``batch`` with its tensors on ``device``, inside lists, tuples and mappings."""
+    """Return ``batch`` with its tensors on ``device``; of containers, lists, tuples (as lists) and mappings are searched."""
     if isinstance(batch, Tensor):
         return batch.to(device)
     if isinstance(batch, Mapping):
@@ -129,6 +132,6 @@ def moved(batch: Any, device: torch.device) -> Any:
 
 
 def collectives() -> int:
-    """Return how many collectives the default process group has run; ours have groups of their own."""
+    """Return how many collectives the default process group has run; ddltool's own run in other groups."""
     group: Any = dist.group.WORLD if dist.is_initialized() else None
     return 0 if group is None else int(group._get_sequence_number_for_group())

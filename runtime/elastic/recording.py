@@ -49,9 +49,9 @@ class Recorder:
         self, model: nn.Module, job: DistributedJob, path: str | os.PathLike[str], settings: Mapping[str, Any]
     ) -> None:
         self._model, self._job, self._path, self._settings = model, job, Path(path), dict(settings)
-        self._begun = False  # whether this run has written to the file since it was opened
-        self._turns: dict[str, dict[WorkerKind, Digests]] = {}
-        self._now: dict[WorkerKind, Digests] | None = None
+        self._has_written = False  # whether this run has written to the file since it was opened
+        self._turns: dict[str, dict[WorkerKind, Digests]] = {}  # of the present step, by virtual rank
+        self._turn: dict[WorkerKind, Digests] | None = None  # the turn under way
         self._shared: dict[SharedKind, Digests] = {}
         job.together(self._check)
         for name, module in model.named_modules():
@@ -59,48 +59,49 @@ class Recorder:
                 module.register_forward_hook(self._watch(f"{name or 'model'} ({type(module).__name__})"))
 
     def _check(self) -> None:
+        """On process 0, raise InputError unless the record can be written and holds nothing else."""
         if self._job.rank == 0:
             check_writable(self._path)
             demand_file(self._path)
             if self._path.exists():
-                next(iter(StepReader(self._path)), None)  # another kind of file is not to be overwritten
+                next(iter(StepReader(self._path)), None)  # raises for another kind of file
 
     def _watch(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        """Return a forward hook that notes a module's output under ``name`` in training turns."""
+
         def note(module: nn.Module, inputs: Any, output: Any) -> None:
-            if self._now is not None and torch.is_grad_enabled():
-                place = f"{len(self._now['output'])} {name}"
-                self._now["output"][place] = digest("".join(digests(output).values()).encode())
+            if self._turn is not None and torch.is_grad_enabled():
+                place = f"{len(self._turn['output'])} {name}"
+                self._turn["output"][place] = digest("".join(digests(output).values()).encode())
 
         return note
 
     def begin(self, virtual_rank: int, streams: Any, buffers: Mapping[str, Tensor | None]) -> None:
         """Begin a turn: ``streams`` and ``buffers`` are the worker's own, before it draws from them."""
-        self._now = self._turns[str(virtual_rank)] = {kind: {} for kind in WORKER_CAUSES}
-        self._now["random stream"] = digests(streams)
-        self._now["buffer before"] = digests(buffers)
+        self._turn = self._turns[str(virtual_rank)] = {kind: {} for kind in WORKER_CAUSES}
+        self._turn["random stream"] = digests(streams)
+        self._turn["buffer before"] = digests(buffers)
 
     def batch(self, content: Any) -> None:
         """Note a micro-batch."""
-        if self._now is not None:
-            self._now["batch"] |= {f"{len(self._now['batch'])}.{k}": v for k, v in digests(content).items()}
+        if self._turn is not None:
+            self._turn["batch"] |= {f"{len(self._turn['batch'])}.{k}": v for k, v in digests(content).items()}
 
     def loss(self, value: Tensor) -> None:
         """Note the loss of a micro-batch."""
-        if self._now is not None:
-            self._now["loss"][f"loss {len(self._now['loss'])}"] = digest(value)
+        if self._turn is not None:
+            self._turn["loss"][f"loss {len(self._turn['loss'])}"] = digest(value)
 
     def end(self, gradients: Mapping[str, Tensor | None] | None, buffers: Mapping[str, Tensor | None]) -> None:
         """End a turn; ``gradients`` by parameter, None: those in ``.grad``."""
-        if self._now is not None:
-            present = self._gradients()
-            self._now["gradient"] = digests(
-                present if gradients is None else {name: gradients.get(name) for name in present}
-            )
-            self._now["buffer"] = digests(buffers)
-        self._now = None
+        if self._turn is not None:
+            own = self._gradients()
+            self._turn["gradient"] = digests(own if gradients is None else {name: gradients.get(name) for name in own})
+            self._turn["buffer"] = digests(buffers)
+        self._turn = None
 
     def combined(self, *, first: bool) -> None:
-        """Note what the optimizer is about to use; before the ``first`` step of a run also what it starts from."""
+        """Note the gradients that the optimizer is about to use; before a run's ``first`` step also the parameters."""
         if self._job.rank == 0:
             self._shared = {"combined gradient": digests(self._gradients())}
             if first:
@@ -122,18 +123,18 @@ class Recorder:
             workers={rank: workers[rank] for rank in sorted(workers, key=int)},
             shared=self._shared | {"parameter": self._parameters()},
         )
-        if not self._begun:
+        if not self._has_written:
             self._keep_until(step)
-            self._begun = True
+            self._has_written = True
         with self._path.open("a") as file:
             file.write(_line(recorded))
 
     def reopen(self) -> None:
         """Let the next step that is written replace that step and what follows it."""
-        self._begun = False
+        self._has_written = False
 
     def _keep_until(self, step: int) -> None:
-        """Drop what is recorded of ``step`` and later ones, and a line that a killed process left unfinished."""
+        """Drop the lines of ``step`` and later steps, and a line that a killed process left unfinished."""
         partial = self._path.with_name(self._path.name + ".partial")
         with partial.open("w") as kept:
             for recorded in StepReader(self._path) if self._path.exists() else ():
@@ -148,10 +149,12 @@ class Recorder:
         return dict(reversed(trained))
 
     def _parameters(self) -> Digests:
+        """Return the fingerprints of the present parameters."""
         return digests(dict(self._model.named_parameters()))
 
 
 def _line(step: RecordedStep) -> str:
+    """Return a step as one JSON line."""
     return json.dumps(step.model_dump()) + "\n"
 
 
@@ -209,10 +212,12 @@ class RunRecorder:
         optimizer.register_step_post_hook(self._after_update)
 
     def _watch(self, name: str) -> Callable[[Tensor], None]:
+        """Return a gradient hook that adds up this process's own gradients of a parameter, before DDP averages them."""
+
         def note(gradient: Tensor) -> None:
             if self._open:
-                held = self._gradients.get(name)
-                self._gradients[name] = gradient.detach().clone() if held is None else held.add_(gradient)
+                total = self._gradients.get(name)
+                self._gradients[name] = gradient.detach().clone() if total is None else total.add_(gradient)
 
         return note
 
@@ -221,15 +226,15 @@ class RunRecorder:
         self._epoch = epoch
         source = iter(loader)
         while True:
-            begun = not self._open
-            if begun:
+            begins_step = not self._open
+            if begins_step:
                 streams = RandomStreams.present(self._device).to_document()
                 self._recorder.begin(self._job.rank, streams, named_buffers(self._modules))
                 self._gradients, self._open = {}, True
             try:
                 batch = next(source)
             except StopIteration:
-                self._open = not begun
+                self._open = not begins_step
                 return
             self._recorder.batch(batch)
             yield batch
@@ -239,6 +244,7 @@ class RunRecorder:
         self._recorder.loss(value)
 
     def _before_update(self, *_: object) -> None:
+        """End the turn and note the averaged gradients: the hook before the optimizer's step."""
         if not self._open:
             raise InputError("RunRecorder", "the optimizer steps without a batch", "take them from recorder.batches")
         self._recorder.end(self._gradients, named_buffers(self._modules))
@@ -246,5 +252,6 @@ class RunRecorder:
         self._open = False
 
     def _after_update(self, *_: object) -> None:
+        """Write the step: the hook after the optimizer's step."""
         self._recorder.write(self.step, self._epoch)
         self.step += 1

@@ -1,4 +1,4 @@
-"""The first thing in which two recorded training runs differ, and what is likely to blame. Start at :func:`compare_runs`.
+"""The first difference of two recorded training runs, and its likely cause. Start at :func:`compare_runs`.
 
 A record has one JSON line per step (:class:`RecordedStep`). Two of them are read side by side, a step at a time, so
 memory does not depend on their length. This module does not import torch.
@@ -21,7 +21,7 @@ from ddltool.results import DifferingSetting, FirstDifference, RunDifference, Ru
 WorkerKind = Literal["random stream", "batch", "buffer before", "output", "loss", "gradient", "buffer"]
 SharedKind = Literal["parameter before", "combined gradient", "parameter"]
 Cause = tuple[str, str]
-"""A class of causes, and what it says of a difference when everything that comes earlier is equal."""
+"""A class of causes, and a sentence on the cause of a difference when all that comes earlier is equal."""
 
 # In causal order.
 WORKER_CAUSES: Mapping[WorkerKind, Cause] = {
@@ -59,7 +59,7 @@ Digests = dict[str, str]
 
 
 class RecordedStep(Record):
-    """The fingerprints of one step: by virtual rank, kind and tensor, and those of what all workers share."""
+    """The fingerprints of one step: of each worker by virtual rank, kind and tensor; of shared tensors by kind and tensor."""
 
     kind: Literal["step-digests"] = "step-digests"
     schema_version: Literal[1] = 1
@@ -108,11 +108,11 @@ def first_difference(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Fi
 
 
 class StepReader:
-    """The steps of a record in ascending order, and what was read of it so far.
+    """Reads the steps of a record in ascending order, one at a time.
 
-    Attributes:
-        steps: how many.
-        first, last: their numbers.
+    Attributes, of what was read so far:
+        steps: the number of steps.
+        first, last: the first and the last step's number; None before the first.
         cut: whether the last line is unfinished, as a killed run leaves it; it is left out.
     """
 
@@ -124,21 +124,22 @@ class StepReader:
         self.cut = False
 
     def seen(self) -> RunSeen:
-        """Return what was read."""
+        """Return the number of steps read so far, the first's number, the last's, and whether the record is cut."""
         return RunSeen(steps_read=self.steps, first_step=self.first, last_step=self.last, cut=self.cut)
 
     def __iter__(self) -> Iterator[RecordedStep]:
-        """Yield the steps. Raises InputError when the file is missing or is no such record, when it gets there."""
+        """Yield the steps. Raises InputError for a missing file at once, for a malformed line when it is reached."""
         for step in self._lines():
             if self.last is not None and step.step <= self.last:
-                again = "comes twice" if step.step == self.last else f"comes after step {self.last}"
-                raise InputError(self.path, f"step {step.step} {again}", "give the record of one run")
+                problem = "comes twice" if step.step == self.last else f"comes after step {self.last}"
+                raise InputError(self.path, f"step {step.step} {problem}", "give the record of one run")
             self.first = step.step if self.first is None else self.first
             self.last = step.step
             self.steps += 1
             yield step
 
     def _lines(self) -> Iterator[RecordedStep]:
+        """Yield the steps in the order of the lines, whatever their numbers; set ``cut`` at an unfinished one."""
         with opened(self.path) as file:
             try:
                 for number, line in enumerate(iter(lambda: file.readline(_LONGEST_STEP), b""), start=1):
@@ -160,40 +161,42 @@ def _pairs(a: Iterator[RecordedStep], b: Iterator[RecordedStep]) -> Iterator[tup
     while left is not None and right is not None:
         if left.step == right.step:
             yield left, right
-        behind = left.step <= right.step, right.step <= left.step
-        left, right = next(a, None) if behind[0] else left, next(b, None) if behind[1] else right
+        advances_left, advances_right = left.step <= right.step, right.step <= left.step
+        left, right = next(a, None) if advances_left else left, next(b, None) if advances_right else right
     for rest in (a, b):
         for _ in rest:
             pass
 
 
 def _different_settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[DifferingSetting]:
+    """Return the settings in which two runs differ; a setting that one lacks counts as None."""
     names = dict.fromkeys([*a, *b])
     return [DifferingSetting(name=name, a=a.get(name), b=b.get(name)) for name in names if a.get(name) != b.get(name)]
 
 
 def _difference_of_step(a: RecordedStep, b: RecordedStep) -> FirstDifference | None:
+    """Return the first difference of two records of one step in causal order, None where they are equal."""
     ranks = sorted(a.workers.keys() | b.workers.keys(), key=int)
-    places: list[tuple[str, str | None, Cause]] = []
-    if BEFORE in a.shared and BEFORE in b.shared:  # a run that was continued has none
-        places.append((BEFORE, None, BEFORE_CAUSE))
-    places += [(kind, rank, cause) for kind, cause in WORKER_CAUSES.items() for rank in ranks]
-    places += [(kind, None, cause) for kind, cause in SHARED_CAUSES.items()]
+    causal_order: list[tuple[str, str | None, Cause]] = []  # kind, virtual rank (None: shared by all), cause
+    if BEFORE in a.shared and BEFORE in b.shared:  # a continued run has no parameters before its first step
+        causal_order.append((BEFORE, None, BEFORE_CAUSE))
+    causal_order += [(kind, rank, cause) for kind, cause in WORKER_CAUSES.items() for rank in ranks]
+    causal_order += [(kind, None, cause) for kind, cause in SHARED_CAUSES.items()]
     first: tuple[str, str | None, str, Cause] | None = None
-    differing = Counter[str]()
-    for kind, rank, cause in places:
-        one, other = _tensors(a, rank, kind), _tensors(b, rank, kind)
-        names = [name for name in dict.fromkeys([*one, *other]) if one.get(name) != other.get(name)]
-        differing[kind] += len(names)
+    differing_counts = Counter[str]()
+    for kind, rank, cause in causal_order:
+        left, right = _tensors(a, rank, kind), _tensors(b, rank, kind)
+        names = [name for name in dict.fromkeys([*left, *right]) if left.get(name) != right.get(name)]
+        differing_counts[kind] += len(names)
         if names and first is None:
-            first = kind, rank, names[0], cause if names[0] in one and names[0] in other else ONLY_ONE
+            first = kind, rank, names[0], cause if names[0] in left and names[0] in right else ONLY_ONE
     if first is None:
         return None
-    kind, rank, name, (cause_class, text) = first
+    kind, rank, name, (cause_class, cause_text) = first
     if cause_class == "data" and rank is not None:
-        wanted = _tensors(a, rank, kind)[name]
-        if any(_tensors(b, other, kind).get(name) == wanted for other in b.workers if other != rank):
-            cause_class, text = REORDERED
+        batch_digest = _tensors(a, rank, kind)[name]
+        if any(_tensors(b, other, kind).get(name) == batch_digest for other in b.workers if other != rank):
+            cause_class, cause_text = REORDERED
     return FirstDifference(
         step=a.step,
         epoch=a.epoch,
@@ -201,11 +204,12 @@ def _difference_of_step(a: RecordedStep, b: RecordedStep) -> FirstDifference | N
         record=kind,
         tensor=name,
         cause_class=cause_class,
-        cause=text,
-        differing_in_step={kind: count for kind, count in differing.items() if count},
+        cause=cause_text,
+        differing_in_step={kind: count for kind, count in differing_counts.items() if count},
     )
 
 
 def _tensors(step: RecordedStep, rank: str | None, kind: str) -> Digests:
+    """Return the fingerprints of one kind: of the worker of virtual rank ``rank``, or None: of what all workers share."""
     group: Mapping[str, Digests] = step.shared if rank is None else step.workers.get(rank, {})  # type: ignore[assignment]
     return group.get(kind, {})

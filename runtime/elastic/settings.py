@@ -1,4 +1,4 @@
-"""What an elastic run may consist of: its settings, and models, parameters and optimizers whose bits do not depend on where."""
+"""Settings of an elastic run, and checks that its model, loss and optimizer give equal bits on every placement."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddltool.runtime.elastic.contexts import modules_of
 
 
 class RunSettings(Record):
-    """What the bits of a run depend on and the user chooses; a checkpoint is continued with the same."""
+    """The settings on which the bits of a run depend; a checkpoint is continued with the same."""
 
     max_workers: int = Field(ge=1)
     batch_size: int = Field(ge=1)
@@ -27,20 +27,25 @@ class RunSettings(Record):
     seed: int = Field(ge=0, lt=2**63)
     dataset_size: int
     sample_streams: Literal["turn", "batch"]
-    """What augmentations draw from: the worker's streams in its ``turn``, or a state of its own for each ``batch``."""
+    """The random streams of augmentations: the worker's own in its ``turn``, or a state for each ``batch``."""
 
 
-def settings_of(**given: Any) -> RunSettings:
-    """Return the settings. Raises InputError for those that cannot be, and for a dataset that is too small."""
-    settings = parse_record(given, RunSettings, "ElasticTrainer")
+def settings_of(**values: Any) -> RunSettings:
+    """Return the settings of these values. Raises InputError for values out of range, and for a dataset below one step."""
+    settings = parse_record(values, RunSettings, "ElasticTrainer")
     if settings.dataset_size < (needed := settings.max_workers * settings.batch_size * settings.accumulation):
-        what = f"has {settings.dataset_size} samples, one step takes max_workers x batch_size x accumulation = {needed}"
-        raise InputError("dataset", what, "give a smaller batch_size or max_workers")
+        problem = (
+            f"has {settings.dataset_size} samples, one step takes max_workers x batch_size x accumulation = {needed}"
+        )
+        raise InputError("dataset", problem, "give a smaller batch_size or max_workers")
     return settings
 
 
 def workers_of(path: str, planned: Enforcement) -> tuple[list[int], int]:
-    """Return a plan's logical workers by process, and the batch of each. Raises InputError where they are not equal."""
+    """Return the number of logical workers of each process of a plan, and the batch size of each logical worker.
+
+    Raises InputError where the batch sizes differ or are not whole. ``path``: the plan's file, for errors.
+    """
     sizes = {entry.local_batch_size / max(entry.ests, 1) for entry in planned.ranks}
     size = int(min(sizes))
     if len(sizes) != 1 or size not in sizes or not all(entry.ests for entry in planned.ranks):
@@ -50,7 +55,7 @@ def workers_of(path: str, planned: Enforcement) -> tuple[list[int], int]:
 
 
 def check_model(model: nn.Module, loss_fn: Any) -> None:
-    """Raise InputError for a model, or a loss, whose bits would depend on the placement."""
+    """Raise InputError for a model or loss whose bits would depend on how logical workers are placed on processes."""
     if isinstance(model, DistributedDataParallel):
         remedy = "give the bare module: the logical workers are averaged here"
         raise InputError("model", "is a DistributedDataParallel", remedy)
@@ -74,7 +79,7 @@ def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise InputError for one whose update needs more than the mean gradient, or whose state is spread over processes."""
+    """Raise InputError for an optimizer that needs more than the mean gradient, or whose state is spread over processes."""
     kind = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

@@ -31,7 +31,7 @@ from ddltool.runtime.measuring.worker import FEWEST_FOR_AN_INTERVAL, MeasureTask
 
 RELIABLE_SPREAD, SHORTEST_STEP_S, FEWEST_REPEATS = 0.1, 1e-3, 3
 MOST_STEPS, LARGEST_BATCH, MOST_REPLICAS = 100_000, 2**24, 4096
-# One visit times at most so many steps; what is still uncertain then is visited again later, in another mood of the machine.
+# One visit times at most so many steps; a median still uncertain then is timed again later, as a machine's speed drifts.
 _STEPS_PER_VISIT = 1000
 # Powers of two end here when nothing saturates.
 _LARGEST_DOUBLING = 2**16
@@ -67,7 +67,7 @@ class MeasureRequest:
     seed: int = 0
 
     def subject(self) -> Subject:
-        """Return what the workers need to know."""
+        """Return the part of the request that is the same for all tasks of the workers."""
         return Subject(
             source=self.source,
             resolver=self.resolver,
@@ -76,7 +76,7 @@ class MeasureRequest:
             seed=self.seed,
         )
 
-    def said(self) -> dict[str, str]:
+    def common_columns(self) -> dict[str, str]:
         """Return the columns ``device``, ``source`` and ``settings``, which must be equal in all rows of a profile.
 
         A source in a Python file carries that file's digest: an edited model is another model.
@@ -86,8 +86,8 @@ class MeasureRequest:
         if colon and location.endswith(".py") and Path(location).is_file():
             digest = f"#{hashlib.sha256(Path(location).read_bytes()).hexdigest()[:12]}"
         settings = {"device": self.device, "threads": self.subject().threads, "warmup": self.warmup, "seed": self.seed}
-        texts = [f"{name}={value}" for name, value in {**settings, "torch": version("torch")}.items()]
-        return {"device": self.device_name, "source": self.source + digest, "settings": ";".join(texts)}
+        settings_text = ";".join(f"{name}={value}" for name, value in {**settings, "torch": version("torch")}.items())
+        return {"device": self.device_name, "source": self.source + digest, "settings": settings_text}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -135,16 +135,22 @@ def campaign(
 
 
 class _Campaign:
-    """The state of a campaign: rows and step times so far, and the choice of the next configuration to visit."""
+    """The state of a campaign: rows and step times so far, and the choice of the next configuration to visit.
+
+    Attributes:
+        limit: the largest batch that may be measured; falls when memory runs out.
+        series: the (replicas, accumulation steps) to measure.
+        wanted: the batch sizes to measure in each series.
+    """
 
     def __init__(self, request: MeasureRequest, known: pd.DataFrame | None, largest_batch: int) -> None:
         self.request, self.limit = request, largest_batch
-        self.said = request.said()
+        self.common_columns = request.common_columns()
         self.series = [(count, steps) for count in sorted(request.replicas) for steps in sorted(request.accumulation)]
         self.wanted = set(request.batch_sizes)
         self.rows: dict[Key, dict[str, Any]] = {}
         self.times: dict[Key, StepTimings] = {}
-        self.began = time.monotonic()
+        self.began_s = time.monotonic()
         for row in [] if known is None else known.to_dict("records"):
             key = (int(row["num_replicas"]), int(row["accumulation_steps"]), int(row["local_batch_size"]))
             self.rows[key] = {str(column): value for column, value in row.items()}
@@ -156,7 +162,7 @@ class _Campaign:
         progress: Callable[[int, str], None],
     ) -> CampaignResult:
         """Run tasks on ``executor`` until :meth:`next_task` returns None; without an executor return the known rows."""
-        self.began = time.monotonic()
+        self.began_s = time.monotonic()
         while executor is not None and (task := self.next_task()) is not None:
             self._absorb(task, executor.run(task), executor.nodes_of(task.replicas))
             if on_rows is not None and self.rows:
@@ -166,7 +172,7 @@ class _Campaign:
         if not self.rows:
             smallest = min(self.request.batch_sizes, default=1)
             raise InputError("--batch-sizes", f"even {smallest} runs out of memory", "give smaller ones")
-        return CampaignResult(frame=self.frame(), skipped=self._skipped(), spent_s=time.monotonic() - self.began)
+        return CampaignResult(frame=self.frame(), skipped=self._skipped(), spent_s=time.monotonic() - self.began_s)
 
     def frame(self) -> pd.DataFrame:
         """Return all rows, ordered by replicas, accumulation steps and batch."""
@@ -174,7 +180,7 @@ class _Campaign:
 
     def next_task(self) -> MeasureTask | None:
         """Return the next visit; None when every median is known to the precision or the budget is spent."""
-        request, left_s = self.request, self.request.budget_s - (time.monotonic() - self.began)
+        request, left_s = self.request, self.request.budget_s - (time.monotonic() - self.began_s)
         if self.rows and left_s <= 0:
             return None
         missing = [
@@ -252,6 +258,7 @@ class _Campaign:
         return sorted((entry for entry in ranked if entry[0] > self.request.precision), key=lambda entry: -entry[0])
 
     def _task(self, key: Key, *, most: int, seconds: float = math.inf, precision: float = 0.0) -> MeasureTask:
+        """Return the visit to a configuration; the limits are those of :class:`MeasureTask`."""
         replicas, steps, batch = key
         shape = {"replicas": replicas, "batch": batch, "accumulation": steps, "warmup": self.request.warmup}
         return MeasureTask(**shape, most=most, seconds=seconds, precision=precision)
@@ -274,7 +281,7 @@ class _Campaign:
         local_s = float(np.median(times.local)) if is_synchronised else step_s
         quartile_low_s, quartile_high_s = np.percentile(times.full, [25, 75])
         self.rows[key] = {
-            "device": self.said["device"],
+            "device": self.common_columns["device"],
             "num_nodes": nodes,
             "num_replicas": task.replicas,
             "local_batch_size": task.batch,
@@ -288,8 +295,8 @@ class _Campaign:
             "step_time_high_s": full.high,
             "accumulation_steps": task.accumulation,
             "grad_time_s": min(float(np.median(times.passes)) if times.passes else local_s, step_s),
-            "source": self.said["source"],
-            "settings": self.said["settings"],
+            "source": self.common_columns["source"],
+            "settings": self.common_columns["settings"],
         }
 
     def _skipped(self) -> list[SkippedConfiguration]:
@@ -304,7 +311,8 @@ class _Campaign:
                 if batch > self.limit:
                     reason = f"memory ends at batch {self.limit}"
                 elif is_known:
-                    low, high = max(x for x in points if x < batch), min(x for x in points if x > batch)
+                    low = max(measured for measured in points if measured < batch)
+                    high = min(measured for measured in points if measured > batch)
                     reason = f"known to {prediction.relative:.1%} from the curve between batch {low} and {high}"
                 skipped.append(
                     SkippedConfiguration(
@@ -322,7 +330,7 @@ class Executor(Protocol):
     """What runs the tasks of a campaign: :class:`LocalReplicas`, or torchrun's processes."""
 
     def nodes_of(self, replicas: int) -> int:
-        """Return on how many nodes so many replicas run."""
+        """Return the number of nodes on which ``replicas`` replicas run."""
 
     def run(self, task: MeasureTask) -> StepTimings:
         """Return the times of a task."""
@@ -338,7 +346,7 @@ class LocalReplicas:
     children: Children
 
     def nodes_of(self, replicas: int) -> int:
-        """Return on how many nodes so many replicas run: this machine."""
+        """Return 1: this machine."""
         return 1
 
     def run(self, task: MeasureTask) -> StepTimings:
@@ -406,7 +414,7 @@ class ProfileFile:
         check_writable(path)
         self._streams = path.exists() and not path.is_file()
         if resume and path.is_file():
-            self.known = _read_resumed_rows(path, request.said())
+            self.known = _read_resumed_rows(path, request.common_columns())
 
     def write(self, frame: pd.DataFrame) -> None:
         """Write all rows; standard output and pipes get them at the end (:meth:`close`)."""
@@ -429,9 +437,9 @@ def _read_resumed_rows(path: Path, expected: dict[str, str]) -> pd.DataFrame:
         for row, measured in enumerate(frame[name].astype(str), start=1):
             if measured != requested:
                 settings = measured.split(";"), requested.split(";")
-                was = ";".join(setting for setting in settings[0] if setting not in settings[1])
-                wanted = ";".join(setting for setting in settings[1] if setting not in settings[0])
-                problem = f"is {was}, not {wanted}"
+                only_measured = ";".join(setting for setting in settings[0] if setting not in settings[1])
+                only_requested = ";".join(setting for setting in settings[1] if setting not in settings[0])
+                problem = f"is {only_measured}, not {only_requested}"
                 raise InputError(f"{path}:row {row}:{name}", problem, "measure alike, or write another file")
     frame["accumulation_steps"] = frame["accumulation_steps"].fillna(0).astype("int64")
     repeated_rows = frame.duplicated(["num_replicas", "accumulation_steps", "local_batch_size"]).to_numpy().nonzero()[0]

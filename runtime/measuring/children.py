@@ -23,7 +23,7 @@ SILENCE_LIMIT_S = 300.0
 # The death of a process is seen within this time of what follows from it.
 _GRACE_S = 0.5
 
-# In a child: where it meets the others.
+# In a child: the private folder in which the children meet.
 _folder = ""
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class Children:
         # A pipe for each: a queue that all share can be left locked, or with half a message in it, by one that is killed.
         pipe_pairs = [context.Pipe() for _ in arguments]
         self.pipes = [parent_end for parent_end, _ in pipe_pairs]
-        # A file to meet at: a store on a port would listen to everybody who reaches this machine.
+        # The children meet at a file: a store on a port would listen to everybody who reaches this machine.
         self._folder = tempfile.mkdtemp(prefix="ddltool-")
         self.processes = [
             context.Process(target=_run, args=(body, body_arguments, child_end, source, self._folder), daemon=True)

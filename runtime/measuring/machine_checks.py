@@ -1,4 +1,4 @@
-"""What a machine must be able to do for ddltool, tried rather than asked: packages, ports, gloo, NCCL, clocks, folders.
+"""Checks of the machine on which ddltool is to run, by trying: packages, ports, gloo, NCCL, clocks, folders.
 
 Start at :func:`examine`. No check raises: a machine where everything is broken gets a whole list. ``failed`` stops some
 command from working, ``warning`` makes figures worse or concerns a part that may not be needed, ``optional`` is an extra that
@@ -70,8 +70,9 @@ def examine() -> tuple[list[MachineCheck], Machine]:
             checks += check_torchvision()
         else:
             checks.append(port)
-    # The clock is looked at when the processes are done: a busy machine is not a coarse clock.
-    return [*checks, check_clock(), *_check_folders(), check_shared_memory(), *_check_extras()], machine
+    # The clock is checked when the processes are done: on a busy machine a fine clock looks coarse.
+    working = check_folder("this folder", Path.cwd(), required=False, remedy="give -o FILE in a writable folder")
+    return [*checks, check_clock(), working, check_temporary(), check_shared_memory(), *_check_extras()], machine
 
 
 def _check(name: str, found: str, status: str = "ok", remedy: str = "", *, fine: bool = False) -> MachineCheck:
@@ -105,7 +106,7 @@ def machine_nodes() -> Nodes:
     devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     gpus = Counter((device.name, round(device.total_memory / 2**30, 1)) for device in devices)
     if gpus:
-        nodes = (Node(name=name, device=gpu, count=n, memory_gib=gib) for (gpu, gib), n in gpus.items())
+        nodes = (Node(name=name, device=gpu, count=count, memory_gib=gib) for (gpu, gib), count in gpus.items())
         return Nodes(nodes=tuple(named(node) for node in nodes))
     memory = round(psutil.virtual_memory().total / 2**30, 1)
     flops, bytes_per_s = _cpu_rates()
@@ -242,11 +243,6 @@ def check_folder(name: str, folder: str | Path, *, required: bool, remedy: str) 
     return _check(name, found, "warning", "make room, or " + remedy, fine=free >= FREE_BYTES)
 
 
-def _check_folders() -> list[MachineCheck]:
-    working = check_folder("this folder", Path.cwd(), required=False, remedy="give -o FILE in a writable folder")
-    return [working, check_temporary()]
-
-
 def check_temporary() -> MachineCheck:
     """Return whether there is a folder for temporary files."""
     remedy = "set TMPDIR to a writable folder"
@@ -269,6 +265,7 @@ def check_shared_memory(folder: str = "/dev/shm") -> MachineCheck:
 
 
 def _check_extras() -> list[MachineCheck]:
+    """Return the checks of packages and programs that some commands need."""
     extras = {name: (installed(name), remedy) for name, remedy in OPTIONAL.items()}
     browser = shutil.which("chromium") or shutil.which("chromium-browser")
     extras["chromium"] = (browser, "only the tests that look at reports need it: apt-get install chromium")

@@ -146,10 +146,8 @@ def finish(
 ) -> tuple[int, str]:
     """Return exit code and stderr of a Python command, run by torchrun for several ``replicas``; no process of it is left."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(replicas))
-    launch = [sys.executable, *(torchrun if replicas > 1 else ()), *command]
-    child = subprocess.Popen(
-        launch, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, errors="replace"
-    )
+    argv = [sys.executable, *(torchrun if replicas > 1 else ()), *command]
+    child = subprocess.Popen(argv, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, errors="replace")
     try:
         _, errors = child.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -190,7 +188,7 @@ def _clock() -> None:
         if len(stamps) == steps:
             write()
             time.sleep(PATIENCE_S)
-            os._exit(0)  # in the middle of the script: its own ending has nothing to say
+            os._exit(0)  # in the middle of the script: the rest of it is not measured
 
     register_optimizer_step_post_hook(stamp_step)
     runpy.run_path(script, run_name="__main__")

@@ -41,9 +41,7 @@ def measured(
     largest: int | None = LARGEST_BATCH
     with stage("measuring") as advance:
         if memory_bytes is not None:
-            limit = measure_limit(
-                request.subject(), memory_bytes, progress=lambda remark: advance(0, f"memory: {remark}")
-            )
+            limit = measure_limit(request.subject(), memory_bytes, progress=lambda text: advance(0, f"memory: {text}"))
             largest = limit.batch
             if largest == 0:
                 raise InputError("--memory", f"even batch 1 needs more than {show_bytes(memory_bytes)}", "give more")
@@ -76,7 +74,7 @@ def measured(
 
 
 @contextlib.contextmanager
-def kept(file: ProfileFile) -> Iterator[None]:
+def keeping_rows(file: ProfileFile) -> Iterator[None]:
     """Add the number of rows in ``file`` to the message of an error or a Ctrl-C in the block."""
     try:
         yield
@@ -104,15 +102,15 @@ def device_memory(device: str) -> float:
     return float(torch.cuda.get_device_properties(0).total_memory)
 
 
-def width(row: Mapping[str, Any]) -> float:
-    """Return half the width of a step time's interval relative to the step time."""
+def half_width(row: Mapping[str, Any]) -> float:
+    """Return half the width of the interval of a row's step time over the step time."""
     return float((row["step_time_high_s"] - row["step_time_low_s"]) / 2 / row["step_time_s"])
 
 
 def _shortfalls(result: ProfileResult, request: MeasureRequest) -> list[str]:
     """Return a sentence for step times less precise than requested, and one for configurations not measured."""
     sentences = []
-    wide = [relative for row in result.rows if (relative := width(row)) > request.precision]
+    wide = [relative for row in result.rows if (relative := half_width(row)) > request.precision]
     if wide and request.repeats is None:
         sentences.append(
             f"{len(wide)} of {len(result.rows)} step times are known to {max(wide):.0%} only, not {request.precision:.0%}; "

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 # Six steps are the fewest whose extremes hold the median with 95 %; three are the fewest that show any spread.
 FEWEST_FOR_AN_INTERVAL, FEWEST = 6, 3
-# Steps timed within a moment share the machine's mood of that moment, however many they are.
+# Steps timed within so short a time may all be slow or fast by what else the machine does then, however many they are.
 SHORTEST_LOOK_S = 0.2
 
 
 class ResolvedStep(Protocol):
-    """What a resolver returns: the module, its inputs, and a loss of its output."""
+    """The training step that a resolver returns: the module, its inputs, and a loss of its output."""
 
     module: nn.Module
     inputs: tuple[Any, ...]
@@ -38,7 +38,7 @@ class ResolvedStep(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """What is measured, the same for all tasks. ``resolver`` is ``package.module:function``."""
+    """The model and settings that all tasks share. ``resolver`` is ``package.module:function``."""
 
     source: str
     resolver: str
@@ -67,25 +67,26 @@ class MeasureTask:
         passes = f", {self.accumulation} accumulation steps" if self.accumulation else ""
         return f"batch {self.batch} on {self.replicas} replica{'s' if self.replicas > 1 else ''}{passes}"
 
-    def over(self, times: list[float], spent: float) -> bool:
-        """Return whether the timed steps (seconds) are enough; ``spent``: seconds of all steps, warm-up included.
+    def is_over(self, steps_s: list[float], spent_s: float) -> bool:
+        """Return whether the timed steps (seconds of each) are enough; ``spent_s``: of all steps, warm-up included.
 
         All replicas see the same times, so all of them stop at the same step.
         """
-        if len(times) >= self.most or (len(times) >= FEWEST and spent >= self.seconds):
+        if len(steps_s) >= self.most or (len(steps_s) >= FEWEST and spent_s >= self.seconds):
             return True
-        if len(times) < FEWEST_FOR_AN_INTERVAL or sum(times) < SHORTEST_LOOK_S or not self.precision:
+        if len(steps_s) < FEWEST_FOR_AN_INTERVAL or sum(steps_s) < SHORTEST_LOOK_S or not self.precision:
             return False
-        return median_interval(times).relative <= self.precision
+        return median_interval(steps_s).relative <= self.precision
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimings:
-    """What a visit gave: seconds of each step, the slowest replica's; all empty when memory ran out."""
+    """The times of a visit, seconds of the slowest replica; all empty when memory ran out."""
 
     full: tuple[float, ...] = ()
+    """Of each full step."""
     local: tuple[float, ...] = ()
-    """Of steps without synchronisation, interleaved; empty for one replica."""
+    """Of steps without synchronisation, one after each full step; empty for one replica."""
     passes: tuple[float, ...] = ()
     """Of one accumulation pass in each full step; empty without accumulation."""
     peak_bytes: float = 0.0
@@ -158,9 +159,8 @@ class StepTimer:
             return self._run(task, alive)
         except (MemoryError, RuntimeError) as error:
             text = str(error).lower()
-            is_memory_error = (
-                "out of memory" in text or "can't allocate memory" in text
-            )  # CUDA's and the CPU's allocator
+            # the words of CUDA's allocator and of the CPU's
+            is_memory_error = "out of memory" in text or "can't allocate memory" in text
             if not isinstance(error, MemoryError) and not is_memory_error:
                 raise
         self.drop()
@@ -169,7 +169,7 @@ class StepTimer:
         return StepTimings()
 
     def drop(self) -> None:
-        """Give back the memory of the configuration that was measured last."""
+        """Free the memory of the configuration that was measured last."""
         self._prepared = self._timed_step = None
         gc.collect()
         if self.device.type == "cuda":
@@ -199,7 +199,7 @@ class StepTimer:
         full_s: list[float] = []
         local_s: list[float] = []
         passes_s: list[float] = []
-        while not task.over(full_s, spent_s):
+        while not task.is_over(full_s, spent_s):
             step_s, pass_s = timed_step(task, True)
             full_s.append(step_s)
             spent_s += step_s

@@ -30,14 +30,14 @@ from ddltool.runtime.servers.wire import BEAT_S, Message, Peer, Wire
 log = logging.getLogger(__name__)
 
 LIMIT_S, JOIN_S = 300.0, 60.0
-REMIND_S = 10.0  # how often to say who is missing
-HEAR_S = 1.0  # how much longer those who have come wait than server 0, to hear whom it missed
+REMIND_S = 10.0  # how often to log which processes are missing
+HEAR_S = 1.0  # how much longer the other processes wait than server 0, to hear from it which ranks it missed
 _meetings_by_address: Counter[str] = Counter()
 
 
 @dataclass(kw_only=True)
 class Meeting:
-    """Where the processes of a job find each other, and which of them this one is; one for each worker or server.
+    """The place where a job's processes find each other, and this process's rank; one object for each worker or server.
 
     ``address`` and ``token`` are known to all beforehand, or server 0 leaves both in ``store``, one that all reach.
     """
@@ -81,7 +81,7 @@ class Meeting:
         _meetings_by_address[self.address] += 1
         self._key = f"ddltool/servers/{self.job}"
 
-    def here(self) -> tuple[str, int]:
+    def listening_place(self) -> tuple[str, int]:
         """Return the host and port (0: any) for server 0 to listen at, and make a token where there is none."""
         if self.address:
             host, _, port = self.address.rpartition(":")
@@ -135,8 +135,9 @@ class Meeting:
             raise InputError("RANK", problem, "give one of those")
 
 
-@functools.cache  # rank 0 may be the one that keeps it, for as long as the process lives
+@functools.cache  # rank 0 may host the store, for as long as the process lives
 def _store_of_environment() -> Store:
+    """Return torch.distributed's store by ``MASTER_ADDR`` and ``MASTER_PORT``. Raises TransferError when it does not answer."""
     try:
         store: Store = next(iter(rendezvous("env://", timeout=timedelta(seconds=LIMIT_S))))[0]
     except (RuntimeError, ValueError) as error:
@@ -159,14 +160,16 @@ class Hello:
     """A process's first message: its place in the job, and what it was started with."""
 
     rank: int | None
-    """None: it joins late."""
+    """None: the process joins late."""
     job: int
+    """Number of the job among those that meet at this address, from 0."""
     plan: str
+    """The plan's digest."""
     policy: str
     refusal: str = ""
-    """What this process finds wrong with its own arguments: then nobody begins."""
+    """The error in this process's own arguments, which keeps the job from beginning; empty: none."""
     address: str = ""
-    """Where a server listens."""
+    """``HOST:PORT`` where a server listens; empty for a worker."""
 
 
 def call(wire: Wire, plan: TransferPlan, address: str, hello: Hello, limit_s: float) -> tuple[list[Any], list[Message]]:

@@ -1,4 +1,4 @@
-"""An elastic-bsp plan, followed: workers that meet at predicted barriers, and their server. Start at :func:`follow`."""
+"""Training by an elastic-bsp plan: workers that meet at predicted barriers, and their server. Start at :func:`follow`."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ def follow(
         for inputs, answers in follow("enforce.json", model, optimizer, dataset, epochs=3):
             nn.functional.cross_entropy(model(inputs), answers).backward()
 
-    The bare model (no DDP), one forward and one backward pass a batch; the server's ``optimizer`` makes the updates. It ends
-    when all workers together have processed ``epochs`` times the dataset, whoever made more of it; then every process has the
-    trained parameters. ``options`` go to ``DataLoader``; ``checkpoint`` as for :class:`Worker`, one for each rank.
+    Give the bare model (no DDP), and make one forward and one backward pass a batch; the server's ``optimizer`` makes the
+    updates. The loop ends when all workers together have processed ``epochs`` times the dataset, in whatever shares; then
+    every process has the trained parameters. ``options`` go to ``DataLoader``; ``checkpoint`` as for :class:`Worker`, one for
+    each rank.
 
     Raises InputError where config and job do not fit, TransferError when the server is lost.
     """
@@ -57,12 +58,10 @@ def follow(
         )
     if not epochs > 0:
         raise InputError("epochs", f"is {epochs}", "give a number above 0")
-    known = {record.name: record.priority for record in planned.parameters if record.priority is not None}
-    names = {name for name, _ in model.named_parameters()}
-    plan = TransferPlan.for_model(
-        model, workers=planned.world_size, servers=1, priority=known if known.keys() == names else None
-    )
-    # The plan takes the barrier of most iterations a second, which with known speeds is least waiting for each.
+    priority = {record.name: record.priority for record in planned.parameters if record.priority is not None}
+    full_priority = priority if priority.keys() == dict(model.named_parameters()).keys() else None
+    plan = TransferPlan.for_model(model, workers=planned.world_size, servers=1, priority=full_priority)
+    # The plan's objective: most iterations a second, which with known speeds is the least waiting per iteration.
     gap = planned.superstep.iteration_gap
     policy = ElasticBSP(planned.superstep.lookahead, objective="per_iteration", max_gap=gap)
     rank = int(os.environ.get("RANK", "0"))
@@ -75,37 +74,37 @@ def follow(
         problem = f"is {size} for each of {plan.workers} workers, but the dataset has {samples} samples"
         raise InputError(f"{path}:ranks.local_batch_size", problem, "plan smaller batches or fewer devices")
     updates = math.ceil(epochs * samples / size)
-    file = _opened(planned, rank)
+    file = _open_telemetry(planned, rank)
     with Worker(model, plan, policy, checkpoint=checkpoint) as worker:
         file.identity = replace(file.identity, run=worker.run)
         recorder = StepRecorder(file, cuda=is_cuda(model))
-        for epoch in itertools.count():  # who is faster begins with the next
+        for epoch in itertools.count():  # a faster worker begins with the next epoch earlier
             shares = worker.batches(samples, size, epoch=epoch, seed=seed, drop_last=True)
             loader = DataLoader(dataset, batch_sampler=[share.tolist() for share in shares], **options)
             for batch in loader:
                 if worker.updates >= updates:
                     worker.pull()
                     return
-                left = False
+                has_left = False
                 with worker.step():
                     recorder.begin_forward()
                     waited_s = worker.waited_s
                     try:
                         yield batch
                     except GeneratorExit:  # the script has left its loop, after this step
-                        left = True
+                        has_left = True
                     recorder.pause(worker.waited_s - waited_s)
                     recorder.begin_exchange(size, size * plan.workers).note_ready()
                 recorder.after_update()
-                if left:
+                if has_left:
                     return
 
 
-def _opened(planned: Enforcement, rank: int) -> TelemetryFile:
-    """Return the file of telemetry, if there is one, which all open before any writes; a row is an iteration of a worker."""
+def _open_telemetry(planned: Enforcement, rank: int) -> TelemetryFile:
+    """Return the plan's telemetry file, open, or a closed one that drops its rows; a row is an iteration of a worker."""
     size, device = planned.world_size, planned.ranks[rank].device_type
-    about = Identity(rank=rank, world_size=size, num_nodes=count_nodes(size + 1), device=device)
-    file = TelemetryFile(Path(planned.telemetry or os.devnull), about)
+    identity = Identity(rank=rank, world_size=size, num_nodes=count_nodes(size + 1), device=device)
+    file = TelemetryFile(Path(planned.telemetry or os.devnull), identity)
     if planned.telemetry is not None:
         file.open()
     return file

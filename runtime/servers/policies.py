@@ -42,7 +42,7 @@ class Update:
 
 @dataclass(kw_only=True, slots=True)
 class ServerState:
-    """What one server knows about the job; the server keeps it, policies read it."""
+    """One server's view of the job; the server keeps it up to date, policies read it."""
 
     workers: int
     """The workers that began the job, or the most members at one time if that is more."""
@@ -57,7 +57,7 @@ class ServerState:
     members: set[int] = field(init=False)
     """Workers that have neither closed nor been lost."""
     pushed: dict[str, list[int]] = field(init=False)
-    """Per trainable parameter and worker, how many gradients have come."""
+    """Per trainable parameter and worker, the number of gradients that have come; a joiner's counts from its ``start``."""
     steps: list[int] = field(init=False)
     """Per worker, how many steps' gradients have come whole; who joined counts from its ``start``."""
     start: dict[int, int] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class SyncPolicy:
         return type(self).__name__ + (f"({', '.join(map(str, self.settings))})" if self.settings else "")
 
     def open(self, state: ServerState) -> None:
-        """Begin on a server."""
+        """Begin on a server whose state, which the server keeps up to date, is ``state``."""
         self.state = state
 
     def waits_for(self, worker: int, clock: int, name: str) -> list[int] | None:
@@ -161,6 +161,7 @@ class BSP(SyncPolicy):
         return {worker for worker in self.state.members if start.get(worker, 0) <= next_step}
 
     def _due_updates(self, names: Iterable[str]) -> list[Update]:
+        """Return the updates of those parameters that have a gradient of every needed worker, and forget their gradients."""
         updates = []
         for name in names:
             pending = self._pending_gradients[name]
@@ -221,9 +222,9 @@ class ElasticBSP(ASP):
             raise InputError("ElasticBSP:lookahead", f"is {lookahead}", "give 1 or more")
         if max_gap is not None and max_gap < 0:
             raise InputError("ElasticBSP:max_gap", f"is {max_gap}", "give 0 or more")
-        for what, name, known in (("predictor", predictor, PREDICTORS), ("objective", objective, OBJECTIVES)):
+        for argument, name, known in (("predictor", predictor, PREDICTORS), ("objective", objective, OBJECTIVES)):
             if name not in known:
-                raise InputError(f"ElasticBSP:{what}", f'"{name}"', did_you_mean(name, known))
+                raise InputError(f"ElasticBSP:{argument}", f'"{name}"', did_you_mean(name, known))
         self.lookahead, self.predictor, self.objective, self.max_gap = lookahead, predictor, objective, max_gap
         self.settings = lookahead, predictor, objective, max_gap
 
@@ -253,10 +254,8 @@ class ElasticBSP(ASP):
     def joined(self, worker: int, clock: int) -> None:
         """Let the joiner's first superstep be the next one."""
         self.quota = [*self.quota]
-        self.quota[worker], self._last_barrier[worker] = (
-            max(self.quota[worker], clock),
-            max(self._last_barrier[worker], clock),
-        )
+        self.quota[worker] = max(self.quota[worker], clock)
+        self._last_barrier[worker] = max(self._last_barrier[worker], clock)
 
     def decide(self, now_s: float, worker: int | None = None) -> BarrierRow | None:
         """Begin a superstep when every member has made its iterations of the last one.
@@ -289,9 +288,7 @@ class ElasticBSP(ASP):
         self._superstep_workers, self._superstep_began_s = members, now_s
         self._iterations, self._predicted_end_s = [1] * len(members), []
         if self._superstep_count >= WARM_UP and all(member_lengths_s):
-            self._iterations, self._predicted_end_s = self.choose(
-                [np.array(lengths_s) for lengths_s in member_lengths_s]
-            )
+            self._iterations, self._predicted_end_s = self.choose(list(map(np.array, member_lengths_s)))
         quota = [*self.quota]
         for worker, count in zip(members, self._iterations, strict=True):
             quota[worker] = state.steps[worker] + count
@@ -310,5 +307,5 @@ class ElasticBSP(ASP):
         return barrier.iterations.tolist(), barrier.chosen_s.tolist()
 
     def follow(self, quota: list[int]) -> None:
-        """Keep the barrier that has been reached, and set the next one."""
+        """Take the present quota as the last barrier and ``quota`` as the next one."""
         self._last_barrier, self.quota = [*self.quota], quota

@@ -1,4 +1,4 @@
-"""What a server of a synchronisation model writes down: JSON Lines, and the same figures summed up in memory.
+"""The telemetry of a server of a synchronisation model: JSON Lines, and the same figures summed up in memory.
 
 Start at :class:`SyncLog`. One file per server, written by it alone; each line is a row of :mod:`ddltool.telemetry`.
 """
@@ -18,15 +18,16 @@ log = logging.getLogger(__name__)
 
 
 class SyncLog:
-    """Sums up and writes.
+    """Sums up and writes one server's rows.
 
     Attributes:
-        wait_s: per worker, how long its transfers have waited for others.
-        staleness: how many steps' gradients were used with which staleness.
+        wait_s: per worker, seconds in which its transfers have waited for other workers.
+        staleness: number of steps whose gradients were used with each staleness.
         run: the name of this start of the job, which server 0 chooses.
     """
 
     def __init__(self, workers: int, path: Path | None) -> None:
+        """Take the number of workers, late ones included; ``path`` None: nothing is written."""
         self.path = path
         self.run = new_run()
         self.wait_s = [0.0] * workers
@@ -39,7 +40,7 @@ class SyncLog:
         self._file = LineFile(self.path, kind_of(SyncEvent), "sync telemetry")
 
     def start(self) -> None:
-        """Times count from here."""
+        """Make this moment the zero of all times."""
         self._began_s = time.monotonic()
 
     @property
@@ -55,7 +56,7 @@ class SyncLog:
             self._file.write([row.model_copy(update={"run": self.run}).model_dump_json()])
 
     def close(self, policy: str, steps: list[int], updates: int) -> None:
-        """Write the summary and close the file."""
+        """Write the summary and close the file. ``steps``: by worker; ``updates``: per parameter."""
         time_s = self.time_s
         self.add(
             SummaryRow(

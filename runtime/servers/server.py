@@ -23,7 +23,7 @@ from ddltool.runtime.hook.stopping import StopSignals, refuse_in_one_line
 from ddltool.runtime.servers.meeting import Hello, Meeting, address_towards, call, gather
 from ddltool.runtime.servers.policies import BSP, ServerState, SyncPolicy, Update
 from ddltool.runtime.servers.records import SyncLog, log
-from ddltool.runtime.servers.transfers import TransferError, TransferPlan, named
+from ddltool.runtime.servers.transfers import TransferError, TransferPlan, describe_error
 from ddltool.runtime.servers.wire import BEAT_S, CLOSED, STOOD_STILL_S, Message, Peer, Wire, fill
 from ddltool.telemetry import JoinedRow, LeftRow, StepRow
 
@@ -61,8 +61,8 @@ class Server:
 
     Attributes:
         values: this server's parameters by name, the last finite ones; replaced, never written to.
-        version: how often each has been updated.
-        lost: worker to the reason, in the order of loss.
+        version: number of updates of each parameter, by name.
+        lost: why each lost worker was lost, in the order of loss.
         closed: the workers that have ended well.
         log: waiting and staleness.
         policy: with ElasticBSP, ``policy.supersteps`` on server 0 has the decisions.
@@ -143,7 +143,7 @@ class Server:
         """Listen, exchange hellos with the other processes, and connect to them; server 0 gathers all others."""
         plan, first, first_address = self.plan, self.plan.rank_of_server(0), ""
         if self.server == 0:
-            host, port = meeting.here()
+            host, port = meeting.listening_place()
         else:
             first_address = meeting.find()
             host, port = address_towards(first_address.rpartition(":")[0]), 0
@@ -208,7 +208,7 @@ class Server:
         except BaseException as error:
             failure, how = error, "failed:" if isinstance(error, Exception) else "was ended by"
             if not isinstance(error, TransferError):
-                failure = TransferError(f"{self._title} {how} {named(error)}")
+                failure = TransferError(f"{self._title} {how} {describe_error(error)}")
             self._broadcast(self._rank_of_peer, "end", str(failure))
             if failure is error or not isinstance(error, Exception):
                 raise
@@ -225,21 +225,15 @@ class Server:
         """On server 0: refuse a worker that joins late, or give it a seat and its first step."""
         hello, own_hello = Hello(**content), self._hello
         if hello.rank is not None:
-            return  # it is ahead, in another job that will be at the same place: it calls again
-        own_job, joiner_job = (
-            f"plan {hello_message.plan} under {hello_message.policy}" for hello_message in (own_hello, hello)
-        )
+            return  # a process ahead of this job, in the next one at this address: it calls again
+        own_job, joiner_job = (f"plan {greeting.plan} under {greeting.policy}" for greeting in (own_hello, hello))
         worker = self.plan.workers + len(self._state.start)
         if joiner_job != own_job:
-            refusal = [
-                "job",
-                f"is {own_job}, this worker has {joiner_job}",
-                "give the joiner the plan and model of the job",
-            ]
-            self._wire.send(peer, ["refused", *refusal])
+            problem = f"is {own_job}, this worker has {joiner_job}"
+            self._wire.send(peer, ["refused", "job", problem, "give the joiner the plan and model of the job"])
         elif worker >= self.plan.seats:
-            refusal = ["transfer plan:late", f"all {self.plan.late} seats have been taken", "plan for more"]
-            self._wire.send(peer, ["refused", *refusal])
+            problem = f"all {self.plan.late} seats have been taken"
+            self._wire.send(peer, ["refused", "transfer plan:late", problem, "plan for more"])
         else:
             self._on_worker(peer, worker)
             # The next step without a pushed gradient on any server: a worker pushes when it has all parameters, and
@@ -286,9 +280,11 @@ class Server:
         return worker if worker in self._state.members else None
 
     def _on_here(self, peer: Peer) -> None:
+        """Note a worker's sign of life."""
         self._member_of_peer(peer)
 
     def _on_pull(self, peer: Peer, clock: int) -> None:
+        """Queue all parameters for a worker that has made ``clock`` steps."""
         if (worker := self._member_of_peer(peer)) is not None:
             seat = self._seats[worker]
             seat.clock = clock
@@ -297,6 +293,7 @@ class Server:
             seat.epoch_first_step = clock if seat.epoch_first_step is None else seat.epoch_first_step
 
     def _on_gradient(self, peer: Peer, index: int, clock: int, payload: memoryview) -> None:
+        """Read the gradient of the parameter with this index in the plan, of step ``clock``, and accept it."""
         if (worker := self._member_of_peer(peer)) is not None:
             slot = self.plan.slots[index]
             gradient = torch.empty(slot.shape, dtype=getattr(torch, slot.dtype))
@@ -340,6 +337,7 @@ class Server:
             self._send(worker, "members", members)
 
     def _on_share(self, peer: Peer, batches: int) -> None:
+        """Note how many batches a worker has in the epoch for which it asked last."""
         if (worker := self._member_of_peer(peer)) is not None:
             self._seats[worker].epoch_batches = batches
 
@@ -350,6 +348,7 @@ class Server:
             self._wire.send(peer, ["bye"])
 
     def _on_fail(self, peer: Peer, reason: str) -> None:
+        """Take out a worker that reports its own failure."""
         if (worker := self._member_of_peer(peer)) is not None:
             self._remove_lost_worker(worker, reason)
 
@@ -368,27 +367,30 @@ class Server:
     def _on_connected(self, peer: Peer) -> None: ...
 
     def _on_bye(self, peer: Peer) -> None:
-        """Another server has served to the end."""
+        """Forget another server, which has served to the end."""
         self._server_peers.pop(self._rank_of_peer.pop(peer))
 
     def _on_end(self, peer: Peer, reason: str) -> None:
-        """Another server has failed."""
+        """Raise the failure of another server as a TransferError."""
         raise TransferError(f"{self._title} ended, before that: {reason}")
 
     def _on_seat(self, peer: Peer, worker: int, clock: int) -> None:
+        """Admit a joiner by order of server 0, and confirm it."""
         self._admit_joiner(worker, clock)
         self._wire.send(peer, ["seated", worker])
 
     def _on_seated(self, peer: Peer, worker: int) -> None:
+        """On server 0, note that another server has admitted a joiner."""
         if worker in self._joiners:
             self._joiners[worker][1].discard(self._rank_of_peer[peer])
             self._begin_joiner(worker)
 
     def _on_barrier(self, peer: Peer, quota: list[int]) -> None:
+        """Follow server 0's decision on the next barrier."""
         self.policy.follow(quota)
 
     def _on_lost(self, peer: Peer, worker: int, reason: str) -> None:
-        """Another server has taken a worker out."""
+        """Take out a worker that another server has taken out."""
         if worker in self._state.members:
             self._remove_lost_worker(worker, reason)
 
@@ -438,20 +440,17 @@ class Server:
         clock, name = seat.blocked_transfer
         blocker_titles = listed([title(self.plan.rank_of_worker(other)) for other in blockers], 3)
         names_behind = [self.plan.slots[index].name for index in list(seat.queue)[1:]]
-        behind_text = f" ({listed(names_behind, 3)} wait behind it)" if names_behind else ""
+        behind = f" ({listed(names_behind, 3)} wait behind it)" if names_behind else ""
         worker_title = title(self.plan.rank_of_worker(worker))
-        return (
-            f"{name} for {worker_title}{behind_text} waits for its gradient of step {clock - 1} from {blocker_titles}"
-        )
+        return f"{name} for {worker_title}{behind} waits for its gradient of step {clock - 1} from {blocker_titles}"
 
     def _send_heartbeats(self) -> None:
         """Send a sign of life to all, and take out silent workers for which others wait."""
         now_s = time.monotonic()
         if now_s - self._last_heartbeat_s < min(BEAT_S, self._lost_after_s / 4):
             return
-        if (
-            now_s - self._last_heartbeat_s > BEAT_S + STOOD_STILL_S
-        ):  # what the workers said meanwhile may still be on its way
+        # This process stood still: messages that workers sent meanwhile may still be on their way.
+        if now_s - self._last_heartbeat_s > BEAT_S + STOOD_STILL_S:
             for seat in self._seats:
                 seat.last_heard_s = now_s
         self._last_heartbeat_s = now_s
@@ -459,9 +458,8 @@ class Server:
         # Once some workers have closed the run ends, and the server waits for all that remain.
         reason_by_worker = dict.fromkeys(self._state.members, "others have closed") if self.closed else {}
         for worker, seat in enumerate(self._seats):
-            for blocker in (
-                (self._blockers_of(worker, *seat.blocked_transfer) or ()) if seat.blocked_transfer is not None else ()
-            ):
+            blockers = None if seat.blocked_transfer is None else self._blockers_of(worker, *seat.blocked_transfer)
+            for blocker in blockers or ():
                 reason_by_worker[blocker] = f"others waited for it: {self._describe_wait(worker, [blocker])}"
         for worker, reason in reason_by_worker.items():
             seat = self._seats[worker]
@@ -500,9 +498,8 @@ class Server:
             self.closed.add(worker)
         else:
             epoch_text = "" if seat.epoch is None else f"; it had made {steps} steps of epoch {seat.epoch}"
-            epoch_text += (
-                "" if batches_left is None else f", {batches_left} of its {seat.epoch_batches} batches are left out"
-            )
+            if batches_left is not None:
+                epoch_text += f", {batches_left} of its {seat.epoch_batches} batches are left out"
             log.warning("worker %d is taken out of the job: %s%s", worker, reason, epoch_text)
         if state.members:
             self._apply_updates(self.policy.settle(), "after the loss or the end of a worker")

@@ -23,7 +23,7 @@ from ddltool.runtime.hook.data_parallel import Config, loaded
 
 
 class TransferError(DdlToolError):
-    """A transfer did not happen: says which one waited, for what, and on which rank."""
+    """A transfer did not happen; the message says which one waited, for what, and on which rank."""
 
     exit_code = 1
 
@@ -41,13 +41,13 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferPlan:
-    """Which parameter lies on which server, and in which order each server hands them to each worker.
+    """The server of each parameter, and the order in which each server hands its parameters to each worker.
 
-    Parameters have the index they are registered with. ``priority`` None and ``random_seed`` None: every channel keeps
-    the order of registration.
+    ``priority`` None and ``random_seed`` None: every channel keeps the order of registration.
     """
 
     slots: tuple[Slot, ...]
+    """The parameters that travel, in the order of registration; their index here is what messages carry."""
     workers: int
     servers: int
     priority: tuple[int, ...] | None = None
@@ -55,7 +55,7 @@ class TransferPlan:
     random_seed: int | None = None
     """With a seed, every worker's every pull has an order of its own, drawn at random: TicTac's baseline."""
     late: int = 0
-    """How many more workers may join while the job runs."""
+    """Number of workers that may join while the job runs."""
 
     @classmethod
     def for_model(
@@ -83,7 +83,7 @@ class TransferPlan:
         names = dict.fromkeys(slot.name for slot in slots)
         if priority is not None:
             wrong = {"misses": names.keys() - priority.keys(), "has unknown": priority.keys() - names.keys()}
-            if parts := [f"{what} {listed(sorted(odd, key=natural_key), 3)}" for what, odd in wrong.items() if odd]:
+            if parts := [f"{verb} {listed(sorted(odd, key=natural_key), 3)}" for verb, odd in wrong.items() if odd]:
                 remedy = "it must name each of the model's parameters once"
                 raise InputError("transfer plan:priority", " and ".join(parts), remedy)
         return cls(
@@ -103,16 +103,16 @@ class TransferPlan:
 
     @property
     def world_size(self) -> int:
-        """Number of processes that begin: workers and servers."""
+        """Number of processes at the start of the job: workers and servers."""
         return self.workers + self.servers
 
     @property
     def seats(self) -> int:
-        """Number of workers with all who may join."""
+        """Number of workers when all that may join have joined."""
         return self.workers + self.late
 
     def rank_of_worker(self, worker: int) -> int:
-        """Return the rank of worker ``worker``; who joins has one beyond those that began."""
+        """Return the rank of worker ``worker``; a joiner's is beyond the ranks of the job's start."""
         return worker if worker < self.workers else worker + self.servers
 
     def rank_of_server(self, server: int) -> int:
@@ -120,21 +120,23 @@ class TransferPlan:
         return self.workers + server
 
     def worker_of_rank(self, rank: int) -> int:
-        """Return which worker has rank ``rank``."""
+        """Return the number of the worker of rank ``rank``."""
         return rank if rank < self.workers else rank - self.servers
 
     def title(self, rank: int) -> str:
-        """Return what messages call the process of rank ``rank``."""
+        """Return the name of the process of rank ``rank`` in messages, as ``server 0 (rank 2)``."""
         is_server = self.workers <= rank < self.world_size
         name = f"server {rank - self.workers}" if is_server else f"worker {self.worker_of_rank(rank)}"
         return f"{name} (rank {rank})"
 
     @cached_property
     def _on_server(self) -> tuple[tuple[int, ...], ...]:
-        """Per server the indices of its parameters in the enforced order; in order of registration without one."""
+        """Per server the indices of its parameters by priority; without priorities in the order of registration."""
         numbers = self.priority or tuple(range(len(self.slots)))
         order = sorted(range(len(self.slots)), key=lambda index: (numbers[index], index))
-        return tuple(tuple(i for i in order if self.slots[i].server == server) for server in range(self.servers))
+        return tuple(
+            tuple(index for index in order if self.slots[index].server == server) for server in range(self.servers)
+        )
 
     def queue(self, server: int, worker: int, pull: int) -> tuple[int, ...]:
         """Return the indices that ``server`` hands to ``worker`` in pull number ``pull``, first to last.
@@ -148,22 +150,21 @@ class TransferPlan:
         return tuple(chance.sample(queue, len(queue)))
 
     def digest(self) -> str:
-        """Return 12 hexadecimal digits that two plans share only if they are the same."""
-        content = asdict(self)
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
+        """Return 12 hexadecimal digits that are equal for two plans only if the plans are equal."""
+        return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:12]
 
 
 def _slots(model: nn.Module, servers: int) -> tuple[Slot, ...]:
-    """Return a model's parameters as they travel."""
+    """Return the slots of a model's parameters; those without elements do not travel."""
     parameters = {name: value for name, value in model.named_parameters() if value.numel()}
-    place = spread({name: value.nbytes for name, value in parameters.items()}, servers)
+    server_by_name = spread({name: value.nbytes for name, value in parameters.items()}, servers)
     return tuple(
         Slot(
             name=name,
             shape=tuple(value.shape),
             dtype=str(value.dtype).removeprefix("torch."),
             trainable=value.requires_grad,
-            server=place[name],
+            server=server_by_name[name],
         )
         for name, value in parameters.items()
     )
@@ -181,8 +182,8 @@ def planned_priority(config: Config) -> dict[str, int]:
     return numbers
 
 
-def named(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return an error in one line: its type, and its text where it has one."""
     text = f"{type(error).__name__}: {error}" if isinstance(error, Exception) and str(error) else ""
-    # Names of files, say, may hold what is no text.
+    # Names of files, say, may hold surrogates, which UTF-8 cannot encode.
     return one_line((text or str(error) or type(error).__name__).encode(errors="replace").decode())

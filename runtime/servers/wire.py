@@ -19,16 +19,16 @@ from ddltool.errors import InputError
 from ddltool.runtime.hook.stopping import StopSignals
 from ddltool.runtime.servers.transfers import TransferError
 
-BEAT_S = 0.1  # how often a server tells everybody that it is there, and so finds who is gone
-# Who hears nothing for so long has itself stood still (stopped, or its machine was), and blames nobody.
+BEAT_S = 0.1  # how often a server sends all a sign of life, and so finds closed connections
+# A process whose own loop took so much longer has itself stood still (stopped, or its machine was), and blames no other.
 STOOD_STILL_S = 1.0
-SILENT_S = 60.0  # how long a machine may not answer before its connections count as broken, whoever waits or does not
+SILENT_S = 60.0  # how long a machine may not answer before its connections count as broken, whether or not anyone waits
 CLOSED = "closed its connection"
-LINGER_S = 1.0  # how long last words may take when an end closes
+LINGER_S = 1.0  # how long queued messages may still take when an end closes
 Peer: TypeAlias = int | bytes
 """The other end of a connection: the rank of a server that was dialled, or the name that a caller has here."""
 Message: TypeAlias = tuple[Peer, list[Any], memoryview | None]
-"""From whom, what (the kind, then its values), and the bytes of a tensor."""
+"""The sender, the content (its kind, then values), and the bytes of a tensor or None."""
 
 
 class Wire:
@@ -39,7 +39,7 @@ class Wire:
     """
 
     def __init__(self, token: str, stop: StopSignals) -> None:
-        """``stop``: heard between two messages, and nowhere else."""
+        """Derive the key pair from ``token``; ``stop`` is heard between two messages, and nowhere else."""
         secret = z85.encode(hashlib.blake2b(token.encode(), digest_size=32, person=b"ddltool servers").digest())
         self._keys = secret, zmq.curve_public(secret)
         self._stop = stop
@@ -55,12 +55,12 @@ class Wire:
     def listen(self, host: str, port: int) -> str:
         """Take calls on one interface, and return its address. Raises InputError where that is not possible."""
         self._router = self._socket(zmq.ROUTER)
-        self._router.router_mandatory = True  # so that a message to one that is gone tells
+        self._router.router_mandatory = True  # so that sending to a closed connection raises
         self._router.curve_server = True
         self._sources.append((None, self._router))
         try:
             self._router.bind(f"tcp://{socket.gethostbyname(host)}:{port or '*'}")
-        except OSError as error:  # ZMQError is one, and that of an unknown name
+        except OSError as error:  # the base of ZMQError and of the error of an unknown host
             raise InputError(f"{host}:{port}", f"cannot be listened at ({error.strerror or error})") from None
         return self._router.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
 
@@ -76,11 +76,10 @@ class Wire:
         dealer.connect(f"tcp://{address}")
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        """Return a polled socket with this job's keys, heartbeats, and queues without limit."""
         zmq_socket = self._context.socket(kind)
         zmq_socket.linger = int(1e3 * LINGER_S)
-        zmq_socket.sndhwm = zmq_socket.rcvhwm = (
-            0  # a worker asks for no more than its parameters: nothing is to be dropped
-        )
+        zmq_socket.sndhwm = zmq_socket.rcvhwm = 0  # drop nothing: a worker asks for its parameters only
         zmq_socket.curve_secretkey, zmq_socket.curve_publickey = self._keys
         zmq_socket.heartbeat_ivl, zmq_socket.heartbeat_timeout = int(250 * SILENT_S), int(1e3 * SILENT_S)
         zmq_socket.reconnect_ivl_max = 1000
@@ -88,15 +87,15 @@ class Wire:
         return zmq_socket
 
     def give_up(self, rank: int) -> None:
-        """Let a server that is gone miss what is still on its way to it; closing then does not wait for that."""
+        """Drop what is queued for a lost server when the wire closes, so that closing does not wait for it."""
         self._dealers[rank].linger = 0
 
-    def send(self, peer: Peer, what: Sequence[Any], tensor: Tensor | None = None) -> None:
-        """Queue a message; the memory of ``tensor`` must not change until it has been sent, which nobody is told.
+    def send(self, peer: Peer, content: Sequence[Any], tensor: Tensor | None = None) -> None:
+        """Queue a message; the memory of ``tensor`` must never change, as when it has been sent is not known.
 
-        A caller that is gone becomes a message "gone" of its own.
+        For a caller whose connection has ended :meth:`receive` returns one message "gone".
         """
-        frames: list[Any] = [json.dumps(what).encode()]
+        frames: list[Any] = [json.dumps(content).encode()]
         if tensor is not None:
             frames.append(tensor.detach().reshape(-1).view(torch.uint8).numpy())
         if isinstance(peer, int):
@@ -123,13 +122,14 @@ class Wire:
             self._poller.poll(int(1e3 * timeout_s) + 1)
         for monitor, rank in self._monitors.items():
             while monitor.poll(0):
-                ended = recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED
-                self._dealers[rank].linger = 0 if ended else int(1e3 * LINGER_S)
-                self._events.append((rank, ["gone" if ended else "connected"], None))
-        # What came before a connection ended is there by now.
+                has_ended = recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED
+                self._dealers[rank].linger = 0 if has_ended else int(1e3 * LINGER_S)
+                self._events.append((rank, ["gone" if has_ended else "connected"], None))
+        # Messages go before events: all that came over a connection before it ended is there by now.
         return self._next() or (self._events.popleft() if self._events else None)
 
     def _next(self) -> Message | None:
+        """Return a message that has come, the connections taking turns; None: none has."""
         for _ in range(len(self._sources)):
             self._sources.rotate()
             rank, source = self._sources[0]
@@ -151,7 +151,7 @@ class Wire:
 
 
 def fill(tensor: Tensor, payload: memoryview | None) -> None:
-    """Copy what was received into ``tensor``. Raises TransferError when it is of another size."""
+    """Copy received bytes into ``tensor``. Raises TransferError when they are of another size."""
     if payload is None or payload.nbytes != tensor.numel() * tensor.element_size():
         raise TransferError(f"{0 if payload is None else payload.nbytes} bytes came for {tuple(tensor.shape)}")
     tensor.copy_(torch.frombuffer(payload, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape))

@@ -29,14 +29,14 @@ from ddltool.errors import DdlToolError, InputError
 from ddltool.runtime.hook.stopping import StopSignals, Terminated, refuse_in_one_line
 from ddltool.runtime.servers.meeting import Meeting, call
 from ddltool.runtime.servers.policies import BSP, SyncPolicy
-from ddltool.runtime.servers.transfers import TransferError, TransferPlan, named
+from ddltool.runtime.servers.transfers import TransferError, TransferPlan, describe_error
 from ddltool.runtime.servers.wire import BEAT_S, CLOSED, STOOD_STILL_S, Wire, fill
 
 log = logging.getLogger(__name__)
 
 PushTime = Literal["ready", "step"]
 PUSH_TIMES = ("ready", "step")
-HERE_S = 1.0  # how often a worker that is receiving says so
+HERE_S = 1.0  # how often a worker that is receiving sends a sign of life
 # Modules that only call their children, which then wait for themselves. Other modules of torch.nn may use the
 # parameters of their children without calling them (MultiheadAttention does).
 _CONTAINERS = (
@@ -64,13 +64,13 @@ class Worker:
 
     Attributes:
         rank: the number of this worker.
-        arrivals: what came in the last pull, in the order in which it came.
-        updates: how many the parameters had when they came, of the parameter with most: the job's progress. Under ASP,
-            SSP and ElasticBSP every gradient is an update; under BSP a whole iteration is.
-        clock: the number of steps whose gradients have been pushed. Who joins late begins with a number near that of the
+        arrivals: the parameters of the last pull, in the order in which they came.
+        updates: the largest number of updates of any parameter that has come: the job's progress. Under ASP, SSP and
+            ElasticBSP every gradient is an update; under BSP a whole iteration is.
+        clock: the number of steps whose gradients have been pushed. A late joiner begins with a number near that of the
             others.
         epoch: the first epoch of which this worker gets a share of the samples.
-        waited_s: seconds in which it has waited for servers, by transfers and at barriers.
+        waited_s: seconds in which this worker has waited for servers, in transfers and at barriers.
         run: the name of this start of the job.
     """
 
@@ -127,16 +127,16 @@ class Worker:
             self._stop.open()
 
     def _meet_processes(self, meeting: Meeting) -> None:
-        """Agree with server 0 on plan and policy, take rank, first step and epoch from it, and connect to the others."""
+        """Agree with server 0 on plan and policy, take rank, first step and epoch from it, and connect to all servers."""
         plan = self.plan
         hello, refusal = meeting.hello(plan, self.policy, self._check_arguments)
         if refusal is not None and meeting.rank is None:
             raise refusal
         try:
-            where = meeting.find()
+            first_address = meeting.find()
             self._wire = Wire(meeting.token, self._stop)
             try:
-                begin, _ = call(self._wire, plan, where, hello, meeting.limit_s)
+                begin, _ = call(self._wire, plan, first_address, hello, meeting.limit_s)
                 rank, self.clock, self.epoch, addresses, self._lost_after_s, self.run = begin
             except BaseException:
                 self._wire.close()
@@ -248,7 +248,7 @@ class Worker:
 
     @contextmanager
     def _running(self, how: str) -> Iterator[None]:
-        """Run the body's exchange with the servers; an error ends this worker, told as ``how`` it left the job."""
+        """Run the block's exchange with the servers; an error ends this worker. ``how``: words before the error's text."""
         if self._failure is not None:
             raise self._failure
         if not self._open:
@@ -265,7 +265,9 @@ class Worker:
 
     def _fail(self, error: BaseException, how: str) -> TransferError:
         """Write the checkpoint when the error ends the job, and tell the servers why this worker leaves."""
-        failure = error if isinstance(error, TransferError) else TransferError(f"{self._title} {how} {named(error)}")
+        failure = (
+            error if isinstance(error, TransferError) else TransferError(f"{self._title} {how} {describe_error(error)}")
+        )
         problem = self._write_checkpoint() if isinstance(error, TransferError | KeyboardInterrupt | Terminated) else ""
         if problem and isinstance(error, TransferError):
             failure = TransferError(f"{error}; {problem}")
@@ -273,11 +275,12 @@ class Worker:
             log.warning("%s: %s", self._title, problem)
         self._failure = failure
         for server in set(range(self.plan.servers)) - self._closed_servers:
-            self._tell(server, "fail", f"{how} {named(error)}")
+            self._tell(server, "fail", f"{how} {describe_error(error)}")
         self._disconnect()
         return failure
 
     def _tell(self, server: int, *content: Any, tensor: Tensor | None = None) -> None:
+        """Send a message of kind ``content[0]`` to a server."""
         self._last_sent_s[server] = time.monotonic()
         self._wire.send(self.plan.rank_of_server(server), content, tensor)
 
@@ -334,13 +337,11 @@ class Worker:
 
     def _register_hooks(self) -> list[Any]:
         """Register hooks that wait before a module's forward pass and that push a gradient once it is complete."""
-        index_of_id = {id(self._parameters[name]): index for index, name in enumerate(self._names)}
+        index_of = {id(self._parameters[name]): index for index, name in enumerate(self._names)}
         handles: list[Any] = []
         for module in self.model.modules():
             is_whole = type(module).__module__.startswith("torch.nn.") and not isinstance(module, _CONTAINERS)
-            owned = [
-                index_of_id[id(value)] for value in module.parameters(recurse=is_whole) if id(value) in index_of_id
-            ]
+            owned = [index_of[id(value)] for value in module.parameters(recurse=is_whole) if id(value) in index_of]
             if owned:
                 wait_hook = partial(self._wait_for_parameters, frozenset(owned))
                 handles.append(module.register_forward_pre_hook(lambda module, args, wait_hook=wait_hook: wait_hook()))
@@ -380,7 +381,7 @@ class Worker:
         self._send_gradient(index, gradient)
 
     def _send_gradient(self, index: int, gradient: Tensor) -> None:
-        # No gradient of a step is pushed before all servers have released the step's values: a joiner counts on that.
+        """Send a parameter's gradient once all values have come: a joiner relies on every server having released the step."""
         self._receive_until(self._has_all_parameters)
         self._pushed_indices.add(index)
         tensor = gradient.detach().to_dense().cpu().contiguous()
@@ -431,9 +432,7 @@ class Worker:
         if self._checkpoint is None or not self._checkpoint_values:
             return ""
         path, self._checkpoint = self._checkpoint, None
-        state = {
-            name: value.detach().cpu() for name, value in self.model.state_dict().items()
-        } | self._checkpoint_values
+        state = {key: value.detach().cpu() for key, value in self.model.state_dict().items()} | self._checkpoint_values
         stream = io.BytesIO()
         torch.save({"model": state, "clock": self._checkpoint_clock}, stream)
         try:

@@ -49,11 +49,11 @@ DEFAULT_CAP_MIB = 25.0
 DEFAULT_FIRST_BYTES = 2**20
 _MOST_SUMS, _MOST_CAPS = 400, 300
 # More buckets are only worth it from this share of the step on: what a launch costs is not in the ring's formula.
-_WORTH = 0.001
+_WORTHWHILE_SHARE = 0.001
 # Sums of gradients that are timed in one call.
-_AT_ONCE = 2**14
+_SUMS_PER_CALL = 2**14
 # A simpler setting within this share of the best one's step is preferred.
-_AS_GOOD = 0.002
+_EQUAL_SHARE = 0.002
 CAPS_MIB = (1, 2, 4, 8, 10, 16, 25, 32, 50, 64, 100, 128, 200, 256, 400, 512, 800, 1024, 2048, 4096)
 
 
@@ -96,7 +96,7 @@ def plan_ddp(program: Program, group: Communicator) -> DdpFigures:
     ]
     capped = [_figures(program, group, assign_buckets(program, cap), cap=cap) for cap in caps]
     fastest = min(plan.step_s for plan in capped)
-    near_best = [plan for plan in capped if plan.step_s <= fastest * (1 + _WORTH)]
+    near_best = [plan for plan in capped if plan.step_s <= fastest * (1 + _WORTHWHILE_SHARE)]
     best_cap = min(near_best, key=lambda plan: (plan.buckets, plan.step_s))
     if default.step_s <= best_cap.step_s:
         best_cap = default
@@ -181,7 +181,7 @@ def best_cuts(program: Program, group: Reducer) -> list[int]:
     cumulative = np.concatenate([np.zeros(1), np.cumsum(program.size_bytes)])
     ends = np.zeros(count + 1)
     previous: Places = np.zeros(count + 1, dtype=np.intp)
-    rows_at_once = max(1, _AT_ONCE // max(count, 1))
+    rows_at_once = max(1, _SUMS_PER_CALL // max(count, 1))
     for first in range(1, count + 1, rows_at_once):
         end_indices = np.arange(first, min(first + rows_at_once, count + 1))
         seconds = group.all_reduce_s(
@@ -216,6 +216,7 @@ def _figures(
     cap: float | None = None,
     cap_list: list[float] | None = None,
 ) -> BucketFigures:
+    """Return the figures of the buckets that end at ``cuts``; ``cap`` or ``cap_list``: the MiB that make them."""
     bounds = [0, *cuts]
     step_s = max(program.compute_s, finish_s(program, group, cuts))
     buckets = [list(program.parameters[low:high]) for low, high in itertools.pairwise(bounds) if high > low]
@@ -231,8 +232,8 @@ def _figures(
 
 def bucket_setting(ddp: DdpFigures) -> BucketSetting:
     """Return DDP's buckets for a plan: the simplest of default, single cap and list that is as good as the best."""
-    chosen = ddp.best_cap if ddp.best_cap.step_s <= ddp.best.step_s * (1 + _AS_GOOD) else ddp.best
-    chosen = ddp.default if ddp.default.step_s <= chosen.step_s * (1 + _AS_GOOD) else chosen
+    chosen = ddp.best_cap if ddp.best_cap.step_s <= ddp.best.step_s * (1 + _EQUAL_SHARE) else ddp.best
+    chosen = ddp.default if ddp.default.step_s <= chosen.step_s * (1 + _EQUAL_SHARE) else chosen
     return BucketSetting(
         bucket_cap_mb=chosen.bucket_cap_mb,
         bucket_cap_mb_list=chosen.bucket_cap_mb_list,
@@ -257,8 +258,8 @@ def _verdict(program: Program, default: BucketFigures, best_cap: BucketFigures, 
     return text + program.starved(default.exposed_s)
 
 
-# Reads and writes of a gradient's elements of 4 bytes: to and from bfloat16; adding the error, a copy of it, three products,
-# and the new error (torch.distributed.algorithms.ddp_comm_hooks).
+# Bytes read and written per element of 4 bytes: to and from bfloat16; adding the error, a copy of it, three products, and the
+# new error (torch.distributed.algorithms.ddp_comm_hooks).
 _BF16_ENCODE, _BF16_DECODE = 6.0, 6.0
 _POWER_ENCODE, _POWER_BETWEEN, _POWER_DECODE = 24.0, 4.0, 16.0
 # powerSGD_hook's min_compression_rate.
@@ -295,9 +296,10 @@ def parse_compression(text: str) -> Compression:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _CompressedSizes:
-    """Of ``p`` gradients in ready order: bytes that are all-reduced, and seconds of work around the all-reduces.
+    """Bytes that are all-reduced of each of ``p`` gradients in ready order, and seconds of work around the all-reduces.
 
-    ``whole``: uncompressed; ``first``, ``second``: of the two compressed all-reduces. ``kept_bytes``: the stored errors.
+    ``whole``: bytes sent uncompressed; ``first``, ``second``: bytes of the two compressed all-reduces. ``kept_bytes``: the
+    stored errors of all gradients.
     """
 
     whole: Floats
@@ -344,10 +346,13 @@ def compressed_ddp(
     )
 
 
-def _compression_verdict(compression: Compression, before: float, after: float, work_s: float, saved: float) -> str:
-    sizes = f"{show_bytes(after)} in place of {show_bytes(before)}"
+def _compression_verdict(
+    compression: Compression, before_bytes: float, sent_bytes: float, work_s: float, saved: float
+) -> str:
+    """Return in words what compression saves; ``saved``: share of DDP's default step, negative where it takes longer."""
+    sizes = f"{show_bytes(sent_bytes)} in place of {show_bytes(before_bytes)}"
     text = f"{compression.name} would send {sizes} for {show_seconds(work_s)} of work: "
-    if after >= before:
+    if sent_bytes >= before_bytes:
         return text + "nothing to gain, the gradients are as small already."
     loss = "" if compression.rank == 0 else "; what its error costs in steps is not predicted"
     if saved >= SMALL_GAIN:
@@ -358,6 +363,7 @@ def _compression_verdict(compression: Compression, before: float, after: float, 
 def _compressed_sizes(
     graph: Graph, program: Program, compression: Compression, memory_bytes_per_s: float
 ) -> _CompressedSizes:
+    """Return what each gradient sends compressed, and the seconds of work at the device's ``memory_bytes_per_s``."""
     element_bytes = _element_bytes(graph)
     elements = program.size_bytes / element_bytes
     if compression.rank == 0:
@@ -397,7 +403,7 @@ def matrices(graph: Graph, elements: Floats) -> tuple[Floats, Floats]:
     """
     factors: dict[float, tuple[float, float]] = {}
     widths: Counter[float] = Counter()
-    # single products first: those of attention come by the head, and have no weights
+    # columns: count, m, n, k; single products first, for those of attention, one per head, have no weights
     for count, _, n, k in sorted(graph.gemm[graph.gemm[:, 1] > 0].tolist(), key=lambda product: float(product[0])):
         factors.setdefault(count * n * k, (count * n, k))
         widths.update((n, k))
@@ -414,8 +420,7 @@ def matrices(graph: Graph, elements: Floats) -> tuple[Floats, Floats]:
 
 def _finish_s(program: Program, group: Communicator, sent: _CompressedSizes, cuts: Sequence[int]) -> float:
     """Return the seconds at which the step ends: encoding and decoding a bucket delays the later ops of the device."""
-    decoded_s = network_s = last_decode_s = 0.0
-    encode_delay_s = 0.0
+    decoded_s = network_s = last_decode_s = encode_delay_s = 0.0
     for low, high in itertools.pairwise([0, *cuts]):
         bucket = slice(low, high)
         encode_delay_s += float(sent.encode_s[bucket].sum())

@@ -20,26 +20,24 @@ from ddltool.units import parse_bandwidth, parse_latency
 
 # An all-reduce of less than this is bound by latency, not by the link.
 _LARGE_BYTES = 64 * 2**20
-# Size, count and type; what stands before them is of whoever collected the output of several processes.
+# Size, count and type; before them may stand what a launcher puts before each process's lines.
 _ROW = re.compile(r"(?:^|\s)(\d+)\s+\d+\s+(?:u?int\d+|half|float|double|bfloat16|f8\w+)\s")
 _RANK = re.compile(r"#\s+Rank\s+(\d+)\s.*\bon\s+(\S+)\s+device")
 _NAMES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
-# A rate printed with two decimals tells a ratio from this one on.
-_PRECISE = 10.0
+# GB/s from which on a rate printed with two decimals is precise enough for a ratio of two.
+_PRECISE_GB_PER_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TestRow:
-    """One message of a log."""
+    """One message size of a log, measured out of place; both rates are in bytes per second."""
 
-    __test__ = False  # no test of pytest's
+    __test__ = False  # pytest would collect the class by its name
 
     size_bytes: int
     seconds: float
-    """Out of place."""
     algorithm_per_s: float
     bus_per_s: float
-    """Bytes."""
 
 
 def is_nccl_log(text: str) -> bool:
@@ -96,7 +94,7 @@ def read_tests(text: str, where: str, gpus_per_node: int = DEVICES_PER_NODE) -> 
     if not rows:
         raise InputError(where, "has no row below a header with time and busbw", "give the output of nccl-tests")
     listed_ranks, nodes = processes_of(text)
-    ratios = [row.bus_per_s / row.algorithm_per_s for row in rows if row.algorithm_per_s >= _PRECISE * 1e9]
+    ratios = [row.bus_per_s / row.algorithm_per_s for row in rows if row.algorithm_per_s >= _PRECISE_GB_PER_S * 1e9]
     ratio = median(ratios) if ratios else 0.0
     named_collectives: list[Collective] = [name for name in _NAMES if f"{name}_perf" in text]
     collective: Collective = (
@@ -105,7 +103,7 @@ def read_tests(text: str, where: str, gpus_per_node: int = DEVICES_PER_NODE) -> 
     if len(named_collectives) > 1 or ((other_name := re.search(r"\b(\w+)_perf\b", text)) and not named_collectives):
         name = ", ".join(named_collectives) or other_name[1]  # type: ignore[index]  # one of both
         raise InputError(where, f"is of {name}", f"one of {', '.join(_NAMES)} in each file")
-    # of 2 (n - 1) / n or (n - 1) / n; a listing may be cut, and of many ranks two decimals do not tell
+    # n ranks have a ratio of 2 (n - 1) / n (all-reduce) or (n - 1) / n: solved for n, unless it is too near its limit to tell
     turns = 2.0 if collective == "all_reduce" else 1.0
     inferred_ranks = round(turns / (turns - ratio)) if 0 < ratio < turns - 1e-3 else 0
     replicas = listed_ranks or inferred_ranks
@@ -145,7 +143,7 @@ def bus_bandwidth(text: str, where: str) -> float:
 
 
 BANDWIDTH, LATENCY = "10Gbit", "50us"
-"""Between nodes, where nothing is said."""
+"""Between nodes, where neither cards nor a rate are given; the latency also of a rate without one."""
 
 
 def own_link(device: Device) -> Link:
@@ -164,19 +162,18 @@ def between_nodes(
 ) -> Link | None:
     """Return the link between nodes: cards by datasheet, or a rate as measured; None: neither is given.
 
-    ``options`` name the three options for errors. Raises InputError for both at once, and for a malformed text.
+    Without ``latency`` a card's hop takes what NCCL's model says of cards (``Link.latency_s`` of 0), a measured rate's 50 us.
+    ``options`` name the three options for errors. Raises InputError for cards with a rate, and for a malformed text.
     """
     if nic is not None and bandwidth is not None:
         raise InputError(options[0], f"does not go with {options[1]}", "cards by datasheet, or a rate as measured")
-    latency_s = 0.0 if latency is None else parse_latency(latency, options[2])
+    latency_s = None if latency is None else parse_latency(latency, options[2])
     if nic is not None:
-        return replace(parse_nic(nic, options[0]), latency_s=latency_s)
+        return replace(parse_nic(nic, options[0]), latency_s=latency_s or 0.0)
     if bandwidth is None:
         return None
-    bytes_per_s = parse_bandwidth(bandwidth, options[1])
-    return Link(
-        kind="plain", bytes_per_s=bytes_per_s, latency_s=parse_latency(LATENCY) if latency is None else latency_s
-    )
+    latency_s = parse_latency(LATENCY) if latency_s is None else latency_s
+    return Link(kind="plain", bytes_per_s=parse_bandwidth(bandwidth, options[1]), latency_s=latency_s)
 
 
 def fabric_of(
@@ -193,8 +190,9 @@ def fabric_of(
 ) -> Fabric:
     """Return the network of nodes of one device type, from the texts of the options of those names.
 
-    Inside a node it is the device's own link unless one is named; between nodes 10 Gbit/s and 50 us unless said otherwise.
-    Raises InputError for what cannot be read.
+    Inside a node it is the device's own link unless one is named; between nodes 10 Gbit/s where neither ``nic`` nor
+    ``bandwidth`` is given. Without ``latency`` a rate has 50 us and a ``nic`` NCCL's own. Raises InputError for what cannot be
+    read.
     """
     if link is not None and local_bandwidth is not None:
         raise InputError("--link", "does not go with --local-bandwidth", "leave out one of the two")

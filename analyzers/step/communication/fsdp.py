@@ -29,7 +29,7 @@ from ddltool.units import show_bytes, show_seconds
 
 DEPTHS = (1, 2, 3, 4, 6, 8)
 # A deeper prefetch must save this share of the step to be worth its memory.
-_WORTH = 0.002
+_WORTHWHILE_SHARE = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,9 @@ def plan_fsdp(program: Program, group: Communicator) -> FsdpFigures | None:
     candidates = [simulate_fsdp(root, units, group, ahead, back) for ahead in depths for back in depths]
     default = simulate_fsdp(root, units, group, 1, 1)
     fastest = min(plan.step_s for plan in candidates)
-    near_best = [plan for plan in candidates if plan.step_s <= fastest * (1 + _WORTH)]
+    near_best = [plan for plan in candidates if plan.step_s <= fastest * (1 + _WORTHWHILE_SHARE)]
     best = min(near_best, key=lambda plan: (plan.gathered_bytes, plan.step_s, plan.forward_depth, plan.backward_depth))
-    if default.step_s <= best.step_s * (1 + _WORTH):
+    if default.step_s <= best.step_s * (1 + _WORTHWHILE_SHARE):
         best = default
     unresharded = [simulate_fsdp(root, units, group, ahead, 1, reshard=False) for ahead in depths]
     best_unresharded = min(unresharded, key=lambda plan: (plan.step_s, plan.forward_depth))
@@ -94,7 +94,7 @@ def prefetch_setting(fsdp: FsdpFigures, chosen: PrefetchFigures | None = None) -
     )
 
 
-def _verdict(program: Program, default: PrefetchFigures, best: PrefetchFigures, kept: PrefetchFigures) -> str:
+def _verdict(program: Program, default: PrefetchFigures, best: PrefetchFigures, unresharded: PrefetchFigures) -> str:
     """Return in words what FSDP2's prefetch can gain and what to set."""
     gain = share_saved(best.step_s, default.step_s)
     text = f"FSDP2's default leaves {show_seconds(default.exposed_s)} of communication exposed; "
@@ -104,8 +104,8 @@ def _verdict(program: Program, default: PrefetchFigures, best: PrefetchFigures, 
         extra = show_bytes(best.gathered_bytes - default.gathered_bytes)
         depths = f"prefetch {best.forward_depth} blocks in forward and {best.backward_depth} in backward"
         text += f"{depths}: {gain:.1%} of the step saved for {extra} more."
-    if (more := share_saved(kept.step_s, best.step_s)) >= SMALL_GAIN:
-        size = show_bytes(kept.gathered_bytes)
+    if (more := share_saved(unresharded.step_s, best.step_s)) >= SMALL_GAIN:
+        size = show_bytes(unresharded.gathered_bytes)
         text += f" Where {size} of gathered parameters fit, reshard_after_forward=False saves another {more:.1%}."
     return text + program.starved(default.exposed_s)
 
@@ -122,45 +122,48 @@ def units_of(program: Program) -> tuple[Unit, list[Unit]] | None:
     held_blocks = [block_of(name, container) for name in program.held]
     trained_blocks = [block_of(name, container) for name in program.parameters]
     names = sorted({name for name in held_blocks if name})
-    first, last, size, gradient = {}, {}, {}, {}
+    first_use_s, last_gradient_s, held_bytes, gradient_bytes = {}, {}, {}, {}
     for name in names:
         is_held = np.array([other == name for other in held_blocks])
         is_trained = np.array([other == name for other in trained_blocks], dtype=bool)
-        first[name] = float(program.first_use_s[is_held].min())
-        size[name] = float(program.held_bytes[is_held].sum())
-        gradient[name] = float(program.size_bytes[is_trained].sum())
-        last[name] = float(program.ready_s[is_trained].max(initial=program.backward_s))
-    names = [name for name in names if np.isfinite(first[name])]
+        first_use_s[name] = float(program.first_use_s[is_held].min())
+        held_bytes[name] = float(program.held_bytes[is_held].sum())
+        gradient_bytes[name] = float(program.size_bytes[is_trained].sum())
+        last_gradient_s[name] = float(program.ready_s[is_trained].max(initial=program.backward_s))
+    names = [name for name in names if np.isfinite(first_use_s[name])]
     if len(names) < 2:
         return None
-    names.sort(key=lambda name: (first[name], name))
-    starts = [first[name] for name in names]
+    names.sort(key=lambda name: (first_use_s[name], name))
+    starts_s = [first_use_s[name] for name in names]
     # Ops of the root after the last block (head, loss) are not told from it by first use alone: the root's own
     # parameters used later mark them.
     uses = zip(program.first_use_s.tolist(), held_blocks, strict=True)
-    late_root_uses = [use for use, name in uses if not name and starts[-1] < use < 1e300]
-    ends = [*starts[1:], min([*late_root_uses, program.backward_s])]
-    by_backward = sorted(names, key=lambda name: (last[name], name))
+    late_root_uses_s = [use_s for use_s, name in uses if not name and starts_s[-1] < use_s < np.inf]
+    ends_s = [*starts_s[1:], min([*late_root_uses_s, program.backward_s])]
+    backward_order = sorted(names, key=lambda name: (last_gradient_s[name], name))
     # The root's own gradients before the first block's are the model's head's.
-    limit_s, ready_times = last[by_backward[0]], zip(program.ready_s.tolist(), trained_blocks, strict=True)
+    limit_s, ready_times = (
+        last_gradient_s[backward_order[0]],
+        zip(program.ready_s.tolist(), trained_blocks, strict=True),
+    )
     block_begin_s = max(
         [program.backward_s, *(ready_s for ready_s, name in ready_times if not name and ready_s < limit_s)]
     )
-    backward: dict[str, float] = {}
-    for name in by_backward:
-        backward[name] = max(0.0, last[name] - block_begin_s)
-        block_begin_s = max(block_begin_s, last[name])
+    backward_s: dict[str, float] = {}
+    for name in backward_order:
+        backward_s[name] = max(0.0, last_gradient_s[name] - block_begin_s)
+        block_begin_s = max(block_begin_s, last_gradient_s[name])
     units = [
-        Unit(name, size[name], gradient[name], max(0.0, end - start), backward[name])
-        for name, start, end in zip(names, starts, ends, strict=True)
+        Unit(name, held_bytes[name], gradient_bytes[name], max(0.0, end_s - start_s), backward_s[name])
+        for name, start_s, end_s in zip(names, starts_s, ends_s, strict=True)
     ]
     blocks_s = sum(unit.forward_s + unit.backward_s for unit in units)
     root = Unit(
         name="",
         size_bytes=float(program.held_bytes.sum()) - sum(unit.size_bytes for unit in units),
         gradient_bytes=max(0.0, float(program.size_bytes.sum()) - sum(unit.gradient_bytes for unit in units)),
-        forward_s=starts[0],
-        backward_s=max(0.0, program.compute_s - blocks_s - starts[0]),
+        forward_s=starts_s[0],
+        backward_s=max(0.0, program.compute_s - blocks_s - starts_s[0]),
     )
     return root, units
 
@@ -178,7 +181,8 @@ def simulate_fsdp(
     """Return the simulated step of one setting of prefetch and resharding. O(blocks x depth).
 
     ``near``: the group that gathers for the backward pass; None: ``group``. The root's backward time is taken to lie half
-    before the blocks (loss, head) and half after (embeddings). Units without a gradient are not reduced.
+    before the blocks (loss, head) and half after (embeddings). Units without a gradient are not reduced. ``device_s`` and
+    ``network_s`` are when compute and the network are free again.
     """
     count = len(units)
     sizes = [unit.size_bytes for unit in units]
@@ -213,9 +217,8 @@ def simulate_fsdp(
             network_s = max(network_s, block_begin_s) + regather_s[next_index]
             gathered_s[next_index] = network_s
             issued += 1
-        device_s = max(
-            block_begin_s + units[index].backward_s, scattered_s
-        )  # the buffer of the reduce-scatter before must be free
+        # the buffer of the reduce-scatter before must be free
+        device_s = max(block_begin_s + units[index].backward_s, scattered_s)
         if scatter_s[index]:
             network_s = max(network_s, device_s) + scatter_s[index]
             scattered_s = network_s

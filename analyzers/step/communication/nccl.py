@@ -31,34 +31,39 @@ Algorithm = Literal["ring", "tree", "nvls"]
 PROTOCOLS = ("LL", "LL128", "Simple")
 _LL128, _SIMPLE = 1, 2
 # tuning.cc's baseLatencies and hwLatencies, microseconds per protocol: of the collective, and of a hop.
-_BASE = {"tree": (6.8, 14.0, 8.4), "ring": (6.6, 14.0, 8.4)}
-_HOPS = {
+_BASE_US = {"tree": (6.8, 14.0, 8.4), "ring": (6.6, 14.0, 8.4)}
+_HOP_US = {
     "nvlink": {"tree": (0.6, 1.25, 4.0), "ring": (0.6, 1.9, 3.4)},
     "pcie": {"tree": (1.0, 1.9, 4.0), "ring": (1.0, 2.5, 5.7)},
     "nic": {"tree": (5.0, 8.5, 14.0), "ring": (2.7, 4.0, 14.0)},
     "plain": {"tree": (0.0, 0.0, 0.0), "ring": (0.0, 0.0, 0.0)},
 }
-_NVLS, _NVLS_NET = 25.0, 20.9
+# Microseconds of a reduction in NVLink's switches, and of a hop of the tree over nodes that follows it.
+_NVLS_US, _NVLS_HOP_US = 25.0, 20.9
 # A kernel's start as nccl-tests see it, microseconds.
-_START = 12.0
-# A card is told of each step of a ring through nodes: microseconds, three times for Simple.
-_POSTED = 2.0
-# Longer messages through several nodes wait longer for each step of a ring ("plateau effect" there): Volta and older, newer.
-_PLATEAU = (1.9, 1.4)
+_START_US = 12.0
+# Posting each step of a ring through nodes to a card takes this long; LL, LL128, Simple.
+_POST_US = (2.0, 2.0, 6.0)
+# Messages of at least so many bytes per process and channel wait so many times as long for the steps of a ring through nodes
+# ("plateau effect" there).
 _PLATEAU_BYTES = 64.0
+_PLATEAU_VOLTA, _PLATEAU_NEWER = 1.9, 1.4
 
 
 @dataclass(frozen=True, slots=True)
 class _Generation:
-    """What a GPU can do with its links: GB/s, each on one node, on two, and on more."""
+    """tuning.cc's limits of a GPU generation, GB/s; three figures are those on one node, on two, and on more."""
 
     channels: int
+    """Channels per collective, which work in parallel."""
     ll: tuple[float, float, float]
+    """Bus bandwidth of the protocol LL, all channels together."""
     ring_ll128: float
+    """Of a channel, as are the two of trees."""
     tree_ll128: tuple[float, float, float]
     tree: tuple[float, float, float]
     nvls: float = 0.0
-    """All-reduces in the switch, in rings' rates: 480 GB/s of bus bandwidth on 8 H100, 840 on 8 B200."""
+    """Bus bandwidth of NVLS by that of rings: 480 GB/s on 8 H100, 840 on 8 B200; 0: no NVLS."""
 
 
 _INF = math.inf
@@ -86,11 +91,11 @@ _CORRECTION = np.array(
     ]
 )
 # A chunk of Simple is an eighth of NCCL's buffer of 4 MiB.
-_CHUNK = 2.0**19
+_CHUNK_BYTES = 2.0**19
 # A message is cut into at least so many chunks per channel.
-_PIPELINED = 8.0
-# Of a ring's rate, what a tree reaches: NCCL takes 0.92, and published sweeps more.
-_TREE = 1.0
+_LEAST_CHUNKS = 8.0
+# Shares of the links' rate that protocols reach: LL and LL128 in rings, and in trees over nodes.
+_RING_SHARES, _TREE_SHARES = (0.5, 0.92, 1.0), (1 / 3.8, 0.9375, 1.0)
 # Rack-scale domains of NVLink were measured to go round in rings: their switches reduce for 8 GPUs at a time here.
 _LARGEST_NVLS = 8
 
@@ -167,9 +172,9 @@ class Fabric:
 
     @classmethod
     def joined(cls, fabrics: Mapping[str, Fabric], devices: Mapping[str, int]) -> Group:
-        """Return the processes on ``devices`` (counts by type), each type on nodes of its own: as fast as the slowest links.
+        """Return the group of processes on ``devices`` (counts by type), each type on nodes of its own, on the slowest links.
 
-        Of a type alone on its nodes the link inside does not count. A node has as many devices as the type with fewest there.
+        The link inside a node counts only of types with several processes per node. Nodes are as large as the smallest type's.
         """
         used = {name: count for name, count in devices.items() if count}
         nodes = {name: math.ceil(count / fabrics[name].gpus_per_node) for name, count in used.items()}
@@ -188,7 +193,7 @@ class Fabric:
             return between
         name = f"{self.inside.text} at " if self.inside.text else ""
         inside = f"{self.gpus_per_node} a node on {name}{self.inside.bytes_per_s / 1e9:.4g} GB/s"
-        # through the host: nothing else was said, for nothing leaves the node
+        # a link through the host stands where no network was named, for nothing leaves the node
         return inside if self.between.kind.startswith("pcie") else f"{inside}, {between} between nodes"
 
     def over(self, replicas: int, nodes: int | None = None) -> Group:
@@ -204,11 +209,11 @@ class Fabric:
             return self.over(replicas, nodes)
         groups = replicas // shard
         nodes = nodes or math.ceil(replicas / self.gpus_per_node)
-        # the same place of each group: as far apart as the groups are
-        across = self.over(groups, min(groups, nodes))
-        # all groups reduce at once and share the cards of a node
-        sharing = max(1, math.ceil(replicas / nodes) * across.nodes // groups)
-        return Replicated(inside=self.over(shard), between=across, sharing=sharing if across.nodes > 1 else 1)
+        # one process of each group, all of the same rank within it: as far apart as the groups are
+        between = self.over(groups, min(groups, nodes))
+        # all ranks reduce over the groups at once and share the cards of a node
+        sharing = max(1, math.ceil(replicas / nodes) * between.nodes // groups)
+        return Replicated(inside=self.over(shard), between=between, sharing=sharing if between.nodes > 1 else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,15 +226,15 @@ class Group:
 
     def all_reduce_s(self, size_bytes: Size) -> Size:
         """Return the seconds to reduce ``size_bytes`` on every process."""
-        return self._seconds("all_reduce", size_bytes)
+        return self.collective_s("all_reduce", size_bytes)
 
     def all_gather_s(self, size_bytes: Size) -> Size:
         """Return the seconds to gather ``size_bytes`` (the whole, not one's part) on every process."""
-        return self._seconds("all_gather", size_bytes)
+        return self.collective_s("all_gather", size_bytes)
 
     def reduce_scatter_s(self, size_bytes: Size) -> Size:
         """Return the seconds to reduce ``size_bytes`` and leave each process its part."""
-        return self._seconds("reduce_scatter", size_bytes)
+        return self.collective_s("reduce_scatter", size_bytes)
 
     def chosen(self, collective: Collective, size_bytes: float) -> tuple[Algorithm, str]:
         """Return the algorithm and protocol that NCCL takes for a message, by its own model."""
@@ -237,7 +242,11 @@ class Group:
         fastest = variants[int(np.argmin(self._variant_times_us(variants, np.array([float(size_bytes)]))[:, 0]))]
         return fastest.algorithm, PROTOCOLS[fastest.protocol]
 
-    def _seconds(self, collective: Collective, size_bytes: Size) -> Size:
+    def collective_s(self, collective: Collective, size_bytes: Size) -> Size:
+        """Return the seconds of a collective over ``size_bytes``, 0 for one process.
+
+        They are the model's, scaled by measured over modelled time of the most similar table, interpolated between its sizes.
+        """
         if self.replicas < 2:
             return size_bytes * 0.0
         size = np.atleast_1d(np.asarray(size_bytes, dtype=np.float64))
@@ -250,7 +259,10 @@ class Group:
         return float(seconds[0]) if np.ndim(size_bytes) == 0 else seconds.reshape(np.shape(size_bytes))  # type: ignore[return-value]
 
     def _nearest_table(self, collective: Collective) -> MeasuredCollective | None:
-        """Return the most similar table: same levels, then same collective, then nearest counts; None: nothing was measured."""
+        """Return the most similar table of the fabric, None where nothing was measured.
+
+        Tables with the same levels of links come first, then those of the collective, then those of the nearest counts.
+        """
         return min(
             self.fabric.measured,
             key=lambda table: (
@@ -263,6 +275,7 @@ class Group:
         )
 
     def _model_s(self, collective: Collective, size: Array) -> Array:
+        """Return the modelled seconds of a collective over ``size`` (...) bytes: those of its fastest variant."""
         fastest_us: Array = self._variant_times_us(self._variants[collective], size).min(axis=0)
         return fastest_us * 1e-6
 
@@ -271,7 +284,7 @@ class Group:
         channels = self._generation.channels
         octave = np.log2(np.maximum(size / 64.0, 1.0))
         is_long = size / (channels * self.replicas) >= _PLATEAU_BYTES
-        chunk = np.minimum(size / (channels * _PIPELINED), _CHUNK)
+        chunk = np.minimum(size / (channels * _LEAST_CHUNKS), _CHUNK_BYTES)
         times_us = np.empty((len(variants), *size.shape))
         for index, variant in enumerate(variants):
             rate: float | Array = variant.bytes_per_us
@@ -284,10 +297,12 @@ class Group:
 
     @cached_property
     def _per_node(self) -> int:
+        """Return the processes on the fullest node."""
         return math.ceil(self.replicas / self.nodes)
 
     @cached_property
     def _generation(self) -> _Generation:
+        """Return the limits of the GPUs, known by their link inside a node; none for a link known by a rate alone."""
         return _GENERATIONS.get(self.fabric.inside.kind, _ANY)
 
     @cached_property
@@ -298,6 +313,7 @@ class Group:
 
     @cached_property
     def _variants(self) -> dict[Collective, list[_Variant]]:
+        """Return the variants of each collective among which NCCL chooses on these processes."""
         all_reduces = [*self._ring_variants(2.0), *self._tree_variants(), *self._nvls_variants()]
         variants: dict[Collective, list[_Variant]] = {
             "all_reduce": [variant for variant in all_reduces if variant.algorithm in self.fabric.algorithms],
@@ -306,173 +322,173 @@ class Group:
             "broadcast": list(self._broadcast_variants()),
         }
         # LL128 needs stores of 128 bytes that stay whole: NVLink and RDMA keep them so
-        keeps_ll128 = all(link.kind.startswith(("nvlink", "nic")) for link in self._levels)
+        has_ll128 = all(link.kind.startswith(("nvlink", "nic")) for link in self._levels)
         return {
-            name: [variant for variant in options if keeps_ll128 or variant.protocol != _LL128]
-            for name, options in variants.items()
+            collective: [variant for variant in candidates if has_ll128 or variant.protocol != _LL128]
+            for collective, candidates in variants.items()
         }
 
     @cached_property
-    def _nccl(self) -> bool:
-        """Return whether NCCL's constants are in the times: of any link that is more than a rate and a latency."""
+    def _has_constants(self) -> bool:
+        """Return whether NCCL's constants are in the times: where any link is known by more than a rate and a latency."""
         return any(link.kind != "plain" for link in self._levels)
 
     def _base_us(self, algorithm: Algorithm, protocol: int) -> float:
-        return _START + _BASE[algorithm][protocol] if self._nccl else 0.0
+        """Return the microseconds of a variant before its first hop."""
+        return _START_US + _BASE_US[algorithm][protocol] if self._has_constants else 0.0
 
     def _hop_us(self, link: Link, algorithm: Algorithm, protocol: int) -> float:
-        kind = link.kind if link.kind in _HOPS else link.kind[:-1]
-        return max(_HOPS[kind][algorithm][protocol], 1e6 * link.latency_s)
+        """Return the microseconds of a hop over a link: NCCL's of its kind, at least the link's own latency."""
+        kind = link.kind if link.kind in _HOP_US else link.kind[:-1]  # "nvlink3" is an "nvlink"
+        return max(_HOP_US[kind][algorithm][protocol], 1e6 * link.latency_s)
 
-    def _bus_rate(self, share: float = 1.0) -> float:
-        """Return GB/s of bus bandwidth that the slowest level lets through, ``share`` of the cards' taken."""
+    def _bus_rate(self, card_factor: float = 1.0) -> float:
+        """Return GB/s of bus bandwidth that the slowest level lets through; the cards' rate counts ``card_factor`` times."""
         rates = [self.fabric.inside.bytes_per_s] if self._per_node > 1 else []
-        rates += [share * self.fabric.between.bytes_per_s] if self.nodes > 1 else []
+        rates += [card_factor * self.fabric.between.bytes_per_s] if self.nodes > 1 else []
         return min(rates) / 1e9
 
     @property
     def _node_count_index(self) -> int:
+        """Return the index of these nodes in figures for one node, two, and more."""
         return min(self.nodes, 3) - 1
 
     def _ring_variants(self, turns: float) -> Iterator[_Variant]:
         """Yield the rings: ``turns`` times round, 2 for an all-reduce, each in ``replicas - 1`` steps."""
-        generation, far = self._generation, self._node_count_index
-        steps, across = turns * (self.replicas - 1), turns * (self.nodes - 1)
+        generation = self._generation
+        steps, steps_between = turns * (self.replicas - 1), turns * (self.nodes - 1)
         # over many nodes no channel was measured to carry more than a tree's does
-        most = generation.tree[2] * generation.channels if self.nodes > 2 else math.inf
-        rate = min(self._bus_rate(), most)
-        per_protocol = (
-            min(generation.ll[far], 0.5 * rate),
-            min(0.92 * rate, generation.channels * generation.ring_ll128),
-            rate,
-        )
-        for protocol, bus in enumerate(per_protocol):
-            near_us = self._hop_us(self.fabric.inside, "ring", protocol) if self._per_node > 1 else 0.0
-            far_us = 0.0
-            if self.nodes > 1:
-                # with one process per node nothing is hidden: a tree's hop
-                far_us = self._hop_us(self.fabric.between, "tree" if self._per_node == 1 else "ring", protocol)
-                if self.fabric.between.kind != "plain":
-                    near_us = max(near_us, _POSTED * (3.0 if protocol == _SIMPLE else 1.0))
-            hops_us = (steps - across) * near_us + across * far_us
-            plateau = protocol == _SIMPLE and turns > 1 and self.nodes > 1 and self.fabric.between.kind != "plain"
+        most_gb_per_s = generation.tree[2] * generation.channels if self.nodes > 2 else math.inf
+        link_gb_per_s = min(self._bus_rate(), most_gb_per_s)
+        limits = (generation.ll[self._node_count_index], generation.channels * generation.ring_ll128, math.inf)
+        has_cards = self.nodes > 1 and self.fabric.between.kind != "plain"
+        for protocol, (share, limit) in enumerate(zip(_RING_SHARES, limits, strict=True)):
+            inside_us = max(self._hop_us(self.fabric.inside, "ring", protocol), has_cards * _POST_US[protocol])
+            # with one process per node nothing is hidden: a tree's hop
+            between_us = self._hop_us(self.fabric.between, "tree" if self._per_node == 1 else "ring", protocol)
+            hops_us = (steps - steps_between) * inside_us + steps_between * between_us
+            plateau = _PLATEAU_VOLTA if generation is _VOLTA else _PLATEAU_NEWER
             yield _Variant(
-                "ring",
-                protocol,
-                self._base_us("ring", protocol) + hops_us,
-                hops_us * (_PLATEAU[generation is not _VOLTA] - 1.0) if plateau else 0.0,
-                1e3 * bus * self.replicas / steps,
+                algorithm="ring",
+                protocol=protocol,
+                latency_us=self._base_us("ring", protocol) + hops_us,
+                longer_us=hops_us * (plateau - 1.0) if protocol == _SIMPLE and turns > 1 and has_cards else 0.0,
+                bytes_per_us=1e3 * min(share * link_gb_per_s, limit) * self.replicas / steps,
             )
 
     def _tree_variants(self) -> Iterator[_Variant]:
         """Yield the double binary trees over nodes, with a chain through the processes of each."""
-        generation, far = self._generation, self._node_count_index
-        near, depth = self._per_node - 1, math.ceil(math.log2(self.nodes))
-        # on two nodes each of both trees has its root on one of them: half of the data crosses each way
-        rate = min(_TREE * self._bus_rate(2.0 if self.nodes == 2 else 1.0), generation.channels * generation.tree[far])
-        per_protocol = (
-            min(rate / 3.8, generation.ll[far]),
-            min(rate * (7 / 9 if self.nodes == 1 else 0.9375), generation.channels * generation.tree_ll128[far]),
-            rate,
-        )
-        filling = 2.0 * (near + depth) * generation.channels / (1e3 * rate)
-        for protocol, bus in enumerate(per_protocol):
-            near_us = self._hop_us(self.fabric.inside, "tree", protocol) if near else 0.0
-            far_us = self._hop_us(self.fabric.between, "tree", protocol) if depth else 0.0
+        generation, counts = self._generation, self._node_count_index
+        chain, depth = self._per_node - 1, math.ceil(math.log2(self.nodes))
+        # On two nodes each of both trees has its root on one of them: half of the data crosses each way. NCCL takes 0.92 of the
+        # links' rate; published sweeps reach all of it.
+        link_gb_per_s = self._bus_rate(2.0 if self.nodes == 2 else 1.0)
+        tree_gb_per_s = min(link_gb_per_s, generation.channels * generation.tree[counts])
+        limits = (generation.ll[counts], generation.channels * generation.tree_ll128[counts], math.inf)
+        shares = (_TREE_SHARES[0], 7 / 9 if self.nodes == 1 else _TREE_SHARES[1], 1.0)
+        fill_us_per_byte = 2.0 * (chain + depth) * generation.channels / (1e3 * tree_gb_per_s)
+        for protocol, (share, limit) in enumerate(zip(shares, limits, strict=True)):
+            inside_us = self._hop_us(self.fabric.inside, "tree", protocol)
+            between_us = self._hop_us(self.fabric.between, "tree", protocol)
             yield _Variant(
-                "tree",
-                protocol,
-                self._base_us("tree", protocol) + 2.0 * (near * near_us + depth * far_us),
-                0.0,
-                1e3 * bus * 0.5,
-                filling if protocol and self._nccl else 0.0,
-                corrected=self._nccl,
+                algorithm="tree",
+                protocol=protocol,
+                latency_us=self._base_us("tree", protocol) + 2.0 * (chain * inside_us + depth * between_us),
+                longer_us=0.0,
+                bytes_per_us=1e3 * min(share * tree_gb_per_s, limit) * 0.5,
+                fill_us_per_byte=fill_us_per_byte if protocol and self._has_constants else 0.0,
+                corrected=self._has_constants,
             )
 
     def _nvls_variants(self) -> Iterator[_Variant]:
-        """Yield NVLS, and on several nodes a tree of nodes over it."""
+        """Yield reductions in NVLink's switches (NVLS), and on several nodes a tree of nodes over them, where GPUs have it."""
         generation = self._generation
         if not (generation.nvls and 2 < self._per_node <= _LARGEST_NVLS):
             return
-        bus, latency = generation.nvls * self.fabric.inside.bytes_per_s / 1e9, _START + _NVLS
+        bus_gb_per_s, latency_us = generation.nvls * self.fabric.inside.bytes_per_s / 1e9, _START_US + _NVLS_US
         if self.nodes > 1:
-            bus = min(bus, (2.0 if self.nodes == 2 else 1.0) * self.fabric.between.bytes_per_s / 1e9)
-            hop = max(_NVLS_NET, 1e6 * self.fabric.between.latency_s)
-            latency += 2.0 * math.ceil(math.log2(self.nodes)) * hop
-        yield _Variant("nvls", _SIMPLE, latency, 0.0, 1e3 * bus * self.replicas / (2.0 * (self.replicas - 1)))
+            bus_gb_per_s = min(bus_gb_per_s, (2.0 if self.nodes == 2 else 1.0) * self.fabric.between.bytes_per_s / 1e9)
+            hop_us = max(_NVLS_HOP_US, 1e6 * self.fabric.between.latency_s)
+            latency_us += 2.0 * math.ceil(math.log2(self.nodes)) * hop_us
+        bytes_per_us = 1e3 * bus_gb_per_s * self.replicas / (2.0 * (self.replicas - 1))
+        yield _Variant("nvls", _SIMPLE, latency_us, longer_us=0.0, bytes_per_us=bytes_per_us)
 
     def _broadcast_variants(self) -> Iterator[_Variant]:
-        """Yield chains from one process through all others."""
-        far = self.nodes - 1
-        for protocol, way in enumerate(self._ring_variants(1.0)):
-            near_us = self._hop_us(self.fabric.inside, "ring", protocol) if self._per_node > 1 else 0.0
-            far_us = self._hop_us(self.fabric.between, "ring", protocol) if far else 0.0
-            hops_us = (self.replicas - 1 - far) * near_us + far * far_us
-            rate = way.bytes_per_us * (self.replicas - 1) / self.replicas
-            yield _Variant("ring", protocol, self._base_us("ring", protocol) + hops_us, 0.0, rate)
+        """Yield chains from one process through all others, at the rate at which a ring's links work."""
+        hops_between = self.nodes - 1
+        hops_inside = self.replicas - 1 - hops_between
+        for ring in self._ring_variants(1.0):
+            latency_us = self._base_us("ring", ring.protocol)
+            latency_us += hops_inside * self._hop_us(self.fabric.inside, "ring", ring.protocol)
+            latency_us += hops_between * self._hop_us(self.fabric.between, "ring", ring.protocol)
+            bytes_per_us = ring.bytes_per_us * (self.replicas - 1) / self.replicas
+            yield replace(ring, latency_us=latency_us, bytes_per_us=bytes_per_us)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Floor:
-    """What no group with at least some processes is faster than, whoever joins them; arrays (w, 1, 1) by way.
+    """A lower bound on the all-reduces of every group that holds certain processes: the least over ``w`` variants.
 
-    Concave in the size: several messages take no less than one.
+    Arrays are (w, 1, 1). Concave in the size: several messages take no less than one of all their bytes.
     """
 
     start_us: Array
     us_per_byte: Array
     fill_us_per_byte: Array
-    most_filled: float
+    most_filled_bytes: float
     """Bytes that fill a tree's chains, at most."""
 
     @classmethod
     def of(cls, used: Group, fabrics: Sequence[Fabric], most_nodes: int) -> Floor | None:
         """Return the floor of a group that others may join, on links of any of the ``fabrics``; None: none is known.
 
-        Each way is taken at its fastest: the slowest card so far at its full rate, no hop shorter than any link's, the
-        processes spread over ``most_nodes``.
+        Each variant is taken at its fastest: the slowest card so far at its full rate, no hop shorter than any link's, the
+        processes spread over ``most_nodes``. Rates are bytes per microsecond.
         """
         n, nodes, chain = used.replicas, used.nodes, math.ceil(used.replicas / most_nodes) - 1
         if nodes < 2 or any(fabric.measured for fabric in fabrics):
             return None
-        ways: list[tuple[float, float, float]] = []
-        card, depth = used.fabric.between.bytes_per_s / 1e6, math.ceil(math.log2(nodes))
-        both = card * (2.0 if nodes == 2 else 1.0)
-        cards = all(fabric.between.kind != "plain" for fabric in fabrics)
-        known = cards or (n > nodes and all(fabric.inside.kind != "plain" for fabric in fabrics))
+        variants: list[tuple[float, float, float]] = []  # start_us, us_per_byte, fill_us_per_byte
+        card_rate, depth = used.fabric.between.bytes_per_s / 1e6, math.ceil(math.log2(nodes))
+        tree_rate = card_rate * (2.0 if nodes == 2 else 1.0)
+        ring_passes = 2.0 * (n - 1) / n
+        has_cards = all(fabric.between.kind != "plain" for fabric in fabrics)
+        has_constants = has_cards or (n > nodes and all(fabric.inside.kind != "plain" for fabric in fabrics))
         generations = [_GENERATIONS.get(fabric.inside.kind, _ANY) for fabric in fabrics]
         for protocol in range(len(PROTOCOLS)):
-            ring, tree = (
-                min(used._hop_us(fabric.between, algorithm, protocol) for fabric in fabrics)
+            ring_base_us, tree_base_us = (
+                _START_US + _BASE_US[algorithm][protocol] if has_constants else 0.0 for algorithm in ("ring", "tree")
+            )
+            (ring_inside_us, ring_between_us), (tree_inside_us, tree_between_us) = (
+                [
+                    min(used._hop_us(link, algorithm, protocol) for link in links)
+                    for links in zip(*((fabric.inside, fabric.between) for fabric in fabrics), strict=True)
+                ]
                 for algorithm in ("ring", "tree")
             )
-            start = _START + _BASE["ring"][protocol] if known else 0.0
-            near = min(used._hop_us(fabric.inside, "ring", protocol) for fabric in fabrics)
-            near = max(near, _POSTED * (3.0 if protocol == _SIMPLE else 1.0)) if cards else near
-            hops = 2.0 * (nodes - 1) * min(ring, tree) + 2.0 * (n - nodes) * near
-            ways.append((start + hops, 2.0 * (n - 1) / n / ((0.5, 0.92, 1.0)[protocol] * card), 0.0))
-            start = _START + _BASE["tree"][protocol] if known else 0.0
-            inner = min(used._hop_us(fabric.inside, "tree", protocol) for fabric in fabrics)
-            fill = 2.0 * (chain + depth) / (_PIPELINED * both) if known and protocol else 0.0
-            ways.append(
-                (start + 2.0 * (chain * inner + depth * tree), 2.0 / ((1 / 3.8, 0.9375, 1.0)[protocol] * both), fill)
-            )
-        slowest = used.fabric.inside.bytes_per_s if n > nodes else math.inf
-        reduced = (
-            each.nvls and it.inside.bytes_per_s <= slowest for each, it in zip(generations, fabrics, strict=True)
+            ring_inside_us = max(ring_inside_us, _POST_US[protocol]) if has_cards else ring_inside_us
+            ring_us = 2.0 * ((nodes - 1) * min(ring_between_us, tree_between_us) + (n - nodes) * ring_inside_us)
+            variants.append((ring_base_us + ring_us, ring_passes / (_RING_SHARES[protocol] * card_rate), 0.0))
+            tree_us = 2.0 * (chain * tree_inside_us + depth * tree_between_us)
+            fill = 2.0 * (chain + depth) / (_LEAST_CHUNKS * tree_rate) if has_constants and protocol else 0.0
+            variants.append((tree_base_us + tree_us, 2.0 / (_TREE_SHARES[protocol] * tree_rate), fill))
+        slowest_inside = used.fabric.inside.bytes_per_s if n > nodes else math.inf
+        can_use_nvls = (
+            generation.nvls and fabric.inside.bytes_per_s <= slowest_inside
+            for generation, fabric in zip(generations, fabrics, strict=True)
         )
-        if any(reduced):  # by NVLink's switches
-            ways.append((_START + _NVLS + 2.0 * depth * _NVLS_NET, 2.0 * (n - 1) / n / both, 0.0))
-        start_us, us_per_byte, fill_us_per_byte = np.array(ways).T[:, :, None, None]
-        most = _PIPELINED * _CHUNK * min(each.channels for each in generations)
-        return cls(start_us=start_us, us_per_byte=us_per_byte, fill_us_per_byte=fill_us_per_byte, most_filled=most)
+        if any(can_use_nvls):
+            variants.append((_START_US + _NVLS_US + 2.0 * depth * _NVLS_HOP_US, ring_passes / tree_rate, 0.0))
+        start_us, us_per_byte, fill = np.array(variants).T[:, :, None, None]
+        most = _LEAST_CHUNKS * _CHUNK_BYTES * min(generation.channels for generation in generations)
+        return cls(start_us=start_us, us_per_byte=us_per_byte, fill_us_per_byte=fill, most_filled_bytes=most)
 
     def all_reduce_s(self, size_bytes: Size) -> Size:
         """Return the seconds below which none of the groups reduces ``size_bytes`` on every process."""
         size = np.atleast_2d(np.asarray(size_bytes, dtype=np.float64))
-        each = self.start_us + self.us_per_byte * size + self.fill_us_per_byte * np.minimum(size, self.most_filled)
-        least = 1e-6 * each.min(axis=0)
-        return float(least[0, 0]) if np.ndim(size_bytes) == 0 else least.reshape(np.shape(size_bytes))  # type: ignore[return-value]
+        fill_us = self.fill_us_per_byte * np.minimum(size, self.most_filled_bytes)
+        least_s = 1e-6 * (self.start_us + self.us_per_byte * size + fill_us).min(axis=0)
+        return float(least_s[0, 0]) if np.ndim(size_bytes) == 0 else least_s.reshape(np.shape(size_bytes))  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -495,8 +511,8 @@ class Replicated:
 
     def reduce_scatter_s(self, size_bytes: Size) -> Size:
         """Return the seconds to reduce and scatter within the group, and then over the groups."""
-        part = size_bytes * (self.sharing / self.inside.replicas)
-        return self.inside.reduce_scatter_s(size_bytes) + self.between.all_reduce_s(part)
+        part_bytes = size_bytes * (self.sharing / self.inside.replicas)
+        return self.inside.reduce_scatter_s(size_bytes) + self.between.all_reduce_s(part_bytes)
 
     def all_reduce_s(self, size_bytes: Size) -> Size:
         """Return the seconds to reduce on every process of every group: scattered, over the groups, and gathered again."""

@@ -84,7 +84,7 @@ def program_of(graph: Graph) -> Program:
     sends = graph.of_kind(SEND)
     if graph.mode != "training" or not len(sends):
         raise InputError(graph.name, "is no training step with gradients", "trace with --mode training")
-    whole_times(graph)  # says which op has no duration
+    whole_times(graph)  # raises for an op without a duration
     n, source, user = len(graph), graph.input_index, graph.users
     order = np.arange(n) if (source < user).all() else np.array(first_ready_first(input_lists(graph)))
     order = order[graph.kind[order] == COMPUTE]
@@ -97,9 +97,8 @@ def program_of(graph: Graph) -> Program:
     ready_s, producer_index = np.zeros(n), np.zeros(n)
     np.maximum.at(ready_s, user, end[source])
     np.maximum.at(producer_index, user, program_index[source])
-    sends = sends[
-        np.lexsort((producer_index[sends], ready_s[sends]))
-    ]  # views take no time, and say who is handed over first
+    # gradients ready at one time go in the order of their producers: views among them take no time
+    sends = sends[np.lexsort((producer_index[sends], ready_s[sends]))]
     recvs = graph.of_kind(RECV)
     first_use_s = np.full(n, np.inf)
     is_compute_edge = graph.kind[user] == COMPUTE

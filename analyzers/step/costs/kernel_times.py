@@ -225,13 +225,10 @@ def sustained(device: Device, *, matrix: bool) -> float:
 def seconds(demand: Demand, constants: Constants) -> Array:
     """Return (k,) seconds of every kernel."""
     units = constants.units
-    arithmetic_shares = np.array([constants.arithmetic[name] for name in ARITHMETIC])
-    reached_share = arithmetic_shares[np.maximum(demand.arithmetic_of, 0)] * np.where(
-        demand.on_tensor, units["tensor"], units["vector"]
-    )
-    feed_per_cycle = np.array([constants.feed.get(name, np.inf) for name in ARITHMETIC])[
-        np.maximum(demand.arithmetic_of, 0)
-    ]
+    index = np.maximum(demand.arithmetic_of, 0)  # kernels without a product take any share: their arithmetic is 0
+    unit_factor = np.where(demand.on_tensor, units["tensor"], units["vector"])
+    reached_share = np.array([constants.arithmetic[name] for name in ARITHMETIC])[index] * unit_factor
+    feed_per_cycle = np.array([constants.feed.get(name, np.inf) for name in ARITHMETIC])[index]
     arithmetic_s = demand.arithmetic_s / reached_share + demand.fed_s / feed_per_cycle
     # Where nothing is known of what feeds them, matrix units are at least not faster than their datasheet.
     is_unfed = demand.on_tensor & (demand.fed_s == 0.0)

@@ -365,9 +365,7 @@ class TensorLifetimes:
         block_bytes = [float(size[is_parameter & (self.owner == index)].sum()) for index in range(len(self.blocks))]
         backward_ends = [int(recomputation.moved(np.array(block.ends))) for block in self.blocks]
         for block_index, block in enumerate(self.blocks):
-            next_index = (
-                block_index - 1 if block_index else None
-            )  # the block whose backward pass is next; None: no more
+            next_index = block_index - 1 if block_index else None  # the block whose backward pass is next
             # What was gathered is copied out, and kept until the next block has been gathered.
             copied_until = self.blocks[block_index + 1].first if block_index + 1 < len(self.blocks) else self.backward
             held.add("gathering", block.first - 1, copied_until, block_bytes[block_index])

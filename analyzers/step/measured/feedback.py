@@ -108,20 +108,18 @@ def read_run(frame: pd.DataFrame, where: str, tell: Tell = log_remark) -> Run:
     Raises InputError for rows that :func:`check_rows` refuses, and for a run without a step with samples.
     """
     all_rows = rows_of_runs(frame, where)
-    last_steady = _steady_rows(last_with_samples(all_rows, where, tell))
-    if last_steady.empty:
+    steady = _steady_rows(last_with_samples(all_rows, where, tell))
+    if steady.empty:
         raise InputError(where, "holds no step with samples", "let the job train for more steps")
-    per_step = last_steady.groupby("step")
+    per_step = steady.groupby("step")
     slowest_s = per_step["step_s"].max()
     steady_runs = [_steady_rows(rows) for _, rows in all_rows.groupby(runs_of(all_rows))]
-    repeats_s = [
-        rows.groupby("step")["step_s"].max() for rows in steady_runs if _run_shape(rows) == _run_shape(last_steady)
-    ]
+    repeats_s = [rows.groupby("step")["step_s"].max() for rows in steady_runs if _run_shape(rows) == _run_shape(steady)]
     samples_s = repeats_s if len(repeats_s) > 1 else _split_in_time(slowest_s)
     return Run(
-        world_size=int(last_steady["world_size"].iloc[-1]),
-        num_nodes=int(last_steady["num_nodes"].iloc[-1]),
-        ranks=tuple(_rank_run(int(float(str(rank))), part) for rank, part in last_steady.groupby("rank")),
+        world_size=int(steady["world_size"].iloc[-1]),
+        num_nodes=int(steady["num_nodes"].iloc[-1]),
+        ranks=tuple(_rank_run(int(float(str(rank))), part) for rank, part in steady.groupby("rank")),
         iteration_s=float(slowest_s.median()),
         iteration_low_s=float(slowest_s.quantile(0.25)),
         iteration_high_s=float(slowest_s.quantile(0.75)),

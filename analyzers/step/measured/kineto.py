@@ -105,7 +105,7 @@ def _nested(thread: Indices, start_s: Floats, end_s: Floats) -> tuple[Indices, I
     stack_thread = -1
     for chunk_start in range(
         0, len(thread), _CHUNK
-    ):  # Python floats of a chunk at a time: they take three times the memory
+    ):  # Python floats take three times an array's memory: a chunk at a time
         chunk = slice(chunk_start, chunk_start + _CHUNK)
         rows = zip(thread[chunk].tolist(), start_s[chunk].tolist(), end_s[chunk].tolist(), strict=True)
         for span_index, (row_thread, start, end) in enumerate(rows, chunk_start):

@@ -29,7 +29,7 @@ from ddltool.analyzers.step.measured.matching import with_measured
 from ddltool.analyzers.step.tracing.dialect import Numerics
 from ddltool.analyzers.step.tracing.step import TrainingStep
 from ddltool.analyzers.step.tracing.torch_adapter import TracedStep, trace_step
-from ddltool.analyzers.step.tracing.torch_costs import base_name, named, value_of
+from ddltool.analyzers.step.tracing.torch_costs import arguments_by_name, base_name, value_of
 from ddltool.device import Network
 from ddltool.errors import InputError, one_line
 from ddltool.graph import COMPUTE, Estimate, Graph, Mode, assign_channels
@@ -220,7 +220,7 @@ def make_call(node: Node) -> Call:
     Raises NotImplementedError for an op with arguments of a private format or of an unknown type.
     """
     name = base_name(node.target)
-    arguments = named(node)
+    arguments = arguments_by_name(node)
     if name in _OPAQUE or any("workspace" in argument for argument in arguments):
         raise NotImplementedError(f"{name} reads what another op packed")
     tensor_of: dict[Node, Any] = {}

@@ -44,9 +44,9 @@ class OpFacts:
     """What an op's arguments say beyond its type."""
 
     floating: bool
-    """An input is a floating-point or complex tensor."""
+    """Whether an input is a floating-point or complex tensor."""
     patches: bool = False
-    """A convolution whose kernel is its stride, without padding, dilation or groups: windows do not overlap."""
+    """Whether it is a convolution whose windows do not overlap: kernel equal to stride, no padding, dilation or groups."""
 
 
 def class_of(op_type: str, facts: OpFacts | None = None) -> str:
@@ -68,49 +68,50 @@ def class_of(op_type: str, facts: OpFacts | None = None) -> str:
 
 
 def scan(graph: Graph, facts: Mapping[str, OpFacts] | None = None) -> DeterminismLevel:
-    """Return what the compute ops of a step allow, when everything in ``settings`` is done.
+    """Return the level of determinism that a step's compute ops allow once its ``settings`` are made, and what limits it.
 
-    ``facts`` says more of ops by name (:func:`op_facts`); without, the cautious case is taken. A graph whose ops have no
-    types gets level ``unknown``; one without module paths in its op names (``forward/PATH/op``, as this project's traces
+    ``facts``: what ops' arguments say, by op name (:func:`op_facts`); without, the cautious case is taken. A graph whose ops
+    have no types gets level ``unknown``; one without module paths in its op names (``forward/PATH/op``, as traces here
     have) gets no modules. An inference graph says nothing of the backward pass. As in the paper, matrix products, reductions,
     random draws and attention do not forbid D2: their kernels can be fixed.
     """
-    rows: dict[tuple[str, str], list[int]] = {}
-    for place in graph.of_kind(COMPUTE):
-        op = graph.op_type[place]
-        rows.setdefault((op, class_of(op, (facts or {}).get(graph.names[place]))), []).append(int(place))
-    found = [_finding(graph, op, name, places) for (op, name), places in rows.items()]
-    exact = sum(finding.count for finding in found if finding.class_ == "exact")
-    found = [finding for finding in found if finding.class_ != "exact"]
-    found.sort(key=lambda finding: (_RANK[finding.level], finding.class_, -finding.count, finding.op))
-    level = found[0].level if found else "D2"
-    flops = float(graph.flops.sum())
+    ops_by_kind: dict[tuple[str, str], list[int]] = {}  # by op type and class, the ops' indices
+    for op in graph.of_kind(COMPUTE).tolist():
+        op_type = graph.op_type[op]
+        kernel_class = class_of(op_type, (facts or {}).get(graph.names[op]))
+        ops_by_kind.setdefault((op_type, kernel_class), []).append(op)
+    exact_ops = sum(len(ops) for (_, kernel_class), ops in ops_by_kind.items() if kernel_class == "exact")
+    findings = [_finding(graph, *kind, ops) for kind, ops in ops_by_kind.items() if kind[1] != "exact"]
+    findings.sort(key=lambda finding: (_RANK[finding.level], finding.class_, -finding.count, finding.op))
+    level = findings[0].level if findings else "D2"
+    step_flops = float(graph.flops.sum())
     return DeterminismLevel(
         level=level,
         d2_eligible=level == "D2",
-        reasons=[_reason(finding, flops) for finding in found if finding.level != "D2"],
-        settings=list(dict.fromkeys(finding.setting for finding in found if finding.setting)),
-        exact_ops=exact,
+        reasons=[_reason(finding, step_flops) for finding in findings if finding.level != "D2"],
+        settings=list(dict.fromkeys(finding.setting for finding in findings if finding.setting)),
+        exact_ops=exact_ops,
         tables_of_torch=TORCH_VERSION,
-        ops=found,
+        ops=findings,
     )
 
 
 def op_facts(traced: TracedStep) -> dict[str, OpFacts]:
     """Return, for each compute op of a traced step by name, what its arguments say beyond its type."""
     return {
-        name: OpFacts(floating=any(map(_floats, node.all_input_nodes)), patches=_patches(node))
+        name: OpFacts(floating=any(map(_is_floating, node.all_input_nodes)), patches=_has_separate_windows(node))
         for name, node in traced.nodes.items()
     }
 
 
-def _floats(node: Node) -> bool:
+def _is_floating(node: Node) -> bool:
+    """Return whether a node's value is a floating-point or complex tensor."""
     dtype = getattr(node.meta.get("val"), "dtype", None)
     return dtype is not None and bool(dtype.is_floating_point or dtype.is_complex)
 
 
-def _patches(node: Node) -> bool:
-    """Return whether a convolution's windows lie side by side. The arguments are in the order of aten's schema."""
+def _has_separate_windows(node: Node) -> bool:
+    """Return whether a node is a convolution whose windows do not overlap; arguments are in the order of aten's schema."""
     name = str(node.target)
     if name == "aten.convolution.default":
         weight, stride, padding, dilation, transposed, groups = (node.args[place] for place in (1, 3, 4, 5, 6, 8))
@@ -119,28 +120,29 @@ def _patches(node: Node) -> bool:
     else:
         return False
     kernel = list(weight.meta["val"].shape[2:])  # type: ignore[union-attr]
-    plain = not any(padding) and all(step == 1 for step in dilation)  # type: ignore[arg-type,union-attr]
-    return bool(plain and not transposed and groups == 1 and list(stride) == kernel)  # type: ignore[arg-type]
+    is_dense = not any(padding) and all(step == 1 for step in dilation)  # type: ignore[arg-type,union-attr]
+    return bool(is_dense and not transposed and groups == 1 and list(stride) == kernel)  # type: ignore[arg-type]
 
 
-def _finding(graph: Graph, op: str, name: str, places: list[int]) -> DeterminismOp:
-    modules = dict.fromkeys(_module_of(graph.names[place]) for place in places)
-    known = CLASSES[name]
+def _finding(graph: Graph, op_type: str, kernel_class: str, ops: list[int]) -> DeterminismOp:
+    """Return the row of a type's ops of one class: the class's level, the FLOPs, and the modules that hold the ops."""
+    entry = CLASSES[kernel_class]
     return DeterminismOp(
-        op=op,
-        class_=name,
-        level=known["level"],
-        count=len(places),
-        flops=float(graph.flops[places].sum()),
-        modules=list(filter(None, modules)),
-        reason=known.get("reason", ""),
-        setting=known.get("setting", ""),
+        op=op_type,
+        class_=kernel_class,
+        level=entry["level"],
+        count=len(ops),
+        flops=float(graph.flops[ops].sum()),
+        modules=list(filter(None, dict.fromkeys(_module_of(graph.names[op]) for op in ops))),
+        reason=entry.get("reason", ""),
+        setting=entry.get("setting", ""),
     )
 
 
-def _reason(finding: DeterminismOp, whole: float) -> str:
+def _reason(finding: DeterminismOp, step_flops: float) -> str:
+    """Return a sentence: an op type, how often it occurs, its share of the step's FLOPs, and why it limits the level."""
     times = "once" if finding.count == 1 else f"{finding.count} times"
-    share = f", {finding.flops / whole:.1%} of the FLOPs" if finding.flops > 0.0005 * whole else ""
+    share = f", {finding.flops / step_flops:.1%} of the FLOPs" if finding.flops > 0.0005 * step_flops else ""
     return f"{finding.op or 'an op without a type'} ({times}{share}): {finding.reason}"
 
 

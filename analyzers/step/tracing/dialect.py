@@ -39,9 +39,7 @@ class Numerics:
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
-            raise InputError(
-                "--precision", f"unknown {self.precision!r}", did_you_mean(self.precision, list(PRECISIONS))
-            )
+            raise InputError("--precision", f"unknown {self.precision!r}", did_you_mean(self.precision, PRECISIONS))
 
     def cast(self, value: Tensor) -> Tensor:
         """Return a parameter, buffer or input in the type and layout that the step keeps it in."""
@@ -53,12 +51,12 @@ class Numerics:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run what is inside as it would run on the device: under autocast and in CUDA's kernels."""
+        """Run the block as it would run on the device: under autocast and in CUDA's kernels."""
         with torch.autocast("cpu", dtype=torch.float16, enabled=self.precision == "amp"), self.kernels():
             yield
 
     def kernels(self) -> AbstractContextManager[object]:
-        """Return what makes the calls inside those of the device."""
+        """Return the context manager in which torch's calls are those of the device."""
         return Dialect() if self.cuda else nullcontext()
 
 
@@ -90,24 +88,25 @@ class Dialect(TorchFunctionMode):
         if func is F.multi_head_attention_forward and not kwargs.get("need_weights", True):
             args = (*args[:10], 0.0, *args[11:])  # calls the former, where this mode is off
         if name in ("lstm", "gru", "rnn_tanh", "rnn_relu") and len(args) == 9:
-            return _recurrent(name, *args)
+            return _recurrent(*args)
         if name in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
-            args = tuple(_widened(value) for value in args)
-            kwargs = {key: _widened(value) for key, value in kwargs.items()}
+            args = tuple(map(_to_float32, args))
+            kwargs = {key: _to_float32(value) for key, value in kwargs.items()}
         return func(*args, **kwargs)
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Return dropout from CUDA's one kernel; the signature is that of ``torch.nn.functional.dropout``."""
     return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
 
 
-def _widened(value: Any) -> Any:
-    half = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
-    return value.float() if half else value
+def _to_float32(value: Any) -> Any:
+    """Return a tensor of half precision in float32, and any other value as it is."""
+    is_half = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if is_half else value
 
 
 def _recurrent(
-    name: str,
     x: Tensor,
     hidden: Any,
     weights: list[Tensor],
@@ -118,20 +117,25 @@ def _recurrent(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Tensor, ...]:
-    """Return what ``torch.lstm`` and its kin return, from one op for all layers, as cuDNN runs them."""
+    """Return the outputs and last states of ``torch.lstm`` and its kin, from one op for all layers, as cuDNN runs them.
+
+    The arguments are those of the torch functions, whose nine positions they have.
+    """
     if torch.is_autocast_enabled("cpu"):
         half = torch.get_autocast_dtype("cpu")
         x, weights = x.to(half), [weight.to(half) for weight in weights]
-    first, *cells = hidden if isinstance(hidden, (tuple, list)) else (hidden,)
-    width = int(first.shape[-1]) * (2 if bidirectional else 1)
-    time_first = x.transpose(0, 1) if batch_first else x
-    made = torch.ops.ddltool.recurrent(time_first, list(weights), width)
-    states = made[-1:, :, : first.shape[-1]].expand(first.shape).to(first.dtype)
-    output = made.transpose(0, 1) if batch_first else made
-    for cell in cells:  # wider than the state where that is projected
-        same = cell.shape == first.shape
-        return output, states, states if same else made[-1:, :, :1].expand(cell.shape).to(cell.dtype)
-    return output, states
+    state, *cells = hidden if isinstance(hidden, (tuple, list)) else (hidden,)
+    width = int(state.shape[-1]) * (2 if bidirectional else 1)
+    steps_first = x.transpose(0, 1) if batch_first else x
+    outputs = torch.ops.ddltool.recurrent(steps_first, list(weights), width)
+    last_state = outputs[-1:, :, : state.shape[-1]].expand(state.shape).to(state.dtype)
+    returned = outputs.transpose(0, 1) if batch_first else outputs
+    if not cells:
+        return returned, last_state
+    [cell] = cells  # of an LSTM; wider than the state where that is projected
+    if cell.shape == state.shape:
+        return returned, last_state, last_state
+    return returned, last_state, outputs[-1:, :, :1].expand(cell.shape).to(cell.dtype)
 
 
 @torch.library.custom_op("ddltool::recurrent", mutates_args=())
@@ -156,14 +160,16 @@ def _(gradient: Tensor, x: Tensor, weights: list[Tensor]) -> list[Tensor]:
     return [torch.empty_like(x), *(torch.empty_like(weight) for weight in weights)]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Save x and the weights of ``recurrent`` for its backward pass."""
     ctx.save_for_backward(inputs[0], *inputs[1])
 
 
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    """Return the gradients of ``recurrent``'s arguments: x, the weights, and None for the width."""
     x, *weights = ctx.saved_tensors
-    made = torch.ops.ddltool.recurrent_backward(gradient, x, list(weights))
-    return made[0], list(made[1:]), None
+    x_gradient, *weight_gradients = torch.ops.ddltool.recurrent_backward(gradient, x, list(weights))
+    return x_gradient, weight_gradients, None
 
 
-torch.library.register_autograd("ddltool::recurrent", _differentiate, setup_context=_keep)
+torch.library.register_autograd("ddltool::recurrent", _differentiate, setup_context=_save_inputs)

@@ -43,10 +43,12 @@ _RECURRENT = frozenset(["LSTM", "GRU", "RNN"])
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The batch size of a model's inputs, None without an input of dimensions, and whether it is symbolic in the file."""
+    """The batch of a model's inputs."""
 
     size: int | None
+    """None: no input has dimensions."""
     symbolic: bool
+    """Whether the file leaves the batch size open."""
 
 
 def set_dimensions(graph: GraphProto, bindings: Mapping[str, int], batch_size: int | None, path: str) -> Batch:
@@ -188,16 +190,16 @@ def _small_outputs(
         return {}
     if any(item.HasField("g") or item.t.data_location == TensorProto.EXTERNAL for item in node.attribute):
         return {}
-    given: dict[str, NDArray[np.float32]] = {}
+    feeds: dict[str, NDArray[np.float32]] = {}
     if node.op_type in ("Shape", "Size"):  # they read no values
         source = _shape(types[node.input[0]])
         if source is None:
             return {}
-        given[node.input[0]] = np.broadcast_to(np.float32(0), source)
+        feeds[node.input[0]] = np.broadcast_to(np.float32(0), source)
     elif not (node.input or node.op_type == "Constant") or any(name and name not in values for name in node.input):
         return {}
     try:
-        outputs = ReferenceEvaluator(single).run(None, given)
+        outputs = ReferenceEvaluator(single).run(None, feeds)
         arrays = zip(single.graph.output, outputs, strict=True)
         return {value.name: numpy_helper.from_array(np.asarray(array), value.name) for value, array in arrays}
     except Exception:  # whatever a malformed node makes numpy raise: its values stay unknown
@@ -219,13 +221,15 @@ def inputs_of(node: NodeProto) -> list[str]:
 
 def call_of(node: NodeProto, shapes: Mapping[str, Shape], size_bytes: Callable[[Iterable[str]], float]) -> Call:
     """Return a node as a call for the cost rules; ``size_bytes`` returns the bytes of named tensors."""
-    known = [math.prod(shapes[name]) for name in (*node.input, *node.output) if name in shapes]
+    element_counts = [math.prod(shapes[name]) for name in (*node.input, *node.output) if name in shapes]
     return Call(
         name=node.op_type,
         inputs=[shapes.get(name) for name in node.input],
         output=shapes.get(node.output[0]) if node.output else None,
-        named={a.name: helper.get_attribute_value(a) for a in node.attribute if a.type != AttributeProto.GRAPH},
-        elements=float(max(known, default=0)),
+        named={
+            item.name: helper.get_attribute_value(item) for item in node.attribute if item.type != AttributeProto.GRAPH
+        },
+        elements=float(max(element_counts, default=0)),
         read_bytes=size_bytes(node.input),
         written_bytes=size_bytes(filter(None, node.output)),
     )
@@ -283,28 +287,28 @@ def sort_nodes(graph: GraphProto, path: str) -> bool:
     """
     known = {tensor.name for tensor in graph.initializer} | {value.name for value in graph.input}
     known |= {tensor.values.name for tensor in graph.sparse_initializer}
-    maker: dict[str, int] = {}
+    producer: dict[str, int] = {}
     for number, node in enumerate(graph.node):
         for name in filter(None, node.output):
-            if name in maker or name in known:
+            if name in producer or name in known:
                 problem = f"{label(node)} makes {name!r}, which exists already"
                 raise InputError(path, problem, "every tensor needs a name of its own: export the model again")
-            maker[name] = number
-    graph_of = nx.DiGraph()
-    graph_of.add_nodes_from(range(len(graph.node)))
+            producer[name] = number
+    edges = nx.DiGraph()
+    edges.add_nodes_from(range(len(graph.node)))
     for number, node in enumerate(graph.node):
         for name in inputs_of(node):
-            if name in maker:
-                graph_of.add_edge(maker[name], number)
+            if name in producer:
+                edges.add_edge(producer[name], number)
             elif name not in known:
                 problem = f"{label(node)} reads {name!r}, which nothing makes"
                 raise InputError(path, problem, "an input must be a graph input, an initializer or a node's output")
-    if all(source < number for source, number in graph_of.edges):
+    if all(source < number for source, number in edges.edges):
         return False
     try:
-        order = list(nx.lexicographical_topological_sort(graph_of))
+        order = list(nx.lexicographical_topological_sort(edges))
     except nx.NetworkXUnfeasible:
-        first, _ = nx.find_cycle(graph_of)[0]
+        first, _ = nx.find_cycle(edges)[0]
         problem = f"{label(graph.node[first])} reads its own output"
         raise InputError(path, problem, "a graph has no cycle: export again") from None
     copies = [NodeProto.FromString(graph.node[number].SerializeToString()) for number in order]

@@ -21,7 +21,7 @@ import numpy as np
 from ddltool.graph import NO_GEMM, Estimate, Gemm
 
 Shape = tuple[int, ...]
-# FLOPs, and count, m, n and k of the matrix products that they are.
+# FLOPs, and the (count, m, n, k) of ``count`` matrix products (m, k) @ (k, n) that take them.
 Product = tuple[float, Gemm]
 
 
@@ -32,7 +32,7 @@ def names_in(text: str) -> frozenset[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """An op as the rules see it."""
+    """The properties of an op from which its cost follows."""
 
     name: str
     """Without namespace and overload: ``convolution``, ``Conv``."""
@@ -42,14 +42,15 @@ class Call:
     named: Mapping[str, Any] = field(default_factory=dict)
     """aten's arguments by name, tensors as shapes; ONNX's attributes."""
     elements: float
-    """Of the largest tensor involved."""
+    """Number of elements of the largest input or output."""
     read_bytes: float
     written_bytes: float
     dtype: str = ""
     pointwise: bool = False
+    """Whether torch marks the op as element-wise."""
 
     def shape(self, place: int) -> Shape | None:
-        """Return the shape of an input, None where there is none or it is unknown."""
+        """Return the shape of the input at ``place``, None where there is none or it is unknown."""
         return self.inputs[place] if place < len(self.inputs) else None
 
 
@@ -150,6 +151,7 @@ def multiplies(name: str) -> bool:
 
 
 def _is_attention(name: str) -> bool:
+    """Return whether an op of this name is fused attention, forward or backward, of any backend."""
     return "scaled_dot_product" in name and "attention" in name
 
 
@@ -160,20 +162,20 @@ def _product(call: Call) -> Product | None:
     if call.name.startswith(_RECURRENT):
         weights = call.named.get("weights") or [value for key, value in call.named.items() if key.startswith("weight")]
         matrices = [tuple(weight) for weight in weights if isinstance(weight, tuple) and len(weight) == 2]
-        x = call.named["input"] if "input" in call.named else call.named["x"]
-        return _layers(x, matrices, backward="backward" in call.name) if matrices else None
+        inputs = call.named["input"] if "input" in call.named else call.named["x"]
+        return _recurrent_layers(inputs, matrices, backward="backward" in call.name) if matrices else None
     rule = _PRODUCTS.get(call.name)
     return rule(call) if rule is not None else None
 
 
-def _multiplied(left: int = 0, right: int = 1) -> Callable[[Call], Product | None]:
+def _product_of_inputs(left_place: int = 0, right_place: int = 1) -> Callable[[Call], Product | None]:
     """Return the rule of an op that multiplies its inputs at two places."""
 
-    def count(call: Call) -> Product | None:
-        one, two = call.shape(left), call.shape(right)
-        return None if one is None or two is None else _matmul(one, two)
+    def count_product(call: Call) -> Product | None:
+        left, right = call.shape(left_place), call.shape(right_place)
+        return None if left is None or right is None else _matmul(left, right)
 
-    return count
+    return count_product
 
 
 def _matmul(left: Shape, right: Shape) -> Product | None:
@@ -187,16 +189,17 @@ def _matmul(left: Shape, right: Shape) -> Product | None:
 
 
 def _gemm(call: Call) -> Product | None:
+    """Return FLOPs and shape of ONNX's Gemm, whose factors may be transposed."""
     left, right = call.shape(0), call.shape(1)
     if left is None or right is None or len(left) != 2:
         return None
-    turned = [shape[::-1] if call.named.get(key) else shape for shape, key in ((left, "transA"), (right, "transB"))]
-    return _matmul(*turned)
+    return _matmul(left[::-1] if call.named.get("transA") else left, right[::-1] if call.named.get("transB") else right)
 
 
 def _linear(call: Call) -> Product | None:
-    x, weight = call.inputs[0] or (), call.inputs[1] or ()
-    return _matmul((math.prod(x) // max(weight[1], 1), weight[1]), weight[::-1])
+    """Return FLOPs and shape of (..., in) @ (out, in) transposed, all but the last dimension taken as rows."""
+    inputs, weight = call.inputs[0] or (), call.inputs[1] or ()
+    return _matmul((math.prod(inputs) // max(weight[1], 1), weight[1]), weight[::-1])
 
 
 def _grouped(call: Call) -> Product | None:
@@ -215,31 +218,34 @@ def _grouped(call: Call) -> Product | None:
     return _matmul(left, right)
 
 
-def convolution(seen: Shape | None, filters: Shape | None, groups: int) -> Product | None:
+def convolution(visited: Shape | None, filters: Shape | None, groups: int) -> Product | None:
     """Return FLOPs of a convolution and its implicit matrix product: one per group, positions x channels x taps.
 
-    ``seen``: the output (the input, when transposed), every position of which meets every element of its filters, (out,
-    in / groups, taps ...) or transposed (in, out / groups, taps ...), once.
+    ``visited``: the shape of the output (of the input, when transposed), every position of which meets every element of its
+    filters once. ``filters``: (out, in / groups, taps ...), or transposed (in, out / groups, taps ...).
     """
-    if seen is None or filters is None:
+    if visited is None or filters is None:
         return None
-    positions = (seen[0] if len(seen) == len(filters) else 1) * math.prod(seen[2:])
+    positions = (visited[0] if len(visited) == len(filters) else 1) * math.prod(visited[2:])
     flops = 2.0 * positions * math.prod(filters)
     return flops, (float(groups), float(positions), filters[0] / max(groups, 1), float(math.prod(filters[1:])))
 
 
 def _aten_convolution(call: Call) -> Product | None:
-    given, backward = call.named, call.name.endswith("_backward")
-    out = given["grad_output"] if backward else call.output
-    counted = convolution(given["input"] if given["transposed"] else out, given["weight"], given["groups"])
-    wanted = sum(bool(wanted) for wanted in given["output_mask"][:2]) if backward else 1
-    return None if counted is None else (counted[0] * wanted, counted[1])
+    """Return FLOPs and shape of aten's convolution; backward takes as many FLOPs for each of input and weight as forward."""
+    arguments, is_backward = call.named, call.name.endswith("_backward")
+    output = arguments["grad_output"] if is_backward else call.output
+    visited = arguments["input"] if arguments["transposed"] else output
+    product = convolution(visited, arguments["weight"], arguments["groups"])
+    gradients = sum(map(bool, arguments["output_mask"][:2])) if is_backward else 1
+    return None if product is None else (product[0] * gradients, product[1])
 
 
 def _onnx_convolution(call: Call) -> Product | None:
+    """Return FLOPs and shape of ONNX's convolutions."""
     weight = call.shape(3 if call.name == "QLinearConv" else 1)
-    seen = call.shape(0) if call.name == "ConvTranspose" else call.output
-    return convolution(seen, weight, int(call.named.get("group", 1)))
+    visited = call.shape(0) if call.name == "ConvTranspose" else call.output
+    return convolution(visited, weight, int(call.named.get("group", 1)))
 
 
 def _attention(call: Call) -> Product | None:
@@ -248,41 +254,46 @@ def _attention(call: Call) -> Product | None:
     Two products forward; five backward, since the scores are computed again. FLOPs count the whole square, as MFU is
     usually reported; the keys of ``gemm`` are halved under a causal mask, of which kernels skip the upper half.
     """
-    given = call.named
-    if not all(isinstance(given.get(part), tuple) for part in ("query", "key", "value")):
+    arguments = call.named
+    if not all(isinstance(arguments.get(part), tuple) for part in ("query", "key", "value")):
         return None
-    query, key, value = given["query"], given["key"], given["value"]
+    query, key, value = arguments["query"], arguments["key"], arguments["value"]
     heads, queries, width = math.prod(query[:-2]), query[-2], query[-1]
     keys, out_width = key[-2], value[-1]
-    scores, mixed = 2.0 * heads * queries * keys * width, 2.0 * heads * queries * keys * out_width
-    flops = 3.0 * scores + 2.0 * mixed if "backward" in call.name else scores + mixed
-    causal = bool(given.get("is_causal", False)) and queries > 1
-    return flops, (float(heads), float(queries), keys / 2 if causal else float(keys), float(width))
+    score_flops, value_flops = 2.0 * heads * queries * keys * width, 2.0 * heads * queries * keys * out_width
+    flops = 3.0 * score_flops + 2.0 * value_flops if "backward" in call.name else score_flops + value_flops
+    is_causal = bool(arguments.get("is_causal", False)) and queries > 1
+    return flops, (float(heads), float(queries), keys / 2 if is_causal else float(keys), float(width))
 
 
-def _layers(x: Shape, matrices: Sequence[Shape], *, backward: bool = False) -> Product:
+def _recurrent_layers(inputs: Shape, matrices: Sequence[Shape], *, backward: bool = False) -> Product:
     """Return FLOPs and shape of recurrent layers whose weight matrices are (gates x state, inputs) each.
 
     Every step of every sample meets every weight once; backward twice, for the input and for the weights. The steps of one
-    layer wait for each other, hence ``gemm``'s count: steps times layers and directions.
+    layer wait for each other, hence ``gemm``'s count: steps times layers and directions. ``inputs``: (steps, batch, features).
     """
-    rows = math.prod(x[:-1])  # (steps, batch, features) or the other way round: the product is what counts
+    rows = math.prod(inputs[:-1])
     flops = 2.0 * rows * sum(math.prod(matrix) for matrix in matrices)
-    steps = float(x[0])
-    wide = float(matrices[0][0])
-    layers = max(sum(matrix[0] == wide for matrix in matrices) / 2.0, 1.0)  # without projections of the state
-    inner = flops / (2.0 * rows * layers * wide) if flops else 0.0
-    return (2.0 * flops if backward else flops), (steps * layers, rows / steps if steps else 0.0, wide, inner)
+    steps = float(inputs[0])
+    gate_rows = float(matrices[0][0])
+    layers = max(sum(matrix[0] == gate_rows for matrix in matrices) / 2.0, 1.0)  # without projections of the state
+    mean_columns = flops / (2.0 * rows * layers * gate_rows) if flops else 0.0
+    gemm = (steps * layers, rows / steps if steps else 0.0, gate_rows, mean_columns)
+    return (2.0 * flops if backward else flops), gemm
 
 
 def _onnx_recurrent(call: Call) -> Product | None:
-    x, weight, state = (call.shape(place) for place in range(3))
-    if x is None or weight is None or state is None or not len(x) == len(weight) == len(state) == 3:
+    """Return FLOPs and shape of ONNX's LSTM, GRU and RNN: both weights are (directions, gates x state, inputs)."""
+    inputs, weight, state_weight = (call.shape(place) for place in range(3))
+    if inputs is None or weight is None or state_weight is None:
         return None
-    return _layers(x, [weight[1:], state[1:]] * weight[0])
+    if not len(inputs) == len(weight) == len(state_weight) == 3:
+        return None
+    return _recurrent_layers(inputs, [weight[1:], state_weight[1:]] * weight[0])
 
 
 def _pooling(call: Call) -> Product | None:
+    """Return the FLOPs of ONNX's pooling, one per tap of the kernel; they are no matrix product."""
     kernel = call.named.get("kernel_shape")
     if call.output is None or kernel is None:
         return None
@@ -290,6 +301,7 @@ def _pooling(call: Call) -> Product | None:
 
 
 def _local_response(call: Call) -> Product | None:
+    """Return the FLOPs of ONNX's LRN: a square and sum per neighbouring channel, and three to scale an element."""
     if call.output is None:
         return None
     return float(math.prod(call.output) * (int(call.named.get("size", 1)) + 3)), NO_GEMM
@@ -299,9 +311,11 @@ _RECURRENT = ("mkldnn_rnn_layer", "recurrent")
 _PRODUCTS: Mapping[str, Callable[[Call], Product | None]] = {
     **dict.fromkeys(("convolution", "_convolution", "convolution_backward"), _aten_convolution),
     **dict.fromkeys(("Conv", "ConvInteger", "QLinearConv", "ConvTranspose"), _onnx_convolution),
-    **dict.fromkeys(("mm", "_scaled_mm", "_int_mm", "bmm", "matmul", "mv", "MatMul", "MatMulInteger"), _multiplied()),
-    **dict.fromkeys(("addmm", "baddbmm", "addbmm", "_addmm_activation", "addmv"), _multiplied(1, 2)),
-    "QLinearMatMul": _multiplied(0, 3),
+    **dict.fromkeys(
+        ("mm", "_scaled_mm", "_int_mm", "bmm", "matmul", "mv", "MatMul", "MatMulInteger"), _product_of_inputs()
+    ),
+    **dict.fromkeys(("addmm", "baddbmm", "addbmm", "_addmm_activation", "addmv"), _product_of_inputs(1, 2)),
+    "QLinearMatMul": _product_of_inputs(0, 3),
     "Gemm": _gemm,
     "linear": _linear,
     **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm"), _grouped),
@@ -310,11 +324,10 @@ _PRODUCTS: Mapping[str, Callable[[Call], Product | None]] = {
     **dict.fromkeys(("LSTM", "GRU", "RNN"), _onnx_recurrent),
 }
 
-# ---- one name for what graphs and profilers call differently: what the user wrote, what it decomposes into, and the
-# library that runs it.
+# ---- One name for an op whose names differ by source: the user's call, its decomposition, the library that runs it.
 _OVERLOADS = re.compile(r"\.(default|out|Tensor|Scalar|dim_IntList|int|input|self|dim|Tensor_Scalar)$")
 _ATTENTION = re.compile(r"scaled_dot_product_\w*?attention\w*?(_backward)?$")
-_SAME = {
+_SYNONYMS = {
     "convolution": (
         "conv1d conv2d conv3d conv cudnn_convolution mkldnn_convolution miopen_convolution thnn_conv2d slow_conv2d_forward "
         "convinteger qlinearconv convolution_overrideable mps_convolution cudnn_convolution_relu conv_depthwise2d"
@@ -346,7 +359,7 @@ _SAME = {
     "softmax": "safe_softmax",
     "cat": "concat concatenate",
 }
-_CANONICAL = {name: canonical for canonical, names in _SAME.items() for name in names.split()}
+_CANONICAL = {name: canonical for canonical, names in _SYNONYMS.items() for name in names.split()}
 
 
 @lru_cache(maxsize=4096)
@@ -397,7 +410,7 @@ _CLASS_OF = {
     ),
 }
 _CLASS_BY_NAME = {name: CLASS[kind] for kind, names in _CLASS_OF.items() for name in names.split()}
-# For names that are in no table, by what stands at their beginning or in them: the first that fits.
+# The class of a name that is in no table: that of the first pattern that matches at the name's beginning.
 _CLASS_BY_PART = (
     ("convolution", re.compile("convolution|convtranspose")),
     ("attention", re.compile(".*attention")),

@@ -70,7 +70,7 @@ class Scale:
 
     def bytes(self, tensors: Iterable[Sized]) -> float:
         """Return the bytes of tensors at the wanted batch size; an expanded tensor counts the elements of its storage."""
-        return float(sum(min(self.elements(it), self.size(it.stored)) * it.width for it in tensors))
+        return float(sum(min(self.elements(tensor), self.size(tensor.stored)) * tensor.width for tensor in tensors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,8 @@ class Issued:
     name: str
     free: bool
     pointwise: bool
-    given: tuple[tuple[str, Any], ...] = ()
-    """Arguments by name, lists as tuples."""
+    arguments: tuple[tuple[str, Any], ...] = ()
+    """(name, value) pairs; tensors as :class:`Sized`, lists as tuples."""
     inputs: tuple[Sized, ...] = ()
     """The distinct tensors that the kernel reads."""
     output: tuple[Sized, ...] = ()
@@ -127,41 +127,41 @@ def issued(node: Node) -> Issued:
     target: Any = node.target
     name = base_name(target)
     output = tensors_of(node.meta.get("val"))
-    operator = isinstance(target, torch._ops.OpOverload)
-    if name in op_rules.FREE or (operator and target.is_view) or _in_neighbour(node, name):
+    is_operator = isinstance(target, torch._ops.OpOverload)
+    if name in op_rules.FREE or (is_operator and target.is_view) or _is_fused_cast(node, name):
         return Issued(name, free=True, pointwise=False, output=tuple(map(_sized, output)))
-    given = map_arg(named(node), lambda n: n.meta.get("val"))
-    inputs = tensors_of(given)
+    arguments = map_arg(arguments_by_name(node), lambda argument: argument.meta.get("val"))
+    inputs = tensors_of(arguments)
     if name in _CASTS_INPUT | _CASTS_RESULT:
         inputs, output = _without_casts(node, inputs, output)
     return Issued(
         name,
         free=False,
-        pointwise=operator and torch.Tag.pointwise in target.tags,
-        given=tuple((key, _plain(value)) for key, value in given.items()),
+        pointwise=is_operator and torch.Tag.pointwise in target.tags,
+        arguments=tuple((key, _hashable(value)) for key, value in arguments.items()),
         inputs=tuple(map(_sized, inputs)),
         output=tuple(map(_sized, output)),
     )
 
 
 def _sized(tensor: Tensor) -> Sized:
-    sparse = tensor.layout == torch.sparse_coo
+    """Return the properties of a fake tensor that cost rules read."""
     width = tensor.element_size()
     return Sized(
         shape=tuple(map(int, tensor.shape)),
-        stored=0 if sparse else tensor.untyped_storage().nbytes() // width,
+        stored=0 if tensor.layout == torch.sparse_coo else tensor.untyped_storage().nbytes() // width,
         width=width,
         dtype=str(tensor.dtype).removeprefix("torch."),
         floating=tensor.is_floating_point() or tensor.is_complex(),
     )
 
 
-def _plain(value: Any) -> Any:
+def _hashable(value: Any) -> Any:
     """Return an argument in comparable and hashable form."""
     if isinstance(value, Tensor):
         return _sized(value)
     if isinstance(value, (list, tuple)):
-        return tuple(map(_plain, value))
+        return tuple(map(_hashable, value))
     return value if value.__hash__ is not None else str(value)
 
 
@@ -170,30 +170,30 @@ def cost_of(call: Issued, scale: Scale = AS_TRACED) -> Cost:
     written = scale.bytes(call.output)
     if call.free:
         return Cost(flops=0.0, size_bytes=0.0, estimate="free", written_bytes=written)
-    given = dict(call.given)
+    arguments = dict(call.arguments)
     if call.name in _BAGS:
-        table = given["weight"]
-        added = float(scale.elements(given["indices"]) * math.prod(table.shape[1:]))
-        rest = list(call.inputs)
-        rest.remove(table)
-        moved = added * table.width + scale.bytes(rest) + written
+        table = arguments["weight"]
+        added_elements = float(scale.elements(arguments["indices"]) * math.prod(table.shape[1:]))
+        other_inputs = list(call.inputs)
+        other_inputs.remove(table)
+        moved_bytes = added_elements * table.width + scale.bytes(other_inputs) + written
         dtype = _dtype([*call.output, *call.inputs])
-        return Cost(flops=added, size_bytes=moved, estimate="rule", written_bytes=written, dtype=dtype)
+        return Cost(flops=added_elements, size_bytes=moved_bytes, estimate="rule", written_bytes=written, dtype=dtype)
 
-    def shapes(value: Any) -> Any:
+    def to_shapes(value: Any) -> Any:
         if isinstance(value, Sized):
             return scale.shape(value)
-        return [shapes(item) for item in value] if isinstance(value, tuple) else value
+        return [to_shapes(item) for item in value] if isinstance(value, tuple) else value
 
-    named = {key: shapes(value) for key, value in given.items()}
-    if "groups" in given:  # a convolution with a filter per sample has its batch in the groups
-        named["groups"] = scale.size(int(given["groups"]))
+    shapes = {key: to_shapes(value) for key, value in arguments.items()}
+    if "groups" in arguments:  # a convolution with a filter per sample has its batch in the groups
+        shapes["groups"] = scale.size(int(arguments["groups"]))
     return op_rules.cost_of(
         Call(
             name=call.name,
-            inputs=[value if isinstance(given[key], Sized) else None for key, value in named.items()],
+            inputs=[shape if isinstance(arguments[key], Sized) else None for key, shape in shapes.items()],
             output=scale.shape(call.output[0]) if call.output else None,
-            named=named,
+            named=shapes,
             elements=max((float(scale.elements(tensor)) for tensor in [*call.inputs, *call.output]), default=0.0),
             read_bytes=scale.bytes(call.inputs),
             written_bytes=written,
@@ -203,12 +203,11 @@ def cost_of(call: Issued, scale: Scale = AS_TRACED) -> Cost:
     )
 
 
-def _in_neighbour(node: Node, name: str) -> bool:
-    """Return whether a cast is fused into a neighbour: before a softmax or sum, or after a softmax's backward."""
+def _is_fused_cast(node: Node, name: str) -> bool:
+    """Return whether a node is a cast fused into a neighbour: a softmax or sum after it, a softmax's backward before it."""
     if name != "_to_copy" or not isinstance(node.args[0], Node):
         return False
-    before = base_name(node.args[0].target)
-    if before in _CASTS_RESULT:
+    if base_name(node.args[0].target) in _CASTS_RESULT:
         return len(node.args[0].users) == 1
     return bool(node.users) and all(base_name(user.target) in _CASTS_INPUT for user in node.users)
 
@@ -216,11 +215,11 @@ def _in_neighbour(node: Node, name: str) -> bool:
 def _without_casts(node: Node, inputs: list[Tensor], output: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Return the tensors that a kernel with fused casts reads and writes: those before and after the casts."""
     for source in node.all_input_nodes:
-        if _in_neighbour(source, base_name(source.target)):
+        if _is_fused_cast(source, base_name(source.target)):
             cast = source.meta["val"]
             inputs = [source.args[0].meta["val"] if tensor is cast else tensor for tensor in inputs]  # type: ignore[union-attr]
     for user in node.users:
-        if _in_neighbour(user, base_name(user.target)):
+        if _is_fused_cast(user, base_name(user.target)):
             output = [user.meta["val"]]
     return inputs, output
 
@@ -232,7 +231,7 @@ def base_name(target: Any) -> str:
     return str(getattr(target, "__name__", target))
 
 
-def named(node: Node) -> dict[str, Any]:
+def arguments_by_name(node: Node) -> dict[str, Any]:
     """Return a call's arguments by the names of its schema, by index for an op without schema."""
     schema = getattr(node.target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []

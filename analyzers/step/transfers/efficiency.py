@@ -35,9 +35,9 @@ from ddltool.graph_results import LostEfficiency, ScheduleFigures, TraceVerdict
 from ddltool.units import show_seconds
 
 # Simulated steps that decide between two orders: common random numbers, so few suffice.
-_JUDGES = 8
-# Numbers for compute ops are given only where they gain this share of the step.
-_WORTH = 1e-3
+_RUNS = 8
+# Compute ops get priority numbers only where those gain this share of the step.
+_WORTHWHILE_SHARE = 1e-3
 # CP-SAT works on whole numbers; horizons beyond this are rounded down for the bound (times of real graphs lose less
 # than a millionth), and the schedule found is timed again with the full figures.
 _LARGEST_HORIZON = 2**34
@@ -47,82 +47,87 @@ _CLOSED = 1e-6
 def improve(
     graph: Graph, *, seed: int = 0, start: Schedule | None = None, problem: ShopProblem | None = None
 ) -> Schedule:
-    """Return an order that is at least as good as TAC's in simulation, on the same seeds.
+    """Return the schedule of the shortest mean step in simulation: TAC's, TIC's, or one of whole joins.
 
-    It numbers the recvs, or every op: a runtime that only orders transfers gains less. ``start``: TAC's order,
-    ``problem``: the reduced graph, where they are at hand. Raises InputError for ops without a duration.
+    Its priority numbers are those of the recvs, or of every op where that shortens a training step further: a runtime that
+    only orders transfers gains less then. ``start``: TAC's order, ``problem``: the reduced graph, where they are at hand.
+    Raises InputError for ops without a duration.
     """
-    first = replace(tac(graph) if start is None else start, name="improved")
+    tac_schedule = replace(tac(graph) if start is None else start, name="improved")
     problem = shop.reduce(graph) if problem is None else problem
-    orders = {first.order: first}
-    for order in (tic(graph).order, *(_by_joins(graph, problem, by_load=each) for each in (True, False))):
-        rank = {name: place for place, name in enumerate(order)}
-        orders.setdefault(order, Schedule(name="improved", priority=rank, order=order))
+    schedules = {tac_schedule.order: tac_schedule}
+    for order in (tic(graph).order, *(_order_by_joins(graph, problem, by_load=by_load) for by_load in (True, False))):
+        rank_by_recv = {name: rank for rank, name in enumerate(order)}
+        schedules.setdefault(order, Schedule(name="improved", priority=rank_by_recv, order=order))
     simulator = Simulator(graph)
 
-    def step_s(schedule: Schedule) -> float:
-        runs = (simulator.run(schedule.priority, seed + judge).makespan_s for judge in range(_JUDGES))
-        return sum(runs) / _JUDGES
+    def mean_step_s(schedule: Schedule) -> float:
+        return sum(simulator.run(schedule.priority, seed + run).makespan_s for run in range(_RUNS)) / _RUNS
 
-    steps = {order: step_s(schedule) for order, schedule in orders.items()}
-    best = orders[min(steps, key=steps.__getitem__)]
+    step_by_order = {order: mean_step_s(schedule) for order, schedule in schedules.items()}
+    best = schedules[min(step_by_order, key=step_by_order.__getitem__)]
     if graph.mode == "inference":
         return best
-    # With numbers for every op hardly anything is left to chance: one run each tells the best.
-    numbers = shop.numberings(problem)
-    pairs = itertools.product(orders.values(), numbers)
-    wholes = [replace(order, priority=_with_compute(graph, problem, order, each)) for order, each in pairs]
-    whole = min(wholes, key=lambda each: simulator.run(each.priority, seed).makespan_s)
-    return whole if step_s(whole) < steps[best.order] * (1 - _WORTH) else best
+    # With numbers for every op hardly anything is left to chance: one run of each finds the best.
+    numbered = [
+        replace(schedule, priority=_number_all_ops(graph, problem, schedule.order, block_numbers))
+        for schedule, block_numbers in itertools.product(schedules.values(), shop.numberings(problem))
+    ]
+    best_numbered = min(numbered, key=lambda schedule: simulator.run(schedule.priority, seed).makespan_s)
+    least_s = step_by_order[best.order] * (1 - _WORTHWHILE_SHARE)
+    return best_numbered if mean_step_s(best_numbered) < least_s else best
 
 
-def _by_joins(graph: Graph, problem: ShopProblem, *, by_load: bool) -> tuple[str, ...]:
-    """Bring in whole joins, the next by Johnson's rule on (missing transfers, compute that they unlock).
+def _order_by_joins(graph: Graph, problem: ShopProblem, *, by_load: bool) -> tuple[str, ...]:
+    """Return the recvs' names join by join, the next join by Johnson's rule on (missing transfers, compute they unlock).
 
-    A join is what blocks of H (all compute blocks without one) wait for. ``by_load``: the largest load per missing transfer
-    first.
+    A join is a set of recvs for which blocks of H (all compute blocks where H is empty) wait. ``by_load``: the largest load
+    per missing transfer first, in place of Johnson's rule. Times are whole units.
     """
     recvs = problem.of_kind(RECV)
-    loads: dict[int, int] = {}
+    loads: dict[int, int] = {}  # by join, as bits: compute time of the blocks that wait for it
     for block in sorted(problem.head) or (op for op in range(len(problem)) if problem.kind[op] != RECV):
-        if bits := problem.needed[block]:
-            loads[bits] = loads.get(bits, 0) + problem.times[block]
-    joins = as_matrix(list(loads), len(recvs))
-    gain, transfer = np.array(list(loads.values()), dtype=np.int64), np.array([problem.times[op] for op in recvs])
-    wait, left = joins @ transfer, joins.sum(axis=1)
-    missing = np.ones(len(recvs), dtype=bool)
+        if needed_recvs := problem.needed[block]:
+            loads[needed_recvs] = loads.get(needed_recvs, 0) + problem.times[block]
+    joins = as_matrix(list(loads), len(recvs))  # (joins, recvs)
+    load, transfer = np.array(list(loads.values()), dtype=np.int64), np.array([problem.times[op] for op in recvs])
+    missing_transfer, missing_count = joins @ transfer, joins.sum(axis=1)
+    is_missing = np.ones(len(recvs), dtype=bool)
     order: list[int] = []
-    while (left > 0).any():
-        join = _next_join(np.flatnonzero(left), wait, gain, by_load=by_load)
-        brought = joins[join] & missing
-        order += np.flatnonzero(brought).tolist()
-        missing &= ~brought
-        wait = wait - joins[:, brought] @ transfer[brought]
-        left = left - joins[:, brought].sum(axis=1)
-    order += np.flatnonzero(missing).tolist()
+    while (missing_count > 0).any():
+        join = _next_join(np.flatnonzero(missing_count), missing_transfer, load, by_load=by_load)
+        is_next = joins[join] & is_missing
+        order += np.flatnonzero(is_next).tolist()
+        is_missing &= ~is_next
+        missing_transfer = missing_transfer - joins[:, is_next] @ transfer[is_next]
+        missing_count = missing_count - joins[:, is_next].sum(axis=1)
+    order += np.flatnonzero(is_missing).tolist()
     return tuple(graph.names[op] for recv in order for op in problem.members[recvs[recv]])
 
 
-def _next_join(left: Places, wait: Ints, gain: Ints, *, by_load: bool) -> int:
-    """Return which of the joins that are left comes next; ties: the first."""
-    wait, gain = wait[left], gain[left]
+def _next_join(candidates: Places, transfer: Ints, load: Ints, *, by_load: bool) -> int:
+    """Return the index of the candidate join that comes next, the first among equals; arguments as in the caller."""
+    transfer, load = transfer[candidates], load[candidates]
     if by_load:
-        return int(left[((gain + 1) / (wait + 1)).argmax()])
-    early = wait < gain
-    return int(left[np.lexsort((np.where(early, wait, -gain), ~early))[0]])
+        return int(candidates[((load + 1) / (transfer + 1)).argmax()])
+    # Johnson's rule: joins that transfer faster than they compute by ascending transfer, then the others by descending load
+    is_early = transfer < load
+    return int(candidates[np.lexsort((np.where(is_early, transfer, -load), ~is_early))[0]])
 
 
-def _with_compute(graph: Graph, problem: ShopProblem, order: Schedule, numbers: Sequence[int]) -> dict[str, int]:
-    """Return numbers for all ops: recvs as they are ordered, then the blocks by ``numbers`` (n,).
+def _number_all_ops(
+    graph: Graph, problem: ShopProblem, order: Sequence[str], block_numbers: Sequence[int]
+) -> dict[str, int]:
+    """Return priority numbers of all ops by name: recvs as in ``order``, then the blocks by ``block_numbers`` (n,).
 
     Numbers are compared on one resource only; sends come after all recvs of their channel that are ready. Free ops are
     in no block: they get 0 and so run at once.
     """
-    found = dict.fromkeys(graph.names, 0)
+    numbers = dict.fromkeys(graph.names, 0)
     for block, members in enumerate(problem.members):
         for op in members:
-            found[graph.names[op]] = len(order.order) + numbers[block]
-    return found | {name: place for place, name in enumerate(order.order)}
+            numbers[graph.names[op]] = len(order) + block_numbers[block]
+    return numbers | {name: rank for rank, name in enumerate(order)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,7 +172,7 @@ def solve_exact(
     scale = time_scale(graph)
     # The order simulated as it is can beat list schedules of blocks where CP-SAT found nothing: blocks are not cut up.
     simulator = Simulator(graph)
-    simulated = [simulator.run(order.priority, seed + run) for run in range(_JUDGES)]
+    simulated = [simulator.run(order.priority, seed + run) for run in range(_RUNS)]
     timeline = min([_as_timeline(graph, problem, best_starts), *simulated], key=lambda entry: entry.makespan_s)
     makespan = round(timeline.makespan_s * scale)
     is_closed = makespan - bound <= _CLOSED * makespan
@@ -205,6 +210,7 @@ def _block_priorities(graph: Graph, problem: ShopProblem, priority: Mapping[str,
 
 
 def _makespan(problem: ShopProblem, starts: Sequence[int]) -> int:
+    """Return the last end of ops that start at ``starts``, whole time units."""
     return max((start + length for start, length in zip(starts, problem.times, strict=True)), default=0)
 
 
@@ -215,7 +221,7 @@ def _solve_with_cp_sat(
     from ortools.sat.python import cp_model
 
     span_of_hint = _makespan(problem, hint)
-    unit = fold(math.gcd, problem.times, 0) or 1  # what makes one of the solver's units
+    unit = fold(math.gcd, problem.times, 0) or 1  # whole time units in one of the solver's
     if span_of_hint // unit > _LARGEST_HORIZON:
         unit = -(-span_of_hint // _LARGEST_HORIZON)
     times, horizon = [length // unit for length in problem.times], -(-span_of_hint // unit)
@@ -256,7 +262,7 @@ _ENOUGH_EQUAL = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MakespanBounds:
-    """U, L and S of a graph. ``speedup`` is None when L is 0: nothing takes any time."""
+    """U (``upper_s``), L (``lower_s``) and S (``speedup``) of a graph; S is None when L is 0: nothing takes any time."""
 
     upper_s: float
     lower_s: float
@@ -267,9 +273,9 @@ class MakespanBounds:
     """Busiest channel."""
 
     def share(self, makespan_s: float, best_s: float | None = None) -> float | None:
-        """Return E of a makespan in seconds (Equation 3), None when U = L: there is nothing to overlap.
+        """Return the scheduling efficiency E of a makespan (Equation 3), None when U = L: there is nothing to overlap.
 
-        ``best_s`` in place of L: E against the best that any schedule could reach.
+        ``best_s`` takes the place of L: E against the best that any schedule could reach.
         """
         spread_s = self.upper_s - (self.lower_s if best_s is None else best_s)
         if spread_s <= 1e-12 * max(self.upper_s, 1e-300):
@@ -291,7 +297,7 @@ class Comparison:
 
     @property
     def undefined_reason(self) -> str | None:
-        """Why E is undefined."""
+        """The reason why the scheduling efficiency is undefined, None where it is defined."""
         if self.bounds.share(self.bounds.lower_s) is not None:
             return None
         return "U = L, one resource does all the work: there is nothing to overlap"
@@ -453,9 +459,8 @@ def verdict(comparison: Comparison) -> TraceVerdict:
     balance = f"{heavier} takes {ratio:.1f} times as long as {lighter}"
     if ratio < _BALANCED or ratio > 1e4:
         balance = "communication and computation are balanced" if ratio < _BALANCED else f"{heavier} is all there is"
-    potential_text = (
-        f"At best an order saves {ceiling:.0%} of a step without any overlap (S = {limits.speedup:.2f}); {balance}."
-    )
+    share_text = f"{ceiling:.0%} of a step without any overlap (S = {limits.speedup:.2f})"
+    potential_text = f"At best an order saves {share_text}; {balance}."
     makespans_text = f"{show_seconds(random.makespan_s)} to {show_seconds(best.makespan_s)}"
     gain_text = f"From random orders to TAC the step goes from {makespans_text} ({gain:+.1%} saved)."
     if gain >= CLEAR_GAIN:

@@ -45,12 +45,10 @@ def _traced_graph(graph: Graph) -> TracedGraph:
 
 def _servers_of(graph: Graph) -> dict[str, list[str]]:
     """Return the parameters of each channel (parameter server) by its name, in file order."""
-    parameters_by_channel: dict[str, list[str]] = {
-        name: [] for name in graph.resource_names if name.startswith("channel:")
-    }
+    parameters_of: dict[str, list[str]] = {name: [] for name in graph.resource_names if name.startswith("channel:")}
     for op in graph.of_kind(RECV):
-        parameters_by_channel[graph.resource_names[graph.resource[op]]].append(graph.parameter[op] or graph.names[op])
-    return parameters_by_channel
+        parameters_of[graph.resource_names[graph.resource[op]]].append(graph.parameter[op] or graph.names[op])
+    return parameters_of
 
 
 def _drop_other_bucket_names(plans: CollectiveFigures) -> CollectiveFigures:

@@ -60,13 +60,16 @@ _MATRIX_OPS = 6000
 
 @dataclass(frozen=True, kw_only=True)
 class ShopProblem:
-    """Ops in whole time units (see :func:`~ddltool.dependencies.time_scale`) on resources."""
+    """The job shop of ``n`` ops, or blocks of ops, in topological order: an input's index is below its consumer's."""
 
     times: Sequence[int]
+    """(n,) durations in whole units, see :func:`~ddltool.dependencies.time_scale`."""
     resource: Sequence[int]
+    """(n,) the resource on which each op runs, from 0 to ``resources`` - 1."""
     kind: Sequence[int]
+    """(n,) ``COMPUTE``, ``RECV`` or ``SEND``."""
     inputs: Sequence[Sequence[int]]
-    """Ops before ops: the numbering is topological."""
+    """The ops that must end before each op can start."""
     resources: int
     members: Sequence[Sequence[int]]
     """Op indices of the graph that each op stands for, in an order that their edges allow."""
@@ -95,7 +98,7 @@ class ShopProblem:
 
     @cached_property
     def consumers(self) -> list[list[int]]:
-        """The reversed edges."""
+        """The ops of which each op is an input, ascending."""
         return reversed_edges(self.inputs)
 
     @cached_property
@@ -181,7 +184,7 @@ def _without_free_ops(problem: ShopProblem) -> ShopProblem:
         for target in targets:
             inputs[target] = list(dict.fromkeys([*(source for source in inputs[target] if source != op), *sources]))
         for source in sources:
-            consumers[source] = list(dict.fromkeys([*(c for c in consumers[source] if c != op), *targets]))
+            consumers[source] = list(dict.fromkeys([*(user for user in consumers[source] if user != op), *targets]))
     return problem.part([op for op in range(len(problem)) if op not in removed], inputs)
 
 
@@ -218,7 +221,11 @@ def _merge_ops(problem: ShopProblem) -> ShopProblem:
 
 
 def _join_blocks(problem: ShopProblem, block: Sequence[int], head: set[int], last: Sequence[int]) -> ShopProblem:
-    """Return the problem in which every op belongs to a block; ``last``: the block of rule 5, after all other compute."""
+    """Return the problem of the blocks; a block's key is one of its ops.
+
+    ``block``: the key of each op's block; ``head``: the keys of the blocks of H; ``last``: that of rule 5, which
+    runs after all other compute, or nothing.
+    """
     members: dict[int, list[int]] = {}
     for op, key in enumerate(block):
         members.setdefault(key, []).append(op)
@@ -230,11 +237,9 @@ def _join_blocks(problem: ShopProblem, block: Sequence[int], head: set[int], las
     for key in last:
         inputs[key] |= {other for other in members if problem.kind[other] == COMPUTE and other != key}
     keys = sorted(members)
-    key_index = {key: position for position, key in enumerate(keys)}
-    order = [
-        keys[position]
-        for position in first_ready_first([[key_index[source] for source in inputs[key]] for key in keys])
-    ]
+    key_index = {key: index for index, key in enumerate(keys)}
+    indexed_inputs = [[key_index[source] for source in inputs[key]] for key in keys]
+    order = [keys[index] for index in first_ready_first(indexed_inputs)]
     position = {key: index for index, key in enumerate(order)}
     return ShopProblem(
         times=[sum(problem.times[op] for op in members[key]) for key in order],
@@ -363,7 +368,7 @@ def run_order(problem: ShopProblem, order: Sequence[int], times: Sequence[int]) 
 
 def expand(problem: ShopProblem, whole: ShopProblem, starts: Sequence[int]) -> list[int]:
     """Return the ops of the unreduced problem in the order of a reduced schedule; free ops follow their last input."""
-    op_index = {op: positions for positions, (op,) in enumerate(whole.members)}
+    op_index = {op: index for index, (op,) in enumerate(whole.members)}
     positions = [-1] * len(whole)
     for block_position, block in enumerate(order_of(problem, starts, problem.times)):
         for op in problem.members[block]:

@@ -160,7 +160,7 @@ class Machine:
         one_pass = self.curve(task.batch)
         sync = 0.3 * (task.replicas > 1)
         full: list[float] = []
-        while not task.over(full, sum(full)):
+        while not task.is_over(full, sum(full)):
             full.append((one_pass * (task.accumulation + 1) + sync) * float(self.rng.lognormal(0.0, self.noise)))
         self.timed += len(full)
         return StepTimings(

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.truth_networks import bert, mpt, sweeps
-from ddltool.analyzers.step.communication.fabrics import own_link, read_tests
+from ddltool.analyzers.step.communication.fabrics import fabric_of, own_link, read_tests
 from ddltool.analyzers.step.communication.nccl import Collective, Fabric, Floor, MeasuredCollective
 from ddltool.errors import InputError
 from ddltool.links import DATASHEET, Link, parse_link, parse_nic
@@ -134,7 +134,7 @@ def test_times_and_choices_are_those_of_tuning_cc(inside: str) -> None:
         assert 1e6 * group.all_gather_s(SIZES) == pytest.approx(one_way, rel=1e-9)
         assert (group.reduce_scatter_s(SIZES) == group.all_gather_s(SIZES)).all()
         chain = [min(by_hand(fabric, n, nodes, size, "broadcast").values()) for size in SIZES]
-        assert 1e6 * group._seconds("broadcast", SIZES) == pytest.approx(chain, rel=1e-9)
+        assert 1e6 * group.collective_s("broadcast", SIZES) == pytest.approx(chain, rel=1e-9)
 
 
 @pytest.mark.parametrize("inside", ["nvlink2", "nvlink4"])
@@ -360,6 +360,19 @@ def test_eight_of_one_node_are_not_behind_ethernet(cli: Cli, tmp_path: Path) -> 
         exposed[per_node] = result.document["decision"]["baselines"]["8 A100, equally"]["communication_s"]
         assert ("8 a node on NVLink 3 (240 GB/s) are assumed" in result.err) == (per_node == "")
     assert exposed[""] < 0.05 * exposed[", per_node: 1"]
+
+
+def test_latency_between_nodes_is_the_cards_own_where_cards_are_named() -> None:
+    """50 us go with a rate, or with nothing; cards have NCCL's hops, which only a larger --latency replaces."""
+    assert fabric_of(None, gpus_per_node=1).between == Link(kind="plain", bytes_per_s=1.25e9, latency_s=50e-6)
+    assert fabric_of(None, gpus_per_node=1, bandwidth="1Gbit").between == Link(
+        kind="plain", bytes_per_s=0.125e9, latency_s=50e-6
+    )
+    assert fabric_of(None, gpus_per_node=1, latency="0s").between.latency_s == 0.0
+    fabrics = [fabric_of(None, gpus_per_node=1, nic="200Gbit", latency=latency) for latency in (None, "1us", "50us")]
+    assert fabrics[0].between == parse_nic("200Gbit")
+    by_card, short, long = (fabric.over(4).all_reduce_s(8.0) for fabric in fabrics)
+    assert by_card == short < long
 
 
 def test_predictions_take_links_and_logs(cli: Cli, tmp_path: Path) -> None:
