@@ -23,7 +23,7 @@ import numpy as np
 import torch.distributed as dist
 
 from ddltool.analyzers.job.balancing.control import Policy, SpeedPolicy, TrialPolicy
-from ddltool.analyzers.job.balancing.predict import PredictorSettings
+from ddltool.analyzers.job.balancing.trained import PredictorSettings
 from ddltool.runtime.balancing.control import LIVE_LEARNING, Manager
 from ddltool.runtime.hook.consensus import Consensus
 from ddltool.runtime.hook.job import DistributedJob

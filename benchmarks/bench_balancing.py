@@ -21,7 +21,7 @@ import numpy as np
 from ddltool.analyzers.answers.reporting.charts import drawn
 from ddltool.analyzers.job.balancing import replay as schemes
 from ddltool.analyzers.job.balancing.minmax import DeviceCurves, Offer, choose
-from ddltool.analyzers.job.balancing.predict import PREDICTORS, make
+from ddltool.analyzers.job.balancing.predict import PREDICTORS, make_predictor
 from ddltool.analyzers.job.balancing.replay import gain_kept, replay, replay_equal, replay_oracle
 from ddltool.analyzers.job.balancing.sizing import equal, proportional
 from ddltool.runtime.measuring.watch import SpeedRow, write_rows
@@ -50,7 +50,7 @@ def predictors(iterations: int, workers: int, seeds: int) -> None:
         base, oracle = replay_equal(trace, total, since=SINCE), replay_oracle(trace, total, since=SINCE)
         for name in PREDICTORS:
             begin = time.process_time()
-            made = replay(trace, make(name, workers), total, since=SINCE)
+            made = replay(trace, make_predictor(name, workers), total, since=SINCE)
             spent = time.process_time() - begin
             print(
                 f"{seed:4}  {name:9}  {made.rmse:5.2f}  {made.rmse_relative:7.1%}  {made.mean_s / base.mean_s:15.3f}"
@@ -77,7 +77,7 @@ def compare_schemes(iterations: int, seed: int) -> None:
     show("redundant execution, 2 of 32", schemes.redundant(clock, lambda sizes: sizes.astype(float), total, 2), base)
     show("work shifting (FlexRR-like)", schemes.work_shifting(clock, total), base)
     for name in ("ema", "narx"):
-        show(f"LB-BSP ({name})", schemes.lb_bsp(clock, trace, total, make(name, 32)), base)
+        show(f"LB-BSP ({name})", schemes.lb_bsp(clock, trace, total, make_predictor(name, 32)), base)
     show("LB-BSP, speeds known", schemes.lb_bsp_oracle(clock, total), base)
     print("GPU cluster of 16              iteration  of BSP  staleness    gap")
     _, curves = gpu_curves()

@@ -33,9 +33,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from ddltool.analyzers.job.balancing import algorithm2, predict
+from ddltool.analyzers.job.balancing import algorithm2
 from ddltool.analyzers.job.balancing.control import Policy, Report, SpeedPolicy, TrialPolicy
+from ddltool.analyzers.job.balancing.predict import READING
 from ddltool.analyzers.job.balancing.sizing import equal
+from ddltool.analyzers.job.balancing.trained import PredictorSettings
 from ddltool.arrays import Floats
 from ddltool.artifacts import kind_of
 from ddltool.errors import InputError
@@ -64,7 +66,7 @@ MOST_SAMPLES = 10**12
 LEAST_NORMALIZED = 2
 """BatchNorm divides by the deviation within the batch; of one sample without extent there is none, and torch refuses it."""
 # In a job a worker that has become slow holds up all others until the sizes follow, so both ways notice lasting changes.
-LIVE_LEARNING = predict.PredictorSettings(background=True, restart_after=3)
+LIVE_LEARNING = PredictorSettings(background=True, restart_after=3)
 LIVE_TRIAL = algorithm2.Algorithm2Settings(renew=True)
 
 
@@ -76,7 +78,7 @@ class BalanceOptions:
     """``cpu``: sizes by predicted speeds, chosen while all wait; ``gpu``: Algorithm 2, chosen behind the next step."""
     predictor: str = "ema"
     """For ``cpu``: last, ema, arima, rnn, lstm or narx."""
-    learning: predict.PredictorSettings | None = None
+    learning: PredictorSettings | None = None
     """How a predictor learns; None: as the paper has it, networks in the background, and EMA, theirs before they have
     learned too, begins anew after three steps that show a lasting change."""
     trial: algorithm2.Algorithm2Settings | None = None
@@ -372,7 +374,7 @@ def balance(
         consensus = Consensus(job, manager.paced, timeout_s=chosen.timeout_s, behind=chosen.enabled and behind)
     scaler = LossScaler(job, "balancer", lambda: balancer.sizes)
     scaler.watcher = clock = _StepClock(is_cuda(model), scaler.pending.take_tally)
-    clock.readings = chosen.predictor in predict.READING
+    clock.readings = chosen.predictor in READING
     begin_check(job, model, optimizer)
     balancer = Balancer(job, dataset, start, fewest, scaler, clock, consensus, manager, chosen.enabled)
     scaler.open(model, optimizer)

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import pandas as pd
 
-from ddltool.analyzers.job.goodput.curve import Interval, first_of, median_interval, next_doubling, predict
+from ddltool.analyzers.job.goodput.curve import Interval, first_to_measure, median_interval, next_to_measure, predict
 from ddltool.artifacts import check_writable
 from ddltool.errors import InputError
 from ddltool.profiles import read_profile, write_profile
@@ -215,7 +215,7 @@ class _Campaign:
             return None
         replicas, steps = self.series[0]
         points = {batch: point.median for batch, point in self._points(replicas, steps).items()}
-        batch = next_doubling(points, min(self.limit, _LARGEST_DOUBLING))
+        batch = next_to_measure(points, min(self.limit, _LARGEST_DOUBLING))
         if batch is None or batch > self.limit or batch in points:
             self.wanted = set(points)
             return None
@@ -246,7 +246,7 @@ class _Campaign:
             uncertainties = {batch: predict(points, batch).relative for batch in unmeasured}
             unpredicted = [batch for batch, uncertainty in uncertainties.items() if math.isinf(uncertainty)]
             if unpredicted:
-                ranked.append((math.inf, (*series, first_of(unpredicted, sorted(points)))))
+                ranked.append((math.inf, (*series, first_to_measure(unpredicted, sorted(points)))))
                 continue
             ranked += [(uncertainty, (*series, batch)) for batch, uncertainty in uncertainties.items()]
             ranked += [

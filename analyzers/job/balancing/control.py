@@ -14,8 +14,9 @@ from typing import Protocol
 import numpy as np
 
 from ddltool.analyzers.job.balancing.algorithm2 import MEMORY_SHARE, Algorithm2, Phase
-from ddltool.analyzers.job.balancing.predict import PredictorSettings, SpeedPredictor, make
+from ddltool.analyzers.job.balancing.predict import SpeedPredictor, make_predictor
 from ddltool.analyzers.job.balancing.sizing import checked_limits, checked_sizes, proportional
+from ddltool.analyzers.job.balancing.trained import PredictorSettings
 from ddltool.arrays import Floats, Ints
 from ddltool.errors import InputError
 
@@ -95,7 +96,7 @@ class SpeedPolicy:
         if (self.limits < self.sizes).any():
             raise InputError("limits", f"is {limits}", f"give each of {len(self.sizes)} workers at least its batch")
         self.tolerance = tolerance
-        self._predictor: SpeedPredictor = make(predictor, len(self.sizes), settings)
+        self._predictor: SpeedPredictor = make_predictor(predictor, len(self.sizes), settings)
         self._has_readings = False
         self._predicted: Floats | None = None
         self._prediction_errors: deque[float] = deque(maxlen=ERRORS_KEPT)

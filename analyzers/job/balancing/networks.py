@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddltool.analyzers.job.balancing.predict import PredictorSettings, Trained
+from ddltool.analyzers.job.balancing.trained import PredictorSettings, Trained
 from ddltool.arrays import Floats
 
 LOOK_BACK = 2

@@ -134,17 +134,17 @@ def _check(end_s: Floats, pointers: Ints) -> None:
     """Raise InputError unless each of one or more workers has one or more finite, ascending ends."""
     if len(pointers) == 1:
         raise InputError("times", "holds no workers", "give one array of iteration ends per worker")
-    empty = np.flatnonzero(np.diff(pointers) == 0)
-    if len(empty):
-        raise InputError(f"times[{empty[0]}]", "holds no iteration ends", "every worker needs at least one")
-    wrong = ~np.isfinite(end_s)
-    if not wrong.any():
-        wrong[1:] = end_s[1:] < end_s[:-1]
-        wrong[pointers[:-1]] = False
+    empty_workers = np.flatnonzero(np.diff(pointers) == 0)
+    if len(empty_workers):
+        raise InputError(f"times[{empty_workers[0]}]", "holds no iteration ends", "every worker needs at least one")
+    is_wrong = ~np.isfinite(end_s)
+    if not is_wrong.any():
+        is_wrong[1:] = end_s[1:] < end_s[:-1]
+        is_wrong[pointers[:-1]] = False
         problem, remedy = "goes backwards in time", "a worker's iteration ends must ascend"
     else:
         problem, remedy = "is not finite", "iteration ends must be finite seconds"
-    if wrong.any():
-        place = int(np.argmax(wrong))
-        worker = int(np.searchsorted(pointers, place, side="right")) - 1
-        raise InputError(f"times[{worker}][{place - pointers[worker]}]", problem, remedy)
+    if is_wrong.any():
+        end_index = int(np.argmax(is_wrong))
+        worker = int(np.searchsorted(pointers, end_index, side="right")) - 1
+        raise InputError(f"times[{worker}][{end_index - pointers[worker]}]", problem, remedy)

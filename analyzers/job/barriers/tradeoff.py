@@ -52,29 +52,29 @@ def tradeoff(times: Times, points: int | None = None) -> dict[int, dict[Objectiv
     ``points``: at most this many bounds, spread over their range; None: every one.
     """
     scan = _Scan(EndTimes.of(times))
-    most = max(scan.best(objective, None).iteration_gap for objective in OBJECTIVES)
-    gaps = list(range(most + 1))
-    if points is not None and most >= points:
-        gaps = [0, *np.unique(np.geomspace(1, most, points - 1).round().astype(int)).tolist()]
+    widest_gap = max(scan.best(objective, None).iteration_gap for objective in OBJECTIVES)
+    gaps = list(range(widest_gap + 1))
+    if points is not None and widest_gap >= points:
+        gaps = [0, *np.unique(np.geomspace(1, widest_gap, points - 1).round().astype(int)).tolist()]
     return {gap: {objective: scan.best(objective, gap) for objective in OBJECTIVES} for gap in gaps}
 
 
 class _Scan:
-    """What all bounds have in common for one set of ends."""
+    """The ends in order of time and the candidate barriers, which all bounds on the gap share."""
 
     def __init__(self, ends: EndTimes) -> None:
         self.ends = ends
         self.order = np.argsort(ends.end_s)
-        at = ends.end_s[self.order]
-        fresh = np.append(True, at[1:] > at[:-1])
-        self.barriers_s = at[fresh & (at >= ends.first_s.max())]  # (k,) ascending
+        sorted_s = ends.end_s[self.order]
+        is_new = np.append(True, sorted_s[1:] > sorted_s[:-1])
+        self.barriers_s = sorted_s[is_new & (sorted_s >= ends.first_s.max())]  # (k,) ascending
         lengths = np.diff(ends.pointers)
-        self.place = np.arange(len(at)) - np.repeat(ends.pointers[:-1], lengths)  # (N,) from 0 within the worker
-        rounds = int(lengths.min())
-        columns = ends.pointers[:-1, None] + np.arange(rounds)
-        # (R,) when every worker has ended its j-th iteration; never, once a worker's lookahead is used up.
+        self.place = np.arange(len(sorted_s)) - np.repeat(ends.pointers[:-1], lengths)  # (N,) from 0 within the worker
+        common_iterations = int(lengths.min())
+        common_indices = ends.pointers[:-1, None] + np.arange(common_iterations)
+        # (R,) when every worker has ended its j-th iteration; infinite beyond the shortest worker's ends.
         self.slowest_s = np.full(int(lengths.max()), np.inf)
-        self.slowest_s[:rounds] = ends.end_s[columns].max(axis=0)
+        self.slowest_s[:common_iterations] = ends.end_s[common_indices].max(axis=0)
         # Times count from the first end, so that sums stay exact enough on clocks that began long ago.
         self.base_s = float(ends.first_s.min())
         self.steps_s = np.diff(ends.end_s, prepend=self.base_s)
@@ -86,40 +86,40 @@ class _Scan:
             raise InputError("max_gap", f"is {max_gap}", "the bound on the iteration gap is 0 or more")
         in_use_s = self._moments(max_gap)
         if objective == "waiting":
-            waiting, rounding = self._longest(in_use_s), self.ends.rounding_s
+            objective_values, rounding = self._longest(in_use_s), self.ends.rounding_s
         else:
-            waiting, iterations = self._total(in_use_s)
-            horizon = float(self.barriers_s[-1]) - self.base_s
-            rounding = self.ends.workers * (self.ends.rounding_s + _RELATIVE * horizon)
+            objective_values, iterations = self._total(in_use_s)
+            horizon_s = float(self.barriers_s[-1]) - self.base_s
+            rounding = self.ends.workers * (self.ends.rounding_s + _RELATIVE * horizon_s)
             if objective == "per_iteration":
-                waiting, rounding = waiting / iterations, rounding / float(iterations[0])
-        choice = int(np.argmax(waiting <= waiting.min() + rounding))
+                objective_values, rounding = objective_values / iterations, rounding / float(iterations[0])
+        choice = int(np.argmax(objective_values <= objective_values.min() + rounding))
         return self.ends.barrier(self.ends.count(in_use_s <= self.barriers_s[choice]))
 
     def _moments(self, max_gap: int | None) -> Floats:
-        """Return (N,) from which barrier time on an end is its worker's choice (until the worker's next one is)."""
+        """Return (N,) the earliest barrier time at which an end is its worker's choice (until the worker's next one is)."""
         if max_gap is None or max_gap >= len(self.slowest_s):
             return self.ends.end_s
-        moments = self.ends.end_s.copy()
-        held = self.place >= max_gap
+        moments_s = self.ends.end_s.copy()
+        is_held = self.place >= max_gap
         # The end at place i (from 0) is iteration i + 1 and needs all workers past iteration i + 1 - max_gap.
-        needed = self.place[held] - max_gap
-        moments[held] = np.maximum(moments[held], self.slowest_s[needed])
-        return moments
+        needed_iteration = self.place[is_held] - max_gap
+        moments_s[is_held] = np.maximum(moments_s[is_held], self.slowest_s[needed_iteration])
+        return moments_s
 
     def _longest(self, in_use_s: Floats) -> Floats:
-        """Return (k,) the waiting time at each candidate barrier."""
-        until_s = np.append(in_use_s[1:], np.inf)
-        until_s[self.ends.pointers[1:] - 1] = np.inf
-        lasts = np.maximum.accumulate(until_s[self.order])
-        first = np.searchsorted(lasts, self.barriers_s, side="right")
-        waiting: Floats = self.barriers_s - self.ends.end_s[self.order[first]]
-        return waiting
+        """Return (k,) the waiting seconds of the first worker to arrive at each candidate barrier."""
+        replaced_s = np.append(in_use_s[1:], np.inf)
+        replaced_s[self.ends.pointers[1:] - 1] = np.inf
+        used_until_s = np.maximum.accumulate(replaced_s[self.order])
+        first_index = np.searchsorted(used_until_s, self.barriers_s, side="right")
+        waiting_s: Floats = self.barriers_s - self.ends.end_s[self.order[first_index]]
+        return waiting_s
 
     def _total(self, in_use_s: Floats) -> tuple[Floats, Ints]:
-        """Return (k,) the waiting of all workers at each candidate barrier, and (k,) their iterations."""
+        """Return (k,) the waiting seconds of all workers at each candidate barrier, and (k,) their iterations in all."""
         order = np.argsort(in_use_s)
         sums = np.cumsum(self.steps_s[order])
-        taken = np.searchsorted(in_use_s[order], self.barriers_s, side="right")
-        total: Floats = self.ends.workers * (self.barriers_s - self.base_s) - sums[taken - 1]
-        return total, taken
+        iterations = np.searchsorted(in_use_s[order], self.barriers_s, side="right")
+        waiting_s: Floats = self.ends.workers * (self.barriers_s - self.base_s) - sums[iterations - 1]
+        return waiting_s, iterations

@@ -28,24 +28,24 @@ def zipline(times: Times) -> Barrier:
     Raises InputError for ends that are missing, not finite or not ascending.
     """
     ends = EndTimes.of(times)
-    size = len(ends.end_s)
+    count = len(ends.end_s)
     order = np.argsort(ends.end_s)
-    at = ends.end_s[order]
-    # Place k of the sorted line holds the latest end of its worker until the worker's next end comes, at place until[k].
-    place = np.empty(size, dtype=np.int32 if size < 2**31 else np.int64)
-    place[order] = np.arange(size, dtype=place.dtype)
+    sorted_s = ends.end_s[order]
+    # The end at place k in time is the latest of its worker until the worker's next end, at place ``following[order][k]``.
+    place = np.empty(count, dtype=np.int32 if count < 2**31 else np.int64)
+    place[order] = np.arange(count, dtype=place.dtype)
     following = np.empty_like(place)
     following[:-1] = place[1:]
-    following[ends.pointers[1:] - 1] = size
-    until = np.maximum.accumulate(following[order])
+    following[ends.pointers[1:] - 1] = count
+    last_until = np.maximum.accumulate(following[order])
     # The earliest of the workers' latest ends at place k is the first one that lasts beyond k: as many places lie
     # before it as there are running maxima up to k. Within a tie this sees ends that are about to be replaced, and so
     # too long a waiting; the tie's last place, whose barrier is the same, corrects it.
-    begin = int(np.searchsorted(at, ends.first_s.max()))
-    earliest = np.cumsum(np.bincount(until, minlength=size + 1)[:size])[begin:]
-    waiting = at[begin:] - at[earliest]
-    best = int(np.argmax(waiting <= waiting.min() + ends.rounding_s))
-    return ends.latest(float(at[begin + best]))
+    first_place = int(np.searchsorted(sorted_s, ends.first_s.max()))
+    earliest = np.cumsum(np.bincount(last_until, minlength=count + 1)[:count])[first_place:]
+    waiting = sorted_s[first_place:] - sorted_s[earliest]
+    best_index = int(np.argmax(waiting <= waiting.min() + ends.rounding_s))
+    return ends.latest(float(sorted_s[first_place + best_index]))
 
 
 def gridscan(times: Times) -> Barrier:
@@ -56,9 +56,8 @@ def gridscan(times: Times) -> Barrier:
     and errors.
     """
     ends = EndTimes.of(times)
-    tied = np.flatnonzero(ends.first_s == ends.first_s.min())
-    row = ends.row(int(tied[0])) if len(tied) == 1 else min((ends.row(int(w)) for w in tied), key=tuple)
-    return _best_pivot(ends, row)
+    rows = [ends.row(int(worker)) for worker in np.flatnonzero(ends.first_s == ends.first_s.min())]
+    return _best_pivot(ends, rows[0] if len(rows) == 1 else min(rows, key=tuple))
 
 
 def full_gridscan(times: Times) -> Barrier:
@@ -72,20 +71,20 @@ def _best_pivot(ends: EndTimes, pivots: Floats) -> Barrier:
 
     With the pivot the barrier moves forward too, so the earliest pivot has the earliest barrier.
     """
-    # A worker's end is the nearest to pivots in (since, until].
-    since = np.empty_like(ends.end_s)
-    since[1:] = ends.end_s[:-1] + (ends.end_s[1:] - ends.end_s[:-1]) / 2
-    since[ends.pointers[:-1]] = -np.inf
-    until = np.append(since[1:], np.inf)
-    until[ends.pointers[1:] - 1] = np.inf
+    # A worker's end is the nearest to pivots in (since_s, until_s].
+    since_s = np.empty_like(ends.end_s)
+    since_s[1:] = ends.end_s[:-1] + (ends.end_s[1:] - ends.end_s[:-1]) / 2
+    since_s[ends.pointers[:-1]] = -np.inf
+    until_s = np.append(since_s[1:], np.inf)
+    until_s[ends.pointers[1:] - 1] = np.inf
     order = np.argsort(ends.end_s)
-    at = ends.end_s[order]
+    sorted_s = ends.end_s[order]
     # Among the ends that a pivot has not passed, the earliest is in use (its worker has no earlier one left), and among
     # those whose turn has come, the latest is.
-    passed = np.maximum.accumulate(until[order])
-    begun = np.minimum.accumulate(since[order][::-1])[::-1]
-    earliest = at[np.searchsorted(passed, pivots, side="left")]
-    latest = at[np.searchsorted(begun, pivots, side="left") - 1]
-    waiting = latest - earliest
-    best = int(np.argmax(waiting <= waiting.min() + ends.rounding_s))
-    return ends.barrier(ends.count(since < pivots[best]))
+    used_until_s = np.maximum.accumulate(until_s[order])
+    used_since_s = np.minimum.accumulate(since_s[order][::-1])[::-1]
+    earliest = sorted_s[np.searchsorted(used_until_s, pivots, side="left")]
+    latest = sorted_s[np.searchsorted(used_since_s, pivots, side="left") - 1]
+    waiting_s = latest - earliest
+    best_index = int(np.argmax(waiting_s <= waiting_s.min() + ends.rounding_s))
+    return ends.barrier(ends.count(since_s < pivots[best_index]))

@@ -26,9 +26,9 @@ from ddltool.results import DeviceCurve
 if TYPE_CHECKING:
     import pandas as pd
 
-# A batch is saturating when it reaches this share of the best measured throughput.
+# Share of the best measured throughput from which on a batch is saturating.
 SATURATED = 0.9
-# Step times lie on a line when it misses none of them by more than this.
+# Largest relative error of a line through step times at which they count as linear in the batch.
 LINEAR = 0.05
 
 
@@ -45,68 +45,70 @@ def summarise(
     """
     if "accumulation_steps" in frame and (frame["accumulation_steps"].fillna(0) == 0).any():
         frame = frame[frame["accumulation_steps"].fillna(0) == 0]
-    found: dict[str, DeviceCurve] = {}
+    curves: dict[str, DeviceCurve] = {}
     for device, rows in frame.groupby("device", sort=True):
-        fewest = rows[rows["num_replicas"] == rows["num_replicas"].min()]
-        medians = fewest.groupby("local_batch_size").median(numeric_only=True).sort_index()
+        plain_rows = rows[rows["num_replicas"] == rows["num_replicas"].min()]
+        medians = plain_rows.groupby("local_batch_size").median(numeric_only=True).sort_index()
         batches = medians.index.to_numpy(dtype=float)
-        times = medians["step_time_s"].to_numpy(dtype=float)
-        memory = medians["peak_memory_bytes"].to_numpy(dtype=float) if "peak_memory_bytes" in medians else None
+        step_times_s = medians["step_time_s"].to_numpy(dtype=float)
+        peak_bytes = medians["peak_memory_bytes"].to_numpy(dtype=float) if "peak_memory_bytes" in medians else None
         origin: str | None = "measured"
-        limit = (measured_limits or {}).get(str(device))
+        memory_limit_batch = (measured_limits or {}).get(str(device))
         if measured_limits is None or str(device) not in measured_limits:
-            limit = _memory_limit(batches, memory, memory_limit_bytes)
-            origin = "extrapolated" if limit is not None else None
-        linear = _linear_part(batches, times)
-        found[str(device)] = DeviceCurve(
-            saturation_batch=_saturation(batches, times),
-            memory_limit_batch=limit,
+            memory_limit_batch = _memory_limit(batches, peak_bytes, memory_limit_bytes)
+            origin = "extrapolated" if memory_limit_batch is not None else None
+        linear = _linear_part(batches, step_times_s)
+        curves[str(device)] = DeviceCurve(
+            saturation_batch=_saturation(batches, step_times_s),
+            memory_limit_batch=memory_limit_batch,
             memory_limit_origin=origin,
-            launch_overhead_s=line(batches, times)[0] if len(batches) > 1 else None,
+            launch_overhead_s=fit_line(batches, step_times_s)[0] if len(batches) > 1 else None,
             linear_from_batch=linear[0] if linear else None,
             seconds_per_sample=linear[1] if linear else None,
         )
-    return found
+    return curves
 
 
-def _saturation(batches: Floats, times: Floats) -> int:
-    speed = batches / times
-    return int(batches[np.flatnonzero(speed >= SATURATED * speed.max())[0]])
+def _saturation(batches: Floats, step_times_s: Floats) -> int:
+    """Return the smallest batch whose throughput is 90 % of the best one's; arrays of shape (n,), batches ascending."""
+    samples_per_s = batches / step_times_s
+    return int(batches[np.flatnonzero(samples_per_s >= SATURATED * samples_per_s.max())[0]])
 
 
-def _linear_part(batches: Floats, times: Floats) -> tuple[int, float] | None:
-    """Return the first batch from which on one line holds all times, and the line's slope."""
+def _linear_part(batches: Floats, step_times_s: Floats) -> tuple[int, float] | None:
+    """Return the first batch from which on one line is within 5 % of all step times, and its slope; None: no three batches."""
     for first in range(len(batches) - 2):
-        base, each = line(batches[first:], times[first:])
-        if np.abs((base + each * batches[first:]) / times[first:] - 1).max() <= LINEAR:
-            return int(batches[first]), each
+        intercept_s, slope_s = fit_line(batches[first:], step_times_s[first:])
+        if np.abs((intercept_s + slope_s * batches[first:]) / step_times_s[first:] - 1).max() <= LINEAR:
+            return int(batches[first]), slope_s
     return None
 
 
-def line(batches: Floats, values: Floats) -> tuple[float, float]:
+def fit_line(batches: Floats, values: Floats) -> tuple[float, float]:
     """Return intercept and slope, both >= 0, of the line with the least relative squared error; arrays of shape (n,)."""
     weighted = np.stack([np.ones_like(batches), batches], axis=1) / values[:, None]
-    solution, _ = nnls(weighted, np.ones_like(values))
-    return float(solution[0]), float(solution[1])
+    coefficients, _ = nnls(weighted, np.ones_like(values))
+    return float(coefficients[0]), float(coefficients[1])
 
 
-def _memory_limit(batches: Floats, memory: Floats | None, limit_bytes: float | None) -> int | None:
-    if memory is None or limit_bytes is None or len(batches) < 2 or not (np.isfinite(memory) & (memory > 0)).all():
+def _memory_limit(batches: Floats, peaks: Floats | None, limit_bytes: float | None) -> int | None:
+    """Return the batch at which a line through the peak memories meets the limit; None where nothing tells."""
+    if peaks is None or limit_bytes is None or len(batches) < 2 or not (np.isfinite(peaks) & (peaks > 0)).all():
         return None
-    base, each = line(batches, memory)
-    if each * batches[-1] < 0.01 * memory[-1]:
+    intercept_bytes, bytes_per_sample = fit_line(batches, peaks)
+    if bytes_per_sample * batches[-1] < 0.01 * peaks[-1]:
         return None  # memory does not grow with the batch beyond the noise
-    return max(0, int((limit_bytes - base) / each))
+    return max(0, int((limit_bytes - intercept_bytes) / bytes_per_sample))
 
 
 LEVEL = 0.95
-# Below, the smallest and largest are the interval anyway.
+# Samples below which dependence is not looked for: their smallest and largest are the interval anyway.
 _FEWEST_DEPENDENT = 6
-# Standard deviations; of independent samples some 5 % have a sum beyond it.
+# Standard deviations of a sum of autocorrelations that about 5 % of independent samples exceed at some lag.
 _MORE_THAN_CHANCE = 2.1
-# Doublings that each bring less than this share of throughput: the curve is a line from there on.
+# Share of throughput: two doublings in turn that each gain less end the search for saturation.
 _FLAT = 0.05
-# A bracket around the saturation batch is narrow enough at this ratio of its ends.
+# Ratio of the ends of a bracket around the saturation batch at which it is narrow enough.
 _BRACKET = 1.25
 
 
@@ -143,8 +145,9 @@ def interval_ranks(count: int, level: float = LEVEL) -> tuple[int, int]:
 def median_interval(samples: Sequence[float]) -> Interval:
     """Return the median of samples, in the order they were taken, with a distribution-free 95 % interval.
 
-    :func:`interval_ranks`, moved apart by the root of :func:`dependence`: n dependent samples tell as much as n of it.
-    Drift slower than all of the samples cannot be seen in them: then the interval is still too narrow.
+    The ranks of :func:`interval_ranks`, their distance from the middle times the root of :func:`dependence` d: n dependent
+    samples tell as much as n / d independent ones. Drift slower than the whole series cannot be seen in it: the interval is
+    then still too narrow.
     """
     ordered = sorted(samples)
     first, _ = interval_ranks(len(ordered))
@@ -158,30 +161,30 @@ def dependence(samples: Sequence[float]) -> float:
 
     1 + 2 sum of the ranks' autocorrelations, cut where pairs of them stop being positive and falling (the initial monotone
     sequence; Geyer, "Practical Markov chain Monte Carlo", Statistical Science 7, 1992, section 3.3), and once corrected for
-    the mean being the samples' own. 1 unless the sum of some of the first lags is more than what independent samples give.
+    the mean being the samples' own. 1 unless the first 1, 2, 4, ... lags have a sum that independent samples seldom reach.
     """
     count = len(samples)
-    _, place, ties = np.unique(np.asarray(samples, dtype=np.float64), return_inverse=True, return_counts=True)
+    _, tie_index, ties = np.unique(np.asarray(samples, dtype=np.float64), return_inverse=True, return_counts=True)
     if count < _FEWEST_DEPENDENT or len(ties) == 1:
         return 1.0
-    ranks = (np.cumsum(ties) - ties / 2)[place]
+    ranks = (np.cumsum(ties) - ties / 2)[tie_index]  # equal samples share their mean rank
     ranks -= ranks.mean()
-    waves = np.fft.rfft(ranks, 2 * count)
-    alike = np.fft.irfft(np.abs(waves) ** 2, 2 * count)[:count]
-    alike /= alike[0]
+    spectrum = np.fft.rfft(ranks, 2 * count)
+    autocorrelations = np.fft.irfft(np.abs(spectrum) ** 2, 2 * count)[:count]
+    autocorrelations /= autocorrelations[0]
     # Of independent samples the sum of k autocorrelations has mean -k / n and variance k / n.
     lags = 2 ** np.arange((count // 6).bit_length())
-    if (np.cumsum(alike[1:])[lags - 1] + lags / count <= _MORE_THAN_CHANCE * np.sqrt(lags / count)).all():
+    if (np.cumsum(autocorrelations[1:])[lags - 1] + lags / count <= _MORE_THAN_CHANCE * np.sqrt(lags / count)).all():
         return 1.0
-    bias = _monotone_sum(alike) / count
-    return min(_monotone_sum((alike + bias) / (1 + bias)), count)
+    bias = _monotone_sum(autocorrelations) / count
+    return min(_monotone_sum((autocorrelations + bias) / (1 + bias)), count)
 
 
-def _monotone_sum(alike: Floats) -> float:
-    """Return 1 + 2 sum of autocorrelations (n,) from lag 0 on by Geyer's rule, at least 1."""
-    pairs = alike[: len(alike) // 2 * 2].reshape(-1, 2).sum(axis=1)
-    positive = pairs[: int(np.argmax(pairs <= 0)) if (pairs <= 0).any() else None]
-    return max(1.0, 2 * float(np.minimum.accumulate(positive).sum()) - 1)
+def _monotone_sum(autocorrelations: Floats) -> float:
+    """Return 1 + 2 sum of the (n,) autocorrelations from lag 0 on, cut and made falling by Geyer's rule; at least 1."""
+    pairs = autocorrelations[: len(autocorrelations) // 2 * 2].reshape(-1, 2).sum(axis=1)
+    positive_pairs = pairs[: int(np.argmax(pairs <= 0)) if (pairs <= 0).any() else None]
+    return max(1.0, 2 * float(np.minimum.accumulate(positive_pairs).sum()) - 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,79 +199,86 @@ _UNKNOWN = Prediction(step_time_s=math.nan, relative=math.inf)
 
 
 def predict(points: Mapping[int, Interval], batch: int) -> Prediction:
-    """Return the step time at ``batch`` from the measured batches next to it: the middle of the room that they leave.
+    """Return the step time at ``batch`` from ``points``, the measured times by batch: midway between two bounds.
 
-    One bound is the chord between the two neighbours, the other the lines through the pairs on either side, and the lower
-    neighbour's time. The uncertainty is half of that room and the neighbours' own intervals. Unknown outside the
-    measured batches, and with fewer than three of them.
+    One bound is the chord between the two neighbours, the other the lines through the pairs of batches on either side,
+    extended, and not below the lower neighbour's time. The uncertainty is half the distance of the bounds plus the
+    neighbours' own intervals. Unknown outside the measured batches, and with fewer than three of them.
     """
     measured = sorted(points)
     if batch in points:
         return Prediction(step_time_s=points[batch].median, relative=points[batch].relative)
     if len(measured) < 3 or not measured[0] < batch < measured[-1]:
         return _UNKNOWN
-    after = next(position for position, value in enumerate(measured) if value > batch)
-    low, high = measured[after - 1], measured[after]
-    share = (batch - low) / (high - low)
-    noise = (1 - share) * (points[low].high - points[low].low) / 2 + share * (points[high].high - points[high].low) / 2
-    chord = _on_line(points, low, high, batch)
-    pairs = ([(measured[after - 2], low)] if after >= 2 else []) + [
-        (high, one) for one in measured[after + 1 : after + 2]
+    upper_index = next(position for position, value in enumerate(measured) if value > batch)
+    lower, upper = measured[upper_index - 1], measured[upper_index]
+    upper_share = (batch - lower) / (upper - lower)
+    lower_noise_s, upper_noise_s = ((points[end].high - points[end].low) / 2 for end in (lower, upper))
+    noise_s = (1 - upper_share) * lower_noise_s + upper_share * upper_noise_s
+    chord_s = _extend_line(points, lower, upper, batch)
+    extended_s = [
+        _extend_line(points, measured[left], measured[left + 1], batch)
+        for left in (upper_index - 2, upper_index)
+        if 0 <= left < len(measured) - 1
     ]
-    beside = [_on_line(points, *pair, batch) for pair in pairs]
-    other = _other_bound(chord, beside, points[low].median, points[high].median)
-    middle = (chord + other) / 2
-    return Prediction(step_time_s=middle, relative=(abs(chord - other) / 2 + noise) / middle)
+    other_bound_s = _other_bound(chord_s, extended_s, points[lower].median, points[upper].median)
+    middle_s = (chord_s + other_bound_s) / 2
+    return Prediction(step_time_s=middle_s, relative=(abs(chord_s - other_bound_s) / 2 + noise_s) / middle_s)
 
 
-def _on_line(points: Mapping[int, Interval], first: int, second: int, batch: int) -> float:
-    """Return the value at ``batch`` of the line through two points."""
-    slope = (points[second].median - points[first].median) / (second - first)
-    return points[first].median + slope * (batch - first)
+def _extend_line(points: Mapping[int, Interval], first_batch: int, second_batch: int, batch: int) -> float:
+    """Return the seconds at ``batch`` on the line through the medians of two measured batches."""
+    slope = (points[second_batch].median - points[first_batch].median) / (second_batch - first_batch)
+    return points[first_batch].median + slope * (batch - first_batch)
 
 
-def _other_bound(chord: float, beside: Sequence[float], low: float, high: float) -> float:
-    """Return how far the curve may be from the chord: below it where it bends up, above it where it bends down."""
-    if all(value <= chord for value in beside):
-        return max(min(low, chord), *beside)
-    if all(value >= chord for value in beside):
-        return min(max(high, chord), *beside)
-    return max(beside, key=lambda value: abs(value - chord))  # it bends both ways, or that is noise
+def _other_bound(chord_s: float, extended_s: Sequence[float], lower_s: float, upper_s: float) -> float:
+    """Return the bound (seconds) opposite the chord: below it where the curve bends up, above it where it bends down.
 
-
-def first_of(unknown: Sequence[int], measured: Sequence[int]) -> int:
-    """Return which of the batches of which nothing is known to measure first: smallest, largest, then the middle ones.
-
-    The middle is the geometric one: throughput curves bend on a logarithmic scale.
+    ``extended_s``: seconds on the lines through the outer pairs; ``lower_s``, ``upper_s``: those of the two neighbours.
     """
-    everything = sorted([*unknown, *measured])
-    for end in (everything[0], everything[-1]):
-        if end in unknown:
+    if all(value <= chord_s for value in extended_s):
+        return max(min(lower_s, chord_s), *extended_s)
+    if all(value >= chord_s for value in extended_s):
+        return min(max(upper_s, chord_s), *extended_s)
+    return max(extended_s, key=lambda value: abs(value - chord_s))  # it bends both ways, or that is noise
+
+
+def first_to_measure(unpredicted: Sequence[int], measured: Sequence[int]) -> int:
+    """Return the batch to measure first of those that cannot be predicted: the smallest, the largest, then the middle ones.
+
+    The middle is the geometric mean of the ends: throughput curves bend on a logarithmic scale.
+    """
+    batches = sorted([*unpredicted, *measured])
+    for end in (batches[0], batches[-1]):
+        if end in unpredicted:
             return end
-    middle = math.sqrt(everything[0] * everything[-1])
-    return min(unknown, key=lambda batch: abs(math.log(batch / middle)))
+    geometric_middle = math.sqrt(batches[0] * batches[-1])
+    return min(unpredicted, key=lambda batch: abs(math.log(batch / geometric_middle)))
 
 
-def next_doubling(points: Mapping[int, float], most: int) -> int | None:
+def next_to_measure(points: Mapping[int, float], largest_batch: int) -> int | None:
     """Return the next batch of a search for saturation, None when it is found.
 
     ``points``: step times (seconds) by batch. Doubles from 1 until two doublings in turn bring less than 5 % throughput
-    each, or ``most`` is reached; then narrows the bracket in which throughput passes 90 % of the best.
+    each, or ``largest_batch`` is reached; then narrows the bracket in which throughput passes 90 % of the best.
     """
     if not points:
         return 1
     measured = sorted(points)
-    speed = {batch: batch / points[batch] for batch in measured}
+    samples_per_s = {batch: batch / points[batch] for batch in measured}
     doublings = [batch for batch in measured if batch & (batch - 1) == 0]
-    gains = [speed[high] / speed[low] - 1 for low, high in itertools.pairwise(doublings)]
-    flat = len(gains) >= 2 and max(gains[-2:]) < _FLAT
-    if not flat and measured[-1] < most:
-        return min(2 * doublings[-1], most)
-    best = max(speed.values())
-    place = next(position for position, batch in enumerate(measured) if speed[batch] >= SATURATED * best)
-    if place == 0:
+    gains = [samples_per_s[upper] / samples_per_s[lower] - 1 for lower, upper in itertools.pairwise(doublings)]
+    is_flat = len(gains) >= 2 and max(gains[-2:]) < _FLAT
+    if not is_flat and measured[-1] < largest_batch:
+        return min(2 * doublings[-1], largest_batch)
+    best_per_s = max(samples_per_s.values())
+    saturation_index = next(
+        position for position, batch in enumerate(measured) if samples_per_s[batch] >= SATURATED * best_per_s
+    )
+    if saturation_index == 0:
         return None
-    low, high = measured[place - 1], measured[place]
-    if high - low <= 1 or high / low <= _BRACKET:
+    lower, upper = measured[saturation_index - 1], measured[saturation_index]
+    if upper - lower <= 1 or upper / lower <= _BRACKET:
         return None
-    return (low + high) // 2
+    return (lower + upper) // 2

@@ -39,13 +39,13 @@ class Split:
     @property
     def local_batch_sizes(self) -> Ints:
         """Samples per rank and pass, shape (world_size, accumulation_steps + 1); they add up to the total batch."""
-        return _sizes(self.total_batch_size, self.world_size, self.accumulation_steps + 1)
+        return _share_evenly(self.total_batch_size, self.world_size, self.accumulation_steps + 1)
 
     def sizes_of(self, samples: int) -> Ints:
         """Return samples per rank and pass of a step of fewer samples, in as few passes as memory for this split allows."""
-        largest = _ceil(_ceil(self.total_batch_size, self.world_size), self.accumulation_steps + 1)
-        passes = _ceil(_ceil(samples, self.world_size), largest)
-        return _sizes(samples, self.world_size, passes)
+        largest = _ceil_div(_ceil_div(self.total_batch_size, self.world_size), self.accumulation_steps + 1)
+        passes = _ceil_div(_ceil_div(samples, self.world_size), largest)
+        return _share_evenly(samples, self.world_size, passes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,23 +69,26 @@ class ElasticLimits:
 def find_split(total_batch_size: int, world_size: int, limits: ElasticLimits) -> tuple[Split | None, str]:
     """Return the split with the fewest accumulation steps, or None and the proof that none exists.
 
-    With n passes on W ranks, batches that differ by at most one lie within the limits if and only if
-    ``W n min <= M <= W n max`` (any other batches within the limits imply it: add them up). Raises InputError for numbers
-    below 1.
+    With n passes on W ranks, local batches that differ by at most one lie within the limits if and only if
+    ``W n min <= M <= W n max``; any local batches within the limits imply that, as their sum shows. Raises InputError for
+    numbers below 1.
     """
-    total, world = total_batch_size, world_size
-    if total < 1 or world < 1:
-        raise InputError("total_batch_size, world_size", f"are {total}, {world}", "give 1 or more")
-    low, high = limits.min_local_batch_size, limits.max_local_batch_size
-    fewest, most = _ceil(total, world * high), total // (world * low)
-    if fewest > most:
-        needed = f"{world} ranks with {fewest} x {low} samples at least need {world * fewest * low}"
-        before = f"with {fewest - 1} x {high} at most they hold {world * (fewest - 1) * high}"
-        return None, f"{needed}, more than {total}" if fewest == 1 else f"{needed}; {before}: never {total}"
-    if limits.max_accumulation_steps is not None and fewest > limits.max_accumulation_steps + 1:
+    samples, ranks = total_batch_size, world_size
+    if samples < 1 or ranks < 1:
+        raise InputError("total_batch_size, world_size", f"are {samples}, {ranks}", "give 1 or more")
+    smallest, largest = limits.min_local_batch_size, limits.max_local_batch_size
+    passes, most_passes = _ceil_div(samples, ranks * largest), samples // (ranks * smallest)
+    if passes > most_passes:
+        lower_text = f"{ranks} ranks with {passes} x {smallest} samples at least need {ranks * passes * smallest}"
+        upper_text = f"with {passes - 1} x {largest} at most they hold {ranks * (passes - 1) * largest}"
+        return (
+            None,
+            f"{lower_text}, more than {samples}" if passes == 1 else f"{lower_text}; {upper_text}: never {samples}",
+        )
+    if limits.max_accumulation_steps is not None and passes > limits.max_accumulation_steps + 1:
         steps = limits.max_accumulation_steps
-        return None, f"{steps} accumulation steps of at most {high} hold {world * (steps + 1) * high} samples"
-    return Split(world_size=world, total_batch_size=total, accumulation_steps=fewest - 1), ""
+        return None, f"{steps} accumulation steps of at most {largest} hold {ranks * (steps + 1) * largest} samples"
+    return Split(world_size=ranks, total_batch_size=samples, accumulation_steps=passes - 1), ""
 
 
 def elastic_table(
@@ -110,47 +113,50 @@ def elastic_table(
             raise InputError(name, f"is {value}", "give 1 or more")
     scale = 1.0 if initial_batch_size is None else total_batch_size / initial_batch_size
     rates = {name: learning_rate * rule(name).factor(scale, statistics) for name in rules}
-    made = []
-    for world in world_sizes:
-        split, reason = find_split(total_batch_size, world, limits)
-        # the passes of the first ``remainder`` ranks, if any, and of the others: all ranks of a kind are alike
-        kinds = [] if split is None else [0, split.remainder] if split.remainder else [0]
-        made.append(
+    settings = []
+    for world_size in world_sizes:
+        split, reason = find_split(total_batch_size, world_size, limits)
+        # The first rank stands for those with one sample more, if any; rank ``remainder`` for the others.
+        rank_kinds = [] if split is None else [0, split.remainder] if split.remainder else [0]
+        settings.append(
             ElasticSetting(
-                world_size=world,
-                local_batch_sizes=[] if split is None else split.local_batch_sizes[kinds].tolist(),
+                world_size=world_size,
+                local_batch_sizes=[] if split is None else split.local_batch_sizes[rank_kinds].tolist(),
                 accumulation_steps=None if split is None else split.accumulation_steps,
                 ranks_with_one_more=0 if split is None else split.remainder,
                 reason=reason,
-                nearest_total_batch_sizes=[] if split else _nearest(total_batch_size, world, limits),
+                nearest_total_batch_sizes=[] if split else _nearest_totals(total_batch_size, world_size, limits),
                 learning_rates=rates,
-                steps_per_epoch=_ceil(epoch_samples, total_batch_size) if epoch_samples else 0,
+                steps_per_epoch=_ceil_div(epoch_samples, total_batch_size) if epoch_samples else 0,
                 last_step_samples=(epoch_samples or 0) % total_batch_size if split else 0,
             )
         )
-    return made
+    return settings
 
 
-def _ceil(number: int, by: int) -> int:
+def _ceil_div(number: int, by: int) -> int:
+    """Return ``number / by`` rounded up."""
     return -(-number // by)
 
 
-def _sizes(total: int, ranks: int, passes: int) -> Ints:
-    """Return samples of shape (ranks, passes), as equal as they can be per rank and then per pass."""
+def _share_evenly(total: int, ranks: int, passes: int) -> Ints:
+    """Return ``total`` samples as shape (ranks, passes), as equal as they can be per rank and then per pass."""
     per_rank = total // ranks + (np.arange(ranks) < total % ranks)
-    made: Ints = per_rank[:, None] // passes + (np.arange(passes)[None, :] < per_rank[:, None] % passes)
-    return made
+    sizes: Ints = per_rank[:, None] // passes + (np.arange(passes)[None, :] < per_rank[:, None] % passes)
+    return sizes
 
 
-def _nearest(total: int, world: int, limits: ElasticLimits) -> list[int]:
-    """Return the nearest smaller and larger total batch with a split, as far as they exist.
+def _nearest_totals(total: int, world_size: int, limits: ElasticLimits) -> list[int]:
+    """Return the nearest smaller and the nearest larger total batch that have a split, as far as they exist.
 
     Every total from W min to W max has one (one pass), so both searches end.
     """
-    least, largest = world * limits.min_local_batch_size, math.inf
+    smallest, largest = world_size * limits.min_local_batch_size, math.inf
     if limits.max_accumulation_steps is not None:
-        largest = world * (limits.max_accumulation_steps + 1) * limits.max_local_batch_size
-    below: Iterable[int] = range(int(min(total - 1, largest)), least - 1, -1)
-    above: Iterable[int] = itertools.takewhile(lambda tried: tried <= largest, itertools.count(max(total + 1, least)))
-    found = (next((tried for tried in side if find_split(tried, world, limits)[0]), None) for side in (below, above))
-    return [tried for tried in found if tried is not None]
+        largest = world_size * (limits.max_accumulation_steps + 1) * limits.max_local_batch_size
+    below: Iterable[int] = range(int(min(total - 1, largest)), smallest - 1, -1)
+    above: Iterable[int] = itertools.takewhile(lambda size: size <= largest, itertools.count(max(total + 1, smallest)))
+    nearest = (
+        next((size for size in sizes if find_split(size, world_size, limits)[0]), None) for sizes in (below, above)
+    )
+    return [size for size in nearest if size is not None]

@@ -22,7 +22,7 @@ from functools import lru_cache
 import numpy as np
 from scipy.optimize import least_squares
 
-from ddltool.analyzers.job.goodput.curve import line
+from ddltool.analyzers.job.goodput.curve import fit_line
 from ddltool.analyzers.job.goodput.observations import Observations, check
 from ddltool.analyzers.job.goodput.throughput import NAMES, ThroughputParams, iteration_time_s, log_times
 from ddltool.arrays import Floats, Ints
@@ -57,12 +57,12 @@ class FitResult:
 
 def predict(params: ThroughputParams, rows: Observations) -> Floats:
     """Return the predicted step time of each row in seconds, shape (n,)."""
-    at = (rows.num_nodes, rows.num_replicas, rows.local_batch_size, rows.accumulation_steps)
-    return np.asarray(iteration_time_s(params, *at))
+    configuration = (rows.num_nodes, rows.num_replicas, rows.local_batch_size, rows.accumulation_steps)
+    return np.asarray(iteration_time_s(params, *configuration))
 
 
 def evaluate(params: ThroughputParams, rows: Observations) -> FitError:
-    """Return RMSLE and MAPE of the full step time on the rows. Raises InputError for rows that cannot be."""
+    """Return RMSLE and MAPE of the full step time on the rows. Raises InputError as :func:`~.observations.check`."""
     check(rows)
     ratio = np.maximum(predict(params, rows), 1e-300) / rows.step_time_s
     rmsle, mape = float(np.sqrt(np.mean(np.log(ratio) ** 2))), float(np.mean(np.abs(ratio - 1.0)))
@@ -111,7 +111,7 @@ def refit(rows: Observations, before: ThroughputParams | None = None) -> Through
     """
     problem = FitProblem(rows)
     problem.set_prior(ASSUMED_ERROR)
-    starts = [problem.start(2.0), *([problem.start_from(before)] if before is not None else [])]
+    starts = [problem.start(2.0)] if before is None else [problem.start(2.0), problem.start_from(before)]
     point = _quick_descent(problem, min(starts, key=lambda start: float((problem.residuals(start)[0] ** 2).sum())))
     if problem.free[[beta for _, beta in SLOPES]].any():  # else there is nothing that the prior pulls at
         problem.set_prior(problem.scatter(point))
@@ -120,25 +120,29 @@ def refit(rows: Observations, before: ThroughputParams | None = None) -> Through
 
 
 def _quick_descent(problem: FitProblem, point: Floats) -> Floats:
-    """Return a point near the local minimum: Levenberg-Marquardt, clipped to the bounds."""
-    places, damping = np.flatnonzero(problem.free), 1e-3
-    errors, slopes = problem.residuals(point)
-    loss = float(errors @ errors)
+    """Return a point (7,) near the local minimum by Levenberg-Marquardt: logarithms of the parameters, clipped to the bounds.
+
+    The diagonal of the normal matrix grows by the damping, which falls tenfold with each step that does not raise the loss
+    and rises tenfold with each that does. A step changes no parameter by more than a factor e^3.
+    """
+    free_indices, damping = np.flatnonzero(problem.free), 1e-3
+    residuals, jacobian = problem.residuals(point)
+    loss = float(residuals @ residuals)
     for _ in range(30):
-        free = slopes[:, places]
-        normal, slope = free.T @ free, free.T @ errors
-        normal.flat[:: len(places) + 1] *= 1.0 + damping
-        normal.flat[:: len(places) + 1] += 1e-14
-        tried = point.copy()
-        tried[places] += np.clip(np.linalg.solve(normal, -slope), -3.0, 3.0)
-        tried[places] = np.clip(tried[places], problem.low[places], problem.high[places])
-        tried_errors, tried_slopes = problem.residuals(tried)
-        tried_loss = float(tried_errors @ tried_errors)
-        if tried_loss <= loss:
-            gained = loss - tried_loss
-            point, errors, slopes, loss = tried, tried_errors, tried_slopes, tried_loss
+        free_jacobian = jacobian[:, free_indices]
+        normal_matrix, gradient = free_jacobian.T @ free_jacobian, free_jacobian.T @ residuals
+        normal_matrix.flat[:: len(free_indices) + 1] *= 1.0 + damping
+        normal_matrix.flat[:: len(free_indices) + 1] += 1e-14
+        trial = point.copy()
+        trial[free_indices] += np.clip(np.linalg.solve(normal_matrix, -gradient), -3.0, 3.0)
+        trial[free_indices] = np.clip(trial[free_indices], problem.low[free_indices], problem.high[free_indices])
+        trial_residuals, trial_jacobian = problem.residuals(trial)
+        trial_loss = float(trial_residuals @ trial_residuals)
+        if trial_loss <= loss:
+            gain = loss - trial_loss
+            point, residuals, jacobian, loss = trial, trial_residuals, trial_jacobian, trial_loss
             damping = max(damping * 0.1, 1e-12)
-            if gained <= 1e-3 * loss + 1e-8:
+            if gain <= 1e-3 * loss + 1e-8:
                 break
         else:
             damping *= 10.0
@@ -161,24 +165,24 @@ class FitProblem:
     ) -> None:
         self.rows, self.slope_spread, self.prior_weight = rows, slope_spread, 0.0
         keys = np.stack([rows.num_nodes, rows.num_replicas, rows.local_batch_size, rows.accumulation_steps])
-        first, self.member = _distinct(keys)
-        if len(first) > MOST_CONFIGURATIONS:
+        first_rows, self.member = _distinct(keys)
+        if len(first_rows) > MOST_CONFIGURATIONS:
             keys[2] = np.round(np.log(rows.local_batch_size) / 0.005)
-            first, self.member = _distinct(keys)
-        self.nodes, self.replicas, self.passes = keys[0, first], keys[1, first], keys[3, first]
+            first_rows, self.member = _distinct(keys)
+        self.nodes, self.replicas, self.passes = keys[0, first_rows], keys[1, first_rows], keys[3, first_rows]
         self.batch = np.bincount(self.member, rows.local_batch_size) / np.bincount(self.member)
-        seen = np.isfinite(rows.grad_time_s)
-        log_grad = np.log(np.where(seen, rows.grad_time_s, 1.0))
+        has_grad = np.isfinite(rows.grad_time_s)
+        log_grad = np.log(np.where(has_grad, rows.grad_time_s, 1.0))
         self.log_step, self.steps, self._within = self._means(np.log(rows.step_time_s), np.ones(len(rows)))
-        self.log_grad, self.grads, self._within_grad = self._means(log_grad, seen.astype(np.float64))
+        self.log_grad, self.grads, self._within_grad = self._means(log_grad, has_grad.astype(np.float64))
         self.grad_count = float(self.grads.sum())
-        usual = min(max(GRAD_WEIGHT, GRAD_WEIGHT_FEW / len(first)), 1.0)
-        self.grad_weight = usual if grad_weight is None else grad_weight
-        self.shared, more = self.replicas > 1, self.replicas > 2
-        local, across = self.shared & (self.nodes <= 1), self.shared & (self.nodes > 1)
-        several = self.batch != self.batch[0]
-        spoken = (several, local, local & more, across, across & more, self.shared)
-        self.free = np.array([True, *(bool(which.any()) for which in spoken)])
+        default_weight = min(max(GRAD_WEIGHT, GRAD_WEIGHT_FEW / len(first_rows)), 1.0)
+        self.grad_weight = default_weight if grad_weight is None else grad_weight
+        self.shared, over_two = self.replicas > 1, self.replicas > 2
+        one_node, many_nodes = self.shared & (self.nodes <= 1), self.shared & (self.nodes > 1)
+        batch_varies = self.batch != self.batch[0]
+        determining_rows = (batch_varies, one_node, one_node & over_two, many_nodes, many_nodes & over_two, self.shared)
+        self.free = np.array([True, *(bool(mask.any()) for mask in determining_rows)])
         self.low, self.high = self._bounds()
 
     def _means(self, values: Floats, weights: Floats) -> tuple[Floats, Floats, float]:
@@ -188,6 +192,7 @@ class FitProblem:
         return mean, total, float(weights @ (values - mean[self.member]) ** 2)
 
     def _bounds(self) -> tuple[Floats, Floats]:
+        """Return the least and largest logarithm of each parameter, both (7,): nothing shorter or longer can be seen."""
         times = np.append(self.log_step, self.log_grad[self.grads > 0])
         low, high = np.full(7, times.min() + np.log(_LEAST_SHARE)), np.full(7, self.log_step.max() + np.log(10.0))
         low[1] -= np.log(self.batch.max())
@@ -196,7 +201,7 @@ class FitProblem:
         return low, high
 
     def set_prior(self, error: float | None) -> None:
-        """Weigh the prior against rows whose log times have this standard deviation (None: unknown).
+        """Weigh the prior against rows whose log times have standard deviation ``error`` (None: unknown).
 
         The rows of one placement (nodes and replicas, of more than one replica) err together: they count as one.
         """
@@ -204,23 +209,23 @@ class FitProblem:
         self.prior_weight = 2.0 * max(error or ASSUMED_ERROR, LEAST_ERROR) ** 2 / max(placements, 1)
 
     def start(self, gamma: float) -> Floats:
-        """Return a start from the data: a line through T_grad, synchronisation from what the step takes longer."""
-        step = np.exp(self.log_step)
-        grad = np.where(self.grads > 0, np.exp(self.log_grad), step / (self.passes + 1.0))
-        intercept, slope = line(self.batch, grad)
-        floor = 0.01 * float(np.median(grad))
-        values = [max(intercept, floor), max(slope, floor / float(self.batch.max()))]
-        wait = np.maximum(step - (self.passes + 1.0) * grad, floor)
-        for across in (False, True):
-            waits = wait[self.shared & ((self.nodes > 1) == across)]
-            typical = float(np.median(waits)) if waits.size else 1.0
-            values += [typical, 0.1 * typical]
-        return self.point([*values, gamma])
+        """Return a starting point from the rows: T_grad by a line, synchronisation by what the step takes beyond its passes."""
+        step_s = np.exp(self.log_step)
+        grad_s = np.where(self.grads > 0, np.exp(self.log_grad), step_s / (self.passes + 1.0))
+        intercept_s, slope_s = fit_line(self.batch, grad_s)
+        floor_s = 0.01 * float(np.median(grad_s))
+        parameters = [max(intercept_s, floor_s), max(slope_s, floor_s / float(self.batch.max()))]
+        sync_s = np.maximum(step_s - (self.passes + 1.0) * grad_s, floor_s)
+        for is_across in (False, True):
+            placement_sync_s = sync_s[self.shared & ((self.nodes > 1) == is_across)]
+            typical_s = float(np.median(placement_sync_s)) if placement_sync_s.size else 1.0
+            parameters += [typical_s, 0.1 * typical_s]
+        return self.point([*parameters, gamma])
 
     def start_from(self, params: ThroughputParams) -> Floats:
         """Return the point of given parameters. A zero has no logarithm and near it nothing moves: a small value instead."""
-        known = np.array([getattr(params, name) for name in NAMES])
-        return self.point(np.where(known > 0, known, np.exp(self.start(2.0)) * 1e-3))
+        parameters = np.array([getattr(params, name) for name in NAMES])
+        return self.point(np.where(parameters > 0, parameters, np.exp(self.start(2.0)) * 1e-3))
 
     def point(self, values: Floats | list[float]) -> Floats:
         """Return the logarithms of seven values within the bounds, 0 where a parameter is not free."""
@@ -242,48 +247,52 @@ class FitProblem:
     def residuals(self, point: Floats) -> tuple[Floats, Floats]:
         """Return residuals (r,), whose squares sum to the loss, and their Jacobian (r, 7) by the logarithms."""
         values = self.values(point)
-        log_grad, log_step, by_grad, by_step = log_times(values, self.nodes, self.replicas, self.batch, self.passes)
-        of_step = np.sqrt(self.steps / len(self.rows))
-        of_grad = np.sqrt(self.grad_weight * self.grads / max(self.grad_count, 1.0))
-        errors = [of_step * (log_step - self.log_step), of_grad * (log_grad - self.log_grad)]
-        slopes = [of_step[:, None] * by_step, of_grad[:, None] * by_grad]
+        log_grad, log_step, grad_slopes, step_slopes = log_times(
+            values, self.nodes, self.replicas, self.batch, self.passes
+        )
+        step_weights = np.sqrt(self.steps / len(self.rows))
+        grad_weights = np.sqrt(self.grad_weight * self.grads / max(self.grad_count, 1.0))
+        residuals = [step_weights * (log_step - self.log_step), grad_weights * (log_grad - self.log_grad)]
+        jacobians = [step_weights[:, None] * step_slopes, grad_weights[:, None] * grad_slopes]
         for alpha, beta in SLOPES:
             if self.free[beta] and self.prior_weight > 0:
-                square = (values[beta] / values[alpha] / self.slope_spread) ** 2
-                root = math.sqrt(self.prior_weight * math.log1p(square))
-                slope = np.zeros((1, 7))
-                slope[0, beta] = self.prior_weight * square / (1.0 + square) / root if root > 0 else 0.0
-                slope[0, alpha] = -slope[0, beta]
-                errors.append(np.array([root]))
-                slopes.append(slope)
-        return np.concatenate(errors), np.concatenate(slopes)
+                ratio_squared = (values[beta] / values[alpha] / self.slope_spread) ** 2
+                prior_residual = math.sqrt(self.prior_weight * math.log1p(ratio_squared))
+                prior_jacobian = np.zeros((1, 7))
+                half_slope = self.prior_weight * ratio_squared / (1.0 + ratio_squared)  # of the squared residual
+                prior_jacobian[0, beta] = half_slope / prior_residual if prior_residual > 0 else 0.0
+                prior_jacobian[0, alpha] = -prior_jacobian[0, beta]
+                residuals.append(np.array([prior_residual]))
+                jacobians.append(prior_jacobian)
+        return np.concatenate(residuals), np.concatenate(jacobians)
 
     def scatter(self, point: Floats) -> float | None:
         """Return the standard deviation of the rows' log step times about the model; None when they are too few to tell."""
         log_step = log_times(self.values(point), self.nodes, self.replicas, self.batch, self.passes)[1]
         errors = log_step[self.member] - np.log(self.rows.step_time_s)
-        freedom = len(self.rows) - int(self.free.sum())
-        return math.sqrt(float(errors @ errors) / freedom) if freedom >= 1 else None
+        degrees_of_freedom = len(self.rows) - int(self.free.sum())
+        return math.sqrt(float(errors @ errors) / degrees_of_freedom) if degrees_of_freedom >= 1 else None
 
     def time_error(self, loss: float) -> tuple[float, float]:
-        """Return the standard deviation of all measured log times at a loss, and the degrees of freedom that it has.
+        """Return the standard deviation of all measured log times at ``loss``, and its degrees of freedom.
 
-        A T_grad counts as much as the problem weighs it. The error is infinite without a degree of freedom.
+        Each T_grad counts as the fraction of a measurement that the problem weighs it by. The error is infinite without a
+        degree of freedom.
         """
-        count = len(self.rows)
-        share = self.grad_weight * count / max(self.grad_count, 1.0)
-        freedom = count + share * self.grad_count - float(self.free.sum())
-        squares = loss * count + self._within + share * self._within_grad
-        return math.sqrt(squares / freedom) if freedom >= 1 else math.inf, freedom
+        row_count = len(self.rows)
+        grad_row_weight = self.grad_weight * row_count / max(self.grad_count, 1.0)
+        freedom = row_count + grad_row_weight * self.grad_count - float(self.free.sum())
+        squared_errors = loss * row_count + self._within + grad_row_weight * self._within_grad
+        return math.sqrt(squared_errors / freedom) if freedom >= 1 else math.inf, freedom
 
 
 def _distinct(keys: Floats) -> tuple[Ints, Ints]:
-    """Return the place of the first of each distinct column of keys (k, n), and (n,) which distinct one each column is."""
+    """Return the (g,) indices at which distinct columns of ``keys`` (k, n) first occur, and (n,) which of these each one is."""
     order = np.lexsort(keys)
-    fresh = np.concatenate([[True], (np.diff(keys[:, order]) != 0).any(axis=0)])
+    is_new = np.concatenate([[True], (np.diff(keys[:, order]) != 0).any(axis=0)])
     member = np.empty(keys.shape[1], dtype=np.int64)
-    member[order] = np.cumsum(fresh) - 1
-    return order[fresh], member
+    member[order] = np.cumsum(is_new) - 1
+    return order[is_new], member
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -296,55 +305,55 @@ class Descent:
 
 
 def descend(problem: FitProblem, start: Floats, *, fixed: int | None = None) -> Descent:
-    """Return the local minimum near ``start``, one parameter held when ``fixed`` is given."""
-    moving = problem.free.copy()
+    """Return the local minimum near ``start`` (7,); ``fixed``: index of a parameter that is held, None: none is."""
+    is_moving = problem.free.copy()
     if fixed is not None:
-        moving[fixed] = False
-    places, point = np.flatnonzero(moving), start.copy()
-    if not places.size:
-        errors, _ = problem.residuals(point)
-        return Descent(point=point, loss=float(errors @ errors), converged=True)
+        is_moving[fixed] = False
+    moving_indices, point = np.flatnonzero(is_moving), start.copy()
+    if not moving_indices.size:
+        residuals, _ = problem.residuals(point)
+        return Descent(point=point, loss=float(residuals @ residuals), converged=True)
 
-    @lru_cache(maxsize=2)  # the gradient is asked for where the errors were
-    def at(values: bytes) -> tuple[Floats, Floats]:
-        point[places] = np.frombuffer(values)
-        errors, slopes = problem.residuals(point)
-        return errors, slopes[:, places]
+    @lru_cache(maxsize=2)  # scipy takes the Jacobian where it took the residuals
+    def evaluate_at(values: bytes) -> tuple[Floats, Floats]:
+        point[moving_indices] = np.frombuffer(values)
+        residuals, jacobian = problem.residuals(point)
+        return residuals, jacobian[:, moving_indices]
 
-    def errors_at(values: Floats) -> Floats:
-        return at(values.tobytes())[0]
+    def residuals_at(values: Floats) -> Floats:
+        return evaluate_at(values.tobytes())[0]
 
-    def slopes_at(values: Floats) -> Floats:
-        return at(values.tobytes())[1]
+    def jacobian_at(values: Floats) -> Floats:
+        return evaluate_at(values.tobytes())[1]
 
     solution = least_squares(
-        errors_at,
-        start[places],
-        jac=slopes_at,
-        bounds=(problem.low[places], problem.high[places]),
+        residuals_at,
+        start[moving_indices],
+        jac=jacobian_at,
+        bounds=(problem.low[moving_indices], problem.high[moving_indices]),
         method="trf",
         ftol=1e-12,
         xtol=1e-10,
         gtol=1e-15,
         max_nfev=500,
     )
-    point[places] = solution.x
-    # rows explained to a 1e-5th are explained, though some direction may be nearly flat
+    point[moving_indices] = solution.x
+    # A residual of 1e-5 is as good as none, though some direction be so flat that scipy did not end.
     return Descent(point=point, loss=2.0 * float(solution.cost), converged=solution.status > 0 or solution.cost < 5e-11)
 
 
 def _best_descent(problem: FitProblem, gammas: tuple[float, ...]) -> Descent:
-    """Return the best minimum over starts with these gammas."""
-    ends = [descend(problem, problem.start(gamma)) for gamma in (gammas if problem.free[GAMMA] else (2.0,))]
-    return min([end for end in ends if end.converged] or ends, key=lambda end: end.loss)
+    """Return the lowest minimum over one descent for each starting gamma; one that converged goes first."""
+    descents = [descend(problem, problem.start(gamma)) for gamma in (gammas if problem.free[GAMMA] else (2.0,))]
+    return min([descent for descent in descents if descent.converged] or descents, key=lambda descent: descent.loss)
 
 
 def _with_prior(problem: FitProblem, best: Descent) -> Descent:
-    """Return the minimum with the prior on the slopes; ``best`` is the one without it."""
-    for _ in range(20):  # the scatter decides how much the prior counts, and the prior moves the scatter
-        before = problem.prior_weight
+    """Return the minimum with the prior on the slopes; ``best``: the one without it."""
+    for _ in range(20):  # to a fixed point: the scatter sets the prior's weight, and the prior moves the scatter
+        weight_before = problem.prior_weight
         problem.set_prior(problem.scatter(best.point))
         best = descend(problem, best.point)
-        if abs(problem.prior_weight - before) <= 0.01 * before:
+        if abs(problem.prior_weight - weight_before) <= 0.01 * weight_before:
             break
-    return min(best, _best_descent(problem, _GAMMA_STARTS), key=lambda end: end.loss)
+    return min(best, _best_descent(problem, _GAMMA_STARTS), key=lambda descent: descent.loss)

@@ -9,7 +9,7 @@ from pathlib import Path
 from threadpoolctl import threadpool_limits
 
 from ddltool.analyzers.job.goodput.fit import FitResult, evaluate
-from ddltool.analyzers.job.goodput.fit import fit as fitted
+from ddltool.analyzers.job.goodput.fit import fit as fit_device
 from ddltool.analyzers.job.goodput.observations import Observations, concatenate, from_frame
 from ddltool.analyzers.job.goodput.throughput import NAMES
 from ddltool.analyzers.job.goodput.uncertainty import Uncertainty, parameter_intervals
@@ -19,17 +19,17 @@ from ddltool.tables import read_table
 
 
 def read_rows(profiles: list[Path]) -> dict[str, Observations]:
-    """Return the rows of all files by device type; of one type under its name, which may be empty.
+    """Return the rows of all files by device type; rows that name none belong to the only type, or to "" where there is none.
 
-    Raises InputError when some rows name their device and others do not know to which of several they belong.
+    Raises InputError when some rows name no device and others name several.
     """
     devices = concatenate([from_frame(read_table(path), str(path)) for path in profiles]).by_device()
     unnamed = devices.pop("", None)
     if unnamed is None:
         return devices
     if len(devices) > 1:
-        where = profiles[int(unnamed.part[0])]
-        raise InputError(f"{where}:device", "is missing", f"rows of {', '.join(devices)} are there too; add the column")
+        file = profiles[int(unnamed.part[0])]
+        raise InputError(f"{file}:device", "is missing", f"rows of {', '.join(devices)} are there too; add the column")
     return {name: concatenate([rows, unnamed]) for name, rows in devices.items()} or {"": unnamed}
 
 
@@ -40,15 +40,16 @@ def fit_rows(devices: dict[str, Observations], sources: list[str], holdout: Path
     belong to the network.
     """
     kept_out = read_rows([holdout]) if holdout is not None else {}
-    several = {name: int((rows.num_replicas > 1).sum()) for name, rows in devices.items()}
-    lender = max(several, key=lambda name: several[name])
-    borrowing = {name for name, count in several.items() if count == 0 < several[lender]}
+    several_replica_rows = {name: int((rows.num_replicas > 1).sum()) for name, rows in devices.items()}
+    lender = max(several_replica_rows, key=lambda name: several_replica_rows[name])
+    borrowing = {name for name, count in several_replica_rows.items() if count == 0 < several_replica_rows[lender]}
     # Small problems: threads that wait for each other cost more than they bring, above all on a loaded machine.
     with threadpool_limits(1):
-        results = {name: fitted(rows, seed=seed) for name, rows in devices.items()}
-        sure = {name: parameter_intervals(rows, results[name].params) for name, rows in devices.items()}
+        results = {name: fit_device(rows, seed=seed) for name, rows in devices.items()}
+        intervals = {name: parameter_intervals(rows, results[name].params) for name, rows in devices.items()}
         for name in borrowing:
-            results[name], sure[name] = _borrowed(results[name], results[lender], sure[name], sure[lender])
+            borrower = results[name], intervals[name]
+            results[name], intervals[name] = _borrow_network(*borrower, results[lender], intervals[lender])
     main = max(devices, key=lambda name: len(devices[name]))
     errors = holdout_errors(results, kept_out, str(holdout))
     records = {
@@ -57,7 +58,7 @@ def fit_rows(devices: dict[str, Observations], sources: list[str], holdout: Path
             **result.error.model_dump(),
             undetermined=list(result.undetermined),
             holdout=errors.get(name),
-            intervals=sure[name].intervals,
+            intervals=intervals[name].intervals,
         )
         for name, result in results.items()
     }
@@ -68,53 +69,51 @@ def fit_rows(devices: dict[str, Observations], sources: list[str], holdout: Path
     )
     if len(records) == 1:
         return document
-    held = [item.holdout for item in records.values() if item.holdout is not None]
-    choice = "each type with rows of several replicas has its own"
+    held_out = [item.holdout for item in records.values() if item.holdout is not None]
+    choice_text = "each type with rows of several replicas has its own"
     if borrowing:
-        choice = f"{', '.join(sorted(borrowing))} without rows of several replicas has that of {lender}"
-    about_all = {
+        choice_text = f"{', '.join(sorted(borrowing))} without rows of several replicas has that of {lender}"
+    pooled = {
         **pooled_error(list(records.values())).model_dump(),
-        "holdout": pooled_error(held) if held else None,
+        "holdout": pooled_error(held_out) if held_out else None,
         "devices": records,
         "shared_network": bool(borrowing),
-        "network_choice": choice,
+        "network_choice": choice_text,
         "note": f"params and intervals are those of {main}, the device with most rows",
     }
-    return document.model_copy(update=about_all)
+    return document.model_copy(update=pooled)
 
 
-def _borrowed(
-    own: FitResult, other: FitResult, sure: Uncertainty, other_sure: Uncertainty
+def _borrow_network(
+    own: FitResult, own_uncertainty: Uncertainty, lender: FitResult, lender_uncertainty: Uncertainty
 ) -> tuple[FitResult, Uncertainty]:
-    """Return a fit and its intervals with gamma and synchronisation of another's."""
-    network = {name: getattr(other.params, name) for name in NAMES[2:]}
-    unknown = {*own.undetermined} & {*NAMES[:2]} | {*other.undetermined} & {*NAMES[2:]}
-    intervals = sure.intervals | {name: other_sure[name] for name in NAMES[2:]}
-    result = replace(
-        own, params=own.params.model_copy(update=network), undetermined=tuple(name for name in NAMES if name in unknown)
-    )
-    return result, replace(sure, intervals=intervals)
+    """Return a device's fit and intervals with gamma and synchronisation taken from the lender's."""
+    network = {name: getattr(lender.params, name) for name in NAMES[2:]}
+    undetermined = {*own.undetermined} & {*NAMES[:2]} | {*lender.undetermined} & {*NAMES[2:]}
+    intervals = own_uncertainty.intervals | {name: lender_uncertainty[name] for name in NAMES[2:]}
+    params, names = own.params.model_copy(update=network), tuple(name for name in NAMES if name in undetermined)
+    return replace(own, params=params, undetermined=names), replace(own_uncertainty, intervals=intervals)
 
 
 def holdout_errors(results: dict[str, FitResult], kept_out: dict[str, Observations], where: str) -> dict[str, FitError]:
-    """Return the error on the rows kept out, by device. Raises InputError for a device that was not fitted."""
-    made = {}
+    """Return the error of each device's fit on its rows in ``kept_out``. Raises InputError for a device that was not fitted."""
+    errors = {}
     for name, rows in kept_out.items():
         # one device type, or rows that name none, need no matching names
-        known = next(iter(results)) if len(results) == 1 else name
-        if known not in results:
+        device = next(iter(results)) if len(results) == 1 else name
+        if device not in results:
             raise InputError(f"{where}:device", f'is "{name}"', did_you_mean(name, results))
-        if known in made:
+        if device in errors:
             raise InputError(f"{where}:device", f"names {', '.join(kept_out)}", "the fitted rows are of one device")
-        made[known] = evaluate(results[known].params, rows)
-    return made
+        errors[device] = evaluate(results[device].params, rows)
+    return errors
 
 
 def pooled_error(parts: Sequence[FitError | DeviceGoodput]) -> FitError:
-    """Return the error over the samples of one part or more: root mean square of RMSLE, mean of MAPE."""
-    whole = sum(part.samples for part in parts)
+    """Return the error over the samples of all parts, one at least: root mean square of RMSLE, mean of MAPE."""
+    samples = sum(part.samples for part in parts)
     return FitError(
-        rmsle=(sum(part.samples * part.rmsle**2 for part in parts) / whole) ** 0.5,
-        mape=sum(part.samples * part.mape for part in parts) / whole,
-        samples=whole,
+        rmsle=(sum(part.samples * part.rmsle**2 for part in parts) / samples) ** 0.5,
+        mape=sum(part.samples * part.mape for part in parts) / samples,
+        samples=samples,
     )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-# Files of earlier versions lack these.
+# Keys that telemetry of earlier versions lacks.
 _MAY_BE_MISSING = ("memory_bytes", "passes")
 
 
@@ -44,39 +44,41 @@ def import_files(
 
     if not files:
         raise InputError("FILE", "is missing", "give a placements.csv, telemetry.jsonl, trace or profile.csv")
-    parts, sources = [], []
+    frames, sources = [], []
     demand_once(files, "its rows would count double")
     for path in files:
-        last = ending(path)
-        if last == ".json":
+        extension = ending(path)
+        if extension == ".json":
             steps = read_steps(path)
-            named = device or steps.device or unnamed or None
-            numbers = {"local_batch_size": batch_size, "num_nodes": num_nodes, "num_replicas": num_replicas}
-            parts.append(import_steps(steps, device=named, **numbers))
+            row_device = device or steps.device or unnamed or None
+            counts = {"local_batch_size": batch_size, "num_nodes": num_nodes, "num_replicas": num_replicas}
+            frames.append(import_steps(steps, device=row_device, **counts))
             source = ImportedFile(path=str(path), kind="trace", rows=len(steps.step_time_s))
             sources.append(source.model_copy(update={"remarks": [*steps.remarks]}) if steps.remarks else source)
             continue
-        if last not in (".csv", ".jsonl", ".ndjson"):
+        if extension not in (".csv", ".jsonl", ".ndjson"):
             raise InputError(
-                str(path), f"ends in {last or 'nothing'}", "give a .csv, .jsonl or .json file (or .gz of one)"
+                str(path), f"ends in {extension or 'nothing'}", "give a .csv, .jsonl or .json file (or .gz of one)"
             )
-        frame = read_table(path) if last == ".csv" else _telemetry(path)
+        frame = read_table(path) if extension == ".csv" else _telemetry(path)
         kind = kind_of([str(name) for name in frame.columns], str(path))
-        named = device
+        row_device = device
         if unnamed and "device" in frame.columns:
             frame["device"] = frame["device"].fillna("").astype(str).str.strip().replace("", unnamed)
         elif unnamed:
-            named = device or unnamed
-        parts.append(import_table(frame, str(path), named))
+            row_device = device or unnamed
+        frames.append(import_table(frame, str(path), row_device))
         source = ImportedFile(path=str(path), kind=kind, rows=len(frame))
-        count = runs_of(frame).nunique() if kind == "telemetry" else 1
-        sources.append(source.model_copy(update={"remarks": [f"all of its {count} runs"]}) if count > 1 else source)
-    # The tables say these of each row.
-    given = {"--batch-size": batch_size, "--nodes": num_nodes, "--replicas": num_replicas}
-    said = [name for name, value in given.items() if value is not None]
-    if said and all(source.kind != "trace" for source in sources):
-        raise InputError(said[0], f"has no part in the import of {sources[0].path}", "it is for a profiler trace")
-    return pd.concat(parts, ignore_index=True), sources
+        run_count = runs_of(frame).nunique() if kind == "telemetry" else 1
+        runs_remark = {"remarks": [f"all of its {run_count} runs"]} if run_count > 1 else {}
+        sources.append(source.model_copy(update=runs_remark))
+    # Tables say these of each row; only a trace needs the options.
+    trace_options = {"--batch-size": batch_size, "--nodes": num_nodes, "--replicas": num_replicas}
+    given_options = [name for name, value in trace_options.items() if value is not None]
+    if given_options and all(source.kind != "trace" for source in sources):
+        problem = f"has no part in the import of {sources[0].path}"
+        raise InputError(given_options[0], problem, "it is for a profiler trace")
+    return pd.concat(frames, ignore_index=True), sources
 
 
 def _telemetry(path: Path) -> pd.DataFrame:
@@ -94,10 +96,10 @@ def _telemetry(path: Path) -> pd.DataFrame:
     return frame
 
 
-# What `ddltool profile` trains with; its settings name neither.
+# What `ddltool profile` trains with, whose rows name neither; the settings below tell such rows.
 _PROFILE = {"precision": "fp32", "optimizer": "sgd"}
 _PROFILE_SETTINGS = {"device", "warmup", "torch"}
-# The name of a row's device where it was given none.
+# Names of a row's device that tell no device.
 _UNNAMED = {"", "cuda", "gpu"}
 _DIGEST = re.compile(r"#[0-9a-f]{12}$")
 
@@ -118,57 +120,65 @@ def measured_rows(
     not say, adam by default. Raises InputError when no row is of the device, when one was predicted, was measured with another
     precision or optimizer, on a CPU, or does not say its model.
     """
-    names = [str(name) for name in frame["device"]]
-    is_own = {name: _is(device, name, known) for name in set(names)}
+    row_devices = [str(name) for name in frame["device"]]
+    is_own = {name: _is_of_device(device, name, known) for name in set(row_devices)}
     if not any(is_own.values()):
         others = ", ".join(sorted(is_own)[:8])
         remedy = "name the device that was measured, as ddltool devices or --devices-file names it"
         raise InputError(where, f"holds rows of {others} and none of {device.name}", remedy)
-    found = []
-    for number, (name, row) in enumerate(zip(names, frame.to_dict("records"), strict=True), start=1):
+    steps = []
+    for number, (name, row) in enumerate(zip(row_devices, frame.to_dict("records"), strict=True), start=1):
         if not is_own[name]:
             continue
         place = f"{where}:row {number}"
         if row.get("origin") == "predicted" or str(row.get("settings", "")).startswith("predicted"):
             raise InputError(f"{place}:origin", "is predicted", "calibrate with measured rows")
-        passes = row.get("accumulation_steps", 0)
-        if row["num_replicas"] != 1 or passes > 0:  # a row that does not say has NaN
+        accumulation_steps = row.get("accumulation_steps", 0)
+        if row["num_replicas"] != 1 or accumulation_steps > 0:  # a row that does not say has NaN
             continue
-        said = _said(row, place)
-        if said.get("precision", precision) not in (precision, {"tf32": "fp32"}.get(precision)):
-            raise InputError(place, f"was measured in {said['precision']}, not {precision}", _alike("precision"))
-        if optimizer is not None and said.get("optimizer", optimizer) != optimizer:
-            raise InputError(place, f"was measured with {said['optimizer']}, not {optimizer}", _alike("optimizer"))
-        trained = said.get("optimizer") or optimizer or "adam"
-        if trained not in OPTIMIZERS:
-            raise InputError(f"{place}:optimizer", f"unknown {trained!r}", did_you_mean(trained, OPTIMIZERS))
-        source = row.get("source")
-        source = _DIGEST.sub("", source) if isinstance(source, str) and source else model
-        if source is None:
+        settings = _row_settings(row, place)
+        if settings.get("precision", precision) not in (precision, {"tf32": "fp32"}.get(precision)):
+            raise InputError(place, f"was measured in {settings['precision']}, not {precision}", _remedy("precision"))
+        if optimizer is not None and settings.get("optimizer", optimizer) != optimizer:
+            raise InputError(place, f"was measured with {settings['optimizer']}, not {optimizer}", _remedy("optimizer"))
+        trained_by = settings.get("optimizer") or optimizer or "adam"
+        if trained_by not in OPTIMIZERS:
+            raise InputError(f"{place}:optimizer", f"unknown {trained_by!r}", did_you_mean(trained_by, OPTIMIZERS))
+        row_model = row.get("source")
+        row_model = _DIGEST.sub("", row_model) if isinstance(row_model, str) and row_model else model
+        if row_model is None:
             raise InputError(where, "does not say which model was trained", "name it: --model SOURCE")
-        found.append(
+        steps.append(
             MeasuredStep(
-                model=source, batch=int(row["local_batch_size"]), optimizer=trained, seconds=float(row["step_time_s"])
+                model=row_model,
+                batch=int(row["local_batch_size"]),
+                optimizer=trained_by,
+                seconds=float(row["step_time_s"]),
             )
         )
-    return found
+    return steps
 
 
-def _is(device: Device, name: str, known: DeviceTable) -> bool:
-    found = known.find(name)
-    return name.casefold() in _UNNAMED or (found is not None and name_key(found.name) == name_key(device.name))
+def _is_of_device(device: Device, name: str, known: DeviceTable) -> bool:
+    """Return whether ``name`` is one of the device's in the table, or none of any device."""
+    named = known.find(name)
+    return name.casefold() in _UNNAMED or (named is not None and name_key(named.name) == name_key(device.name))
 
 
-def _said(row: Mapping[Any, Any], place: str) -> dict[str, str]:
-    """Return the precision and optimizer that a row tells, in its columns, its settings, or by who wrote it."""
-    settings = dict(part.split("=", 1) for part in str(row.get("settings", "")).split(";") if "=" in part)
-    said = dict(_PROFILE) if set(settings) >= _PROFILE_SETTINGS else {}
-    for told in (settings, row):
-        said |= {name: told[name] for name in _PROFILE if isinstance(told.get(name), str) and told[name]}
-    if settings.get("device") == "cpu":
+def _row_settings(row: Mapping[Any, Any], place: str) -> dict[str, str]:
+    """Return the precision and optimizer that a row says, in its columns, its settings, or by the command that wrote it.
+
+    Raises InputError for a row that was measured on a CPU.
+    """
+    options = dict(part.split("=", 1) for part in str(row.get("settings", "")).split(";") if "=" in part)
+    settings = dict(_PROFILE) if set(options) >= _PROFILE_SETTINGS else {}
+    for source in (options, row):
+        settings |= {name: source[name] for name in _PROFILE if isinstance(source.get(name), str) and source[name]}
+    if options.get("device") == "cpu":
         raise InputError(place, "was measured on a CPU", "measure on the GPU: ddltool profile --device cuda")
-    return said
+    return settings
 
 
-def _alike(option: str) -> str:
+def _remedy(option: str) -> str:
+    """Return what to do about rows that were measured with another value of an option."""
     return f"leave --{option} out, or measure alike"

@@ -69,8 +69,8 @@ def differenced_terms(first_sqr: float, second_sqr: float, dot: float, batch: fl
     The same equations with B_small = batch and B_big = 2 batch: ``|G|^2 ~ g1 . g2``, ``S ~ batch |g1 - g2|^2 / 2``. As far
     as G moves between the steps, S is too large by ``batch |G1 - G2|^2 / 2``. Raises InputError as :func:`noise_terms`.
     """
-    both = first_sqr + second_sqr
-    return noise_terms(both / 2.0, max(both + 2.0 * dot, 0.0) / 4.0, batch, 2.0 * batch)
+    sum_sqr = first_sqr + second_sqr
+    return noise_terms(sum_sqr / 2.0, max(sum_sqr + 2.0 * dot, 0.0) / 4.0, batch, 2.0 * batch)
 
 
 class NoiseScaleEstimator:
@@ -98,10 +98,10 @@ class NoiseScaleEstimator:
 
     def add(self, terms: NoiseTerms) -> None:
         """Take one observation of both terms."""
-        past, rest = self.smoothing, 1.0 - self.smoothing
+        past, share = self.smoothing, 1.0 - self.smoothing
         sqr, var = terms.sqr, terms.var_per_sample
-        self._moments = past * self._moments + rest * np.array([1.0, sqr, var, sqr * sqr, var * var, sqr * var])
-        self._weight_sqr = past * past * self._weight_sqr + rest * rest
+        self._moments = past * self._moments + share * np.array([1.0, sqr, var, sqr * sqr, var * var, sqr * var])
+        self._weight_sqr = past * past * self._weight_sqr + share * share
         self.count += 1
 
     @property

@@ -55,12 +55,12 @@ class Observations:
     def __post_init__(self) -> None:
         """Fill in what most tables do not say: no accumulation, one device without a name."""
         count = len(self.step_time_s)
-        usual: dict[str, NDArray[Any]] = {
+        defaults: dict[str, NDArray[Any]] = {
             "accumulation_steps": np.zeros(count),
             "device": np.full(count, "", dtype=object),
             "part": np.zeros(count, dtype=np.int64),
         }
-        for name, values in usual.items():
+        for name, values in defaults.items():
             if len(getattr(self, name)) == 0:
                 object.__setattr__(self, name, values)
 
@@ -73,8 +73,8 @@ class Observations:
 
     def by_device(self) -> dict[str, Observations]:
         """Return the rows of each device type, types in the order in which they come."""
-        names, first, which = np.unique(self.device.astype(str), return_index=True, return_inverse=True)
-        return {str(names[i]): self.take(which == i) for i in np.argsort(first)}
+        names, first_rows, device_index = np.unique(self.device.astype(str), return_index=True, return_inverse=True)
+        return {str(names[i]): self.take(device_index == i) for i in np.argsort(first_rows)}
 
 
 def concatenate(parts: Sequence[Observations]) -> Observations:
@@ -96,8 +96,8 @@ def check(rows: Observations) -> None:
     }
     for name, (low, high) in limits.items():
         values = getattr(rows, name)
-        good = (values >= low) & (values <= high) | (np.isnan(values) & (name == "grad_time_s"))
-        demand(good, values, name, "observations", f"a number from {low:g} to {high:.15g}")
+        is_valid = (values >= low) & (values <= high) | (np.isnan(values) & (name == "grad_time_s"))
+        demand(is_valid, values, name, "observations", f"a number from {low:g} to {high:.15g}")
 
 
 def kind_of(columns: list[str], where: str) -> Kind:
@@ -105,31 +105,31 @@ def kind_of(columns: list[str], where: str) -> Kind:
 
     Raises InputError for a column that occurs twice, for columns of two kinds of table, and for those of none.
     """
-    twice = sorted({name for name in columns if columns.count(name) > 1})
-    if twice:
-        raise InputError(f"{where}:{twice[0]}", "is the name of two columns", "name each column once")
+    repeated = sorted({name for name in columns if columns.count(name) > 1})
+    if repeated:
+        raise InputError(f"{where}:{repeated[0]}", "is the name of two columns", "name each column once")
     names = set(columns)
-    own, theirs = names & {"local_batch_size", "step_time_s", "sync_time_s"}, names & set(_ADAPTDL)
-    if own and theirs:
-        mixed = f"mixes the columns of two kinds of table ({sorted(own)[0]} and {sorted(theirs)[0]})"
+    own_columns, adaptdl_columns = names & {"local_batch_size", "step_time_s", "sync_time_s"}, names & set(_ADAPTDL)
+    if own_columns and adaptdl_columns:
+        mixed = f"mixes the columns of two kinds of table ({sorted(own_columns)[0]} and {sorted(adaptdl_columns)[0]})"
         raise InputError(where, mixed, "give one kind per file")
     if "placement" in names and names & {"num_nodes", "num_replicas"}:
         raise InputError(where, "has both placement and num_nodes or num_replicas", "keep one of them")
     if names >= set(_TELEMETRY):
         return "telemetry"
-    wanted: dict[Kind, set[str]] = {
+    needed_by_kind: dict[Kind, set[str]] = {
         "profile": {*_COUNTS, "step_time_s", "sync_time_s"},
         "placements": {"placement", *_ADAPTDL},
         "scalability": {"num_nodes", "num_replicas", *_ADAPTDL},
     }
-    for kind, needed in wanted.items():
+    for kind, needed in needed_by_kind.items():
         if names >= needed:
             return kind
-    nearest = max(wanted, key=lambda kind: len(names & wanted[kind]) / len(wanted[kind]))
-    if names & wanted[nearest]:
-        missing = min(wanted[nearest] - names)
+    nearest = max(needed_by_kind, key=lambda kind: len(names & needed_by_kind[kind]) / len(needed_by_kind[kind]))
+    if names & needed_by_kind[nearest]:
+        missing = min(needed_by_kind[nearest] - names)
         raise InputError(where, f"has no column {missing!r}", did_you_mean(missing, names))
-    expected = " or ".join(",".join(sorted(needed)) for needed in wanted.values())
+    expected = " or ".join(",".join(sorted(needed)) for needed in needed_by_kind.values())
     raise InputError(where, f"has columns {', '.join(sorted(names))[:200]}", f"expected {expected}")
 
 
@@ -140,22 +140,22 @@ def from_frame(frame: pd.DataFrame, where: str) -> Observations:
     Raises InputError naming the row and the column, or the columns that would be right.
     """
     kind = kind_of([str(name) for name in frame.columns], where)
-    rows = _rows(frame, kind, where)
-    step, sync = rows["step_time_s"].to_numpy(dtype=float), rows["sync_time_s"].to_numpy(dtype=float)
-    nothing = np.full(len(rows), np.nan)
-    passes = np.nan_to_num(rows.get("accumulation_steps", nothing))
-    grad = np.asarray(rows.get("grad_time_s", nothing), dtype=float)
-    known = ~np.isnan(grad)
+    table = _rows_of(frame, kind, where)
+    step_s, sync_s = table["step_time_s"].to_numpy(dtype=float), table["sync_time_s"].to_numpy(dtype=float)
+    missing = np.full(len(table), np.nan)
+    accumulation_steps = np.nan_to_num(table.get("accumulation_steps", missing))
+    grad_s = np.asarray(table.get("grad_time_s", missing), dtype=float)
+    has_grad = ~np.isnan(grad_s)
     remedy = "it must be the time of one pass, above 0 and at most the step time"
-    demand(~known | (grad <= step), grad, "grad_time_s", where, remedy)
-    grad = np.where(known, grad, (step - sync) / (passes + 1.0))
+    demand(~has_grad | (grad_s <= step_s), grad_s, "grad_time_s", where, remedy)
+    grad_s = np.where(has_grad, grad_s, (step_s - sync_s) / (accumulation_steps + 1.0))
     return Observations(
-        **{name: rows[name].to_numpy(dtype=float) for name in _COUNTS},
-        step_time_s=step,
+        **{name: table[name].to_numpy(dtype=float) for name in _COUNTS},
+        step_time_s=step_s,
         # a pass below the resolution of any clock says that all was synchronisation: nothing about T_grad
-        grad_time_s=np.where(grad >= TIMES_S[0] * 1e-6, grad, np.nan),
-        accumulation_steps=passes,
-        device=rows["device"].astype(str).to_numpy(dtype=object) if "device" in rows else np.zeros(0, dtype=object),
+        grad_time_s=np.where(grad_s >= TIMES_S[0] * 1e-6, grad_s, np.nan),
+        accumulation_steps=accumulation_steps,
+        device=table["device"].astype(str).to_numpy(dtype=object) if "device" in table else np.zeros(0, dtype=object),
     )
 
 
@@ -169,26 +169,26 @@ def import_table(frame: pd.DataFrame, where: str, device: str | None) -> pd.Data
     kind = kind_of([str(name) for name in frame.columns], where)
     if frame.empty:
         raise InputError(where, "has no rows", "give at least one measured row")
-    rows = _rows(frame, kind, where)
+    rows = _rows_of(frame, kind, where)
     if kind == "telemetry":
         rows["local_batch_size"] = np.maximum(np.rint(rows["local_batch_size"]), 1)
         rows[list(_COUNTS)] = rows[list(_COUNTS)].astype(np.int64)
-    return _named(rows, where, device)
+    return _add_device(rows, where, device)
 
 
-def _rows(frame: pd.DataFrame, kind: Kind, where: str) -> pd.DataFrame:
-    """Return the checked rows of a table of some kind, columns named as in profile.csv."""
+def _rows_of(frame: pd.DataFrame, kind: Kind, where: str) -> pd.DataFrame:
+    """Return the checked rows of a table of this kind, columns named as in profile.csv."""
     if kind == "telemetry":
-        return _of_telemetry(frame, where)
+        return _telemetry_medians(frame, where)
     if kind == "profile":
-        return _checked(frame, where)
+        return _check_rows(frame, where)
     rows = frame[list(_ADAPTDL)].rename(columns=_ADAPTDL)
     if kind == "placements":
         places = split_placements(frame["placement"], where)
         rows = rows.assign(num_nodes=list(map(len, places)), num_replicas=list(map(sum, places)))
     else:
         rows = rows.assign(num_nodes=frame["num_nodes"], num_replicas=frame["num_replicas"])
-    return _checked(rows, where, {own: theirs for theirs, own in _ADAPTDL.items()}).drop(columns="device")
+    return _check_rows(rows, where, {own: theirs for theirs, own in _ADAPTDL.items()}).drop(columns="device")
 
 
 def import_steps(
@@ -217,7 +217,7 @@ def import_steps(
     replicas = replicas or 1
     if num_nodes is None and replicas > 1:
         raise InputError(steps.where, f"does not say on how many nodes its {replicas} ranks ran", "give --nodes N")
-    low, high = np.percentile(steps.step_time_s, [25, 75])
+    lower_s, upper_s = np.percentile(steps.step_time_s, [25, 75])
     row = {
         "device": steps.device or "",
         "num_nodes": num_nodes or 1,
@@ -225,14 +225,14 @@ def import_steps(
         "local_batch_size": local_batch_size,
         "step_time_s": float(np.median(steps.step_time_s)),
         "sync_time_s": float(np.median(steps.exposed_s)),
-        "step_time_spread_s": float(high - low),
+        "step_time_spread_s": float(upper_s - lower_s),
         "repeats": len(steps.step_time_s),
     }
-    return _named(_checked(pd.DataFrame([row]), steps.where), steps.where, device)
+    return _add_device(_check_rows(pd.DataFrame([row]), steps.where), steps.where, device)
 
 
-def _checked(frame: pd.DataFrame, where: str, shown: Mapping[str, str] | None = None) -> pd.DataFrame:
-    """Return the checked rows of a profile, its device empty where it names none; ``shown`` as in ``check_profile``."""
+def _check_rows(frame: pd.DataFrame, where: str, shown: Mapping[str, str] | None = None) -> pd.DataFrame:
+    """Return the checked rows of a profile; ``device`` is empty where it names none. ``shown`` as in ``check_profile``."""
     rows = check_profile(frame if "device" in frame else frame.assign(device=""), where, shown)
     label = (shown or {}).get("sync_time_s", "sync_time_s")
     remedy = "it is the part of the step that synchronises, and below the step time"
@@ -243,34 +243,34 @@ def _checked(frame: pd.DataFrame, where: str, shown: Mapping[str, str] | None = 
 def split_placements(placements: pd.Series[Any], where: str) -> list[tuple[int, ...]]:
     """Return the GPUs on each node of AdaptDL's placements, which have one digit per node; nodes without any left out."""
     texts = placements.fillna("").astype(str).tolist()
-    known = {
+    gpus_of = {
         text: tuple(int(digit) for digit in text if digit != "0") for text in set(texts) if _DIGITS.fullmatch(text)
     }
-    demand(np.array([bool(known.get(text)) for text in texts], dtype=bool), placements, "placement", where, _PER_NODE)
-    return [known[text] for text in texts]
+    demand(np.array([bool(gpus_of.get(text)) for text in texts], dtype=bool), placements, "placement", where, _PER_NODE)
+    return [gpus_of[text] for text in texts]
 
 
-def _of_telemetry(frame: pd.DataFrame, where: str) -> pd.DataFrame:
+def _telemetry_medians(frame: pd.DataFrame, where: str) -> pd.DataFrame:
     """Return medians per rank and batch size of each run, its warm-up left out.
 
     The step is compute plus synchronisation. Waiting for slower ranks is left out: it comes from how the batch is
     split, not from how fast this rank or the network is.
     """
     names = [name for name in TELEMETRY_NUMBERS if name in frame.columns]
-    log = frame[names].copy()
+    steps = frame[names].copy()
     for name in names:
-        log[name] = numbers(frame, name, where, missing=name == "passes", unit="line")
-    passes = log["passes"].fillna(1.0).clip(lower=1.0) if "passes" in names else 1.0
+        steps[name] = numbers(frame, name, where, missing=name == "passes", unit="line")
+    passes = steps["passes"].fillna(1.0).clip(lower=1.0) if "passes" in names else 1.0
     device = frame["device"].astype(str) if "device" in frame.columns else ""
-    log = log.assign(device=device, passes=passes, run=runs_of(frame))
-    begun = log.groupby("run")["step"].transform("nunique") > 2 * WARMUP_STEPS
-    steady = log[(log["step"] >= WARMUP_STEPS) | ~begun]
-    steady = steady[(steady["batch"] > 0) & (steady["compute_s"] > 0)]
-    if steady.empty:
+    steps = steps.assign(device=device, passes=passes, run=runs_of(frame))
+    is_long = steps.groupby("run")["step"].transform("nunique") > 2 * WARMUP_STEPS
+    steady_steps = steps[(steps["step"] >= WARMUP_STEPS) | ~is_long]
+    steady_steps = steady_steps[(steady_steps["batch"] > 0) & (steady_steps["compute_s"] > 0)]
+    if steady_steps.empty:
         raise InputError(where, "holds no step with samples", "let the job train for more steps")
-    steady = steady.assign(step_time_s=steady["compute_s"] + steady["sync_s"])
-    by = ["run", "device", "num_nodes", "world_size", "rank", "batch", "passes"]
-    groups = steady.groupby(by, as_index=False, dropna=False)
+    steady_steps = steady_steps.assign(step_time_s=steady_steps["compute_s"] + steady_steps["sync_s"])
+    group_columns = ["run", "device", "num_nodes", "world_size", "rank", "batch", "passes"]
+    groups = steady_steps.groupby(group_columns, as_index=False, dropna=False)
     quartiles = [groups["step_time_s"].quantile(share)["step_time_s"] for share in (0.25, 0.75)]
     rows: pd.DataFrame = groups[["compute_s", "sync_s"]].median()
     rows = rows.assign(
@@ -292,14 +292,14 @@ def _of_telemetry(frame: pd.DataFrame, where: str) -> pd.DataFrame:
     return rows.drop(columns=["run", "world_size", "batch", "compute_s", "sync_s", "passes"])
 
 
-def _named(rows: pd.DataFrame, where: str, device: str | None) -> pd.DataFrame:
-    """Return the rows with their device, the given one first, and where they come from."""
+def _add_device(rows: pd.DataFrame, where: str, device: str | None) -> pd.DataFrame:
+    """Return the rows with ``device``, or each with its own where that is None, and with ``origin`` imported by default."""
     if device is not None:
         rows = rows.assign(device=device)
     elif "device" not in rows.columns:
         raise InputError(where, "does not say the device", "name it with --device-name NAME")
     else:
-        named = rows["device"].notna() & (rows["device"].astype(str).str.strip() != "")
-        cells = rows["device"].where(named, "empty").reset_index(drop=True)
-        demand(named.to_numpy(), cells, "device", where, "name it with --device-name NAME")
+        has_device = rows["device"].notna() & (rows["device"].astype(str).str.strip() != "")
+        cells = rows["device"].where(has_device, "empty").reset_index(drop=True)
+        demand(has_device.to_numpy(), cells, "device", where, "name it with --device-name NAME")
     return rows if "origin" in rows.columns else rows.assign(origin="imported")

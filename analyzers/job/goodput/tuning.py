@@ -98,30 +98,30 @@ def tune(
         raise InputError("noise_scale", f"is {noise_scale}", "a number of samples >= 0, or inf for throughput alone")
     if params.alpha_grad_s + params.beta_grad_s <= 0:
         raise InputError("params", "say that a pass takes no time", "alpha_grad_s or beta_grad_s must be above 0")
-    nodes, replicas = np.broadcast_arrays(_whole("num_nodes", num_nodes), _whole("num_replicas", num_replicas))
-    bad = np.flatnonzero((nodes < 1) | (replicas < nodes))
-    if bad.size:
-        problem = f"has {replicas[bad[0]]} replicas on {nodes[bad[0]]} nodes"
-        raise InputError(f"allocation {bad[0]}", problem, "each node has at least one")
+    nodes, replicas = np.broadcast_arrays(_integers("num_nodes", num_nodes), _integers("num_replicas", num_replicas))
+    invalid = np.flatnonzero((nodes < 1) | (replicas < nodes))
+    if invalid.size:
+        problem = f"has {replicas[invalid[0]]} replicas on {nodes[invalid[0]]} nodes"
+        raise InputError(f"allocation {invalid[0]}", problem, "each node has at least one")
     # one answer per number of replicas, on one node or several: nothing else matters
-    keys = 2 * replicas + (nodes > 1)
-    place = np.zeros(keys.max(initial=0) + 1, dtype=np.int64)
-    place[keys] = 1
-    distinct = np.flatnonzero(place)
-    place[distinct] = np.arange(len(distinct))
-    where = place[keys]
-    alone = distinct // 2
-    search = _Search(params, 1 + distinct % 2, alone, limits, noise_scale)
+    search_keys = 2 * replicas + (nodes > 1)
+    answer_index = np.zeros(search_keys.max(initial=0) + 1, dtype=np.int64)
+    answer_index[search_keys] = 1
+    distinct_keys = np.flatnonzero(answer_index)
+    answer_index[distinct_keys] = np.arange(len(distinct_keys))
+    answer_of = answer_index[search_keys]
+    replicas_each = distinct_keys // 2
+    search = _Search(params, 1 + distinct_keys % 2, replicas_each, limits, noise_scale)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         search.run()
         search.round_up()
     scale = 1.0 if math.isinf(noise_scale) else noise_scale + limits.initial_batch_size
     local, passes = search.m_best.astype(np.int64), search.n_best.astype(np.int64)
     return Tuned(
-        local_batch_size=local[where],
-        accumulation_steps=np.maximum(passes - 1, 0)[where],
-        total_batch_size=(alone * local * passes)[where],
-        goodput_per_s=np.where(local > 0, scale / search.cost_best, 0.0)[where],
+        local_batch_size=local[answer_of],
+        accumulation_steps=np.maximum(passes - 1, 0)[answer_of],
+        total_batch_size=(replicas_each * local * passes)[answer_of],
+        goodput_per_s=np.where(local > 0, scale / search.cost_best, 0.0)[answer_of],
     )
 
 
@@ -140,12 +140,13 @@ def tune_one(
     return TunedOne(**{item.name: getattr(found, item.name)[0].item() for item in fields(TunedOne)})
 
 
-def _whole(name: str, values: ArrayLike) -> Ints:
-    given = np.atleast_1d(values)
-    made: Ints = given.astype(np.int64)
-    if given.dtype.kind not in "iu" and not np.array_equal(made, given):
+def _integers(name: str, values: ArrayLike) -> Ints:
+    """Return the values as (n,) integers. Raises InputError where one is none."""
+    array = np.atleast_1d(values)
+    whole: Ints = array.astype(np.int64)
+    if array.dtype.kind not in "iu" and not np.array_equal(whole, array):
         raise InputError(name, "has a value that is no integer", "give whole numbers")
-    return made
+    return whole
 
 
 class _Search:
@@ -167,18 +168,18 @@ class _Search:
         self.high = np.floor(limits.max_batch_size / self.replicas)
 
     def overlapped(self, x: Floats, rows: slice | Ints) -> Floats:
-        """Return R(X), at least X."""
+        """Return R(X) for x = X, the seconds of a pass; at least X."""
         # the cap keeps the power finite; it is reached only where T_sync is e^60 times X or more
         ratio = np.exp(np.minimum(self.gamma * (self.log_sync[rows] - np.log(x)), 600.0))
-        made: Floats = x * np.exp(np.log(1.0 + ratio) / self.gamma)
-        return made
+        seconds: Floats = x * np.exp(np.log(1.0 + ratio) / self.gamma)
+        return seconds
 
     def cost(self, m: Floats, n: Floats, rows: slice | Ints) -> Floats:
         """Return h(m, n) for m, n >= 1 (not checked against the limits)."""
         x = self.alpha + self.beta * m
         step = (n - 1.0) * x + self.overlapped(x, rows)
-        made: Floats = (self.weight + self.share / (self.replicas[rows] * m * n)) * step
-        return made
+        costs: Floats = (self.weight + self.share / (self.replicas[rows] * m * n)) * step
+        return costs
 
     def stationary(self, n: Floats, rows: slice | Ints) -> Floats:
         """Return the m > 0 of least h, infinite where h falls for ever.
@@ -189,92 +190,97 @@ class _Search:
         if math.isinf(self.noise) or self.beta == 0 or self.noise == 0:
             return np.full(np.broadcast_shapes(n.shape, self.replicas[rows].shape), np.inf if self.noise else 0.0)
         log_c = np.log(self.noise / self.beta / (self.replicas[rows] * n))
-        log_sync, more = self.log_sync[rows], n - 1.0
+        log_sync, plain_passes = self.log_sync[rows], n - 1.0
         alpha = max(self.alpha, _TINY)
         y = 0.5 * (log_c + np.log(alpha + self.sync[rows]))  # exact for gamma = 1
         above, below = np.full_like(y, np.inf), np.full_like(y, -np.inf)
-        before = above
+        size_before = above
         for _ in range(60):
             bm = self.beta * np.exp(y)
             x = alpha + bm
             e = np.exp(np.minimum(self.gamma * (log_sync - np.log(x)), 600.0))
             q = np.exp((1.0 / self.gamma - 1.0) * np.log(1.0 + e))
-            final = q / (more + q)  # how much the synchronising pass weighs among all
-            d = x * e * final
+            last_share = q / (plain_passes + q)  # how much the synchronising pass weighs among all
+            d = x * e * last_share
             value = 2.0 * y - log_c - np.log(alpha + d)
-            slope = 2.0 + (self.gamma - 1.0) * (1.0 - (1.0 - final) * e / (1.0 + e)) * d / (alpha + d) * bm / x
-            positive = value > 0
-            above, below = np.where(positive, y, above), np.where(positive, below, y)
+            slope = 2.0 + (self.gamma - 1.0) * (1.0 - (1.0 - last_share) * e / (1.0 + e)) * d / (alpha + d) * bm / x
+            is_above = value > 0
+            above, below = np.where(is_above, y, above), np.where(is_above, below, y)
             step = value / slope
             if np.abs(step).max(initial=0.0) < 1e-10:
                 break
             y = y - step
-            size = np.abs(value)
-            halve = ((2.0 * size > before) & (np.abs(step) > 1e-6)) | (y > above) | (y < below)
-            halve &= np.isfinite(above - below)
-            if halve.any():
-                y = np.where(halve, 0.5 * (above + below), y)
-            before = size
+            residual = np.abs(value)
+            is_halved = ((2.0 * residual > size_before) & (np.abs(step) > 1e-6)) | (y > above) | (y < below)
+            is_halved &= np.isfinite(above - below)
+            if is_halved.any():
+                y = np.where(is_halved, 0.5 * (above + below), y)
+            size_before = residual
         return np.exp(y)
 
     def run(self) -> None:
         """Find m, n and h of the best point per allocation, shape (allocations,); m = 0 and h = inf where none is."""
         every: slice | Ints = slice(None)
-        x = self.alpha + self.beta * self.largest
+        grad_s = self.alpha + self.beta * self.largest
         high = np.minimum(self.high, self.most_passes * self.largest)
         # fact 2; noise 0 asks for the smallest batch, inf for the largest
-        more = self.overlapped(np.array([[x]]), every) / x - 1.0
-        best_batch = np.sqrt(self.noise * self.largest / self.replicas * more)
+        sync_excess = self.overlapped(np.array([[grad_s]]), every) / grad_s - 1.0
+        best_batch = np.sqrt(self.noise * self.largest / self.replicas * sync_excess)
         best_batch = np.where(np.isnan(best_batch), np.inf if math.isinf(self.noise) else 0.0, best_batch)
-        full = np.floor(np.minimum(np.maximum(best_batch, self.low), high) / self.largest)
-        allowed = (full >= 1) & (full * self.largest >= self.low) & (self.low <= high)
-        cost = np.where(allowed, self.cost(np.array([[self.largest]]), np.maximum(full, 1.0), every), np.inf)
-        self.cost_best, self.m_best, self.n_best = cost[:, 0], (allowed * self.largest)[:, 0], (allowed * full)[:, 0]
-        rows, start, width = every, full + 1.0, 1
+        full_passes = np.floor(np.minimum(np.maximum(best_batch, self.low), high) / self.largest)
+        is_allowed = (full_passes >= 1) & (full_passes * self.largest >= self.low) & (self.low <= high)
+        cost = np.where(is_allowed, self.cost(np.array([[self.largest]]), np.maximum(full_passes, 1.0), every), np.inf)
+        points = cost, is_allowed * self.largest, is_allowed * full_passes
+        self.cost_best, self.m_best, self.n_best = (values[:, 0] for values in points)
+        rows, passes, width = every, full_passes + 1.0, 1
         while True:
-            bound = self._consider(start + np.arange(width), rows)
+            bounds = self._consider(passes + np.arange(width), rows)
             # fact 3
-            grown = bound[:, -1:] + self.alpha * (self.weight + self.share / (self.replicas[rows] * high[rows]))
-            start = start + width
-            on = (grown < self.cost_best[rows, None] * (1.0 - _ROUNDING)) & (start <= self.most_passes)
-            on &= (start * self.smallest <= high[rows]) & (self.low[rows] <= high[rows])
-            index = np.flatnonzero(on[:, 0])
-            if not index.size:
+            beyond = bounds[:, -1:] + self.alpha * (self.weight + self.share / (self.replicas[rows] * high[rows]))
+            passes = passes + width
+            is_open = (beyond < self.cost_best[rows, None] * (1.0 - _ROUNDING)) & (passes <= self.most_passes)
+            is_open &= (passes * self.smallest <= high[rows]) & (self.low[rows] <= high[rows])
+            open_rows = np.flatnonzero(is_open[:, 0])
+            if not open_rows.size:
                 return
-            rows, start = np.arange(len(self.replicas))[rows][index], start[index]
-            width = max(1, min(4 * width, _LARGEST_CHUNK // index.size))
+            rows, passes = np.arange(len(self.replicas))[rows][open_rows], passes[open_rows]
+            width = max(1, min(4 * width, _LARGEST_CHUNK // open_rows.size))
 
     def round_up(self) -> None:
         """Where no total within the limits can be shared equally, take the next above M0 that can, in as few passes as fit."""
-        # least: the smallest local batch on each replica is within the limits
-        least = np.isinf(self.cost_best[:, None]) & (self.high >= self.smallest)
-        if not least.any():
+        # No answer yet, though the smallest local batch on each replica is within the largest total.
+        is_unanswered = np.isinf(self.cost_best[:, None]) & (self.high >= self.smallest)
+        if not is_unanswered.any():
             return
         n = np.ceil(self.low / self.largest)
         m = np.ceil(self.low / n)
-        rounded = (m >= self.smallest) & (m <= self.largest) & (n <= self.most_passes)
-        self._take(slice(None), m, n, np.where(rounded & least, self.cost(m, n, slice(None)), np.inf))
+        is_within = (m >= self.smallest) & (m <= self.largest) & (n <= self.most_passes)
+        self._take(slice(None), m, n, np.where(is_within & is_unanswered, self.cost(m, n, slice(None)), np.inf))
 
     def _take(self, rows: slice | Ints, m: Floats, n: Floats, cost: Floats) -> None:
-        """Keep the best of the points (rows, width), where it is better than the best so far."""
-        pick = (np.arange(len(cost)), cost.argmin(axis=1))
-        better = cost[pick] < self.cost_best[rows]
-        for best, tried in ((self.cost_best, cost), (self.m_best, m), (self.n_best, n)):
-            best[rows] = np.where(better, tried[pick], best[rows])
+        """Keep the cheapest of the (rows, width) points where it is cheaper than the best so far."""
+        best_points = (np.arange(len(cost)), cost.argmin(axis=1))
+        is_better = cost[best_points] < self.cost_best[rows]
+        for best, values in ((self.cost_best, cost), (self.m_best, m), (self.n_best, n)):
+            best[rows] = np.where(is_better, values[best_points], best[rows])
 
     def _consider(self, n: Floats, rows: slice | Ints) -> Floats:
-        """Try all m for each of the n, shape (rows, width); return the least h over real m, inf where none is allowed."""
+        """Keep the best integer m for each n (rows, width); return the least h over real m, inf where none is allowed.
+
+        By fact 1 the best integer is next to the real minimum.
+        """
         low, high = self.low[rows], self.high[rows]
         real_low, real_high = np.maximum(self.smallest, low / n), np.minimum(self.largest, high / n)
         m = np.minimum(np.maximum(self.stationary(n, rows), real_low), real_high)
-        bound = np.where((real_low <= real_high) & (n <= self.most_passes), self.cost(m, n, rows), np.inf)
+        bounds = np.where((real_low <= real_high) & (n <= self.most_passes), self.cost(m, n, rows), np.inf)
         least, most = np.maximum(self.smallest, np.ceil(low / n)), np.minimum(self.largest, np.floor(high / n))
-        fits = (least <= most) & (n <= self.most_passes)
-        below = np.floor(m)
-        first, second = (np.maximum(np.minimum(np.maximum(x, least), most), 1.0) for x in (below, below + 1.0))
-        costs = self.cost(first, n, rows), self.cost(second, n, rows)
-        self._take(rows, np.where(costs[1] < costs[0], second, first), n, np.where(fits, np.minimum(*costs), np.inf))
-        return bound
+        has_integer = (least <= most) & (n <= self.most_passes)
+        floor_m = np.floor(m)
+        m_below, m_above = (np.maximum(np.minimum(np.maximum(x, least), most), 1.0) for x in (floor_m, floor_m + 1.0))
+        costs = self.cost(m_below, n, rows), self.cost(m_above, n, rows)
+        best_m = np.where(costs[1] < costs[0], m_above, m_below)
+        self._take(rows, best_m, n, np.where(has_integer, np.minimum(*costs), np.inf))
+        return bounds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -319,21 +325,21 @@ def frontier(
     nodes = -(-replicas // replicas_per_node)
     tuned = tune(params, nodes, replicas, limits, noise_scale=noise_scale)
     goodput = tuned.goodput_per_s
-    can = np.flatnonzero(tuned.feasible)
-    if not can.size:
+    feasible = np.flatnonzero(tuned.feasible)
+    if not feasible.size:
         raise Infeasible(f"no number of GPUs up to {max_replicas} allows a batch within {limits}")
-    first = int(can[0])
-    before = np.concatenate([[0.0], np.maximum.accumulate(goodput)[:-1]])
-    efficient = goodput > before
-    per_gpu = goodput[first] / replicas[first]
-    worth = np.where(tuned.feasible, goodput - threshold * per_gpu * replicas, -math.inf)
+    fewest = int(feasible[0])
+    best_before = np.concatenate([[0.0], np.maximum.accumulate(goodput)[:-1]])
+    efficient = goodput > best_before
+    per_gpu = goodput[fewest] / replicas[fewest]
+    net_goodput = np.where(tuned.feasible, goodput - threshold * per_gpu * replicas, -math.inf)
     return Frontier(
         num_replicas=replicas,
         num_nodes=nodes,
         tuned=tuned,
-        speedup=goodput / goodput[first],
+        speedup=goodput / goodput[fewest],
         efficient=efficient,
-        pays_until=int(replicas[np.flatnonzero(worth == worth.max())[-1]]),
+        pays_until=int(replicas[np.flatnonzero(net_goodput == net_goodput.max())[-1]]),
         threshold=threshold,
     )
 
@@ -356,11 +362,11 @@ def goodput_grid(
     total = np.atleast_1d(np.asarray(total_batch_sizes, dtype=np.float64))[None, :]
     passes = np.maximum(np.ceil(total / (replicas * limits.max_local_batch_size)), 1.0)
     local = total / (replicas * passes)
-    step = np.asarray(iteration_time_s(params, nodes, replicas, local, passes - 1.0))
-    share = np.asarray(efficiency(noise_scale, total, limits.initial_batch_size))
+    step_s = np.asarray(iteration_time_s(params, nodes, replicas, local, passes - 1.0))
+    efficiencies = np.asarray(efficiency(noise_scale, total, limits.initial_batch_size))
     allowed = (local >= limits.min_local_batch_size) & (total >= limits.initial_batch_size)
     allowed &= total <= limits.max_batch_size
     if limits.max_accumulation_steps is not None:
         allowed &= passes <= limits.max_accumulation_steps + 1
-    made: Floats = np.where(allowed, total / step * share, np.nan)
-    return made
+    goodput: Floats = np.where(allowed, total / step_s * efficiencies, np.nan)
+    return goodput

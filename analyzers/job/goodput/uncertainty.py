@@ -69,17 +69,21 @@ def parameter_intervals(
     # as in the fit, where as many T_grad were observed as steps: a T_grad counts as this much of a measured step
     problem.grad_weight *= problem.grad_count / len(rows)
     best = descend(problem, problem.start_from(params))
-    for _ in range(4):  # a profile can meet a better fit than the one it starts from: then begin again there
-        measured, freedom = problem.time_error(best.loss)
-        assumed = error is None and math.isinf(measured)
-        size = max(error or (ASSUMED_ERROR if assumed else measured), 1e-9)  # rows may be without any error
-        quantile = ndtri((1 + level) / 2) if assumed or error is not None else stdtrit(freedom, (1 + level) / 2)
-        profile = _Profile(problem, best, size / math.sqrt(len(rows)), float(quantile))
-        intervals = {name: profile.interval(place) for place, name in enumerate(NAMES)}
-        if profile.best.loss >= best.loss - 1e-6 * size**2 / len(rows):
+    for _ in range(4):  # a profile that meets a better fit than the one it starts from begins again there
+        estimated_error, degrees_of_freedom = problem.time_error(best.loss)
+        is_assumed = error is None and math.isinf(estimated_error)
+        log_error = max(
+            error or (ASSUMED_ERROR if is_assumed else estimated_error), 1e-9
+        )  # rows may be without any error
+        quantile = (
+            ndtri((1 + level) / 2) if is_assumed or error is not None else stdtrit(degrees_of_freedom, (1 + level) / 2)
+        )
+        profile = _Profile(problem, best, log_error / math.sqrt(len(rows)), float(quantile))
+        intervals = {name: profile.interval(index) for index, name in enumerate(NAMES)}
+        if profile.best.loss >= best.loss - 1e-6 * log_error**2 / len(rows):
             break
         best = descend(problem, profile.best.point)
-    return Uncertainty(level=level, error=size, intervals=intervals)
+    return Uncertainty(level=level, error=log_error, intervals=intervals)
 
 
 class _Profile:
@@ -97,41 +101,44 @@ class _Profile:
         ridge = max(1e-2 * size**2, 1e-12 * float(np.trace(information)), 1e-18)
         self.spread = size * np.sqrt(np.diag(np.linalg.inv(information + ridge * np.eye(len(information)))))
 
-    def interval(self, place: int) -> ParameterInterval:
+    def interval(self, index: int) -> ParameterInterval:
         """Return the interval of a parameter, with no limit where the walk reaches the parameter's bound."""
-        lowest, highest = (1.0, 10.0) if place == GAMMA else (0.0, math.inf)
-        ends = (self._end(place, -1.0), self._end(place, 1.0)) if self.problem.free[place] else (None, None)
+        lowest, highest = (1.0, 10.0) if index == GAMMA else (0.0, math.inf)
+        end_logs = (self._end(index, -1.0), self._end(index, 1.0)) if self.problem.free[index] else (None, None)
         low, high = (
-            limit if end is None else math.exp(end) for end, limit in zip(ends, (lowest, highest), strict=True)
+            limit if end is None else math.exp(end) for end, limit in zip(end_logs, (lowest, highest), strict=True)
         )
-        reason = "" if self.problem.free[place] else _UNSEEN[NAMES[place]]
-        if not reason and ends == (None, None):
+        reason = "" if self.problem.free[index] else _UNSEEN[NAMES[index]]
+        if not reason and end_logs == (None, None):
             reason = "the rows fit as well with any value"
         return ParameterInterval(low=low, high=high if math.isfinite(high) else None, reason=reason)
 
-    def _end(self, place: int, side: float) -> float | None:
-        """Return the logarithm at which the profile is ``quantile`` standard errors above the best fit; None: nowhere."""
-        bound = float(self.problem.high[place] if side > 0 else self.problem.low[place])
-        centre, point = float(self.start.point[place]), self.start.point.copy()
+    def _end(self, index: int, side: float) -> float | None:
+        """Return the logarithm at which the profile is ``quantile`` standard errors above the best fit; None: nowhere.
 
-        @cache  # a refit starts where the last one ended: asked again, a place must not have another sign
+        ``index``: of the parameter; ``side``: -1 below the best fit, 1 above it.
+        """
+        bound = float(self.problem.high[index] if side > 0 else self.problem.low[index])
+        centre, point = float(self.start.point[index]), self.start.point.copy()
+
+        @cache  # a refit starts where the last one ended: the same value must not get another sign later
         def excess(log_value: float) -> float:
             nonlocal point
-            point[place] = log_value
-            refitted = descend(self.problem, point, fixed=place)
+            point[index] = log_value
+            refitted = descend(self.problem, point, fixed=index)
             point = refitted.point
             if refitted.loss < self.best.loss:
                 self.best = refitted
             return math.sqrt(max(refitted.loss - self.start.loss, 0.0)) / self.size - self.quantile
 
-        step = min(max(self.quantile * float(self.spread[place]), 1e-7), 2.0)
-        inside = centre
-        while inside != bound:
-            outside = min(inside + step, bound) if side > 0 else max(inside - step, bound)
-            if excess(outside) > 0:
-                if excess(inside) >= 0:
-                    return inside  # within rounding of the end
-                tolerance = max(1e-3 * abs(outside - centre), 1e-9)
-                return float(brentq(excess, inside, outside, xtol=tolerance, disp=False))
-            inside, step = outside, step * 2.0
+        step = min(max(self.quantile * float(self.spread[index]), 1e-7), 2.0)
+        inner = centre
+        while inner != bound:
+            outer = min(inner + step, bound) if side > 0 else max(inner - step, bound)
+            if excess(outer) > 0:
+                if excess(inner) >= 0:
+                    return inner  # within rounding of the end
+                tolerance = max(1e-3 * abs(outer - centre), 1e-9)
+                return float(brentq(excess, inner, outer, xtol=tolerance, disp=False))
+            inner, step = outer, step * 2.0
         return None

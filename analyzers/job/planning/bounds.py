@@ -1,4 +1,4 @@
-"""What a strategy takes at least on some numbers of devices, for the search over them. Start at :class:`Bounds`."""
+"""A lower bound on a strategy's step over ranges of device counts, for the search over these. Start at :class:`Bounds`."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class Bounds:
     def __init__(self, knowledge: JobModel, goal: Goal, problem: Problem, strategy: str) -> None:
         self.knowledge, self.goal, self.problem, self.strategy = knowledge, goal, problem, strategy
         by_samples = strategy in ("bsp", "lb-bsp")
-        each = problem.batch_size if by_samples else 1
-        known = knowledge.curves if by_samples else {}
-        self.work = problem.max_workers * each  # of a step, in samples or mini-batches
+        work_per_worker = problem.batch_size if by_samples else 1
+        curves = knowledge.curves if by_samples else {}
+        self.work = problem.max_workers * work_per_worker  # of a step, in samples or mini-batches
         self.times = [
-            known.get(device.name, StepTime()).at_capability(device.capability_per_s, each)
+            curves.get(device.name, StepTime()).at_capability(device.capability_per_s, work_per_worker)
             for device in problem.devices
         ]
         self._least_compute_s = cache(self._compute_s)
 
     def __call__(self, low: Counts, high: Counts) -> float:
-        """Return a value that no devices from ``low`` to ``high`` of each type are below; infinite where none are possible."""
+        """Return a lower bound of the goal's value over counts from ``low`` to ``high`` by type; infinite: none is possible."""
         fewest = sum(low)
         if not any(high) or fewest > self.work:
             return math.inf
@@ -56,26 +56,26 @@ class Bounds:
         return self.goal.of(step_s, max(fewest, 1), self._price(low, high, step_s))
 
     def _compute_s(self, high: Counts) -> float:
-        """Return the least seconds in which some of so many devices do the whole step's work."""
-        types = [(time, n) for time, n in zip(self.times, high, strict=True) if n]
+        """Return a lower bound of the seconds in which up to ``high`` devices of each type do the whole step's work."""
+        offered = [(time, count) for time, count in zip(self.times, high, strict=True) if count]
         if self.strategy == "elastic-bsp":  # nobody waits for a whole step
-            return self.work / sum(time.samples_per_s * n for time, n in types)
-        low_s, high_s = 0.0, min(time.seconds(self.work) for time, _ in types)
+            return self.work / sum(time.samples_per_s * count for time, count in offered)
+        low_s, high_s = 0.0, min(time.seconds(self.work) for time, _ in offered)
         for _ in range(_HALVINGS):
             middle_s = (low_s + high_s) / 2
-            if self._is_done(types, middle_s):
+            if self._is_done(offered, middle_s):
                 high_s = middle_s
             else:
                 low_s = middle_s
         return low_s
 
     def _is_done(self, types: list[tuple[StepTime, int]], seconds: float) -> bool:
-        """Return whether so many devices of some types may do the whole work by then, none of them idle."""
-        done, unused = 0, self.work
-        for size, n in sorted(((time.most_within(seconds, self.work), n) for time, n in types), reverse=True):
-            used = min(n, unused)
-            done, unused = done + size * used, unused - used
-        return done >= self.work
+        """Return whether the given numbers of devices by type can do the whole work within ``seconds``, no used one idle."""
+        samples_done, work_left = 0, self.work
+        for samples, count in sorted(((time.most_within(seconds, self.work), n) for time, n in types), reverse=True):
+            used = min(count, work_left)
+            samples_done, work_left = samples_done + samples * used, work_left - used
+        return samples_done >= self.work
 
     def _communication_s(self, low: Counts, high: Counts, compute_s: float) -> float:
         """Return the least seconds that communication leaves exposed; infinite where exactly ``low`` hold no replica."""
@@ -83,8 +83,8 @@ class Bounds:
         if source is None:
             return 0.0
         # Gradients travel while the last pass computes: an EST's is of one mini-batch.
-        one = max((1 / time.samples_per_s for time, n in zip(self.times, high, strict=True) if n), default=0.0)
-        pass_s = one if self.strategy == "est" else compute_s
+        mini_batch_s = max((1 / time.samples_per_s for time, n in zip(self.times, high, strict=True) if n), default=0.0)
+        pass_s = mini_batch_s if self.strategy == "est" else compute_s
         fewest, most = self.problem.named(low), self.problem.named(high)
         try:
             return source.least_s(fewest, pass_s) if low == high else source.bound_s(fewest, most, pass_s)
@@ -94,7 +94,8 @@ class Bounds:
     def _price(self, low: Counts, high: Counts, step_s: float) -> float:
         """Return the least price of a step: of the devices of ``low`` for its time, and of the work on the cheapest type."""
         hourly = [(device.price_micro or 0) / 1e6 for device in self.problem.devices]
-        of_low = sum(price * n for price, n in zip(hourly, low, strict=True)) * step_s
+        price_of_low = sum(price * count for price, count in zip(hourly, low, strict=True)) * step_s
         offers = zip(hourly, self.times, high, strict=True)
-        of_work = min((price / time.samples_per_s for price, time, n in offers if n), default=0.0) * self.work
-        return max(of_low, of_work) / HOUR_S
+        price_of_unit = min((price / time.samples_per_s for price, time, count in offers if count), default=0.0)
+        price_of_work = price_of_unit * self.work
+        return max(price_of_low, price_of_work) / HOUR_S

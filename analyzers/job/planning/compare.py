@@ -142,14 +142,14 @@ class _Choice:
 
     def value(self, option: Option) -> float:
         """Return the value that options are ranked by, higher is better; 0.0 where it is not known."""
-        lost_factor = self.goal.lost(sum(option.devices.values()))
+        slowdown = self.goal.slowdown(sum(option.devices.values()))
         if self.goal.objective == "cheapest":
-            return 0.0 if option.price_per_sample is None else 1 / max(option.price_per_sample * lost_factor, 1e-300)
+            return 0.0 if option.price_per_sample is None else 1 / max(option.price_per_sample * slowdown, 1e-300)
         if self.goal.objective == "least-memory":
             return 0.0 if option.memory_bytes is None else 1 / max(option.memory_bytes, 1.0)
         if self.goal.objective == "fewest-devices":
             return 1 / sum(option.devices.values())
-        return self.candidates.progress(option) / lost_factor
+        return self.candidates.progress(option) / slowdown
 
     def unsure(self, first: Candidate, second: Candidate) -> bool:
         """Return whether the error of the compute times exceeds the difference between two candidates."""
@@ -200,8 +200,8 @@ def _pareto(options: list[Option], candidates: Candidates, problem: Problem) -> 
 
     def cost(option: Option) -> tuple[float, float]:
         """Return seconds and price of a sample, failures and checkpoints included."""
-        lost_factor = candidates.goal.lost(sum(option.devices.values()))
-        return lost_factor / candidates.progress(option), lost_factor * (option.price_per_sample or 0.0)
+        slowdown = candidates.goal.slowdown(sum(option.devices.values()))
+        return slowdown / candidates.progress(option), slowdown * (option.price_per_sample or 0.0)
 
     front = list[Option]()
     for option in sorted(priced, key=cost):

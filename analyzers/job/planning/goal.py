@@ -1,4 +1,4 @@
-"""What the best plan is best in, and what it may take of time, money and luck. Start at :class:`Goal`."""
+"""The objective of a plan, and its limits on time, money and failures. Start at :class:`Goal`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HOUR_S = 3600.0
 
 
 class Missed(Infeasible):
-    """The best plan breaks a limit of the goal; ``by``: how many times over."""
+    """Says that the best plan breaks a limit of the goal; ``by``: the plan's figure over the limit."""
 
     def __init__(self, text: str, by: float) -> None:
         super().__init__(text)
@@ -31,22 +31,22 @@ class Failures:
 
     def interval_s(self, devices: int) -> float:
         """Return the seconds between checkpoints that lose least (Daly 2006, Equation 37; Young's is its first term)."""
-        each, write = self.mtbf_s / devices, self.checkpoint_s
-        if write >= 2 * each:
-            return each
-        ratio = math.sqrt(write / (2 * each))
-        return math.sqrt(2 * write * each) * (1 + ratio / 3 + ratio * ratio / 9) - write
+        job_mtbf_s, checkpoint_s = self.mtbf_s / devices, self.checkpoint_s
+        if checkpoint_s >= 2 * job_mtbf_s:
+            return job_mtbf_s
+        ratio = math.sqrt(checkpoint_s / (2 * job_mtbf_s))
+        return math.sqrt(2 * checkpoint_s * job_mtbf_s) * (1 + ratio / 3 + ratio * ratio / 9) - checkpoint_s
 
     def factor(self, devices: int) -> float:
         """Return how many times as long a run takes as without failures and checkpoints; grows with the devices.
 
         Exponential failures: ``M e^(R/M) (e^((t + w)/M) - 1) / t`` (Daly 2006, Equation 13).
         """
-        each, interval = self.mtbf_s / devices, self.interval_s(devices)
-        exponent = (interval + self.checkpoint_s) / each
-        if exponent > 500 or self.restart_s / each > 500:
+        job_mtbf_s, interval_s = self.mtbf_s / devices, self.interval_s(devices)
+        exponent = (interval_s + self.checkpoint_s) / job_mtbf_s
+        if exponent > 500 or self.restart_s / job_mtbf_s > 500:
             return math.inf
-        return each * math.exp(self.restart_s / each) * math.expm1(exponent) / interval
+        return job_mtbf_s * math.exp(self.restart_s / job_mtbf_s) * math.expm1(exponent) / interval_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,10 +60,10 @@ class Goal:
     deadline_s: float = math.inf
     budget: float = math.inf
     slowest_step_s: float = math.inf
-    """Of what the job demands as a throughput."""
+    """Seconds of a step at the least throughput that the job demands; infinite: none is demanded."""
     failures: Failures | None = None
     power_w: Mapping[str, float] = field(default_factory=dict)
-    """Watts of a device of each type, where they are known."""
+    """Watts of one device by type, where they are known."""
 
     @property
     def limited(self) -> bool:
@@ -71,11 +71,11 @@ class Goal:
         return min(self.deadline_s, self.budget, self.slowest_step_s) < math.inf
 
     def unlimited(self, objective: Objective = "fastest") -> Goal:
-        """Return the fastest or cheapest there is, whatever it takes."""
+        """Return the same run's goal with this objective and no limits."""
         return Goal(objective=objective, samples=self.samples, step_samples=self.step_samples, failures=self.failures)
 
-    def lost(self, devices: int) -> float:
-        """Return how many times as long so many devices take, failures and checkpoints included."""
+    def slowdown(self, devices: int) -> float:
+        """Return how many times as long a run on so many devices takes with failures and checkpoints as without."""
         return 1.0 if self.failures is None else self.failures.factor(max(devices, 1))
 
     def value(self, option: Option) -> float:
@@ -96,62 +96,62 @@ class Goal:
         Infinite where a limit is broken, and where the cheapest is looked for and the price is not known.
         """
         step_samples = samples or self.step_samples
-        lost = self.lost(devices)
-        if not self._keeps_limits(step_s, price, step_samples, lost):
+        slowdown = self.slowdown(devices)
+        if not self._keeps_limits(step_s, price, step_samples, slowdown):
             return math.inf
         if self.objective == "cheapest":
-            return math.inf if price is None else price / step_samples * lost
+            return math.inf if price is None else price / step_samples * slowdown
         if self.objective == "fewest-devices":
             # of as many devices the fastest: the share that a step's time adds is less than a device
             return devices + step_s / (step_s + 1)
-        return step_s * lost
+        return step_s * slowdown
 
-    def _keeps_limits(self, step_s: float, price: float | None, step_samples: int, lost: float) -> bool:
+    def _keeps_limits(self, step_s: float, price: float | None, step_samples: int, slowdown: float) -> bool:
         """Return whether steps like this keep throughput, deadline and budget; a price that is not known keeps any budget."""
         slack = 1 + 1e-9  # for rounding
         steps = 0.0 if self.samples is None else self.samples / step_samples  # of the whole run
         return (
             step_s <= self.slowest_step_s * slack
-            and steps * step_s * lost <= self.deadline_s * slack
-            and (price is None or steps * price * lost <= self.budget * slack)
+            and steps * step_s * slowdown <= self.deadline_s * slack
+            and (price is None or steps * price * slowdown <= self.budget * slack)
         )
 
     def demand(self, option: Option) -> None:
-        """Raise Missed where an option breaks a limit, with what it reaches."""
+        """Raise Missed, with the option's figure, where its whole run breaks the deadline or the budget."""
         run = self.run(option)
         if run is None:
             return
-        used = f"by {option.strategy} on {' + '.join(f'{count} {name}' for name, count in option.devices.items())}"
+        used_text = f"by {option.strategy} on {' + '.join(f'{count} {name}' for name, count in option.devices.items())}"
         if run.hours * HOUR_S > self.deadline_s * (1 + 1e-9):
-            allowed = self.deadline_s / HOUR_S
+            allowed_hours = self.deadline_s / HOUR_S
             raise Missed(
-                f"deadline: the whole run takes {show_hours(run.hours)} {used}, {show_hours(allowed)} allowed",
-                run.hours / max(allowed, 1e-9),
+                f"deadline: the whole run takes {show_hours(run.hours)} {used_text}, {show_hours(allowed_hours)} allowed",
+                run.hours / max(allowed_hours, 1e-9),
             )
         if run.price is not None and run.price > self.budget * (1 + 1e-9):
             raise Missed(
-                f"budget: the whole run costs {show_money(run.price)} {used}, {show_money(self.budget)} allowed",
+                f"budget: the whole run costs {show_money(run.price)} {used_text}, {show_money(self.budget)} allowed",
                 run.price / max(self.budget, 1e-9),
             )
 
     def demand_both(self, fastest: Option, cheapest: Option) -> None:
         """Raise Missed where the fastest plan is too dear and the cheapest too slow."""
-        dear, slow = self.run(fastest), self.run(cheapest)
-        if dear is None or slow is None or dear.price is None or dear.price <= self.budget:
+        fastest_run, cheapest_run = self.run(fastest), self.run(cheapest)
+        if fastest_run is None or cheapest_run is None or fastest_run.price is None or fastest_run.price <= self.budget:
             return
-        text = f"the fastest plan costs {show_money(dear.price)}, {show_money(self.budget)} allowed"
-        text += f"; the cheapest takes {show_hours(slow.hours)}, {show_hours(self.deadline_s / HOUR_S)} allowed"
-        raise Missed(f"budget and deadline: no plan keeps both: {text}", dear.price / self.budget)
+        text = f"the fastest plan costs {show_money(fastest_run.price)}, {show_money(self.budget)} allowed"
+        text += f"; the cheapest takes {show_hours(cheapest_run.hours)}, {show_hours(self.deadline_s / HOUR_S)} allowed"
+        raise Missed(f"budget and deadline: no plan keeps both: {text}", fastest_run.price / self.budget)
 
     def run(self, option: Option) -> RunFigures | None:
-        """Return what the whole run takes; None where nobody said how long it is."""
+        """Return the figures of the whole run; None where its number of samples is not known."""
         if self.samples is None:
             return None
         devices = sum(option.devices.values())
-        lost = self.lost(devices)
+        slowdown = self.slowdown(devices)
         steps = self.samples / (self.step_samples if option.step_samples is None else option.step_samples)
-        hours = steps * option.iteration_s * lost / HOUR_S
-        ends = [None if end is None else steps * end * lost / HOUR_S for end in (option.low_s, option.high_s)]
+        hours = steps * option.iteration_s * slowdown / HOUR_S
+        ends = [None if end is None else steps * end * slowdown / HOUR_S for end in (option.low_s, option.high_s)]
         failures, used = self.failures, option.devices
         watts = sum(self.power_w[name] * n for name, n in used.items()) if used.keys() <= self.power_w.keys() else None
         return RunFigures(
@@ -160,7 +160,7 @@ class Goal:
             hours=hours,
             low_hours=ends[0],
             high_hours=ends[1],
-            price=None if option.price_per_sample is None else option.price_per_sample * self.samples * lost,
+            price=None if option.price_per_sample is None else option.price_per_sample * self.samples * slowdown,
             energy_kwh=None if watts is None else hours * watts / 1000,
             checkpoint_interval_s=None if failures is None else failures.interval_s(devices),
             failures=None if failures is None else hours * HOUR_S * devices / failures.mtbf_s,

@@ -24,6 +24,7 @@ from ddltool.job import GoodputSection, Job
 from ddltool.plans import Assignment, GoodputChoice, Plan, ScalingRow
 
 PAYS_SHARE = 0.5
+"""Share of the first devices' goodput that further devices must bring on average to pay."""
 BATCH = ("local_batch_size", "accumulation_steps", "total_batch_size")
 
 
@@ -35,37 +36,37 @@ def plan_goodput(job: Job, section: GoodputSection, models: Mapping[str, Through
     started = time.perf_counter()
     initial = section.initial_batch_size or job.max_workers * job.batch_size
     phi = math.inf if section.noise_scale is None else section.noise_scale
-    device, place, found = _best(job, section, models, initial, phi)
+    device, best_index, curve = _best_type(job, section, models, initial, phi)
 
     def row(at: int) -> dict[str, Any]:
-        batch = {name: int(getattr(found.tuned, name)[at]) for name in BATCH}
-        speed = {"goodput_per_s": float(found.tuned.goodput_per_s[at]), "speedup": float(found.speedup[at])}
-        return {"num_replicas": int(found.num_replicas[at]), "num_nodes": int(found.num_nodes[at]), **batch, **speed}
+        batch = {name: int(getattr(curve.tuned, name)[at]) for name in BATCH}
+        speed = {"goodput_per_s": float(curve.tuned.goodput_per_s[at]), "speedup": float(curve.speedup[at])}
+        return {"num_replicas": int(curve.num_replicas[at]), "num_nodes": int(curve.num_nodes[at]), **batch, **speed}
 
-    chosen = row(place)
-    known = None if math.isinf(phi) else GradientStatistics.from_noise_scale(phi, initial)
+    best_row = row(best_index)
+    statistics = None if math.isinf(phi) else GradientStatistics.from_noise_scale(phi, initial)
     choice = GoodputChoice(
         device_type=device,
-        **chosen,
-        efficiency=float(efficiency(phi, chosen["total_batch_size"], initial)),
-        pays_until=found.pays_until,
+        **best_row,
+        efficiency=float(efficiency(phi, best_row["total_batch_size"], initial)),
+        pays_until=curve.pays_until,
         pays_share=PAYS_SHARE,
-        scaling=[ScalingRow(**row(at)) for at in np.flatnonzero(found.efficient).tolist()],
+        scaling=[ScalingRow(**row(at)) for at in np.flatnonzero(curve.efficient).tolist()],
         elastic=elastic_table(
-            chosen["total_batch_size"],
-            range(1, len(found.num_replicas) + 1),
+            best_row["total_batch_size"],
+            range(1, len(curve.num_replicas) + 1),
             ElasticLimits(max_local_batch_size=section.max_local_batch_size),
             epoch_samples=section.epoch_samples,
             initial_batch_size=initial,
             learning_rate=section.learning_rate,
-            rules=[name for name in rule_names() if name != "constant" and (known is not None or name != "adascale")],
-            statistics=known,
+            rules=[name for name in rule_names() if name != "constant" and (statistics or name != "adascale")],
+            statistics=statistics,
         ),
     )
-    where = choice.num_nodes, choice.num_replicas, choice.local_batch_size, choice.accumulation_steps
-    step_s = float(iteration_time_s(models[device], *where))
-    local = choice.local_batch_size * (choice.accumulation_steps + 1)
-    assigned = Assignment(device_type=device, devices=choice.num_replicas, ests_per_device=0, local_batch_size=local)
+    allocation = choice.num_nodes, choice.num_replicas, choice.local_batch_size, choice.accumulation_steps
+    step_s = float(iteration_time_s(models[device], *allocation))
+    samples = choice.local_batch_size * (choice.accumulation_steps + 1)
+    assigned = Assignment(device_type=device, devices=choice.num_replicas, ests_per_device=0, local_batch_size=samples)
     return Plan(
         job=job.name,
         strategy="goodput",
@@ -84,26 +85,29 @@ def plan_goodput(job: Job, section: GoodputSection, models: Mapping[str, Through
     )
 
 
-def _best(
+def _best_type(
     job: Job, section: GoodputSection, models: Mapping[str, ThroughputParams], initial: int, phi: float
 ) -> tuple[str, int, Frontier]:
-    """Return the device type of highest goodput, the place of its best number of devices, and goodput over these."""
+    """Return the device type of highest goodput, the index of its best number of devices, and its curve over these numbers.
+
+    ``initial``: the initial batch size M0 in samples; ``phi``: the noise scale in samples, infinite where it is not known.
+    """
     limits = BatchLimits(
         initial_batch_size=initial,
         max_batch_size=section.max_batch_size,
         max_local_batch_size=section.max_local_batch_size,
     )
-    each, budget, found = section.devices_per_node, job.constraints.max_price_per_hour, []
+    per_node, hourly_budget, candidates = section.devices_per_node, job.constraints.max_price_per_hour, []
     for offer in job.devices:
-        most = min(offer.count, job.constraints.max_devices or offer.count)
-        if budget is not None and offer.price_per_hour:
-            most = min(most, int(budget // offer.price_per_hour))
-        if offer.type in models and most >= 1:
+        max_devices = min(offer.count, job.constraints.max_devices or offer.count)
+        if hourly_budget is not None and offer.price_per_hour:
+            max_devices = min(max_devices, int(hourly_budget // offer.price_per_hour))
+        if offer.type in models and max_devices >= 1:
             with suppress(Infeasible):
-                model, noise = models[offer.type], {"noise_scale": phi, "threshold": PAYS_SHARE}
-                made = frontier(model, most, limits, replicas_per_node=each, **noise)
-                found.append((offer.type, int(made.tuned.goodput_per_s.argmax()), made))
-    if not found:
-        total = f"a total batch of {initial} to {limits.max_batch_size}"
-        raise Infeasible(f"no number of the offered devices allows {total}")
-    return max(found, key=lambda best: float(best[2].tuned.goodput_per_s[best[1]]))
+                model, options = models[offer.type], {"noise_scale": phi, "threshold": PAYS_SHARE}
+                curve = frontier(model, max_devices, limits, replicas_per_node=per_node, **options)
+                candidates.append((offer.type, int(curve.tuned.goodput_per_s.argmax()), curve))
+    if not candidates:
+        totals_text = f"a total batch of {initial} to {limits.max_batch_size}"
+        raise Infeasible(f"no number of the offered devices allows {totals_text}")
+    return max(candidates, key=lambda best: float(best[2].tuned.goodput_per_s[best[1]]))

@@ -1,4 +1,4 @@
-"""What a job's model takes on its devices however it is sharded. It loads torch. Start at :func:`layouts_of`."""
+"""Memory and time of a job's model on its devices under each sharding. It loads torch. Start at :func:`layouts_of`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def job_work(job: Job) -> WorkCurve:
 
 @cache
 def _work(source: str, numerics: Numerics, sequence_length: int | None) -> WorkCurve:
+    """Return the traced step of a model, one trace for all jobs that train it alike."""
     return work_of(source, numerics, sequence_length)
 
 
@@ -35,12 +36,12 @@ def layouts_of(job: Job, table: DeviceTable, fabrics: Mapping[str, Fabric]) -> L
     for offer in job.devices:
         if offer.count:
             device = table.device(offer.type, "devices.type")
-            own = {"memory_gib": offer.memory_gib, "source": GIVEN}
-            given = device if offer.memory_gib is None else device.model_copy(update=own)
+            job_memory = {"memory_gib": offer.memory_gib, "source": GIVEN}
+            limited_device = device if offer.memory_gib is None else device.model_copy(update=job_memory)
             kinds[offer.type] = DeviceKind(
                 model=cost_model(device, calibration()),
                 fabric=fabrics[offer.type],
-                usable_bytes=usable_bytes(given),
+                usable_bytes=usable_bytes(limited_device),
                 price_per_hour=offer.price_per_hour,
             )
     return Layouts(work=work, kinds=kinds, total=job.max_workers * job.batch_size, optimizer=job.optimizer)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # it loads torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobModel:
-    """All of it may be empty."""
+    """Measured and fitted figures of a job; each may be empty."""
 
     curves: Mapping[str, StepTime] = field(default_factory=dict)
     """Step time over batch size, by device type."""
@@ -63,12 +63,12 @@ class JobModel:
         and each counts in full.
         """
         types = {*first.devices, *second.devices}
-        known = {name: self.errors[name] for name in types if name in self.errors}
-        if not known:
+        errors = {name: self.errors[name] for name in types if name in self.errors}
+        if not errors:
             return None
         if len(types) > 1 and (first.host_bound or second.host_bound):
-            return math.hypot(*known.values())
-        lean = (
-            (first.leans_on.get(name, 0.0) - second.leans_on.get(name, 0.0), error) for name, error in known.items()
+            return math.hypot(*errors.values())
+        leanings = (
+            (first.leans_on.get(name, 0.0) - second.leans_on.get(name, 0.0), error) for name, error in errors.items()
         )
-        return math.hypot(*(more * error for more, error in lean if abs(more) > 1e-9))
+        return math.hypot(*(difference * error for difference, error in leanings if abs(difference) > 1e-9))

@@ -1,4 +1,4 @@
-"""What the user asks of a plan beside the job. Start at :class:`PlanOptions`."""
+"""The options of a plan beside the job. Start at :class:`PlanOptions`."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class PlanOptions:
 
     goal: Goal = field(default_factory=Goal)
     graph: Graph | None = None
-    """The model's, where it was given or the job names one."""
+    """The model's graph, where it was given or the job names a model."""
     telemetry: Path | None = None
-    """Of an earlier run."""
+    """File of an earlier run's telemetry."""
     bandwidth: str | None = None
     latency: str = "50us"
     nccl_tests: tuple[Path, ...] = ()
     compress: Compression | None = None
     top_k: int = 1
-    """EST plans, with the next best ones."""
+    """How many EST plans to return, the best first."""
     limit_s: float = 5.0
     """Seconds for all searches together."""
     seed: int = 0
     prefer: tuple[str, ...] | None = None
-    """Order of an EST plan's objectives; None: the usual one."""
+    """Order of an EST plan's objectives; None: the default one."""
     lookahead: int = DEFAULT_LOOKAHEAD
     """Iterations up to an elastic-bsp plan's barrier."""
     max_gap: int | None = None

@@ -15,7 +15,7 @@ from benchmarks.synthetic import gpu_curves, jitter, least_longest, simulate, sl
 from ddltool.analyzers.job.balancing.algorithm2 import Algorithm2, Algorithm2Settings, Phase
 from ddltool.analyzers.job.balancing.control import Report, SpeedPolicy, TrialPolicy
 from ddltool.analyzers.job.balancing.minmax import DeviceCurves
-from ddltool.analyzers.job.balancing.predict import PredictorSettings as Learning
+from ddltool.analyzers.job.balancing.trained import PredictorSettings as Learning
 from ddltool.errors import Infeasible, InputError
 
 PAPER = (89, 21, 12, 6)
@@ -239,7 +239,7 @@ def test_a_network_learns_in_the_background() -> None:
             policy.choose(made)
         if k == 75:
             deadline = time.monotonic() + 120
-            while policies["narx"]._predictor._apprentice[1].is_alive() and time.monotonic() < deadline:
+            while policies["narx"]._predictor._background_training[1].is_alive() and time.monotonic() < deadline:
                 time.sleep(0.01)
     assert np.mean(errors["narx"]) < 1 + 0.5 * (np.mean(errors["ema"]) - 1)
 

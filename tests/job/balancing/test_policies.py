@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from ddltool.analyzers.job.balancing.algorithm2 import Algorithm2, Algorithm2Settings, Phase
 from ddltool.analyzers.job.balancing.control import Policy, Report, SpeedPolicy, TrialPolicy
-from ddltool.analyzers.job.balancing.predict import Ema
 from ddltool.analyzers.job.balancing.sizing import proportional
+from ddltool.analyzers.job.balancing.trained import Ema
 from ddltool.errors import Infeasible, InputError
 
 NOTHING = np.zeros(2)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.synthetic import cpu_cluster, gpu_clock, gpu_curves, jitter, least_longest
 from ddltool.analyzers.job.balancing.networks import NeuralNetwork
-from ddltool.analyzers.job.balancing.predict import PREDICTORS, Arima, PredictorSettings, make
+from ddltool.analyzers.job.balancing.predict import PREDICTORS, Arima, make_predictor
 from ddltool.analyzers.job.balancing.replay import (
     Clock,
     bounded,
@@ -27,6 +27,7 @@ from ddltool.analyzers.job.balancing.replay import (
     work_shifting,
 )
 from ddltool.analyzers.job.balancing.sizing import equal
+from ddltool.analyzers.job.balancing.trained import PredictorSettings
 from ddltool.analyzers.step.measured.balance_trace import SpeedTrace
 
 QUICK = PredictorSettings(warm_up=150, refit_every=150, window=300, most_steps=400, own_steps=20)
@@ -52,7 +53,7 @@ def test_predictors_are_causal_and_repeatable(name: str) -> None:
         np.concatenate((trace.cpu[: cut + 1], trace.cpu[cut + 1 :] / 2)),
         trace.memory,
     )
-    runs = [replay(t, make(name, 3, QUICK), 96).predicted for t in (trace, trace, changed)]
+    runs = [replay(t, make_predictor(name, 3, QUICK), 96).predicted for t in (trace, trace, changed)]
     assert all(run is not None for run in runs)
     assert np.array_equal(runs[0], runs[1], equal_nan=True)  # type: ignore[arg-type]
     assert np.array_equal(runs[0][: cut + 1], runs[2][: cut + 1], equal_nan=True)  # type: ignore[index]
@@ -66,7 +67,7 @@ def test_predictions_of_one_worker_do_not_hang_on_the_order_of_workers(
     """True to the bit for what each worker computes alone; networks begin with a common model, here with none."""
     trace = cpu_cluster(330, seed=5, workers=3)
     swapped = SpeedTrace.of(trace.names[::-1], trace.speed[:, ::-1], trace.cpu[:, ::-1], trace.memory[:, ::-1])
-    one, other = (make(name, 3, QUICK) for _ in range(2))
+    one, other = (make_predictor(name, 3, QUICK) for _ in range(2))
     monkeypatch.setattr(NeuralNetwork, "_fit_common", lambda *_: None)
     first, second = replay(trace, one, 96).predicted, replay(swapped, other, 96).predicted
     np.testing.assert_allclose(first, second[:, ::-1], rtol=1e-6)  # type: ignore[index]
@@ -74,13 +75,13 @@ def test_predictions_of_one_worker_do_not_hang_on_the_order_of_workers(
 
 def test_ema_is_its_closed_form() -> None:
     trace = cpu_cluster(60, seed=1, workers=2)
-    predicted = replay(trace, make("ema", 2), 64).predicted
+    predicted = replay(trace, make_predictor("ema", 2), 64).predicted
     assert predicted is not None
     for k in (1, 7, 59):
         weights = 0.2 * 0.8 ** np.arange(k - 1, -1, -1)
         weights[0] = 0.8 ** (k - 1)
         np.testing.assert_allclose(predicted[k], weights @ trace.speed[:k])
-    last = replay(trace, make("last", 2), 64).predicted
+    last = replay(trace, make_predictor("last", 2), 64).predicted
     assert last is not None
     assert np.array_equal(last[1:], trace.speed[:-1])
 
@@ -90,7 +91,11 @@ def test_ema_is_its_closed_form() -> None:
 def test_a_warm_up_notices_a_lasting_change_where_ema_does(name: str, restart_after: int) -> None:
     """What a predictor says before it has learned is EMA's to the bit, the paper's or the one that begins anew."""
     settings, nothing = PredictorSettings(restart_after=restart_after), np.zeros(2)
-    learning, ema, plain = make(name, 2, settings), make("ema", 2, settings), make("ema", 2)
+    learning, ema, plain = (
+        make_predictor(name, 2, settings),
+        make_predictor("ema", 2, settings),
+        make_predictor("ema", 2),
+    )
     for speed in [[30.0, 20.0]] * 20 + [[10.0, 20.5]] * 3:
         for predictor in (learning, ema, plain):
             predictor.predict(nothing, nothing)
@@ -121,7 +126,9 @@ def test_arima_forecasts_are_those_of_statsmodels() -> None:
 
 def test_narx_uses_what_only_readings_tell() -> None:
     trace = driven()
-    errors = {name: replay(trace, make(name, 3, QUICK), 96, since=150).rmse for name in ("ema", "rnn", "narx")}
+    errors = {
+        name: replay(trace, make_predictor(name, 3, QUICK), 96, since=150).rmse for name in ("ema", "rnn", "narx")
+    }
     assert errors["narx"] is not None
     assert errors["ema"] is not None
     assert errors["rnn"] is not None
@@ -148,7 +155,7 @@ def test_predictions_stay_near_what_was_seen() -> None:
     speed = np.concatenate((np.full(200, 100.0), [90, 60, 20, 5, 5, 5, 5]))[:, None]
     speed += np.random.default_rng(0).normal(0, 1, speed.shape)
     trace = SpeedTrace.of(("w",), np.abs(speed), np.ones_like(speed), np.ones_like(speed))
-    predicted = replay(trace, make("arima", 1, PredictorSettings(warm_up=100)), 10).predicted
+    predicted = replay(trace, make_predictor("arima", 1, PredictorSettings(warm_up=100)), 10).predicted
     assert predicted is not None
     assert (predicted[1:] > 0).all()
     assert predicted[1:].max() < 160
@@ -167,7 +174,7 @@ def test_replay_and_its_bounds() -> None:
     assert oracle.rmse == 0.0
     steady = SpeedTrace.of(trace.names, np.tile(trace.speed[:1], (50, 1)), trace.cpu[:50], trace.memory[:50])
     for name in ("last", "ema"):
-        known = replay(steady, make(name, 8), 256, since=1)
+        known = replay(steady, make_predictor(name, 8), 256, since=1)
         np.testing.assert_allclose(known.iteration_s, replay_oracle(steady, 256, since=1).iteration_s)
 
 
@@ -222,7 +229,7 @@ def test_schemes_keep_their_order() -> None:
     work_bound = clock.horizon_s * total / clock.done[-1].sum()
     asp, ssp = bounded(clock, need, None), bounded(clock, need, 5)
     oracle = lb_bsp_oracle(clock, total)
-    predicted = lb_bsp(clock, trace, total, make("ema", 16))
+    predicted = lb_bsp(clock, trace, total, make_predictor("ema", 16))
     shifted = work_shifting(clock, total)
     dropped = redundant(clock, lambda sizes: sizes.astype(float), total, 1)
     assert ssp.iteration_gap <= 5
@@ -266,5 +273,5 @@ def test_generator_is_seeded_and_shaped_like_table_2() -> None:
 def test_narx_is_first_where_resources_drive_the_speed() -> None:
     for seed in range(3):
         trace = cpu_cluster(1200, seed, workers=16)
-        errors = {name: replay(trace, make(name, 16), 2048, since=500).rmse for name in PREDICTORS}
+        errors = {name: replay(trace, make_predictor(name, 16), 2048, since=500).rmse for name in PREDICTORS}
         assert min(errors, key=lambda name: errors[name] or 0) == "narx", errors

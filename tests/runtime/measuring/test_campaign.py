@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from ddltool.analyzers.job.goodput.curve import (
     Interval,
-    first_of,
+    first_to_measure,
     interval_ranks,
     median_interval,
-    next_doubling,
+    next_to_measure,
     predict,
     summarise,
 )
@@ -121,14 +121,14 @@ def test_ends_before_middle() -> None:
     batches = [1, 2, 4, 8, 16, 32, 64]
     order: list[int] = []
     while len(order) < 3:
-        order.append(first_of([batch for batch in batches if batch not in order], order))
+        order.append(first_to_measure([batch for batch in batches if batch not in order], order))
     assert order == [1, 64, 8]
 
 
 @given(launch=st.floats(0.0, 0.5), each=st.floats(1e-5, 1e-2), most=st.integers(1, 4096))
 def test_the_search_brackets_saturation(launch: float, each: float, most: int) -> None:
     times: dict[int, float] = {}
-    while (batch := next_doubling(times, most)) is not None:
+    while (batch := next_to_measure(times, most)) is not None:
         assert batch not in times
         assert 1 <= batch <= most
         times[batch] = launch + each * batch

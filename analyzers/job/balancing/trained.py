@@ -1,0 +1,192 @@
+"""The moving average of a worker's speed, and what predictors that learn from past iterations share. See :mod:`~.predict`."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from ddltool.arrays import Floats
+from ddltool.errors import InputError
+
+log = logging.getLogger(__name__)
+
+EMA_ALPHA = 0.2
+WARM_UP = 500
+# Ratio to the average above which (or below whose inverse) consecutive speeds count as a lasting change.
+_CHANGE_RATIO = 1.25
+# Forecasts are clipped to this ratio beyond a worker's lowest and highest speed; wilder ones would stall the others.
+_BOUND_RATIO = 1.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PredictorSettings:
+    """How the trained predictors learn; the defaults are the paper's where it gives them."""
+
+    warm_up: int = WARM_UP
+    """Iterations observed before the first training; until then predictions are EMA's."""
+    refit_every: int = 500
+    """Iterations between trainings after that; each goes on from the weights of the one before."""
+    window: int = 1000
+    """Most recent iterations that a training sees."""
+    hidden: int = 10
+    """Units of the one hidden layer."""
+    most_steps: int = 1500
+    """Steps at most of the common model's training, each over all its samples."""
+    own_steps: int = 60
+    """Steps at most of each worker's own training, each over the whole window."""
+    patience: int = 50
+    """Steps without a lower validation error after which a model's training stops."""
+    seed: int = 0
+    background: bool = False
+    """Train networks in a thread, going on with what is there until it has ended: for use while a job runs."""
+    restart_after: int = 0
+    """Speeds in a row far off on the same side after which EMA, during a warm-up too, begins anew with their median; 0:
+    never (the paper's)."""
+
+    def __post_init__(self) -> None:
+        for name in ("warm_up", "window"):
+            if getattr(self, name) < 20:
+                raise InputError(name, f"is {getattr(self, name)}", "training needs 20 iterations or more")
+        for name in ("refit_every", "hidden", "most_steps", "own_steps", "patience"):
+            if getattr(self, name) < 1:
+                raise InputError(name, f"is {getattr(self, name)}", "give 1 or more")
+        if self.restart_after < 0:
+            raise InputError("restart_after", f"is {self.restart_after}", "give 0 or more")
+
+
+class Ema:
+    """Exponential moving average that begins at the first speed; alpha is the weight of the latest.
+
+    With ``restart_after`` k > 0, a worker whose last k speeds were each more than 1.25 times its average at that time, or each
+    less than the average over 1.25, has changed for good: its average begins anew with the median of these k.
+    """
+
+    def __init__(self, workers: int, alpha: float = EMA_ALPHA, restart_after: int = 0) -> None:
+        self._alpha = alpha
+        self._recent: deque[Floats] = deque(maxlen=restart_after)
+        self._above = self._below = np.zeros(workers, dtype=np.int64)
+        self._mean = np.full(workers, np.nan)
+
+    def predict(self, cpu: Floats, memory: Floats) -> Floats:
+        """Return (n,) averages."""
+        return self._mean
+
+    def observe(self, speed: Floats) -> None:
+        """Take (n,) speeds into the averages."""
+        has_mean = ~np.isnan(self._mean)
+        if self._recent.maxlen:
+            self._recent.append(np.asarray(speed, dtype=np.float64))
+            self._above = (self._above + 1) * (speed > _CHANGE_RATIO * self._mean)
+            self._below = (self._below + 1) * (speed < self._mean / _CHANGE_RATIO)
+        self._mean = np.where(has_mean, self._alpha * speed + (1 - self._alpha) * self._mean, speed)
+        has_changed = np.maximum(self._above, self._below) >= (self._recent.maxlen or np.inf)
+        if has_changed.any():
+            self._mean = np.where(has_changed, np.median(np.stack(self._recent), axis=0), self._mean)
+
+
+class Trained:
+    """A predictor that learns after a warm-up: EMA until then, and forecasts within bounds after it.
+
+    A subclass implements :meth:`_train` and :meth:`_forecast`.
+    """
+
+    LEARNED: tuple[str, ...] = ()
+    """Attributes that training sets and that may be taken over later; none: it always trains in the foreground."""
+
+    def __init__(self, workers: int, settings: PredictorSettings) -> None:
+        self.settings = settings
+        self._rows: deque[Floats] = deque(maxlen=settings.window)
+        self._count = 0
+        self.ready = False
+        """Whether a training has ended, so that forecasts are possible."""
+        self._ema = Ema(workers, restart_after=settings.restart_after)
+        self._lowest = np.full(workers, np.inf)
+        self._highest = np.full(workers, -np.inf)
+        self._readings: tuple[Floats, Floats] | None = None
+        self._due = False
+        self._background_training: tuple[Trained, threading.Thread] | None = None
+        """The copy that is trained, and the thread that trains it."""
+
+    def predict(self, cpu: Floats, memory: Floats) -> Floats:
+        """Return (n,) predicted speeds: EMA's during the warm-up and where a forecast is not finite.
+
+        A due training runs here and not in :meth:`observe`, so a run that ends before another prediction skips it.
+        """
+        self._readings = np.array(cpu, dtype=np.float64), np.array(memory, dtype=np.float64)
+        if self._due:
+            self._due = False
+            if self.settings.background and self.LEARNED:
+                self._start_background_training()
+            else:
+                self._train()
+                self.ready = True
+        self._adopt_trained_state()
+        fallback = self._ema.predict(cpu, memory)
+        if not self.ready:
+            return fallback
+        forecast = self._forecast(*self._readings)
+        bounded = np.clip(forecast, self._lowest / _BOUND_RATIO, self._highest * _BOUND_RATIO)
+        return np.where(np.isfinite(forecast), bounded, fallback)
+
+    def observe(self, speed: Floats) -> None:
+        """Take (n,) speeds of the iteration that :meth:`predict` was called for."""
+        if self._readings is None:
+            raise InputError("observe", "was called before predict", "predict every iteration before it is observed")
+        self._rows.append(np.stack((np.asarray(speed, dtype=np.float64), *self._readings)))
+        self._count += 1
+        self._ema.observe(speed)
+        self._lowest, self._highest = np.minimum(self._lowest, speed), np.maximum(self._highest, speed)
+        since_warm_up = self._count - self.settings.warm_up
+        self._due = since_warm_up >= 0 and since_warm_up % self.settings.refit_every == 0
+        if self.ready and not self._due:
+            self._advance(np.asarray(speed, dtype=np.float64))
+
+    def last(self, iterations: int) -> Floats:
+        """Return (k, 3, n) speed, CPU and memory of the last k iterations, k at most ``iterations`` and the window."""
+        return np.stack(list(self._rows)[-iterations:])
+
+    def _start_background_training(self) -> None:
+        """Start a thread that trains a copy on the present rows, unless a training still runs."""
+        if self._background_training is not None:
+            return
+        trained_copy = copy.copy(self)
+        trained_copy._rows = self._rows.copy()
+        trained_copy._background_training = None
+
+        def train() -> None:
+            trained_copy.ready = self.ready
+            try:
+                trained_copy._train()
+                trained_copy.ready = True
+            except Exception:
+                log.warning("training the speed predictor has failed; going on without", exc_info=True)
+
+        thread = threading.Thread(target=train, name="ddltool-predictor", daemon=True)
+        self._background_training = trained_copy, thread
+        thread.start()
+
+    def _adopt_trained_state(self) -> None:
+        """Copy the ``LEARNED`` attributes from a background training that has ended."""
+        if self._background_training is None or self._background_training[1].is_alive():
+            return
+        (trained_copy, _), self._background_training = self._background_training, None
+        if trained_copy.ready:
+            for name in self.LEARNED:
+                setattr(self, name, getattr(trained_copy, name))
+            self.ready = True
+
+    def _train(self) -> None:
+        """Fit the model of every worker to the rows of the window."""
+        raise NotImplementedError
+
+    def _advance(self, speed: Floats) -> None:
+        """Update the state with the (n,) speeds of one more iteration between two trainings."""
+
+    def _forecast(self, cpu: Floats, memory: Floats) -> Floats:
+        """Return (n,) forecast speeds of the next iteration from the (n,) readings at its start."""
+        raise NotImplementedError
