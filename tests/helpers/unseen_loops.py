@@ -29,14 +29,12 @@ from tests.helpers.pattern_workers import (
     TOTAL,
     WIDTH,
     Script,
-    SyncNorm,
     bare,
     compared,
     each,
     net,
     of_all_ranks,
     sgd,
-    slopes,
     trained,
     values,
 )
@@ -114,6 +112,23 @@ def summed(script: Script, number: Tensor) -> Tensor:
     if not script.alone:
         dist.all_reduce(number)
     return number
+
+
+class SyncNorm(nn.Module):
+    """BatchNorm over the samples of all ranks."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__()
+        self.script, self.scale = script, nn.Parameter(torch.ones(8, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        everything, _ = of_all_ranks(self.script, x)
+        return self.scale * (x - everything.mean(0)) / (everything.var(0) + 1e-3).sqrt()
+
+
+def slopes(outputs: Tensor, inputs: Tensor) -> Tensor:
+    (gradients,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+    return gradients.norm(2, dim=1)
 
 
 # Samples of a batch that are compared with each other.
@@ -223,7 +238,7 @@ def entropy_of_the_mean_prediction(model: Any, batch: Any, handle: Any) -> Any:
 
 @case(COUPLED)
 def dice_over_the_batch(model: Any, batch: Any, handle: Any) -> Any:
-    shares, truth = model(batch[0]).softmax(1), F.one_hot(batch[1], CLASSES)
+    shares, truth = model(batch[0]).sigmoid(), F.one_hot(batch[1], CLASSES)
     return handle.loss(1 - 2 * (shares * truth).sum() / (shares + truth).sum())
 
 
@@ -640,7 +655,7 @@ def compiled_loss(model: Any, batch: Any, handle: Any) -> Any:
 # Models that compute their losses, and that keep terms of them.
 
 
-@dataclass
+@dataclass(slots=True)
 class Answer:
     """What a model answers."""
 
@@ -671,7 +686,7 @@ def loss_in_a_tuple(model: Any, batch: Any, handle: Any) -> Any:
 
 
 @case(model=lambda: Losing(Answer))
-def loss_in_a_dataclass(model: Any, batch: Any, handle: Any) -> Any:
+def loss_in_a_dataclass_with_slots(model: Any, batch: Any, handle: Any) -> Any:
     return handle.loss(model(*batch).loss)
 
 
@@ -988,7 +1003,7 @@ def on_a_plateau(script: Script, *, of_all: bool) -> list[Tensor]:
         optimizer.step()
         weight = torch.tensor(float(len(batch[0])))
         mean = summed(script, loss * weight) / summed(script, weight)
-        schedule.step(float(mean) if of_all else float(loss))
+        schedule.step(float(mean) if of_all else loss.item())
     return values(model)
 
 
