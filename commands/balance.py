@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ddltool.analyzers.answers.reporting.result_sections import balance_section
-from ddltool.analyzers.job.balancing.predict import PREDICTORS, PredictorSettings, make
+from ddltool.analyzers.job.balancing.predict import PREDICTORS, make_predictor
 from ddltool.analyzers.job.balancing.replay import (
     BATCH_PER_WORKER,
     WORKERS_PER_BACKUP,
@@ -21,6 +21,7 @@ from ddltool.analyzers.job.balancing.replay import (
     replay_oracle,
 )
 from ddltool.analyzers.job.balancing.sizing import MOST_SAMPLES
+from ddltool.analyzers.job.balancing.trained import PredictorSettings
 from ddltool.analyzers.step.measured.balance_trace import SpeedTrace, default_warm_up
 from ddltool.analyzers.step.measured.worker_tables import read_speeds
 from ddltool.commands.options import Seed, one_of, within
@@ -67,7 +68,9 @@ def balance(
     with stage("replaying", len(chosen)) as advance:
         for index, name in enumerate(chosen):
             advance(index, name)
-            outcomes[name] = replay(recorded, make(name, recorded.workers, settings), total, since=settings.warm_up)
+            outcomes[name] = replay(
+                recorded, make_predictor(name, recorded.workers, settings), total, since=settings.warm_up
+            )
     equal_split = replay_equal(recorded, total, since=settings.warm_up)
     oracle = replay_oracle(recorded, total, since=settings.warm_up)
 
@@ -107,7 +110,7 @@ def show_balance(call: VerbCall[BalanceResult], output: Path | None = None, as_j
 
 def _compared(recorded: SpeedTrace, total: int, predictor: str, settings: PredictorSettings) -> dict[str, Any]:
     """Return the figures of every scheme, with iteration times relative to BSP's; LB-BSP predicts by ``predictor``."""
-    schemes = compare(recorded, total, make(predictor, recorded.workers, settings))
+    schemes = compare(recorded, total, make_predictor(predictor, recorded.workers, settings))
     bsp_s = schemes["bsp"].iteration_s
     ratios = {name: scheme.iteration_s / bsp_s for name, scheme in schemes.items()}
     figures = {

@@ -13,11 +13,7 @@ import pytest
 from tests.helpers.pattern_workers import CASES, outcome
 from tests.helpers.runtime_workers import crew
 
-TABLE = [
-    pytest.param(name, way, marks=[pytest.mark.slow] if name == "loss: compiled" else [])
-    for name in sorted(CASES)
-    for way in CASES[name].ways
-]
+TABLE = [(name, way) for name in sorted(CASES) for way in CASES[name].ways]
 
 
 @pytest.mark.parametrize(("name", "way"), TABLE)
