@@ -68,9 +68,8 @@ def balance(
     with stage("replaying", len(chosen)) as advance:
         for place, name in enumerate(chosen):
             advance(place, name)
-            outcomes[name] = replay(
-                recorded, make_predictor(name, recorded.workers, settings), total, since=settings.warm_up
-            )
+            fresh = make_predictor(name, recorded.workers, settings)
+            outcomes[name] = replay(recorded, fresh, total, since=settings.warm_up)
     equal_split = replay_equal(recorded, total, since=settings.warm_up)
     oracle = replay_oracle(recorded, total, since=settings.warm_up)
 
