@@ -67,7 +67,7 @@ class _BackwardPass:
         forward_passes: those that weighed losses come from.
         accumulating: the scalers whose model's parameters have got gradients.
         expected: gradients of measured outputs as far as they come from weighed losses.
-        behind: outputs that the measured ones are computed from.
+        explained: further outputs that get gradients by way of the measured ones, or of weighed losses that were not measured.
     """
 
     number: int
@@ -76,7 +76,7 @@ class _BackwardPass:
     forward_passes: dict[ForwardPass, None] = field(default_factory=dict)
     accumulating: set[LossScaler] = field(default_factory=set)
     expected: dict[OutputKey, Tensor] = field(default_factory=dict)
-    behind: set[OutputKey] = field(default_factory=set)
+    explained: set[OutputKey] = field(default_factory=set)
 
 
 _under_way: _BackwardPass | None = None
@@ -88,12 +88,12 @@ class _Checked:
 
     Attributes:
         gradients: of the loss by measured outputs, multiplied by its weight.
-        behind: outputs that those are computed from.
+        explained: outputs that those are computed from, and those without rows.
     """
 
     forward_passes: list[ForwardPass] = field(default_factory=list)
     gradients: dict[OutputKey, Tensor] = field(default_factory=dict)
-    behind: set[OutputKey] = field(default_factory=set)
+    explained: set[OutputKey] = field(default_factory=set)
 
 
 class LossScaler:
@@ -137,6 +137,8 @@ class LossScaler:
         self._shapes: set[tuple[object, ...]] = set()
         self._nodes = 0
         self._is_said = False
+        self._returned: set[int] = set()
+        """Ids of the parameters that the last forward pass has returned."""
 
     # What a model and its loaders tell.
 
@@ -191,6 +193,7 @@ class LossScaler:
         if self._guard is None:
             return
         forward_pass, outputs = ForwardPass(self), list(nested_tensors(output))
+        self._returned = {id(tensor) for tensor in outputs if tensor.is_leaf and tensor.requires_grad}
         mark_outputs(outputs, forward_pass)
         if self._guard.is_measured:
             model = self._model()
@@ -332,7 +335,7 @@ class LossScaler:
         past: dict[str, Tensor] = {}
         if graph.leaves and (model := self._model()) is not None:
             names = {id(value): name for name, value in model.named_parameters()}
-            past = {names[id(leaf)]: leaf for leaf in graph.leaves if id(leaf) in names}
+            past = {names[id(leaf)]: leaf for leaf in graph.leaves if id(leaf) in names.keys() - self._returned}
             guard.link(leaf for leaf in graph.leaves if id(leaf) not in names)
         if past and not graph.outputs and share is not None:
             problem = "reaches the model's parameters past the wrapped model, so that nobody averages their gradients"
@@ -347,7 +350,8 @@ class LossScaler:
 
     def _measure(self, loss: Tensor, graph: LossGraph, factor: float, samples: int | None, checked: _Checked) -> None:
         """Note the weighed gradients of a loss by its outputs, and refuse one that couples ``samples``; None: it may."""
-        outputs, checked.behind = graph.measurable_outputs()
+        outputs, checked.explained = graph.measurable_outputs()
+        checked.explained |= {output.key for output in graph.outputs} - {output.key for output in outputs}
         guard = self._guard
         if not outputs or guard is None:
             return
@@ -371,7 +375,7 @@ class LossScaler:
     def note_arrival(self, key: OutputKey, gradient: Tensor, *, is_measured: bool) -> None:
         """Hold the gradient that arrives at an output in a backward pass against what weighed losses have sent there."""
         under_way, guard = _under_way, self._guard
-        if under_way is None or guard is None or not under_way.expected or key in under_way.behind:
+        if under_way is None or guard is None or not under_way.expected or key in under_way.explained:
             return
         expected = under_way.expected.get(key)
         if is_measured != (expected is not None):
@@ -396,7 +400,7 @@ class LossScaler:
         under_way.is_weighed = True
         under_way.forward_passes |= dict.fromkeys(checked.forward_passes)
         if scale.numel() == 1:
-            under_way.behind |= checked.behind
+            under_way.explained |= checked.explained
             for key, gradient in checked.gradients.items():
                 part = gradient * scale.detach().to(gradient.dtype)
                 under_way.expected[key] = under_way.expected[key] + part if key in under_way.expected else part
@@ -420,11 +424,8 @@ class LossScaler:
 
     def end_backward(self, under_way: _BackwardPass) -> None:
         """A backward pass is over, the exchange of its gradients included: what comes now belongs to another one."""
-        is_said, self._is_said = self._is_said, False
         if self not in under_way.accumulating:
             return
-        if not is_said:
-            self._count_observed(under_way.number)
         self.pending.end_backward()
         if self.watcher is not None:
             self.watcher.end_backward()
@@ -443,8 +444,11 @@ class LossScaler:
                     guard.refuse(InputError("backward", problem, remedy))
                 forward_pass.averaged_in = under_way.number
 
-    def _count_observed(self, number: int) -> None:
+    def count_observed(self, number: int) -> None:
         """Count the samples of a backward pass of which the script says nothing; ranks are taken to have equal batches."""
+        is_said, self._is_said = self._is_said, False
+        if is_said:
+            return
         with contextlib.suppress(InputError):
             if self.pending.share(("observed", number), self.name) is None:
                 samples = max(self.pending.told or self.pending.passed, default=0)
@@ -583,8 +587,9 @@ def _note_complete() -> None:
     under_way = _under_way
     if under_way is None:
         return
-    for scaler in under_way.scalers:
-        if scaler.watcher is not None and scaler.averages and scaler in under_way.accumulating:
+    for scaler in (each for each in under_way.scalers if each in under_way.accumulating):
+        scaler.count_observed(under_way.number)
+        if scaler.watcher is not None and scaler.averages:
             scaler.watcher.note_complete()
     _at_end_of_backward(_note_end)  # behind DDP's own
 

@@ -743,7 +743,7 @@ def gate_losses_in_an_attribute(model: Any, batch: Any, handle: Any) -> Any:
     return with_kept_term(model, batch, handle)
 
 
-@case(COUPLED, model=lambda: Experts(importance, kept=False))
+@case(LIMIT, model=lambda: Experts(importance, kept=False))
 def importance_returned(model: Any, batch: Any, handle: Any) -> Any:
     return with_returned_term(model, batch, handle)
 
@@ -823,10 +823,11 @@ def checkpointing_in_parts(model: Any, batch: Any, handle: Any) -> Any:
 
 @case(lr=0.01)
 def gradient_penalty_on_data(model: Any, batch: Any, handle: Any) -> Any:
-    """R1: the squared slope of the score at the data; a term times 0 is there for its graph alone."""
+    """R1: the squared slope of the score at the data, by itself; a term times 0 is there for its graph alone."""
     inputs = batch[0].clone().requires_grad_()
     outputs = model(inputs)
-    return handle.loss(F.softplus(-outputs).mean() + slopes(outputs, inputs).square().mean() + 0 * outputs.sum())
+    slope = slopes(outputs, inputs).square().mean() + 0 * outputs.sum()
+    return handle.loss(F.softplus(-outputs).mean()) + handle.loss(slope, count=len(inputs))
 
 
 @case()

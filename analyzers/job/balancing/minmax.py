@@ -128,7 +128,7 @@ class DeviceCurves:
             seconds = self.communication_s + self.launch_s + self.per_sample_s * np.maximum(sizes, self.saturation)
             return seconds
         passes = np.maximum(-(-sizes // np.maximum(self.memory_limit, 1)), 1)
-        smaller_size, larger_passes = sizes // passes, sizes % passes  # `larger` parts hold one sample more
+        smaller_size, larger_passes = sizes // passes, sizes % passes  # these hold one sample more
         computed_samples = larger_passes * np.maximum(smaller_size + 1, self.saturation)
         computed_samples += (passes - larger_passes) * np.maximum(smaller_size, self.saturation)
         seconds = self.communication_s + passes * self.launch_s + self.per_sample_s * computed_samples

@@ -89,8 +89,8 @@ class NeuralNetwork(Trained):
     ) -> dict[str, Tensor]:
         """Train on (m, s, f) inputs and (m, s) targets; return the weights with the lowest validation error of each model.
 
-        The last ``held`` samples validate. A model whose validation error has not fallen for a while has ended; all
-        train on until the last one has.
+        The last ``held_out`` samples validate; 0: a fifth. A model whose validation error has not fallen for a
+        while has ended; all train on until the last one has.
         """
         held_out = held_out or _held_out(targets.shape[1])
         parameters = {name: value.clone().requires_grad_() for name, value in weights.items()}

@@ -86,9 +86,9 @@ def checked_limits(limits: ArrayLike | None, workers: int, total: int, least: in
 
 
 def _exact_shares(speed: Floats, total: int, max_sizes: Floats, least: int) -> Floats:
-    """Return (n,) ``clip(f * speed, least, most)`` with the f for which they add up to ``total``.
+    """Return (n,) ``clip(f * speed, least, max_sizes)`` with the f for which they add up to ``total``.
 
-    The sum grows with f and bends where a worker leaves its lower bound (f = least / v) or meets its limit (f = most / v);
+    The sum grows with f and bends where a worker leaves its lower bound (f = least / v) or meets its limit (f = max / v);
     sorted by these the piece that holds ``total`` is found from running sums.
     """
     bends = np.concatenate((least / speed, max_sizes / speed))
@@ -107,7 +107,7 @@ def _exact_shares(speed: Floats, total: int, max_sizes: Floats, least: int) -> F
 
 
 def _distribute_remainder(sizes: Ints, exact_shares: Floats, max_sizes: Ints, remainder: int, least: int) -> None:
-    """Add ``left`` samples (or take as many away, if negative) where the remainders are largest (smallest)."""
+    """Add ``remainder`` samples where exact shares exceed ``sizes`` most; if negative, take where least."""
     step = 1 if remainder > 0 else -1
     while remainder:
         has_room = sizes < max_sizes if step > 0 else sizes > least

@@ -14,11 +14,11 @@ from ddltool.plans import Assignment, Plan
 from ddltool.results import Verification, VerifiedRank, VerifiedStep, VerifiedTime
 from ddltool.units import show_seconds
 
-# Within this a prediction is called right; beyond it the figure it came from is named for a new fit.
+# Relative error up to which a prediction is right; beyond it the figure behind it is named for a new fit.
 ACCEPTED = 0.15
-# Ratios of measured over predicted within this factor of each other are one ratio.
+# Factor between the ratios of measured to predicted of two ranks up to which these count as one ratio.
 _ALIKE = 1.5
-# From here on tenths of a percent say nothing.
+# Ratio from which on errors are shown without tenths of a percent, and another device is suspected.
 _MANIFOLD = 5.0
 _ROUNDING, _LONGEST_S, _RANKS_NAMED = 1e-12, 1e9, 8
 
@@ -55,175 +55,183 @@ def verify(
     if run.world_size != plan.world_size:
         problem = f"is of {run.world_size} processes, the plan of {plan.world_size}"
         raise InputError("telemetry", problem, "give the telemetry of a run of this plan")
-    rows = [row for row in plan.assignments for _ in range(row.devices)]
-    given = dict(models or {})
-    known = model_error if given else None if plan.decision is None else plan.decision.error
-    present = {rank.rank for rank in run.ranks}
-    missing = [rank for rank in range(plan.world_size) if rank not in present]
-    checks = [_check(rows[rank.rank], rank, given) for rank in run.ranks]
-    compute = max(check.predicted_s for check in checks)
-    sync = plan.communication_s
-    if given:
-        sync = max(_exposed_s(model, run, compute) for model in given.values())
-    elif sync is None and plan.strategy == "goodput":
-        sync = max(0.0, plan.iteration_s - compute)
-    other = None if given else plan.other_s
-    predicted = compute + (sync or 0.0) + (other or 0.0)
+    rank_assignments = [row for row in plan.assignments for _ in range(row.devices)]
+    known_models = dict(models or {})
+    known_error = model_error if known_models else None if plan.decision is None else plan.decision.error
+    present_ranks = {rank.rank for rank in run.ranks}
+    missing_ranks = [rank for rank in range(plan.world_size) if rank not in present_ranks]
+    checks = [_verify_rank(rank_assignments[rank.rank], rank, known_models) for rank in run.ranks]
+    compute_s = max(check.predicted_s for check in checks)
+    sync_s = plan.communication_s
+    if known_models:
+        sync_s = max(_exposed_s(model, run, compute_s) for model in known_models.values())
+    elif sync_s is None and plan.strategy == "goodput":
+        sync_s = max(0.0, plan.iteration_s - compute_s)
+    other_s = None if known_models else plan.other_s
+    predicted_s = compute_s + (sync_s or 0.0) + (other_s or 0.0)
     if plan.strategy == "elastic-bsp":
-        run = _asynchronous(plan, run)
-        predicted, sync = plan.iteration_s, 0.0
-    predicted = _believable(predicted)
-    error = predicted / run.iteration_s - 1
-    refit = _refit(checks, run, sync, known, ACCEPTED if max_error is None else max_error)
-    made = Verification(
+        run = _joint_step(plan, run)
+        predicted_s, sync_s = plan.iteration_s, 0.0
+    predicted_s = _checked_step_s(predicted_s)
+    error = predicted_s / run.iteration_s - 1
+    refit = _what_to_refit(checks, run, sync_s, known_error, ACCEPTED if max_error is None else max_error)
+    result = Verification(
         plan=names[0],
         telemetry=names[1],
         iteration=VerifiedStep(
-            predicted_s=predicted,
+            predicted_s=predicted_s,
             measured_s=run.iteration_s,
             low_s=run.iteration_low_s,
             high_s=run.iteration_high_s,
             error=error,
         ),
-        compute=VerifiedTime(predicted_s=compute, measured_s=max(check.measured_s for check in checks)),
-        sync=VerifiedTime(predicted_s=sync, measured_s=run.sync_s),
-        other=None if plan.superstep else VerifiedTime(predicted_s=other, measured_s=run.other_s),
+        compute=VerifiedTime(predicted_s=compute_s, measured_s=max(check.measured_s for check in checks)),
+        sync=VerifiedTime(predicted_s=sync_s, measured_s=run.sync_s),
+        other=None if plan.superstep else VerifiedTime(predicted_s=other_s, measured_s=run.other_s),
         ranks=checks,
-        missing_ranks=missing,
-        known_error=known,
-        refit=[*_not_followed(checks, missing), *refit, *([] if plan.superstep else _rest(run, other))],
+        missing_ranks=missing_ranks,
+        known_error=known_error,
+        refit=[
+            *_deviations(checks, missing_ranks),
+            *refit,
+            *([] if plan.superstep else _unexplained_time(run, other_s)),
+        ],
         max_error=max_error,
         passed=True,
     )
     # A run of other devices, or of some of the processes, cannot show that the plan was right.
-    passed = made.followed and (max_error is None or (made.complete and abs(error) <= max_error))
-    return made.model_copy(update={"passed": passed})
+    passed = result.followed and (max_error is None or (result.complete and abs(error) <= max_error))
+    return result.model_copy(update={"passed": passed})
 
 
-def _asynchronous(plan: Plan, run: Run) -> Run:
-    """Return a run whose step is the time in which its workers, whoever it is, make a plan's mini-batches.
+def _joint_step(plan: Plan, run: Run) -> Run:
+    """Return the run with the step in which its workers together, however they share them, make the plan's mini-batches.
 
-    Its quartiles are those of the run's parts.
+    Its quartiles are over the parts of the run.
     """
-    seconds = plan.max_workers / sum(1 / rank.mean_step_s for rank in run.ranks)
+    step_s = plan.max_workers / sum(1 / rank.mean_step_s for rank in run.ranks)
     parts = zip(*(rank.parts_s for rank in run.ranks), strict=False)  # of about the same stretch of time
-    each = [plan.max_workers / sum(1 / step_s for step_s in part) for part in parts]
-    low_s, high_s = np.quantile(each, (0.25, 0.75)).tolist()
-    return replace(run, iteration_s=seconds, iteration_low_s=min(low_s, seconds), iteration_high_s=max(high_s, seconds))
+    part_steps_s = [plan.max_workers / sum(1 / part_s for part_s in part) for part in parts]
+    low_s, high_s = np.quantile(part_steps_s, (0.25, 0.75)).tolist()
+    return replace(run, iteration_s=step_s, iteration_low_s=min(low_s, step_s), iteration_high_s=max(high_s, step_s))
 
 
-def _believable(predicted_s: float) -> float:
-    """Return a predicted time. Raises InputError for one beyond any step's."""
+def _checked_step_s(predicted_s: float) -> float:
+    """Return ``predicted_s``. Raises InputError above ``_LONGEST_S``, and for NaN."""
     if not predicted_s <= _LONGEST_S:
         raise InputError("plan", f"predicts {predicted_s:.3g} s for this run's step", f"it must be <= {_LONGEST_S:g} s")
     return predicted_s
 
 
-def _remedy(checks: Sequence[VerifiedRank]) -> str:
-    """Return what to do about figures that were wrong: a plan takes those of its own devices as they were measured."""
+def _remedy_for(checks: Sequence[VerifiedRank]) -> str:
+    """Return the remedy for wrong figures: plan again where the run was on the planned devices, else fit again."""
     if all(check.device == check.planned_device for check in checks):
         return "plan again with --telemetry and this file"
     # Rows of a profile from other times would be averaged with the run's.
     return "fit it again from this telemetry alone"
 
 
-def _check(row: Assignment, rank: RankRun, models: Mapping[str, ThroughputParams]) -> VerifiedRank:
+def _verify_rank(assignment: Assignment, rank: RankRun, models: Mapping[str, ThroughputParams]) -> VerifiedRank:
+    """Return a rank's predicted and measured compute time, predicted by its device's model or, without models, the plan.
+
+    Raises InputError where neither predicts it.
+    """
     model = models.get(rank.device, models.get(""))
     if model is not None:
-        predicted = float(grad_time_s(model, rank.batch))
+        predicted_s = float(grad_time_s(model, rank.batch))
     elif models:
         raise InputError("--goodput", f"has no model of {rank.device}", f"it knows {', '.join(models)}")
-    elif row.compute_s is None or row.compute_s <= 0 or row.local_batch_size < 1:
+    elif assignment.compute_s is None or assignment.compute_s <= 0 or assignment.local_batch_size < 1:
         raise InputError("plan:assignments", "hold no compute_s above 0", "make the plan again, or give --goodput FILE")
     else:
-        predicted = row.compute_s * rank.batch / row.local_batch_size
+        predicted_s = assignment.compute_s * rank.batch / assignment.local_batch_size
     return VerifiedRank(
         rank=rank.rank,
         device=rank.device,
-        planned_device=row.device_type,
-        other_device=model is None and rank.device != row.device_type,
-        planned_batch=row.local_batch_size,
+        planned_device=assignment.device_type,
+        other_device=model is None and rank.device != assignment.device_type,
+        planned_batch=assignment.local_batch_size,
         batch=rank.batch,
-        predicted_s=_believable(predicted),
+        predicted_s=_checked_step_s(predicted_s),
         measured_s=rank.compute_s,
-        error=predicted / rank.compute_s - 1,
+        error=predicted_s / rank.compute_s - 1,
         spread=rank.error,
     )
 
 
 def _exposed_s(model: ThroughputParams, run: Run, compute_s: float) -> float:
     """Return the synchronisation that one model leaves exposed behind ``compute_s`` (Pollux, section 3.2)."""
-    sync = float(sync_time_s(model, run.num_nodes, run.world_size))
-    exposed = float(overlapped(compute_s, sync, model.gamma)) - compute_s
-    return exposed if exposed > _ROUNDING * compute_s else 0.0  # the rest of a subtraction is no prediction
+    sync_s = float(sync_time_s(model, run.num_nodes, run.world_size))
+    exposed_s = float(overlapped(compute_s, sync_s, model.gamma)) - compute_s
+    return exposed_s if exposed_s > _ROUNDING * compute_s else 0.0  # the rest of a subtraction is no prediction
 
 
-def _not_followed(checks: Sequence[VerifiedRank], missing: Sequence[int]) -> Iterator[str]:
-    """Yield where the run did something else than the plan says."""
+def _deviations(checks: Sequence[VerifiedRank], missing: Sequence[int]) -> Iterator[str]:
+    """Yield a sentence for each rank that is missing, on another device, or with another batch than planned."""
     if missing:
-        named = ", ".join(map(str, missing[:_RANKS_NAMED])) + (", ..." if len(missing) > _RANKS_NAMED else "")
+        ranks_text = ", ".join(map(str, missing[:_RANKS_NAMED])) + (", ..." if len(missing) > _RANKS_NAMED else "")
         noun = "rank" if len(missing) == 1 else "ranks"
         share = f"{len(missing)} of {len(checks) + len(missing)} processes"
-        yield f"no rows of {noun} {named} ({share}): this is only part of the run; give the telemetry of all"
+        yield f"no rows of {noun} {ranks_text} ({share}): this is only part of the run; give the telemetry of all"
     for check in checks:
         if check.other_device:
-            was = f"rank {check.rank} was planned on {check.planned_device}, ran on {check.device}"
-            yield f"{was}: the run did not follow the plan; give --goodput FILE of the devices it ran on"
+            device_text = f"rank {check.rank} was planned on {check.planned_device}, ran on {check.device}"
+            yield f"{device_text}: the run did not follow the plan; give --goodput FILE of the devices it ran on"
     for check in checks:
         if check.batch != check.planned_batch:
-            given = f"{check.batch} samples per step, the plan gives it {check.planned_batch}"
-            yield f"rank {check.rank} trained on {given}: the run did not follow the plan"
+            batch_text = f"{check.batch} samples per step, the plan gives it {check.planned_batch}"
+            yield f"rank {check.rank} trained on {batch_text}: the run did not follow the plan"
 
 
-def _refit(
-    checks: Sequence[VerifiedRank], run: Run, sync_s: float | None, known: float | None, accepted: float
+def _what_to_refit(
+    checks: Sequence[VerifiedRank], run: Run, sync_s: float | None, known_error: float | None, accepted: float
 ) -> Iterator[str]:
-    """Yield what to measure or fit again."""
+    """Yield a sentence for each figure that was off: the compute of a device type, the fit's error, synchronisation."""
     by_device: dict[str, list[VerifiedRank]] = {}
     for check in checks:
         if not check.other_device:
             by_device.setdefault(check.device, []).append(check)
-    off = []
+    off_ranks = []
     for device, ranks in by_device.items():
         worst = max(ranks, key=lambda check: abs(check.error))
         if abs(worst.error) > max(ACCEPTED, worst.spread or 0.0):
-            off.append(worst)
-            how = "slower" if worst.error < 0 else "faster"
-            times = f"{worst.measured_s / worst.predicted_s:.3g} times the predicted time"
-            yield f"{device} computes {how} than predicted ({times}): {_remedy(ranks)}"
-    yield from _other_load([check for ranks in by_device.values() for check in ranks], known)
-    if off and known is not None and known > accepted:
+            off_ranks.append(worst)
+            pace = "slower" if worst.error < 0 else "faster"
+            factor_text = f"{worst.measured_s / worst.predicted_s:.3g} times the predicted time"
+            yield f"{device} computes {pace} than predicted ({factor_text}): {_remedy_for(ranks)}"
+    yield from _machine_load([check for ranks in by_device.values() for check in ranks], known_error)
+    if off_ranks and known_error is not None and known_error > accepted:
         yield (
-            f"the compute times behind the prediction are known to within {known:.0%} only, more than {accepted:.0%}: "
+            f"the compute times behind the prediction are known to within {known_error:.0%} only, more than {accepted:.0%}: "
             "profile again with more repeats and nothing else running"
         )
-    took = f"{show_seconds(run.sync_s)} per step"
+    measured_text = f"{show_seconds(run.sync_s)} per step"
     if len(checks) > 1 and sync_s is None:
-        yield f"the plan leaves synchronisation out; measured {took}: plan with a network or a fit"
+        yield f"the plan leaves synchronisation out; measured {measured_text}: plan with a network or a fit"
     elif len(checks) > 1 and sync_s is not None and abs(sync_s - run.sync_s) > ACCEPTED * run.iteration_s:
-        yield f"synchronisation took {took}, predicted {show_seconds(sync_s)}: {_remedy(checks)}"
+        yield f"synchronisation took {measured_text}, predicted {show_seconds(sync_s)}: {_remedy_for(checks)}"
 
 
-def _rest(run: Run, other_s: float | None) -> Iterator[str]:
-    """Yield what to do about a part of the step that is neither compute nor synchronisation."""
+def _unexplained_time(run: Run, other_s: float | None) -> Iterator[str]:
+    """Yield a sentence where the part of a step that is neither compute nor synchronisation is not as predicted."""
     if abs(run.other_s - (other_s or 0.0)) <= ACCEPTED * run.iteration_s:
         return
-    said = f"{show_seconds(run.other_s)} of each step is neither compute nor synchronisation"
-    predicted = "the plan leaves it out" if other_s is None else f"predicted {show_seconds(other_s)}"
-    yield f"{said} (optimizer, loader, waiting), {predicted}: plan again with --telemetry and this file"
+    rest_text = f"{show_seconds(run.other_s)} of each step is neither compute nor synchronisation"
+    predicted_text = "the plan leaves it out" if other_s is None else f"predicted {show_seconds(other_s)}"
+    yield f"{rest_text} (optimizer, loader, waiting), {predicted_text}: plan again with --telemetry and this file"
 
 
-def _other_load(checks: Sequence[VerifiedRank], known: float | None) -> Iterator[str]:
+def _machine_load(checks: Sequence[VerifiedRank], known_error: float | None) -> Iterator[str]:
     """Yield the likely cause where all processes are off by about one factor: the machine, not a device."""
     ratios = [check.measured_s / check.predicted_s for check in checks]
     if len(ratios) < 2 or max(ratios) > _ALIKE * min(ratios):
         return
-    if any(abs(check.error) <= max(ACCEPTED, check.spread or 0.0, known or 0.0) for check in checks):
+    if any(abs(check.error) <= max(ACCEPTED, check.spread or 0.0, known_error or 0.0) for check in checks):
         return
-    middle = sorted(ratios)[len(ratios) // 2]
-    said = f"all processes take about {middle:.2g} times the predicted time: possibly"
-    if not 1 / _MANIFOLD < middle < _MANIFOLD:
-        yield f"{said} these are not the devices of the plan; give --goodput FILE, a fit of those it ran on"
+    median_ratio = sorted(ratios)[len(ratios) // 2]
+    text = f"all processes take about {median_ratio:.2g} times the predicted time: possibly"
+    if not 1 / _MANIFOLD < median_ratio < _MANIFOLD:
+        yield f"{text} these are not the devices of the plan; give --goodput FILE, a fit of those it ran on"
     elif (max(ratios) < 1) == (min(ratios) < 1):
         load = "busier" if max(ratios) < 1 else "quieter"
-        yield f"{said} the profile was taken on a {load} machine; profile again as it is in training, then fit and plan"
+        yield f"{text} the profile was taken on a {load} machine; profile again as it is in training, then fit and plan"

@@ -1,4 +1,4 @@
-"""How to hold and train a model on a job's devices: sharding, checkpointing, batches and passes together.
+"""The best layout of a model on a job's devices: sharding, checkpointing, batches and passes together.
 
 Combinations of devices, ``replicate x shard``, checkpointing and passes are enumerated, each costed by
 :class:`~.layout_figures.LayoutFigures`. The samples of a step are the job's, whatever the devices. What does not fit stays in
@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from ddltool.analyzers.job.placement.device_search import best_devices
 from ddltool.analyzers.job.placement.problem import Problem
@@ -32,271 +34,280 @@ _MOST_SOUGHT = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Layouts(LayoutFigures):
-    """Which of a job's layouts is best."""
+    """Searches the layouts of one job for the best one."""
 
     def search(
         self, problem: Problem, goal: Goal | None = None, *, equal: bool = False, limit_s: float = 5.0
     ) -> tuple[list[LayoutCandidate], float]:
-        """Return (layouts worth a line, gap): the best layout first, those that do not fit memory last.
+        """Return (the layouts to list, gap): the best layout first, those that do not fit memory last.
 
-        ``equal``: devices that take part take equal shares. What is picked has been played through torch's allocator on each
-        type; of communication all have what comes by default. The gap is relative to what no layout's value is below; infinite
-        where nothing is known of it. Raises NothingFits.
+        ``equal``: devices that take part take equal shares. The best has been played through torch's allocator on each type;
+        all are costed with default settings of communication. The gap is relative to a lower bound of every layout's value;
+        infinite where that is 0. Raises NothingFits; Infeasible where what fits breaks a limit of the goal.
         """
         goal = goal or Goal(step_samples=self.total)
-        fitting, lacking, value = list[LayoutCandidate](), list[LayoutCandidate](), self.value(goal)
-        first = _largest(problem, self.total)
-        largest = first[0]
+        fitting, too_large, value = list[LayoutCandidate](), list[LayoutCandidate](), self.value(goal)
+        start_counts = _largest_counts(problem, self.total)
+        all_counts = start_counts[0]
         # One node of each type: nothing leaves it.
-        nodes = [min(self.kinds[each.name].fabric.gpus_per_node, each.count) for each in problem.devices]
-        first += [tuple(size * (kind == only) for kind in range(len(nodes))) for only, size in enumerate(nodes)]
+        node_sizes = [min(self.kinds[device.name].fabric.gpus_per_node, device.count) for device in problem.devices]
+        start_counts += [tuple(row) for row in np.diag(node_sizes).tolist()]
 
-        def of(counts: Counts, least: float) -> tuple[float, list[LayoutCandidate]] | None:
+        def best_on(counts: Counts, best_value: float) -> tuple[float, list[LayoutCandidate]] | None:
             # Of all devices every layout is shown; of fewer what could be better, or simpler and as good as that.
-            limit = least if counts != largest else math.inf
-            if self._bound(problem, counts, counts, goal) >= limit:
+            value_limit = best_value if counts != all_counts else math.inf
+            if self._lower_bound(problem, counts, counts, goal) >= value_limit:
                 return None
-            fit, short = self._on(problem, counts, equal, goal, limit * (1 + LEAST_GAIN) ** 2)
-            lacking.extend(short if counts == largest else [])
-            fitting.extend(fit)
-            return (value(_simplest(fit, value).layout) if fit else math.inf), fit
+            fits, misfits = self._layouts_on(problem, counts, equal, goal, value_limit * (1 + LEAST_GAIN) ** 2)
+            too_large.extend(misfits if counts == all_counts else [])
+            fitting.extend(fits)
+            return (value(_simplest(fits, value).layout) if fits else math.inf), fits
 
         def bound(low: Counts, high: Counts) -> float:
-            return self._bound(problem, low, high, goal)
+            return self._lower_bound(problem, low, high, goal)
 
-        best = best_devices(
-            problem, of, bound, most=self.total, limit_s=limit_s, first=first, spare=goal.objective != "cheapest"
-        )
-        if not fitting and (lacking or not goal.limited):
-            raise self._nothing_fits(lacking)
+        spare = goal.objective != "cheapest"
+        best = best_devices(problem, best_on, bound, most=self.total, limit_s=limit_s, first=start_counts, spare=spare)
+        if not fitting and (too_large or not goal.limited):
+            raise self._nothing_fits(too_large)
         if best is None:
             raise Infeasible("what fits is slower or dearer than the job allows")
-        picked = self._picked(problem, fitting, lacking, goal, equal)
-        picked = self._settled(picked, fitting, goal)
-        counts = problem.counts(picked.layout.devices)
-        beside = self._on(problem, counts, equal, goal)[0]
-        rest = sorted((it for it in [*beside, *fitting] if it.layout != picked.layout), key=lambda it: value(it.layout))
-        mine = set(map(id, beside))
-        short = _distinct(sorted(lacking, key=lambda it: it.layout.missing_bytes))
+        pick = self._pick_simplest(fitting, too_large, goal, equal)
+        pick = self._pick_with_settings(pick, fitting, goal)
+        counts = problem.counts(pick.layout.devices)
+        same_devices = self._layouts_on(problem, counts, equal, goal)[0]
+        others = [candidate for candidate in [*same_devices, *fitting] if candidate.layout != pick.layout]
+        others.sort(key=lambda candidate: value(candidate.layout))
+        same_ids = set(map(id, same_devices))
+        closest = _distinct(sorted(too_large, key=lambda candidate: candidate.layout.missing_bytes))
         # Plain DDP is what people ask for first, however much it lacks.
-        plain = [it for it in short[_LISTED:] if simplicity(it.layout)[:2] == (1, 0)]
-        gap = value(picked.layout) / best.bound - 1 if best.bound else math.inf
-        shown = _distinct(rest, lambda it: id(it) not in mine or not self._missing_bytes(it))
-        return [picked, *shown, *short[:_LISTED], *plain], max(0.0, gap)
+        plain = [candidate for candidate in closest[_LISTED:] if simplicity(candidate.layout)[:2] == (1, 0)]
+        gap = value(pick.layout) / best.bound - 1 if best.bound else math.inf
+        shown = _distinct(others, lambda candidate: id(candidate) not in same_ids or not self._missing_bytes(candidate))
+        return [pick, *shown, *closest[:_LISTED], *plain], max(0.0, gap)
 
-    def _picked(
-        self, problem: Problem, fitting: list[LayoutCandidate], lacking: list[LayoutCandidate], goal: Goal, equal: bool
+    def _pick_simplest(
+        self, fitting: list[LayoutCandidate], too_large: list[LayoutCandidate], goal: Goal, equal: bool
     ) -> LayoutCandidate:
-        """Return the simplest of the best layouts that the allocator holds; those it does not go to ``lacking``.
+        """Return the simplest of the best layouts that fit in the allocator too; moves those that do not to ``too_large``.
 
-        Some devices have one layout, whatever else is offered: the simplest of the best on them.
+        Each set of devices enters with one layout, the simplest of the best on it, so that what else is offered does not
+        change the layout on these devices.
         """
-        value, chosen = self.value(goal), False
+        value, is_recomputation_solved = self.value(goal), False
         while fitting:
-            on = dict[tuple[tuple[str, int], ...], list[LayoutCandidate]]()
-            for found in fitting:
-                on.setdefault(tuple(found.layout.devices.items()), []).append(found)
-            picked = _simplest([_simplest(each, value) for each in on.values()], value)
-            if lack := self._missing_bytes(picked):
-                fitting.remove(picked)
-                layout = picked.layout.model_copy(update={"missing_bytes": lack, "step_s": None})
-                lacking.append(replace(picked, layout=layout))
-                more = picked.layout.passes + 1
-                again = self._fastest_shape(
-                    picked.layout.devices, picked.sharding, picked.recompute, equal, least_passes=more
-                )
-                if again is not None and not again.layout.missing_bytes:
-                    fitting.append(again)
+            by_devices = dict[tuple[tuple[str, int], ...], list[LayoutCandidate]]()
+            for candidate in fitting:
+                by_devices.setdefault(tuple(candidate.layout.devices.items()), []).append(candidate)
+            pick = _simplest([_simplest(candidates, value) for candidates in by_devices.values()], value)
+            if missing_bytes := self._missing_bytes(pick):
+                fitting.remove(pick)
+                layout = pick.layout.model_copy(update={"missing_bytes": missing_bytes, "step_s": None})
+                too_large.append(replace(pick, layout=layout))
+                shape = pick.layout.devices, pick.sharding, pick.recompute, equal
+                retry = self._fastest_shape(*shape, least_passes=pick.layout.passes + 1)
+                if retry is not None and not retry.layout.missing_bytes:
+                    fitting.append(retry)
                 continue
-            if picked.recompute == "none" or goal.objective == "least-memory" or chosen:
-                return picked
-            chosen = True
-            if (made := self._with_solved_recomputation(picked)) is not None:
-                fitting.append(made)
-        raise self._nothing_fits(lacking)
+            if pick.recompute == "none" or goal.objective == "least-memory" or is_recomputation_solved:
+                return pick
+            is_recomputation_solved = True
+            if (recomputed := self._with_solved_recomputation(pick)) is not None:
+                fitting.append(recomputed)
+        raise self._nothing_fits(too_large)
 
-    def _settled(self, picked: LayoutCandidate, fitting: list[LayoutCandidate], goal: Goal) -> LayoutCandidate:
-        """Return what is best once each has its own best buckets or prefetch: ``picked``, or one near it that fits.
+    def _pick_with_settings(self, pick: LayoutCandidate, fitting: list[LayoutCandidate], goal: Goal) -> LayoutCandidate:
+        """Return the best layout once each has its own best buckets or prefetch: ``pick``, or one of nearly its value.
 
-        A simpler one within a little stays.
+        Another one must gain at least ``LEAST_GAIN``, for ``pick`` is the simplest.
         """
         value = self.value(goal)
         if goal.objective == "least-memory":
-            return picked
-        near = [it for it in fitting if value(it.layout) <= value(picked.layout) * _SETTINGS_GAIN]
-        best, worth = picked, value(self._with_settings(picked)) / (1 + LEAST_GAIN)
-        for other in sorted(near, key=lambda it: value(it.layout))[:_SETTLED]:
-            settled = value(self._with_settings(other))
-            if settled < worth and not self._missing_bytes(other):
-                best, worth = other, settled
+            return pick
+        near = [candidate for candidate in fitting if value(candidate.layout) <= value(pick.layout) * _SETTINGS_GAIN]
+        best, best_value = pick, value(self._with_settings(pick)) / (1 + LEAST_GAIN)
+        for other in sorted(near, key=lambda candidate: value(candidate.layout))[:_SETTLED]:
+            settled_value = value(self._with_settings(other))
+            if settled_value < best_value and not self._missing_bytes(other):
+                best, best_value = other, settled_value
         return best
 
-    def _on(
+    def _layouts_on(
         self, problem: Problem, counts: Counts, equal: bool, goal: Goal, limit: float = math.inf
     ) -> tuple[list[LayoutCandidate], list[LayoutCandidate]]:
-        """Return the layouts on exactly these devices: those that fit and are not above a limit, and those that do not fit.
+        """Return the layouts on exactly ``counts`` devices: those that fit, of value up to ``limit``, and those too large.
 
-        Under a limit, without those that compute more again than what fits in one pass.
+        Under a finite limit recomputation grows only until a layout fits in one pass.
         """
         value, limit_s = self.value(goal), limit if goal.objective == "fastest" else math.inf
-        used = problem.named(counts)
-        fit, short = list[LayoutCandidate](), list[LayoutCandidate]()
+        devices = problem.named(counts)
+        fits, too_large = list[LayoutCandidate](), list[LayoutCandidate]()
         for sharding in self._shardings(counts, problem):
-            if self._above(used, sharding, goal, limit):
+            if self._exceeds(devices, sharding, goal, limit):
                 continue
             for recompute in self._recomputations():
-                made = self._fastest_shape(
-                    used, sharding, recompute, equal, lambda layout: value(layout) <= limit, limit_s=limit_s
+                candidate = self._fastest_shape(
+                    devices, sharding, recompute, equal, lambda layout: value(layout) <= limit, limit_s=limit_s
                 )
-                if made is not None:
-                    (short if made.layout.missing_bytes else fit).append(made)
-                    if limit < math.inf and made.layout.passes == 1 and not made.layout.missing_bytes:
+                if candidate is not None:
+                    (too_large if candidate.layout.missing_bytes else fits).append(candidate)
+                    if limit < math.inf and candidate.layout.passes == 1 and not candidate.layout.missing_bytes:
                         break
-        return fit, short
+        return fits, too_large
 
-    def _above(self, used: Mapping[str, int], sharding: Sharding, goal: Goal, limit: float) -> bool:
-        """Return whether one collective of all gradients takes more than a limit: buckets and units of them take longer."""
-        if limit == math.inf or sum(used.values()) == 1 or goal.objective == "least-memory":
+    def _exceeds(self, devices: Mapping[str, int], sharding: Sharding, goal: Goal, limit: float) -> bool:
+        """Return whether one collective of all gradients alone exceeds ``limit``; buckets and units of them take longer."""
+        if limit == math.inf or sum(devices.values()) == 1 or goal.objective == "least-memory":
             return False
-        size_bytes = self._exchanged_bytes(next(iter(used)))
-        group = self._process_group(used, sharding)
+        size_bytes = self._exchanged_bytes(next(iter(devices)))
+        group = self._process_group(devices, sharding)
         step_s = SURE * (group.reduce_scatter_s(size_bytes) if sharding.gathers else group.all_reduce_s(size_bytes))
-        hourly = sum(count * (self.kinds[name].price_per_hour or 0.0) for name, count in used.items())
-        return goal.of(step_s, sum(used.values()), hourly * step_s / 3600) > limit
+        price_per_hour = sum(count * (self.kinds[name].price_per_hour or 0.0) for name, count in devices.items())
+        return goal.of(step_s, sum(devices.values()), price_per_hour * step_s / 3600) > limit
 
     def plainest(self, problem: Problem) -> LayoutCandidate:
-        """Return what one would do first: an equal split over all devices, sharded and checkpointed as little as need be.
+        """Return an equal split over all devices, sharded and checkpointed as little as need be: what a person would try first.
 
         Where none fits, the fastest of those on a single type; at last, the best layout.
         """
-        alone = [replace(problem, devices=(device,)) for device in problem.devices]
-        for part in ([problem], alone) if len(alone) > 1 else ([problem],):
-            found = [plain for each in part for plain in self._plain(each)]
-            if found:
-                return min(found, key=lambda it: it.layout.step_s or math.inf)
+        single_types = [replace(problem, devices=(device,)) for device in problem.devices]
+        for problems in ([problem], single_types) if len(single_types) > 1 else ([problem],):
+            plain_layouts = [candidate for part in problems for candidate in self._plainest_fitting(part)]
+            if plain_layouts:
+                return min(plain_layouts, key=lambda candidate: candidate.layout.step_s or math.inf)
         return self.search(problem)[0][0]
 
     def equally(self, problem: Problem, counts: Counts) -> LayoutCandidate:
         """Return an equal split on exactly these devices, by tensors alone. Raises Infeasible where none fits."""
-        fit, _ = self._on(problem, counts, True, Goal())
-        if not fit:
+        fits, _ = self._layouts_on(problem, counts, True, Goal())
+        if not fits:
             raise Infeasible("nothing fits on these devices")
-        return _simplest(fit, self.value(Goal()))
+        return _simplest(fits, self.value(Goal()))
 
-    def _plain(self, problem: Problem) -> list[LayoutCandidate]:
-        fitting = [it for counts in _largest(problem, self.total) for it in self._on(problem, counts, True, Goal())[0]]
+    def _plainest_fitting(self, problem: Problem) -> list[LayoutCandidate]:
+        """Return the layout of least checkpointing, then sharding, that the allocator holds; empty where none fits."""
+        most = _largest_counts(problem, self.total)
+        fitting = [candidate for counts in most for candidate in self._layouts_on(problem, counts, True, Goal())[0]]
         while fitting:
-            plain = min(fitting, key=lambda it: simplicity(it.layout)[1::-1])
-            if not self._missing_bytes(plain):
-                return [plain]
-            fitting.remove(plain)
+            plainest = min(fitting, key=lambda candidate: simplicity(candidate.layout)[1::-1])
+            if not self._missing_bytes(plainest):
+                return [plainest]
+            fitting.remove(plainest)
         return []
 
     def value(self, goal: Goal) -> Callable[[Layout], float]:
-        """Return what a layout is ranked by, least first."""
+        """Return the function that layouts are ranked by, the least first: the goal's value, or bytes for least memory."""
 
-        def of(layout: Layout) -> float:
+        def value_of(layout: Layout) -> float:
             price = None if layout.price_per_sample is None else layout.price_per_sample * self.total
-            worth = goal.of(layout.step_s or math.inf, sum(layout.devices.values()), price)
-            return max(layout.memory_bytes.values()) if goal.objective == "least-memory" and worth < math.inf else worth
+            goal_value = goal.of(layout.step_s or math.inf, sum(layout.devices.values()), price)
+            by_memory = goal.objective == "least-memory" and goal_value < math.inf
+            return max(layout.memory_bytes.values()) if by_memory else goal_value
 
-        return of
+        return value_of
 
-    def _bound(self, problem: Problem, low: Counts, high: Counts, goal: Goal) -> float:
-        """Return what no layout on devices between two corners is below: all of them compute at full speed, all the time.
+    def _lower_bound(self, problem: Problem, low: Counts, high: Counts, goal: Goal) -> float:
+        """Return a lower bound of the goal's value over layouts on counts from ``low`` to ``high`` of each type.
 
-        Nor is a step shorter than all gradients take on the slowest card that they must pass.
+        All devices compute at full speed, all the time, and no step is shorter than all gradients take on the slowest
+        network card that they must pass.
         """
         if not any(high) or sum(low) > self.total:
             return math.inf
         if goal.objective == "least-memory":
             return 0.0
-        size = -(-self.total // sum(device.count for device in problem.devices))
-        rate, price, least, quickest, card = 0.0, 0.0, math.inf, math.inf, math.inf
-        below = problem.named(low)
-        leaves = len(below) > 1
-        for name, most in problem.named(high).items():
-            fewest = below.get(name, 0)
-            each = 1 / self._sample_s(name, size)
-            quickest = min(quickest, 1 / each)
-            hourly, fabric = self.kinds[name].price_per_hour or 0.0, self.kinds[name].fabric
-            if fewest and (leaves or fewest > fabric.gpus_per_node):
-                card = min(card, math.inf if fabric.measured else fabric.between.bytes_per_s)
-            rate, price, least = rate + most * each, price + fewest * hourly, min(least, hourly / each)
-        # Samples are whole: somebody takes the mean of them, rounded up.
-        step_s = SURE * max(self.total / rate, quickest * math.ceil(self.total / min(sum(high), self.total)))
-        step_s = max(step_s, SURE * self._exchanged_bytes(problem.devices[0].name) / card)
-        return goal.of(step_s, max(sum(low), 1), max(price * step_s, SURE * least * self.total) / 3600)
+        mean_samples = -(-self.total // sum(device.count for device in problem.devices))
+        samples_per_s = low_price = 0.0
+        least_price = least_sample_s = card_bytes_per_s = math.inf  # least_price: hourly price over samples per second
+        low_counts = problem.named(low)
+        spans_types = len(low_counts) > 1
+        for name, count in problem.named(high).items():
+            low_count = low_counts.get(name, 0)
+            device_per_s = 1 / self._sample_s(name, mean_samples)
+            least_sample_s = min(least_sample_s, 1 / device_per_s)
+            price_per_hour, fabric = self.kinds[name].price_per_hour or 0.0, self.kinds[name].fabric
+            if low_count and (spans_types or low_count > fabric.gpus_per_node):
+                card_bytes_per_s = min(card_bytes_per_s, math.inf if fabric.measured else fabric.between.bytes_per_s)
+            samples_per_s += count * device_per_s
+            low_price += low_count * price_per_hour
+            least_price = min(least_price, price_per_hour / device_per_s)
+        # Samples are whole: one device at least takes their mean, rounded up.
+        most_samples = math.ceil(self.total / min(sum(high), self.total))
+        compute_s = SURE * max(self.total / samples_per_s, least_sample_s * most_samples)
+        step_s = max(compute_s, SURE * self._exchanged_bytes(problem.devices[0].name) / card_bytes_per_s)
+        return goal.of(step_s, max(sum(low), 1), max(low_price * step_s, SURE * least_price * self.total) / 3600)
 
     def _shardings(self, counts: Counts, problem: Problem) -> list[Sharding]:
         """Return the ways in which so many devices can share the state."""
-        n = sum(counts)
-        if n == 1:
+        devices = sum(counts)
+        if devices == 1:
             return [Sharding(kind="none")]
-        used = [count for count in counts if count]
+        used_counts = [count for count in counts if count]
         per_node = [self.kinds[device.name].fabric.gpus_per_node for device in problem.devices]
-        common = math.gcd(*used)
-        sizes = {2**power for power in range(1, n.bit_length())} | {*used, *per_node}
+        common_divisor = math.gcd(*used_counts)
+        sizes = {2**power for power in range(1, devices.bit_length())} | {*used_counts, *per_node}
         kinds: list[Sharding] = [Sharding(kind="ddp")]
         if self.work.lifetimes(1).blocks:
-            kinds += [Sharding(kind="fsdp", shard=n), Sharding(kind="zero2", shard=n)]
-            kinds += [
-                Sharding(kind="hsdp", shard=size) for size in sorted(sizes) if 1 < size < n and common % size == 0
-            ]
+            kinds += [Sharding(kind="fsdp", shard=devices), Sharding(kind="zero2", shard=devices)]
+            hybrid_sizes = [size for size in sorted(sizes) if 1 < size < devices and common_divisor % size == 0]
+            kinds += [Sharding(kind="hsdp", shard=size) for size in hybrid_sizes]
         return kinds
 
     def _nothing_fits(self, lacking: Sequence[LayoutCandidate]) -> NothingFits:
-        short = _distinct(sorted(lacking, key=lambda it: it.layout.missing_bytes))
-        if not short:
+        """Return the error that names the bytes that the closest layout lacks, and the devices that would hold the model."""
+        closest = _distinct(sorted(lacking, key=lambda candidate: candidate.layout.missing_bytes))
+        if not closest:
             return NothingFits(f"no devices take {self.total} samples", [])
-        first = short[0].layout
-        name = max(first.devices, key=lambda each: -self.kinds[each].usable_bytes)
-        has = self.kinds[name].usable_bytes
-        on = f"each of {first.devices_text}" if sum(first.devices.values()) > 1 else f"one {name}"
+        layout = closest[0].layout
+        name = max(layout.devices, key=lambda each: -self.kinds[each].usable_bytes)
+        usable = self.kinds[name].usable_bytes
+        device_text = f"each of {layout.devices_text}" if sum(layout.devices.values()) > 1 else f"one {name}"
         text = (
-            f"memory: one sample on {on} takes {show_bytes(first.memory_bytes[name])} in a process ({first.text}), "
-            f"and each {name} has {show_bytes(has)} for it: {gib(first.missing_bytes)} missing"
+            f"memory: one sample on {device_text} takes {show_bytes(layout.memory_bytes[name])} in a process ({layout.text}), "
+            f"and each {name} has {show_bytes(usable)} for it: {gib(layout.missing_bytes)} missing"
         )
         recompute = self._recomputations()[-1]
-        alone = self._peak(Sharding(kind="none"), recompute, 1)
-        ways = [f"one device of {math.ceil(alone / GIB) + 1} GiB"]
+        whole_bytes = self._peak(Sharding(kind="none"), recompute, 1)
+        ways = [f"one device of {math.ceil(whole_bytes / GIB) + 1} GiB"]
         if self.work.lifetimes(1).blocks:
-            shards = (2**power for power in range(1, _MOST_SOUGHT.bit_length()))
-            enough = next((n for n in shards if self._peak(Sharding(kind="fsdp", shard=n), recompute, 1) <= has), None)
-            if enough is not None:
-                ways.insert(0, f"{enough} {name} (FSDP2, {recompute} checkpointing)")
-        return NothingFits(f"{text}; it would fit on {' or '.join(ways)}", [it.layout for it in short[:_LISTED]])
+            shard_counts = (2**power for power in range(1, _MOST_SOUGHT.bit_length()))
+            peaks = ((n, self._peak(Sharding(kind="fsdp", shard=n), recompute, 1)) for n in shard_counts)
+            shards_needed = next((n for n, peak_bytes in peaks if peak_bytes <= usable), None)
+            if shards_needed is not None:
+                ways.insert(0, f"{shards_needed} {name} (FSDP2, {recompute} checkpointing)")
+        layouts = [candidate.layout for candidate in closest[:_LISTED]]
+        return NothingFits(f"{text}; it would fit on {' or '.join(ways)}", layouts)
 
 
 def simplicity(layout: Layout) -> tuple[int, int, int, int]:
-    """Return how much there is to set, least first: sharding, checkpointing, passes, devices left in."""
+    """Return the key by which layouts are simple, simplest first: sharding, checkpointing, passes, number of devices."""
     kind = "zero2" if layout.sharding == "fsdp" and not layout.reshard_after_forward else layout.sharding
-    again = ("none", "selective", "full", "chosen").index(layout.checkpointing)
-    return _SIMPLER[kind], again, layout.passes, sum(layout.devices.values())
+    checkpointing = ("none", "selective", "full", "chosen").index(layout.checkpointing)
+    return _SIMPLER[kind], checkpointing, layout.passes, sum(layout.devices.values())
 
 
-def _simplest(found: Sequence[LayoutCandidate], value: Callable[[Layout], float]) -> LayoutCandidate:
+def _simplest(candidates: Sequence[LayoutCandidate], value: Callable[[Layout], float]) -> LayoutCandidate:
     """Return the simplest of the layouts as good as the best."""
-    best = min(value(it.layout) for it in found)
-    as_good = [it for it in found if value(it.layout) <= best * (1 + LEAST_GAIN)]
-    return min(as_good, key=lambda it: (*simplicity(it.layout), value(it.layout)))
+    best_value = min(value(candidate.layout) for candidate in candidates)
+    as_good = [candidate for candidate in candidates if value(candidate.layout) <= best_value * (1 + LEAST_GAIN)]
+    return min(as_good, key=lambda candidate: (*simplicity(candidate.layout), value(candidate.layout)))
 
 
 def _distinct(
-    found: Iterable[LayoutCandidate], holds: Callable[[LayoutCandidate], bool] = lambda _: True
+    candidates: Iterable[LayoutCandidate], is_shown: Callable[[LayoutCandidate], bool] = lambda _: True
 ) -> list[LayoutCandidate]:
     """Return the first of each kind of layout on the same types, of those that hold."""
     kept: dict[tuple[object, ...], LayoutCandidate] = {}
-    for it in found:
-        layout = it.layout
+    for candidate in candidates:
+        layout = candidate.layout
         key = layout.sharding, layout.replicate > 1, layout.reshard_after_forward, layout.checkpointing, *layout.devices
-        if key not in kept and holds(it):
-            kept[key] = it
+        if key not in kept and is_shown(candidate):
+            kept[key] = candidate
     return list(kept.values())
 
 
-def _largest(problem: Problem, total: int) -> list[Counts]:
+def _largest_counts(problem: Problem, total: int) -> list[Counts]:
     """Return the largest sets of devices that the constraints take: of all types, or of each where they may not mix."""
-    order = problem.fastest_first
-    kept = [[kind] for kind in order] if problem.single_type else [order]
-    return [tuple(problem.filled(kinds, total)) for kinds in kept if any(problem.filled(kinds, total))]
+    types = problem.fastest_first
+    type_sets = [[kind] for kind in types] if problem.single_type else [types]
+    return [tuple(problem.filled(type_set, total)) for type_set in type_sets if any(problem.filled(type_set, total))]

@@ -45,14 +45,14 @@ def solve(strategy: str, job: Job, job_file: Path, options: PlanOptions) -> Plan
     """Return the plan of one strategy, or of the best one. Raises InputError, and Infeasible, which names the job's file."""
     try:
         with naming(job_file, type(job).model_fields):
-            return _solved(strategy, job, job_file, options)
+            return _plan_job(strategy, job, job_file, options)
     except NothingFits as error:
         raise NothingFits(f"{job_file}: {error}", error.layouts) from None
     except Infeasible as error:
         raise Infeasible(f"{job_file}: {error}") from None
 
 
-def _solved(strategy: str, job: Job, job_file: Path, options: PlanOptions) -> Plan:
+def _plan_job(strategy: str, job: Job, job_file: Path, options: PlanOptions) -> Plan:
     """Return the plan of one strategy, or of the best one; errors do not name the job's file yet."""
     if strategy == "auto":
         return auto_plan(job, job_file, options)
@@ -66,7 +66,7 @@ def _solved(strategy: str, job: Job, job_file: Path, options: PlanOptions) -> Pl
         return auto_plan(job, job_file, options, only=strategy)
     capabilities = job_inputs.capabilities_of(job, job_file.parent, str(job_file), options.tell)
     if strategy == "est" and job.network is not None:
-        return with_compute(_on_nodes(job, job_file, from_job(job, capabilities), options), capabilities)
+        return with_compute(_plan_on_nodes(job, job_file, from_job(job, capabilities), options), capabilities)
     return make_plan(job, capabilities, strategy, options, curves=job_inputs.step_curves(job, job_file))
 
 
@@ -80,9 +80,9 @@ def make_plan(
 ) -> Plan:
     """Return the plan of a job; ``capabilities`` by device type in mini-batches per second."""
     problem = from_job(job, capabilities)
-    made = plan_by(strategy, problem, options, curves)
-    demand_throughput(made.throughput, problem.min_throughput)
-    return with_compute(made, capabilities)
+    plan = plan_by(strategy, problem, options, curves)
+    demand_throughput(plan.throughput, problem.min_throughput)
+    return with_compute(plan, capabilities)
 
 
 def with_compute(plan: Plan, capabilities: Mapping[str, float]) -> Plan:
@@ -113,57 +113,58 @@ def goodput_plan(job: Job, job_file: Path) -> Plan:
     return plan_goodput(job, job.goodput, models)
 
 
-def complete(made: Plan, job: Job, job_file: Path, options: PlanOptions) -> Plan:
+def complete(plan: Plan, job: Job, job_file: Path, options: PlanOptions) -> Plan:
     """Return a plan with its parameters in order, its data-parallel settings and the shape of its nodes, where known."""
     graph = options.graph
     if graph is not None:
         fabrics = job_inputs.fabrics_of(job, job_file.parent, options)
-        settings = {} if made.decision is not None else data_parallel(graph, made, fabrics)
-        made = made.model_copy(update={"parameters": parameters_of(graph), **settings})
-    if options.compress is not None and made.world_size == 1:
+        settings = {} if plan.decision is not None else data_parallel(graph, plan, fabrics)
+        plan = plan.model_copy(update={"parameters": parameters_of(graph), **settings})
+    if options.compress is not None and plan.world_size == 1:
         options.tell("note: --compress: the plan is for one device, which sends no gradients")
     elif options.compress is not None:
-        made = made.model_copy(update={"compressed": _compressed(made, job, job_file, options, options.compress)})
-    grouped = job.group is not None and job.cluster is not None  # whose nodes count single devices
-    together = None if grouped else _devices_per_node(job, job_file, made, options)
-    return made.model_copy(update={"devices_per_node": together, "group": job.group})
+        figures = _compression_figures(plan, job, job_file, options, options.compress)
+        plan = plan.model_copy(update={"compressed": figures})
+    has_single_device_nodes = job.group is not None and job.cluster is not None  # whose nodes count single devices
+    devices_per_node = None if has_single_device_nodes else _devices_per_node(job, job_file, plan, options)
+    return plan.model_copy(update={"devices_per_node": devices_per_node, "group": job.group})
 
 
-def _compressed(
-    made: Plan, job: Job, job_file: Path, options: PlanOptions, compression: Compression
+def _compression_figures(
+    plan: Plan, job: Job, job_file: Path, options: PlanOptions, compression: Compression
 ) -> CompressionFigures:
     """Return what compressing would bring the plan's devices. Raises InputError without a graph, links or known devices."""
-    source = job_inputs.graph_communication(
+    communication = job_inputs.graph_communication(
         job, job_file.parent, options, job_inputs.fabrics_of(job, job_file.parent, options)
     )
-    counts = device_counts(made)
-    if source is None:
+    counts = device_counts(plan)
+    if communication is None:
         remedy = "give --bandwidth or name links, and a model or --graph"
         raise InputError("--compress", "nothing is known of the gradients and their network", remedy)
-    rate = job_inputs.slowest_memory(job, str(job_file), counts)
-    pass_s = max((row.compute_s or 0.0) / (row.accumulation_steps + 1) for row in made.assignments)
-    return source.compressed(counts, pass_s or made.iteration_s, compression, rate)
+    memory_bytes_per_s = job_inputs.slowest_memory(job, str(job_file), counts)
+    pass_s = max((row.compute_s or 0.0) / (row.accumulation_steps + 1) for row in plan.assignments)
+    return communication.compressed(counts, pass_s or plan.iteration_s, compression, memory_bytes_per_s)
 
 
-def _devices_per_node(job: Job, job_file: Path, made: Plan, options: PlanOptions) -> dict[str, int] | None:
+def _devices_per_node(job: Job, job_file: Path, plan: Plan, options: PlanOptions) -> dict[str, int] | None:
     """Return how many devices of each used type stand on a node of the job's cluster; on unequal nodes, the fewest.
 
     Without a cluster as many as the job says, or as were assumed for their network.
     """
-    used = {row.device_type for row in made.assignments}
-    found: dict[str, int] = {}
+    used_types = {row.device_type for row in plan.assignments}
+    counts: dict[str, int] = {}
     if job.cluster is None:
-        assumed = job_inputs.fabrics_of(job, job_file.parent, replace(options, tell=lambda _: None)) or {}
+        fabrics = job_inputs.fabrics_of(job, job_file.parent, replace(options, tell=lambda _: None)) or {}
         for offer in job.devices:
-            each = offer.per_node or (assumed[offer.type].gpus_per_node if offer.type in assumed else 1)
-            if offer.type in used and (offer.per_node is not None or each > 1):
-                found[offer.type] = min(each, max(offer.count, 1))
-        return found or None
+            per_node = offer.per_node or (fabrics[offer.type].gpus_per_node if offer.type in fabrics else 1)
+            if offer.type in used_types and (offer.per_node is not None or per_node > 1):
+                counts[offer.type] = min(per_node, max(offer.count, 1))
+        return counts or None
     for group in load(job_file.parent / job.cluster, Cluster).nodes:
         name, count = group.devices.type, group.devices.count
-        if name in used and count and group.count:
-            found[name] = min(found.get(name, count), count)
-    return found or None
+        if name in used_types and count and group.count:
+            counts[name] = min(counts.get(name, count), count)
+    return counts or None
 
 
 def parameters_of(graph: Graph, *, ordered: bool = True) -> list[ParameterRecord]:
@@ -211,37 +212,41 @@ def auto_plan(job: Job, job_file: Path, options: PlanOptions, only: str | None =
     # Several strategies call the solver, each with a share of the time.
     options = replace(options, limit_s=options.limit_s / 2)
     run = job_inputs.run_of(options.telemetry, options.tell)
-    known = job_inputs.knowledge_of(job, job_file, options, run)
-    measured, off = ({}, {}) if run is None else measured_speeds(run, job.batch_size, known.curves)
+    knowledge = job_inputs.knowledge_of(job, job_file, options, run)
+    measured_per_s, run_factors = ({}, {}) if run is None else measured_speeds(run, job.batch_size, knowledge.curves)
     offered = {offer.type for offer in job.devices}
-    unknown = sorted(set(measured) - offered)
-    if unknown:
-        problem = f"is of device {unknown[0]!r}, which the job does not offer"
+    unoffered = sorted(set(measured_per_s) - offered)
+    if unoffered:
+        problem = f"is of device {unoffered[0]!r}, which the job does not offer"
         raise InputError(str(options.telemetry), problem, f"types there: {', '.join(sorted(offered))}")
-    rest = job.model_copy(update={"devices": [offer for offer in job.devices if offer.type not in measured]})
-    told = job if job.model or all(it.capability_per_s or it.profile or it.goodput for it in job.devices) else rest
-    predicted = job_inputs.capabilities_of(told, job_file.parent, str(job_file), options.tell) if rest.devices else {}
-    combined = combine(measured, predicted)
+    unmeasured = [offer for offer in job.devices if offer.type not in measured_per_s]
+    with_speeds = [offer for offer in job.devices if offer.capability_per_s or offer.profile or offer.goodput]
+    # Predictions of measured types as well, where the job has them, show how far predictions are off.
+    predicts_all = job.model or len(with_speeds) == len(job.devices)
+    predicted_job = job if predicts_all else job.model_copy(update={"devices": unmeasured})
+    predicted_per_s: Mapping[str, float] = {}
+    if unmeasured:
+        predicted_per_s = job_inputs.capabilities_of(predicted_job, job_file.parent, str(job_file), options.tell)
+    combined = combine(measured_per_s, predicted_per_s)
     capabilities = combined.capabilities
-    factors = {name: predicted[name] / capabilities[name] for name in combined.errors}
-    knowledge = replace(known, errors={**known.errors, **combined.errors}, remark=combined.remark)
+    factors = {name: predicted_per_s[name] / capabilities[name] for name in combined.errors}
+    knowledge = replace(knowledge, errors={**knowledge.errors, **combined.errors}, remark=combined.remark)
     if knowledge.layouts is not None:
-        own = {it.type for it in job.devices if it.capability_per_s or it.profile or it.goodput}
-        speeds = {name: capability for name, capability in capabilities.items() if name in own}
+        speeds = {offer.type: capabilities[offer.type] for offer in with_speeds if offer.type in capabilities}
         knowledge = replace(knowledge, layouts=knowledge.layouts.at_speeds(speeds, job.batch_size))
     if run is not None:
-        knowledge = with_run(knowledge, run, {**factors, **off})
-    made = decide(job, from_job(job, capabilities), knowledge, options=options, only=only)
+        knowledge = with_run(knowledge, run, {**factors, **run_factors})
+    plan = decide(job, from_job(job, capabilities), knowledge, options=options, only=only)
     if options.graph is None and isinstance(knowledge.communication, GraphCommunication):
         graph = knowledge.communication.graph
-        made = made.model_copy(update={"parameters": parameters_of(graph, ordered=made.sharding is None)})
-    if options.top_k > 1 and made.strategy != "est":
-        options.tell(f"note: --top-k lists EST plans; the plan picked is {made.strategy}")
-    return with_compute(made, capabilities)
+        plan = plan.model_copy(update={"parameters": parameters_of(graph, ordered=plan.sharding is None)})
+    if options.top_k > 1 and plan.strategy != "est":
+        options.tell(f"note: --top-k lists EST plans; the plan picked is {plan.strategy}")
+    return with_compute(plan, capabilities)
 
 
-def _on_nodes(job: Job, job_file: Path, problem: Problem, options: PlanOptions) -> Plan:
-    """Return the plan with synchronisation in its step."""
+def _plan_on_nodes(job: Job, job_file: Path, problem: Problem, options: PlanOptions) -> Plan:
+    """Return the EST plan with the synchronisation on the cluster's nodes in its step. Raises InputError where files lack."""
     from ddltool.analyzers.job.placement.network import solve_on_nodes  # it loads a solver
 
     if options.prefer is not None:
@@ -250,13 +255,13 @@ def _on_nodes(job: Job, job_file: Path, problem: Problem, options: PlanOptions) 
         raise InputError(f"{job_file}:network", "needs cluster: beside it", "name the cluster.yaml with the nodes")
     nodes = load(job_file.parent / job.cluster, Cluster).nodes
     if job.network == LINKS:
-        source = job_inputs.graph_communication(
+        communication = job_inputs.graph_communication(
             job, job_file.parent, options, job_inputs.fabrics_of(job, job_file.parent, options)
         )
-        if source is None:
+        if communication is None:
             remedy = "name the model, or --graph, and link and nic of the cluster's nodes"
             raise InputError(f"{job_file}:network", f"{LINKS} need a graph and links", remedy)
-        steps: Steps | ThroughputParams = LinkedSteps(source)
+        steps: Steps | ThroughputParams = LinkedSteps(communication)
     else:
         steps = load(job_file.parent / job.network, Goodput).params
     return solve_on_nodes(problem, nodes, steps, time_limit_s=options.limit_s, seed=options.seed)
@@ -290,19 +295,19 @@ def plan_together(
         weights.append(job.weight)
         for offer in job.devices:
             devices[offer.type] = max(devices.get(offer.type, 0), offer.count)
-    made = solve_jobs(
+    shared = solve_jobs(
         problems, devices, weights=weights, objective=cast(Sharing, sharing), time_limit_s=limit_s, seed=seed
     )
-    plans = [row.plan for row in made.jobs]
+    plans = [row.plan for row in shared.jobs]
     rows = []
-    for row, file, name, problem in zip(made.jobs, files, names, problems, strict=True):
+    for row, file, name, problem in zip(shared.jobs, files, names, problems, strict=True):
         if row.plan is not None:
             rows.append(row.model_copy(update={"plan": row.plan.model_copy(update={"job": name})}))
             continue
-        reached = idle_throughput(problem, devices, plans)
-        text = f"{file.name} waits: on what the others leave it would reach {reached:.4g} mini-batches/s"
-        least = problem.min_throughput
-        below = "" if least is None else f", below its min_throughput of {float(least):g}"
-        waits = f"{text}{below}" if reached else f"{file.name} waits: the others leave no device for it"
+        throughput = idle_throughput(problem, devices, plans)
+        start_text = f"{file.name} waits: on what the others leave it would reach {throughput:.4g} mini-batches/s"
+        min_throughput = problem.min_throughput
+        limit_text = "" if min_throughput is None else f", below its min_throughput of {float(min_throughput):g}"
+        waits = f"{start_text}{limit_text}" if throughput else f"{file.name} waits: the others leave no device for it"
         rows.append(row.model_copy(update={"waits": waits}))
-    return made.model_copy(update={"jobs": rows})
+    return shared.model_copy(update={"jobs": rows})

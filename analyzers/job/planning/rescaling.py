@@ -1,4 +1,4 @@
-"""What a run measured put in place of what fits say, so that all strategies are compared by one source.
+"""Corrects fitted and predicted times by an earlier run's measured ones, so that all strategies are compared by one source.
 
 Start at :func:`measured_speeds`.
 """
@@ -15,7 +15,7 @@ from ddltool.analyzers.job.goodput.throughput import ThroughputParams, sync_time
 from ddltool.analyzers.job.planning.job_model import JobModel
 from ddltool.analyzers.step.measured.feedback import RankRun, Run
 
-# Of measured rates that are this many times off their prediction, the prediction of other types is off as well.
+# Ratio of measured to predicted speed from which on the predictions of the other types are scaled as well.
 RESCALED_FROM = 2.0
 
 
@@ -58,31 +58,31 @@ class Combined:
 
 
 def combine(measured: Mapping[str, float], predicted: Mapping[str, float]) -> Combined:
-    """Return measured speeds where there are any, and predictions that fit to them for the other types.
+    """Return the measured speeds, and for types without one the predictions, scaled where measured types were far off.
 
     Both are mini-batches per second by device type; ``predicted`` holds the measured types as well, as far as something
     predicts them. Where a measured type is more than ``RESCALED_FROM`` times off its own prediction, whatever made it so
     (another machine posing as it, a model the roofline does not know) makes it for the others too: they are scaled by
     the geometric mean of measured over predicted, with the spread of these ratios as their error, at least 50 %.
     """
-    others = {name: rate for name, rate in predicted.items() if name not in measured}
+    predicted_others = {name: rate for name, rate in predicted.items() if name not in measured}
     errors: dict[str, float] = {}
     remark = ""
-    if measured and others:
-        remark = f"{', '.join(sorted(measured))} measured, {', '.join(sorted(others))} predicted"
+    if measured and predicted_others:
+        remark = f"{', '.join(sorted(measured))} measured, {', '.join(sorted(predicted_others))} predicted"
         ratios = [rate / predicted[name] for name, rate in measured.items() if predicted.get(name, 0.0) > 0]
         if not ratios:
             remark += ", and nothing tells how far predictions are off here"
         elif not all(1 / RESCALED_FROM <= ratio <= RESCALED_FROM for ratio in ratios):
             scale = float(np.exp(np.mean(np.log(ratios))))
             remark += f": measured speeds are {scale:.2g} times their own prediction, so the predicted ones are scaled as well"
-            errors = dict.fromkeys(others, max(0.5, max(ratios) / min(ratios) - 1))
-            others = {name: rate * scale for name, rate in others.items()}
-    return Combined(capabilities={**others, **measured}, errors=errors, remark=remark)
+            errors = dict.fromkeys(predicted_others, max(0.5, max(ratios) / min(ratios) - 1))
+            predicted_others = {name: rate * scale for name, rate in predicted_others.items()}
+    return Combined(capabilities={**predicted_others, **measured}, errors=errors, remark=remark)
 
 
 def with_run(knowledge: JobModel, run: Run, factors: Mapping[str, float]) -> JobModel:
-    """Return what is known with every fit made to agree with ``run``.
+    """Return ``knowledge`` with every curve and model scaled to agree with ``run``.
 
     ``factors``: by how much the compute of each device type is longer than its fit says.
     """
@@ -98,15 +98,15 @@ def scaled_model(model: ThroughputParams, factor: float, run: Run) -> Throughput
     ``((c + m)^gamma - c^gamma)^(1/gamma)`` (Pollux, section 3.2, solved for the synchronisation). A run of one process
     says nothing about it: it stays as fitted.
     """
-    update = {"alpha_grad_s": model.alpha_grad_s * factor, "beta_grad_s": model.beta_grad_s * factor}
+    scaled = {"alpha_grad_s": model.alpha_grad_s * factor, "beta_grad_s": model.beta_grad_s * factor}
     if run.world_size > 1:
-        longest = max(rank.compute_s for rank in run.ranks)
-        seconds = longest * float(((1 + run.sync_s / longest) ** model.gamma - 1) ** (1 / model.gamma))
-        fitted = float(sync_time_s(model, run.num_nodes, run.world_size))
-        if fitted > 0:
+        longest_s = max(rank.compute_s for rank in run.ranks)
+        sync_s = longest_s * float(((1 + run.sync_s / longest_s) ** model.gamma - 1) ** (1 / model.gamma))
+        fitted_s = float(sync_time_s(model, run.num_nodes, run.world_size))
+        if fitted_s > 0:
             names = ("alpha_sync_local_s", "beta_sync_local_s", "alpha_sync_node_s", "beta_sync_node_s")
-            update |= {name: getattr(model, name) * seconds / fitted for name in names}
+            scaled |= {name: getattr(model, name) * sync_s / fitted_s for name in names}
         else:
             level = "local" if run.num_nodes < 2 else "node"
-            update |= {f"alpha_sync_{level}_s": seconds, f"beta_sync_{level}_s": 0.0}
-    return model.model_copy(update=update)
+            scaled |= {f"alpha_sync_{level}_s": sync_s, f"beta_sync_{level}_s": 0.0}
+    return model.model_copy(update=scaled)

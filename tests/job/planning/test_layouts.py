@@ -180,7 +180,7 @@ def test_buckets_are_chosen_with_the_layout() -> None:
         name: replace(it, fabric=replace(it.fabric, between=parse_nic("40Gbit"))) for name, it in made.kinds.items()
     }
     made, goal, offered = replace(made, kinds=slow), Goal(step_samples=64), problem(64, T4=16)
-    fit = [it for n in (2, 4, 6, 8, 12, 16) for it in made._on(offered, (n,), True, goal)[0]]
+    fit = [it for n in (2, 4, 6, 8, 12, 16) for it in made._layouts_on(offered, (n,), True, goal)[0]]
 
     def by_default(found: LayoutCandidate) -> float:
         return found.layout.step_s or 9.0
@@ -195,4 +195,4 @@ def test_buckets_are_chosen_with_the_layout() -> None:
     least = min(map(with_settings, near))
     assert max(map(with_settings, near)) > 1.05 * least
     for first in near:
-        assert with_settings(made._settled(first, fit, goal)) <= 1.025 * least
+        assert with_settings(made._pick_with_settings(first, fit, goal)) <= 1.025 * least

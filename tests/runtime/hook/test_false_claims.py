@@ -72,7 +72,6 @@ AT_ONCE: dict[str, Claim] = {
     "a mean of what is coupled": lambda model, batch, say: say(classified(model, batch) + gram(model, batch)),
     "a spread of the batch as a mean": lambda model, batch, say: say(losses(model, batch).std()),
     "a term forgotten": lambda model, batch, say: two(model, batch, say, lambda term: term),
-    "a penalty forgotten": lambda model, batch, say: say(classified(model, batch)) + penalty(model),
     "said twice": lambda model, batch, say: say(say(classified(model, batch))),
     "a term said twice": lambda model, batch, say: say(two(model, batch, say, lambda term: term)),
     "a term in an attribute": lambda model, batch, say: kept(model, batch, say),
