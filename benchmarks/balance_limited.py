@@ -56,7 +56,7 @@ class Variant:
         self.sizes.append(self.balancer.sizes)
         dist.barrier()
         begin = time.perf_counter()
-        loss = nn.functional.cross_entropy(self.model(pixels), digits)
+        loss = self.balancer.loss(nn.functional.cross_entropy(self.model(pixels), digits))
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()

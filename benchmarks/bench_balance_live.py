@@ -233,7 +233,7 @@ def partitions_worker() -> None:
                 else:
                     batch = data.next_batch(sizes[rank])
                 optimizer.zero_grad()
-                nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+                balancer.loss(nn.functional.cross_entropy(model(batch[0]), batch[1])).backward()
                 optimizer.step()
                 step += 1
                 if name != "i.i.d." and data.after_step(sizes):

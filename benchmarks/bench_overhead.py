@@ -26,14 +26,14 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -93,24 +93,26 @@ def trainer(variant: str, replicas: int, width: float, adam: bool, steps: int) -
         torch.optim.Adam(model.parameters(), lr=1e-4) if adam else torch.optim.SGD(model.parameters(), lr=1e-3)
     )
     batches: Any = DataLoader(data, batch_size=LOCAL, shuffle=True)
+    weighed: Callable[[Tensor], Tensor] = lambda loss: loss  # noqa: E731
     if variant in (PLAIN, "elastic"):
         runtime.attach(None, model=model, optimizer=optimizer)  # beside the others' batches it has its own
     if variant in ("hook", "own loader"):
         hook = runtime.attach("enforce.json", model=model, optimizer=optimizer, dataset=data)
-        batches = hook.dataloader(batch_size=LOCAL) if variant == "hook" else batches
+        batches, weighed = hook.dataloader(batch_size=LOCAL) if variant == "hook" else batches, hook.loss
     elif variant == "balance":
-        batches = balance(model, optimizer, data, total_batch=LOCAL * replicas).dataloader()
+        balancer = balance(model, optimizer, data, total_batch=LOCAL * replicas)
+        batches, weighed = balancer.dataloader(), balancer.loss
     elif variant == "agent":
         sizes = {"max_batch_size": LOCAL * replicas * 16, "max_local_batch_size": LOCAL * 4}
         agent = GoodputAgent(model, optimizer, data, initial_batch_size=LOCAL * replicas, adapt=False, **sizes)
-        batches = agent.batches(0)
+        batches, weighed = agent.batches(0), agent.loss
     elif variant == "elastic":
         loss = nn.CrossEntropyLoss()
         whole = ElasticTrainer(model, optimizer, loss, data, max_workers=replicas, batch_size=LOCAL)
         yield from (None for _ in whole.epoch(0))
         return
     for inputs, targets in batches:
-        nn.functional.cross_entropy(model(inputs), targets).backward()
+        weighed(nn.functional.cross_entropy(model(inputs), targets)).backward()
         optimizer.step()
         optimizer.zero_grad()
         yield

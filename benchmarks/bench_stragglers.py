@@ -285,10 +285,10 @@ def _synchronous(rank: int, folder: str, sample_s: Sequence[float], sizes: Seque
     if rank == 0:
         save(config, Path("enforce.json"))
     dist.barrier()
-    with runtime.attach("enforce.json", model=replica, optimizer=optimizer):
+    with runtime.attach("enforce.json", model=replica, optimizer=optimizer) as hook:
         for _ in range(GAIN_STEPS):
             optimizer.zero_grad()
-            replica(torch.zeros(sizes[rank], WIDTH, requires_grad=True)).square().mean().backward()
+            hook.loss(replica(torch.zeros(sizes[rank], WIDTH, requires_grad=True)).square().mean()).backward()
             optimizer.step()
 
 

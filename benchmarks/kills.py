@@ -72,11 +72,11 @@ class Place:
     """After how many calls it hits itself, whether before that call or after it, and by which signal; None: others do."""
 
 
-def loop(model: nn.Module, optimizer: Any, batches: Callable[[int], Any], made: Callable[[], None]) -> None:
-    """Train for ever."""
+def loop(model: nn.Module, optimizer: Any, batches: Callable[[int], Any], hook: Any, made: Callable[[], None]) -> None:
+    """Train for ever; ``hook``: what weighs losses."""
     for epoch in range(STEPS):
         for inputs, targets in batches(epoch):
-            nn.functional.cross_entropy(model(inputs), targets).backward()
+            hook.loss(nn.functional.cross_entropy(model(inputs), targets)).backward()
             optimizer.step()
             optimizer.zero_grad()
             made()
@@ -98,15 +98,16 @@ def hook(network: nn.Module, data: TensorDataset, made: Callable[[], None], plac
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     attached = runtime.attach(path, model=model, optimizer=optimizer, dataset=data)
     loader = attached.dataloader(batch_size=16)
-    loop(model, optimizer, lambda epoch: loader, made)
+    loop(model, optimizer, lambda epoch: loader, attached, made)
 
 
 def balanced(network: nn.Module, data: TensorDataset, made: Callable[[], None], place: Place) -> None:
     """Train with batches that follow speeds."""
     model = DistributedDataParallel(network)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    loader = balance(model, optimizer, data, total_batch=16).dataloader()
-    loop(model, optimizer, lambda epoch: loader, made)
+    balancer = balance(model, optimizer, data, total_batch=16)
+    loader = balancer.dataloader()
+    loop(model, optimizer, lambda epoch: loader, balancer, made)
 
 
 def agent(network: nn.Module, data: TensorDataset, made: Callable[[], None], place: Place) -> None:
@@ -118,7 +119,7 @@ def agent(network: nn.Module, data: TensorDataset, made: Callable[[], None], pla
     )
     for epoch in range(STEPS):
         for inputs, targets in follows.batches(epoch):
-            follows.backward(nn.functional.cross_entropy(model(inputs), targets))
+            follows.loss(nn.functional.cross_entropy(model(inputs), targets)).backward()
             if follows.complete:
                 optimizer.step()
                 optimizer.zero_grad()

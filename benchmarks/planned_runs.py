@@ -131,7 +131,7 @@ else:
         optimizer.zero_grad()
         passes = hook.accumulation_steps + 1
         for part, answer in zip(inputs.chunk(passes), answers.chunk(passes)):
-            loss_of(model(part), answer).backward()
+            hook.loss(loss_of(model(part), answer)).backward()
         optimizer.step()
     hook.close()
 dist.destroy_process_group()

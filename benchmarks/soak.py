@@ -319,7 +319,7 @@ def advance(rank: int, epochs: int, seed: int, job: list[Any] = []) -> tuple[lis
         seen.append([])
         for features, labels in loader:
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(features), labels).backward()
+            balancer.loss(nn.functional.cross_entropy(model(features), labels)).backward()
             optimizer.step()
             seen[-1] += features[:, 0].long().tolist()
     job[4] += epochs

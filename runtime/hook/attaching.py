@@ -15,6 +15,7 @@ DDP's buckets travel is left to DDP, and the logical workers of an EST plan run 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import weakref
 from typing import Any, Self
@@ -47,6 +48,8 @@ from ddltool.runtime.hook.loader import CountedLoader, GivenLoader, StreamLoader
 from ddltool.runtime.hook.loss_scaling import LossScaler, Observer, Reduction
 from ddltool.runtime.hook.stopping import refuse_in_one_line
 from ddltool.runtime.hook.telemetry import StepRecorder, TelemetryFile, device_of, is_cuda
+
+log = logging.getLogger(__name__)
 
 
 class Hook:
@@ -260,6 +263,11 @@ class EnforcingHook(Hook):
         if passes not in (1, accumulated):
             problem = f"of {accumulated} batches an update, where the plan makes {passes} passes"
             raise InputError("accumulation", problem, f"accumulate {passes}")
+        if accumulated is not None and accumulated > passes and self.rank == 0:
+            total = self.enforcement.total_batch_size
+            log.warning(
+                "an update of %d batches has %d samples; the plan's has %d", accumulated, accumulated * total, total
+            )
         if given.is_stream:
             if passes > 1:
                 problem = f"is a stream, and the plan makes {passes} passes a step"
