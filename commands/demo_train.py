@@ -68,7 +68,7 @@ def train(enforcement: str) -> dict[str, object]:
         for images, labels in loader:
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(images), labels)
-            loss.backward()
+            hook.loss(loss).backward()
             optimizer.step()
             losses.append(mean_over_samples(loss, len(labels)))
             if len(losses) == STEPS:

@@ -33,13 +33,13 @@ def told_in_training(rank: int, config: str, spoiled_rank: int) -> list[str]:
     try:
         model = DistributedDataParallel(make_model(), find_unused_parameters=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        runtime.attach(config, model=model, optimizer=optimizer)
+        hook = runtime.attach(config, model=model, optimizer=optimizer)
         size = (3, 13)[rank]
         for step in range(4):
             inputs, answers = make_data(size)
             optimizer.zero_grad()
             spoils = step == 2 and rank == spoiled_rank
-            loss_of(model, inputs * float("nan") if spoils else inputs, answers).backward()
+            hook.loss(loss_of(model, inputs * float("nan") if spoils else inputs, answers)).backward()
             optimizer.step()
     finally:
         gradient_watch.log.removeHandler(heard)
