@@ -25,8 +25,8 @@ import torch.distributed as dist
 from ddltool.analyzers.job.balancing.control import Policy, SpeedPolicy, TrialPolicy
 from ddltool.analyzers.job.balancing.trained import PredictorSettings
 from ddltool.runtime.balancing.control import LIVE_LEARNING, Manager
-from ddltool.runtime.hook.consensus import Consensus
-from ddltool.runtime.hook.job import DistributedJob
+from ddltool.runtime.processes.consensus import Consensus
+from ddltool.runtime.processes.job import DistributedJob
 
 STEP_S = 0.1
 

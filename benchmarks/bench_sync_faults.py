@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from ddltool.errors import DdlToolError
-from ddltool.runtime.hook.stopping import Terminated
+from ddltool.runtime.processes.stopping import Terminated
 from ddltool.runtime.servers import BSP, ElasticBSP, Meeting, Server, SyncPolicy, TransferPlan, Worker
 
 MODELS: dict[str, SyncPolicy] = {"bsp": BSP(), "elastic": ElasticBSP(4)}

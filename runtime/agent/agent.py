@@ -42,18 +42,8 @@ from ddltool.errors import InputError
 from ddltool.runtime.agent.choosing import AgentPolicy, BatchDecision, Chooser, TimedStep, split_near
 from ddltool.runtime.agent.noise_sampling import NoiseSampler
 from ddltool.runtime.hook.batches import Pass, VariableBatchSampler
-from ddltool.runtime.hook.job import (
-    DistributedJob,
-    bare_optimizer,
-    count_nodes,
-    dataset_length,
-    demand_same_samples,
-    demand_wrapped,
-    is_set,
-)
-from ddltool.runtime.hook.liveness import is_broken
+from ddltool.runtime.hook.job import bare_optimizer, dataset_length, demand_same_samples, demand_wrapped, is_set
 from ddltool.runtime.hook.loss_scaling import LossScaler, Reduction
-from ddltool.runtime.hook.stopping import refuse_in_one_line
 from ddltool.runtime.hook.telemetry import (
     Exchange,
     Stamp,
@@ -64,6 +54,9 @@ from ddltool.runtime.hook.telemetry import (
     is_cuda,
     stamp,
 )
+from ddltool.runtime.processes.job import DistributedJob, count_nodes
+from ddltool.runtime.processes.liveness import is_broken
+from ddltool.runtime.processes.stopping import refuse_in_one_line
 
 OFF, HOLD = "DDLTOOL_OFF", "DDLTOOL_HOLD"
 WARMUP_STEPS = 3

@@ -43,20 +43,14 @@ from ddltool.artifacts import kind_of
 from ddltool.errors import InputError
 from ddltool.runtime.hook.batches import VariableBatchSampler, fitting_sizes
 from ddltool.runtime.hook.checking import begin_check
-from ddltool.runtime.hook.consensus import Consensus
-from ddltool.runtime.hook.job import (
-    DistributedJob,
-    bare_optimizer,
-    dataset_length,
-    demand_same_samples,
-    demand_wrapped,
-    is_reference,
-)
+from ddltool.runtime.hook.job import bare_optimizer, dataset_length, demand_same_samples, demand_wrapped, is_reference
 from ddltool.runtime.hook.loader import CountedLoader
 from ddltool.runtime.hook.loss_scaling import LossScaler, Reduction
-from ddltool.runtime.hook.stopping import pause_before_exit, refuse_in_one_line
 from ddltool.runtime.hook.telemetry import Exchange, LineFile, PassClock, is_cuda, new_run
 from ddltool.runtime.measuring.share import available_memory, expected_cpu
+from ddltool.runtime.processes.consensus import Consensus
+from ddltool.runtime.processes.job import DistributedJob
+from ddltool.runtime.processes.stopping import pause_before_exit, refuse_in_one_line
 from ddltool.telemetry import BalanceEvent
 
 Cluster = Literal["cpu", "gpu"]
@@ -500,7 +494,7 @@ log = logging.getLogger(__name__)
 
 
 class Manager:
-    """Chooses batch sizes on rank 0: what :class:`~ddltool.runtime.hook.consensus.Consensus` calls.
+    """Chooses batch sizes on rank 0: what :class:`~ddltool.runtime.processes.consensus.Consensus` calls.
 
     The first step is not judged: it pays for what later ones find ready. Nor are steps of fewer samples (the end of an
     epoch), whose times say little about full ones. A step of several full batches (gradient accumulation) is judged as

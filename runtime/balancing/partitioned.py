@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ddltool.analyzers.job.balancing.partitions import THRESHOLD, Move, Traversals
 from ddltool.errors import DdlToolError, InputError, one_line
-from ddltool.runtime.hook.job import DistributedJob
+from ddltool.runtime.processes.job import DistributedJob
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ import torch
 from ddltool.artifacts import demand_file
 from ddltool.errors import InputError
 from ddltool.runtime.elastic.contexts import plain_name
-from ddltool.runtime.hook.digests import digest, leaves
+from ddltool.runtime.processes.digests import digest, leaves
 
 KIND = "elastic-checkpoint"
 SCHEMA_VERSION = 1

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ddltool.errors import InputError
-from ddltool.runtime.hook.digests import digest
-from ddltool.runtime.hook.random_streams import Document, RandomStreams
+from ddltool.runtime.processes.digests import digest
+from ddltool.runtime.processes.random_streams import Document, RandomStreams
 
 LOSS = "(loss)."
 """Prefix of the names of the loss's parameters, buffers and attributes."""

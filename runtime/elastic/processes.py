@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddltool.errors import InputError
-from ddltool.runtime.hook.job import DistributedJob
 from ddltool.runtime.measuring.rendezvous import START_LIMIT_S, job_from_environment, job_store
+from ddltool.runtime.processes.job import DistributedJob
 
 
 def start_processes(backend: str = "gloo") -> None:

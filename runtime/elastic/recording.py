@@ -30,9 +30,9 @@ from ddltool.runtime.elastic.run_difference import (
     StepReader,
     WorkerKind,
 )
-from ddltool.runtime.hook.digests import digest, digests
-from ddltool.runtime.hook.job import DistributedJob
-from ddltool.runtime.hook.random_streams import RandomStreams
+from ddltool.runtime.processes.digests import digest, digests
+from ddltool.runtime.processes.job import DistributedJob
+from ddltool.runtime.processes.random_streams import RandomStreams
 
 T = TypeVar("T")
 

@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
 from ddltool.errors import InputError
-from ddltool.runtime.hook.random_streams import seed_streams
 from ddltool.runtime.measuring.children import soon
+from ddltool.runtime.processes.random_streams import seed_streams
 
 DYING_S = 2.0  # from the moment that a broken connection shows until the process counts as ended
 PREFETCHED = 2  # batches that each data worker makes ahead

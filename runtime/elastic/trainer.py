@@ -41,9 +41,9 @@ from ddltool.runtime.elastic.sample_feed import BatchTask, SampleFeed
 from ddltool.runtime.elastic.settings import check_model, check_optimizer, check_parameters, settings_of, workers_of
 from ddltool.runtime.hook.batches import VariableBatchSampler
 from ddltool.runtime.hook.job import bare_optimizer, dataset_length, demand_same_samples, planned_for
-from ddltool.runtime.hook.random_streams import kept
-from ddltool.runtime.hook.stopping import StopSignals, refuse_in_one_line
 from ddltool.runtime.hook.telemetry import Exchange, StepRecorder, TelemetryFile
+from ddltool.runtime.processes.random_streams import kept
+from ddltool.runtime.processes.stopping import StopSignals, refuse_in_one_line
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
@@ -498,7 +498,7 @@ class ElasticTrainer:
         """Let a signal, on any process, set :attr:`StepResult.stop` of a step on all of them, instead of ending the process.
 
         ``if step.stop: trainer.save(path); break`` is then a checkpoint on request. Without ``numbers``: SIGTERM and
-        SIGINT (Ctrl-C), of which a second one ends at once (:class:`~ddltool.runtime.hook.stopping.StopSignals`).
+        SIGINT (Ctrl-C), of which a second one ends at once (:class:`~ddltool.runtime.processes.stopping.StopSignals`).
         """
         self._stops.append(StopSignals(*numbers))
         self._stops[-1].open(all_of_them=True)

@@ -35,7 +35,6 @@ from ddltool.runtime.hook.data_parallel import config_path
 from ddltool.runtime.hook.gradient_watch import watch_gradients
 from ddltool.runtime.hook.guards import leave_alone
 from ddltool.runtime.hook.job import (
-    DistributedJob,
     bare_optimizer,
     check_model,
     check_parameters,
@@ -46,8 +45,9 @@ from ddltool.runtime.hook.job import (
 )
 from ddltool.runtime.hook.loader import CountedLoader, GivenLoader, StreamLoader
 from ddltool.runtime.hook.loss_scaling import LossScaler, Observer, Reduction
-from ddltool.runtime.hook.stopping import refuse_in_one_line
 from ddltool.runtime.hook.telemetry import StepRecorder, TelemetryFile, device_of, is_cuda
+from ddltool.runtime.processes.job import DistributedJob
+from ddltool.runtime.processes.stopping import refuse_in_one_line
 
 log = logging.getLogger(__name__)
 

@@ -41,7 +41,8 @@ from ddltool.artifacts import load, save, write_text
 from ddltool.errors import InputError
 from ddltool.plans import Enforcement, ScriptProof
 from ddltool.runtime.hook.batches import REFERENCE_RANKS
-from ddltool.runtime.hook.job import REFERENCE, DistributedJob, is_reference, is_set
+from ddltool.runtime.hook.job import REFERENCE, is_reference, is_set
+from ddltool.runtime.processes.job import DistributedJob
 
 CHECK, RESULT = "DDLTOOL_CHECK", "DDLTOOL_CHECK_RESULT"
 LEAST_UPDATES, MOST_UPDATES = 3, 40

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddltool.artifacts import load
 from ddltool.errors import InputError
 from ddltool.plans import BucketSetting, Enforcement, PrefetchSetting
-from ddltool.runtime.hook.stopping import refuse_in_one_line
+from ddltool.runtime.processes.stopping import refuse_in_one_line
 
 Config = str | os.PathLike[str] | Enforcement
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddltool.errors import InputError
-from ddltool.runtime.hook.job import DistributedJob
+from ddltool.runtime.processes.job import DistributedJob
 
 FIRST_UPDATES = 4
 """After so many updates the rows are compared at once, and over all parameters."""

@@ -30,10 +30,11 @@ from torch.utils.data import (
 
 from ddltool.errors import InputError
 from ddltool.runtime.hook.batches import Pass, Sizes, VariableBatchSampler, epoch_order
-from ddltool.runtime.hook.digests import fingerprint
-from ddltool.runtime.hook.job import DistributedJob, dataset_length
+from ddltool.runtime.hook.job import dataset_length
 from ddltool.runtime.hook.loss_scaling import LossScaler
 from ddltool.runtime.hook.pending_batches import Share
+from ddltool.runtime.processes.digests import fingerprint
+from ddltool.runtime.processes.job import DistributedJob
 
 _OPTIONS = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),

@@ -38,10 +38,10 @@ from ddltool.runtime.hook.claims import (
     output_gradients,
 )
 from ddltool.runtime.hook.guards import FIRST_UPDATES, UpdateGuard, check_gradient_hooks
-from ddltool.runtime.hook.job import DistributedJob
-from ddltool.runtime.hook.liveness import LivenessMonitor
 from ddltool.runtime.hook.pending_batches import PendingBatches, Share
 from ddltool.runtime.hook.telemetry import Watcher
+from ddltool.runtime.processes.job import DistributedJob
+from ddltool.runtime.processes.liveness import LivenessMonitor
 
 Reduction = Literal["mean", "sum", "average"]
 _NODES_PER_LOOK = 300

@@ -20,8 +20,8 @@ from ddltool.analyzers.step.measured.ranks import TELEMETRY, of_columns
 from ddltool.errors import InputError
 from ddltool.results import StragglersResult
 from ddltool.runtime.hook.attaching import Hook
-from ddltool.runtime.hook.job import DistributedJob
 from ddltool.runtime.hook.telemetry import ObservedStep, StepRecorder
+from ddltool.runtime.processes.job import DistributedJob
 
 log = logging.getLogger(__name__)
 SHARE = 0.001

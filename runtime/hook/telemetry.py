@@ -33,8 +33,8 @@ from torch import nn
 
 from ddltool.artifacts import check_writable, kind_of
 from ddltool.errors import InputError
-from ddltool.runtime.hook.job import DistributedJob, count_nodes
-from ddltool.runtime.hook.stopping import pause_before_exit
+from ddltool.runtime.processes.job import DistributedJob, count_nodes
+from ddltool.runtime.processes.stopping import pause_before_exit
 from ddltool.telemetry import TelemetryRow
 
 ROWS_HELD = 50

@@ -25,7 +25,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     from ddltool.analyzers.step.tracing.factories import declare_torchvision
-    from ddltool.runtime.hook.stopping import refuse_in_one_line
+    from ddltool.runtime.processes.stopping import refuse_in_one_line
 
     refuse_in_one_line()
     declare_torchvision()  # transformers imports it

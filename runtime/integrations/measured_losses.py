@@ -17,7 +17,7 @@ from accelerate.utils import find_batch_size, recursively_apply  # type: ignore[
 from torch import Tensor
 
 from ddltool.errors import InputError
-from ddltool.runtime.hook.job import DistributedJob
+from ddltool.runtime.processes.job import DistributedJob
 
 DIVIDED, SAMPLES, LABELS, SHIFTED = KINDS = ("divided", "samples", "labels", "shifted labels")
 """A sum divided by ``num_items_in_batch``; means over samples, over labels, and over all labels of a text but the first."""

@@ -26,9 +26,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from ddltool.errors import InputError
 from ddltool.runtime.hook import Hook, attach
-from ddltool.runtime.hook.job import DistributedJob
 from ddltool.runtime.hook.loader import StreamLoader
-from ddltool.runtime.hook.random_streams import kept
 from ddltool.runtime.integrations.measured_losses import (
     DIVIDED,
     HALF_TOLERANCE,
@@ -39,6 +37,8 @@ from ddltool.runtime.integrations.measured_losses import (
     counts_of,
 )
 from ddltool.runtime.integrations.said_losses import SaidLosses
+from ddltool.runtime.processes.job import DistributedJob
+from ddltool.runtime.processes.random_streams import kept
 
 Path = str | os.PathLike[str]
 SAY = "say self.hook.loss(loss, ...) in a compute_loss of your own"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ddltool.errors import DdlToolError, InputError, listed
-from ddltool.runtime.hook.stopping import StopSignals, refuse_in_one_line
+from ddltool.runtime.processes.stopping import StopSignals, refuse_in_one_line
 from ddltool.runtime.servers.meeting import Hello, Meeting, address_towards, call, gather
 from ddltool.runtime.servers.policies import BSP, ServerState, SyncPolicy, Update
 from ddltool.runtime.servers.records import SyncLog, log

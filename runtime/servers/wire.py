@@ -16,7 +16,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from ddltool.errors import InputError
-from ddltool.runtime.hook.stopping import StopSignals
+from ddltool.runtime.processes.stopping import StopSignals
 from ddltool.runtime.servers.transfers import TransferError
 
 BEAT_S = 0.1  # how often a server sends all a sign of life, and so finds closed connections

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ddltool.artifacts import check_writable, write_bytes
 from ddltool.errors import DdlToolError, InputError
-from ddltool.runtime.hook.stopping import StopSignals, Terminated, refuse_in_one_line
+from ddltool.runtime.processes.stopping import StopSignals, Terminated, refuse_in_one_line
 from ddltool.runtime.servers.meeting import Meeting, call
 from ddltool.runtime.servers.policies import BSP, SyncPolicy
 from ddltool.runtime.servers.transfers import TransferError, TransferPlan, describe_error

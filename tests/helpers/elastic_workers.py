@@ -34,8 +34,8 @@ from ddltool.runtime.elastic.ordered_mean import OrderedMean
 from ddltool.runtime.elastic.processes import Processes
 from ddltool.runtime.elastic.recording import RunRecorder
 from ddltool.runtime.elastic.trainer import ElasticTrainer
-from ddltool.runtime.hook.digests import digest, leaves
-from ddltool.runtime.hook.random_streams import seed_streams
+from ddltool.runtime.processes.digests import digest, leaves
+from ddltool.runtime.processes.random_streams import seed_streams
 from tests.helpers.processes import message_of
 from tests.helpers.runtime_workers import Crew, digits_table
 from tests.helpers.training_patterns import Pattern, classified

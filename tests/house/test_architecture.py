@@ -24,7 +24,8 @@ JOB = tuple(f"job.{name}" for name in ("goodput", "barriers", "balancing", "plac
 ANSWERS = tuple(f"answers.{name}" for name in ("gating", "emitting", "reporting"))
 ANALYZERS = tuple(f"analyzers.{name}" for name in (*STEP, *JOB, "cluster", *ANSWERS))
 RUNTIME = tuple(
-    f"runtime.{name}" for name in ("hook", "measuring", "elastic", "servers", "balancing", "agent", "integrations")
+    f"runtime.{name}"
+    for name in ("processes", "hook", "measuring", "elastic", "servers", "balancing", "agent", "integrations")
 )
 LAYERS = ("toolkit", "fixtures", *ANALYZERS, *RUNTIME, "runtime", "commands")
 """Every package, the lowest first: each may import those before it."""
@@ -296,7 +297,7 @@ def test_the_picture_of_the_house_is_that_of_the_page() -> None:
     places = {
         f"{name.removeprefix('analyzers.').replace('.', '/')}/": name.removeprefix("analyzers.") for name in LAYERS
     }
-    places["hook/"] = "runtime.hook"
+    places |= {"hook/": "runtime.hook", "processes/": "runtime.processes"}
     ways = {
         (next(name for start, name in places.items() if path.startswith(start)), way, number)
         for number, *paths in steps

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ddltool.runtime.elastic.ordered_mean import OrderedMean
 from ddltool.runtime.elastic.processes import Processes
-from ddltool.runtime.hook.digests import digest
+from ddltool.runtime.processes.digests import digest
 from tests.helpers.elastic_workers import PARAMETERS, SHAPES, chained, gradient_of, on, twice
 
 COUNTS = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, default_collate
 from ddltool.errors import InputError
 from ddltool.runtime.elastic.run_difference import first_difference
 from ddltool.runtime.elastic.sample_feed import BatchTask, SampleFeed
-from ddltool.runtime.hook.digests import digest
+from ddltool.runtime.processes.digests import digest
 from tests.helpers.elastic_workers import BATCH, SAMPLES, WORKERS, Digits, bits, fed, on
 
 UNTIL = 12  # of ten steps an epoch

@@ -24,7 +24,7 @@ from ddltool.runtime.elastic import checkpoint as elastic_checkpoint
 from ddltool.runtime.elastic.processes import divide
 from ddltool.runtime.elastic.run_difference import compare_runs, first_difference
 from ddltool.runtime.elastic.trainer import ElasticTrainer
-from ddltool.runtime.hook.digests import digest
+from ddltool.runtime.processes.digests import digest
 from tests.conftest import write_lines
 from tests.helpers.elastic_workers import (
     WORKERS,

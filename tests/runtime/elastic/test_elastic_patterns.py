@@ -20,7 +20,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from ddltool.errors import InputError
 from ddltool.runtime.elastic.trainer import ElasticTrainer
-from ddltool.runtime.hook.digests import digest
+from ddltool.runtime.processes.digests import digest
 from tests.helpers.elastic_workers import by_copies, on
 from tests.helpers.training_patterns import MAKERS, Pattern, make, network, ordinary
 

@@ -18,8 +18,8 @@ from ddltool.errors import InputError
 from ddltool.runtime.elastic import checkpoint as elastic_checkpoint
 from ddltool.runtime.elastic import contexts
 from ddltool.runtime.elastic.trainer import ElasticTrainer
-from ddltool.runtime.hook import stopping
-from ddltool.runtime.hook.digests import digest, leaves
+from ddltool.runtime.processes import stopping
+from ddltool.runtime.processes.digests import digest, leaves
 from tests.helpers.elastic_workers import on
 from tests.helpers.processes import message_of
 

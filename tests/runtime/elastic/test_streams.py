@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ddltool.runtime.elastic.contexts import Contexts
-from ddltool.runtime.hook.random_streams import RandomStreams, kept, seed_streams
+from ddltool.runtime.processes.random_streams import RandomStreams, kept, seed_streams
 
 HOST = torch.device("cpu")
 # What draws from each generator; "half" ones leave half of a pair of normal draws behind, 624 words are a whole block.

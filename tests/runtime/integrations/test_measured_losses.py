@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ddltool.errors import InputError
-from ddltool.runtime.hook.job import DistributedJob
+from ddltool.runtime.processes.job import DistributedJob
 
 if find_spec("accelerate") is None:
     pytest.skip("needs accelerate", allow_module_level=True)

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from benchmarks import bench_overhead
 from ddltool.results import OverheadInterval, OverheadRun
 from ddltool.runtime.balancing import BalanceOptions
-from ddltool.runtime.hook.consensus import Consensus
 from ddltool.runtime.measuring import overhead
 from ddltool.runtime.measuring.overhead import failed, measure_overhead, ratio_interval, verdict
+from ddltool.runtime.processes.consensus import Consensus
 from tests.helpers.runtime_workers import crew
 
 MEASURED = 40

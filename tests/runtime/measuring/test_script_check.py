@@ -18,8 +18,8 @@ from ddltool.errors import InputError
 from ddltool.plans import Enforcement, ScriptProof
 from ddltool.runtime.hook import checking
 from ddltool.runtime.hook.checking import note_unchecked
-from ddltool.runtime.hook.job import DistributedJob
 from ddltool.runtime.measuring.script_check import check_script
+from ddltool.runtime.processes.job import DistributedJob
 from tests.helpers.runtime_workers import enforcement
 
 EXAMPLE = (Path(__file__).parents[3] / "examples" / "train_hooked.py").read_text(encoding="utf-8")

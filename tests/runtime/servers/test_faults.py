@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ddltool.errors import InputError
-from ddltool.runtime.hook.stopping import StopSignals, Terminated
+from ddltool.runtime.processes.stopping import StopSignals, Terminated
 from ddltool.runtime.servers import ASP, BSP, SyncPolicy, Worker
 from tests.helpers import sync_fault_workers as bodies
 from tests.helpers.processes import as_job

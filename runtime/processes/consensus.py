@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from ddltool.arrays import Floats
 from ddltool.errors import DdlToolError
-from ddltool.runtime.hook.job import DistributedJob
-from ddltool.runtime.hook.liveness import (
+from ddltool.runtime.processes.job import DistributedJob
+from ddltool.runtime.processes.liveness import (
     STORE_GONE,
     KeyStore,
     LivenessMonitor,

@@ -14,9 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from ddltool.errors import DdlToolError
-from ddltool.runtime.hook.consensus import Choose, Consensus
-from ddltool.runtime.hook.job import DistributedJob
-from ddltool.runtime.hook.liveness import LivenessMonitor
+from ddltool.runtime.processes.consensus import Choose, Consensus
+from ddltool.runtime.processes.job import DistributedJob
+from ddltool.runtime.processes.liveness import LivenessMonitor
 from tests.helpers.runtime_workers import Crew
 
 RANKS = 4

@@ -1,0 +1,134 @@
+"""The job that this process belongs to. Start at :meth:`DistributedJob.this`.
+
+A refusal on one rank becomes a refusal on all (:meth:`DistributedJob.together`): nobody is left waiting for a process that
+ended.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ddltool.errors import InputError
+from ddltool.runtime.processes.liveness import LivenessMonitor, job_timeout_s
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DistributedJob:
+    """This process's rank, the number of processes, and the gloo group for the hooks' messages (None for one process).
+
+    All hooks of a job share one group: every group has threads that live until the process ends.
+    """
+
+    rank: int
+    world_size: int
+    side: dist.ProcessGroup | None
+
+    @classmethod
+    def this(cls) -> DistributedJob:
+        """Return the present job. Raises InputError when ``init_process_group`` was not called in a job of several processes.
+
+        From now on the error of a lost rank names the rank (:class:`~ddltool.runtime.processes.liveness.LivenessMonitor`).
+        """
+        if dist.is_available() and dist.is_initialized():
+            size = dist.get_world_size()
+            if size > 1:
+                LivenessMonitor.of_this_job()
+            return cls(rank=dist.get_rank(), world_size=size, side=_side().group if size > 1 else None)
+        planned = os.environ.get("WORLD_SIZE", "1")
+        if planned != "1":
+            problem = f"is not initialised, but WORLD_SIZE is {planned}"
+            remedy = "call torch.distributed.init_process_group before runtime.attach"
+            raise InputError("torch.distributed", problem, remedy)
+        return cls(rank=0, world_size=1, side=None)
+
+    def together(self, action: Callable[[], T]) -> T:
+        """Run ``action`` on every rank and return its result; when it raises InputError on one rank, raise on all.
+
+        No rank returns before all have run it. Raises the rank's own InputError, or that of the first refusing rank, named.
+        """
+        refusal: InputError | None = None
+        result: list[T] = []
+        try:
+            result.append(action())
+        except InputError as error:
+            refusal = error
+        notes = self.gather(b"" if refusal is None else str(refusal).encode(errors="replace"))
+        if refusal is not None:
+            raise refusal
+        for rank, note in enumerate(notes):
+            if note:
+                raise InputError(f"rank {rank}", note.decode())
+        return result[0]
+
+    def demand_same(self, what: str, value: str, remedy: str) -> None:
+        """Raise InputError on every rank unless ``value`` is the same on all of them."""
+        values = [other.decode() for other in self.gather(value.encode(errors="replace"))]
+        for rank, other in enumerate(values):
+            if other != values[0]:
+                raise InputError(what, f"differs between rank 0 ({values[0]}) and rank {rank} ({other})", remedy)
+
+    def new_tag(self) -> int:
+        """Return an unused tag for point-to-point messages on ``side``; all ranks call this together."""
+        return 0 if self.side is None else next(_side().tags)
+
+    def numbers(self, *own_numbers: float) -> list[list[float]]:
+        """Return the numbers of every rank, by rank; every rank gives as many."""
+        rows = torch.zeros(self.world_size, len(own_numbers), dtype=torch.float64)
+        rows[self.rank] = torch.tensor(own_numbers, dtype=torch.float64)
+        if self.side is not None:
+            dist.all_reduce(rows, group=self.side)  # a third of the time that gloo takes for an all_gather of so little
+        by_rank: list[list[float]] = rows.tolist()
+        return by_rank
+
+    def gather(self, note: bytes) -> list[bytes]:
+        """Return every rank's bytes, on every rank; nothing is pickled."""
+        if self.side is None:
+            return [note]
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(lengths, torch.tensor([len(note)]), group=self.side)
+        longest = max(map(int, lengths))
+        padded = torch.frombuffer(bytearray(note.ljust(max(longest, 1), b"\0")), dtype=torch.uint8)
+        notes = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(notes, padded, group=self.side)
+        return [other[: int(length)].numpy().tobytes() for other, length in zip(notes, lengths, strict=True)]
+
+
+@dataclass(slots=True)
+class _Side:
+    """The gloo group of all ranks, with the timeout of the job's own group, and its unused message tags."""
+
+    group: dist.ProcessGroup | None
+    tags: Iterator[int]
+
+
+_sides: weakref.WeakKeyDictionary[Any, _Side] = weakref.WeakKeyDictionary()
+"""By default process group: destroying that one forgets its side group too."""
+
+
+def _side() -> _Side:
+    """Return the side group of the default process group, made at the first call; all ranks call this together."""
+    world = dist.group.WORLD
+    if world not in _sides:
+        group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timedelta(seconds=job_timeout_s()))
+        _sides[world] = _Side(group, itertools.count(1))
+    return _sides[world]
+
+
+def count_nodes(world_size: int) -> int:
+    """Return the number of nodes: torchrun's GROUP_WORLD_SIZE, else by LOCAL_WORLD_SIZE, else 1."""
+    nodes = os.environ.get("GROUP_WORLD_SIZE", "")
+    if nodes.isdecimal() and int(nodes) > 0:
+        return int(nodes)
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return -(-world_size // int(local)) if local.isdecimal() and int(local) > 0 else 1
