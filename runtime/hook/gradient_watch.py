@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -35,15 +36,15 @@ class _GradientWatch:
         self._trained = [(name, weakref.ref(value)) for name, value in trained]
         self._rank, self._turn, self._update, self._told = rank, 0, itertools.count(), False
         self._own: Tensor | None = None
-        """Whether this rank's own gradients of the first parameter are finite, before any average; None: unknown."""
+        """A sum over this rank's own gradients of the first parameter, before any average; None: unknown."""
         first = self._trained[0][1]()
         assert first is not None
         first.register_hook(self._note_own)
 
     def _note_own(self, gradient: Tensor) -> None:
         if not self._told:
-            finite = _is_finite(gradient.detach())
-            self._own = finite if self._own is None else self._own & finite
+            probe = _sum_of_some(gradient.detach())
+            self._own = probe if self._own is None else self._own + probe
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Look at the gradients of an update that begins."""
@@ -57,12 +58,15 @@ class _GradientWatch:
         present = [gradient for gradient in looked_at if gradient is not None]
         if any(gradient.is_cuda for gradient in present) and update % STEPS_ON_CUDA:
             return
-        if all(bool(_is_finite(gradient, update // len(self._trained))) for gradient in present):
+        turn = update // len(self._trained)
+        if all(math.isfinite(float(_sum_of_some(gradient, turn))) for gradient in present):
             return
         gradients = [(name, self._gradient(index)) for index, (name, _) in enumerate(self._trained)]
         spoiled = [name for name, gradient in gradients if gradient is not None and not gradient.isfinite().all()]
+        if not spoiled:
+            return  # only the sum has overflown
         self._told = True
-        made_here = own is not None and not bool(own)
+        made_here = own is not None and not math.isfinite(float(own))
         if made_here or self._rank == 0:  # the others have it by the average, and who made it says so
             where = "" if own is None else " by this rank's own samples" if made_here else " by another rank's samples"
             log.warning(
@@ -80,11 +84,14 @@ class _GradientWatch:
         return local.coalesce().values() if local.is_sparse else local
 
 
-def _is_finite(gradient: Tensor, turn: int = 0) -> Tensor:
-    """Return, on its device, whether about a thousand values of a gradient are finite; other ``turn``, other values."""
+def _sum_of_some(gradient: Tensor, turn: int = 0) -> Tensor:
+    """Return, on its device, the sum of about a thousand values of a gradient; other ``turn``, other values.
+
+    It is not finite where one of them is not: one operation in place of two.
+    """
     if gradient.is_sparse:
         gradient = gradient.coalesce().values()
     if not gradient.is_contiguous():  # a flat view would copy it
-        return gradient[turn % len(gradient)].isfinite().all()
+        return gradient[turn % len(gradient)].sum()
     begin = turn % max(1, -(-gradient.numel() // SAMPLE)) * SAMPLE
-    return gradient.view(-1)[begin : begin + SAMPLE].isfinite().all()
+    return gradient.view(-1)[begin : begin + SAMPLE].sum()

@@ -1,8 +1,8 @@
-"""What must be alike on all ranks while a model is trained, compared after every update. Start at :class:`UpdateGuard`.
+"""What must be alike on all ranks while a model is trained, compared between updates. Start at :class:`UpdateGuard`.
 
 Each rank has a row of a few numbers: whether it refuses something, its learning rates, and sums over some elements of the
 gradients that the update used, of parameters, and of what was derived on this rank alone. The rows go to all ranks, at once
-after the first updates and later behind the next step, and wherever two ranks differ all of them refuse. So a pass beside
+after the first updates and later now and then, and wherever two ranks differ all of them refuse. So a pass beside
 the wrapper, a layer that was unfrozen after DDP had wrapped the model, parameters of a loss that nobody averages, and a
 schedule that follows a rank's own validation loss are found by what they do, whatever the script looks like.
 """
@@ -25,11 +25,13 @@ from ddltool.runtime.processes.job import DistributedJob
 
 FIRST_UPDATES = 4
 """After so many updates the rows are compared at once, and over all parameters."""
+UPDATES_PER_EXCHANGE = 8
+"""Later the rows are sent after every so many updates, and read after the next one."""
 _ELEMENTS = 256
 """Elements of a tensor that are looked at."""
 _TENSORS = 8
-"""Parameters whose gradients are looked at in one later update, in turns."""
-_UPDATES_PER_CUDA_LOOK = 32
+"""Parameters whose gradients are in one later row, in turns."""
+_EXCHANGES_PER_CUDA_LOOK = 4
 """On CUDA a look waits for the device."""
 _TOLERANCE = 1e-5
 """Relative to the size of one tensor."""
@@ -162,19 +164,20 @@ class UpdateGuard:
         return self._updates
 
     def after_update(self) -> None:
-        """Exchange rows after an update. Raises InputError, on all ranks, where one refuses or where two differ."""
-        row = self._row()
+        """Compare the ranks after an update. Raises InputError, on all ranks, where one refuses or where two differ."""
+        is_first, number = self._updates < FIRST_UPDATES, self._updates
         self._updates += 1
-        sent, self._sent = self._sent, self._send(row)
         if self._updates == FIRST_UPDATES and self._looks:
             self._looks[0].remove()  # it sees every module's forward pass
-        if self._updates <= FIRST_UPDATES:
-            sent, self._sent = self._sent, None
-        if sent is None:
-            return
-        table, work = sent
-        work.wait()
-        self._judge([_Row.of(values) for values in table.tolist()])
+        sent, self._sent = self._sent, None
+        if is_first:
+            sent = self._send(self._row())
+        elif number % UPDATES_PER_EXCHANGE == 0:
+            self._sent = self._send(self._row())
+        if sent is not None:
+            table, work = sent
+            work.wait()
+            self._judge([_Row.of(values) for values in table.tolist()])
 
     def _send(self, row: _Row) -> tuple[Tensor, Any]:
         table = torch.zeros(self._job.world_size, len(row.values()), dtype=torch.float64)
@@ -184,8 +187,8 @@ class UpdateGuard:
     def _row(self) -> _Row:
         rates = sum((place + 1) * float(group["lr"]) for place, group in enumerate(self._groups()))
         gradients = parameters = NONE
-        is_first = self._updates < FIRST_UPDATES
-        if self._is_replicated and (is_first or not self._is_cuda or self._updates % _UPDATES_PER_CUDA_LOOK == 0):
+        is_first, exchange = self._updates <= FIRST_UPDATES, self._updates // UPDATES_PER_EXCHANGE
+        if self._is_replicated and (is_first or not self._is_cuda or exchange % _EXCHANGES_PER_CUDA_LOOK == 0):
             gradients = sums_of(value.grad for value in self._looked_at().values() if value.grad is not None)
             if is_first:
                 parameters = sums_of([*self._looked_at().values(), *self._new_buffers().values()])
@@ -211,10 +214,10 @@ class UpdateGuard:
     def _looked_at(self) -> dict[str, Tensor]:
         """Return the parameters to look at in this update: all in the first ones, later some in turns."""
         trained = self._trained()
-        if self._updates < FIRST_UPDATES or len(trained) <= _TENSORS:
+        if self._updates <= FIRST_UPDATES or len(trained) <= _TENSORS:
             return trained
         names = list(trained)
-        start = self._updates * _TENSORS % len(names)
+        start = self._updates // UPDATES_PER_EXCHANGE * _TENSORS % len(names)
         return {name: trained[name] for name in (names + names)[start : start + _TENSORS]}
 
     def _new_buffers(self) -> dict[str, Tensor]:
