@@ -446,7 +446,11 @@ class GoodputAgent(Watcher):
         self._pass_under_way = self._finished_pass = self._timed_step = None
 
     def close(self) -> None:
-        """Write telemetry that is held back and end the agent's thread; also happens at exit. Idempotent."""
+        """Write telemetry that is held back and end the agent's thread; also happens at exit. Idempotent.
+
+        The batch under way, if any, is left: other optimizers may step again.
+        """
+        self._pass_under_way = None
         if self._recorder is not None:
             self._recorder.close()
         self._chooser.close()
