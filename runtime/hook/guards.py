@@ -127,7 +127,7 @@ class UpdateGuard:
         self._linked: dict[int, weakref.ref[Tensor]] = {}
         self._beside: set[int] = set()
         self._looks: list[Any] = []
-        if self._is_replicated:
+        if isinstance(model, DistributedDataParallel):
             # Global hooks of torch's, which must not keep this guard, and with it a model, alive.
             found = weakref.WeakMethod(self._note_wrapped), weakref.WeakMethod(self._note_update)
             self._looks = [
@@ -135,6 +135,8 @@ class UpdateGuard:
                 register_optimizer_step_post_hook(lambda other, *_: call(other) if (call := found[1]()) else None),
             ]
             weakref.finalize(model, _remove, self._looks)
+            _ended.clear()
+            weakref.finalize(model, _ended.append, model.process_group).atexit = False
 
     def close(self) -> None:
         """Look at no optimizer any more. Idempotent."""
@@ -324,6 +326,9 @@ def _is_linear(hook: Callable[[Tensor], Tensor | None], like: Tensor) -> bool:
     return torch.allclose(answers[2], answers[0] - 300 * answers[1], rtol=1e-2, atol=1e-2)
 
 
+_ended: list[object] = []
+"""Process groups of models that are gone. DDP's reducer ends its group while it holds Python's lock, which the group's own
+thread may be waiting for; Python gives the lock up for that."""
 _alone: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers that the script has said train by themselves, or that another guard watches."""
 
