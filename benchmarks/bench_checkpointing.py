@@ -43,7 +43,7 @@ _PICTURED = 8
 def curve(source: str, batch: int) -> Line:
     """Return added time over budget, both in per cent of the step without checkpointing, and print the row."""
     lifetimes = lifetimes_of(
-        trace_step(lambda: training_step(source, batch), mode="training", numerics=Numerics("bf16"))
+        trace_step(lambda: training_step(source, batch), mode="training", numerics=Numerics("bf16-pure"))
     )
     timed = estimate(lifetimes.traced.graph, cost_model(devices().device("A100"), calibration()), Network())
     seconds, alone = lifetimes.seconds(timed), Sharding(kind="none")

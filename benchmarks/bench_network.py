@@ -108,7 +108,7 @@ def make_step(model: str, mode: str) -> TrainingStep:
 def run_step(step: TrainingStep, mode: str) -> None:
     """Run one step: forward, or forward, loss and backward."""
     if mode == "training":
-        step.loss(step.module(*step.inputs)).backward()
+        step.run().backward()
     else:
         with torch.no_grad():
             step.module(*step.inputs)

@@ -144,8 +144,6 @@ def _case(rows: Sequence[Row], work: Work, beside: int) -> Case:
         OPTIMIZERS[row.optimizer].passes * work.parameter_bytes / (device.free_of_codes * device.memory_bytes_per_s)
     )
     kernels = work.kernels
-    if row.precision == "amp":  # a model that is traced in bfloat16 ran in float16
-        kernels = replace(kernels, dtype=tuple(name.replace("bfloat16", "float16") for name in kernels.dtype))
     demand = demand_of(kernels, device, precision=row.precision, channels_last=row.trace.channels_last)
     grouped = bool((kernels.kind == CLASS["grouped_convolution"]).any())
     today = [each.measured_s for each in rows if not (grouped and each.dated)]

@@ -2,7 +2,7 @@
 
     python benchmarks/measure_gpu.py rows.csv [--models 20] [--steps 20] [--device cuda]
 
-Twenty models of timm, transformers and torch, at two batch sizes each, in float32, TF32, automatic mixed precision and
+Twenty models of timm, transformers and torch, at two batch sizes each, in float32, TF32, under autocast, and all in
 bfloat16; images channels first and last. Each step is timed by CUDA events after a warm-up; the median of ``--steps``
 steps counts. Rows are appended as they are made, so that an interrupted run is a shorter one. Start at :func:`main`.
 """
@@ -116,16 +116,17 @@ MODELS: tuple[tuple[str, Callable[[], TrainingStep], int, tuple[int, int]], ...]
         for name in ("bert", "gpt2", "t5", "distilbert", "albert", "opt")
     ),
 )
-PRECISIONS = ("fp32", "tf32", "amp", "bf16")
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "bf16-pure")
 
 
 @contextmanager
 def _numerics(precision: str, device: str) -> Iterator[None]:
-    """Run what is inside in a precision: TF32 in matrix products only where asked for, float16 under autocast."""
+    """Run what is inside in a precision: TF32 in matrix products only where asked for, float16 or bfloat16 under autocast."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
     try:
-        with torch.autocast(device, dtype=torch.float16, enabled=precision == "amp"):
+        half = torch.float16 if precision == "fp16" else torch.bfloat16
+        with torch.autocast(device, dtype=half, enabled=precision in ("fp16", "bf16")):
             yield
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
@@ -134,7 +135,7 @@ def _numerics(precision: str, device: str) -> Iterator[None]:
 def _cast(value: Any, precision: str, channels_last: bool, device: str) -> Any:
     if not isinstance(value, Tensor):
         return value
-    value = value.to(device, dtype=torch.bfloat16 if precision == "bf16" and value.is_floating_point() else None)
+    value = value.to(device, dtype=torch.bfloat16 if precision == "bf16-pure" and value.is_floating_point() else None)
     return value.contiguous(memory_format=torch.channels_last) if channels_last and value.dim() == 4 else value
 
 
@@ -143,13 +144,13 @@ def measure(
 ) -> tuple[list[float], float]:
     """Return the seconds of each step (forward, loss, backward, SGD with momentum) and the peak memory in bytes."""
     module = step.module.to(device).train()
-    if precision == "bf16":
+    if precision == "bf16-pure":
         module = module.to(torch.bfloat16)
     if channels_last:
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     inputs = tuple(_cast(value, precision, channels_last, device) for value in with_batch_size(step.inputs, batch))
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-6, momentum=0.9)
-    scaler = torch.amp.GradScaler(device, enabled=precision == "amp" and device == "cuda")
+    scaler = torch.amp.GradScaler(device, enabled=precision == "fp16" and device == "cuda")
 
     def once() -> None:
         optimizer.zero_grad(set_to_none=True)

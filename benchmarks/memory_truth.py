@@ -64,7 +64,7 @@ _KEPT_INPUTS = {
 # Lambda's scripts run NVIDIA's examples at batches that fill the GPU: nvidia-smi's figure bounds the tensors from above.
 LAMBDA = {
     "PyTorch_resnet50_FP32": ("timm:resnet50@224", "fp32", "momentum"),
-    "PyTorch_resnet50_AMP": ("timm:resnet50@224", "amp", "momentum"),
+    "PyTorch_resnet50_AMP": ("timm:resnet50@224", "fp16", "momentum"),
     "PyTorch_bert_base_squad_FP32": ("bert-base@384", "fp32", "adam"),
     "PyTorch_bert_large_squad_FP32": ("bert-large@384", "fp32", "adam"),
 }
@@ -129,7 +129,7 @@ def torchtitan(path: Path) -> Iterator[Row]:
         shape = int(cells["batch_per_gpu"]), int(float(cells["seq_len_or_img"])) // parallel
         if shape not in known_lifetimes:
             known_lifetimes[shape] = lifetimes_of(
-                trace_step(partial(llama, *shape), mode="training", numerics=Numerics("bf16"))
+                trace_step(partial(llama, *shape), mode="training", numerics=Numerics("bf16", gathered=True))
             )
         lifetimes = known_lifetimes[shape]
         saved_ops = lifetimes.every_block("full") if cells["act_ckpt"] == "full" else every_second(lifetimes)
@@ -192,7 +192,7 @@ def lucid(path: Path) -> Iterator[Row]:
     for cells in csv.DictReader(path.read_text(encoding="utf-8").splitlines()):
         if cells["model"] in LUCID:
             model, optimizer = LUCID[cells["model"]]
-            precision, batch = "amp" if cells["precision"] == "amp" else "fp32", int(cells["batch_per_gpu"])
+            precision, batch = "fp16" if cells["precision"] == "amp" else "fp32", int(cells["batch_per_gpu"])
             held = _held(model, precision, batch, "none", optimizer)
             tensors, reserved = held.peak().total_bytes, float(held.reserved_bytes() or 0)
             workspace = _curve(model, precision).workspace_bytes(batch)

@@ -153,8 +153,8 @@ def _timm(path: Path, excluded: Counter[str]) -> Iterator[Row]:
             continue
         layout = "channels_last" in cells["note"]
         yield Row(
-            source="timm", model=name, family=_timm_family(name), trace=Trace(model, "amp", layout),
-            batch=_number(cells, "batch_per_gpu"), device="RTX3090", precision="amp", optimizer="momentum",
+            source="timm", model=name, family=_timm_family(name), trace=Trace(model, "fp16", layout),
+            batch=_number(cells, "batch_per_gpu"), device="RTX3090", precision="fp16", optimizer="momentum",
             measured_s=float(cells["step_time_ms"]) / 1e3, params_m=float(cells["params_m"]),
             dated=layout and "torch 1.12" not in cells["note"],
         )  # fmt: skip
@@ -192,8 +192,8 @@ def _timm_inference(path: Path, excluded: Counter[str]) -> Iterator[Row]:
             device, layout = _INFERENCE[file]
             yield Row(
                 source="timm-inference", model=name, family=_timm_family(name),
-                trace=Trace(model, "amp", layout, mode="inference", fused=True), batch=_number(cells, "batch"),
-                device=device, precision="amp", optimizer="none", measured_s=float(cells["step_ms"]) / 1e3,
+                trace=Trace(model, "fp16", layout, mode="inference", fused=True), batch=_number(cells, "batch"),
+                device=device, precision="fp16", optimizer="none", measured_s=float(cells["step_ms"]) / 1e3,
                 params_m=float(cells["params_m"]),
             )  # fmt: skip
 
@@ -235,10 +235,10 @@ def _lambda(path: Path, excluded: Counter[str]) -> Iterator[Row]:
         model, family, optimizer, units = _LAMBDA_MODELS[name]
         half = precision == "amp"
         # NVIDIA's BERT keeps the whole model in half precision (apex, O2); the others are under autocast.
-        format = ("bf16" if family == "bert" else "amp") if half else "fp32"
+        format = ("fp16-pure" if family == "bert" else "fp16") if half else "fp32"
         yield Row(
             source="lambda", model=name, family=family, trace=Trace(model, format), batch=batch,
-            device=_LAMBDA_GPUS[gpu], precision="amp" if half else "tf32", optimizer=optimizer,
+            device=_LAMBDA_GPUS[gpu], precision=format if half else "tf32", optimizer=optimizer,
             measured_s=batch * units / statistics.median(throughputs),
         )  # fmt: skip
 
@@ -290,9 +290,11 @@ def _mpt(path: Path, excluded: Counter[str]) -> Iterator[Row]:
         elif length > _LONGEST:
             excluded[f"sequences longer than {_LONGEST}"] += 1
         else:
+            # FSDP gathers in bfloat16, so that no op casts a parameter; only PURE reduces in it, too.
             yield Row(
-                source="mpt", model=cells["model"], family="gpt", device=gpus[cells["gpu"]], precision="bf16",
-                trace=Trace(f"{cells['model'].lower()}@{length}", "bf16", fused=True),
+                source="mpt", model=cells["model"], family="gpt", device=gpus[cells["gpu"]],
+                precision="bf16-pure" if "PURE" in cells["precision"] else "bf16",
+                trace=Trace(f"{cells['model'].lower()}@{length}", "bf16-pure", fused=True),
                 batch=_number(cells, "batch_per_gpu"), optimizer="adam",
                 measured_s=float(cells["step_time_ms"]) / 1e3 / float(cells["grad_accum"]),
             )  # fmt: skip
@@ -316,7 +318,7 @@ def _lucid(path: Path, excluded: Counter[str]) -> Iterator[Row]:
             excluded[f"the GPU was busy for less than {_BUSY} % of the time"] += 1
             continue
         model, family = models[cells["model"]]
-        precision, batch = "fp32" if "fp32" in cells["precision"] else "amp", _number(cells, "batch_per_gpu")
+        precision, batch = "fp32" if "fp32" in cells["precision"] else "fp16", _number(cells, "batch_per_gpu")
         yield Row(
             source="lucid", model=cells["model"], family=family, trace=Trace(model, precision), batch=batch,
             device="RTX3090", precision=precision, optimizer="momentum", measured_s=batch / float(cells["throughput"]),
@@ -353,7 +355,7 @@ def _sia(folder: Path, excluded: Counter[str]) -> Iterator[Row]:
     applications = {
         "bert": ("bert-base@384", "bert", "tf32", "adam"),
         "cifar10": ("cifar-resnet18@32", "resnet", "fp32", "momentum"),
-        "imagenet": ("timm:resnet50@224", "resnet", "amp", "momentum"),
+        "imagenet": ("timm:resnet50@224", "resnet", "fp16", "momentum"),
     }
     for application, (model, family, precision, optimizer) in applications.items():
         for name, gpu in gpus.items():
@@ -364,7 +366,7 @@ def _sia(folder: Path, excluded: Counter[str]) -> Iterator[Row]:
                 else:
                     excluded["more than one GPU"] += 1
             for batch, times in sorted(steps.items()):
-                trace = Trace(model, "amp" if precision == "amp" else "fp32")
+                trace = Trace(model, "fp16" if precision == "fp16" else "fp32")
                 yield Row(
                     source="sia", model=application, family=family, trace=trace, batch=batch, device=gpu,
                     precision=precision, optimizer=optimizer, measured_s=statistics.median(times),

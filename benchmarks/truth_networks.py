@@ -144,7 +144,8 @@ def mpt(data: Path) -> Iterator[Pair]:
             sharding="zero2" if "GRAD_OP" in cells["strategy"] else "fsdp",
             checkpointing="full" if cells["act_ckpt"] == "1" else "none",
         )
-        curve = _curve(f"{cells['model'].lower()}@{int(float(cells['seq_len_or_img']))}", "bf16", True)
+        precision = "bf16-pure" if "PURE" in cells["precision"] else "bf16"  # PURE reduces in bfloat16, too
+        curve = _curve(f"{cells['model'].lower()}@{int(float(cells['seq_len_or_img']))}", precision, True)
         gpus = int(cells["gpus"])
         yield Pair(
             group=f"{cells['model']}, {device}",
@@ -169,7 +170,9 @@ def bert(data: Path) -> Iterator[Pair]:
         half, gpus, length = cells["precision"] == "amp", int(float(cells["gpus"])), int(float(cells["seq_len_or_img"]))
         accumulation, batch = int(float(cells["grad_accum"])), int(float(cells["batch_per_gpu"]))
         setting = Setting(fabric=_fabric("A100-80GB", "8x200Gbit"), optimizer="adamw", accumulation=accumulation)
-        curve = _curve(f"bert-large@{length}", "bf16" if half else "tf32", False)  # half: the whole model (apex, O2)
+        curve = _curve(
+            f"bert-large@{length}", "fp16-pure" if half else "tf32", False
+        )  # half: the whole model (apex, O2)
         measured_s = batch * accumulation * gpus / float(cells["throughput"])
         predicted_s = _predicted_s(curve, "A100-80GB", setting, gpus, batch)
         group = f"{length} tokens, {'AMP' if half else 'TF32'}"

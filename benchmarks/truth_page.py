@@ -29,11 +29,11 @@ Pairs = list[tuple[Row, float]]
 COMMAND = "python benchmarks/calibrate.py --data ../shared/data --cache /tmp/ddltool-traces"
 # Rows whose prediction the page shows, one of a kind: source, model, device, precision.
 EXAMPLES = (
-    ("timm", "regnety_032", "RTX3090", "amp"),
-    ("lambda", "ResNet-50 v1.5", "V100", "amp"),
-    ("lambda", "BERT-base SQuAD", "A100-80GB", "amp"),
-    ("lambda", "SSD300-ResNet50", "RTX6000Ada", "amp"),
-    ("mpt", "MPT-125m", "A100", "bf16"),
+    ("timm", "regnety_032", "RTX3090", "fp16"),
+    ("lambda", "ResNet-50 v1.5", "V100", "fp16"),
+    ("lambda", "BERT-base SQuAD", "A100-80GB", "fp16-pure"),
+    ("lambda", "SSD300-ResNet50", "RTX6000Ada", "fp16"),
+    ("mpt", "MPT-125m", "A100", "bf16-pure"),
 )
 _CLOUDS = {
     "timm": ("timm", "timm-inference"),

@@ -16,6 +16,7 @@ import typer
 
 from ddltool.errors import InputError, known, shortened
 from ddltool.links import DATASHEET
+from ddltool.precision import NAMES, precision_name
 from ddltool.units import parse_duration, parse_share
 
 Remark = dict[str, Any]
@@ -236,7 +237,7 @@ def words(text: str, option: str) -> list[str]:
 
 Seed = Annotated[int, within(0)]
 DEVICES = after_comma(_device_names)
-Precision = Annotated[str, one_of("fp32", "tf32", "amp", "bf16")]
+Precision = Annotated[str, {**one_of(*NAMES), "reader": precision_name}]
 OPTIMIZER = one_of("none", "sgd", "momentum", "adam", "adamw")
 LocalLink = Annotated[str | None, completed(DATASHEET)]
 AS_TEXT: Remark = {"type": str}

@@ -11,6 +11,7 @@ from ddltool.artifacts import Artifact, AtLeastOne, NonNegative, Positive, Recor
 from ddltool.device import DEVICES_PER_NODE, name_key
 from ddltool.errors import InputError
 from ddltool.links import parse_link, parse_nic
+from ddltool.precision import PrecisionField
 
 # Larger prices, limits and weights would leave the solvers' sums, or nothing of the others in them.
 LARGEST = 1e9
@@ -159,8 +160,10 @@ class Job(Artifact):
     )
     max_workers: Annotated[int, Field(ge=1, le=10_000_000)] = Field(description="maxP: logical workers (ESTs)")
     batch_size: AtLeastOne = Field(default=1, description="samples per logical worker and step")
-    precision: Literal["fp32", "tf32", "amp", "bf16"] = Field(
-        default="fp32", description="what predicted times are for; fp32: as torch runs it by default"
+    precision: PrecisionField = Field(
+        default="fp32",
+        description="what predicted times are for; fp32: as torch runs it by default; bf16, fp16 (or amp): autocast over "
+        "float32 parameters; bf16-pure, fp16-pure: everything in it",
     )
     channels_last: bool = Field(default=False, description="images in channels_last")
     optimizer: Literal["none", "sgd", "momentum", "adam", "adamw"] = "adam"

@@ -190,6 +190,8 @@ def _worker(request: WatchRequest, rank: int, results: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from ddltool.analyzers.step.tracing.step import called
+
     if request.cores is not None:
         os.sched_setaffinity(0, {request.cores[rank]})
     torch.set_num_threads(1)
@@ -201,13 +203,15 @@ def _worker(request: WatchRequest, rank: int, results: Connection) -> None:
     optimizer = torch.optim.SGD(parameters, lr=1e-2)
     watch = Watch(f"w{rank}")
     sent_rows, sent_s = 0, time.monotonic()
-    step.loss(step.module(*step.inputs)).backward()  # the first step pays for what later ones find ready
+    step.loss(
+        called(step.module, step.inputs, step.keywords)
+    ).backward()  # the first step pays for what later ones find ready
     try:
         for _ in range(request.iterations):
             optimizer.zero_grad()
             dist.barrier()
             with watch.iteration(request.batch):
-                step.loss(step.module(*step.inputs)).backward()
+                step.loss(called(step.module, step.inputs, step.keywords)).backward()
             trained = [value for value in parameters if value.grad is not None]
             gradients = torch.nn.utils.parameters_to_vector([value.grad for value in trained if value.grad is not None])
             dist.all_reduce(gradients)

@@ -29,10 +29,11 @@ SHORTEST_LOOK_S = 0.2
 
 
 class ResolvedStep(Protocol):
-    """The training step that a resolver returns: the module, its inputs, and a loss of its output."""
+    """The training step that a resolver returns: the module, its inputs (the last by keyword), and a loss of its output."""
 
     module: nn.Module
     inputs: tuple[Any, ...]
+    keywords: tuple[str, ...]
     loss: Callable[[Any], torch.Tensor]
 
 
@@ -221,6 +222,8 @@ class StepTimer:
         import torch
         from torch.nn.parallel import DistributedDataParallel
 
+        from ddltool.analyzers.step.tracing.step import called
+
         step = self._resolver(self.subject.source, task.batch)
         device = self.device
         group = self.groups.get(task.replicas)
@@ -231,7 +234,7 @@ class StepTimer:
         optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
 
         def run_pass(loss_scale: float) -> None:
-            loss = step.loss(wrapped(*inputs))
+            loss = step.loss(called(wrapped, inputs, step.keywords))
             (loss if loss_scale == 1.0 else loss * loss_scale).backward()
 
         def timed_step(task: MeasureTask, synchronise: bool) -> tuple[float, float]:

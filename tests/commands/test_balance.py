@@ -209,6 +209,7 @@ class LinearStep:
 
         self.module = torch.nn.Linear(8, 1)
         self.inputs = (torch.ones(batch, 8),)
+        self.keywords = ()
 
     def loss(self, output: object) -> object:
         return output.square().mean()  # type: ignore[attr-defined]

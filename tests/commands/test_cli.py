@@ -179,7 +179,7 @@ def test_capability_from_a_profile_and_from_the_model(cli: Cli, folder: Path) ->
     )
     result = cli("plan", folder / "job.yaml", "--json")
     assert result.code == 0
-    assert "predicted capabilities (zoo:cifarnet, fp32, adam): T4" in result.err
+    assert "predicted capabilities (zoo:cifarnet; fp32: 16 bytes a parameter with adam): T4" in result.err
     (folder / "job.yaml").write_text(JOB.replace(", capability_per_s: 1.0", ""))
     assert "T4 has neither capability_per_s nor profile" in cli("plan", folder / "job.yaml").error_line
 
@@ -349,7 +349,7 @@ def test_help_groups_commands_and_options(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("command", "option", "begun", "wanted"),
     [
-        ("trace", "precision", "", ["fp32", "tf32", "amp", "bf16"]),
+        ("trace", "precision", "", ["fp32", "tf32", "bf16", "fp16", "bf16-pure", "fp16-pure"]),
         ("plan", "strategy", "e", ["est", "elastic-bsp"]),
         ("barrier", "algorithm", "zip", ["zipline"]),
         ("simulate", "policy", "fifo,sr", ["fifo,srtf"]),

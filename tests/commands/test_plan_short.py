@@ -39,7 +39,7 @@ def test_what_is_said_of_the_job_reaches_it(cli: Cli, monkeypatch: pytest.Monkey
     assert cli("plan", "timm:resnet18", "--devices", "A100=8", *said).code == 2
     job = seen[0]
     assert (job.precision, job.optimizer, job.sequence_length, job.max_workers * job.batch_size) == (
-        "amp",
+        "fp16",
         "sgd",
         512,
         16,

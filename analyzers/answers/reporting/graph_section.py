@@ -18,6 +18,7 @@ from ddltool.analyzers.answers.reporting.section import (
     tabled,
 )
 from ddltool.analyzers.step.communication.program import SMALL_GAIN
+from ddltool.analyzers.step.costs.model import OPTIMIZER, memory_words
 from ddltool.analyzers.step.transfers.efficiency import MakespanBounds, bounds, simulated
 from ddltool.analyzers.step.transfers.order import tac, tic
 from ddltool.analyzers.step.transfers.timeline import Timeline
@@ -199,6 +200,8 @@ def _time_source(graph: TracedGraph) -> str:
         low, high = graph.error_low, graph.error_high
         range_ = f", 80 % of measured steps within x {low:.2f} to {high:.2f}" if low and high else ""
         precision_text = f", {graph.precision}" if graph.precision else ""
+        if graph.precision and graph.mode == "training":
+            precision_text = f", {memory_words(graph.precision, graph.optimizer or OPTIMIZER)}"
         return f"on {graph.device}{precision_text}; all times predicted{range_}"
     if graph.oracle == "measured":
         return f"ops measured on this machine's {graph.device}, transfers predicted"

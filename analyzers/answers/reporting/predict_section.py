@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ddltool.analyzers.answers.reporting.figures import Bars
 from ddltool.analyzers.answers.reporting.section import Column, Section, pictured, tabled
+from ddltool.analyzers.step.costs.model import memory_words
 from ddltool.graph_results import PredictedRow, PredictResult
 from ddltool.units import show_bytes, show_rate, show_seconds, show_span
 
@@ -64,8 +65,8 @@ def _answer(result: PredictResult) -> str:
 def _remarks(result: PredictResult) -> list[str]:
     """Return what was assumed, what does not fit, what waits for the host, and how far off such predictions were."""
     assumed, rows = result.assumptions, result.rows
-    settings = [assumed.precision, *(["channels_last"] if assumed.channels_last else [])]
-    settings += ["compiled" if assumed.compile else "eager", f"optimizer {assumed.optimizer}"]
+    settings = ["channels_last"] if assumed.channels_last else []
+    settings += ["compiled" if assumed.compile else "eager"]
     settings += [f"{assumed.accumulation} passes a step"] if assumed.accumulation > 1 else []
     settings += [f"{assumed.sequence_length} tokens a sample"] if assumed.sequence_length else []
     settings += [f"up to {assumed.gpus_per_node} GPUs a node"] if any(row.num_replicas > 1 for row in rows) else []
@@ -73,7 +74,7 @@ def _remarks(result: PredictResult) -> list[str]:
     settings += [f"checkpointing {assumed.checkpointing}"] if assumed.checkpointing != "none" else []
     if any(row.num_nodes > 1 for row in rows):
         settings.append(f"{show_bytes(assumed.bandwidth_bytes_per_s)}/s between nodes")
-    lines = [f"Assumed: {', '.join(settings)}."]
+    lines = [f"Assumed: {memory_words(assumed.precision, assumed.optimizer)}; {', '.join(settings)}."]
     if any(not row.fits for row in rows):
         lines.append("! needs more memory than the device has, by estimate.")
     lines += [_repeated(row) for row in rows if row.recompute is not None and row.recompute.budget_bytes is not None][

@@ -14,6 +14,7 @@ from ddltool.analyzers.step.measured.kineto import read_steps
 from ddltool.artifacts import demand_once, ending
 from ddltool.device import Device, DeviceTable, name_key
 from ddltool.errors import InputError, did_you_mean
+from ddltool.precision import precision_name
 from ddltool.results import ImportedFile
 from ddltool.tables import read_table
 from ddltool.telemetry import runs_of
@@ -126,7 +127,7 @@ def measured_rows(
         others = ", ".join(sorted(is_own)[:8])
         remedy = "name the device that was measured, as ddltool devices or --devices-file names it"
         raise InputError(where, f"holds rows of {others} and none of {device.name}", remedy)
-    steps = []
+    steps, asked = [], precision_name(precision)
     for number, (name, row) in enumerate(zip(row_devices, frame.to_dict("records"), strict=True), start=1):
         if not is_own[name]:
             continue
@@ -137,8 +138,9 @@ def measured_rows(
         if row["num_replicas"] != 1 or accumulation_steps > 0:  # a row that does not say has NaN
             continue
         settings = _row_settings(row, place)
-        if settings.get("precision", precision) not in (precision, {"tf32": "fp32"}.get(precision)):
-            raise InputError(place, f"was measured in {settings['precision']}, not {precision}", _remedy("precision"))
+        measured = precision_name(settings.get("precision", precision), f"{place}:precision")
+        if measured not in (asked, {"tf32": "fp32"}.get(asked)):
+            raise InputError(place, f"was measured in {measured}, not {asked}", _remedy("precision"))
         if optimizer is not None and settings.get("optimizer", optimizer) != optimizer:
             raise InputError(place, f"was measured with {settings['optimizer']}, not {optimizer}", _remedy("optimizer"))
         trained_by = settings.get("optimizer") or optimizer or "adam"

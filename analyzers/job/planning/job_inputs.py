@@ -29,7 +29,7 @@ from ddltool.analyzers.job.planning.split import checked_total, memory_limit
 from ddltool.analyzers.step.communication.collectives import DEFAULT_CAP_MIB
 from ddltool.analyzers.step.communication.fabrics import BANDWIDTH, between_nodes, own_link, tests_in
 from ddltool.analyzers.step.communication.nccl import Fabric
-from ddltool.analyzers.step.costs.model import cost_model, estimate
+from ddltool.analyzers.step.costs.model import cost_model, estimate, memory_words
 from ddltool.analyzers.step.measured.feedback import Run, read_run
 from ddltool.analyzers.step.tracing.determinism import scan
 from ddltool.analyzers.step.tracing.sources import is_graph_file, is_onnx_file, load_graph, scan_source
@@ -167,7 +167,7 @@ def capabilities_of(job: Job, folder: Path, where: str, tell: Tell) -> dict[str,
         return capabilities
     predicted = _predicted_capabilities(job, folder, unrated, where)
     shown = ", ".join(f"{name} {value:.3g}/s" for name, value in predicted.items())
-    tell(f"predicted capabilities ({job.model}, {job.precision}, {job.optimizer}): {shown}")
+    tell(f"predicted capabilities ({job.model}; {memory_words(job.precision, job.optimizer)}): {shown}")
     return {**capabilities, **predicted}
 
 

@@ -42,6 +42,7 @@ SURE = 0.9
 # Time limit of the solver that chooses which activations to recompute, in seconds.
 _CHOOSING_S = 3.0
 GIB = 2.0**30
+WHOLE = Sharding(kind="none")
 # From this ratio of the host's time to the device's on, the host may decide the step: its time is known to within 60 %.
 _HOST_NEAR = 0.6
 
@@ -91,16 +92,17 @@ class _Timed:
 class LayoutFigures:
     """Costs the layouts of one job. ``kinds``: offered devices by type; ``total``: samples per step.
 
-    The private fields cache by: ``_timed`` (device type, samples, recomputation), ``_graphs`` samples, ``_reserved_bytes`` and
-    ``_peaks`` (sharding, recomputation, samples) in bytes, ``_settings`` the layout as JSON, ``_saved_ops`` recomputation key.
+    The private fields cache by: ``_timed`` (device type, samples, recomputation, whether FSDP computes alike), ``_graphs``
+    (samples, whether FSDP computes alike), ``_reserved_bytes`` and ``_peaks`` (sharding, recomputation, samples) in bytes,
+    ``_settings`` the layout as JSON, ``_saved_ops`` recomputation key.
     """
 
     work: WorkCurve
     kinds: Mapping[str, DeviceKind]
     total: int
     optimizer: str
-    _timed: dict[tuple[str, int, str], _Timed] = field(default_factory=dict)
-    _graphs: dict[int, Graph] = field(default_factory=dict)
+    _timed: dict[tuple[str, int, str, bool], _Timed] = field(default_factory=dict)
+    _graphs: dict[tuple[int, bool], Graph] = field(default_factory=dict)
     _reserved_bytes: dict[tuple[Sharding, str, int], float] = field(default_factory=dict)
     _peaks: dict[tuple[Sharding, str, int], float] = field(default_factory=dict)
     _settings: dict[str, tuple[BucketSetting | None, PrefetchSetting | None]] = field(default_factory=dict)
@@ -125,34 +127,35 @@ class LayoutFigures:
     def _last_pass(self, candidate: LayoutCandidate) -> Program:
         """Return the program of one pass on the device type that ends last."""
         largest = candidate.layout.local_batch_sizes[candidate.slowest]
-        return self._timed_pass(candidate.slowest, -(-largest // candidate.layout.passes), candidate.recompute).program
+        size = -(-largest // candidate.layout.passes)
+        return self._timed_pass(candidate.slowest, size, candidate.recompute, candidate.sharding).program
 
-    def _exchanged_bytes(self, name: str) -> float:
+    def _exchanged_bytes(self, name: str, sharding: Sharding) -> float:
         """Return the bytes of all gradients in the smaller of their sent and their stored size."""
-        program = self._timed_pass(name, self.work.traced.graph.batch_size or 1, "none").program
+        program = self._timed_pass(name, self.work.traced.graph.batch_size or 1, "none", sharding).program
         return float(min(program.size_bytes.sum(), program.held_bytes.sum()))
 
     def _missing_bytes(self, candidate: LayoutCandidate) -> float:
         """Return by how many bytes torch's allocator exceeds device memory, the worst type's; 0.0: the layout fits."""
-        most_missing = 0.0
+        most_missing, work = 0.0, self.work.under(candidate.sharding)
         for name, size in candidate.layout.local_batch_sizes.items():
             usable, pass_samples = self.kinds[name].usable_bytes, -(-size // candidate.layout.passes)
             key = candidate.sharding, candidate.recompute, pass_samples
             if key not in self._reserved_bytes:
-                needed = self.work.held(
+                needed = work.held(
                     pass_samples,
                     candidate.sharding,
                     self.optimizer,
-                    self._saved_per_module(candidate.recompute, pass_samples),
+                    self._saved_per_module(candidate.recompute, pass_samples, candidate.sharding),
                 )
                 self._reserved_bytes[key] = math.inf if needed is None else float(needed.reserved_bytes() or 0)
             if self._reserved_bytes[key] > usable:
                 # Given a limit, the allocator frees whole unused segments when it comes near; simulate that too.
-                needed = self.work.held(
+                needed = work.held(
                     pass_samples,
                     candidate.sharding,
                     self.optimizer,
-                    self._saved_per_module(candidate.recompute, pass_samples),
+                    self._saved_per_module(candidate.recompute, pass_samples, candidate.sharding),
                 )
                 if needed is None or needed.reserved_bytes(usable) is None:
                     most_missing = max(most_missing, self._reserved_bytes[key] - usable)
@@ -162,8 +165,8 @@ class LayoutFigures:
         """Return these figures scaled to measured capabilities: mini-batches of ``batch_size`` samples per second, by type."""
         kinds = dict(self.kinds)
         for name, capability in capabilities.items():
-            predicted = self._timed_pass(name, batch_size, "none")
-            seconds = predicted.program.compute_s + predicted.own_update_s(Sharding(kind="none"))
+            predicted = self._timed_pass(name, batch_size, "none", WHOLE)
+            seconds = predicted.program.compute_s + predicted.own_update_s(WHOLE)
             kinds[name] = replace(kinds[name], slower=1 / (capability * seconds) if seconds else 1.0)
         return type(self)(work=self.work, kinds=kinds, total=self.total, optimizer=self.optimizer)
 
@@ -188,11 +191,11 @@ class LayoutFigures:
         """
         layout, names = candidate.layout, list(candidate.layout.devices)
         most_samples = max(row.size for row in candidate.rows)
-        saved_ops = self._saved_per_module(candidate.recompute, -(-most_samples // layout.passes))
+        saved_ops = self._saved_per_module(candidate.recompute, -(-most_samples // layout.passes), candidate.sharding)
         rows = []
         for row in candidate.rows:
             name = names[row.kind]
-            timed = self._timed_pass(name, -(-row.size // layout.passes), candidate.recompute)
+            timed = self._timed_pass(name, -(-row.size // layout.passes), candidate.recompute, candidate.sharding)
             seconds = layout.passes * timed.program.compute_s + timed.own_update_s(candidate.sharding)
             rows.append(
                 Assignment(
@@ -244,11 +247,19 @@ class LayoutFigures:
         return None, prefetch_setting(plans, chosen)
 
     def _sample_s(self, name: str, size: int) -> float:
-        """Return the marginal seconds of a sample on a device type near ``size`` samples, from sizes that are traced anyway."""
+        """Return the least marginal seconds of a sample on a device type near ``size`` samples, of whole and sharded steps.
+
+        They come from sizes that are traced anyway.
+        """
         traced_size = self.work.traced.graph.batch_size or 2 * size
         sizes = sorted({size, traced_size if traced_size != size else 2 * size})
-        shorter_s, longer_s = (self._timed_pass(name, samples, "none").program.compute_s for samples in sizes)
-        return max(min((longer_s - shorter_s) / (sizes[1] - sizes[0]), shorter_s / sizes[0]), 1e-12)
+        least_s = math.inf
+        for sharding in (WHOLE, Sharding(kind="fsdp")):
+            shorter_s, longer_s = (
+                self._timed_pass(name, samples, "none", sharding).program.compute_s for samples in sizes
+            )
+            least_s = min(least_s, (longer_s - shorter_s) / (sizes[1] - sizes[0]), shorter_s / sizes[0])
+        return max(least_s, 1e-12)
 
     def _recomputations(self) -> Sequence[str]:
         return WAYS if self.work.lifetimes(1).blocks else WAYS[:1]
@@ -284,7 +295,7 @@ class LayoutFigures:
         for passes in dict.fromkeys(
             (fewest_passes, fewest_passes + 1, 2 * fewest_passes) if len(used) > 1 and not equal else (fewest_passes,)
         ):
-            rows = self._shares(used, limits, recompute, passes, equal)
+            rows = self._shares(used, limits, sharding, recompute, passes, equal)
             if rows is None or min(row.size for row in rows) < passes:
                 continue
             if limit_s < math.inf and self._lower_bound_s(used, sharding, recompute, passes, rows) > limit_s:
@@ -295,7 +306,13 @@ class LayoutFigures:
         return best
 
     def _shares(
-        self, used: Mapping[str, int], limits: Mapping[str, int], recompute: str, passes: int, equal: bool
+        self,
+        used: Mapping[str, int],
+        limits: Mapping[str, int],
+        sharding: Sharding,
+        recompute: str,
+        passes: int,
+        equal: bool,
     ) -> tuple[Row, ...] | None:
         """Return the samples of each device, equal or with one common end time; None where memory does not hold them.
 
@@ -304,20 +321,21 @@ class LayoutFigures:
         counts = list(used.values())
         if equal or len(used) == 1:
             return tuple(equal_rows(dict(enumerate(counts)), self.total))
-        lines = [self._pass_line(name, max(2, -(-self.total // (sum(counts) * passes))), recompute) for name in used]
+        most = max(2, -(-self.total // (sum(counts) * passes)))
+        lines = [self._pass_line(name, most, recompute, sharding) for name in used]
         times = [
             replace(line, launch_s=line.launch_s * passes, memory_limit=passes * limits[name])
             for line, name in zip(lines, used, strict=True)
         ]
         return spread(DeviceCurves.of_types(times), counts, self.total)
 
-    def _pass_line(self, name: str, size: int, recompute: str) -> StepTime:
+    def _pass_line(self, name: str, size: int, recompute: str, sharding: Sharding) -> StepTime:
         """Return a pass's time as a line over samples, through 1 sample and the next power of 2: few sizes are traced."""
         upper_size = 2 ** math.ceil(math.log2(max(size, 2)))
         if self.work.traced.largest is not None:
             upper_size = max(2, min(upper_size, self.work.traced.largest))
         single_s, upper_s = (
-            self._timed_pass(name, samples, recompute).program.compute_s for samples in (1, upper_size)
+            self._timed_pass(name, samples, recompute, sharding).program.compute_s for samples in (1, upper_size)
         )
         sample_s = max((upper_s - single_s) / (upper_size - 1), 1e-12)
         return StepTime(launch_s=max(single_s - sample_s, 0.0), per_sample_s=sample_s)
@@ -329,12 +347,12 @@ class LayoutFigures:
         names, compute_s = list(used), 0.0
         for row in rows:
             size = -(-row.size // passes)
-            compute_s = max(compute_s, self._pass_line(names[row.kind], size, recompute).seconds(size))
+            compute_s = max(compute_s, self._pass_line(names[row.kind], size, recompute, sharding).seconds(size))
         group, name = self._process_group(used, sharding), names[rows[0].kind]
-        program = self._timed_pass(name, self.work.traced.graph.batch_size or 1, "none").program
+        program = self._timed_pass(name, self.work.traced.graph.batch_size or 1, "none", sharding).program
         reduce_s = group.reduce_scatter_s if sharding.gathers else group.all_reduce_s
         first_ready_share = float(program.ready_s[0]) / program.compute_s
-        exchanged_s = 0.0 if group.replicas < 2 else reduce_s(self._exchanged_bytes(name))
+        exchanged_s = 0.0 if group.replicas < 2 else reduce_s(self._exchanged_bytes(name, sharding))
         return SURE * ((passes - 1) * compute_s + max(compute_s, first_ready_share * compute_s + exchanged_s))
 
     def _cost(
@@ -349,7 +367,9 @@ class LayoutFigures:
         """Return the layout with its figures; None where ``accept`` refuses even its compute without communication."""
         names = list(used)
         sizes = {names[row.kind]: max(other.size for other in rows if other.kind == row.kind) for row in rows}
-        timed_passes = {name: self._timed_pass(name, -(-size // passes), recompute) for name, size in sizes.items()}
+        timed_passes = {
+            name: self._timed_pass(name, -(-size // passes), recompute, sharding) for name, size in sizes.items()
+        }
         computes_s = {
             name: passes * timed.program.compute_s + timed.own_update_s(sharding)
             for name, timed in timed_passes.items()
@@ -401,10 +421,11 @@ class LayoutFigures:
             key=lambda device_type: self.kinds[device_type].usable_bytes - layout.memory_bytes[device_type],
         )
         size = -(-layout.local_batch_sizes[tightest] // layout.passes)
-        lifetimes = self.work.lifetimes(size)
+        work = self.work.under(candidate.sharding)
+        lifetimes = work.lifetimes(size)
         budget_bytes = min(self.kinds[device_type].usable_bytes for device_type in layout.memory_bytes)
-        timed_graph = self._timed_pass(tightest, size, "none").graph
-        batch_samples = size if lifetimes.traced is self.work.traced else None
+        timed_graph = self._timed_pass(tightest, size, "none", candidate.sharding).graph
+        batch_samples = size if lifetimes.traced is work.traced else None
         try:
             recomputation = cheapest(
                 lifetimes,
@@ -462,31 +483,34 @@ class LayoutFigures:
         """Return the peak bytes of a process in a pass of ``size`` samples."""
         key = sharding, recompute, size
         if key not in self._peaks:
-            lifetimes = self.work.lifetimes(size)
-            scaled = size if lifetimes.traced is self.work.traced else None
-            peak = lifetimes.peak(sharding, self.optimizer, self._saved_per_module(recompute, size), scaled)
+            work = self.work.under(sharding)
+            lifetimes = work.lifetimes(size)
+            scaled = size if lifetimes.traced is work.traced else None
+            peak = lifetimes.peak(sharding, self.optimizer, self._saved_per_module(recompute, size, sharding), scaled)
             self._peaks[key] = peak.total_bytes
         return self._peaks[key]
 
-    def _saved_per_module(self, recompute: str, size: int) -> SavedOps:
+    def _saved_per_module(self, recompute: str, size: int, sharding: Sharding) -> SavedOps:
         """Return, by recomputed module, the operations whose outputs are kept; empty where nothing is recomputed."""
         if recompute in self._saved_ops:
             return self._saved_ops[recompute]
-        return self.work.lifetimes(size).every_block(cast(Checkpointing, recompute))
+        return self.work.under(sharding).lifetimes(size).every_block(cast(Checkpointing, recompute))
 
-    def _timed_pass(self, name: str, size: int, recompute: str) -> _Timed:
+    def _timed_pass(self, name: str, size: int, recompute: str, sharding: Sharding) -> _Timed:
         """Return a pass of ``size`` samples on a device type, recomputation included."""
-        key = name, size, recompute
+        work = self.work.under(sharding)
+        key = name, size, recompute, work is self.work
         if key not in self._timed:
-            if size not in self._graphs:
-                self._graphs[size] = self.work.traced.at(size)
+            graph_key = size, work is self.work
+            if graph_key not in self._graphs:
+                self._graphs[graph_key] = work.traced.at(size)
             device = self.kinds[name]
             timed = timed_step(
-                self._graphs[size], device.model, Setting(fabric=device.fabric, optimizer=self.optimizer)
+                self._graphs[graph_key], device.model, Setting(fabric=device.fabric, optimizer=self.optimizer)
             )
             timed = timed.with_durations(timed.duration_s * device.slower, timed.estimate)
-            if saved_ops := self._saved_per_module(recompute, size):
-                timed = self.work.lifetimes(size).lengthened(saved_ops, timed)
+            if saved_ops := self._saved_per_module(recompute, size, sharding):
+                timed = work.lifetimes(size).lengthened(saved_ops, timed)
             self._timed[key] = _Timed(
                 program=program_of(timed),
                 graph=timed,

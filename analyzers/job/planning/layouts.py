@@ -17,7 +17,7 @@ from ddltool.analyzers.job.placement.device_search import best_devices
 from ddltool.analyzers.job.placement.problem import Problem
 from ddltool.analyzers.job.placement.steps import Counts
 from ddltool.analyzers.job.planning.goal import Goal
-from ddltool.analyzers.job.planning.layout_figures import GIB, SURE, LayoutCandidate, LayoutFigures, gib
+from ddltool.analyzers.job.planning.layout_figures import GIB, SURE, WHOLE, LayoutCandidate, LayoutFigures, gib
 from ddltool.analyzers.step.costs.memory import Sharding
 from ddltool.decision import LEAST_GAIN, Layout, NothingFits
 from ddltool.errors import Infeasible
@@ -159,7 +159,7 @@ class Layouts(LayoutFigures):
         """Return whether one collective of all gradients alone exceeds ``limit``; buckets and units of them take longer."""
         if limit == math.inf or sum(devices.values()) == 1 or goal.objective == "least-memory":
             return False
-        size_bytes = self._exchanged_bytes(next(iter(devices)))
+        size_bytes = self._exchanged_bytes(next(iter(devices)), sharding)
         group = self._process_group(devices, sharding)
         step_s = SURE * (group.reduce_scatter_s(size_bytes) if sharding.gathers else group.all_reduce_s(size_bytes))
         price_per_hour = sum(count * (self.kinds[name].price_per_hour or 0.0) for name, count in devices.items())
@@ -234,7 +234,7 @@ class Layouts(LayoutFigures):
         # Samples are whole: one device at least takes their mean, rounded up.
         most_samples = math.ceil(self.total / min(sum(high), self.total))
         compute_s = SURE * max(self.total / samples_per_s, least_sample_s * most_samples)
-        step_s = max(compute_s, SURE * self._exchanged_bytes(problem.devices[0].name) / card_bytes_per_s)
+        step_s = max(compute_s, SURE * self._exchanged_bytes(problem.devices[0].name, WHOLE) / card_bytes_per_s)
         return goal.of(step_s, max(sum(low), 1), max(low_price * step_s, SURE * least_price * self.total) / 3600)
 
     def _shardings(self, counts: Counts, problem: Problem) -> list[Sharding]:

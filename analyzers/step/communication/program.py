@@ -15,6 +15,7 @@ from ddltool.arrays import Floats
 from ddltool.dependencies import collected, first_ready_first, input_lists, reversed_edges, whole_times
 from ddltool.errors import InputError
 from ddltool.graph import COMPUTE, RECV, SEND, Graph
+from ddltool.precision import precision_of
 
 # Below the first a change is lost in the noise of real steps; from the second on it pays for the work of enforcing it.
 SMALL_GAIN, CLEAR_GAIN = 0.01, 0.05
@@ -34,7 +35,7 @@ class Program:
     held: tuple[str, ...]
     """All q parameters, those without a gradient (frozen, unused) included, in file order."""
     held_bytes: Floats
-    """(q,)"""
+    """(q,) as FSDP gathers them: in the half type of autocast."""
     first_use_s: Floats
     """(q,) start of the first op that needs the parameter directly; infinite for an unused one."""
     backward_s: float
@@ -109,11 +110,17 @@ def program_of(graph: Graph) -> Program:
         ready_s=ready_s[sends],
         size_bytes=graph.size_bytes[sends],
         held=tuple(graph.parameter[op] or graph.names[op] for op in recvs),
-        held_bytes=graph.size_bytes[recvs],
+        held_bytes=graph.size_bytes[recvs] * _gathered_share(graph),
         first_use_s=first_use_s[recvs],
         backward_s=_find_backward_start(graph, start, compute_s),
         compute_s=compute_s,
     )
+
+
+def _gathered_share(graph: Graph) -> float:
+    """Return what FSDP gathers as a share of the parameters' bytes: half of float32 ones under autocast."""
+    is_half = precision_of(graph.meta.get("precision")).is_autocast and graph.meta.get("dtype") == "float32"
+    return 0.5 if is_half else 1.0
 
 
 def _find_backward_start(graph: Graph, start: Floats, compute_s: float) -> float:

@@ -31,10 +31,11 @@ from ddltool.analyzers.step.communication.fsdp import block_container, block_of
 from ddltool.analyzers.step.costs.allocator import reserved_bytes
 from ddltool.analyzers.step.costs.model import OPTIMIZERS, Optimizer
 from ddltool.analyzers.step.tracing.torch_adapter import TracedStep
-from ddltool.analyzers.step.tracing.torch_costs import AS_TRACED, Scale, tensors_of, value_of
+from ddltool.analyzers.step.tracing.torch_costs import AS_TRACED, Scale, base_name, tensors_of, value_of
 from ddltool.errors import InputError, did_you_mean
 from ddltool.graph import RECV, SEND, Graph
 from ddltool.plans import is_product
+from ddltool.precision import precision_of
 
 Array = NDArray[np.float64]
 Places = NDArray[np.int64]
@@ -43,8 +44,6 @@ Checkpointing = Literal["none", "selective", "full"]
 # Checkpointed blocks, and which of their products (by number) each saves.
 SavedOps = Mapping[str, Sequence[int]]
 PARAMETER, GIVEN, GRADIENT, ACTIVATION = range(4)
-# fully_shard's mixed precision keeps parameters, reduced gradients and state in float32, whatever is gathered.
-_MASTER_BYTES = 4.0
 # cuDNN's FFT_TILING: half of the numbers of a real tile's transform say all.
 _TILE, _COMPLEX_BYTES = 32, 8.0
 
@@ -148,9 +147,10 @@ class TensorLifetimes:
     read: Places
     """(r, 3) storage, block, place: inputs made before a block, and the last place of its forward pass that reads them."""
     trained_bytes: Array
-    """(blocks + 1,) of the parameters that get a gradient; those outside all blocks come last."""
-    master_bytes: Array
-    """(blocks + 1,) of the float32 copies that ``fully_shard`` keeps, reduces and updates."""
+    """(blocks + 1,) of the parameters that get a gradient, as they are kept, reduced and updated; those outside all blocks
+    come last."""
+    kept_share: float
+    """Bytes of the parameters as they are kept (float32 under FSDP's mixed precision) over those that the ops read."""
     blocks: tuple[ModelBlock, ...]
     """In the order of their forward passes; empty if they do not run one after another."""
     _sizes: dict[int | None, Array] = field(default_factory=dict)
@@ -351,13 +351,9 @@ class TensorLifetimes:
         """
         is_parameter, is_gradient = self.role == PARAMETER, self.role == GRADIENT
         alloc, end, shard = recomputation.moved(self.alloc), held.places, sharding.shard
-        master_bytes = self.master_bytes
-        held.add(
-            "parameters", 0, end, size[is_parameter] * np.maximum(_MASTER_BYTES / self.width[is_parameter], 1.0) / shard
-        )
-        states = np.tile(
-            size[is_gradient] * np.maximum(_MASTER_BYTES / self.width[is_gradient], 1.0), int(update.state_copies)
-        )
+        reduced_bytes = self.trained_bytes
+        held.add("parameters", 0, end, size[is_parameter] * self.kept_share / shard)
+        states = np.tile(size[is_gradient] * self.kept_share, int(update.state_copies))
         held.add("optimizer", 0, end, states / shard)
         held.add("gathered", 0, end, size[is_parameter & (self.owner < 0)])
         is_root_gradient = is_gradient & (self.owner < 0)
@@ -399,9 +395,9 @@ class TensorLifetimes:
             # A block gives up its parameters before it reduces, and the input of the reduction before it.
             held.add("gradients", alloc[is_own_gradient], backward_ends[block_index] + 2, size[is_own_gradient])
             reduced_until = backward_ends[next_index] + 1 if next_index is not None else end - 1
-            held.add("reducing", backward_ends[block_index] + 1, reduced_until, float(master_bytes[block_index]))
-            held.add("gradients", backward_ends[block_index] + 1, end, float(master_bytes[block_index]) / shard)
-        held.add("updating", end - 1, end, update.temporaries * float(master_bytes.sum()) / shard)
+            held.add("reducing", backward_ends[block_index] + 1, reduced_until, float(reduced_bytes[block_index]))
+            held.add("gradients", backward_ends[block_index] + 1, end, float(reduced_bytes[block_index]) / shard)
+        held.add("updating", end - 1, end, update.temporaries * float(reduced_bytes.sum()) / shard)
 
 
 class Recomputation:
@@ -564,6 +560,7 @@ class _Reader:
             for place, node in enumerate(self.nodes)
         ]
         self._mark_gradients()
+        self._keep_casts()
         if self.spans:
             self._assign_activations()
         blocks = self._read_blocks(used_storages)
@@ -590,8 +587,8 @@ class _Reader:
             owner=np.array([storage.owner for storage in self.storages], dtype=np.int64),
             product=np.array([product_numbers.get(place, -1) for place in alloc.tolist()], dtype=np.int64),
             read=np.array(input_rows, dtype=np.int64).reshape(-1, 3),
-            trained_bytes=self._sum_trained_bytes(blocks, master=False),
-            master_bytes=self._sum_trained_bytes(blocks, master=True),
+            trained_bytes=self._sum_trained_bytes(blocks),
+            kept_share=self._kept_share(),
             blocks=blocks,
         )
 
@@ -676,20 +673,31 @@ class _Reader:
             )
         return tuple(blocks)
 
-    def _sum_trained_bytes(self, blocks: Sequence[ModelBlock], *, master: bool) -> Array:
-        """Return (blocks + 1,) the bytes of parameters with a gradient, those outside all blocks last.
+    def _keep_casts(self) -> None:
+        """Hold autocast's casts of parameters to the end of the forward pass: its cache does, whoever reads them last."""
+        if not precision_of(self.traced.graph.meta.get("precision")).is_autocast:
+            return
+        for node in self.nodes[: self.backward]:
+            source = node.args[0] if node.args else None
+            if base_name(node.target) == "_to_copy" and isinstance(source, Node) and self.parameters.get(source):
+                for index in self._storages_of(node):
+                    storage = self.storages[index]
+                    storage.forward = max(storage.forward, self.backward - 1)
+                    storage.free = max(storage.free, self.backward - 1)
 
-        ``master``: the bytes of their float32 copies instead.
-        """
+    def _kept_share(self) -> float:
+        """Return the bytes of all parameters as the graph receives them over those that its ops read."""
         graph = self.traced.graph
-        element_bytes = {
-            parameter: _tensors(node)[0].element_size() for node, parameter in self.parameters.items() if parameter
-        }
+        read_bytes = sum(tensor.nbytes for node, name in self.parameters.items() if name for tensor in _tensors(node))
+        return float(graph.parameter_bytes) / read_bytes if read_bytes else 1.0
+
+    def _sum_trained_bytes(self, blocks: Sequence[ModelBlock]) -> Array:
+        """Return (blocks + 1,) the bytes of parameters with a gradient, those outside all blocks last."""
+        graph = self.traced.graph
         trained_bytes = np.zeros(len(blocks) + 1)
         for op in np.flatnonzero(graph.kind == SEND).tolist():
             parameter = graph.parameter[op] or ""
-            widening = max(_MASTER_BYTES / element_bytes[parameter], 1.0) if master else 1.0
-            trained_bytes[self._owner(parameter) if blocks else -1] += graph.size_bytes[op] * widening
+            trained_bytes[self._owner(parameter) if blocks else -1] += graph.size_bytes[op]
         return trained_bytes
 
     def _storages_of(self, node: Node) -> set[int]:

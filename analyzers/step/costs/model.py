@@ -21,6 +21,7 @@ from ddltool.calibration import CalibrationTable, Residuals
 from ddltool.device import GIVEN, Device, Generation, Network, name_key
 from ddltool.graph import COMPUTE, SEND, Estimate, Graph, assign_channels
 from ddltool.graph_results import CoverageFigures
+from ddltool.precision import precision_name, precision_of
 
 Array = NDArray[np.float64]
 # From this share of the device's time on a step is called bound by the host: a slower host then makes the step longer.
@@ -60,6 +61,20 @@ OPTIMIZERS = {
     "adam": Optimizer(state_copies=2, passes=7, temporaries=1),
     "adamw": Optimizer(state_copies=2, passes=7, temporaries=1),
 }
+
+
+def memory_words(precision: str, optimizer: str) -> str:
+    """Return what a precision stands for, and the bytes of each parameter with its gradient and optimizer states.
+
+    >>> memory_words("bf16", "adamw")
+    'bf16: autocast over float32 parameters, 16 bytes a parameter with adamw'
+    >>> memory_words("bf16-pure", "none")
+    'bf16-pure: everything in bfloat16, 4 bytes a parameter with its gradient'
+    """
+    update, kept = OPTIMIZERS[optimizer], precision_of(precision)
+    size = f"{kept.width * (2 + update.state_copies):g} bytes a parameter"
+    size += f" with {optimizer}" if update.passes else " with its gradient"
+    return f"{precision_name(precision)}: {', '.join(filter(None, (kept.words, size)))}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -51,6 +51,7 @@ from ddltool.graph_results import (
     RecomputeFigures,
 )
 from ddltool.plans import Recomputed
+from ddltool.precision import precision_of
 from ddltool.units import parse_bytes
 
 if TYPE_CHECKING:  # it loads a solver
@@ -73,8 +74,6 @@ _MOMENTS = 160
 # A rate of 90 % of the best predicted one counts as saturated, as for measured profiles.
 _SATURATED = 0.9
 _ASSUMED = ("compile", "optimizer", "accumulation", "sharding", "checkpointing")
-# What each precision computes in.
-_TYPES = {"amp": "float16", "bf16": "bfloat16", "tf32": "tf32", "fp32": "float32"}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,8 +81,26 @@ class WorkCurve:
     """The work of a step at any batch size."""
 
     traced: TracedStep
+    gathered: Callable[[], WorkCurve] | None = None
+    """Makes the work of the step as ``fully_shard`` computes it, where that differs: its parameters come in a half type, and
+    nothing is cast between the ops."""
     _lifetimes: dict[int, TensorLifetimes] = field(default_factory=dict)
     """By traced batch size."""
+    _gathered: list[WorkCurve] = field(default_factory=list)
+
+    def under(self, sharding: Sharding) -> WorkCurve:
+        """Return the work of the step under a sharding. It is traced again the first time, for FSDP and autocast.
+
+        A model that runs in a half type under autocast alone is computed so under FSDP, too.
+        """
+        if not sharding.gathers or self.gathered is None:
+            return self
+        if not self._gathered:
+            try:
+                self._gathered.append(self.gathered())
+            except InputError:
+                self._gathered.append(self)
+        return self._gathered[0]
 
     def lifetimes(self, batch_size: int) -> TensorLifetimes:
         """Return the tensor lifetimes of the step at a batch size. O(calls) the first time.
@@ -148,7 +165,10 @@ class WorkCurve:
 
 def measure_work(build: Callable[[], TrainingStep], numerics: Numerics = AS_DEFAULT) -> WorkCurve:
     """Return the work of the training step that ``build`` makes. Raises InputError when it cannot be traced."""
-    return WorkCurve(traced=trace_any_batch(build, mode="training", numerics=numerics))
+    traced = trace_any_batch(build, mode="training", numerics=numerics)
+    if not numerics.autocasts:
+        return WorkCurve(traced=traced)
+    return WorkCurve(traced=traced, gathered=lambda: measure_work(build, replace(numerics, gathered=True)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,7 +259,7 @@ def predict_on(
         devices[model.device.name] = PredictedDevice(
             saturation_batch=min(saturated_sizes, default=None),
             memory_limit_batch=memory_limit_batch(curve, model.device, setting, predicted[0].num_replicas),
-            has_precision=_TYPES[str(meta.get("precision"))] in model.device.peak_flops,
+            has_precision=precision_of(meta.get("precision")).computes in model.device.peak_flops,
             price_per_hour=model.device.price_per_hour,
             error=model.residuals,
             link_bytes_per_s=setting.fabric.inside.bytes_per_s,
@@ -263,11 +283,10 @@ def predict_on(
 def _fitting_sizes(curve: WorkCurve, model: CostModel, setting: Setting, replicas: int) -> tuple[int, ...]:
     """Return 1, 2, 4, ... up to the memory limit. Raises Infeasible when one sample does not fit."""
     limit = memory_limit_batch(curve, model.device, setting, replicas)
+    sharding = setting.sharded(replicas)
     if limit < 1 and setting.budget_bytes:
-        sharding, seconds = (
-            setting.sharded(replicas),
-            curve.lifetimes(1).seconds(timed_step(curve.traced.at(1), model, setting)),
-        )
+        curve = curve.under(sharding)
+        seconds = curve.lifetimes(1).seconds(timed_step(curve.traced.at(1), model, setting))
         # Raises Infeasible with the least budget that holds one sample, unless blocks with different choices fit.
         _choose_saved_ops(curve, model, setting, sharding, seconds, 1)
         return (1,)
@@ -321,25 +340,28 @@ def predict(
     Raises InputError for a batch size at which the step cannot be traced, and Infeasible for a budget of memory that no
     choice of checkpointing keeps.
     """
-    timed = {size: timed_step(curve.traced.at(size), model, setting) for size in batch_sizes}
+    timed: dict[tuple[int, bool], Graph] = {}
     recomputed_steps: dict[tuple[int, Sharding], _RecomputedStep] = {}
     rows = []
     for placement in placements:
         sharding = setting.sharded(placement.num_replicas)
+        work = curve.under(sharding)
         for size in batch_sizes:
+            if (size, sharding.gathers) not in timed:
+                timed[size, sharding.gathers] = timed_step(work.traced.at(size), model, setting)
             if (size, sharding) not in recomputed_steps:
                 same_size_step = next(
                     (
                         step
-                        for (step_size, _), step in recomputed_steps.items()
-                        if step_size == size and not setting.budget_bytes
+                        for (step_size, other), step in recomputed_steps.items()
+                        if (step_size, other.gathers) == (size, sharding.gathers) and not setting.budget_bytes
                     ),
                     None,
                 )
                 recomputed_steps[size, sharding] = same_size_step or _recompute_step(
-                    curve, model, setting, sharding, timed[size], size
+                    work, model, setting, sharding, timed[size, sharding.gathers], size
                 )
-            rows.append(_predict_row(curve, model, setting, placement, recomputed_steps[size, sharding], size, source))
+            rows.append(_predict_row(work, model, setting, placement, recomputed_steps[size, sharding], size, source))
     return rows
 
 
@@ -489,9 +511,9 @@ def products_s(graph: Graph, device: Device) -> float:
 
     In ``fp32`` convolutions and recurrent layers may use TF32, so its peak is theirs.
     """
-    precision = str(graph.meta.get("precision", "fp32"))
-    peak = device.peak_for(_TYPES[precision])
-    convolution_peak = device.peak_for("tf32") if precision == "fp32" else peak
+    computes = precision_of(graph.meta.get("precision")).computes
+    peak = device.peak_for(computes)
+    convolution_peak = device.peak_for("tf32") if computes == "float32" else peak
     is_product = graph.gemm[:, 1] > 0
     op_kinds = [op_type.rpartition(".")[2] for op_type in graph.op_type]
     is_convolution = is_product & np.array(
@@ -556,6 +578,7 @@ def memory_limit_batch(curve: WorkCurve, device: Device, setting: Setting, num_r
     Under a budget of memory all blocks count as fully checkpointed.
     """
     sharding, available_bytes = setting.sharded(num_replicas), usable_bytes(device)
+    curve = curve.under(sharding)
 
     def fits(size: int) -> bool:
         memory = curve.held(size, sharding, setting.optimizer, setting.uniform)
@@ -580,9 +603,11 @@ def timeline(curve: WorkCurve, model: CostModel, setting: Setting, row: Predicte
 
     None: the step is not traced at so large a batch.
     """
+    sharding = setting.sharded(row.num_replicas)
+    curve = curve.under(sharding)
     size, lifetimes = row.local_batch_size, curve.lifetimes(row.local_batch_size)
     saved_ops = {block.module: block.keeps for block in row.recompute.modules} if row.recompute else {}
-    held = curve.held(size, setting.sharded(row.num_replicas), setting.optimizer, saved_ops)
+    held = curve.held(size, sharding, setting.optimizer, saved_ops)
     if held is None:
         return None
     end_s = lifetimes.clock(Recomputation(lifetimes, saved_ops), timed_step(curve.traced.at(size), model, setting))

@@ -10,18 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from ddltool.analyzers.step.tracing.op_rules import names_in
-from ddltool.errors import InputError, did_you_mean
-
-Precision = Literal["fp32", "tf32", "amp", "bf16"]
-PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+from ddltool.precision import PRECISIONS, Precision, PrecisionName, precision_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,22 +27,41 @@ class Numerics:
     """Precision and layout of a step.
 
     ``fp32``: float32 as torch runs it by default (convolutions may use TF32 where the device has it). ``tf32``: float32
-    with TF32 in matrix products too. ``amp``: autocast to float16. ``bf16``: parameters and activations in bfloat16.
+    with TF32 in matrix products too. ``bf16``, ``fp16``: autocast over float32 parameters; ``amp`` is read as ``fp16``.
+    ``bf16-pure``, ``fp16-pure``: parameters and activations in that type. Raises InputError for another name.
     """
 
-    precision: Precision = "fp32"
+    precision: PrecisionName = "fp32"
     channels_last: bool = False
     cuda: bool = True
     """False: trace what runs on the CPU, kernel by kernel."""
+    gathered: bool = False
+    """Whether ``fully_shard`` computes in the half type of autocast, ``MixedPrecisionPolicy(param_dtype, torch.float32)``:
+    shards of float32 are gathered in the half type and reduced in float32; nothing is cast between the ops."""
 
     def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS:
-            raise InputError("--precision", f"unknown {self.precision!r}", did_you_mean(self.precision, PRECISIONS))
+        object.__setattr__(self, "precision", precision_name(self.precision))
+
+    @property
+    def format(self) -> Precision:
+        """Return what the precision computes and keeps in."""
+        return PRECISIONS[self.precision]
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether the forward pass runs under autocast."""
+        return self.format.is_autocast and not self.gathered
+
+    def kept(self, value: Tensor) -> Tensor:
+        """Return a parameter in the type that it is kept, reduced and updated in."""
+        is_half = self.format.keeps != "float32" and value.is_floating_point()
+        return value.to(getattr(torch, self.format.keeps)) if is_half else value
 
     def cast(self, value: Tensor) -> Tensor:
-        """Return a parameter, buffer or input in the type and layout that the step keeps it in."""
-        if self.precision == "bf16" and value.is_floating_point():
-            value = value.to(torch.bfloat16)
+        """Return a parameter, buffer or input in the type and layout in which the module gets it."""
+        value = self.kept(value)
+        if self.gathered and self.format.is_autocast and value.dtype == torch.float32:
+            value = value.to(getattr(torch, self.format.computes))
         if self.channels_last and value.dim() == 4:
             value = value.contiguous(memory_format=torch.channels_last)
         return value
@@ -52,7 +69,9 @@ class Numerics:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Run the block as it would run on the device: under autocast and in CUDA's kernels."""
-        with torch.autocast("cpu", dtype=torch.float16, enabled=self.precision == "amp"), self.kernels():
+        half = getattr(torch, self.format.computes) if self.autocasts else torch.bfloat16
+        # make_fx turns the cache of casts off, which training has: it holds a parameter's cast until the pass ends.
+        with torch.autocast("cpu", dtype=half, enabled=self.autocasts, cache_enabled=True), self.kernels():
             yield
 
     def kernels(self) -> AbstractContextManager[object]:
@@ -65,8 +84,16 @@ class Numerics:
 _IN_FLOAT32 = names_in(
     "layer_norm group_norm softmax log_softmax softmin cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss kl_div "
     "binary_cross_entropy_with_logits cosine_embedding_loss cosine_similarity norm pow __pow__ __rpow__ exp expm1 log "
-    "log10 log2 log1p rsqrt reciprocal sum prod cumsum cumprod softplus sinh cosh tan acos asin erfinv dist cdist "
-    "renorm logsumexp normalize"
+    "log10 log2 log1p rsqrt reciprocal sum prod cumsum cumprod softplus sinh cosh tan acos asin erfinv dist cdist pdist "
+    "renorm logsumexp normalize __rdiv__ __rtruediv__ hinge_embedding_loss huber_loss margin_ranking_loss "
+    "multi_margin_loss multilabel_margin_loss poisson_nll_loss soft_margin_loss triplet_margin_loss"
+)
+# What it runs in half precision, and the CPU's does not: the same page, "CUDA Ops that can autocast to float16".
+_IN_HALF = names_in("mv addmv addr lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")
+# What the CPU's autocast runs in float32, and CUDA's in the type that it is given.
+_AS_GIVEN = names_in(
+    "avg_pool3d max_pool3d adaptive_avg_pool3d adaptive_max_pool3d max_unpool2d max_unpool3d pad grid_sample trace "
+    "fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn stft"
 )
 
 
@@ -89,9 +116,14 @@ class Dialect(TorchFunctionMode):
             args = (*args[:10], 0.0, *args[11:])  # calls the former, where this mode is off
         if name in ("lstm", "gru", "rnn_tanh", "rnn_relu") and len(args) == 9:
             return _recurrent(*args)
-        if name in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
-            args = tuple(map(_to_float32, args))
-            kwargs = {key: _to_float32(value) for key, value in kwargs.items()}
+        if torch.is_autocast_enabled("cpu"):
+            if name in _IN_FLOAT32:
+                args, kwargs = _cast((args, kwargs), torch.float32)
+            elif name in _IN_HALF:
+                args, kwargs = _cast((args, kwargs), torch.get_autocast_dtype("cpu"))
+            if name in _IN_HALF or name in _AS_GIVEN:
+                with torch.autocast("cpu", enabled=False):
+                    return func(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -100,10 +132,14 @@ def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = F
     return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
 
 
-def _to_float32(value: Any) -> Any:
-    """Return a tensor of half precision in float32, and any other value as it is."""
-    is_half = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
-    return value.float() if is_half else value
+def _cast(arguments: Any, dtype: torch.dtype) -> Any:
+    """Return a call's arguments with the floating-point tensors that autocast casts in one type; float64 stays."""
+    castable = (torch.float16, torch.bfloat16, torch.float32)
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.dtype in castable else value
+
+    return tree_map(cast, arguments)
 
 
 def _recurrent(

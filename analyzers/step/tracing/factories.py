@@ -21,7 +21,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddltool.analyzers.step.tracing.step import TrainingStep, batch_dimension, default_loss, guess_inputs, tensors_in
+from ddltool.analyzers.step.tracing.step import (
+    TrainingStep,
+    as_arguments,
+    batch_dimension,
+    default_loss,
+    guess_inputs,
+    tensors_in,
+)
 from ddltool.errors import DdlToolError, InputError, MissingExtra, did_you_mean, one_line
 
 REMEDY = "write a factory that returns (module, example_inputs)"
@@ -155,26 +162,27 @@ def held_step(model: Any, name: str) -> TrainingStep:
 
 
 def step_from(product: Any, source: str, name: str) -> TrainingStep:
-    """Return the step of a module or of (module, example inputs).
+    """Return the step of a module or of (module, example inputs), which are one, a tuple, or a mapping of keywords.
 
     Its loss is ``module.loss(output, module.example_targets(batch_size))`` for a module that has both, else the default
     loss. Raises InputError for any other product.
     """
     note = ""
     if isinstance(product, tuple) and len(product) == 2 and isinstance(product[0], nn.Module):
-        module, inputs = product
-        inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+        module, example = product
     elif isinstance(product, nn.Module):
         module = product
-        inputs, note = guess_inputs(module)
+        example, note = guess_inputs(module)
     else:
         type_name = type(product).__name__
         remedy = "return an nn.Module or (nn.Module, example_inputs)"
         raise InputError(source, f"the factory returned a {type_name}", remedy)
+    inputs, keywords = as_arguments(example)
     step = TrainingStep(
         name=name,
         module=module,
         inputs=inputs,
+        keywords=keywords,
         loss=default_loss,
         note=note,
         batch_dimension=batch_dimension(module, guessed=bool(note)),

@@ -20,7 +20,9 @@ class TrainingStep:
     name: str
     module: nn.Module
     inputs: tuple[Any, ...]
-    """Positional arguments; tensors have the batch in ``batch_dimension``, other values are passed unchanged."""
+    """Arguments; tensors have the batch in ``batch_dimension``, other values are passed unchanged."""
+    keywords: tuple[str, ...] = ()
+    """Names of the last of ``inputs``, which are passed by keyword."""
     loss: Callable[[Any], Tensor]
     """From the module's output to a scalar tensor."""
     note: str = ""
@@ -30,6 +32,31 @@ class TrainingStep:
     def at_batch(self, batch_size: int | None) -> TrainingStep:
         """Return the step with its inputs at a batch size (None: unchanged). Raises InputError for inputs without batch."""
         return replace(self, inputs=with_batch_size(self.inputs, batch_size, self.batch_dimension))
+
+    def run(self) -> Tensor:
+        """Return the loss of the example inputs."""
+        return self.loss(called(self.module, self.inputs, self.keywords))
+
+
+def called(module: Callable[..., Any], inputs: tuple[Any, ...], keywords: tuple[str, ...] = ()) -> Any:
+    """Return the module's output; ``keywords``: names of the last inputs, which are passed by keyword.
+
+    >>> called(lambda a, b: a - b, (1, 5), ("b",))
+    -4
+    """
+    positional = len(inputs) - len(keywords)
+    return module(*inputs[:positional], **dict(zip(keywords, inputs[positional:], strict=True)))
+
+
+def as_arguments(example: Any) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    """Return a step's ``inputs`` and ``keywords`` for one input, a tuple or list of inputs, or inputs by name.
+
+    >>> as_arguments({"x": 1, "mask": 2})
+    ((1, 2), ('x', 'mask'))
+    """
+    if isinstance(example, Mapping):
+        return tuple(example.values()), tuple(str(name) for name in example)
+    return (tuple(example) if isinstance(example, (tuple, list)) else (example,)), ()
 
 
 def all_tensors(output: Any) -> list[Tensor]:
@@ -134,7 +161,7 @@ _GUESSES: tuple[tuple[type[nn.Module], str, Callable[[Any], Tensor]], ...] = (
 )
 
 
-def guess_inputs(module: nn.Module) -> tuple[tuple[Any, ...], str]:
+def guess_inputs(module: nn.Module) -> tuple[Any, str]:
     """Return example inputs for a bare module and a note on the guess, "" where the module provides them.
 
     The module may provide ``example_inputs()`` or ``example_input_array``; else the first layer of known input shape decides.
@@ -144,7 +171,7 @@ def guess_inputs(module: nn.Module) -> tuple[tuple[Any, ...], str]:
     array = getattr(module, "example_input_array", None)
     example = method() if callable(method) else array
     if example is not None:
-        return (tuple(example) if isinstance(example, (tuple, list)) else (example,)), ""
+        return example, ""
     for layer in module.modules():
         for kind, description, make in _GUESSES:
             if isinstance(layer, kind):

@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddltool.analyzers.step.tracing.dialect import Numerics
 from ddltool.analyzers.step.tracing.op_rules import Cost
-from ddltool.analyzers.step.tracing.step import TrainingStep, all_tensors
+from ddltool.analyzers.step.tracing.step import TrainingStep, all_tensors, called
 from ddltool.analyzers.step.tracing.torch_costs import (
     Issued,
     Scale,
@@ -294,10 +294,12 @@ class _Fakes:
                 name: numerics.cast(_fake(value)).requires_grad_(value.requires_grad)
                 for name, value in self.module.named_parameters()
             }
+            self.kept = {name: numerics.kept(_fake(value)) for name, value in self.module.named_parameters()}
             self.buffers = {name: numerics.cast(_fake(value)) for name, value in self.module.named_buffers()}
             self.inputs = tuple(
                 numerics.cast(_fake(value)) if isinstance(value, Tensor) else value for value in step.inputs
             )
+            self.keywords = step.keywords
 
     @contextmanager
     def running(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Iterator[None]:
@@ -313,7 +315,7 @@ class _Fakes:
     def output(self, inputs: tuple[Any, ...]) -> Any:
         """Return the loss in training, the module's output in inference."""
         with self.numerics.running():
-            output = self.module(*inputs)
+            output = called(self.module, inputs, self.keywords)
             return self.loss(output) if self.mode == "training" else output
 
     def forward(self) -> list[OpOutput]:
@@ -350,6 +352,8 @@ class _RecordedStep:
     def __init__(self, fakes: _Fakes) -> None:
         self.fakes = fakes
         self.parameters = fakes.parameters
+        self.kept = fakes.kept
+        """Parameters as they are kept, reduced and updated: float32 where ``fully_shard`` gathers them in a half type."""
         self.scopes: list[tuple[int, str]] = []
         self.backward_start: int | None = None
         with fakes.fake, self._recording_scopes(), _use_lazy_graph_module(True):  # its code is never run
@@ -505,7 +509,7 @@ def _to_graph(trace: _RecordedStep, step: TrainingStep, again: Callable[[int], T
     placeholders = [node for node in nodes if node.op == "placeholder"]
     producer: dict[Node, str | None] = dict.fromkeys(placeholders)
     ops: list[Op] = []
-    for node, (name, value) in zip(placeholders, trace.parameters.items(), strict=False):
+    for node, (name, value) in zip(placeholders, trace.kept.items(), strict=False):
         size = float(value.numel() * value.element_size())
         producer[node] = f"recv/{name}"
         ops.append(Op(name=f"recv/{name}", kind="recv", resource="channel:0", size_bytes=size, parameter=name))
@@ -527,7 +531,7 @@ def _to_graph(trace: _RecordedStep, step: TrainingStep, again: Callable[[int], T
             modules = module_names(without_gradient)
             note = joined(note, f"{len(without_gradient)} trained parameters are read and get no gradient: {modules}")
         ops += sends
-    dtypes = [str(value.dtype).removeprefix("torch.") for value in trace.parameters.values()]
+    dtypes = [str(value.dtype).removeprefix("torch.") for value in trace.kept.values()]
     meta: dict[str, str | int | float | bool | None] = {
         "framework": "torch",
         "dtype": max(set(dtypes), key=dtypes.count) if dtypes else "float32",
@@ -648,13 +652,13 @@ def _send_ops(trace: _RecordedStep, output: Node, producer: dict[Node, str | Non
     gradients = list(returned[1:]) if isinstance(returned, (list, tuple)) else []
     if len(gradients) == 1 and isinstance(gradients[0], (list, tuple)):
         gradients = list(gradients[0])
-    trained = [(name, value) for name, value in trace.parameters.items() if value.requires_grad]
+    trained = [name for name, value in trace.parameters.items() if value.requires_grad]
     ops: list[Op] = []
-    for (name, value), gradient in zip(trained, gradients, strict=True):
+    for name, gradient in zip(trained, gradients, strict=True):
         producer_op = producer.get(gradient) if isinstance(gradient, Node) else None
         if producer_op is None:
             continue  # the loss does not depend on this parameter: nothing leaves
-        size = float(value.numel() * value.element_size())
+        size = float(trace.kept[name].numel() * trace.kept[name].element_size())
         ops.append(
             Op(
                 name=f"send/{name}",

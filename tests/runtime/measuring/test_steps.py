@@ -25,6 +25,7 @@ from tests.helpers.processes import children_left, wait_until, workers_of
 class Step:
     module: nn.Module
     inputs: tuple[Any, ...]
+    keywords: tuple[str, ...] = ()
 
     @staticmethod
     def loss(output: Tensor) -> Tensor:

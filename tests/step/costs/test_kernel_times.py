@@ -165,7 +165,7 @@ kernel = st.fixed_dictionaries(
 @given(
     st.lists(kernel, min_size=1, max_size=20),
     st.sampled_from(DEVICES),
-    st.sampled_from(["fp32", "tf32", "amp"]),
+    st.sampled_from(["fp32", "tf32", "fp16"]),
     st.booleans(),
     st.sampled_from([CONSTANTS, replace(CONSTANTS, feed={}), DATASHEET]),
 )

@@ -134,7 +134,9 @@ def test_the_peak_is_the_trackers(kind: Any, how: Checkpointing, layers: int, ba
 
 @pytest.mark.parametrize(("layers", "batch"), [pytest.param(4, 1, marks=pytest.mark.slow), (2, 16)])
 def test_mixed_precision_gathers_in_bfloat16_and_reduces_in_float32(layers: int, batch: int) -> None:
-    lifetimes = lifetimes_of(trace_step(lambda: gpt(layers, batch), mode="training", numerics=Numerics("bf16")))
+    lifetimes = lifetimes_of(
+        trace_step(lambda: gpt(layers, batch), mode="training", numerics=Numerics("bf16", gathered=True))
+    )
     units = [block.name for block in lifetimes.blocks]
     ours = lifetimes.peak(Sharding(kind="fsdp", shard=WORLD), "momentum").total_bytes
     assert ours == pytest.approx(tracked(lambda: gpt(layers, batch), units, "fsdp", {}, mixed=True), rel=0.05)

@@ -139,11 +139,11 @@ def test_recurrent_layers(kind: type[nn.LSTM], gates: int, bidirectional: bool) 
 
     sides = 2 if bidirectional else 1
     weights = sides * gates * 32 * ((16 + 32) + (32 * sides + 32))
-    for numerics in (Numerics(), Numerics("amp")):
+    for numerics in (Numerics(), Numerics("fp16")):
         graph = traced(Model, torch.zeros(3, 7, 16), numerics=numerics)
         assert flops_of(graph, "recurrent") == 3 * 2 * 3 * 7 * weights  # backward is twice forward
         assert {op.dtype for op in graph.ops() if "recurrent" in op.op_type} == {
-            "float16" if numerics.precision == "amp" else "float32"
+            "float16" if numerics.precision == "fp16" else "float32"
         }
 
 
@@ -179,7 +179,7 @@ def test_attention_counts_the_square_and_keeps_half_of_it_under_a_mask() -> None
 # ---------------------------------------------------------------- one trace, any batch
 
 
-EVERY_NUMERICS = (Numerics(), Numerics("amp"), Numerics("amp", True), Numerics("bf16"))
+EVERY_NUMERICS = (Numerics(), Numerics("fp16"), Numerics("fp16", True), Numerics("bf16-pure"))
 
 
 @pytest.mark.parametrize(
@@ -187,13 +187,13 @@ EVERY_NUMERICS = (Numerics(), Numerics("amp"), Numerics("amp", True), Numerics("
     [
         *(("cifarnet", numerics) for numerics in EVERY_NUMERICS),
         # Batch norm, attention: as every numerics meets every kind of layer, but the largest trace only once by default.
-        ("resnet32", Numerics("amp", True)),
-        ("bert_small", Numerics("amp")),
+        ("resnet32", Numerics("fp16", True)),
+        ("bert_small", Numerics("fp16")),
         *(pytest.param("resnet32", each, marks=pytest.mark.slow) for each in EVERY_NUMERICS if not each.channels_last),
         *(
             pytest.param("bert_small", each, marks=pytest.mark.slow)
             for each in EVERY_NUMERICS
-            if each != Numerics("amp")
+            if each != Numerics("fp16")
         ),
     ],
     ids=str,
@@ -346,7 +346,7 @@ def blocks(wrap: Callable[..., Tensor]) -> nn.Module:
     return Lambda(run, head=nn.Linear(16, 16), **layers)
 
 
-@pytest.mark.parametrize("numerics", [Numerics(), Numerics("amp")], ids=["fp32", "amp"])
+@pytest.mark.parametrize("numerics", [Numerics(), Numerics("fp16")], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_layers_are_computed_again(reentrant: bool, numerics: Numerics) -> None:
     wrap = partial(checkpoint, use_reentrant=reentrant)
@@ -525,7 +525,7 @@ def test_autocast_is_cudas() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return nn.functional.softmax(nn.functional.gelu(self.linear(self.norm(x))), -1)
 
-    graph = traced(Block, torch.zeros(4, 16), numerics=Numerics("amp"))
+    graph = traced(Block, torch.zeros(4, 16), numerics=Numerics("fp16"))
     kind = {op.op_type: op.dtype for op in graph.ops()}
     assert kind["aten.addmm"] == kind["aten.gelu"] == "float16"
     assert kind["aten.native_layer_norm"] == "float32"
@@ -539,7 +539,7 @@ def test_every_precision_runs_at_its_own_peak() -> None:
     layers = nn.Sequential(nn.Conv2d(64, 64, 1, bias=False), nn.Flatten(), nn.Linear(64 * 256, 64, bias=False))
     device = DEVICE.model_copy(update={"memory_bytes_per_s": 1e18, "multiprocessors": 0})
     seconds = {}
-    for precision in ("fp32", "tf32", "amp"):
+    for precision in ("fp32", "tf32", "fp16"):
         graph = traced(layers, torch.zeros(64, 64, 16, 16), numerics=Numerics(precision))  # type: ignore[arg-type]
         op_s = time_step(graph, device, PLAIN).op_s
         types = np.array(graph.op_type)
@@ -547,7 +547,7 @@ def test_every_precision_runs_at_its_own_peak() -> None:
         seconds[precision] = (rate[types == "aten.convolution"][0], rate[types == "aten.mm"][0])
     assert seconds["fp32"] == pytest.approx((8e12, 1e12))  # torch's default: TF32 in convolutions alone
     assert seconds["tf32"] == pytest.approx((8e12, 8e12))
-    assert seconds["amp"] == pytest.approx((16e12, 16e12))
+    assert seconds["fp16"] == pytest.approx((16e12, 16e12))
 
 
 # ---------------------------------------------------------------- kernels and times
@@ -601,7 +601,7 @@ def test_more_samples_take_longer_and_a_faster_device_less(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["resnet32", "bert_small", "gpt_small"])
 def test_compiling_saves_traffic_and_keeps_products(name: str) -> None:
-    graph = trace_torch(lambda: resolve_step(f"zoo:{name}"), mode="training", numerics=Numerics("amp"))
+    graph = trace_torch(lambda: resolve_step(f"zoo:{name}"), mode="training", numerics=Numerics("fp16"))
     fused = compiled(graph)
     product = graph.gemm[:, 1] > 0
     np.testing.assert_array_equal(fused.size_bytes[product], graph.size_bytes[product])
@@ -720,10 +720,10 @@ def test_convolutions_by_channel_run_in_the_library_that_torch_asks_and_grouped_
         return model("A100").step(traced.at(64))
 
     # channels_first: cuDNN in float16 alone; channels_last: cuDNN in either
-    assert step(64, "bf16").device_s > 1.2 * step(64, "amp").device_s
-    assert step(64, "bf16", True).device_s < step(64, "amp", True).device_s
-    assert step(16, "amp", True).library_share > 0.1
-    assert step(16, "amp").library_share == step(64, "amp", True).library_share == 0.0
+    assert step(64, "bf16").device_s > 1.2 * step(64, "fp16").device_s
+    assert step(64, "bf16", True).device_s < step(64, "fp16", True).device_s
+    assert step(16, "fp16", True).library_share > 0.1
+    assert step(16, "fp16").library_share == step(64, "fp16", True).library_share == 0.0
 
 
 def test_no_device_is_faster_than_its_datasheet() -> None:
@@ -733,7 +733,7 @@ def test_no_device_is_faster_than_its_datasheet() -> None:
         "name": "box",
     }  # without clocks nothing limits what feeds matrix units
     box = cost_model(devices().device("A100").model_copy(update=bare), calibration())
-    curve = measure_work(lambda: step_of(nn.Linear(4096, 4096), torch.zeros(2, 4096)), Numerics("amp"))
+    curve = measure_work(lambda: step_of(nn.Linear(4096, 4096), torch.zeros(2, 4096)), Numerics("fp16"))
     (row,) = predict(curve, box, SETTING, [8192], [ALONE])
     assert 0.5 < row.mfu <= 1.0
 
@@ -824,14 +824,14 @@ devices:
 """
 TEN_JOBS = [  # those of large models, and of one that another row has, are slow
     pytest.param(("resnet32", 64, "fp32", "adam", "V100"), marks=pytest.mark.slow),
-    pytest.param(("resnet32", 8, "amp", "momentum", "T4"), marks=pytest.mark.slow),
+    pytest.param(("resnet32", 8, "fp16", "momentum", "T4"), marks=pytest.mark.slow),
     ("cifarnet", 128, "fp32", "sgd", "K80"),
-    pytest.param(("resnet50_v1", 32, "amp", "momentum", "A100"), marks=pytest.mark.slow),
+    pytest.param(("resnet50_v1", 32, "fp16", "momentum", "A100"), marks=pytest.mark.slow),
     pytest.param(("bert_small", 16, "tf32", "adamw", "A100"), marks=pytest.mark.slow),
     ("bert_small", 4, "bf16", "adam", "H100"),
     pytest.param(("gpt_small", 8, "fp32", "adam", "RTX3090"), marks=pytest.mark.slow),
     pytest.param(("inception_v1", 32, "fp32", "adam", "P100"), marks=pytest.mark.slow),
-    ("vgg16", 16, "amp", "sgd", "RTX4090"),
+    ("vgg16", 16, "fp16", "sgd", "RTX4090"),
     ("alexnet_v2", 256, "fp32", "momentum", "MI300X"),
 ]
 

@@ -243,7 +243,7 @@ def eager(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ) as run:
         for _ in range(4):
             optimizer.zero_grad()
-            step.loss(step.module(*step.inputs)).backward()
+            step.run().backward()
             optimizer.step()
             run.step()
     return path
