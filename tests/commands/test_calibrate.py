@@ -206,7 +206,8 @@ def test_rows_that_say_how_they_were_measured() -> None:
     assert chosen(digest, precision="tf32", optimizer="sgd")
     assert chosen(frame())[0].optimizer == "adam"
     assert chosen(frame(), optimizer="momentum")[0].optimizer == "momentum"
-    assert chosen(frame(optimizer="adamw", precision="amp"), precision="amp")[0].optimizer == "adamw"
+    for said, asked in (("amp", "fp16"), ("fp16", "amp"), ("bf16-pure", "bf16-pure")):
+        assert chosen(frame(optimizer="adamw", precision=said), precision=asked)[0].optimizer == "adamw"
     assert chosen(frame(num_replicas=2)) == chosen(frame(accumulation_steps=3)) == []
     assert chosen(frame(source=np.nan), model="zoo:resnet32")[0].model == "zoo:resnet32"
 
@@ -219,10 +220,12 @@ def test_rows_that_say_how_they_were_measured() -> None:
         (
             {"settings": PROFILE},
             {"precision": "amp"},
-            "row 1: was measured in fp32, not amp; leave --precision",
+            "row 1: was measured in fp32, not fp16; leave --precision",
         ),
         ({"settings": PROFILE}, {"optimizer": "adam"}, "row 1: was measured with sgd, not adam; leave --opt"),
         ({"precision": "bf16"}, {}, "row 1: was measured in bf16, not fp32"),
+        ({"precision": "bf16"}, {"precision": "bf16-pure"}, "row 1: was measured in bf16, not bf16-pure"),
+        ({"precision": "fp4"}, {}, "row 1:precision: unknown precision 'fp4'"),
         ({"settings": PROFILE.replace("cuda", "cpu")}, {}, "row 1: was measured on a CPU"),
         ({"optimizer": "adamx"}, {}, 'row 1:optimizer: unknown .adamx.; did you mean "adam'),
         ({"source": None}, {}, "rows.csv: does not say which model was trained; name it: --model SOURCE"),

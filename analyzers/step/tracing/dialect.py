@@ -89,7 +89,9 @@ _IN_FLOAT32 = names_in(
     "multi_margin_loss multilabel_margin_loss poisson_nll_loss soft_margin_loss triplet_margin_loss"
 )
 # What it runs in half precision, and the CPU's does not: the same page, "CUDA Ops that can autocast to float16".
-_IN_HALF = names_in("mv addmv addr lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")
+_IN_HALF = names_in("mv addmv addr")
+# Of these the CPU's autocast casts the weights, once as CUDA's does, and leaves the states in float32.
+_CELLS = names_in("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")
 # What the CPU's autocast runs in float32, and CUDA's in the type that it is given.
 _AS_GIVEN = names_in(
     "avg_pool3d max_pool3d adaptive_avg_pool3d adaptive_max_pool3d max_unpool2d max_unpool3d pad grid_sample trace "
@@ -119,6 +121,8 @@ class Dialect(TorchFunctionMode):
         if torch.is_autocast_enabled("cpu"):
             if name in _IN_FLOAT32:
                 args, kwargs = _cast((args, kwargs), torch.float32)
+            elif name in _CELLS:
+                args = (*_cast(args[:2], torch.get_autocast_dtype("cpu")), *args[2:])
             elif name in _IN_HALF:
                 args, kwargs = _cast((args, kwargs), torch.get_autocast_dtype("cpu"))
             if name in _IN_HALF or name in _AS_GIVEN:

@@ -39,6 +39,7 @@ from ddltool.analyzers.step.tracing.step import TrainingStep
 from ddltool.analyzers.step.tracing.torch_adapter import trace_any_batch, trace_step
 from ddltool.errors import InputError
 from ddltool.plans import Recomputed
+from ddltool.precision import PrecisionName
 from ddltool.runtime.hook.sharding import checkpoint_modules
 from tests.helpers.sharding_workers import gpt
 
@@ -54,15 +55,19 @@ def group() -> Iterator[None]:
 
 
 def tracked(
-    build: Callable[[], TrainingStep], units: list[str], kind: str, saved_ops: SavedOps, *, mixed: bool = False
+    build: Callable[[], TrainingStep], units: list[str], kind: str, saved_ops: SavedOps, *, precision: str = "fp32"
 ) -> float:
-    """Return the peak that torch's tracker sees in the second of two real steps on fake tensors, in bytes."""
+    """Return the peak that torch's tracker sees in the second of two real steps on fake tensors, in bytes.
+
+    ``precision``: as in :class:`Numerics`; under FSDP ``bf16`` is a policy of mixed precision.
+    """
     sizes = {"replicate": 2, "shard": WORLD // 2} if kind == "hsdp:2" else {"shard": WORLD}
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         step = build()
         module, inputs = step.module.train(), step.inputs
+        module = module.to(torch.bfloat16) if precision == "bf16-pure" else module
         checkpoint_modules(module, [Recomputed(module=name, keeps=list(kept)) for name, kept in saved_ops.items()])
         tracker: MemTracker
         if kind == "none":
@@ -71,7 +76,9 @@ def tracked(
             tracker.track_external(module, optimizer, *(x for x in inputs if isinstance(x, Tensor)))
         else:
             reshard: Any = {"fsdp:2": (2, None), "zero2": (False, False)}.get(kind, (True, None))
-            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
+            policy = (
+                MixedPrecisionPolicy(torch.bfloat16, torch.float32) if precision == "bf16" else MixedPrecisionPolicy()
+            )
             for name in units:
                 part = module.get_submodule(name)
                 fully_shard(part, mesh=mesh, reshard_after_forward=reshard[0], mp_policy=policy)
@@ -81,7 +88,8 @@ def tracked(
             tracker.track_inputs(inputs)
         with tracker:
             for turn in range(2):
-                loss = step.loss(module(*inputs))
+                with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16" and kind == "none"):
+                    loss = step.loss(module(*inputs))
                 loss.backward()
                 del loss
                 optimizer.step()
@@ -139,7 +147,24 @@ def test_mixed_precision_gathers_in_bfloat16_and_reduces_in_float32(layers: int,
     )
     units = [block.name for block in lifetimes.blocks]
     ours = lifetimes.peak(Sharding(kind="fsdp", shard=WORLD), "momentum").total_bytes
-    assert ours == pytest.approx(tracked(lambda: gpt(layers, batch), units, "fsdp", {}, mixed=True), rel=0.05)
+    assert ours == pytest.approx(tracked(lambda: gpt(layers, batch), units, "fsdp", {}, precision="bf16"), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("precision", "kind", "how"),
+    [("bf16", "none", "none"), ("bf16", "none", "full"), ("bf16-pure", "none", "none"), ("bf16-pure", "fsdp", "none")],
+)
+@pytest.mark.parametrize(("layers", "batch"), [(4, 1), (2, 16)])
+def test_half_precision_has_the_trackers_peak(
+    precision: PrecisionName, kind: str, how: Checkpointing, layers: int, batch: int
+) -> None:
+    """Autocast over float32 parameters, whose casts its cache holds; or everything in bfloat16."""
+    numerics = Numerics(precision, cuda=False)  # the tracker sees the CPU's autocast
+    lifetimes = lifetimes_of(trace_step(lambda: gpt(layers, batch), mode="training", numerics=numerics))
+    saved_ops, units = lifetimes.every_block(how), [block.name for block in lifetimes.blocks]
+    ours = lifetimes.peak(Sharding.named(kind, WORLD), "momentum", saved_ops).total_bytes
+    theirs = tracked(lambda: gpt(layers, batch), units, kind, saved_ops, precision=precision)
+    assert ours == pytest.approx(theirs, rel=0.05)
 
 
 def test_one_trace_tells_of_every_batch() -> None:

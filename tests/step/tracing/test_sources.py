@@ -117,6 +117,43 @@ def test_bound_inputs_follow_the_batch_size_and_keep_their_values() -> None:
     assert real.module(*real.inputs).shape == (3, 3)  # and without tracing it is the module's own forward
 
 
+class Classifier(nn.Module):
+    """Takes what a tokenizer makes, by keyword, and returns its own loss as the models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(50, 8), nn.Linear(8, 3)
+
+    def forward(self, attention_mask: Tensor, labels: Tensor, input_ids: Tensor, scale: float = 1.0) -> SimpleNamespace:
+        pooled = (self.words(input_ids) * attention_mask[..., None]).mean(1) * scale
+        logits = self.head(pooled)
+        return SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
+
+
+def classifier() -> tuple[nn.Module, dict[str, Any]]:
+    """A factory whose names stand in another order than the module's arguments."""
+    tokens = torch.arange(14).view(2, 7)
+    labels = torch.tensor([0, 2])
+    return Classifier(), {"input_ids": tokens, "labels": labels, "attention_mask": torch.ones(2, 7), "scale": 2.0}
+
+
+def test_inputs_by_name_are_passed_by_keyword_and_follow_the_batch_size() -> None:
+    real = resolve_step(classifier)
+    module, example = classifier()
+    with torch.no_grad():
+        for own, other in zip(module.parameters(), real.module.parameters(), strict=True):
+            other.copy_(own)
+        assert torch.equal(real.run(), module(**example).loss)  # the model's own loss, of the same arguments
+    for batch_size in (None, 5):
+        graph = load_graph(classifier, "training", batch_size)
+        (product,) = (op for op in graph.ops() if op.op_type == "aten.addmm")
+        assert product.flops == 2 * 8 * 3 * (batch_size or 2)
+        assert (graph.batch_size, graph.meta["tokens_per_sample"]) == (batch_size or 2, 7)
+        assert "aten.nll_loss_forward" in graph.op_type
+    longer = resolve_step(classifier, sequence_length=9)
+    assert [tuple(value.shape) for value in longer.inputs[:3]] == [(2, 9), (2,), (2, 7)]
+
+
 class Half(nn.Module):
     def __init__(self) -> None:
         super().__init__()
