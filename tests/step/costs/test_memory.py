@@ -167,6 +167,25 @@ def test_half_precision_has_the_trackers_peak(
     assert ours == pytest.approx(theirs, rel=0.05)
 
 
+def test_autocasts_cache_holds_a_weight_that_nothing_reads_again() -> None:
+    """The first layer's weight is not needed for the backward pass, for x gets no gradient; its cast stays all the same."""
+
+    def build() -> TrainingStep:
+        module = nn.Sequential(nn.Linear(512, 8, bias=False), nn.Linear(8, 8, bias=False))
+        return TrainingStep(name="wide", module=module, inputs=(torch.ones(2, 512),), loss=lambda output: output.sum())
+
+    lifetimes = lifetimes_of(trace_step(build, mode="training", numerics=Numerics("bf16", cuda=False)))
+    ours = lifetimes.peak(Sharding(kind="none"), "none").curve[lifetimes.backward - 1]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        step, tracker = build(), MemTracker()
+        tracker.track_external(step.module, *step.inputs)
+        with tracker, torch.autocast("cpu", torch.bfloat16):
+            loss = step.run()
+            held = next(iter(tracker.get_tracker_snapshot("current").values()))["Total"]
+            assert loss.numel() == 1
+    assert ours == pytest.approx(float(held), rel=0.05)
+
+
 def test_one_trace_tells_of_every_batch() -> None:
     lifetimes = lifetimes_of(trace_any_batch(lambda: gpt(3, 4), mode="training"))
     direct = lifetimes_of(trace_step(lambda: gpt(3, 5), mode="training"))
