@@ -11,7 +11,7 @@ from ddltool.artifacts import Artifact, AtLeastOne, NonNegative, Positive, Recor
 from ddltool.device import DEVICES_PER_NODE, name_key
 from ddltool.errors import InputError
 from ddltool.links import parse_link, parse_nic
-from ddltool.precision import PrecisionField
+from ddltool.precision import ALIASES, NAMES, PrecisionName
 
 # Larger prices, limits and weights would leave the solvers' sums, or nothing of the others in them.
 LARGEST = 1e9
@@ -160,10 +160,11 @@ class Job(Artifact):
     )
     max_workers: Annotated[int, Field(ge=1, le=10_000_000)] = Field(description="maxP: logical workers (ESTs)")
     batch_size: AtLeastOne = Field(default=1, description="samples per logical worker and step")
-    precision: PrecisionField = Field(
+    precision: PrecisionName = Field(
         default="fp32",
         description="what predicted times are for; fp32: as torch runs it by default; bf16, fp16 (or amp): autocast over "
         "float32 parameters; bf16-pure, fp16-pure: everything in it",
+        json_schema_extra={"enum": [*NAMES, *ALIASES]},
     )
     channels_last: bool = Field(default=False, description="images in channels_last")
     optimizer: Literal["none", "sgd", "momentum", "adam", "adamw"] = "adam"
@@ -183,6 +184,11 @@ class Job(Artifact):
         default=1.0, description="of this job beside others that are planned with it"
     )
     goodput: GoodputSection | None = Field(default=None, description="for the goodput strategy")
+
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        return ALIASES.get(value, value) if isinstance(value, str) else value
 
     @field_validator("devices")
     @classmethod

@@ -6,16 +6,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
-
-from pydantic import BeforeValidator
+from typing import Literal, get_args
 
 from ddltool.errors import InputError, did_you_mean
 
 PrecisionName = Literal["fp32", "tf32", "bf16", "fp16", "bf16-pure", "fp16-pure"]
 NAMES: tuple[PrecisionName, ...] = get_args(PrecisionName)
-# Another name of fp16, from the time when autocast knew no other type.
-_ALIASES = {"amp": "fp16"}
+# Other names that are accepted: autocast to float16 is what amp once meant.
+ALIASES: dict[str, PrecisionName] = {"amp": "fp16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +56,11 @@ def precision_name(text: str, where: str = "--precision") -> PrecisionName:
     >>> precision_name("amp"), precision_name("bf16-pure")
     ('fp16', 'bf16-pure')
     """
-    named = _ALIASES.get(text, text)
+    named = ALIASES.get(text, text)
     for name in NAMES:
         if name == named:
             return name
-    raise InputError(where, f"unknown precision {text!r}", did_you_mean(text, [*NAMES, *_ALIASES]))
+    raise InputError(where, f"unknown precision {text!r}", did_you_mean(text, [*NAMES, *ALIASES]))
 
 
 def precision_of(text: object) -> Precision:
@@ -72,11 +70,3 @@ def precision_of(text: object) -> Precision:
     ('float16', 'float32')
     """
     return PRECISIONS[precision_name(str(text or "fp32"))]
-
-
-def _renamed(value: object) -> object:
-    return _ALIASES.get(value, value) if isinstance(value, str) else value
-
-
-PrecisionField = Annotated[PrecisionName, BeforeValidator(_renamed)]
-"""Of a file: a name of :data:`PRECISIONS`; ``amp`` is read as ``fp16``."""
