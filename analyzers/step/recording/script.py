@@ -1,0 +1,157 @@
+"""The process in which a script is recorded: ``python -m ddltool.analyzers.step.recording.script REQUEST -- COMMAND``.
+
+REQUEST is a JSON file: ``out`` (the graph that is written), ``scratch`` (the folder of what the script writes), and the GPU
+that it finds. Ends with one line on stderr where no step could be recorded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ddltool.analyzers.step.recording.files import overlay
+from ddltool.analyzers.step.recording.graph_of import graph_of
+from ddltool.analyzers.step.recording.groups import stand_in_groups, world_size
+from ddltool.analyzers.step.recording.launchers import launched
+from ddltool.analyzers.step.recording.posing import posed, register_device
+from ddltool.analyzers.step.recording.recorder import Recorder
+from ddltool.errors import InputError
+from ddltool.graph import write_graph
+
+_NETWORK_S = 20.0
+
+
+class StepRecorded(BaseException):
+    """The step has ended: nothing that the script catches."""
+
+
+class StepWindow:
+    """Starts the recorder when the first update has ended, stops the script when the second has."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+        self.recorder = recorder
+        self.first: Any = None
+        self.updates = 0
+        register_optimizer_step_pre_hook(self._begins)
+        register_optimizer_step_post_hook(self._ended)
+
+    def _begins(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        self.recorder.phase = "update"
+
+    def _ended(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if self.first is None:
+            self.first = optimizer
+        self.recorder.phase = "forward"
+        if optimizer is not self.first:
+            return
+        self.updates += 1
+        if self.updates == 1:
+            self.recorder.start()
+        elif self.updates == 2:
+            self.recorder.stop()
+            raise StepRecorded
+
+
+def record_modules(recorder: Recorder) -> None:
+    """Let every call know the module in whose forward pass it is made, by its name in the outermost module."""
+    names: dict[int, str] = {}
+
+    watched: set[int] = set()
+
+    def enter(module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        if not recorder.modules:
+            names.update({id(child): name for name, child in module.named_modules()})
+            recorder.roots.setdefault(id(module), module)
+            first = next((leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.dim()), None)
+            if first is not None and recorder.recording and torch.is_grad_enabled():
+                recorder.step.inputs.append(tuple(first.shape))
+                recorder.step.tokens = not first.is_floating_point()
+            for parameter in module.parameters():
+                if parameter.requires_grad and id(parameter) not in watched:
+                    watched.add(id(parameter))
+                    parameter.register_post_accumulate_grad_hook(recorder.gradient_of)
+        recorder.modules.append(names.get(id(module), ""))
+
+    def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+        if recorder.modules:
+            recorder.modules.pop()
+
+    nn.modules.module.register_module_forward_pre_hook(enter)
+    nn.modules.module.register_module_forward_hook(leave, always_call=True)
+
+
+def main(arguments: list[str]) -> int:
+    """Record one step of a script; return the exit status."""
+    request = json.loads(Path(arguments[0]).read_text())
+    try:
+        found = launched(arguments[arguments.index("--") + 1 :], request["count"])
+    except InputError as error:
+        sys.stderr.write(f"\x00{error.problem}; {error.remedy}\n")
+        return 2
+    script = list(found.script)
+    os.environ.update(found.variables())
+    socket.setdefaulttimeout(_NETWORK_S)
+    if request.get("scratch"):
+        overlay(Path(request["scratch"]))
+    gpu = register_device()
+    recorder = Recorder(gpu)
+    window = StepWindow(recorder)
+    record_modules(recorder)
+    stand_in_groups(recorder)
+    sys.argv = script
+    started = time.perf_counter()
+    try:
+        with posed(
+            recorder,
+            name=request["name"],
+            memory_bytes=request["memory_bytes"],
+            capability=tuple(request["capability"]),
+            count=request["count"],
+        ):
+            if found.is_module:
+                sys.path.insert(0, os.getcwd())
+                runpy.run_module(script[0], run_name="__main__", alter_sys=True)
+            else:
+                sys.path.insert(0, str(Path(script[0]).resolve().parent))
+                runpy.run_path(script[0], run_name="__main__")
+    except StepRecorded:
+        pass
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            return _failed(f"the script ended with {error.code!r}", window)
+        return _failed("the script ended", window)
+    except Exception as error:  # whatever the script raises is its user's to read
+        traceback.print_exc()
+        said = str(error).splitlines()[0].replace(";", ",") if str(error) else ""
+        return _failed(f"the script raised {type(error).__name__}: {said}", window)
+    else:
+        return _failed("the script ended", window)
+    recorder.step.seconds = time.perf_counter() - started
+    recorder.step.world_size = world_size()
+    recorder.step.tf32 = torch.backends.cuda.matmul.allow_tf32 or torch.get_float32_matmul_precision() != "highest"
+    write_graph(graph_of(recorder.step, request["label"]), Path(request["out"]))
+    # Threads and handlers of the script have nothing left to do, and may wait for what never comes.
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _failed(what: str, window: StepWindow) -> int:
+    sys.stderr.write(f"\x00{what} after {window.updates} of the 2 updates that are needed\n")
+    return 3
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
