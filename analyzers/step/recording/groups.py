@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,8 +23,8 @@ _FIRST_BUCKET_BYTES = 2**20
 
 
 def world_size() -> int:
-    """Return how many processes the launcher starts, 1 for plain python."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Return how many processes there are: those of the group, before it is made those of the launcher, 1 without one."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def stand_in_groups(recorder: Recorder) -> None:
@@ -41,7 +42,7 @@ def stand_in_groups(recorder: Recorder) -> None:
         with _without_modes():
             real_start("fake", rank=own, world_size=size, store=FakeStore())
 
-    for module in (dist, distributed_c10d):
+    for module in (dist, distributed_c10d, device_mesh):
         module.init_process_group = start  # type: ignore[attr-defined]
     for name in ("init_device_mesh", "DeviceMesh"):
         _stand_in_mesh(device_mesh, name, recorder)
@@ -49,6 +50,7 @@ def stand_in_groups(recorder: Recorder) -> None:
     _outside(dist, distributed_c10d, "new_group")
     _outside(dist, distributed_c10d, "new_subgroups")
     _outside(dist, distributed_c10d, "new_subgroups_by_enumeration")
+    _spawn_here()
     for name, stand_in in _OBJECTS.items():
         for module in (dist, distributed_c10d):
             setattr(module, name, stand_in)
@@ -99,6 +101,20 @@ def _stand_in_mesh(module: Any, name: str, recorder: Recorder) -> None:
             return original(recorder.gpu.type if device_type == "cuda" else device_type, *args, **kwargs)
 
     setattr(module, name, mesh)
+
+
+def _spawn_here() -> None:
+    """Let ``torch.multiprocessing.spawn`` run the first of its processes in this one."""
+    from types import SimpleNamespace
+
+    from torch import multiprocessing
+
+    def spawn(fn: Callable[..., None], args: tuple[Any, ...] = (), nprocs: int = 1, *_: Any, **__: Any) -> Any:
+        fn(0, *args)
+        return SimpleNamespace(join=lambda *_, **__: True)
+
+    for module in (multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
+        module.spawn = module.start_processes = spawn  # type: ignore[attr-defined]
 
 
 def _gather_object(objects: list[Any], value: Any, group: Any = None) -> None:

@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ddltool.analyzers.step.recording.recorder import Recorder
 
 CUDA = torch.device("cuda", 0)
+# What a torch without CUDA says of its version: that of the wheels of torch 2.13, which torchvision compares with its own.
+_CUDA = "13.0"
 
 
 class Device(ModuleType):
@@ -195,6 +197,9 @@ class Pose(TorchFunctionMode):
             return False if name == "is_pinned" else None if name == "record_stream" else first
         if isinstance(first, FakeTensor) and name in _READS:
             return self._read(name, first, args)
+        if func is torch.device:
+            # What the script holds says cuda, and is mapped where it is used; a number alone is the accelerator's.
+            return torch.device("cuda", first) if isinstance(first, int) else func(*args, **kwargs)
         args = tuple(map(self.here, args))
         if "device" in kwargs:
             kwargs["device"] = self.here(kwargs["device"])
@@ -218,12 +223,10 @@ class Pose(TorchFunctionMode):
         return value
 
     def _property(self, func: Any, args: Any, kwargs: Any) -> Any:
-        value = func(*args, **kwargs)
-        if isinstance(value, torch.device) and value.type == self.gpu.type:
-            return CUDA
         if getattr(getattr(func, "__self__", None), "__name__", "") == "is_cuda":
-            return bool(args[0].device.type == self.gpu.type)
-        return value
+            return isinstance(args[0], FakeTensor) and args[0].fake_device.type == self.gpu.type
+        value = func(*args, **kwargs)
+        return CUDA if isinstance(value, torch.device) and value.type == self.gpu.type else value
 
     def _read(self, name: str, tensor: Tensor, args: tuple[Any, ...]) -> Any:
         """Return what a script reads of a tensor without values: ones."""
@@ -579,7 +582,7 @@ def _stand_in_cuda(gpu: torch.device, name: str, memory_bytes: int, capability: 
         max_memory_reserved=zero, memory_reserved=zero, reset_peak_memory_stats=nothing,
         get_memory_info=lambda *_: (memory_bytes, memory_bytes),
     )  # fmt: skip
-    torch.version.cuda = "12.8"
+    torch.version.cuda = torch.version.cuda or _CUDA
     torch.backends.cuda.is_built = true
     torch.backends.cudnn.is_available = true
     torch.backends.cudnn.version = lambda: 91002
@@ -648,9 +651,22 @@ def _stand_in_autocast(gpu: torch.device, cache: Autocast) -> None:
 
 def _stand_in_modules(pose: Pose) -> None:
     """Let modules move to the device, loaders load in this process, and checkpoints be read to the CPU."""
-    from torch.utils import data
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils, data
 
+    # A fake tensor's device is a property of Python's, which no mode sees; the operators themselves ask for the real one.
+    real_device = FakeTensor.device.fget
+
+    def device(tensor: FakeTensor) -> torch.device:
+        found = real_device(tensor)
+        return CUDA if found.type == pose.gpu.type and torch._C._len_torch_function_stack() else found
+
+    _PosedModule(FakeTensor, device=property(device))
     torch.utils.swap_tensors = _swap
+    for kinds in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+        kinds.append(FakeTensor)
+    for module in (nn, nn.parallel, nn.parallel.data_parallel):
+        module.DataParallel = _data_parallel_of(pose)  # type: ignore[attr-defined]
     torch.__future__.set_swap_module_params_on_conversion(True)
     torch.compile = _compiled
     _PosedModule(nn.Module, compile=lambda self, *_, **__: _compiled(self) and None)
@@ -694,6 +710,22 @@ def _stand_in_modules(pose: Pose) -> None:
         real_loader(*bound.args, **bound.kwargs)
 
     data.DataLoader.__init__ = loader  # type: ignore[method-assign]
+
+
+def _data_parallel_of(pose: Pose) -> type[nn.Module]:
+    """Return a class that stands in for DataParallel: it is recorded as if the script saw one GPU."""
+
+    class DataParallel(nn.DataParallel):
+        def __init__(self, module: nn.Module, device_ids: Any = None, output_device: Any = None, dim: int = 0) -> None:
+            if (len(device_ids) if device_ids is not None else torch.cuda.device_count()) > 1:
+                pose.recorder.assume()
+            super().__init__(module, [0], 0, dim)
+
+        def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+            moved = tree_map_only(Tensor, lambda tensor: tensor.to(pose.gpu), (inputs, kwargs))
+            return self.module(*moved[0], **moved[1])
+
+    return DataParallel
 
 
 def _default_device(original: Callable[..., None], pose: Pose) -> Callable[..., None]:

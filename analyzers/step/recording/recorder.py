@@ -136,6 +136,8 @@ class Recorder(TorchDispatchMode):
         self._last: dict[int, int] = {}
         self._waits: dict[int, set[int]] = {}
         self._groups: dict[tuple[int, ...], int] = {}
+        self.kept: list[Any] = []
+        """What must live as long as the process: libraries of operators."""
         self._works: list[Any] = []  # their Python halves live as long as the step
         self._made_by: dict[int, int] = {}
         """The place of the collective that fills a storage, by its number."""

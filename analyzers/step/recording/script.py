@@ -11,6 +11,7 @@ import os
 import runpy
 import socket
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -26,6 +27,7 @@ from ddltool.analyzers.step.recording.groups import stand_in_groups, world_size
 from ddltool.analyzers.step.recording.launchers import launched
 from ddltool.analyzers.step.recording.posing import posed, register_device
 from ddltool.analyzers.step.recording.recorder import Recorder
+from ddltool.analyzers.step.tracing.factories import declare_torchvision
 from ddltool.errors import InputError
 from ddltool.graph import write_graph
 
@@ -106,6 +108,8 @@ def main(arguments: list[str]) -> int:
     socket.setdefaulttimeout(_NETWORK_S)
     if request.get("scratch"):
         overlay(Path(request["scratch"]))
+    declare_torchvision()  # the script may import it
+    threading.Thread(target=_follow_parent, args=(os.getppid(),), daemon=True).start()
     gpu = register_device()
     recorder = Recorder(gpu)
     window = StepWindow(recorder)
@@ -119,7 +123,7 @@ def main(arguments: list[str]) -> int:
             name=request["name"],
             memory_bytes=request["memory_bytes"],
             capability=tuple(request["capability"]),
-            count=request["count"],
+            count=found.per_node if found.processes is not None else 1,
         ):
             if found.is_module:
                 sys.path.insert(0, os.getcwd())
@@ -146,6 +150,13 @@ def main(arguments: list[str]) -> int:
     # Threads and handlers of the script have nothing left to do, and may wait for what never comes.
     sys.stderr.flush()
     os._exit(0)
+
+
+def _follow_parent(parent: int) -> None:
+    """End this process once the one that started it has ended, however that came."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
 
 
 def _failed(what: str, window: StepWindow) -> int:
