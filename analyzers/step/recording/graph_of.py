@@ -117,8 +117,7 @@ class _Reader:
     def _argument(self, shadow: Shadow) -> Node:
         key = _signature(shadow)
         if key not in self._made:
-            first = next(iter(self.graph.nodes))
-            with self.graph.inserting_before(first):
+            with self.graph.inserting_before():  # before all that is there
                 node = self.graph.placeholder(f"input{len(self.placeholders)}")
             node.meta["val"] = shadow.tensor
             self.placeholders.append(node)

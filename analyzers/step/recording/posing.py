@@ -159,6 +159,10 @@ class Stream:
         """Nothing runs."""
         return True
 
+    def is_capturing(self) -> bool:
+        """No graph of CUDA is captured."""
+        return False
+
     def synchronize(self) -> None:
         """Let the host wait."""
         Stream.recorder.host_waits()
@@ -556,6 +560,7 @@ def _stand_in_cuda(gpu: torch.device, name: str, memory_bytes: int, capability: 
     block: Callable[..., Any] = lambda *_, **__: contextlib.nullcontext()  # noqa: E731
     _PosedModule(
         torch.cuda,
+        is_current_stream_capturing=lambda: False,
         is_available=true, is_initialized=true, is_bf16_supported=true, is_tf32_supported=true, can_device_access_peer=true,
         device_count=lambda: count, current_device=zero, get_device_name=lambda *_: name,
         get_device_capability=lambda *_: capability, get_device_properties=lambda *_: properties,

@@ -26,6 +26,8 @@ Phase = Literal["forward", "backward", "update"]
 # A tensor of the CPU of at least so many bytes has no memory, unless it was filled with data.
 _LARGE_BYTES = 2**20
 _MAX_CALLS = 500_000
+_NEAR = 12
+"""So many callers away is who reads a value."""
 _FILLS = frozenset(
     [
         "empty",
@@ -109,7 +111,7 @@ class Recording:
     host_waits: list[int] = field(default_factory=list)
     """Places of calls that the host waited for before it went on."""
     inputs: list[tuple[int, ...]] = field(default_factory=list)
-    """The shape of the first tensor that the model gets, of every pass."""
+    """The shape of the first tensor that the model gets, of every pass; the model: the called module with most to train."""
     tokens: bool = False
     """Whether that tensor holds whole numbers."""
     compiled: bool = False
@@ -143,6 +145,8 @@ class Recorder(TorchDispatchMode):
         """The place of the collective that fills a storage, by its number."""
         self.roots: dict[int, nn.Module] = {}
         """The outermost modules that were called, by identity."""
+        self.inputs: dict[int, list[tuple[tuple[int, ...], bool]]] = {}
+        """Of every pass of these: the shape of the first tensor that it gets, and whether that holds whole numbers."""
         self._storages: dict[int, tuple[RecordedStorage, Any]] = {}
         self._gradients: dict[int, Shadow] = {}
 
@@ -182,7 +186,10 @@ class Recorder(TorchDispatchMode):
         return output
 
     def start(self) -> None:
-        """Begin the step: storages from now on are the step's, those that live are from before it."""
+        """Begin the step, anew if one was begun: storages from now on are the step's, those that live are from before it."""
+        self.step = Recording(assumed=self.step.assumed, compiled=self.step.compiled)
+        for notes in (self._last, self._waits, self._made_by, self._gradients, self.inputs):
+            notes.clear()
         for record, _ in self._storages.values():
             self.step.storages.append(record)
             record.number, record.made = len(self.step.storages) - 1, -1
@@ -192,6 +199,12 @@ class Recorder(TorchDispatchMode):
         """End the step, and note what the storages that live belong to."""
         self.recording = False
         with _disable_current_modes():
+            trained = {
+                key: sum(p.numel() for p in self.roots[key].parameters() if p.requires_grad) for key in self.inputs
+            }
+            passes = self.inputs[max(trained, key=trained.__getitem__)] if trained else []
+            self.step.inputs = [shape for shape, _ in passes]
+            self.step.tokens = any(whole for _, whole in passes)
             for root in self.roots.values():
                 for name, parameter in root.named_parameters():
                     name = name.removeprefix("module.")
@@ -264,7 +277,7 @@ class Recorder(TorchDispatchMode):
         self.assume()
         if self._is_on_gpu(tensor):
             self.host_waits()
-        if "grad_scaler.py" in _file(sys._getframe(2)):
+        if any("grad_scaler.py" in _file(frame) for frame in _frames(_NEAR)):
             return 0.0  # no gradient was infinite
         return 1.0 if tensor.is_floating_point() else tensor.dtype == torch.bool or 1
 
@@ -372,7 +385,8 @@ class Recorder(TorchDispatchMode):
         in_backward = torch._C._current_graph_task_id() != -1
         waits = tuple(sorted(self._waits.pop(stream, ())))
         args, kwargs, output = shadowed
-        phase: Phase = "backward" if in_backward else self.phase
+        # An update in the backward pass (an optimizer of each parameter) is one all the same.
+        phase: Phase = "backward" if in_backward and self.phase != "update" else self.phase
         module = self.modules[-1] if self.modules else ""
         self.step.calls.append(RecordedCall(func, args, kwargs, output, phase, module, stream, waits, exchange))
         self._last[stream] = place
@@ -439,6 +453,16 @@ def _is_large(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bo
     size = next((value for value in args if isinstance(value, (list, tuple))), ())
     width = (kwargs.get("dtype") or torch.get_default_dtype()).itemsize
     return all(isinstance(number, int) for number in size) and prod(size) * width >= _LARGE_BYTES
+
+
+def _frames(most: int) -> Iterator[Any]:
+    """Yield the innermost frames of this thread's callers."""
+    frame: Any = sys._getframe(1)
+    for _ in range(most):
+        if frame is None:
+            return
+        yield frame
+        frame = frame.f_back
 
 
 def _file(frame: Any) -> str:

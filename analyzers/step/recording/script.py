@@ -14,11 +14,13 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from ddltool.analyzers.step.recording.files import overlay
@@ -34,37 +36,71 @@ from ddltool.graph import write_graph
 _NETWORK_S = 20.0
 
 
-class StepRecorded(BaseException):
-    """The step has ended: nothing that the script catches."""
-
-
 class StepWindow:
-    """Starts the recorder when the first update has ended, stops the script when the second has."""
+    """Starts the recorder when the first update has ended, stops it when the second has, and calls ``then``.
 
-    def __init__(self, recorder: Recorder) -> None:
+    An update is one of the optimizer that ended one first; a step in which another optimizer updates for the first time is
+    passed over. ``then`` does not return: the script may be anywhere, in the
+    backward pass too, and whatever is raised there may be caught.
+    """
+
+    def __init__(self, recorder: Recorder, then: Callable[[], NoReturn]) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-        self.recorder = recorder
+        self.recorder, self.then = recorder, then
         self.first: Any = None
         self.updates = 0
+        self._seen: dict[int, Any] = {}
+        self._is_steady = True
+        self._depth = 0  # optimizers that call others count once
         register_optimizer_step_pre_hook(self._begins)
         register_optimizer_step_post_hook(self._ended)
 
-    def _begins(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    def _begins(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        self._depth += 1
+        self._updates_now(optimizer)
+
+        def with_passes(value: Any) -> Any:
+            """Return a closure whose passes are not the update's."""
+            if not callable(value) or value is optimizer:
+                return value
+
+            def closure() -> Any:
+                self.recorder.phase = "forward"
+                try:
+                    return value()
+                finally:
+                    self._updates_now(optimizer)
+
+            return closure
+
+        return tuple(map(with_passes, args)), {name: with_passes(value) for name, value in kwargs.items()}
+
+    def _updates_now(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self.recorder.gradient_of(parameter)
         self.recorder.phase = "update"
 
     def _ended(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        self.recorder.phase = "forward"
         if self.first is None:
             self.first = optimizer
-        self.recorder.phase = "forward"
+        if id(optimizer) not in self._seen:  # it has made its states: a step in which one does so is not like the next
+            self._seen[id(optimizer)] = optimizer
+            self._is_steady = not self.updates
         if optimizer is not self.first:
             return
         self.updates += 1
-        if self.updates == 1:
+        if self.updates == 1 or not self._is_steady:
+            self._is_steady = True
             self.recorder.start()
-        elif self.updates == 2:
+        else:
             self.recorder.stop()
-            raise StepRecorded
+            self.then()
 
 
 def record_modules(recorder: Recorder) -> None:
@@ -74,13 +110,13 @@ def record_modules(recorder: Recorder) -> None:
     watched: set[int] = set()
 
     def enter(module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        if not recorder.modules:
+        # A part that is called by itself, as checkpoints do in the backward pass, keeps its name.
+        if not recorder.modules and not names.get(id(module)):
             names.update({id(child): name for name, child in module.named_modules()})
             recorder.roots.setdefault(id(module), module)
             first = next((leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.dim()), None)
             if first is not None and recorder.recording and torch.is_grad_enabled():
-                recorder.step.inputs.append(tuple(first.shape))
-                recorder.step.tokens = not first.is_floating_point()
+                recorder.inputs.setdefault(id(module), []).append((tuple(first.shape), not first.is_floating_point()))
             for parameter in module.parameters():
                 if parameter.requires_grad and id(parameter) not in watched:
                     watched.add(id(parameter))
@@ -112,11 +148,30 @@ def main(arguments: list[str]) -> int:
     threading.Thread(target=_follow_parent, args=(os.getppid(),), daemon=True).start()
     gpu = register_device()
     recorder = Recorder(gpu)
-    window = StepWindow(recorder)
+    started = time.perf_counter()
+
+    def write() -> NoReturn:
+        """Write the graph, and end the process: threads and handlers of the script may wait for what never comes."""
+        status = 3
+        try:
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                recorder.step.seconds = time.perf_counter() - started
+                recorder.step.world_size = world_size()
+                recorder.step.tf32 = (
+                    torch.backends.cuda.matmul.allow_tf32 or torch.get_float32_matmul_precision() != "highest"
+                )
+                write_graph(graph_of(recorder.step, request["label"]), Path(request["out"]))
+            status = 0
+        except Exception as error:
+            status = _raised(error, window)
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+
+    window = StepWindow(recorder, write)
     record_modules(recorder)
     stand_in_groups(recorder)
     sys.argv = script
-    started = time.perf_counter()
     try:
         with posed(
             recorder,
@@ -131,25 +186,12 @@ def main(arguments: list[str]) -> int:
             else:
                 sys.path.insert(0, str(Path(script[0]).resolve().parent))
                 runpy.run_path(script[0], run_name="__main__")
-    except StepRecorded:
-        pass
     except SystemExit as error:
         if error.code not in (None, 0):
             return _failed(f"the script ended with {error.code!r}", window)
-        return _failed("the script ended", window)
     except Exception as error:  # whatever the script raises is its user's to read
-        traceback.print_exc()
-        said = str(error).splitlines()[0].replace(";", ",") if str(error) else ""
-        return _failed(f"the script raised {type(error).__name__}: {said}", window)
-    else:
-        return _failed("the script ended", window)
-    recorder.step.seconds = time.perf_counter() - started
-    recorder.step.world_size = world_size()
-    recorder.step.tf32 = torch.backends.cuda.matmul.allow_tf32 or torch.get_float32_matmul_precision() != "highest"
-    write_graph(graph_of(recorder.step, request["label"]), Path(request["out"]))
-    # Threads and handlers of the script have nothing left to do, and may wait for what never comes.
-    sys.stderr.flush()
-    os._exit(0)
+        return _raised(error, window)
+    return _failed("the script ended", window)
 
 
 def _follow_parent(parent: int) -> None:
@@ -157,6 +199,12 @@ def _follow_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
+
+
+def _raised(error: Exception, window: StepWindow) -> int:
+    traceback.print_exception(error)
+    said = str(error).splitlines()[0].replace(";", ",") if str(error) else ""
+    return _failed(f"the script raised {type(error).__name__}: {said}", window)
 
 
 def _failed(what: str, window: StepWindow) -> int:
