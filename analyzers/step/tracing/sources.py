@@ -43,7 +43,7 @@ def is_onnx_file(source: Source | list[str]) -> TypeGuard[str | Path]:
 def name_of(source: Source | list[str]) -> str:
     """Return the name of a SOURCE: its text, or the name of the module or function; a command's words."""
     if isinstance(source, list):
-        return " ".join(source)
+        return " ".join(map(str, source))
     if isinstance(source, (str, Path)):
         return str(source)
     model = source[0] if isinstance(source, tuple) else source
