@@ -7,6 +7,7 @@ the calls of torch that ask for CUDA. Tensors of that device are fake; they say 
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import inspect
 import random
 import time
@@ -753,4 +754,9 @@ def _swap(first: Tensor, second: Tensor) -> None:
     names[0].update(names[1])
     names[1].clear()
     names[1].update(kept)
+    if type(first) is type(second):
+        for slot in copyreg._slotnames(type(first)):  # type: ignore[attr-defined]
+            one, other = getattr(first, slot), getattr(second, slot)
+            setattr(first, slot, other)
+            setattr(second, slot, one)
     torch._C._swap_tensor_impl(first, second)
