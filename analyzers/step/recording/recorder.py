@@ -26,6 +26,8 @@ Phase = Literal["forward", "backward", "update"]
 # A tensor of the CPU of at least so many bytes has no memory, unless it was filled with data.
 _LARGE_BYTES = 2**20
 _MAX_CALLS = 500_000
+_CONVOLUTIONS = {"convolution": 0, "convolution_backward": 1}
+"""Where the image stands among the arguments; the weight follows it."""
 _NEAR = 12
 """So many callers away is who reads a value."""
 _FILLS = frozenset(
@@ -166,6 +168,10 @@ class Recorder(TorchDispatchMode):
             return self._assumed_value(tensors[0])
         if namespace == "c10d":
             return self._exchange(func, name, args)
+        if name == "_wrap_tensor_autograd" and is_fake:
+            from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+            return AsyncCollectiveTensor(args[0])  # who uses it first waits for its collective
         if namespace == "prim":
             return func(*args, **kwargs)
         device = kwargs.get("device")
@@ -180,6 +186,8 @@ class Recorder(TorchDispatchMode):
         elif is_fake:
             with self.fake:
                 output = func(*args, **kwargs)
+                if name in _CONVOLUTIONS:
+                    output = _as_cudnn_lays_out(name, args, output)
         else:
             return func(*args, **kwargs)
         self._note(func, args, kwargs, output)
@@ -446,6 +454,27 @@ def _without_values(tensor: Tensor) -> Tensor:
     if isinstance(tensor, FakeTensor) or tensor.layout != torch.strided:
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
+def _as_cudnn_lays_out(name: str, args: tuple[Any, ...], output: Any) -> Any:
+    """Return a convolution's results with their channels last where cuDNN has them so: where its images or weights have.
+
+    Call it under the fake mode, which knows the layouts of the CPU and of CUDA alone.
+    """
+    image, weight = args[_CONVOLUTIONS[name] : _CONVOLUTIONS[name] + 2]
+    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
+    layout = layouts.get(image.dim())
+    if layout is None or not any(
+        tensor.is_contiguous(memory_format=layout) and not tensor.is_contiguous() for tensor in (image, weight)
+    ):
+        return output
+
+    def laid_out(tensor: Tensor) -> Tensor:
+        if tensor.dim() != image.dim():
+            return tensor
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device, memory_format=layout)
+
+    return tree_map_only(Tensor, laid_out, output)
 
 
 def _is_large(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -311,3 +311,22 @@ def test_the_command_line_answers(
     assert "Assumed: 2 values" in answered.err
     assert run(["predict", "--device", "H100", "--precision", "bf16", "--", "python", "train.py"]) == 2
     assert "--precision: has no part in a recorded step" in capsys.readouterr().err
+
+
+def test_convolutions_keep_channels_last_as_cudnn_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "net = nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3)).cuda()\n"
+        "net = net.to(memory_format=torch.channels_last)\n"
+        "optimizer = torch.optim.SGD(net.parameters(), lr=0.1)\nscaler = torch.amp.GradScaler('cuda')\n"
+        "for _ in range(2):\n"
+        "    x = torch.randn(4, 8, 16, 16).cuda().to(memory_format=torch.channels_last)\n"
+        "    with torch.autocast('cuda', dtype=torch.float16):\n        loss = net(x).square().mean()\n"
+        "    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n    optimizer.zero_grad()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    graph = record(["python", "train.py"])
+    assert graph.meta["channels_last"]
+    assert graph.meta["precision"] == "fp16"
+    assert "aten._amp_foreach_non_finite_check_and_unscale_" in graph.op_type
+    assert "aten.clone" not in graph.op_type  # nothing is laid out anew
