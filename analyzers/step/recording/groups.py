@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 from ddltool.analyzers.step.recording.recorder import Recorder
 
@@ -181,6 +182,8 @@ def _ddp_of(recorder: Recorder) -> type[nn.Module]:
                 self._left = {number: {id(p) for p in bucket} for number, bucket in enumerate(self._buckets)}
                 if self._sends_buffers:
                     self._send_buffers()
+            if self.device_ids:  # what it is given goes to its device
+                args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(recorder.gpu), (args, kwargs))
             return self.module(*args, **kwargs)
 
         @contextlib.contextmanager

@@ -160,8 +160,11 @@ def main(arguments: list[str]) -> int:
                 recorder.step.tf32 = (
                     torch.backends.cuda.matmul.allow_tf32 or torch.get_float32_matmul_precision() != "highest"
                 )
-                write_graph(graph_of(recorder.step, request["label"]), Path(request["out"]))
-            status = 0
+                if recorder.step.calls:
+                    write_graph(graph_of(recorder.step, request["label"]), Path(request["out"]))
+                    status = 0
+                else:
+                    sys.stderr.write("\x00its step runs nothing on a GPU; let it train on cuda\n")
         except Exception as error:
             status = _raised(error, window)
         finally:
