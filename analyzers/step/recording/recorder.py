@@ -26,6 +26,8 @@ Phase = Literal["forward", "backward", "update"]
 # A tensor of the CPU of at least so many bytes has no memory, unless it was filled with data.
 _LARGE_BYTES = 2**20
 _MAX_CALLS = 500_000
+_IS_ANY = "_ddltool_is_any"
+"""Set on what ``any`` returned."""
 _CONVOLUTIONS = {"convolution": 0, "convolution_backward": 1}
 """Where the image stands among the arguments; the weight follows it."""
 _NEAR = 12
@@ -190,6 +192,8 @@ class Recorder(TorchDispatchMode):
                     output = _as_cudnn_lays_out(name, args, output)
         else:
             return func(*args, **kwargs)
+        if name == "any" and isinstance(output, FakeTensor):
+            setattr(output, _IS_ANY, True)
         self._note(func, args, kwargs, output)
         return output
 
@@ -287,7 +291,9 @@ class Recorder(TorchDispatchMode):
             self.host_waits()
         if any("grad_scaler.py" in _file(frame) for frame in _frames(_NEAR)):
             return 0.0  # no gradient was infinite
-        return 1.0 if tensor.is_floating_point() else tensor.dtype == torch.bool or 1
+        if tensor.dtype == torch.bool:
+            return not getattr(tensor, _IS_ANY, False)  # what is searched for is not there: a loop until then ends
+        return 1.0 if tensor.is_floating_point() else 1
 
     def _assumed_shape(self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         """Return the result of an op whose size depends on values: all elements are taken."""
