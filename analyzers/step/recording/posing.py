@@ -661,7 +661,7 @@ def _stand_in_modules(pose: Pose) -> None:
     from torch.utils import _foreach_utils, data
 
     # A fake tensor's device is a property of Python's, which no mode sees; the operators themselves ask for the real one.
-    real_device = FakeTensor.device.fget
+    real_device: Any = FakeTensor.device.fget  # type: ignore[attr-defined]
 
     def device(tensor: FakeTensor) -> torch.device:
         found = real_device(tensor)
@@ -672,7 +672,7 @@ def _stand_in_modules(pose: Pose) -> None:
     for kinds in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
         kinds.append(FakeTensor)
     for module in (nn, nn.parallel, nn.parallel.data_parallel):
-        module.DataParallel = _data_parallel_of(pose)  # type: ignore[attr-defined]
+        _PosedModule(module, DataParallel=_data_parallel_of(pose))
     torch.__future__.set_swap_module_params_on_conversion(True)
     torch.compile = _compiled
     _PosedModule(nn.Module, compile=lambda self, *_, **__: _compiled(self) and None)
@@ -721,7 +721,7 @@ def _stand_in_modules(pose: Pose) -> None:
 def _data_parallel_of(pose: Pose) -> type[nn.Module]:
     """Return a class that stands in for DataParallel: it is recorded as if the script saw one GPU."""
 
-    class DataParallel(nn.DataParallel):
+    class DataParallel(nn.DataParallel):  # type: ignore[type-arg]
         def __init__(self, module: nn.Module, device_ids: Any = None, output_device: Any = None, dim: int = 0) -> None:
             if (len(device_ids) if device_ids is not None else torch.cuda.device_count()) > 1:
                 pose.recorder.assume()
