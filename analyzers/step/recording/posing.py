@@ -204,7 +204,8 @@ class Pose(TorchFunctionMode):
             return self._read(name, first, args)
         if func is torch.device:
             # What the script holds says cuda, and is mapped where it is used; a number alone is the accelerator's.
-            return torch.device("cuda", first) if isinstance(first, int) else func(*args, **kwargs)
+            device = torch.device("cuda", first) if isinstance(first, int) else func(*args, **kwargs)
+            return CUDA if device.type == self.gpu.type else device
         args = tuple(map(self.here, args))
         if "device" in kwargs:
             kwargs["device"] = self.here(kwargs["device"])

@@ -177,9 +177,10 @@ class Recorder(TorchDispatchMode):
         if namespace == "prim":
             return func(*args, **kwargs)
         device = kwargs.get("device")
-        if (device is not None and torch.device(device).type == self.gpu.type) or (
-            name in _FILLS and not tensors and _is_large(name, args, kwargs)
-        ):
+        is_here = device is not None and torch.device(device).type in (self.gpu.type, "cuda")
+        if is_here:
+            kwargs["device"] = self.gpu
+        if is_here or (name in _FILLS and not tensors and _is_large(name, args, kwargs)):
             with self.fake:
                 args, kwargs = tree_map_only(Tensor, _without_values, (args, kwargs))
                 output = func(*args, **kwargs)
