@@ -48,6 +48,7 @@ _FILLS = frozenset(
         "new_empty",
     ]
 )
+_FAKE = torch._C._TorchDispatchModeKey.FAKE  # type: ignore[attr-defined]
 _READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
 
 
@@ -174,7 +175,8 @@ class Recorder(TorchDispatchMode):
             from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
             return AsyncCollectiveTensor(args[0])  # who uses it first waits for its collective
-        if namespace == "prim":
+        # Under another fake mode torch asks itself for shapes (DTensor does): nothing runs.
+        if namespace == "prim" or torch._C._get_dispatch_mode(_FAKE) is not None:
             return func(*args, **kwargs)
         device = kwargs.get("device")
         is_here = device is not None and torch.device(device).type in (self.gpu.type, "cuda")
