@@ -10,6 +10,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -106,8 +107,6 @@ def _stand_in_mesh(module: Any, name: str, recorder: Recorder) -> None:
 
 def _spawn_here() -> None:
     """Let ``torch.multiprocessing.spawn`` run the first of its processes in this one."""
-    from types import SimpleNamespace
-
     from torch import multiprocessing
 
     def spawn(fn: Callable[..., None], args: tuple[Any, ...] = (), nprocs: int = 1, *_: Any, **__: Any) -> Any:
@@ -159,7 +158,12 @@ def _ddp_of(recorder: Recorder) -> type[nn.Module]:
             super().__init__()
             self.module = module
             self.process_group = process_group
-            self.require_backward_grad_sync = True
+            self.require_backward_grad_sync = self.require_forward_param_sync = True
+            self.static_graph, self.find_unused_parameters = static_graph, find_unused_parameters
+            self.broadcast_buffers, self.gradient_as_bucket_view = broadcast_buffers, gradient_as_bucket_view
+            self.reducer = SimpleNamespace(  # what libraries call that start an exchange by hand
+                prepare_for_backward=lambda _outputs: self._expect_all(), _rebuild_buckets=lambda: True
+            )
             self.device, self.device_ids, self.dim = None, device_ids, dim
             self._sends_buffers = broadcast_buffers and any(True for _ in module.buffers())
             self._is_view = gradient_as_bucket_view or (static_graph and gradient_as_bucket_view)
@@ -179,7 +183,7 @@ def _ddp_of(recorder: Recorder) -> type[nn.Module]:
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             if self.require_backward_grad_sync and torch.is_grad_enabled():
-                self._left = {number: {id(p) for p in bucket} for number, bucket in enumerate(self._buckets)}
+                self._expect_all()
                 if self._sends_buffers:
                     self._send_buffers()
             if self.device_ids:  # what it is given goes to its device
@@ -202,6 +206,13 @@ def _ddp_of(recorder: Recorder) -> type[nn.Module]:
 
         def _set_static_graph(self) -> None:
             pass
+
+        def _get_ddp_logging_data(self) -> dict[str, Any]:
+            return {}
+
+        def _expect_all(self) -> None:
+            """Let the next backward pass exchange every bucket."""
+            self._left = {number: {id(p) for p in bucket} for number, bucket in enumerate(self._buckets)}
 
         def _send_buffers(self) -> None:
             buffers = [b for n, b in self.module.named_buffers() if n not in self._skipped]
@@ -253,8 +264,6 @@ def _ddp_of(recorder: Recorder) -> type[nn.Module]:
                     start += parameter.numel()
 
         def _run_hook(self, flat: Tensor, number: int) -> None:
-            from types import SimpleNamespace
-
             assert self._hook is not None
             parameters = self._buckets[number]
             bucket = SimpleNamespace(

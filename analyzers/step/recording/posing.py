@@ -10,6 +10,7 @@ import contextlib
 import copyreg
 import inspect
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count
@@ -592,17 +593,35 @@ def _stand_in_cuda(gpu: torch.device, name: str, memory_bytes: int, capability: 
     torch.version.cuda = torch.version.cuda or _CUDA
     torch.backends.cuda.is_built = true
     torch.backends.cudnn.is_available = true
+    torch.backends.cudnn.is_acceptable = lambda _tensor: False  # flattened weights have addresses
     torch.backends.cudnn.version = lambda: 91002
     torch.distributed.is_nccl_available = true
+    _stand_in_generators()
+
+
+def _stand_in_generators() -> None:
+    """Let every generator be the CPU's, whose state is no tensor without values: nothing is drawn on the device."""
     real_generator: Any = torch.Generator
 
-    class Generator(real_generator):  # type: ignore[misc]
-        """A generator of the CPU wherever it is asked for: nothing is drawn on the device."""
+    class AnyGenerator(type(real_generator)):  # type: ignore[misc]
+        def __instancecheck__(cls, value: Any) -> bool:
+            return isinstance(value, real_generator)
 
+    class Generator(real_generator, metaclass=AnyGenerator):  # type: ignore[misc]
         def __new__(cls, device: Any = "cpu") -> Any:
             return real_generator.__new__(cls, "cpu")
 
+        def set_state(self, state: Tensor) -> Any:
+            return self if isinstance(state, FakeTensor) else super().set_state(state)
+
+    real_set = torch.random.set_rng_state
+
+    def set_rng_state(state: Tensor) -> None:
+        if not isinstance(state, FakeTensor):
+            real_set(state)
+
     torch.Generator = Generator  # type: ignore[misc]
+    torch.set_rng_state = torch.random.set_rng_state = set_rng_state
 
 
 _MEMORY_STATISTICS = [
@@ -669,6 +688,7 @@ def _stand_in_modules(pose: Pose) -> None:
         return CUDA if found.type == pose.gpu.type and torch._C._len_torch_function_stack() else found
 
     _PosedModule(FakeTensor, device=property(device))
+    _PosedModule(torch._subclasses, FakeTensor=_known_to_torch_alone())
     torch.utils.swap_tensors = _swap
     for kinds in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
         kinds.append(FakeTensor)
@@ -717,6 +737,19 @@ def _stand_in_modules(pose: Pose) -> None:
         real_loader(*bound.args, **bound.kwargs)
 
     data.DataLoader.__init__ = loader  # type: ignore[method-assign]
+
+
+def _known_to_torch_alone() -> type:
+    """Return what stands in for the class of fake tensors: a library that asks takes another path for them."""
+
+    class Fake(type):
+        def __instancecheck__(cls, value: Any) -> bool:
+            return isinstance(value, FakeTensor) and "/torch/" in sys._getframe(1).f_code.co_filename
+
+        def __subclasscheck__(cls, kind: Any) -> bool:
+            return issubclass(kind, FakeTensor)
+
+    return Fake("FakeTensor", (), {})
 
 
 def _data_parallel_of(pose: Pose) -> type[nn.Module]:

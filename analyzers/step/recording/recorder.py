@@ -18,7 +18,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Work
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -26,8 +31,8 @@ Phase = Literal["forward", "backward", "update"]
 # A tensor of the CPU of at least so many bytes has no memory, unless it was filled with data.
 _LARGE_BYTES = 2**20
 _MAX_CALLS = 500_000
-_IS_ANY = "_ddltool_is_any"
-"""Set on what ``any`` returned."""
+_TRUTH = "_ddltool_truth"
+"""Set on tensors of truth values: the one that is assumed of all its elements."""
 _CONVOLUTIONS = {"convolution": 0, "convolution_backward": 1}
 """Where the image stands among the arguments; the weight follows it."""
 _NEAR = 12
@@ -48,7 +53,7 @@ _FILLS = frozenset(
         "new_empty",
     ]
 )
-_FAKE = torch._C._TorchDispatchModeKey.FAKE  # type: ignore[attr-defined]
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 _READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
 
 
@@ -186,17 +191,20 @@ class Recorder(TorchDispatchMode):
             with self.fake:
                 args, kwargs = tree_map_only(Tensor, _without_values, (args, kwargs))
                 output = func(*args, **kwargs)
-        elif is_fake and torch.Tag.dynamic_output_shape in func.tags:
-            output = self._assumed_shape(func, name, args, kwargs, tensors)
         elif is_fake:
-            with self.fake:
-                output = func(*args, **kwargs)
-                if name in _CONVOLUTIONS:
-                    output = _as_cudnn_lays_out(name, args, output)
+            try:
+                with self.fake:
+                    output = func(*args, **kwargs)
+                    if name in _CONVOLUTIONS:
+                        output = _as_cudnn_lays_out(name, args, output)
+            except DynamicOutputShapeException:
+                output = self._assumed_shape(func, name, args, kwargs, tensors)
+            except DataDependentOutputException:  # of equal and its kin
+                return self._assumed_value(tensors[0])
         else:
             return func(*args, **kwargs)
-        if name == "any" and isinstance(output, FakeTensor):
-            setattr(output, _IS_ANY, True)
+        if isinstance(output, FakeTensor) and output.dtype == torch.bool:
+            setattr(output, _TRUTH, _truth_of(func, name, args, kwargs))
         self._note(func, args, kwargs, output)
         return output
 
@@ -295,12 +303,13 @@ class Recorder(TorchDispatchMode):
         if any("grad_scaler.py" in _file(frame) for frame in _frames(_NEAR)):
             return 0.0  # no gradient was infinite
         if tensor.dtype == torch.bool:
-            return not getattr(tensor, _IS_ANY, False)  # what is searched for is not there: a loop until then ends
+            return getattr(tensor, _TRUTH, True)
         return 1.0 if tensor.is_floating_point() else 1
 
     def _assumed_shape(self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         """Return the result of an op whose size depends on values: all elements are taken."""
         self.assume()
+        self.host_waits()
         with _disable_current_modes():
             ones = tree_map_only(Tensor, lambda value: torch.ones(value.shape, dtype=value.dtype), (args, kwargs))
             if name in ("unique", "_unique2", "unique_dim", "unique_consecutive"):
@@ -456,6 +465,29 @@ def _plain_name(name: str) -> str:
         "reduce_scatter": "reduce_scatter", "alltoall": "all_to_all", "all_to_all": "all_to_all",
     }  # fmt: skip
     return next((plain for part, plain in known.items() if part in name), name.strip("_"))
+
+
+def _has_mask(indices: Any) -> bool:
+    """Return whether one of an indexing's tensors picks by truth values, so that they say how much is picked."""
+    return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices)
+
+
+def _truth_of(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return the truth value that is assumed of an op's results: what it gives where every number is one.
+
+    What ``any`` searches for is not there: a loop until then ends.
+    """
+
+    def sample(tensor: Tensor) -> Tensor:
+        return torch.full((), getattr(tensor, _TRUTH, True), dtype=tensor.dtype)
+
+    if name == "any" or name.endswith(("zeros", "zeros_like")):
+        return False
+    if torch.Tag.pointwise in func.tags:
+        with _disable_current_modes():
+            return bool(func(*tree_map_only(Tensor, sample, args), **tree_map_only(Tensor, sample, dict(kwargs))))
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    return next((getattr(tensor, _TRUTH, True) for tensor in tensors if tensor.dtype == torch.bool), True)
 
 
 def _without_values(tensor: Tensor) -> Tensor:

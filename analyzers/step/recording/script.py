@@ -34,6 +34,8 @@ from ddltool.errors import InputError
 from ddltool.graph import write_graph
 
 _NETWORK_S = 20.0
+_IMAGE_DIMENSIONS = 3
+"""Of a sample in a list of them, as detectors take their images."""
 
 
 class StepWindow:
@@ -109,26 +111,38 @@ def record_modules(recorder: Recorder) -> None:
 
     watched: set[int] = set()
 
-    def enter(module: nn.Module, args: Any, kwargs: Any = None) -> None:
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         # A part that is called by itself, as checkpoints do in the backward pass, keeps its name.
         if not recorder.modules and not names.get(id(module)):
             names.update({id(child): name for name, child in module.named_modules()})
             recorder.roots.setdefault(id(module), module)
-            first = next((leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.dim()), None)
+            first = next(
+                (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()), None
+            )
             if first is not None and recorder.recording and torch.is_grad_enabled():
-                recorder.inputs.setdefault(id(module), []).append((tuple(first.shape), not first.is_floating_point()))
+                images = (
+                    len(args[0])
+                    if args and isinstance(args[0], (list, tuple)) and first.dim() == _IMAGE_DIMENSIONS
+                    else None
+                )
+                shape = tuple(first.shape) if images is None else (images, *first.shape)
+                recorder.inputs.setdefault(id(module), []).append((shape, not first.is_floating_point()))
             for parameter in module.parameters():
                 if parameter.requires_grad and id(parameter) not in watched:
                     watched.add(id(parameter))
                     parameter.register_post_accumulate_grad_hook(recorder.gradient_of)
         recorder.modules.append(names.get(id(module), ""))
 
-    def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
-        if recorder.modules:
+    real_call = nn.Module.__call__
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # torch's hooks of all modules see no keywords
+        enter(module, args, kwargs)
+        try:
+            return real_call(module, *args, **kwargs)
+        finally:
             recorder.modules.pop()
 
-    nn.modules.module.register_module_forward_pre_hook(enter)
-    nn.modules.module.register_module_forward_hook(leave, always_call=True)
+    setattr(nn.Module, "__call__", call)  # noqa: B010 - mypy lets no method be assigned
 
 
 def main(arguments: list[str]) -> int:
