@@ -15,7 +15,6 @@ DDP's buckets travel is left to DDP, and the logical workers of an EST plan run 
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import weakref
 from typing import Any, Self
@@ -48,8 +47,6 @@ from ddltool.runtime.hook.loss_scaling import LossScaler, Observer, Reduction
 from ddltool.runtime.hook.telemetry import StepRecorder, TelemetryFile, device_of, is_cuda
 from ddltool.runtime.processes.job import DistributedJob
 from ddltool.runtime.processes.stopping import refuse_in_one_line
-
-log = logging.getLogger(__name__)
 
 
 class Hook:
@@ -107,7 +104,8 @@ class Hook:
         Args:
             loader: the script's loader.
             shared: False: every rank has its own stream of an iterable dataset, not the whole one.
-            accumulated: batches of an update, each with its loss divided by their number: the plan's passes.
+            accumulated: batches of an update, each with its loss divided by their number: the plan's passes. None: each batch
+                is a whole planned one.
 
         Raises InputError, on every rank, where the loader gives no single samples, the ranks have different samples, or the
         plan makes another number of passes.
@@ -259,15 +257,13 @@ class EnforcingHook(Hook):
     ) -> DataLoader[Any]:
         """Return a loader like ``loader`` with the planned batches."""
         given = self._job.together(lambda: GivenLoader(loader, self._job))
-        passes = 1 if accumulated is None else self.passes
-        if passes not in (1, accumulated):
-            problem = f"of {accumulated} batches an update, where the plan makes {passes} passes"
-            raise InputError("accumulation", problem, f"accumulate {passes}")
-        if accumulated is not None and accumulated > passes and self.rank == 0:
+        passes = 1 if accumulated is None else accumulated
+        if accumulated not in (None, self.passes):
+            planned = "1 pass" if self.passes == 1 else f"{self.passes} passes"
             total = self.enforcement.total_batch_size
-            log.warning(
-                "an update of %d batches has %d samples; the plan's has %d", accumulated, accumulated * total, total
-            )
+            problem = f"is {accumulated}, but the plan makes an update of {total} samples in {planned}"
+            remedy = "update after each batch" if self.passes == 1 else f"accumulate {self.passes} batches"
+            raise InputError("accumulated", problem, f"{remedy}, or plan again")
         if given.is_stream:
             if passes > 1:
                 problem = f"is a stream, and the plan makes {passes} passes a step"

@@ -10,7 +10,7 @@ schedule that follows a rank's own validation loss are found by what they do, wh
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -300,15 +300,17 @@ def _remove(handles: Sequence[Any]) -> None:
         handle.remove()
 
 
-def check_gradient_hooks(model: nn.Module, own: Collection[int]) -> None:
+def check_gradient_hooks(model: nn.Module, own: type) -> None:
     """Raise InputError for a hook of the script's on a gradient that does not commute with an average over ranks.
 
-    Each is tried on three gradients: it must make sums of sums, and multiples of multiples. ``own``: ids of hooks of ours.
+    Each is tried on three gradients: it must make sums of sums, and multiples of multiples. Methods of an ``own`` object
+    are ours, also where a trainer that is done with them wraps the same parameters again.
     Torch has no public place that tells which hooks there are.
     """
     for name, value in model.named_parameters():
-        late = [hook for hook in (value._post_accumulate_grad_hooks or {}).values() if id(hook) not in own]
-        if late or not all(_is_linear(hook, value) for hook in (value._backward_hooks or {}).values()):
+        late = (value._post_accumulate_grad_hooks or {}).values()
+        foreign = not all(isinstance(getattr(hook, "__self__", None), own) for hook in late)
+        if foreign or not all(_is_linear(hook, value) for hook in (value._backward_hooks or {}).values()):
             problem = "is changed by a hook on each rank by itself, before the ranks' gradients are averaged"
             remedy = "change .grad between backward and the optimizer's step"
             raise InputError(f"gradient of {_plain(name)}", problem, remedy)

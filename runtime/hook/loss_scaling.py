@@ -132,7 +132,6 @@ class LossScaler:
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._hooks: list[Any] = []
         self._sentinels: list[Any] = []
-        self._sentinel = self._note_gradient  # a bound method is a new object each time
         self._weighed_losses = self._losses = 0
         self._shapes: set[tuple[object, ...]] = set()
         self._nodes = 0
@@ -161,7 +160,7 @@ class LossScaler:
         if self._job.world_size > 1:
             LivenessMonitor.of_this_job().passes = backwards_begun
         trained = [value for value in model.parameters() if value.requires_grad]
-        self._sentinels = [value.register_post_accumulate_grad_hook(self._sentinel) for value in trained]
+        self._sentinels = [value.register_post_accumulate_grad_hook(self._note_gradient) for value in trained]
         if self._weighs and optimizers:
             self._guard = UpdateGuard(self._job, model, optimizers, lambda: self._is_uneven)
             self._hooks += [each.register_step_post_hook(self._after_update) for each in optimizers]
@@ -199,7 +198,7 @@ class LossScaler:
             model = self._model()
             if self._guard.updates < 2 and self.averages and model is not None:
                 try:
-                    check_gradient_hooks(model, {id(self._sentinel)})
+                    check_gradient_hooks(model, LossScaler)
                 except InputError as refusal:
                     self._guard.refuse(refusal)
             for place, tensor in enumerate(outputs):

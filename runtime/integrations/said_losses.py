@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from ddltool.runtime.hook import Hook
+
+log = logging.getLogger(__name__)
 
 
 class SaidLosses:
@@ -22,6 +26,17 @@ class SaidLosses:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._hook, name)
+
+    def planned(self, loader: DataLoader[Any], *, accumulated: int | None) -> DataLoader[Any]:
+        """Return the loader with the planned batches, for a trainer whose updates are of ``accumulated`` batches.
+
+        They are the passes of a plan that accumulates; of another plan they are whole planned batches, which a line says.
+        """
+        if (accumulated or 1) > 1 and self._hook.passes == 1 and self._hook.local_batch_size is not None:
+            if self._hook.rank == 0:
+                log.warning("an update of the trainer has %d of the plan's batches", accumulated)
+            return self._hook.planned(loader)
+        return self._hook.planned(loader, accumulated=accumulated)
 
     def loss(self, loss: Tensor, **meaning: Any) -> Tensor:
         """Return ``loss`` weighed as :meth:`~ddltool.runtime.hook.Hook.loss` does; for the script.

@@ -55,7 +55,7 @@ def test_this_machine_passes(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The status of gloo, as told in the place of two processes."""
+    """The status of gloo, as told in the place of two processes; none is started for torchvision either."""
     said = {"gloo": "ok"}
 
     def answers(children: object) -> list[MachineCheck]:
@@ -63,6 +63,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         return [MachineCheck(name="gloo", status=said["gloo"], found="as told", remedy=remedy)]
 
     monkeypatch.setattr(machine_checks, "check_processes", answers)
+    monkeypatch.setattr(machine_checks, "check_torchvision", list)
     monkeypatch.setattr(machine_checks, "Children", lambda *_: contextlib.nullcontext())
     return said
 

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -138,21 +138,33 @@ def outcome(rank: int, name: str, way: str) -> float | str:
 
 
 def compared(loop: Callable[[Script], list[Tensor]], script: Script) -> float | str:
-    """Return how far a loop's parameters are from one process's, over how far those moved; or the refusal."""
+    """Return how far a loop's parameters are from one process's, over how far those moved; or the refusal.
+
+    Rank 0 alone trains as one process, for both.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     alone = Script(script.way, script.rank, script.sizes, alone=True)
+    refusal, one_process = "", [None]
     try:
         torch.manual_seed(11)
         try:
             parameters = loop(script)
         except InputError as error:
-            return str(error)
-        torch.manual_seed(11)
-        expected = loop(alone)
+            refusal = str(error)
+        refusals: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(refusals, refusal)
+        if refusal:
+            return refusal
+        assert not any(refusals), f"refused on one rank alone: {refusals}"
+        if script.rank == 0:
+            torch.manual_seed(11)
+            one_process = [(loop(alone), alone.begun)]  # type: ignore[list-item]
+        dist.broadcast_object_list(one_process, src=0)
     finally:
         torch.set_num_threads(threads)
-    moved = max(float((one - two).abs().max()) for one, two in zip(expected, alone.begun, strict=True))
+    expected, begun = cast(tuple[list[Tensor], list[Tensor]], one_process[0])
+    moved = max(float((one - two).abs().max()) for one, two in zip(expected, begun, strict=True))
     assert moved > 1e-3, "this loop trains nothing"
     return max(float((one - two).abs().max()) for one, two in zip(expected, parameters, strict=True)) / moved
 

@@ -316,7 +316,7 @@ CELLS: dict[str, Cell] = {
 REFUSED: dict[str, tuple[Cell, str]] = {
     "passes of another number": (
         cell(lambda run: in_passes(run, Judge(), points(), passes=3)),
-        "accumulation: of 3 batches an update, where the plan makes 2 passes; accumulate 2",
+        "accumulated: is 3, but the plan makes an update of 32 samples in 2 passes; accumulate 2",
     ),
     "loss times the ranks": (cell(lambda run: trained(run, Writer(), Texts(), base=Times)), OTHER),
     "pairs": (cell(lambda run: trained(run, Judge(), points(), base=Pairs)), OTHER),

@@ -278,7 +278,13 @@ def test_what_a_loader_of_the_scripts_own_cannot_be(tmp_path: Path) -> None:
         hook.planned(DataLoader(numbers, batch_sampler=[[0, 1]]))
     with pytest.raises(InputError, match=r"sizes: add up to 6 samples, but the dataset has 5"):
         hook.planned(DataLoader(numbers, sampler=range(5)))
-    assert len(hook.planned(DataLoader(numbers, batch_size=9))) == 7
+    message = (
+        "accumulated: is 2, but the plan makes an update of 6 samples in 1 pass; update after each batch, or plan again"
+    )
+    with pytest.raises(InputError, match=f"^{message}$"):
+        hook.planned(DataLoader(numbers, batch_size=9), accumulated=2)
+    for accumulated in (None, 1):
+        assert len(hook.planned(DataLoader(numbers, batch_size=9), accumulated=accumulated)) == 7
 
 
 def test_nothing_is_handed_out_before_it_is_known_what_is_trained(tmp_path: Path) -> None:
