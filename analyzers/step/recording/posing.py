@@ -616,9 +616,9 @@ def _stand_in_generators() -> None:
 
     real_set = torch.random.set_rng_state
 
-    def set_rng_state(state: Tensor) -> None:
-        if not isinstance(state, FakeTensor):
-            real_set(state)
+    def set_rng_state(new_state: Tensor) -> None:
+        if not isinstance(new_state, FakeTensor):
+            real_set(new_state)
 
     torch.Generator = Generator  # type: ignore[misc]
     torch.set_rng_state = torch.random.set_rng_state = set_rng_state
