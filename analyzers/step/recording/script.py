@@ -57,6 +57,25 @@ class StepWindow:
         self._depth = 0  # optimizers that call others count once
         register_optimizer_step_pre_hook(self._begins)
         register_optimizer_step_post_hook(self._ended)
+        self._watch_averages()
+
+    def _starts(self, updated: Any) -> None:
+        """Note what is updated for the first time: a step in which something is so is not like the next."""
+        if id(updated) not in self._seen:
+            self._seen[id(updated)] = updated
+            self._is_steady = not self.updates
+
+    def _watch_averages(self) -> None:
+        """Let averaged weights count as what an update makes: their first one copies."""
+        from torch.optim.swa_utils import AveragedModel
+
+        real_update = AveragedModel.update_parameters
+
+        def update(average: Any, *args: Any, **kwargs: Any) -> None:
+            real_update(average, *args, **kwargs)
+            self._starts(average)
+
+        AveragedModel.update_parameters = update  # type: ignore[method-assign]
 
     def _begins(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         self._depth += 1
@@ -91,9 +110,7 @@ class StepWindow:
         self.recorder.phase = "forward"
         if self.first is None:
             self.first = optimizer
-        if id(optimizer) not in self._seen:  # it has made its states: a step in which one does so is not like the next
-            self._seen[id(optimizer)] = optimizer
-            self._is_steady = not self.updates
+        self._starts(optimizer)  # it has made its states
         if optimizer is not self.first:
             return
         self.updates += 1

@@ -1,0 +1,225 @@
+"""One step of a training script, noted twice: run for real on the CPU under torch's own counters, and as it is recorded.
+
+``python noted_steps.py`` reads requests from stdin, one JSON object a line, and answers each on stdout: ``kind`` (real or
+recorded), ``script``, ``out`` (a JSON file). Each runs in a process of its own, forked once torch is loaded.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import runpy
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.optim.swa_utils import AveragedModel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+Noted = list[Any]
+"""The name of an op, and shapes with types of the tensors that it gets and gives."""
+_STEADY = 2
+"""So many updates of an optimizer before the step that is noted: its states are made by then, those of others too."""
+_ON_HOST = ("_local_scalar_dense", "is_nonzero", "lift_fresh")
+"""Values that are read, and numbers made into tensors: on a GPU's machine the host does it."""
+
+
+def _seen(values: Any) -> list[Any]:
+    return [[list(leaf.shape), str(leaf.dtype)] for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+class Notes(TorchDispatchMode):
+    """Notes every op that this process runs, but for those that run on the host wherever the model is."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[Noted] = []
+        self.counters: set[int] = set()
+        """Storages of optimizers' and averages' counts of steps: tensors of the CPU, but for those of fused optimizers."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")[2]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)]
+        is_count = any(tensor.untyped_storage()._cdata in self.counters for tensor in tensors)
+        if tensors and not is_count and name not in _ON_HOST and not _is_in_batch():
+            self.calls.append([name, _seen((args, kwargs)), _seen(output)])
+        return output
+
+
+class NoModules:
+    """What torch's counters ask of their tracker of modules, for a program as a whole."""
+
+    parents = frozenset({"Global"})
+    is_bw = False
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def register_user_hooks(self, *_: object) -> None: ...
+
+    def clear_user_hooks(self) -> None: ...
+
+
+def _let_dropout_be_one_op() -> None:
+    """Let dropout be the op that it is on CUDA, which the CPU has too and takes four others for."""
+
+    def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
+
+    torch.nn.functional.dropout = dropout
+
+
+def _is_in_batch() -> bool:
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "make_batch":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _run_real(request: dict[str, Any], write: Callable[[Any], NoReturn]) -> None:
+    """Run a script as it is; note the step after the second update of the optimizer that ends one first."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    notes, flops, memory = Notes(), FlopCounterMode(display=False), MemTracker()
+    # Their hooks of modules, which we do not ask about, keep tensors alive and refuse frozen parameters.
+    flops.mod_tracker = memory._mod_tracker = NoModules()  # type: ignore[assignment]
+    _let_dropout_be_one_op()
+    first: list[Any] = []
+    before: Counter[str] = Counter()
+    updates = [0]
+
+    def flops_by_op() -> Counter[str]:
+        return Counter({str(op).removeprefix("aten."): count for op, count in flops.flop_counts["Global"].items()})
+
+    def ended(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        first.append(optimizer)
+        for state in optimizer.state.values():
+            if isinstance(step := state.get("step"), Tensor) and not optimizer.defaults.get("fused"):
+                notes.counters.add(step.untyped_storage()._cdata)
+        for average in gc.get_objects() if updates[0] == 1 else ():
+            if isinstance(average, AveragedModel):
+                notes.counters.add(average.n_averaged.untyped_storage()._cdata)
+        if optimizer is not first[0]:
+            return
+        updates[0] += 1
+        if updates[0] == _STEADY:
+            gc.collect()
+            before.update(flops_by_op())
+            notes.calls.clear()
+            memory._peak_mem.clear()
+            memory._peak_mem_snap.clear()
+        elif updates[0] == _STEADY + 1:
+            counted = flops_by_op()
+            counted.subtract(before)
+            peak = sum(snapshot["Total"] for snapshot in memory.get_tracker_snapshot("peak").values())
+            write({"calls": notes.calls, "flops": counted, "peak_bytes": peak})
+
+    register_optimizer_step_post_hook(ended)
+    with flops, memory, notes:
+        runpy.run_path(request["script"], run_name="__main__")
+
+
+def _record(request: dict[str, Any], write: Callable[[Any], NoReturn]) -> None:
+    """Record a script by the product's own process, and note what it recorded."""
+    from ddltool.analyzers.step.recording import script
+    from ddltool.analyzers.step.recording.recorder import Shadow
+
+    real_graph_of = script.graph_of
+
+    def shapes(values: Any) -> list[Any]:
+        return [
+            [list(leaf.tensor.shape), str(leaf.tensor.dtype)]
+            for leaf in tree_leaves(values)
+            if isinstance(leaf, Shadow)
+        ]
+
+    def noted_graph_of(step: Any, label: str) -> NoReturn:
+        graph = real_graph_of(step, label)
+        flops: Counter[str] = Counter()
+        for op, call in zip([op for op in graph.ops() if op.kind == "compute"], step.calls, strict=True):
+            flops[call.target._schema.name.partition("::")[2]] += int(op.flops)
+        live, change = 0, [0] * (len(step.calls) + 2)
+        for storage in step.storages:
+            change[max(storage.made, 0)] += storage.size_bytes
+            change[len(step.calls) + 1 if storage.freed is None else max(storage.freed, storage.made, 0) + 1] -= (
+                storage.size_bytes
+            )
+        peak = 0
+        for difference in change:
+            live += difference
+            peak = max(peak, live)
+        calls = []
+        for call in step.calls:
+            name, gets, gives = (
+                call.target._schema.name.partition("::")[2],
+                shapes((call.args, call.kwargs)),
+                shapes(call.output),
+            )
+            if gets or name not in ("_to_copy", "copy_"):  # a batch comes from the host
+                calls.append([name, gets, gives])
+        write({"calls": calls, "flops": flops, "peak_bytes": peak})
+
+    script.graph_of = noted_graph_of
+    path = Path(request["out"]).with_suffix(".request")
+    path.write_text(
+        json.dumps(
+            {
+                "out": request["out"] + ".graph",
+                "label": "script",
+                "name": "GPU",
+                "memory_bytes": 80 * 2**30,
+                "capability": [9, 0],
+                "count": 8,
+                "scratch": None,
+            }
+        )
+    )
+    script.main([str(path), "--", "python", request["script"]])
+
+
+def _answer(request: dict[str, Any]) -> None:
+    """Write what a step was; ends the process."""
+
+    def write(noted: Any) -> NoReturn:
+        Path(request["out"]).write_text(json.dumps(noted))
+        os._exit(0)
+
+    try:
+        {"real": _run_real, "recorded": _record}[request["kind"]](request, write)
+    except Exception:
+        traceback.print_exc()
+    os._exit(1)
+
+
+def serve() -> None:
+    """Answer requests until stdin ends."""
+    from ddltool.analyzers.step.recording import script  # noqa: F401 - loaded once for all
+    from ddltool.analyzers.step.tracing.factories import declare_torchvision
+
+    declare_torchvision()
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        request = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            os.dup2(2, 1)
+            _answer(request)
+        _, status = os.waitpid(pid, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+if __name__ == "__main__":
+    serve()
