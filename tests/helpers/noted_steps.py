@@ -37,6 +37,23 @@ def _seen(values: Any) -> list[Any]:
     return [[list(leaf.shape), str(leaf.dtype)] for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
+def compared(calls: list[Noted]) -> list[Noted]:
+    """Return calls with attention by one name, of what it gets the queries, keys and values, of what it gives the first three
+    (backward) or the first."""
+    return [[_ATTENTION + "_backward", gets[:4], gives[:3]] if _ATTENTION in name and "backward" in name
+            else [_ATTENTION, gets[:3], gives[:1]] if _ATTENTION in name
+            else [name, gets, gives] for name, gets, gives in calls]  # fmt: skip
+
+
+def flops_compared(flops: dict[str, int]) -> dict[str, int]:
+    """Return the FLOPs of ops that torch's counter knows, without attention's, of which each kernel has another share."""
+    return {name: count for name, count in flops.items() if count and name in _COUNTED}
+
+
+_ATTENTION = "scaled_dot_product"
+_COUNTED = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "recurrent", "recurrent_backward")
+
+
 class Notes(TorchDispatchMode):
     """Notes every op that this process runs, but for those that run on the host wherever the model is."""
 
@@ -80,6 +97,14 @@ def _let_dropout_be_one_op() -> None:
     torch.nn.functional.dropout = dropout
 
 
+def _backward_flops(gradient: Any, image: Any, weight: Any, *arguments: Any, out_val: Any = None, **_: Any) -> int:
+    """Return the FLOPs of a convolution's gradients: each those of the convolution; torch's own formula forgets groups."""
+    products = 2 * torch.Size(gradient).numel() * torch.Size(weight[1:]).numel()
+    is_transposed, wanted = arguments[4], arguments[-1]
+    assert not is_transposed
+    return products * sum(wanted[:2])
+
+
 def _is_in_batch() -> bool:
     frame: Any = sys._getframe(2)
     while frame is not None:
@@ -93,7 +118,8 @@ def _run_real(request: dict[str, Any], write: Callable[[Any], NoReturn]) -> None
     """Run a script as it is; note the step after the second update of the optimizer that ends one first."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    notes, flops, memory = Notes(), FlopCounterMode(display=False), MemTracker()
+    flops = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.convolution_backward: _backward_flops})
+    notes, memory = Notes(), MemTracker()
     # Their hooks of modules, which we do not ask about, keep tensors alive and refuse frozen parameters.
     flops.mod_tracker = memory._mod_tracker = NoModules()  # type: ignore[assignment]
     _let_dropout_be_one_op()
@@ -110,7 +136,7 @@ def _run_real(request: dict[str, Any], write: Callable[[Any], NoReturn]) -> None
             if isinstance(step := state.get("step"), Tensor) and not optimizer.defaults.get("fused"):
                 notes.counters.add(step.untyped_storage()._cdata)
         for average in gc.get_objects() if updates[0] == 1 else ():
-            if isinstance(average, AveragedModel):
+            if type(average) is AveragedModel:
                 notes.counters.add(average.n_averaged.untyped_storage()._cdata)
         if optimizer is not first[0]:
             return

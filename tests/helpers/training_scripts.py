@@ -162,7 +162,7 @@ for step in range(5):
     + """
 import timm
 model = timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=10, depth=3).to(device)
-optimizer = torch.optim.NAdam(model.parameters(), lr=1e-3, foreach=True)
+optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0, foreach=True)
 
 def make_batch():
     return torch.randn(4, 3, 64, 64).to(device), torch.randint(10, (4,)).to(device)
