@@ -73,8 +73,10 @@ def test_the_flops_are_those_that_torch_counts(name: str, noted: Callable[[str],
     real, recorded = noted(name)
     counted = flops_compared(real["flops"])
     assert sum(counted.values()) > 1e6
-    if name == RECURRENT:  # one op of cuDNN's stands for many products
-        assert sum(flops_compared(recorded["flops"]).values()) == sum(counted.values())
+    if name == RECURRENT:  # one op of cuDNN's stands for many products, the gradient of the first state among them
+        layers, batch, width = 2, 8, 96
+        first_state = layers * 2 * batch * width * 4 * width
+        assert sum(flops_compared(recorded["flops"]).values()) == sum(counted.values()) + first_state
     else:
         assert flops_compared(recorded["flops"]) == counted
 
