@@ -1,7 +1,7 @@
 """One step of a training script, noted twice: run for real on the CPU under torch's own counters, and as it is recorded.
 
 ``python noted_steps.py`` reads requests from stdin, one JSON object a line, and answers each on stdout: ``kind`` (real or
-recorded), ``script``, ``out`` (a JSON file). Each runs in a process of its own, forked once torch is loaded.
+recorded), ``script``, ``arguments``, ``world`` (processes; 0: no launcher), ``out`` (a JSON file). Each runs in a process of its own, forked once torch is loaded.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import runpy
+import socket
 import sys
 import traceback
 from collections import Counter
@@ -20,6 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -60,17 +62,38 @@ class Notes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Noted] = []
+        self.exchanges: list[list[Any]] = []
+        """The kind of each collective and its bytes; they go through torch's dispatcher, DDP's reducer in C++ too."""
         self.counters: set[int] = set()
         """Storages of optimizers' and averages' counts of steps: tensors of the CPU, but for those of fused optimizers."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it calls again with this rank's parts
         output = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._exchanged(func._schema.name.partition("::")[2], args, output)
+            return output
         name = func._schema.name.partition("::")[2]
         tensors = [leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)]
         is_count = any(tensor.untyped_storage()._cdata in self.counters for tensor in tensors)
         if tensors and not is_count and name not in _ON_HOST and not _is_in_batch():
             self.calls.append([name, _seen((args, kwargs)), _seen(output)])
         return output
+
+    def _exchanged(self, name: str, args: Any, output: Any) -> None:
+        """Note a collective with the bytes of the whole: what a gathering gives, what a scattering gets."""
+        kind = next((kind for part, kind in _KINDS.items() if part in name), None)
+        if kind is None:
+            return  # the wait for one
+        gives = args[0] if name.endswith("_") else output
+        gets = args[1] if name.endswith("_") and "base" in name else args[0]
+        moved = gives if kind == "all_gather" else gets
+        self.exchanges.append([kind, sum(t.nbytes for t in tree_leaves(moved) if isinstance(t, Tensor))])
+
+
+_KINDS = {"allreduce": "all_reduce", "all_reduce": "all_reduce", "allgather": "all_gather", "all_gather": "all_gather",
+          "reduce_scatter": "reduce_scatter", "broadcast": "broadcast", "alltoall": "all_to_all", "all_to_all": "all_to_all"}  # fmt: skip
 
 
 class NoModules:
@@ -116,7 +139,7 @@ def _is_in_batch() -> bool:
 
 def _run_real(request: dict[str, Any], write: Callable[[Any], NoReturn]) -> None:
     """Run a script as it is; note the step after the second update of the optimizer that ends one first."""
-    from torch.optim.optimizer import register_optimizer_step_post_hook
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     flops = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.convolution_backward: _backward_flops})
     notes, memory = Notes(), MemTracker()
@@ -125,12 +148,18 @@ def _run_real(request: dict[str, Any], write: Callable[[Any], NoReturn]) -> None
     _let_dropout_be_one_op()
     first: list[Any] = []
     before: Counter[str] = Counter()
-    updates = [0]
+    updates, depth = [0], [0]
 
     def flops_by_op() -> Counter[str]:
         return Counter({str(op).removeprefix("aten."): count for op, count in flops.flop_counts["Global"].items()})
 
+    def begins(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        depth[0] += 1
+
     def ended(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        depth[0] -= 1
+        if depth[0]:  # an optimizer of another
+            return
         first.append(optimizer)
         for state in optimizer.state.values():
             if isinstance(step := state.get("step"), Tensor) and not optimizer.defaults.get("fused"):
@@ -145,15 +174,21 @@ def _run_real(request: dict[str, Any], write: Callable[[Any], NoReturn]) -> None
             gc.collect()
             before.update(flops_by_op())
             notes.calls.clear()
+            notes.exchanges.clear()
             memory._peak_mem.clear()
             memory._peak_mem_snap.clear()
         elif updates[0] == _STEADY + 1:
             counted = flops_by_op()
             counted.subtract(before)
             peak = sum(snapshot["Total"] for snapshot in memory.get_tracker_snapshot("peak").values())
-            write({"calls": notes.calls, "flops": counted, "peak_bytes": peak})
+            exchanges = list(notes.exchanges)
+            if request["world"]:
+                torch.distributed.barrier()
+            write({"calls": notes.calls, "exchanges": exchanges, "flops": counted, "peak_bytes": peak})
 
+    register_optimizer_step_pre_hook(begins)
     register_optimizer_step_post_hook(ended)
+    sys.argv = [request["script"], *request["arguments"]]
     with flops, memory, notes:
         runpy.run_path(request["script"], run_name="__main__")
 
@@ -196,7 +231,8 @@ def _record(request: dict[str, Any], write: Callable[[Any], NoReturn]) -> None:
             )
             if gets or name not in ("_to_copy", "copy_"):  # a batch comes from the host
                 calls.append([name, gets, gives])
-        write({"calls": calls, "flops": flops, "peak_bytes": peak})
+        exchanges = [[call.exchange.name, call.exchange.size_bytes] for call in step.calls if call.exchange]
+        write({"calls": calls, "exchanges": exchanges, "flops": flops, "peak_bytes": peak})
 
     script.graph_of = noted_graph_of
     path = Path(request["out"]).with_suffix(".request")
@@ -213,14 +249,16 @@ def _record(request: dict[str, Any], write: Callable[[Any], NoReturn]) -> None:
             }
         )
     )
-    script.main([str(path), "--", "python", request["script"]])
+    launcher = ["torchrun", "--nproc-per-node", str(request["world"])] if request["world"] else ["python"]
+    script.main([str(path), "--", *launcher, request["script"], *request["arguments"]])
 
 
 def _answer(request: dict[str, Any]) -> None:
     """Write what a step was; ends the process."""
 
     def write(noted: Any) -> NoReturn:
-        Path(request["out"]).write_text(json.dumps(noted))
+        if int(os.environ.get("RANK", "0")) == 0:
+            Path(request["out"]).write_text(json.dumps(noted))
         os._exit(0)
 
     try:
@@ -239,12 +277,37 @@ def serve() -> None:
     torch.set_num_threads(1)
     for line in sys.stdin:
         request = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            os.dup2(2, 1)
-            _answer(request)
-        _, status = os.waitpid(pid, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        ranks = range(request["world"] if request["kind"] == "real" else 0)
+        port = free_port() if ranks else 0
+        world = [
+            {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": len(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+            for rank in ranks
+        ]
+        children = [_forked(request, {name: str(value) for name, value in rank.items()}) for rank in world or [{}]]
+        statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        print(max(map(abs, statuses)), flush=True)
+
+
+def _forked(request: dict[str, Any], environment: dict[str, str]) -> int:
+    """Start the answer to a request; return the process's number."""
+    child = os.fork()
+    if child == 0:
+        os.dup2(2, 1)
+        os.environ.update(environment)
+        _answer(request)
+    return child
+
+
+def free_port() -> int:
+    """Return a port that nothing listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 if __name__ == "__main__":
