@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 import time
 import tomllib
@@ -118,6 +119,8 @@ for _name, _about in COMMANDS.items():
 _UsageProblem: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 _INTERRUPTED = 130
+# Commands whose SOURCE may be a command line.
+_RECORDING = ("predict", "trace")
 
 
 def _show_version(value: bool) -> None:
@@ -137,11 +140,20 @@ def _options(
     """Order transfers, size batches, place workers and set barriers for distributed training, before it runs."""
 
 
+def _with_command(arguments: Sequence[str] | None) -> Sequence[str] | None:
+    """Return the arguments with all that follows ``--`` as one SOURCE: the command that is to be recorded."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if "--" not in given or given.index("--") >= len(given) - 1 or given[0] not in _RECORDING:
+        return arguments
+    place = given.index("--")
+    return [*given[:place], "--", f"-- {shlex.join(given[place + 1 :])}"]
+
+
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 1 check failed, 2 bad input, 3 no plan, 130 interrupted."""
     begin_s = time.perf_counter()
     try:
-        result = app(args=arguments, prog_name="ddltool", standalone_mode=False)
+        result = app(args=_with_command(arguments), prog_name="ddltool", standalone_mode=False)
         sys.stdout.flush()
         if VOICE.verbose:
             print(f"{time.perf_counter() - begin_s:.1f} s in all", file=sys.stderr)  # noqa: T201

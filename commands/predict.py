@@ -4,19 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 from ddltool.analyzers.answers.reporting.predict_section import predict_section
 from ddltool.analyzers.step.communication.fabrics import fabric_of
 from ddltool.analyzers.step.costs.model import cost_model
 from ddltool.analyzers.step.costs.predict import Setting, predict_on, predicted_profile, work_of
+from ddltool.analyzers.step.costs.recorded import predict_recorded
+from ddltool.analyzers.step.recording.command import LIMIT_S, assumed, is_command, record, words_of
 from ddltool.analyzers.step.tracing.dialect import Numerics
-from ddltool.analyzers.step.tracing.sources import Source, name_of
-from ddltool.commands.options import AS_TEXT, DEVICES, OPTIMIZER, LocalLink, Precision, completed, integers, within
+from ddltool.analyzers.step.tracing.sources import Source, is_graph_file, name_of
+from ddltool.commands.options import (
+    AS_TEXT,
+    DEVICES,
+    OPTIMIZER,
+    LocalLink,
+    Precision,
+    completed,
+    integers,
+    number,
+    within,
+)
 from ddltool.commands.output import answer
-from ddltool.commands.verbs import VerbCall, verb
+from ddltool.commands.verbs import VerbCall, refuse, verb
 from ddltool.device import DEVICES_PER_NODE, Device, DeviceTable
 from ddltool.errors import InputError
+from ddltool.graph import Graph, read_graph
 from ddltool.graph_results import PredictResult
 from ddltool.profiles import write_profile
 from ddltool.shipped import calibration, known_devices
@@ -24,6 +37,12 @@ from ddltool.stages import Stage, Tell, log_remark, quietly
 
 SHARDINGS = ("none", "ddp", "zero1", "zero2", "fsdp", "fsdp:SHARD", "hsdp:SHARD")
 _LARGEST = 2**31
+# What a script says itself, and what only a script has.
+_MODELLED = (
+    "batch_sizes", "replicas", "precision", "channels_last", "compile", "optimizer", "accumulation", "sharding",
+    "checkpointing", "sequence_length",
+)  # fmt: skip
+_RECORDED = ("limit", "keep_files")
 
 
 def _sizes(text: str, where: str) -> tuple[int, ...] | None:
@@ -32,7 +51,7 @@ def _sizes(text: str, where: str) -> tuple[int, ...] | None:
 
 @verb
 def predict(
-    source: Annotated[Source, AS_TEXT],
+    source: Annotated[Source | list[str], AS_TEXT],
     device: Annotated[str | Sequence[str], DEVICES],
     *,
     batch_sizes: Annotated[Sequence[int] | int | None, _sizes] = None,
@@ -54,47 +73,82 @@ def predict(
     local_latency: str | None = None,
     nccl_tests: Sequence[Path] = (),
     devices_file: Path | None = None,
+    limit: Annotated[float, number(0)] = LIMIT_S,
+    keep_files: bool = False,
     tell: Tell = log_remark,
     stage: Stage = quietly,
 ) -> PredictResult:
     """Predict training steps on devices that are not here, each with the range in which 80 % of measurements fall.
 
-    ``source``: a module, (module, example_inputs), a function that makes one, or a text as on the command line. ``device``:
-    names as ``ddltool devices`` lists them. ``batch_sizes``: local ones; None: 1, 2, 4, ... up to the memory limit. The other
+    ``source``: a module, (module, example_inputs), a function that makes one, a text as on the command line, or the list of
+    words of a command that trains: its step is recorded, and the script says how it trains. ``device``: names as ``ddltool
+    devices`` lists them. ``batch_sizes``: local ones; None: 1, 2, 4, ... up to the memory limit. The other
     settings are those of ``ddltool predict``. Raises InputError for what is unknown or cannot be traced, Infeasible where
     nothing fits.
     """
     sizes = _counts("batch_sizes", batch_sizes) if batch_sizes is not None else None
     counts = _counts("replicas", replicas)
     devices = _devices(device, known_devices(devices_file))
+    fabrics = [
+        fabric_of(
+            each,
+            gpus_per_node=gpus_per_node,
+            link=link,
+            local_bandwidth=local_bandwidth,
+            local_latency=local_latency,
+            nic=nic,
+            bandwidth=bandwidth,
+            latency=latency,
+            nccl_tests=nccl_tests,
+        )
+        for each in devices
+    ]
+    models = [cost_model(each, calibration()) for each in devices]
+    if is_command(source) or is_graph_file(source):
+        refuse("a recorded step", _MODELLED)
+        graph = _recorded_step(source, devices[0], gpus_per_node, limit, keep_files, tell, stage)
+        return predict_recorded(graph, list(zip(models, fabrics, strict=True)), graph.name)
+    refuse("a step that is traced", _RECORDED)
     numerics = Numerics(precision, channels_last)  # type: ignore[arg-type]  # Numerics checks it
     settings = [
         Setting(
-            fabric=fabric_of(
-                each,
-                gpus_per_node=gpus_per_node,
-                link=link,
-                local_bandwidth=local_bandwidth,
-                local_latency=local_latency,
-                nic=nic,
-                bandwidth=bandwidth,
-                latency=latency,
-                nccl_tests=nccl_tests,
-            ),
+            fabric=fabric,
             optimizer=optimizer,
             accumulation=accumulation,
             compile=compile,
             sharding=sharding,
             checkpointing=checkpointing,
         )
-        for each in devices
+        for fabric in fabrics
     ]
     with stage(f"tracing {name_of(source)}"):
-        curve = work_of(source, numerics, sequence_length)
+        curve = work_of(cast(Source, source), numerics, sequence_length)
     if remark := curve.traced.graph.meta.get("note"):
         tell(f"note: {remark}")
-    models = [cost_model(each, calibration()) for each in devices]
     return predict_on(curve, list(zip(models, settings, strict=True)), sizes, counts, name_of(source))
+
+
+def _recorded_step(
+    source: Source | list[str],
+    device: Device,
+    gpus_per_node: int,
+    limit_s: float,
+    keep_files: bool,
+    tell: Tell,
+    stage: Stage,
+) -> Graph:
+    """Return the graph of a command's step, recorded now, or of a file that holds one."""
+    if is_command(source):
+        with stage(f"recording {' '.join(words_of(source))}"):
+            graph = record(source, device, gpus_per_node=gpus_per_node, limit_s=limit_s, keep_files=keep_files)
+    else:
+        graph = read_graph(str(source))
+    if graph.recorded is None:
+        remedy = "give a torch source: zoo:NAME, timm:NAME, transformers:NAME, file.py:factory"
+        raise InputError(str(source), "holds one batch size only and cannot be traced at others", remedy)
+    if line := assumed(graph):
+        tell(line)
+    return graph
 
 
 def show_predict(call: VerbCall[PredictResult], output: Path | None = None, as_json: bool = False) -> None:
@@ -107,9 +161,9 @@ def show_predict(call: VerbCall[PredictResult], output: Path | None = None, as_j
 
 def _counts(where: str, given: Sequence[int] | int) -> tuple[int, ...]:
     numbers = (given,) if isinstance(given, int) else tuple(given)
-    for number in numbers:
-        if not 1 <= number <= _LARGEST:
-            raise InputError(where, f"{number} is out of range", f"write whole numbers from 1 to {_LARGEST}")
+    for count in numbers:
+        if not 1 <= count <= _LARGEST:
+            raise InputError(where, f"{count} is out of range", f"write whole numbers from 1 to {_LARGEST}")
     return numbers
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -70,6 +70,29 @@ class Op:
     ] = NO_GEMM
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recorded:
+    """What a step of a script is beside its ops. A place is the position of an op among the graph's compute ops."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    world_size: Annotated[int, Field(ge=1, description="processes that the launcher starts")]
+    passes: Annotated[int, Field(ge=1, description="forward passes of the model in the step")]
+    compiled: Annotated[bool, Field(description="whether the script asks torch.compile for its model")]
+    made: Annotated[tuple[int, ...], Field(description="of each storage: place where it is made; -1: before the step")]
+    freed: Annotated[tuple[int | None, ...], Field(description="last place where it lives; null: it outlives the step")]
+    storage_bytes: tuple[Number, ...]
+    parts: Annotated[tuple[Text, ...], Field(description="what it holds: parameters, gradients, activations, ...")]
+    waits: Annotated[tuple[int, ...], Field(description="places of ops that the host waited for")] = ()
+    groups: Annotated[Mapping[str, tuple[int, ...]], Field(description="ranks of each collective, by op")] = field(
+        default_factory=dict
+    )
+    assumed: Annotated[
+        Mapping[str, int], Field(description="how often a value that only a run knows was read, by file:line")
+    ] = field(default_factory=dict)
+    seconds: Annotated[Number, Field(description="that recording took")] = 0.0
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Graph:
     """A validated graph of ``n`` ops and ``e`` edges. Build it with :meth:`from_ops`; treat the arrays as read-only."""
@@ -100,6 +123,8 @@ class Graph:
     batch_size: int | None = None
     meta: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
     """What the graph was made from and for: source, device, bandwidth. Free-form, kept in the file."""
+    recorded: Recorded | None = None
+    """Of a script's step: its processes, streams and memory."""
 
     @classmethod
     def from_ops(
@@ -110,6 +135,7 @@ class Graph:
         *,
         batch_size: int | None = None,
         meta: Mapping[str, str | int | float | bool | None] | None = None,
+        recorded: Recorded | None = None,
         where: str = "graph",
     ) -> Graph:
         """Return the validated graph of ``ops``.
@@ -142,6 +168,7 @@ class Graph:
             gemm=np.array([op.gemm for op in records], dtype=np.float64).reshape(len(records), 4),
             batch_size=batch_size,
             meta=dict(meta or {}),
+            recorded=recorded,
             **columns,
         )
         _check_structure(graph, where)
@@ -365,6 +392,7 @@ class GraphDocument(Artifact):
     batch_size: int | None = Field(default=None, ge=1, description="samples of the step; null: unknown")
     meta: dict[str, str | int | float | bool | None] = Field(default_factory=dict, description="where it comes from")
     ops: list[Op]
+    recorded: Recorded | None = Field(default=None, description="of a script's step; null: of a model's alone")
 
 
 def to_document(graph: Graph) -> dict[str, Any]:
@@ -377,18 +405,42 @@ def to_document(graph: Graph) -> dict[str, Any]:
         if any(gemm):
             row["gemm"] = list(gemm)
     head: dict[str, Any] = {"kind": "ddltool.graph", "schema_version": 1, "name": graph.name, "mode": graph.mode}
-    return {**head, "batch_size": graph.batch_size, "meta": dict(graph.meta), "ops": op_rows}
+    recorded = {} if graph.recorded is None else {"recorded": asdict(graph.recorded)}
+    return {**head, "batch_size": graph.batch_size, "meta": dict(graph.meta), "ops": op_rows, **recorded}
 
 
 def from_document(document: dict[str, Any], where: str = "graph") -> Graph:
     """Return the graph in a document. Raises InputError; see :meth:`Graph.from_ops` for what is refused."""
     checked = parse(document, GraphDocument, where)
     graph = Graph.from_ops(
-        checked.name, checked.mode, checked.ops, batch_size=checked.batch_size, meta=checked.meta, where=where
+        checked.name,
+        checked.mode,
+        checked.ops,
+        batch_size=checked.batch_size,
+        meta=checked.meta,
+        recorded=checked.recorded,
+        where=where,
     )
+    if checked.recorded is not None:
+        _check_recorded(graph, checked.recorded, f"{where}:recorded")
     for name in ("duration_s", "flops", "size_bytes"):
         _check_sum(getattr(graph, name), f"{where}:ops", name)
     return graph
+
+
+def _check_recorded(graph: Graph, recorded: Recorded, where: str) -> None:
+    """Raise InputError for columns of unequal length, places that are none and groups of unknown ops."""
+    columns = {len(recorded.made), len(recorded.freed), len(recorded.storage_bytes), len(recorded.parts)}
+    if len(columns) > 1:
+        raise InputError(where, "made, freed, storage_bytes and parts differ in length", "give one of each per storage")
+    places = int((graph.kind == COMPUTE).sum())
+    given = [*recorded.made, *(place for place in recorded.freed if place is not None), *recorded.waits]
+    if any(not -1 <= place < max(1, places) for place in given):
+        raise InputError(where, f"a place lies outside of {places} compute ops", f"write -1 to {places - 1}")
+    if unknown := recorded.groups.keys() - set(graph.names):
+        raise InputError(f"{where}.groups", f"unknown op {min(unknown)!r}", "name an op of this graph")
+    if any(not 0 <= size <= _LARGEST_SUM for size in recorded.storage_bytes):
+        raise InputError(f"{where}.storage_bytes", "is not a number of bytes", "give numbers >= 0")
 
 
 def _check_sum(values: NDArray[np.float64], where: str, name: str) -> None:

@@ -443,6 +443,8 @@ def test_the_options_are_a_decision() -> None:
         ),
         "predict": sorted(
             [
+                "--limit",
+                "--keep-files",
                 "--link",
                 "--nic",
                 "--nccl-tests",

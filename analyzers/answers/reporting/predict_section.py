@@ -6,6 +6,7 @@ from ddltool.analyzers.answers.reporting.figures import Bars
 from ddltool.analyzers.answers.reporting.section import Column, Section, pictured, tabled
 from ddltool.analyzers.step.costs.model import memory_words
 from ddltool.graph_results import PredictedRow, PredictResult
+from ddltool.precision import precision_of
 from ddltool.units import show_bytes, show_rate, show_seconds, show_span
 
 # Names of more devices than these are counted.
@@ -70,11 +71,20 @@ def _remarks(result: PredictResult) -> list[str]:
     settings += [f"{assumed.accumulation} passes a step"] if assumed.accumulation > 1 else []
     settings += [f"{assumed.sequence_length} tokens a sample"] if assumed.sequence_length else []
     settings += [f"up to {assumed.gpus_per_node} GPUs a node"] if any(row.num_replicas > 1 for row in rows) else []
-    settings += [f"sharding {assumed.sharding}"] if any(row.num_replicas > 1 for row in rows) else []
+    settings += (
+        [f"sharding {assumed.sharding}"]
+        if assumed.sharding != "recorded" and any(row.num_replicas > 1 for row in rows)
+        else []
+    )
     settings += [f"checkpointing {assumed.checkpointing}"] if assumed.checkpointing != "none" else []
     if any(row.num_nodes > 1 for row in rows):
         settings.append(f"{show_bytes(assumed.bandwidth_bytes_per_s)}/s between nodes")
-    lines = [f"Assumed: {memory_words(assumed.precision, assumed.optimizer)}; {', '.join(settings)}."]
+    if assumed.optimizer == "recorded":
+        lines = [
+            f"The script's own step: {precision_of(assumed.precision).words or assumed.precision}; {', '.join(settings)}."
+        ]
+    else:
+        lines = [f"Assumed: {memory_words(assumed.precision, assumed.optimizer)}; {', '.join(settings)}."]
     if any(not row.fits for row in rows):
         lines.append("! needs more memory than the device has, by estimate.")
     lines += [_repeated(row) for row in rows if row.recompute is not None and row.recompute.budget_bytes is not None][

@@ -83,6 +83,8 @@ class PredictedStep:
 
     op_s: Array
     """(n,) device seconds of every op of the graph; 0 for transfers and views."""
+    issue_s: Array
+    """(n,) seconds in which the host issues each op; 0 for transfers."""
     host_s: float
     """What the host takes to issue all ops."""
     device_s: float
@@ -143,6 +145,7 @@ def time_step(graph: Graph, device: Device, constants: Constants, *, optimizer: 
     end_s = np.where(np.isfinite(latest_slack_s), done_s + latest_slack_s, 0.0)
     return PredictedStep(
         op_s=op_s,
+        issue_s=issue_s,
         host_s=float(issued_s[-1]) if len(issued_s) else 0.0,
         device_s=float(op_s.sum()),
         end_s=end_s,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ddltool.analyzers.step.costs.model import cost_model, estimate
+from ddltool.analyzers.step.recording.command import assumed, is_command, record
 from ddltool.analyzers.step.tracing.sources import Source, is_graph_file, is_onnx_file, load_graph, resolve_step
 from ddltool.device import Network
 from ddltool.errors import InputError
@@ -61,7 +62,12 @@ def timed_graph(
     numerics = Numerics(precision, channels_last)  # type: ignore[arg-type]  # Numerics checks it
     if oracle == "measured":
         return _time_on_this_machine(source, mode, batch_size, sequence_length, network, progress)
-    graph = load_graph(source, mode, batch_size, bindings, numerics=numerics, sequence_length=sequence_length)
+    if is_command(source):
+        graph = record(source, known_devices(devices_file).device(device))
+        if line := assumed(graph):
+            tell(line)
+    else:
+        graph = load_graph(source, mode, batch_size, bindings, numerics=numerics, sequence_length=sequence_length)
     if graph.meta.get("note"):
         tell(f"note: {graph.meta['note']}")
     if is_graph_file(source) and graph.timed and oracle is None:

@@ -164,6 +164,17 @@ def _recurrent(
     if torch.is_autocast_enabled("cpu"):
         half = torch.get_autocast_dtype("cpu")
         x, weights = x.to(half), [weight.to(half) for weight in weights]
+    return recurrent_layers(x, hidden, weights, bidirectional, batch_first)
+
+
+def recurrent_layers(
+    x: Tensor, hidden: Any, weights: list[Tensor], bidirectional: bool, batch_first: bool
+) -> tuple[Tensor, ...]:
+    """Return a recurrent module's outputs and last states, from one op for all layers.
+
+    ``x`` is (steps, batch, features), or (batch, steps, features) with ``batch_first``; ``hidden`` the first state, or the
+    state and the cell of an LSTM, each (layers, batch, width).
+    """
     state, *cells = hidden if isinstance(hidden, (tuple, list)) else (hidden,)
     width = int(state.shape[-1]) * (2 if bidirectional else 1)
     steps_first = x.transpose(0, 1) if batch_first else x

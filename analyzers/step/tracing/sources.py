@@ -29,19 +29,21 @@ FORMS = "model.onnx, package.module:factory, path/file.py:factory, zoo:NAME, tra
 _MAX_UNREAD_SHARE = 0.03
 
 
-def is_graph_file(source: Source) -> TypeGuard[str | Path]:
+def is_graph_file(source: Source | list[str]) -> TypeGuard[str | Path]:
     """Return whether SOURCE names a graph document."""
     text = str(source) if isinstance(source, (str, Path)) else ""
     return text.removesuffix(".gz").endswith(".json") and not text.startswith("transformers:")
 
 
-def is_onnx_file(source: Source) -> TypeGuard[str | Path]:
+def is_onnx_file(source: Source | list[str]) -> TypeGuard[str | Path]:
     """Return whether SOURCE names an ONNX file."""
     return isinstance(source, (str, Path)) and str(source).endswith(".onnx")
 
 
-def name_of(source: Source) -> str:
-    """Return the name of a SOURCE: its text, or the name of the module or function."""
+def name_of(source: Source | list[str]) -> str:
+    """Return the name of a SOURCE: its text, or the name of the module or function; a command's words."""
+    if isinstance(source, list):
+        return " ".join(map(str, source))
     if isinstance(source, (str, Path)):
         return str(source)
     model = source[0] if isinstance(source, tuple) else source

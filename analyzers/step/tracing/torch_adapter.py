@@ -517,7 +517,7 @@ def _to_graph(trace: _RecordedStep, step: TrainingStep, again: Callable[[int], T
     distinct: dict[Issued, int] = {}
     call_indices: dict[str, int] = {}
     call_nodes = [node for node in nodes if node.op == "call_function"]
-    ops += _compute_ops(call_nodes, producer, phases, calls, distinct, call_indices)
+    ops += compute_ops(call_nodes, producer, phases, calls, distinct, call_indices)
     note = step.note
     if mode == "training":
         sends = _send_ops(trace, nodes[-1], producer)
@@ -571,7 +571,7 @@ def _phases(trace: _RecordedStep, nodes: list[Node]) -> dict[Node, str]:
     return phases
 
 
-def _compute_ops(
+def compute_ops(
     calls: list[Node],
     producer: dict[Node, str | None],
     phases: dict[Node, str],
@@ -640,9 +640,9 @@ def _written_storages(node: Node) -> list[int]:
         return []
     storages = []
     for argument, value in zip(target._schema.arguments, node.args, strict=False):
-        alias = argument.alias_info
-        if alias is not None and alias.is_write and isinstance(value, Node):
-            storages.append(_storage(value))
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written = value if isinstance(value, (list, tuple)) else [value]
+            storages += [_storage(source) for source in written if isinstance(source, Node)]
     return [storage for storage in storages if storage]
 
 

@@ -1,0 +1,235 @@
+"""The predicted step of a script on a device: its kernels on their streams, its collectives between them, its memory.
+
+Each op starts once the host has issued it, its stream has ended what came before, and every op of another stream that it
+waits for has ended, as CUDA's streams and events have it. Start at :func:`predict_recorded`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddltool.analyzers.step.communication.nccl import Fabric
+from ddltool.analyzers.step.costs.allocator import reserved_bytes
+from ddltool.analyzers.step.costs.kernels import compiled
+from ddltool.analyzers.step.costs.memory import Sharding
+from ddltool.analyzers.step.costs.model import HOST_BOUND, CostModel, time_step
+from ddltool.analyzers.step.costs.predict import memory_range, products_s, usable_bytes
+from ddltool.graph import COMPUTE, Graph, Recorded
+from ddltool.graph_results import MemoryTimeline, PredictedDevice, PredictedRow, PredictionAssumptions, PredictResult
+from ddltool.precision import precision_of
+
+_MOMENTS = 160
+_COLLECTIVE = "c10d."
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StreamedStep:
+    """The simulated times of a recorded step's compute ops, in seconds from its start."""
+
+    start_s: NDArray[np.float64]
+    end_s: NDArray[np.float64]
+    host_s: float
+    """In which the host issues the ops."""
+    alone_s: float
+    """Of the step if every collective took no time."""
+
+    @property
+    def step_s(self) -> float:
+        """Return the seconds of the step."""
+        return float(max(self.end_s.max(initial=0.0), self.host_s))
+
+
+def predict_recorded(graph: Graph, model_fabrics: Sequence[tuple[CostModel, Fabric]], source: str) -> PredictResult:
+    """Return a recorded step's predicted row on each device. ``graph.recorded`` must be there."""
+    rows, devices = [], {}
+    recorded = graph.recorded
+    assert recorded is not None
+    for model, fabric in model_fabrics:
+        row, timeline = _predict_row(graph, recorded, model, fabric, source)
+        rows.append(row)
+        devices[model.device.name] = PredictedDevice(
+            saturation_batch=None,
+            memory_limit_batch=row.local_batch_size if row.fits else 0,
+            has_precision=precision_of(str(graph.meta.get("precision") or "fp32")).computes in model.device.peak_flops,
+            price_per_hour=model.device.price_per_hour,
+            error=model.residuals,
+            link_bytes_per_s=fabric.inside.bytes_per_s,
+            memory=timeline,
+        )
+    tokens = graph.meta.get("tokens_per_sample")
+    fabric = model_fabrics[0][1]
+    return PredictResult(
+        predicted=True,
+        rows=rows,
+        devices=devices,
+        assumptions=PredictionAssumptions(
+            precision=str(graph.meta.get("precision") or "fp32"),
+            channels_last=bool(graph.meta.get("channels_last")),
+            compile=recorded.compiled,
+            optimizer="recorded",
+            accumulation=recorded.passes,
+            sequence_length=int(tokens) if isinstance(tokens, int) else None,
+            gpus_per_node=fabric.gpus_per_node,
+            bandwidth_bytes_per_s=fabric.between.bytes_per_s,
+            sharding="recorded",
+        ),
+    )
+
+
+def simulate_streams(graph: Graph, model: CostModel, fabric: Fabric) -> StreamedStep:
+    """Return the times of a recorded step's ops on a device. O(ops + edges)."""
+    recorded = graph.recorded
+    assert recorded is not None
+    timed = time_step(graph, model.device, model.constants)
+    is_compute = graph.kind == COMPUTE
+    positions = np.flatnonzero(is_compute)
+    kernel_s = timed.op_s[positions].copy()
+    issue_s = timed.issue_s[positions]
+    exchange_s = np.zeros(len(positions))
+    for place, position in enumerate(positions):
+        if (op_type := graph.op_type[position]).startswith(_COLLECTIVE):
+            ranks = recorded.groups[graph.names[position]]
+            exchange_s[place] = collective_s(
+                op_type.removeprefix(_COLLECTIVE), graph.size_bytes[position], ranks, fabric
+            )
+    start_s, end_s, host_s = _play(graph, positions, kernel_s + exchange_s, issue_s, recorded.waits)
+    _, alone_s, alone_host_s = _play(graph, positions, kernel_s, issue_s, recorded.waits)
+    return StreamedStep(
+        start_s=start_s, end_s=end_s, host_s=host_s, alone_s=max(alone_s.max(initial=0.0), alone_host_s)
+    )
+
+
+def collective_s(name: str, size_bytes: float, ranks: Sequence[int], fabric: Fabric) -> float:
+    """Return the seconds of a collective over ranks that fill nodes in their order."""
+    if len(ranks) < 2:
+        return 0.0
+    nodes = len({rank // fabric.gpus_per_node for rank in ranks})
+    group = fabric.over(len(ranks), nodes)
+    if name == "all_reduce":
+        return float(group.all_reduce_s(size_bytes))
+    if name == "reduce_scatter":
+        return float(group.reduce_scatter_s(size_bytes))
+    # A broadcast and an exchange of all with all pass each byte over a link about once, as gathering does.
+    return float(group.all_gather_s(size_bytes))
+
+
+def _play(
+    graph: Graph,
+    positions: NDArray[np.intp],
+    seconds: NDArray[np.float64],
+    issue_s: NDArray[np.float64],
+    waits: Sequence[int],
+) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
+    """Return start and end of every compute op, and when the host has issued the last."""
+    place_of = np.full(len(graph), -1, dtype=np.int64)
+    place_of[positions] = np.arange(len(positions))
+    starts, ends = np.zeros(len(positions)), np.zeros(len(positions))
+    free: dict[int, float] = {}
+    waited = set(waits)
+    host_s = 0.0
+    for place, position in enumerate(positions.tolist()):
+        host_s += float(issue_s[place])
+        resource = int(graph.resource[position])
+        start_s = max(free.get(resource, 0.0), host_s if seconds[place] > 0 else 0.0)
+        for source in graph.inputs_of(position).tolist():
+            if (before := place_of[source]) >= 0 and graph.resource[source] != resource:
+                start_s = max(start_s, ends[before])
+        starts[place] = start_s
+        ends[place] = free[resource] = start_s + float(seconds[place])
+        if place in waited:
+            host_s = max(host_s, max(free.values()))
+    return starts, ends, host_s
+
+
+def _predict_row(
+    graph: Graph, recorded: Recorded, model: CostModel, fabric: Fabric, source: str
+) -> tuple[PredictedRow, MemoryTimeline]:
+    run = compiled(graph) if recorded.compiled else graph
+    step = simulate_streams(run, model, fabric)
+    timed = time_step(run, model.device, model.constants)
+    host_share = min(1.0, step.host_s / max(step.step_s, 1e-30)) if step.step_s <= step.host_s else 0.0
+    low_s, high_s = model.interval(
+        step.step_s, host_share=host_share, library_share=timed.library_s / max(timed.device_s, 1e-30)
+    )
+    replicas, nodes = recorded.world_size, math.ceil(recorded.world_size / fabric.gpus_per_node)
+    batch = graph.batch_size or 1
+    samples = replicas * batch * recorded.passes
+    tokens, price = graph.meta.get("tokens_per_sample"), model.device.price_per_hour
+    held = _held(recorded, int((graph.kind == COMPUTE).sum()))
+    peak_bytes = float(held.max(initial=0.0))
+    limited = _reserved(recorded, len(held), usable_bytes(model.device))
+    reserved = limited if limited is not None else _reserved(recorded, len(held)) or 0
+    low_bytes, high_bytes = memory_range(peak_bytes, reserved, Sharding.named("none", 1), replicas, 0.0)
+    row = PredictedRow(
+        device=model.device.name,
+        num_nodes=nodes,
+        num_replicas=replicas,
+        local_batch_size=batch,
+        step_time_s=step.step_s,
+        predicted_low_s=low_s,
+        predicted_high_s=high_s,
+        sync_time_s=max(step.step_s - step.alone_s, 0.0),
+        peak_memory_bytes=round(peak_bytes),
+        reserved_bytes=reserved,
+        memory_low_bytes=round(low_bytes),
+        memory_high_bytes=round(high_bytes),
+        fits=limited is not None,
+        samples_per_s=samples / step.step_s,
+        tokens_per_s=samples * float(tokens) / step.step_s if isinstance(tokens, (int, float)) else None,
+        mfu=products_s(graph, model.device) / step.step_s,
+        host_bound=host_share > HOST_BOUND,
+        price_per_million_samples=None if price is None else price * replicas / 3600 / (samples / step.step_s) * 1e6,
+        accumulation_steps=recorded.passes - 1,
+        source=source,
+        origin="predicted",
+    )
+    return row, _timeline(recorded, step, row)
+
+
+def _spans(recorded: Recorded, places: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+    """Return the first and the last place of every storage in the step, and its bytes."""
+    start = np.maximum(np.array(recorded.made, dtype=np.int64), 0)
+    end = np.array([places - 1 if place is None else place for place in recorded.freed], dtype=np.int64)
+    return start, np.maximum(end, start), np.array(recorded.storage_bytes, dtype=np.float64)
+
+
+def _held(recorded: Recorded, places: int, part: str | None = None) -> NDArray[np.float64]:
+    """Return the bytes of storages that live at every place, of one part or of all."""
+    start, end, size = _spans(recorded, places)
+    if part is not None:
+        size = size * np.array([name == part for name in recorded.parts], dtype=bool)
+    change = np.zeros(places + 1)
+    np.add.at(change, np.minimum(start, places), size)
+    np.add.at(change, np.minimum(end + 1, places), -size)
+    return np.cumsum(change)[:places]
+
+
+def _reserved(recorded: Recorded, places: int, limit_bytes: float = math.inf) -> int | None:
+    """Return the bytes of segments that the allocator reserves for the storages; None: more than the limit."""
+    start, end, size = _spans(recorded, places)
+    lasts = np.array(
+        [made < 0 and freed is None for made, freed in zip(recorded.made, recorded.freed, strict=True)], dtype=bool
+    )
+    spans = list(zip(start[~lasts].tolist(), (end[~lasts] + 1).tolist(), size[~lasts].tolist(), strict=True))
+    return reserved_bytes(size[lasts].tolist(), (), spans, limit_bytes)
+
+
+def _timeline(recorded: Recorded, step: StreamedStep, row: PredictedRow) -> MemoryTimeline:
+    """Return the bytes by part at the fullest moment of each of ``_MOMENTS`` equal spans of the step."""
+    places = len(step.end_s)
+    total_bytes, at_s = _held(recorded, places), np.maximum.accumulate(step.end_s)
+    span = np.minimum((_MOMENTS * at_s / max(step.step_s, 1e-30)).astype(np.int64), _MOMENTS - 1)
+    order = np.lexsort((total_bytes, span))
+    fullest = np.sort(order[np.append(np.diff(span[order]) > 0, True)])
+    parts = {part: np.maximum(_held(recorded, places, part)[fullest], 0.0) for part in dict.fromkeys(recorded.parts)}
+    return MemoryTimeline(
+        num_replicas=row.num_replicas,
+        local_batch_size=row.local_batch_size,
+        time_s=at_s[fullest].tolist(),
+        parts={part: held.tolist() for part, held in parts.items() if held.any()},
+    )

@@ -1,0 +1,1 @@
+"""A training script recorded as it runs, without a GPU and without memory for its weights. Start at :mod:`.script`."""

@@ -1,0 +1,150 @@
+"""A training script's step, recorded in a process of its own. Start at :func:`record`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, TypeGuard
+
+from ddltool.device import DEVICES_PER_NODE, Device
+from ddltool.errors import InputError
+from ddltool.graph import Graph, read_graph
+
+COMMAND = "-- "
+"""Before the command in a SOURCE that is one: ``-- python train.py``."""
+LIMIT_S = 300.0
+_FAILURE = "\0"
+"""Before the line in which the child process says why it recorded nothing."""
+_SHOWN_ASSUMPTIONS = 3
+_CAPABILITY = (9, 0)
+
+
+def is_command(source: object) -> TypeGuard[str | list[str]]:
+    """Return whether a SOURCE is a command that starts training: a text after ``-- ``, or a list of words."""
+    if isinstance(source, str):
+        return source.startswith(COMMAND)
+    return isinstance(source, list) and all(isinstance(word, str) for word in source)
+
+
+def words_of(source: str | Sequence[str]) -> list[str]:
+    """Return the words of a command. Raises InputError for one whose quotes do not match, or that is empty."""
+    try:
+        words = shlex.split(source.removeprefix(COMMAND)) if isinstance(source, str) else list(source)
+    except ValueError as error:
+        raise InputError(COMMAND.strip(), str(error).lower(), "close the quotes") from None
+    if not words:
+        raise InputError(COMMAND.strip(), "no command follows", "write python train.py, torchrun train.py, ...")
+    return words
+
+
+def record(
+    source: str | Sequence[str],
+    device: Device | None = None,
+    *,
+    gpus_per_node: int = DEVICES_PER_NODE,
+    limit_s: float = LIMIT_S,
+    keep_files: bool = False,
+) -> Graph:
+    """Return the graph of one steady step of a script: from the end of its first update to the end of the second.
+
+    The script runs as rank 0 with the user's rights, in this folder, on tensors without values that pose as ``device``'s.
+    What it prints goes to stderr; what it writes to a folder that is removed, unless ``keep_files``.
+
+    Raises InputError for a command that cannot be read, a script that fails or ends before its second update, and one that
+    takes longer than ``limit_s``.
+    """
+    words = words_of(source)
+    with tempfile.TemporaryDirectory(prefix="ddltool-") as scratch:
+        out, request = Path(scratch, "graph.json"), Path(scratch, "request.json")
+        request.write_text(
+            json.dumps(
+                {
+                    "out": str(out),
+                    "label": shlex.join(words),
+                    "name": device.name if device is not None else "GPU",
+                    "memory_bytes": int(device.memory_gib * 2**30) if device is not None else 80 * 2**30,
+                    "capability": _CAPABILITY,
+                    "count": gpus_per_node,
+                    "scratch": None if keep_files else str(Path(scratch, "files")),
+                }
+            )
+        )
+        failure = _run([sys.executable, "-m", _CHILD, str(request), "--", *words], limit_s, _short(words))
+        if not out.exists():
+            problem, _, remedy = (failure or "recorded no step").partition("; ")
+            raise InputError(_short(words), problem, remedy or "its output above says more")
+        return read_graph(out)
+
+
+def _short(words: Sequence[str]) -> str:
+    """Return a command without the arguments of its script."""
+    script = next((place for place, word in enumerate(words) if word.endswith(".py") or words[place - 1] == "-m"), 0)
+    return shlex.join(words[: script + 1])
+
+
+_CHILD = "ddltool.analyzers.step.recording.script"
+
+
+def assumed(graph: Graph) -> str | None:
+    """Return the line that says which values were assumed, and where; None: none were."""
+    if graph.recorded is None or not graph.recorded.assumed:
+        return None
+    counts = sorted(graph.recorded.assumed.items(), key=lambda item: -item[1])
+    total = sum(count for _, count in counts)
+    named = ", ".join(_near(place) for place, _ in counts[:_SHOWN_ASSUMPTIONS])
+    more = f" and {len(counts) - _SHOWN_ASSUMPTIONS} more places" if len(counts) > _SHOWN_ASSUMPTIONS else ""
+    return f"Assumed: {total} value{'s' * (total > 1)} that only a run knows: {named}{more}."
+
+
+def _near(place: str) -> str:
+    """Return a place by its path from here where that is shorter."""
+    path, _, line = place.rpartition(":")
+    try:
+        return f"{Path(path).resolve().relative_to(Path.cwd())}:{line}"
+    except ValueError:
+        return f"{'/'.join(Path(path).parts[-2:])}:{line}"
+
+
+def _run(arguments: list[str], limit_s: float, name: str) -> str:
+    """Run the child to its end; return the line in which it says why it recorded nothing. Raises InputError at the limit."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    child = subprocess.Popen(
+        arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment,
+        text=True, errors="replace", start_new_session=True,
+    )  # fmt: skip
+    failures: list[str] = []
+    assert child.stdout is not None
+    relay = threading.Thread(target=_relay, args=(child.stdout, failures), daemon=True)
+    relay.start()
+    try:
+        child.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        problem = f"has not ended its second update in {limit_s:g} s"
+        raise InputError(name, problem, "give it more time by --limit, or a smaller job") from None
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        relay.join(timeout=5)
+    if child.returncode < 0:
+        return f"was ended by {signal.Signals(-child.returncode).name}"
+    return failures[-1] if failures else ""
+
+
+def _relay(stream: IO[str], failures: list[str]) -> None:
+    """Pass what the script prints on to stderr, dimmed on a terminal."""
+    dims = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+    for line in stream:
+        before, mark, failure = line.rstrip("\n").partition(_FAILURE)
+        if mark:
+            failures.append(failure)
+        if before or not mark:
+            sys.stderr.write(f"\x1b[2m{before}\x1b[0m\n" if dims else f"{before}\n")

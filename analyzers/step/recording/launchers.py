@@ -1,0 +1,141 @@
+"""A command line that starts training, read as its launcher reads it: the script, its arguments, the world of processes."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddltool.errors import InputError
+
+_FORMS = "python train.py, python -m package.train, torchrun train.py or accelerate launch train.py"
+_PYTHON = re.compile(r"python(3(\.\d+)?)?(\.exe)?")
+_ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
+_MOST_PROCESSES = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """What a launcher starts on every process."""
+
+    script: tuple[str, ...]
+    """The script's file or the module's name, and the arguments after it."""
+    is_module: bool = False
+    processes: int | None = None
+    """On all nodes; None: plain python, whose script starts no group or several processes by itself."""
+    per_node: int = 1
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment of rank 0."""
+        if self.processes is None:
+            return self.environment
+        world = {
+            "RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "ROLE_RANK": 0, "WORLD_SIZE": self.processes,
+            "LOCAL_WORLD_SIZE": self.per_node, "ROLE_WORLD_SIZE": self.processes, "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": 29500, "TORCHELASTIC_RUN_ID": "recorded", "TORCHELASTIC_RESTART_COUNT": 0,
+            "TORCHELASTIC_MAX_RESTARTS": 0,
+        }  # fmt: skip
+        return self.environment | {name: str(value) for name, value in world.items()}
+
+
+def launched(command: Sequence[str], gpus_per_node: int) -> Launched:
+    """Return what a command starts. ``gpus_per_node``: the processes of a node whose launcher asks for one per GPU.
+
+    Raises InputError for a launcher that is not known and for arguments that it does not take.
+    """
+    words = list(command)
+    environment = {}
+    while words and _ASSIGNMENT.fullmatch(words[0]):
+        name, _, value = words.pop(0).partition("=")
+        environment[name] = value
+    if not words:
+        raise InputError("--", "no command follows", f"write {_FORMS}")
+    name, rest = Path(words[0]).name, words[1:]
+    if name in ("torchrun", "torchrun.exe"):
+        found = _torchrun(rest, gpus_per_node)
+    elif name == "accelerate" and rest[:1] == ["launch"]:
+        found = _accelerate(rest[1:], gpus_per_node)
+    elif _PYTHON.fullmatch(name):
+        found = _python(rest, gpus_per_node)
+    elif name.endswith(".py"):
+        found = Launched(tuple(words))
+    else:
+        raise InputError("--", f"{name} is no launcher that is known here", f"write {_FORMS}")
+    if found.processes is not None and not 1 <= found.processes <= _MOST_PROCESSES:
+        raise InputError("--", f"asks for {found.processes} processes", f"1 to {_MOST_PROCESSES:,} can be recorded")
+    if not found.is_module and not Path(found.script[0]).is_file():
+        raise InputError("--", f"no script {found.script[0]!r} here", "run it from the folder in which it runs")
+    return Launched(found.script, found.is_module, found.processes, found.per_node, environment | found.environment)
+
+
+def _python(words: list[str], gpus_per_node: int) -> Launched:
+    """Read python's own options, up to the script or ``-m`` and a module."""
+    while words and words[0].startswith("-"):
+        option = words.pop(0)
+        if option == "-m" and words:
+            if words[0] in ("torch.distributed.run", "torch.distributed.launch"):
+                return _torchrun(words[1:], gpus_per_node)
+            if words[0] == "accelerate.commands.launch":
+                return _accelerate(words[1:], gpus_per_node)
+            return Launched(tuple(words), is_module=True)
+        if option == "-c":
+            raise InputError("--", "python -c has no script to record", f"write {_FORMS}")
+        if option in ("-W", "-X") and words:
+            words.pop(0)
+    if not words:
+        raise InputError("--", "python without a script", f"write {_FORMS}")
+    return Launched(tuple(words))
+
+
+def _torchrun(words: list[str], gpus_per_node: int) -> Launched:
+    """Read torchrun's options by its own parser."""
+    from torch.distributed.run import get_args_parser
+
+    asked = _parsed(get_args_parser(), words, "torchrun")
+    nodes = int(str(asked.nnodes).rpartition(":")[2])
+    asked_per_node = str(asked.nproc_per_node)
+    if not asked_per_node.isdigit() and asked_per_node not in ("gpu", "cpu", "auto"):
+        raise InputError("torchrun", f"--nproc-per-node is {asked_per_node!r}", "give a number, or gpu")
+    per_node = int(asked_per_node) if asked_per_node.isdigit() else gpus_per_node
+    return Launched((asked.training_script, *asked.training_script_args), asked.module, nodes * per_node, per_node)
+
+
+def _accelerate(words: list[str], gpus_per_node: int) -> Launched:
+    """Read the options of ``accelerate launch`` by its own parser; its configuration file is not read."""
+    try:
+        from accelerate.commands.launch import launch_command_parser  # type: ignore[import-untyped]
+    except ImportError:
+        raise InputError("--", "accelerate is not installed here", "pip install accelerate") from None
+    asked = _parsed(launch_command_parser(), words, "accelerate launch")
+    processes = asked.num_processes or (gpus_per_node if asked.multi_gpu or asked.use_fsdp else 1)
+    nodes = asked.num_machines or 1
+    environment = {"ACCELERATE_MIXED_PRECISION": asked.mixed_precision or "no"}
+    if asked.gradient_accumulation_steps is not None:
+        environment["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(asked.gradient_accumulation_steps)
+    if asked.use_fsdp:
+        from accelerate.utils import prepare_multi_gpu_env  # type: ignore[import-untyped]
+
+        given = prepare_multi_gpu_env(asked)
+        environment |= {name: value for name, value in given.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
+    script = (asked.training_script, *asked.training_script_args)
+    single = processes == 1 and not asked.multi_gpu
+    return Launched(script, asked.module, None if single else processes, max(1, processes // nodes), environment)
+
+
+def _parsed(parser: Any, words: list[str], name: str) -> Any:
+    """Return what a launcher's parser reads. Raises InputError in the parser's own words."""
+
+    def refuse(message: str) -> None:
+        raise InputError(name, message, f"write its options as {name} --help lists them")
+
+    parser.error = refuse
+    return parser.parse_args(words)
+
+
+def in_this_process(found: Launched) -> None:
+    """Set the environment of rank 0."""
+    os.environ.update(found.variables())

@@ -1,0 +1,762 @@
+"""A GPU that is not there: what a script finds of ``torch.cuda``, on tensors that have sizes and no values.
+
+:func:`posed` is entered once, in a process of its own: it registers a device with torch's dispatcher, and stands in for
+the calls of torch that ask for CUDA. Tensors of that device are fake; they say that they are on ``cuda:0``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import inspect
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from ddltool.analyzers.step.recording.recorder import Recorder
+
+CUDA = torch.device("cuda", 0)
+# What a torch without CUDA says of its version: that of the wheels of torch 2.13, which torchvision compares with its own.
+_CUDA = "13.0"
+
+
+class Device(ModuleType):
+    """The module of the registered device, ``torch.gpu``: what torch asks of any backend."""
+
+    def __init__(self) -> None:
+        super().__init__("gpu")
+
+    def is_initialized(self) -> bool:
+        """The device needs no start."""
+        return True
+
+    def is_available(self) -> bool:
+        """The device is there."""
+        return True
+
+    def current_device(self) -> int:
+        """There is one."""
+        return 0
+
+    def device_count(self) -> int:
+        """There is one: the process's own."""
+        return 1
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Nothing is drawn."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        """Return what CUDA's autocast casts to."""
+        return [torch.float16, torch.bfloat16]
+
+    def get_rng_state(self, device: Any = None) -> Tensor:
+        """Return a state of the size that CUDA's has."""
+        return torch.zeros(16, dtype=torch.uint8)
+
+    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
+        """Nothing is drawn."""
+
+    def set_device(self, device: Any) -> None:
+        """There is one."""
+
+    def synchronize(self, device: Any = None) -> None:
+        """Nothing runs."""
+
+    def current_stream(self, device: Any = None) -> Any:
+        """Return the current stream."""
+        return Stream(stream_id=Stream.recorder.stream)
+
+    def stream(self, stream: Any) -> Any:
+        """Return the block in which a stream is the current one."""
+        return stream if stream is not None else contextlib.nullcontext()
+
+    def set_stream(self, stream: Any) -> None:
+        """Make a stream the current one."""
+        Stream.recorder.stream = stream.stream_id
+
+
+class Event:
+    """An event: the last call of a stream when it was recorded."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.at, self.place, self.device = time.perf_counter(), Stream.recorder.last_place(Stream.recorder.stream), CUDA
+
+    def record(self, stream: Any = None) -> None:
+        """Stand for what a stream has been given so far."""
+        self.at = time.perf_counter()
+        self.place = Stream.recorder.last_place(Stream.recorder.stream if stream is None else stream.stream_id)
+
+    def wait(self, stream: Any = None) -> None:
+        """Let a stream wait for the event."""
+        Stream.recorder.wait_for(Stream.recorder.stream if stream is None else stream.stream_id, self.place)
+
+    def elapsed_time(self, end: Any) -> float:
+        """Return milliseconds between two records; never zero, since scripts divide by it."""
+        return max(1e-3, 1e3 * float(end.at - self.at))
+
+    def query(self) -> bool:
+        """Nothing runs."""
+        return True
+
+    def synchronize(self) -> None:
+        """Let the host wait."""
+        Stream.recorder.host_waits()
+
+
+class Stream:
+    """A stream, by its number."""
+
+    recorder: ClassVar[Recorder]
+    _numbers = count(1)
+
+    def __init__(self, device: Any = None, priority: int = 0, stream_id: int | None = None, **_: Any) -> None:
+        self.device, self.priority = CUDA, priority
+        self.stream_id = next(Stream._numbers) if stream_id is None else stream_id
+        self.cuda_stream = self.stream_id
+        self._left: list[int] = []
+
+    def __enter__(self) -> Stream:
+        self._left.append(Stream.recorder.stream)
+        Stream.recorder.stream = self.stream_id
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Stream.recorder.stream = self._left.pop()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.stream_id == self.stream_id
+
+    def __hash__(self) -> int:
+        return self.stream_id
+
+    def wait_stream(self, stream: Any) -> None:
+        """Wait for what another stream has been given so far."""
+        Stream.recorder.wait_for(self.stream_id, Stream.recorder.last_place(stream.stream_id))
+
+    def wait_event(self, event: Any) -> None:
+        """Wait for an event."""
+        event.wait(self)
+
+    def record_event(self, event: Any = None) -> Any:
+        """Return an event that stands for what the stream has been given so far."""
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        """Nothing runs."""
+        return True
+
+    def is_capturing(self) -> bool:
+        """No graph of CUDA is captured."""
+        return False
+
+    def synchronize(self) -> None:
+        """Let the host wait."""
+        Stream.recorder.host_waits()
+
+
+Device.Event, Device.Stream = Event, Stream  # type: ignore[attr-defined]
+
+
+def register_device() -> torch.device:
+    """Register the device with torch, under the name ``gpu``; once in a process."""
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+    _setup_privateuseone_for_python_backend(rename="gpu", backend_module=Device())
+    return torch.device("gpu", 0)
+
+
+class Pose(TorchFunctionMode):
+    """Answers what a script asks of CUDA tensors with the fake device's."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder, self.gpu = recorder, recorder.gpu
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run one call of torch's."""
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        first = args[0] if args else None
+        if name == "__get__" and isinstance(first, Tensor):
+            return self._property(func, args, kwargs)
+        if name in _ON_GPU_ONLY and isinstance(first, Tensor):
+            if name == "cuda":
+                return first.to(self.gpu, non_blocking=True)
+            return False if name == "is_pinned" else None if name == "record_stream" else first
+        if isinstance(first, FakeTensor) and name in _READS:
+            return self._read(name, first, args)
+        if func is torch.device:
+            # What the script holds says cuda, and is mapped where it is used; a number alone is the accelerator's.
+            return torch.device("cuda", first) if isinstance(first, int) else func(*args, **kwargs)
+        args = tuple(map(self.here, args))
+        if "device" in kwargs:
+            kwargs["device"] = self.here(kwargs["device"])
+        if name in ("tensor", "as_tensor", "asarray", "from_numpy") and kwargs.get("device") is not None:
+            device = kwargs.pop("device")
+            return func(*args, **kwargs).to(device)
+        if kwargs.get("generator") is not None:
+            kwargs["generator"] = None
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        if name == "to" and isinstance(first, Tensor) and len(args) > 1 and isinstance(args[1], int):
+            args = (first, self.gpu, *args[2:])
+        return func(*args, **kwargs)
+
+    def here(self, value: Any) -> Any:
+        """Return the fake device for one of CUDA, anything else as it is."""
+        if isinstance(value, torch.device):
+            return self.gpu if value.type == "cuda" else value
+        if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
+            return self.gpu
+        return value
+
+    def _property(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if getattr(getattr(func, "__self__", None), "__name__", "") == "is_cuda":
+            return isinstance(args[0], FakeTensor) and args[0].fake_device.type == self.gpu.type
+        value = func(*args, **kwargs)
+        return CUDA if isinstance(value, torch.device) and value.type == self.gpu.type else value
+
+    def _read(self, name: str, tensor: Tensor, args: tuple[Any, ...]) -> Any:
+        """Return what a script reads of a tensor without values: ones."""
+        if name != "__repr__":
+            self.recorder.assume()
+        with _disable_current_modes():
+            ones = torch.ones(tuple(tensor.shape), dtype=tensor.dtype)
+            if name == "__format__":
+                return format(ones.item() if ones.dim() == 0 else f"tensor{tuple(ones.shape)}", args[1])
+            if name == "__repr__":
+                return f"tensor(..., size={tuple(ones.shape)}, dtype={ones.dtype})"
+            if name == "numpy" and ones.dtype == torch.bfloat16:
+                raise TypeError("Got unsupported ScalarType BFloat16")
+            return ones.tolist() if name == "tolist" else ones.numpy()
+
+
+_ON_GPU_ONLY = frozenset(["cuda", "pin_memory", "is_pinned", "record_stream"])
+_READS = frozenset(["__format__", "__repr__", "tolist", "numpy", "__array__"])
+
+
+# CUDA's lists, from ATen/autocast_mode.h of torch 2.13 (pytorch.org/docs/stable/amp.html names most of them).
+_IN_HALF = [
+    "_convolution",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_tbc",
+    "conv_transpose1d",
+    "conv_transpose2d.input",
+    "conv_transpose3d.input",
+    "convolution",
+    "prelu",
+    "addmm",
+    "addmv",
+    "addr",
+    "matmul",
+    "einsum",
+    "mm",
+    "mv",
+    "linalg_vecdot",
+    "linear",
+    "addbmm",
+    "baddbmm",
+    "bmm",
+    "chain_matmul",
+    "linalg_multi_dot",
+    "_thnn_fused_lstm_cell",
+    "_thnn_fused_gru_cell",
+    "lstm_cell",
+    "gru_cell",
+    "rnn_tanh_cell",
+    "rnn_relu_cell",
+    "scaled_dot_product_attention",
+]
+_IN_FLOAT32 = [
+    "acos",
+    "asin",
+    "cosh",
+    "erfinv",
+    "exp",
+    "expm1",
+    "log",
+    "log10",
+    "log2",
+    "log1p",
+    "reciprocal",
+    "rsqrt",
+    "sinh",
+    "tan",
+    "pow.Tensor_Scalar",
+    "pow.Tensor_Tensor",
+    "pow.Scalar",
+    "softplus",
+    "layer_norm",
+    "native_layer_norm",
+    "rms_norm",
+    "group_norm",
+    "frobenius_norm.dim",
+    "nuclear_norm",
+    "nuclear_norm.dim",
+    "cosine_similarity",
+    "poisson_nll_loss",
+    "cosine_embedding_loss",
+    "nll_loss",
+    "nll_loss2d",
+    "hinge_embedding_loss",
+    "kl_div",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "mse_loss",
+    "margin_ranking_loss",
+    "multilabel_margin_loss",
+    "soft_margin_loss",
+    "triplet_margin_loss",
+    "multi_margin_loss",
+    "binary_cross_entropy_with_logits",
+    "dist",
+    "pdist",
+    "cdist",
+    "renorm",
+    "logsumexp",
+    "upsample_nearest1d",
+    "_upsample_nearest_exact1d",
+    "upsample_nearest2d",
+    "_upsample_nearest_exact2d",
+    "upsample_nearest3d",
+    "_upsample_nearest_exact3d",
+    "upsample_linear1d",
+    "upsample_bilinear2d",
+    "_upsample_bilinear2d_aa",
+    "upsample_trilinear3d",
+    "upsample_bicubic2d",
+    "_upsample_bicubic2d_aa",
+    "norm.Scalar",
+    "norm.ScalarOpt_dim",
+]
+_FLOAT32_UNLESS_TYPED = [
+    "prod",
+    "prod.dim_int",
+    "softmax.int",
+    "log_softmax.int",
+    "cumprod",
+    "cumsum",
+    "linalg_vector_norm",
+    "linalg_matrix_norm",
+    "sum",
+    "sum.dim_IntList",
+]
+_WIDEST = [
+    "addcdiv",
+    "addcmul",
+    "atan2",
+    "bilinear",
+    "cross",
+    "dot",
+    "vdot",
+    "grid_sampler",
+    "index_put",
+    "tensordot",
+    "scatter_add",
+]
+_AUTOCAST: Any = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
+_CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class Autocast:
+    """CUDA's autocast for the registered device: kernels under its dispatch key, and the cache of parameters' casts."""
+
+    def __init__(self, device_type: str) -> None:
+        self.type = device_type
+        self.cache: dict[int, tuple[Tensor, Tensor]] = {}
+        self._libraries = [
+            torch.library.Library("aten", "IMPL"),
+            torch.library.Library("_", "IMPL", "AutocastPrivateUse1"),
+        ]
+        self._libraries[1].fallback(torch.library.fallthrough_kernel)
+        for names, kernel in (
+            (_IN_HALF, self._half),
+            (_IN_FLOAT32, self._float32),
+            (_FLOAT32_UNLESS_TYPED, self._unless_typed),
+            (_WIDEST, self._widest),
+        ):
+            for name in names:
+                packet, _, overload = name.partition(".")
+                op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+                if op is not None:
+                    self._libraries[0].impl(name, kernel(op), "AutocastPrivateUse1")
+
+    def clear(self) -> None:
+        """Forget the casts: the outermost block has ended."""
+        self.cache.clear()
+
+    def _half(self, op: Any) -> Callable[..., Any]:
+        return self._casting(op, lambda _tensors: torch.get_autocast_dtype(self.type))
+
+    def _float32(self, op: Any) -> Callable[..., Any]:
+        return self._casting(op, lambda _tensors: torch.float32)
+
+    def _widest(self, op: Any) -> Callable[..., Any]:
+        return self._casting(op, lambda tensors: torch.float32 if torch.float32 in {t.dtype for t in tensors} else None)
+
+    def _unless_typed(self, op: Any) -> Callable[..., Any]:
+        """Return the kernel of an op that takes the type of its result: float32 where the call says none."""
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            with self._off():
+                if kwargs.get("dtype") is None and args[0].dtype in _CASTABLE:
+                    args, kwargs["dtype"] = (
+                        tuple(arg for arg in args if not isinstance(arg, torch.dtype)),
+                        torch.float32,
+                    )
+                return op(*args, **kwargs)
+
+        return kernel
+
+    def _off(self) -> Any:
+        return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_AUTOCAST))
+
+    def _casting(self, op: Any, wanted: Callable[..., torch.dtype | None]) -> Callable[..., Any]:
+        """Return the kernel of an op that casts its floating-point tensors, then calls the op without autocast."""
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            dtype = wanted([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
+            with self._off():
+                if dtype is not None:
+                    args, kwargs = tree_map(lambda leaf: self.cast(leaf, dtype), (args, kwargs))
+                return op(*args, **kwargs)
+
+        return kernel
+
+    def cast(self, value: Any, dtype: torch.dtype) -> Any:
+        """Return a castable tensor of the device in a type; a trained float32 leaf is cast once."""
+        if not isinstance(value, Tensor) or value.dtype not in _CASTABLE or value.dtype == dtype:
+            return value
+        if value.device.type != self.type:
+            return value
+        kept = (
+            torch.is_autocast_cache_enabled() and value.is_leaf and value.requires_grad and value.dtype == torch.float32
+        )
+        if not kept or dtype == torch.float32:
+            return value.to(dtype)
+        known = self.cache.get(id(value))
+        if known is None:
+            known = self.cache[id(value)] = (value, value.to(dtype))
+        return known[1]
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return attention from the kernel that CUDA takes: flash in half precision without a mask, else the efficient one."""
+    ops = torch.ops.aten
+    if query.dim() != 4 or query.dtype == torch.float64:
+        return ops._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+    if enable_gqa:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (part.repeat_interleave(groups, 1) if groups > 1 else part for part in (key, value))
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    if half and attn_mask is None and query.shape[-1] <= 256 and query.shape[-1] == value.shape[-1]:
+        return ops._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), float("-inf"))
+    if attn_mask is not None:
+        attn_mask = attn_mask.to(query.dtype).expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    needs_gradient = torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value))
+    return ops._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
+        query, key, value, attn_mask, needs_gradient, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+def _recurrent(autocast: Autocast) -> Callable[..., Any]:
+    """Return the kernel of ``lstm.input``, ``gru.input`` and their kin: cuDNN's, one op for all layers."""
+
+    def run(x: Tensor, hidden: Any, weights: list[Tensor], bias: bool, layers: int, dropout: float, training: bool,
+            bidirectional: bool, batch_first: bool) -> tuple[Tensor, ...]:  # fmt: skip
+        from ddltool.analyzers.step.tracing.dialect import recurrent_layers
+
+        if torch.is_autocast_enabled(autocast.type):
+            half = torch.get_autocast_dtype(autocast.type)
+            x, weights = autocast.cast(x, half), [autocast.cast(weight, half) for weight in weights]
+        return recurrent_layers(x, hidden, weights, bidirectional, batch_first)
+
+    return run
+
+
+def register_kernels(device_type: str) -> tuple[Autocast, list[Any]]:
+    """Register what CUDA has in one kernel and a device without kernels has not; keep what is returned."""
+    autocast = Autocast(device_type)
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
+    for layer in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        library.impl(f"{layer}.input", _recurrent(autocast), "AutogradPrivateUse1")
+    return autocast, [library]
+
+
+class _PosedModule:
+    """Attributes of a module of torch that are stood in for, until the end of the process."""
+
+    def __init__(self, module: Any, **values: Any) -> None:
+        for name, value in values.items():
+            setattr(module, name, value)
+
+
+@contextlib.contextmanager
+def posed(
+    recorder: Recorder, *, name: str, memory_bytes: int, capability: tuple[int, int], count: int
+) -> Iterator[Pose]:
+    """Run the block where CUDA seems to be there: ``count`` GPUs of a name, a memory and a compute capability.
+
+    What is stood in for stays so: the process is the script's alone.
+    """
+    autocast, libraries = register_kernels(recorder.gpu.type)
+    pose = Pose(recorder)
+    Stream.recorder = recorder
+    _stand_in_cuda(recorder.gpu, name, memory_bytes, capability, count)
+    _stand_in_autocast(recorder.gpu, autocast)
+    _stand_in_modules(pose)
+    random.seed(0)
+    with recorder, pose:
+        yield pose
+    del libraries
+
+
+def _stand_in_cuda(gpu: torch.device, name: str, memory_bytes: int, capability: tuple[int, int], count: int) -> None:
+    """Let ``torch.cuda`` and ``torch.accelerator`` answer for the device."""
+    device = Device()
+    major, minor = capability
+    properties = SimpleNamespace(
+        name=name, total_memory=memory_bytes, major=major, minor=minor, multi_processor_count=132, is_integrated=False,
+        warp_size=32, max_threads_per_multi_processor=2048, L2_cache_size=50 * 2**20, gcnArchName="", uuid="0",
+    )  # fmt: skip
+    nothing: Callable[..., None] = lambda *_, **__: None  # noqa: E731
+    zero: Callable[..., int] = lambda *_, **__: 0  # noqa: E731
+    true: Callable[..., bool] = lambda *_, **__: True  # noqa: E731
+    waits: Callable[..., None] = lambda *_, **__: Stream.recorder.host_waits()  # noqa: E731
+    block: Callable[..., Any] = lambda *_, **__: contextlib.nullcontext()  # noqa: E731
+    _PosedModule(
+        torch.cuda,
+        is_current_stream_capturing=lambda: False,
+        is_available=true, is_initialized=true, is_bf16_supported=true, is_tf32_supported=true, can_device_access_peer=true,
+        device_count=lambda: count, current_device=zero, get_device_name=lambda *_: name,
+        get_device_capability=lambda *_: capability, get_device_properties=lambda *_: properties,
+        get_arch_list=lambda: [f"sm_{major}{minor}"],
+        set_device=nothing, synchronize=waits, empty_cache=nothing, init=nothing, _lazy_init=nothing, ipc_collect=nothing,
+        manual_seed=nothing, manual_seed_all=nothing, seed=nothing, seed_all=nothing,
+        reset_peak_memory_stats=nothing, reset_max_memory_allocated=nothing, set_per_process_memory_fraction=nothing,
+        get_rng_state=device.get_rng_state, set_rng_state=nothing, set_rng_state_all=nothing,
+        get_rng_state_all=lambda: [device.get_rng_state() for _ in range(count)],
+        memory_allocated=zero, max_memory_allocated=zero, memory_reserved=zero, max_memory_reserved=zero,
+        memory_stats=lambda *_, **__: dict.fromkeys(_MEMORY_STATISTICS, 0), memory_summary=lambda *_, **__: "",
+        mem_get_info=lambda *_: (memory_bytes, memory_bytes), utilization=zero,
+        Event=Event, Stream=Stream, current_stream=device.current_stream, default_stream=lambda *_: Stream(stream_id=0),
+        set_stream=device.set_stream,
+        stream=device.stream, device=block, device_of=block, _DeviceGuard=block,
+    )  # fmt: skip
+    _PosedModule(
+        torch.accelerator,
+        is_available=true, device_count=lambda: count, current_accelerator=lambda *_, **__: torch.device("cuda"),
+        current_device_index=zero, current_device_idx=zero, set_device_index=nothing, set_device_idx=nothing,
+        synchronize=waits, current_stream=device.current_stream, set_stream=device.set_stream, empty_cache=nothing,
+        memory_stats=lambda *_, **__: dict.fromkeys(_MEMORY_STATISTICS, 0), max_memory_allocated=zero,
+        memory_allocated=zero,
+        max_memory_reserved=zero, memory_reserved=zero, reset_peak_memory_stats=nothing,
+        get_memory_info=lambda *_: (memory_bytes, memory_bytes),
+    )  # fmt: skip
+    torch.version.cuda = torch.version.cuda or _CUDA
+    torch.backends.cuda.is_built = true
+    torch.backends.cudnn.is_available = true
+    torch.backends.cudnn.version = lambda: 91002
+    torch.distributed.is_nccl_available = true
+    real_generator: Any = torch.Generator
+
+    class Generator(real_generator):  # type: ignore[misc]
+        """A generator of the CPU wherever it is asked for: nothing is drawn on the device."""
+
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return real_generator.__new__(cls, "cpu")
+
+    torch.Generator = Generator  # type: ignore[misc]
+
+
+_MEMORY_STATISTICS = [
+    f"{what}.{pool}.{when}"
+    for what in ("active_bytes", "allocated_bytes", "reserved_bytes", "inactive_split_bytes", "active", "segment")
+    for pool in ("all", "large_pool", "small_pool")
+    for when in ("current", "peak", "allocated", "freed")
+] + ["num_alloc_retries", "num_ooms"]
+
+
+def _stand_in_autocast(gpu: torch.device, cache: Autocast) -> None:
+    """Let autocast of CUDA be that of the device."""
+    real = torch.amp.autocast_mode.autocast
+
+    def here(device_type: Any) -> Any:
+        return gpu.type if str(device_type).partition(":")[0] == "cuda" else device_type
+
+    class autocast(real):  # type: ignore[misc,valid-type]  # noqa: N801 - torch's name
+        def __init__(
+            self, device_type: str = "cuda", dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
+        ) -> None:
+            if here(device_type) == gpu.type and dtype is None:
+                dtype = torch.float16
+            super().__init__(here(device_type), dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+
+        def __exit__(self, *args: Any) -> Any:
+            result = super().__exit__(*args)
+            if not torch.is_autocast_enabled(gpu.type):
+                cache.clear()
+            return result
+
+    class cuda_autocast(autocast):  # noqa: N801 - torch's name
+        def __init__(self, enabled: bool = True, dtype: Any = torch.float16, cache_enabled: bool = True) -> None:
+            super().__init__("cuda", dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+
+    for module in (torch, torch.amp, torch.amp.autocast_mode):
+        module.autocast = autocast  # type: ignore[attr-defined]
+    torch.cuda.amp.autocast = torch.cuda.amp.autocast_mode.autocast = cuda_autocast  # type: ignore[misc]
+    for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype"):
+        original = getattr(torch, name)
+
+        def mapped(*args: Any, _original: Any = original) -> Any:
+            return _original(
+                *((here(args[0]), *args[1:]) if args and isinstance(args[0], str) else args or (gpu.type,))
+            )
+
+        setattr(torch, name, mapped)
+    _PosedModule(torch, is_autocast_enabled_cuda=lambda: torch.is_autocast_enabled("cuda"))
+    torch.get_autocast_gpu_dtype = lambda: torch.get_autocast_dtype("cuda")
+    for amp in (torch.amp, torch.amp.autocast_mode):
+        _PosedModule(amp, is_autocast_available=lambda _type: True)
+
+
+def _stand_in_modules(pose: Pose) -> None:
+    """Let modules move to the device, loaders load in this process, and checkpoints be read to the CPU."""
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils, data
+
+    # A fake tensor's device is a property of Python's, which no mode sees; the operators themselves ask for the real one.
+    real_device: Any = FakeTensor.device.fget  # type: ignore[attr-defined]
+
+    def device(tensor: FakeTensor) -> torch.device:
+        found = real_device(tensor)
+        return CUDA if found.type == pose.gpu.type and torch._C._len_torch_function_stack() else found
+
+    _PosedModule(FakeTensor, device=property(device))
+    torch.utils.swap_tensors = _swap
+    for kinds in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+        kinds.append(FakeTensor)
+    for module in (nn, nn.parallel, nn.parallel.data_parallel):
+        _PosedModule(module, DataParallel=_data_parallel_of(pose))
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    torch.compile = _compiled
+    _PosedModule(nn.Module, compile=lambda self, *_, **__: _compiled(self) and None)
+    real_resize = torch.UntypedStorage.resize_
+
+    def resize(storage: Any, size: int) -> Any:
+        Stream.recorder.resized(storage, size)
+        return real_resize(storage, size)
+
+    _PosedModule(torch.UntypedStorage, resize_=resize)
+    _PosedModule(nn.Module, cuda=lambda self, device=None: self.to("cuda"))
+    real_to = nn.Module.to
+
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], int):
+            args = (pose.gpu, *args[1:])
+        kwargs = {
+            key: pose.here(pose.gpu if key == "device" and isinstance(value, int) else value)
+            for key, value in kwargs.items()
+        }
+        return real_to(self, *map(pose.here, args), **kwargs)
+
+    nn.Module.to = to  # type: ignore[method-assign]
+    real_load, signature = torch.load, inspect.signature(torch.load)
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments["map_location"] = "cpu"
+        return real_load(*bound.args, **bound.kwargs)
+
+    torch.load = load
+    torch.set_default_device = _default_device(torch.set_default_device, pose)
+    real_loader = data.DataLoader.__init__
+
+    def loader(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = inspect.signature(real_loader).bind(self, *args, **kwargs)
+        bound.arguments.update(
+            num_workers=0, pin_memory=False, persistent_workers=False, prefetch_factor=None, timeout=0
+        )
+        bound.arguments.pop("multiprocessing_context", None)
+        real_loader(*bound.args, **bound.kwargs)
+
+    data.DataLoader.__init__ = loader  # type: ignore[method-assign]
+
+
+def _data_parallel_of(pose: Pose) -> type[nn.Module]:
+    """Return a class that stands in for DataParallel: it is recorded as if the script saw one GPU."""
+
+    class DataParallel(nn.DataParallel):  # type: ignore[type-arg]
+        def __init__(self, module: nn.Module, device_ids: Any = None, output_device: Any = None, dim: int = 0) -> None:
+            if (len(device_ids) if device_ids is not None else torch.cuda.device_count()) > 1:
+                pose.recorder.assume()
+            super().__init__(module, [0], 0, dim)
+
+        def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+            moved = tree_map_only(Tensor, lambda tensor: tensor.to(pose.gpu), (inputs, kwargs))
+            return self.module(*moved[0], **moved[1])
+
+    return DataParallel
+
+
+def _default_device(original: Callable[..., None], pose: Pose) -> Callable[..., None]:
+    return lambda device: original(pose.here(device))
+
+
+def _compiled(model: Any = None, **_: Any) -> Any:
+    """Return what is to be compiled as it is: the cost model fuses its kernels."""
+    Stream.recorder.step.compiled = True
+    return model if model is not None else lambda function: function
+
+
+def _swap(first: Tensor, second: Tensor) -> None:
+    """Exchange two tensors, one of the CPU and one of the device, as torch's own function does for two of one kind."""
+    if type(first) is not type(second):
+        first.__class__, second.__class__ = type(second), type(first)
+    names = first.__dict__, second.__dict__
+    kept = dict(names[0])
+    names[0].clear()
+    names[0].update(names[1])
+    names[1].clear()
+    names[1].update(kept)
+    if type(first) is type(second):
+        for slot in copyreg._slotnames(type(first)):  # type: ignore[attr-defined]
+            one, other = getattr(first, slot), getattr(second, slot)
+            setattr(first, slot, other)
+            setattr(second, slot, one)
+    torch._C._swap_tensor_impl(first, second)

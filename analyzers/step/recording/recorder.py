@@ -1,0 +1,515 @@
+"""What a script does to tensors that pose as a GPU's: every operation, storage and collective of one steady step.
+
+GPU tensors are fake (sizes without values); tensors on the CPU are real, but for large ones that nobody filled with data.
+:class:`Recorder` is the mode under which a script runs; start there.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import Work
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+Phase = Literal["forward", "backward", "update"]
+# A tensor of the CPU of at least so many bytes has no memory, unless it was filled with data.
+_LARGE_BYTES = 2**20
+_MAX_CALLS = 500_000
+_IS_ANY = "_ddltool_is_any"
+"""Set on what ``any`` returned."""
+_CONVOLUTIONS = {"convolution": 0, "convolution_backward": 1}
+"""Where the image stands among the arguments; the weight follows it."""
+_NEAR = 12
+"""So many callers away is who reads a value."""
+_FILLS = frozenset(
+    [
+        "empty",
+        "empty_strided",
+        "rand",
+        "randn",
+        "zeros",
+        "ones",
+        "full",
+        "randint",
+        "empty_like",
+        "rand_like",
+        "randn_like",
+        "new_empty",
+    ]
+)
+_READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+
+
+@dataclass(slots=True)
+class RecordedStorage:
+    """The memory of a GPU tensor. Places are indices of calls; ``made`` -1: before the step, ``freed`` None: after it."""
+
+    number: int
+    size_bytes: int
+    made: int
+    freed: int | None = None
+    shadow: Tensor | None = None
+    """The same bytes on the meta device, behind the tensors that stand for those of the calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shadow:
+    """A tensor of a call: its storage's number, and a meta tensor of the same shape, strides and type."""
+
+    storage: int
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What a collective moves, and between which ranks."""
+
+    name: str
+    """all_reduce, all_gather, reduce_scatter, broadcast, ... as torch.distributed names it."""
+    size_bytes: int
+    """Of the whole: what all_gather puts together, what reduce_scatter takes apart."""
+    ranks: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class RecordedCall:
+    """One operation on GPU tensors, in which every tensor is a :class:`Shadow`, or a collective."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    output: Any
+    phase: Phase
+    module: str
+    stream: int
+    waits: tuple[int, ...] = ()
+    """Places of calls of other streams that end before this one starts."""
+    exchange: Exchange | None = None
+
+
+@dataclass(slots=True)
+class Recording:
+    """One step of a script: what lies between the ends of two updates."""
+
+    calls: list[RecordedCall] = field(default_factory=list)
+    storages: list[RecordedStorage] = field(default_factory=list)
+    parameters: dict[str, Shadow] = field(default_factory=dict)
+    """The trained model's parameters by name."""
+    gradients: dict[str, Shadow] = field(default_factory=dict)
+    """By the names of their parameters, those that live when the step ends; and each as it was first made."""
+    buffers: set[int] = field(default_factory=set)
+    """The storages of the model's buffers."""
+    assumed: Counter[str] = field(default_factory=Counter)
+    """How often a value that only a run knows was read, by ``file:line``."""
+    host_waits: list[int] = field(default_factory=list)
+    """Places of calls that the host waited for before it went on."""
+    inputs: list[tuple[int, ...]] = field(default_factory=list)
+    """The shape of the first tensor that the model gets, of every pass; the model: the called module with most to train."""
+    tokens: bool = False
+    """Whether that tensor holds whole numbers."""
+    compiled: bool = False
+    """Whether the script asks torch.compile for its model."""
+    tf32: bool = False
+    """Whether products of float32 may use TF32."""
+    world_size: int = 1
+    seconds: float = 0.0
+
+
+class Recorder(TorchDispatchMode):
+    """Runs every operation on fake tensors of the GPU, and records those of the step while :attr:`recording` is true."""
+
+    def __init__(self, gpu: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.gpu = gpu
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.step = Recording()
+        self.recording = False
+        self.phase: Phase = "forward"
+        self.modules: list[str] = []
+        self.stream = 0
+        """The current stream's number; collectives have the negative number of their group."""
+        self._last: dict[int, int] = {}
+        self._waits: dict[int, set[int]] = {}
+        self._groups: dict[tuple[int, ...], int] = {}
+        self.kept: list[Any] = []
+        """What must live as long as the process: libraries of operators."""
+        self._works: list[Any] = []  # their Python halves live as long as the step
+        self._made_by: dict[int, int] = {}
+        """The place of the collective that fills a storage, by its number."""
+        self.roots: dict[int, nn.Module] = {}
+        """The outermost modules that were called, by identity."""
+        self.inputs: dict[int, list[tuple[tuple[int, ...], bool]]] = {}
+        """Of every pass of these: the shape of the first tensor that it gets, and whether that holds whole numbers."""
+        self._storages: dict[int, tuple[RecordedStorage, Any]] = {}
+        self._gradients: dict[int, Shadow] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run one operation: on the CPU as it is, on fake tensors where a GPU tensor takes part."""
+        if any(issubclass(kind, Tensor) and kind not in (Tensor, nn.Parameter, FakeTensor) for kind in types):
+            return NotImplemented  # a tensor of tensors: it calls again with its parts
+        kwargs = dict(kwargs or {})
+        if kwargs.get("generator") is not None:
+            kwargs["generator"] = None
+        namespace, _, name = func._schema.name.partition("::")
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        if func in _READS and is_fake:
+            return self._assumed_value(tensors[0])
+        if namespace == "c10d":
+            return self._exchange(func, name, args)
+        if name == "_wrap_tensor_autograd" and is_fake:
+            from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+            return AsyncCollectiveTensor(args[0])  # who uses it first waits for its collective
+        if namespace == "prim":
+            return func(*args, **kwargs)
+        device = kwargs.get("device")
+        if (device is not None and torch.device(device).type == self.gpu.type) or (
+            name in _FILLS and not tensors and _is_large(name, args, kwargs)
+        ):
+            with self.fake:
+                args, kwargs = tree_map_only(Tensor, _without_values, (args, kwargs))
+                output = func(*args, **kwargs)
+        elif is_fake and torch.Tag.dynamic_output_shape in func.tags:
+            output = self._assumed_shape(func, name, args, kwargs, tensors)
+        elif is_fake:
+            with self.fake:
+                output = func(*args, **kwargs)
+                if name in _CONVOLUTIONS:
+                    output = _as_cudnn_lays_out(name, args, output)
+        else:
+            return func(*args, **kwargs)
+        if name == "any" and isinstance(output, FakeTensor):
+            setattr(output, _IS_ANY, True)
+        self._note(func, args, kwargs, output)
+        return output
+
+    def start(self) -> None:
+        """Begin the step, anew if one was begun: storages from now on are the step's, those that live are from before it."""
+        self.step = Recording(assumed=self.step.assumed, compiled=self.step.compiled)
+        for notes in (self._last, self._waits, self._made_by, self._gradients, self.inputs):
+            notes.clear()
+        for record, _ in self._storages.values():
+            self.step.storages.append(record)
+            record.number, record.made = len(self.step.storages) - 1, -1
+        self.recording = True
+
+    def stop(self) -> None:
+        """End the step, and note what the storages that live belong to."""
+        self.recording = False
+        with _disable_current_modes():
+            trained = {
+                key: sum(p.numel() for p in self.roots[key].parameters() if p.requires_grad) for key in self.inputs
+            }
+            passes = self.inputs[max(trained, key=trained.__getitem__)] if trained else []
+            self.step.inputs = [shape for shape, _ in passes]
+            self.step.tokens = any(whole for _, whole in passes)
+            for root in self.roots.values():
+                for name, parameter in root.named_parameters():
+                    name = name.removeprefix("module.")
+                    if self._lives(value := _local(parameter)):
+                        self.step.parameters.setdefault(name, self.shadow_of(value))
+                    gradient = self._gradients.get(id(parameter))
+                    if gradient is not None:
+                        self.step.gradients.setdefault(name, gradient)
+                for buffer in root.buffers():
+                    if self._lives(value := _local(buffer)):
+                        self.step.buffers.add(self._storage(value).number)
+
+    def gradient_of(self, parameter: Tensor) -> None:
+        """Note the gradient of a parameter, at the moment when it is complete."""
+        if self.recording and parameter.grad is not None and self._is_on_gpu(gradient := _local(parameter.grad)):
+            with _disable_current_modes():
+                self._gradients[id(parameter)] = self.shadow_of(gradient)
+
+    def _lives(self, tensor: Tensor) -> bool:
+        return self._is_on_gpu(tensor) and tensor.untyped_storage()._cdata in self._storages
+
+    def shadow_of(self, tensor: Tensor) -> Shadow:
+        """Return the tensor's stand-in without memory; call it outside the modes."""
+        record = self._storage(tensor)
+        if record.shadow is None:
+            record.shadow = torch.empty(record.size_bytes, dtype=torch.uint8, device="meta")
+        whole = torch.empty(0, dtype=tensor.dtype, device="meta")
+        whole.set_(record.shadow.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        return Shadow(record.number, whole)
+
+    @contextmanager
+    def in_module(self, name: str) -> Any:
+        """Give the calls of the block the name of a module."""
+        self.modules.append(name)
+        try:
+            yield
+        finally:
+            self.modules.pop()
+
+    def last_place(self, stream: int) -> int | None:
+        """Return the place of a stream's last call: what an event that is recorded now stands for."""
+        return self._last.get(stream)
+
+    def wait_for(self, stream: int, place: int | None) -> None:
+        """Let the next call of a stream wait for the call at a place."""
+        if place is not None:
+            self._waits.setdefault(stream, set()).add(place)
+
+    def host_waits(self) -> None:
+        """Note that the host waits for all that it has issued."""
+        if self.recording and self.step.calls:
+            self.step.host_waits.append(len(self.step.calls) - 1)
+
+    def resized(self, storage: Any, nbytes: int) -> None:
+        """Note that a storage is about to be freed or allocated anew under the same tensors."""
+        key = storage._cdata
+        known = self._storages.get(key)
+        if known is None or known[0].size_bytes == nbytes:
+            return
+        known[0].freed = len(self.step.calls) - 1
+        del self._storages[key]
+        if nbytes:
+            self._remember(storage, key, nbytes)
+
+    def assume(self) -> None:
+        """Note that the script reads a value that only a run knows."""
+        self.step.assumed[caller()] += 1
+
+    def _assumed_value(self, tensor: Tensor) -> Any:
+        self.assume()
+        if self._is_on_gpu(tensor):
+            self.host_waits()
+        if any("grad_scaler.py" in _file(frame) for frame in _frames(_NEAR)):
+            return 0.0  # no gradient was infinite
+        if tensor.dtype == torch.bool:
+            return not getattr(tensor, _IS_ANY, False)  # what is searched for is not there: a loop until then ends
+        return 1.0 if tensor.is_floating_point() else 1
+
+    def _assumed_shape(self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        """Return the result of an op whose size depends on values: all elements are taken."""
+        self.assume()
+        with _disable_current_modes():
+            ones = tree_map_only(Tensor, lambda value: torch.ones(value.shape, dtype=value.dtype), (args, kwargs))
+            if name in ("unique", "_unique2", "unique_dim", "unique_consecutive"):
+                first = next(iter(tensors))
+                positions = torch.arange(first.numel()).reshape(first.shape).to(first.dtype)
+                ones = ((positions, *ones[0][1:]), ones[1])
+            result = func(*ones[0], **ones[1])
+        with self.fake:
+            return tree_map_only(
+                Tensor, lambda value: torch.empty(value.shape, dtype=value.dtype, device=tensors[0].device), result
+            )
+
+    def _exchange(self, func: Any, name: str, args: tuple[Any, ...]) -> Any:
+        """Record a collective of a process group and return what torch does: the tensors, and the work."""
+        from torch.distributed import ProcessGroup, get_process_group_ranks
+
+        group = next((leaf for leaf in args if isinstance(leaf, torch.ScriptObject) and _is_group(leaf)), None)
+        ranks = tuple(get_process_group_ranks(ProcessGroup.unbox(group))) if group is not None else ()
+        whole = args[1] if "reduce_scatter" in name and len(args) > 1 else args[0] if args else []
+        moved = [leaf for leaf in tree_leaves(whole) if isinstance(leaf, Tensor)]
+        place = None
+        if any(self._is_on_gpu(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)):
+            size_bytes = sum(leaf.numel() * leaf.element_size() for leaf in moved)
+            place = self._note_exchange(Exchange(_plain_name(name), size_bytes, ranks), func, args, None)
+        work = _RecordedWork(self, place)
+        self._works.append(work)
+        boxed = work.boxed()
+        return (args[0], boxed) if len(func._schema.returns) == 2 else boxed
+
+    def _note_exchange(self, exchange: Exchange, func: Any, args: Any, output: Any) -> int | None:
+        """Record a collective on the stream of its group, after what its own stream has issued; return its place."""
+        if not self.recording:
+            return None
+        stream = -1 - self._groups.setdefault(exchange.ranks, len(self._groups))
+        self.wait_for(stream, self._last.get(self.stream))
+        return self._append(func, (args, {}, output), stream, exchange)
+
+    def _storage(self, tensor: Tensor) -> RecordedStorage:
+        storage = tensor.untyped_storage()
+        found = self._storages.get(storage._cdata)
+        return found[0] if found is not None else self._remember(storage, storage._cdata, storage.nbytes())
+
+    def _remember(self, storage: Any, key: int, nbytes: int) -> RecordedStorage:
+        record = RecordedStorage(len(self.step.storages), nbytes, len(self.step.calls))
+        if self.recording:
+            self.step.storages.append(record)
+
+        def freed(_: Any) -> None:
+            if self.recording:
+                record.freed = len(self.step.calls) - 1
+            if key in self._storages and self._storages[key][0] is record:
+                del self._storages[key]
+
+        self._storages[key] = (record, weakref.ref(storage, freed))
+        return record
+
+    def _note(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Take notes of one call and its storages."""
+        results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and self._is_on_gpu(leaf)]
+        if not self.recording:
+            for result in results:
+                self._storage(result)
+            return
+        on_gpu = results or [
+            leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and self._is_on_gpu(leaf)
+        ]
+        if not on_gpu:
+            return
+        if func.namespace in ("_c10d_functional", "_c10d_functional_autograd"):
+            self._note_functional(func, args, kwargs, output)
+        else:
+            self._append(func, (args, kwargs, output), self.stream)
+
+    def _note_functional(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Note a collective whose group is a name among its arguments, or the wait for one."""
+        from torch.distributed import get_process_group_ranks
+        from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+
+        if func._schema.name.endswith("wait_tensor"):
+            self.wait_for(self.stream, self._made_by.get(self._storage(args[0]).number))
+            return
+        bound = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
+        name = _plain_name(func._schema.name.partition("::")[2])
+        whole = output if name == "all_gather" else args[0]
+        size_bytes = sum(t.numel() * t.element_size() for t in tree_leaves(whole) if isinstance(t, Tensor))
+        ranks = tuple(get_process_group_ranks(_resolve_process_group(bound["group_name"])))
+        place = self._note_exchange(Exchange(name, size_bytes, ranks), func, args, output)
+        for leaf in tree_leaves(output):
+            if place is not None and isinstance(leaf, Tensor):
+                self._made_by[self._storage(leaf).number] = place
+
+    def _append(self, func: Any, values: Any, stream: int, exchange: Exchange | None = None) -> int:
+        """Append a call and return its place. Raises MemoryError beyond the limit."""
+        place = len(self.step.calls)
+        if place >= _MAX_CALLS:
+            raise MemoryError(f"a step of more than {_MAX_CALLS:,} operations")
+        with _disable_current_modes():
+            shadowed = tree_map_only(Tensor, self._shadow, values)
+        in_backward = torch._C._current_graph_task_id() != -1
+        waits = tuple(sorted(self._waits.pop(stream, ())))
+        args, kwargs, output = shadowed
+        # An update in the backward pass (an optimizer of each parameter) is one all the same.
+        phase: Phase = "backward" if in_backward and self.phase != "update" else self.phase
+        module = self.modules[-1] if self.modules else ""
+        self.step.calls.append(RecordedCall(func, args, kwargs, output, phase, module, stream, waits, exchange))
+        self._last[stream] = place
+        return place
+
+    def _shadow(self, tensor: Tensor) -> Any:
+        return self.shadow_of(tensor) if self._is_on_gpu(tensor) else None
+
+    def _is_on_gpu(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, FakeTensor) and tensor.fake_device.type == self.gpu.type
+
+
+def _local(tensor: Any) -> Any:
+    """Return this rank's part of a distributed tensor, another tensor as it is."""
+    return tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
+
+
+class _RecordedWork(Work):
+    """The handle of a collective: who waits for it lets the current stream wait."""
+
+    def __init__(self, recorder: Recorder, place: int | None) -> None:
+        super().__init__()
+        self._recorder, self._place = recorder, place
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Let the current stream wait, as NCCL's handles do; the host goes on."""
+        self._recorder.wait_for(self._recorder.stream, self._place)
+        return True
+
+    def is_completed(self) -> bool:
+        """Every exchange has happened."""
+        return True
+
+    def get_future(self) -> Any:
+        """Return a future that is done."""
+        future: torch.futures.Future[None] = torch.futures.Future()
+        self.wait()
+        future.set_result(None)
+        return future
+
+
+def _is_group(script_object: Any) -> bool:
+    return "ProcessGroup" in str(script_object._type())
+
+
+def _plain_name(name: str) -> str:
+    """Return ``all_gather`` for ``_allgather_base_``, ``allgather_into_tensor_coalesced_`` and the like."""
+    known = {
+        "allreduce": "all_reduce", "all_reduce": "all_reduce", "allgather": "all_gather", "all_gather": "all_gather",
+        "reduce_scatter": "reduce_scatter", "alltoall": "all_to_all", "all_to_all": "all_to_all",
+    }  # fmt: skip
+    return next((plain for part, plain in known.items() if part in name), name.strip("_"))
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    """Return a fake tensor for a real one of the CPU; call it under the fake mode."""
+    if isinstance(tensor, FakeTensor) or tensor.layout != torch.strided:
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
+def _as_cudnn_lays_out(name: str, args: tuple[Any, ...], output: Any) -> Any:
+    """Return a convolution's results with their channels last where cuDNN has them so: where its images or weights have.
+
+    Call it under the fake mode, which knows the layouts of the CPU and of CUDA alone.
+    """
+    image, weight = args[_CONVOLUTIONS[name] : _CONVOLUTIONS[name] + 2]
+    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
+    layout = layouts.get(image.dim())
+    if layout is None or not any(
+        tensor.is_contiguous(memory_format=layout) and not tensor.is_contiguous() for tensor in (image, weight)
+    ):
+        return output
+
+    def laid_out(tensor: Tensor) -> Tensor:
+        if tensor.dim() != image.dim():
+            return tensor
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device, memory_format=layout)
+
+    return tree_map_only(Tensor, laid_out, output)
+
+
+def _is_large(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a tensor that is made from a size alone takes ``_LARGE_BYTES`` or more."""
+    size = next((value for value in args if isinstance(value, (list, tuple))), ())
+    width = (kwargs.get("dtype") or torch.get_default_dtype()).itemsize
+    return all(isinstance(number, int) for number in size) and prod(size) * width >= _LARGE_BYTES
+
+
+def _frames(most: int) -> Iterator[Any]:
+    """Yield the innermost frames of this thread's callers."""
+    frame: Any = sys._getframe(1)
+    for _ in range(most):
+        if frame is None:
+            return
+        yield frame
+        frame = frame.f_back
+
+
+def _file(frame: Any) -> str:
+    return str(frame.f_code.co_filename) if frame is not None else ""
+
+
+def caller() -> str:
+    """Return ``file:line`` of the innermost frame that is neither torch's nor this package's."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        path = _file(frame)
+        if not any(part in path for part in ("/torch/", "/ddltool/", "<frozen", "contextlib.py")):
+            return f"{path}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"

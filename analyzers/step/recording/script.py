@@ -1,0 +1,219 @@
+"""The process in which a script is recorded: ``python -m ddltool.analyzers.step.recording.script REQUEST -- COMMAND``.
+
+REQUEST is a JSON file: ``out`` (the graph that is written), ``scratch`` (the folder of what the script writes), and the GPU
+that it finds. Ends with one line on stderr where no step could be recorded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from ddltool.analyzers.step.recording.files import overlay
+from ddltool.analyzers.step.recording.graph_of import graph_of
+from ddltool.analyzers.step.recording.groups import stand_in_groups, world_size
+from ddltool.analyzers.step.recording.launchers import launched
+from ddltool.analyzers.step.recording.posing import posed, register_device
+from ddltool.analyzers.step.recording.recorder import Recorder
+from ddltool.analyzers.step.tracing.factories import declare_torchvision
+from ddltool.errors import InputError
+from ddltool.graph import write_graph
+
+_NETWORK_S = 20.0
+
+
+class StepWindow:
+    """Starts the recorder when the first update has ended, stops it when the second has, and calls ``then``.
+
+    An update is one of the optimizer that ended one first; a step in which another optimizer updates for the first time is
+    passed over. ``then`` does not return: the script may be anywhere, in the
+    backward pass too, and whatever is raised there may be caught.
+    """
+
+    def __init__(self, recorder: Recorder, then: Callable[[], NoReturn]) -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+        self.recorder, self.then = recorder, then
+        self.first: Any = None
+        self.updates = 0
+        self._seen: dict[int, Any] = {}
+        self._is_steady = True
+        self._depth = 0  # optimizers that call others count once
+        register_optimizer_step_pre_hook(self._begins)
+        register_optimizer_step_post_hook(self._ended)
+
+    def _begins(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        self._depth += 1
+        self._updates_now(optimizer)
+
+        def with_passes(value: Any) -> Any:
+            """Return a closure whose passes are not the update's."""
+            if not callable(value) or value is optimizer:
+                return value
+
+            def closure() -> Any:
+                self.recorder.phase = "forward"
+                try:
+                    return value()
+                finally:
+                    self._updates_now(optimizer)
+
+            return closure
+
+        return tuple(map(with_passes, args)), {name: with_passes(value) for name, value in kwargs.items()}
+
+    def _updates_now(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self.recorder.gradient_of(parameter)
+        self.recorder.phase = "update"
+
+    def _ended(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        self.recorder.phase = "forward"
+        if self.first is None:
+            self.first = optimizer
+        if id(optimizer) not in self._seen:  # it has made its states: a step in which one does so is not like the next
+            self._seen[id(optimizer)] = optimizer
+            self._is_steady = not self.updates
+        if optimizer is not self.first:
+            return
+        self.updates += 1
+        if self.updates == 1 or not self._is_steady:
+            self._is_steady = True
+            self.recorder.start()
+        else:
+            self.recorder.stop()
+            self.then()
+
+
+def record_modules(recorder: Recorder) -> None:
+    """Let every call know the module in whose forward pass it is made, by its name in the outermost module."""
+    names: dict[int, str] = {}
+
+    watched: set[int] = set()
+
+    def enter(module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        # A part that is called by itself, as checkpoints do in the backward pass, keeps its name.
+        if not recorder.modules and not names.get(id(module)):
+            names.update({id(child): name for name, child in module.named_modules()})
+            recorder.roots.setdefault(id(module), module)
+            first = next((leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.dim()), None)
+            if first is not None and recorder.recording and torch.is_grad_enabled():
+                recorder.inputs.setdefault(id(module), []).append((tuple(first.shape), not first.is_floating_point()))
+            for parameter in module.parameters():
+                if parameter.requires_grad and id(parameter) not in watched:
+                    watched.add(id(parameter))
+                    parameter.register_post_accumulate_grad_hook(recorder.gradient_of)
+        recorder.modules.append(names.get(id(module), ""))
+
+    def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+        if recorder.modules:
+            recorder.modules.pop()
+
+    nn.modules.module.register_module_forward_pre_hook(enter)
+    nn.modules.module.register_module_forward_hook(leave, always_call=True)
+
+
+def main(arguments: list[str]) -> int:
+    """Record one step of a script; return the exit status."""
+    request = json.loads(Path(arguments[0]).read_text())
+    try:
+        found = launched(arguments[arguments.index("--") + 1 :], request["count"])
+    except InputError as error:
+        sys.stderr.write(f"\x00{error.problem}; {error.remedy}\n")
+        return 2
+    script = list(found.script)
+    os.environ.update(found.variables())
+    socket.setdefaulttimeout(_NETWORK_S)
+    if request.get("scratch"):
+        overlay(Path(request["scratch"]))
+    declare_torchvision()  # the script may import it
+    threading.Thread(target=_follow_parent, args=(os.getppid(),), daemon=True).start()
+    gpu = register_device()
+    recorder = Recorder(gpu)
+    started = time.perf_counter()
+
+    def write() -> NoReturn:
+        """Write the graph, and end the process: threads and handlers of the script may wait for what never comes."""
+        status = 3
+        try:
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                recorder.step.seconds = time.perf_counter() - started
+                recorder.step.world_size = world_size()
+                recorder.step.tf32 = (
+                    torch.backends.cuda.matmul.allow_tf32 or torch.get_float32_matmul_precision() != "highest"
+                )
+                if recorder.step.calls:
+                    write_graph(graph_of(recorder.step, request["label"]), Path(request["out"]))
+                    status = 0
+                else:
+                    sys.stderr.write("\x00its step runs nothing on a GPU; let it train on cuda\n")
+        except Exception as error:
+            status = _raised(error, window)
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+
+    window = StepWindow(recorder, write)
+    record_modules(recorder)
+    stand_in_groups(recorder)
+    sys.argv = script
+    try:
+        with posed(
+            recorder,
+            name=request["name"],
+            memory_bytes=request["memory_bytes"],
+            capability=tuple(request["capability"]),
+            count=found.per_node if found.processes is not None else 1,
+        ):
+            if found.is_module:
+                sys.path.insert(0, os.getcwd())
+                runpy.run_module(script[0], run_name="__main__", alter_sys=True)
+            else:
+                sys.path.insert(0, str(Path(script[0]).resolve().parent))
+                runpy.run_path(script[0], run_name="__main__")
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            return _failed(f"the script ended with {error.code!r}", window)
+    except Exception as error:  # whatever the script raises is its user's to read
+        return _raised(error, window)
+    return _failed("the script ended", window)
+
+
+def _follow_parent(parent: int) -> None:
+    """End this process once the one that started it has ended, however that came."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def _raised(error: Exception, window: StepWindow) -> int:
+    traceback.print_exception(error)
+    said = str(error).splitlines()[0].replace(";", ",") if str(error) else ""
+    return _failed(f"the script raised {type(error).__name__}: {said}", window)
+
+
+def _failed(what: str, window: StepWindow) -> int:
+    sys.stderr.write(f"\x00{what} after {window.updates} of the 2 updates that are needed\n")
+    return 3
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
