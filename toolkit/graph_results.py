@@ -318,3 +318,22 @@ class TraceResult(Result):
     collectives: CollectiveFigures | None = None
     verdict: TraceVerdict | None = None
     predicted: bool = True
+
+
+class OperationTime(Part):
+    """One operation by itself on a device."""
+
+    operation: str
+    time_s: NonNegative
+    low_s: NonNegative = Field(description="80 % of measurements are expected from here")
+    high_s: NonNegative
+    limit: str = Field(description="what it is bound by, and the rate that it reaches")
+
+
+class OperationsResult(Result):
+    """``ddltool devices NAME --product ... --collective ...``: single operations on one device."""
+
+    kind: Literal["ddltool.operations"] = "ddltool.operations"
+    predicted: bool = True
+    device: str
+    rows: list[OperationTime]
