@@ -30,9 +30,9 @@ from ddltool.shipped import calibration, devices
 ROOT = Path(__file__).resolve().parents[1]
 TITLE = "## Single operations"
 _WORDS = (
-    "Predicted over measured time of one product or collective by itself, as `ddltool devices H100 --product 4096x4096x4096` and "
+    "Predicted over measured time of a product or collective by itself, as `ddltool devices H100 --product 4096x4096x4096` or "
     "`--collective all-reduce:64MiB:8` say it; collectives from 1 MiB on. XLA's tables were measured without NVLS, which NCCL "
-    "takes by itself for all-reduces on three to eight GPUs of a node from Hopper on: the last column has its prediction beside "
+    "takes by itself for all-reduces on three to eight GPUs of a node from Hopper on: the last column has what it predicts for "
     "the same rows. On an H100, a fifth of XLA's rows in eight bits lie above the dense peak; on an MI300X XLA has no fast "
     "kernels for them. NeuSight's times are of single calls, whose 30 us on the host are added."
 )

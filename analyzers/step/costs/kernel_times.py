@@ -2,10 +2,11 @@
 
 A kernel takes ``start + max(arithmetic, traffic)``, softened where both are alike (Williams et al., "Roofline", CACM 2009).
 Arithmetic is a matrix product cut into tiles that fill the multiprocessors in waves (the idea of NeuSight, ASPLOS 2025:
-utilisation by tile, bounded by the roofline); convolutions, attention and recurrent layers are also limited by what their
+utilisation by tile, bounded by the roofline). Convolutions, attention and recurrent layers are also limited by what their
 instructions can feed the units per cycle, which has grown less than the units' rate (products have new ones in every
-generation), and clocks by the board's power (:func:`sustained`). Traffic is bytes over bandwidth, less what the last cache keeps. Which share of each a class of kernels reaches is a constant (:class:`Constants`), few of them, fitted to
-published measurements by :mod:`.fitting`. Start at :func:`demand_of`.
+generation), and clocks by the board's power (:func:`sustained`). Traffic is bytes over bandwidth, less what the last cache
+keeps. Which share of each a class of kernels reaches is a constant (:class:`Constants`), few of them, fitted to published
+measurements by :mod:`.fitting`. Start at :func:`demand_of`.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def warm_demand(kernels: Kernels, device: Device, precision: str) -> Demand:
 
 
 def time_collective(model: CostModel, text: str) -> OperationTime:
-    """Return the time of ``all-reduce:64MiB:8``: a collective, its bytes, its GPUs; ``:ring``, ``:tree`` or ``:nvls`` may follow.
+    """Return the time of ``all-reduce:64MiB:8``: a collective, its bytes, its GPUs; ``:ring``, ``:tree``, ``:nvls`` may follow.
 
     The bytes are those of the whole: what is reduced, put together by all-gather or taken apart by reduce-scatter. The GPUs
     fill nodes of the device's own link. Raises InputError for another text.
