@@ -178,6 +178,7 @@ def table_of(belief: Belief, **more: object) -> CalibrationTable:
     constants = belief.constants
     once = Residuals(low=1.0, high=1.0, median_error=0.0, rows=1, what="not judged yet")
     known = [name for years in BRANCHES for name in years if name in belief.generations]
+    known += sorted({*belief.generations} - {*known})
     return CalibrationTable(
         **{
             "arithmetic": _rounded(constants.arithmetic),

@@ -179,7 +179,8 @@ def _page(
         "A job of a project of which the fit saw nothing, with software and machines of its own, is predicted "
         f"{_percent(elsewhere.median)} off in the median and {_percent(elsewhere.ninth)} off in the worst tenth of "
         f"{elsewhere.rows:,} published measurements; the range holds {_percent(float(np.mean(held)))}. A model of a "
-        f"family that it never saw, beside others of the project, {_percent(device.median)} ({_percent(device.ninth)}); a GPU that "
+        f"family that it never saw, beside others of the project, {_percent(device.median)} ({_percent(device.ninth)}); a GPU "
+        "that "
         f"it did not see {_percent(new.median)} ({_percent(new.ninth)}), a whole generation that it did not see "
         f"{_percent(other.median)} ({_percent(other.ninth)}).",
         "![Predicted against measured step times, cross-validated](truth.png)",

@@ -47,8 +47,9 @@ _DRAWN_W = {
     "Turing": (1.9, 2.2),
     "Ampere": (1.9, 1.9),
     "Ada": (1.15, 1.74),
-    "Hopper": (1.5, 2.1),
+    "Hopper": (1.5, 3.4),
     "Blackwell": (1.15, 1.74),
+    "Blackwell HBM": (1.5, 4.3),
 }
 _CLOCK_BY_POWER = 0.7
 # Operations per cycle and multiprocessor of GeForce's matrix units, halved for float32 accumulation: they draw no more than the
@@ -163,10 +164,16 @@ class Demand:
     """(k,) whether arithmetic and traffic add up instead of overlapping: grouped convolutions."""
 
 
-def demand_of(kernels: Kernels, device: Device, *, precision: str = "fp32", channels_last: bool = False) -> Demand:
-    """Return the demand of the kernels on a device. ``precision``: as in :class:`Numerics`. O(k)."""
+def demand_of(
+    kernels: Kernels, device: Device, *, precision: str = "fp32", channels_last: bool = False, brief: bool = False
+) -> Demand:
+    """Return the demand of the kernels on a device. ``precision``: as in :class:`Numerics`. O(k).
+
+    ``brief``: the kernels run by themselves for milliseconds, and matrix units keep the boost clock.
+    """
     peak, on_tensor = _peaks(kernels, device, precision)
-    clock_share = np.where(on_tensor, sustained(device, matrix=True), sustained(device, matrix=False))
+    matrix_clock = 1.0 if brief else sustained(device, matrix=True)
+    clock_share = np.where(on_tensor, matrix_clock, sustained(device, matrix=False))
     peak *= clock_share
     layout = _LAYOUTS[channels_last]
     grouped_peak = sustained(device, matrix=False) * (
@@ -218,14 +225,15 @@ def sustained(device: Device, *, matrix: bool) -> float:
     ``matrix``: whether the products run on matrix units. 1.0 for devices whose datasheet lacks clock, power or generation.
     """
     cycles_per_s = device.clock_hz * device.multiprocessors
-    if not (device.architecture in _DRAWN_W and cycles_per_s and device.power_w):
+    drawn = _DRAWN_W.get(device.branch) or _DRAWN_W.get(device.architecture)
+    if not (drawn and cycles_per_s and device.power_w):
         return 1.0
     float16_peak = device.peak_for("float16")
     is_halved = (
         device.architecture not in _WITHOUT_MATRIX_UNITS
         and _MATRIX_UNIT * device.peak_flops["float32"] < float16_peak <= 1.2 * _HALVED * cycles_per_s
     )
-    drawn_w = 1e-9 * cycles_per_s * _DRAWN_W[device.architecture][matrix and not is_halved]
+    drawn_w = 1e-9 * cycles_per_s * drawn[matrix and not is_halved]
     if device.architecture in _WITHOUT_MATRIX_UNITS:
         drawn_w *= device.peak_flops["float32"] / cycles_per_s / 128.0
     share: float = (device.power_w / drawn_w) ** _CLOCK_BY_POWER

@@ -82,7 +82,7 @@ def time_product(model: CostModel, text: str, precision: str) -> OperationTime:
 
 def warm_demand(kernels: Kernels, device: Device, precision: str) -> Demand:
     """Return the demand of operations whose operands a loop finds in the last cache as far as they fit into it."""
-    demand = demand_of(kernels, device, precision=precision)
+    demand = demand_of(kernels, device, precision=precision, brief=True)
     fitting = np.minimum(device.l2_bytes / np.maximum(kernels.moved_bytes, 1.0), 1.0)
     return replace(demand, traffic_s=demand.traffic_s * (1.0 - _CACHED * fitting))
 
