@@ -54,7 +54,7 @@ def test_figures_agree_with_each_other(device: Device) -> None:
     if architecture in ("Turing", "Ampere", "Ada") and device.name not in HALF_THE_LANES:
         full = 8 if architecture == "Turing" else 4
         assert peaks["float16"] / peaks["float32"] == pytest.approx(full / (1 + is_halved(device)), rel=0.02)
-    assert ("float8" in peaks) == (architecture in ("Ada", "Hopper", "Blackwell", "CDNA3"))
+    assert ("float8" in peaks) == (architecture in ("Ada", "Hopper", "Blackwell", "CDNA3", "CDNA4"))
     if architecture != "CPU":
         assert 2**20 <= device.l2_bytes <= 2**28
         assert 50 <= device.power_w <= 1400

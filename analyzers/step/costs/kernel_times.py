@@ -37,8 +37,8 @@ _SOFTNESS = 3.0
 # cuDNN's kernels for many groups in channels_last: groups in whole warps, and few channels each.
 _WARP, _NARROW = 32, 32
 # Matrix units read 16 bytes at a time: rows that do not begin at such an address take kernels that read less. Of a product any
-# side may be a row's length, so that an odd number of tokens counts too.
-_ALIGNED = 8
+# side may be a row's length, so that an odd number of tokens counts too. Convolutions want channels by eights in any type.
+_READ_BYTES, _ALIGNED = 16, 8
 # Watts per multiprocessor and GHz that products draw at full rate, on float32 units and on matrix units: what boards sustain
 # under them (of Pascal: per 64 lanes). Below that clocks fall, more slowly than power, as voltage falls too.
 _DRAWN_W = {
@@ -327,10 +327,11 @@ def _index_constants(
         arithmetic[is_chosen & on_tensor] = _ARITHMETIC[f"{name}/tensor"]
         arithmetic[is_chosen & ~on_tensor] = _ARITHMETIC[f"{name}/vector"]
     is_uneven = (gemm[:, 1:] % _ALIGNED != 0).any(axis=1) & (gemm[:, 1] > 0)
+    is_misread = (gemm[:, 1:] % (_READ_BYTES / kernels.width)[:, None] != 0).any(axis=1) & (gemm[:, 1] > 0)
     is_on_tensor_product = (kinds == CLASS["matrix_product"]) & on_tensor
     is_tf32 = np.array([name == "float32" for name in kernels.dtype], dtype=bool)
     arithmetic[is_on_tensor_product & is_tf32] = _ARITHMETIC["matrix_product/tensor/tf32"]
-    arithmetic[is_on_tensor_product & is_uneven] = _ARITHMETIC["matrix_product/misaligned"]
+    arithmetic[is_on_tensor_product & is_misread] = _ARITHMETIC["matrix_product/misaligned"]
     is_convolution = kinds == CLASS["convolution"]
     arithmetic[is_convolution & on_tensor] = _ARITHMETIC[f"convolution/tensor/{layout}"]
     arithmetic[is_convolution & ~on_tensor] = _ARITHMETIC["convolution/vector"]

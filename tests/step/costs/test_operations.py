@@ -126,7 +126,7 @@ def test_the_command_times_operations(cli: Cli) -> None:
     assert [row["operation"] for row in document["rows"]] == [
         "8192x8192x4096 bf16",
         "256x256x256 bf16",
-        "all-reduce of 64 MiB on 8",
+        "all-reduce of 64.0 MiB on 8",
     ]
     assert all(0 < row["low_s"] <= row["time_s"] <= row["high_s"] for row in document["rows"])
     assert cli("devices", "--product", "1x1x1").error_line.startswith("NAME: no device is named")
