@@ -27,7 +27,7 @@ def devices(
     precision: str = "bf16",
     as_json: bool = False,
 ) -> None:
-    """List the device types that are known: memory, rates and links, by datasheet; or one of them with its sources.
+    """List the device types that are known: memory, rates and links, by datasheet; or one of them, or an operation on it.
 
     With ``product`` or ``collective``: how long such an operation takes on it by itself, with its range and what limits it.
     """
