@@ -93,7 +93,10 @@ class Recorded:
     seconds: Annotated[Number, Field(description="that recording took")] = 0.0
     batches: Annotated[
         int | None,
-        Field(ge=1, description="different batches among the processes: those that share activations share one; null: each"),
+        Field(
+            ge=1,
+            description="different batches among the processes: those that share activations share one; null: each",
+        ),
     ] = None
 
 
