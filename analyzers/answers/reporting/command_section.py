@@ -36,8 +36,9 @@ def command_section(plan: CommandPlan, name: str = "") -> Section:
         "memory": lambda one: show_bytes(one.row.reserved_bytes) + ("" if one.row.fits else " !") if one.row else None,
     }
     if any(not one.given for one in recorded):
-        columns["of as it is"] = lambda one: _gain(plan, one)
+        columns["times"] = lambda one: _gain(plan, one)
     caption = f"{len(shown)} of {len(plan.tried)} tried" if len(plan.tried) > len(shown) else "All that was tried"
+    caption += "; times: of the command as it is" if "times" in columns else ""
     table = tabled(caption, "predicted", shown, columns, text_columns=len(knobs) + 1, spare=("MFU",))
     figure = Bars(
         rows=[(f"{_options(one) or 'as it is'} on {_where(one)}", plan.rate(one)) for one in shown],
@@ -75,8 +76,8 @@ def _gain(plan: CommandPlan, one: TriedCommand) -> str:
     """Return what a variant does per second over what the command as it is does on the same devices."""
     given = plan.as_given(one.device, one.devices_per_node)
     if one.given or given is None or not plan.rate(given):
-        return "1" if one.given else "-"
-    return f"{plan.rate(one) / plan.rate(given):.2f} x"
+        return "1.00" if one.given else "-"
+    return f"{plan.rate(one) / plan.rate(given):.2f}"
 
 
 def _answer(plan: CommandPlan) -> str:
