@@ -91,6 +91,13 @@ class Recorded:
         Mapping[str, int], Field(description="how often a value that only a run knows was read, by file:line")
     ] = field(default_factory=dict)
     seconds: Annotated[Number, Field(description="that recording took")] = 0.0
+    batches: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description="different batches among the processes: those that share activations share one; null: each",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

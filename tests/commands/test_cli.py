@@ -483,6 +483,7 @@ def test_the_options_are_a_decision() -> None:
         "fit": sorted(["--holdout", *common]),
         "plan": sorted(
             [
+                *("--vary", "--limit", "--keep-files"),
                 "--compress",
                 "--nccl-tests",
                 *("--strategy", "--graph", "--top-k", "--time-limit", "--lookahead", "--max-gap"),

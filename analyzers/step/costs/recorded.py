@@ -158,7 +158,7 @@ def _predict_row(
     )
     replicas, nodes = recorded.world_size, math.ceil(recorded.world_size / fabric.gpus_per_node)
     batch = graph.batch_size or 1
-    samples = replicas * batch * recorded.passes
+    samples = (recorded.batches or replicas) * batch * recorded.passes
     tokens, price = graph.meta.get("tokens_per_sample"), model.device.price_per_hour
     held = _held(recorded, int((graph.kind == COMPUTE).sum()))
     peak_bytes = float(held.max(initial=0.0))
