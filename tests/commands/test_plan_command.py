@@ -114,13 +114,15 @@ def test_every_combination_is_recorded_and_predicted_the_best_first(
     rates = [plan.rate(one) for one in plan.tried]
     assert rates == sorted(rates, reverse=True)
     best = plan.best
-    assert best is not None and best.row is not None
+    assert best is not None
+    assert best.row is not None
     assert best.values == {"--batch-size": "64", "--tp": "2"}
     assert best.command == "torchrun --nproc-per-node 8 train.py --batch-size 64 --tp 2"
     # Pairs of the eight processes share a batch.
     assert best.row.samples_per_s == pytest.approx(4 * 64 / best.row.step_time_s)
     given = plan.as_given(best.device, 8)
-    assert given is not None and given.row is not None
+    assert given is not None
+    assert given.row is not None
     assert given.row.samples_per_s == pytest.approx(8 * 4 / given.row.step_time_s)
 
     section = command_section(plan)
