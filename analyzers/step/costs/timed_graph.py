@@ -20,7 +20,7 @@ DEVICE, BANDWIDTH, LATENCY = "V100", "10Gbit", "50us"
 
 
 def timed_graph(
-    source: Source,
+    source: Source | list[str],
     *,
     mode: Mode | None = None,
     batch_size: int | None = None,
