@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,8 @@ from ddltool.artifact_files import read_any
 from ddltool.commands.main import run
 from ddltool.errors import InputError
 from ddltool.graph_results import CommandPlan
-from tests.conftest import Result
+from ddltool.units import show_bytes
 
-Cli = Callable[..., Result]
 SCRIPT = """
 import argparse, torch
 from torch import nn
@@ -141,8 +139,9 @@ def test_every_combination_is_recorded_and_predicted_the_best_first(
 
 def test_a_recorded_file_is_planned_in_its_own_world(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["torchrun", "--nproc-per-node", "8", "train.py", "--tp", "2"]
-    assert run(["trace", "--device", "H100", "-o", "graph.json", "--", *command]) == 0
+    dt.trace(command, device="H100", output="graph.json")
     predicted = dt.predict("graph.json", "H100").rows[0]
+    assert dt.predict(command, "H100").rows == dt.predict(dt.read("graph.json"), "H100").rows == [predicted]
     plan = dt.plan("graph.json", devices="8xH100,8xA100")
     assert isinstance(plan, CommandPlan)
     assert {one.device for one in plan.tried} == {"H100", "A100"}
@@ -156,7 +155,19 @@ def test_a_recorded_file_is_planned_in_its_own_world(here: Path, capsys: pytest.
     with pytest.raises(InputError, match="is a script's recorded step, at its own batch in its own world"):
         dt.plan("job.yaml")
     assert run(["report", "graph.json"]) == 0
+    assert f"tensors take {show_bytes(predicted.peak_memory_bytes)} at its peak" in Path(
+        "report.html"
+    ).read_text().replace("\xa0", " ")
+    document = json.loads(Path("graph.json").read_text())
+    assert extract(document, "graph.json").metrics["peak_memory_bytes"].value == predicted.peak_memory_bytes
     assert run(["gate", "graph.json", "--baseline", "graph.json"]) == 0
+    largest = max(document["recorded"]["storage_bytes"])
+    document["recorded"]["storage_bytes"] = [
+        2 * size if size == largest else size for size in document["recorded"]["storage_bytes"]
+    ]
+    Path("larger.json").write_text(json.dumps(document))
+    assert run(["gate", "larger.json", "--baseline", "graph.json"]) == 1
+    assert "peak_memory_bytes" in capsys.readouterr().err
 
 
 @pytest.mark.slow

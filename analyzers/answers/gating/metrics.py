@@ -23,7 +23,7 @@ from ddltool.analyzers.step.transfers.efficiency import bounds
 from ddltool.artifact_files import RECORDS
 from ddltool.artifacts import parse
 from ddltool.errors import InputError, did_you_mean, one_line, shortened
-from ddltool.graph import RECV, SEND, Graph, from_document
+from ddltool.graph import COMPUTE, RECV, SEND, Graph, from_document
 from ddltool.graph_results import CommandPlan, TraceResult
 from ddltool.plans import Enforcement, Plan
 from ddltool.simulation_results import SweepDocument
@@ -222,12 +222,19 @@ def figure(name: str, value: object, unit: str = "", *, measured: bool = False) 
 
 
 def _graph_figures(graph: Graph, where: str) -> Iterator[Metric]:
-    """Yield counts of ops and bytes; for a timed graph also the makespan bounds U and L (TicTac, Equations 1 and 2)."""
+    """Yield counts of ops and bytes; of a recorded step also the peak of its tensors.
+
+    For a timed graph also the makespan bounds U and L (TicTac, Equations 1 and 2).
+    """
     counts: dict[str, float] = {"ops": len(graph), "recvs": len(graph.of_kind(RECV)), "sends": len(graph.of_kind(SEND))}
     counts |= {"parameters": counts["recvs"], "parameter_bytes": graph.parameter_bytes}
     channels = sum(name.startswith("channel:") for name in graph.resource_names)
     for name, value in {**counts, "flops": float(graph.flops.sum()), "channels": channels}.items():
         yield from figure(name, value, _unit_of(name))
+    if graph.recorded is not None:
+        held = graph.recorded.held_bytes(len(graph.of_kind(COMPUTE)))
+        yield from figure("peak_memory_bytes", float(held.max(initial=0.0)), "bytes")
+        yield from figure("processes", graph.recorded.world_size)
     if graph.timed:
         makespans, measured = bounds(graph), "measured" in graph.estimate
         for name in ("upper_s", "lower_s", "compute_s", "transfer_s"):
