@@ -20,6 +20,14 @@ from memory_truth import write_memory
 from truth_cases import SOURCES, Row, Truth, read
 from truth_models import Trace, Work, traced
 from truth_networks import write_section
+from truth_ops import (
+    MeasuredProducts,
+    call_settings,
+    operation_residuals,
+    read_collectives,
+    read_products,
+    write_operations,
+)
 from truth_page import write_page
 
 from ddltool.analyzers.step.costs.fitting import Belief, Case, fit, host_bound, library_bound, steps_s
@@ -55,7 +63,7 @@ _HOSTS = 0.5
 """How far one host's time per op is from another's: the standard deviation of its logarithm."""
 PRIOR = Belief(
     constants=Constants(
-        arithmetic={name: 0.3 if _slow(name) else 0.8 for name in ARITHMETIC},
+        arithmetic={name: 0.3 if _slow(name) else 0.8 for name in ARITHMETIC} | {"matrix_product/misaligned": 0.5},
         traffic={name: 0.3 if _slow(name) else 0.75 for name in TRAFFIC},
         feed=dict.fromkeys(FEED, 4000.0),
         start_s=5e-6,
@@ -68,12 +76,15 @@ PRIOR = Belief(
     spread={
         "*": 0.25,
         **{f"arithmetic:{name}": 1.2 for name in ARITHMETIC if _slow(name)},
+        "arithmetic:matrix_product/misaligned": 0.2,
         **{f"traffic:{name}": 1.2 for name in TRAFFIC if _slow(name)},
         **{"feed": 0.8, "start_s": 0.15, "cache": 0.5, "issue_s": 0.2, "update_s": 0.15, "turn_s": 0.8, "setting": 1.5},
         # Chips are alike in what they reach of their units: what they are fed and their power say most of the rest.
         **dict.fromkeys(UNITS, 0.1),
         # A K80's clock follows its power, far below the boost of the datasheet.
         **{f"{unit}:Kepler": 0.3 for unit in UNITS},
+        # Another maker's libraries reach half of their datasheets' rates, or less.
+        **{f"{unit}:CDNA3": 0.5 for unit in UNITS},
     },
 )
 
@@ -167,6 +178,7 @@ def table_of(belief: Belief, **more: object) -> CalibrationTable:
     constants = belief.constants
     once = Residuals(low=1.0, high=1.0, median_error=0.0, rows=1, what="not judged yet")
     known = [name for years in BRANCHES for name in years if name in belief.generations]
+    known += sorted({*belief.generations} - {*known})
     return CalibrationTable(
         **{
             "arithmetic": _rounded(constants.arithmetic),
@@ -178,7 +190,9 @@ def table_of(belief: Belief, **more: object) -> CalibrationTable:
             "generations": {name: _rounded(belief.generations[name]) for name in known},
             "devices": [],
             "judged": [],
-            "residuals": dict.fromkeys(("device", "generation", "unknown", "host", "library"), once),
+            "residuals": dict.fromkeys(
+                ("device", "generation", "unknown", "host", "library", "product", "collective"), once
+            ),
             "provenance": [],
             **more,
         }  # type: ignore[arg-type]
@@ -189,14 +203,20 @@ def _rounded(values: Mapping[str, float]) -> dict[str, float]:
     return {name: float(f"{value:.4g}") for name, value in values.items()}
 
 
-def without(cells: Sequence[Cell], left_out: Callable[[Row], bool], whole: Belief) -> Judged:
-    """Return the predictions for the rows to leave out by a fit to the others.
+def without(
+    cells: Sequence[Cell],
+    left_out: Callable[[Row], bool],
+    whole: Belief,
+    groups: Sequence[MeasuredProducts],
+    operations: Sequence[Case],
+) -> Judged:
+    """Return the predictions for the rows to leave out by a fit to the others, and to single operations.
 
     A generation that the fit did not see takes the factors that the product gives it, from its neighbours.
     """
     seen = [cell for cell in cells if not left_out(cell.row)]
     judged = [cell for cell in cells if left_out(cell.row)]
-    belief = fit([cell.case for cell in seen], PRIOR, first=whole, rounds=12)
+    belief = fit([*(cell.case for cell in seen), *operations], believed(groups), first=whole, rounds=12)
     table = table_of(belief)
     factors = {
         generation: dict(cost_model(devices().device(cell.row.device), table).constants.units)
@@ -222,7 +242,25 @@ def joined(parts: Sequence[Judged]) -> Judged:
     )
 
 
-def families_left_out(cells: Sequence[Cell], whole: Belief) -> Judged:
+def believed(groups: Sequence[MeasuredProducts]) -> Belief:
+    """Return what is believed before any row, with what single operations hold beside their kernels."""
+    return replace(PRIOR, settings=call_settings(groups))
+
+
+def cases_of(groups: Sequence[MeasuredProducts], keep: Callable[[str], bool] = lambda _: True) -> list[Case]:
+    """Return the cases of single operations on devices to keep; of those that the fit reads."""
+    return [case for group in groups if group.is_fitted and keep(group.device.name) for case in group.cases()]
+
+
+def sources_left_out(cells: Sequence[Cell], whole: Belief, groups: Sequence[MeasuredProducts]) -> Judged:
+    """Return every row predicted without its source: another project's software and machines, as a user's job is."""
+    operations, names = cases_of(groups), sorted({cell.row.source for cell in cells})
+    return joined(
+        [without(cells, lambda row, name=name: row.source == name, whole, groups, operations) for name in names]
+    )
+
+
+def families_left_out(cells: Sequence[Cell], whole: Belief, groups: Sequence[MeasuredProducts]) -> Judged:
     """Return every row predicted without its model's family: timm's families in folds, the others one by one."""
     size: dict[str, int] = defaultdict(int)
     for cell in cells:
@@ -231,18 +269,36 @@ def families_left_out(cells: Sequence[Cell], whole: Belief) -> Judged:
     folds = [set(timm[place::FOLDS]) for place in range(FOLDS)]
     folds += [{name} for name in sorted(size) if not size[name]]
     print(f"{len(timm)} families of timm in {FOLDS} folds, and {len(folds) - FOLDS} others", flush=True)
-    return joined([without(cells, lambda row, fold=fold: row.family in fold, whole) for fold in folds])
+    operations = cases_of(groups)
+    return joined(
+        [without(cells, lambda row, fold=fold: row.family in fold, whole, groups, operations) for fold in folds]
+    )
 
 
-def devices_left_out(cells: Sequence[Cell], whole: Belief) -> tuple[Judged, Judged]:
+def devices_left_out(cells: Sequence[Cell], whole: Belief, groups: Sequence[MeasuredProducts]) -> tuple[Judged, Judged]:
     """Return rows predicted without their chip, where its generation has others; and without their generation."""
     generation = {cell.row.device: devices().device(cell.row.device).architecture for cell in cells}
     chips = sorted({chip(device) for device in generation})
     of = {name: next(generation[device] for device in generation if chip(device) == name) for name in chips}
     others = [name for name in chips if sum(of[each] == of[name] for each in chips) > 1]
-    known = [without(cells, lambda row, name=name: chip(row.device) == name, whole) for name in others]
+    known = [
+        without(
+            cells,
+            lambda row, name=name: chip(row.device) == name,
+            whole,
+            groups,
+            cases_of(groups, lambda device, name=name: chip(device) != name),
+        )
+        for name in others
+    ]
     unknown = [
-        without(cells, lambda row, name=name: generation[row.device] == name, whole)
+        without(
+            cells,
+            lambda row, name=name: generation[row.device] == name,
+            whole,
+            groups,
+            cases_of(groups, lambda device, name=name: devices().device(device).architecture != name),
+        )
         for name in sorted(set(of.values()))
     ]
     return joined(known), joined(unknown)
@@ -316,14 +372,19 @@ def main() -> None:
     for row in truth.rows:
         wanted[row.trace].add(row.batch)
     cells = cells_of(truth, traced(wanted, given.cache, processes=given.processes))
-    whole = fit([cell.case for cell in cells], PRIOR)
-    families = families_left_out(cells, whole)
-    known, unknown = devices_left_out(cells, whole)
+    groups = read_products(given.data)
+    whole = fit([*(cell.case for cell in cells), *cases_of(groups)], believed(groups))
+    families = families_left_out(cells, whole, groups)
+    sources = sources_left_out(cells, whole, groups)
+    known, unknown = devices_left_out(cells, whole, groups)
     # Sources whose software adds to the step do not tell how far off it is.
     own = lambda row: not SOURCES[row.source].adds  # noqa: E731
     # timm's rows are of two GPUs: without the one nothing tells of most layers, and the other would stand for all GPUs.
     plain = lambda row: own(row) and not row.source.startswith("timm")  # noqa: E731
-    device = residuals_of(families.chosen(own, "device"), "the model's family")
+    device = _wider(
+        residuals_of(sources.chosen(own, "device"), "the whole source"),
+        residuals_of(families.chosen(own, "device"), "the model's family"),
+    )
     # A model of the fit on another GPU is judged by these: a user's model may be another one as well.
     generation = _combined(residuals_of(known.chosen(plain, "device", "library"), "the GPU"), device)
     unknown_too = _combined(
@@ -334,6 +395,7 @@ def main() -> None:
         "generation": generation,
         "unknown": _wider(unknown_too, generation),
         "host": _host(families),
+        **operation_residuals(groups, read_collectives(given.data), table_of(whole)),
         "library": _wider(residuals_of(families.chosen(own, "library"), "the model's family"), device),
     }
     provenance = [
@@ -350,7 +412,8 @@ def main() -> None:
         provenance=provenance,
     )
     save(table, ROOT / "fixtures" / "calibration.json")
-    write_page(ROOT / "docs", truth, table, whole, families, known, unknown)
+    write_page(ROOT / "docs", truth, table, whole, families, sources, known, unknown)
+    write_operations(given.data, table)
     write_section(given.data)
     write_memory(given.data)
 

@@ -8,7 +8,10 @@ from typing import Annotated
 from ddltool.commands.options import DEVICES
 from ddltool.commands.output import out, print_json, say, table
 from ddltool.device import Device, DeviceTable
-from ddltool.shipped import known_devices
+from ddltool.errors import InputError
+from ddltool.graph_results import OperationsResult
+from ddltool.shipped import calibration, known_devices
+from ddltool.units import show_seconds, show_span
 
 _CAPTION = (
     "GB/s: memory bandwidth; float32, tf32, 16 bit: 10^12 FLOP/s, dense; 16 bit: float16 accumulated in float32 and, from "
@@ -19,10 +22,25 @@ _CAPTION = (
 def devices(
     name: Annotated[str | None, DEVICES] = None,
     devices_file: Path | None = None,
+    product: list[str] | None = None,
+    collective: list[str] | None = None,
+    precision: str = "bf16",
     as_json: bool = False,
 ) -> None:
-    """List the device types that are known: memory, rates and links, by datasheet; or one of them with its sources."""
+    """List the device types that are known: memory, rates and links, by datasheet; or one of them, or an operation on it.
+
+    With ``product`` or ``collective``: how long such an operation takes on it by itself, with its range and what limits it.
+    """
     known = known_devices(devices_file)
+    if product or collective:
+        if name is None:
+            raise InputError("NAME", "no device is named", "name the one that runs the operations, such as H100")
+        operations = _timed(known.gpu(name, "NAME"), product or [], collective or [], precision)
+        if as_json:
+            print_json(operations.model_dump(mode="json"))
+        else:
+            _show_operations(operations)
+        return
     if name is not None:
         known = DeviceTable(devices=[known.device(name, "NAME")])
     if as_json:
@@ -33,6 +51,23 @@ def devices(
         columns = ("device", "GiB", "GB/s", "float32", "tf32", "16 bit", "link", "")
         rows = [_row(device) for device in known.devices]
         out().print(table("Known devices", columns, rows, caption=_CAPTION))
+
+
+def _timed(device: Device, products: list[str], collectives: list[str], precision: str) -> OperationsResult:
+    from ddltool.analyzers.step.costs.model import cost_model  # `ddltool --help` reads this module
+    from ddltool.analyzers.step.costs.operations import time_collective, time_product
+
+    model = cost_model(device, calibration())
+    rows = [time_product(model, text, precision) for text in products]
+    rows += [time_collective(model, text) for text in collectives]
+    return OperationsResult(device=device.name, rows=rows)
+
+
+def _show_operations(operations: OperationsResult) -> None:
+    for row in operations.rows:
+        span = show_span(row.low_s, row.high_s)
+        say(f"{operations.device}, {row.operation}: {show_seconds(row.time_s)} ({span}), predicted")
+        say(f"  limited by {row.limit}")
 
 
 def _row(device: Device) -> tuple[str, ...]:

@@ -120,7 +120,7 @@ _UsageProblem: type[Exception] = next(base for base in typer.BadParameter.__mro_
 
 _INTERRUPTED = 130
 # Commands whose SOURCE may be a command line.
-_RECORDING = ("predict", "trace")
+_RECORDING = ("predict", "trace", "plan")
 
 
 def _show_version(value: bool) -> None:
@@ -213,6 +213,8 @@ def _how_to_get(package: str) -> str:
 def _usage_text(error: Exception) -> str:
     """Return a usage problem as one line, with where help stands."""
     text = getattr(error, "format_message", lambda: str(error))().rstrip(".")
+    if "(-- " in text:  # an argument too many
+        text = "the command after -- is what the step is of; leave out the other source"
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "ddltool"
     return f"{text}; see {command} --help" if text else f"see {command} --help"

@@ -5,27 +5,48 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Annotated, get_args
 
+from ddltool.analyzers.answers.reporting.command_section import command_section
 from ddltool.analyzers.answers.reporting.plan_section import joint_section, layouts_table, plan_section
 from ddltool.analyzers.answers.reporting.section import Section
 from ddltool.analyzers.job.planning.candidates import STRATEGIES
+from ddltool.analyzers.job.planning.commands import Node, knobs_of, plan_command, plan_recorded
 from ddltool.analyzers.job.planning.goal import Failures, Goal
-from ddltool.analyzers.job.planning.job_inputs import graph_of, job_of, powers, read_with_specs, samples_of, scanned
+from ddltool.analyzers.job.planning.job_inputs import (
+    Offered,
+    graph_of,
+    job_of,
+    offered,
+    powers,
+    read_with_specs,
+    samples_of,
+    scanned,
+)
 from ddltool.analyzers.job.planning.options import PlanOptions
 from ddltool.analyzers.job.planning.planning import SHARING, complete, plan_together, solve
 from ddltool.analyzers.step.communication.collectives import parse_compression
-from ddltool.artifacts import check_outputs, save
+from ddltool.analyzers.step.communication.fabrics import fabric_of
+from ddltool.analyzers.step.communication.nccl import Fabric
+from ddltool.analyzers.step.costs.model import CostModel, cost_model
+from ddltool.analyzers.step.recording.command import LIMIT_S, is_command
+from ddltool.analyzers.step.tracing.sources import is_graph_file
+from ddltool.artifacts import check_outputs, read_document, save
 from ddltool.commands.options import AS_TEXT, OPTIMIZER, LocalLink, Precision, Seed, number, one_of, within
 from ddltool.commands.output import answer, note, progress, show
 from ddltool.commands.verbs import VerbCall, demand_part, is_given, refuse, verb
 from ddltool.decision import NothingFits, Objective
-from ddltool.errors import InputError, known
+from ddltool.device import DeviceTable
+from ddltool.errors import Infeasible, InputError, known
+from ddltool.graph import Graph, read_graph
+from ddltool.graph_results import CommandPlan
 from ddltool.job import LINKS, Job
 from ddltool.plans import Plan
-from ddltool.stages import Tell, log_remark
+from ddltool.shipped import calibration, known_devices
+from ddltool.stages import Stage, Tell, log_remark, quietly
 from ddltool.units import counted, parse_duration
 
 _ALL = {"job", "strategy", "graph", "time_limit_s", "devices_file", "allow_code", "output", "seed", "as_json"}
@@ -43,6 +64,9 @@ _MORE = {
     "elastic-bsp": {*_AUTO, *_BARRIERS},
     "est": {"top_k", "prefer", "together"},
 }
+# What the plan of a recorded step reads, and what one that is to be recorded reads beside.
+_STEP = {"job", "devices", "link", "nic", "bandwidth", "latency", "nccl_tests", "devices_file", "output", "as_json"}
+_COMMAND = {"vary", "limit", "keep_files"}
 # What the plan of several jobs reads.
 _TOGETHER = {"job", "strategy", "together", "share", "devices_file", "allow_code", "time_limit_s", "seed", "as_json"}
 
@@ -90,7 +114,7 @@ def _failures(text: str, option: str) -> Failures:
 
 @verb
 def plan(
-    job: Annotated[str | Path | Job, AS_TEXT],
+    job: Annotated[str | Path | Job | list[str], AS_TEXT],
     strategy: Annotated[str, one_of("auto", *STRATEGIES), _strategy] = "auto",
     *,
     objective: Annotated[Objective, one_of(*get_args(Objective))] = "fastest",
@@ -102,6 +126,9 @@ def plan(
     optimizer: Annotated[str | None, OPTIMIZER] = None,
     link: LocalLink = None,
     nic: str | None = None,
+    vary: Sequence[str] = (),
+    limit: Annotated[float, number(0)] = LIMIT_S,
+    keep_files: bool = False,
     tokens: Annotated[float | None, _amount] = None,
     samples: Annotated[float | None, _amount] = None,
     epochs: Annotated[float | None, number(0.001)] = None,
@@ -124,7 +151,8 @@ def plan(
     output: str | Path | None = None,
     seed: Seed = 0,
     tell: Tell = log_remark,
-) -> Plan:
+    stage: Stage = quietly,
+) -> Plan | CommandPlan:
     """Compare the ways to run a job on its devices, or plan by one, and predict the step time.
 
     ``job``: a job.yaml, a Job, or with ``devices`` (``A100=8,V100=4``) the name of a model. ``strategy``: auto, bsp, lb-bsp,
@@ -132,7 +160,50 @@ def plan(
     takes at most ``deadline_s`` and costs at most ``budget``; the rest as the options of ``ddltool plan``. ``output``: a place
     for the plan, which must be none of the files that the job names. Raises InputError, and Infeasible, which names the job's
     file and the constraint.
+
+    With ``devices`` (those of a node: ``8xH100,4xA100``) ``job`` may be the words of a command that trains: it and, where
+    options of its own ``vary`` (``["--batch-size 4,8"]``), each combination of their values is recorded and predicted; or a
+    graph.json of a recorded step, which is predicted. Both return a CommandPlan, the fastest that fits first.
     """
+    recorded = _recorded(job)
+    if is_command(job) or recorded is not None:
+        if not is_command(job):
+            refuse("the plan of a file's step", _COMMAND, instead="give the command that trains after --")
+        demand_part("the plan of a recorded step", _STEP | _COMMAND)
+        if devices is None:
+            raise InputError("--devices", "is missing", "name those of a node, such as 8xH100")
+        check_outputs([str(job)] if isinstance(job, str) else [], {"-o": output})
+        table, offers = _priced(known_devices(devices_file), offered(devices))
+
+        def costs(node: Node) -> tuple[CostModel, Fabric]:
+            device = table.device(node.device)
+            fabric = fabric_of(
+                device, gpus_per_node=node.count, link=link, nic=nic, bandwidth=bandwidth,
+                latency=latency if is_given("latency") else None, nccl_tests=nccl_tests,
+            )  # fmt: skip
+            return cost_model(device, calibration()), fabric
+
+        if is_command(job):
+            knobs = knobs_of(vary)
+            tried = plan_command(
+                job,
+                offers,
+                knobs,
+                table=table,
+                costs=costs,
+                limit_s=limit,
+                keep_files=keep_files,
+                tell=tell,
+                stage=stage,
+            )
+        else:
+            assert recorded is not None
+            tried = plan_recorded(recorded, offers, table=table, costs=costs)
+        if output is not None:
+            save(tried, output)
+        return tried
+    assert not isinstance(job, list)
+    refuse("the plan of a job", _COMMAND, instead="give the command that trains after --")
     strategy = known("strategy", strategy, ("auto", *STRATEGIES))
     read_by_all = _ALL | _MORE.get(strategy, set())
     demand_part(f"--strategy {strategy}", read_by_all | _MODEL)
@@ -194,7 +265,7 @@ def plan(
 
 
 def show_plan(
-    call: VerbCall[Plan],
+    call: VerbCall[Plan | CommandPlan],
     *,
     together: list[Path] | None = None,
     share: Annotated[str, one_of(*SHARING)] = "sum",
@@ -213,14 +284,40 @@ def show_plan(
         return
     refuse("a plan of one job", {"share"}, instead="name the other jobs by --with")
     try:
-        with progress("planning"):
+        with nullcontext() if is_command(call["job"]) else progress("planning"):
             result = call()
     except NothingFits as error:
         if error.layouts and not as_json:
             lead = ["Nothing fits."]
             show(Section(title=f"Plan: {Path(call['job']).name}", lead=lead, blocks=[layouts_table(error.layouts)]))
         raise
-    answer(result, lambda: plan_section(result, result.job), as_json, output)
+    if isinstance(result, Plan):
+        answer(result, partial(plan_section, result, result.job), as_json, output)
+        return
+    answer(result, partial(command_section, result), as_json, output)
+    if result.best is None:
+        least = result.tried[0]
+        raise Infeasible(f"memory: {least.command} fits on none of these devices, nor does any of its variants")
+
+
+def _recorded(job: str | Path | Job | list[str]) -> Graph | None:
+    """Return the graph of a file that holds a recorded step; None: ``job`` is something else."""
+    if isinstance(job, Job) or not is_graph_file(job) or not Path(job).is_file():
+        return None
+    if read_document(Path(job)).get("kind") != "ddltool.graph":
+        return None
+    graph = read_graph(job)
+    return graph if graph.recorded is not None else None
+
+
+def _priced(table: DeviceTable, offers: Sequence[Offered]) -> tuple[DeviceTable, list[Offered]]:
+    """Return the table with the prices that an option gives."""
+    own = [
+        table.device(one.type, "--devices").model_copy(update={"price_per_hour": one.price_per_hour})
+        for one in offers
+        if one.price_per_hour is not None
+    ]
+    return table.with_devices(own), list(offers)
 
 
 def _demand_length(goal: Goal) -> None:

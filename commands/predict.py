@@ -51,7 +51,7 @@ def _sizes(text: str, where: str) -> tuple[int, ...] | None:
 
 @verb
 def predict(
-    source: Annotated[Source | list[str], AS_TEXT],
+    source: Annotated[Source | list[str] | Graph, AS_TEXT],
     device: Annotated[str | Sequence[str], DEVICES],
     *,
     batch_sizes: Annotated[Sequence[int] | int | None, _sizes] = None,
@@ -81,8 +81,8 @@ def predict(
     """Predict training steps on devices that are not here, each with the range in which 80 % of measurements fall.
 
     ``source``: a module, (module, example_inputs), a function that makes one, a text as on the command line, or the list of
-    words of a command that trains: its step is recorded, and the script says how it trains. ``device``: names as ``ddltool
-    devices`` lists them. ``batch_sizes``: local ones; None: 1, 2, 4, ... up to the memory limit. The other
+    words of a command that trains: its step is recorded, and the script says how it trains; or a recorded Graph. ``device``:
+    names as ``ddltool devices`` lists them. ``batch_sizes``: local ones; None: 1, 2, 4, ... up to the memory limit. The other
     settings are those of ``ddltool predict``. Raises InputError for what is unknown or cannot be traced, Infeasible where
     nothing fits.
     """
@@ -104,7 +104,7 @@ def predict(
         for each in devices
     ]
     models = [cost_model(each, calibration()) for each in devices]
-    if is_command(source) or is_graph_file(source):
+    if isinstance(source, Graph) or is_command(source) or is_graph_file(source):
         refuse("a recorded step", _MODELLED)
         graph = _recorded_step(source, devices[0], gpus_per_node, limit, keep_files, tell, stage)
         return predict_recorded(graph, list(zip(models, fabrics, strict=True)), graph.name)
@@ -129,7 +129,7 @@ def predict(
 
 
 def _recorded_step(
-    source: Source | list[str],
+    source: str | Path | list[str] | Graph,
     device: Device,
     gpus_per_node: int,
     limit_s: float,
@@ -142,10 +142,14 @@ def _recorded_step(
         with stage(f"recording {' '.join(words_of(source))}"):
             graph = record(source, device, gpus_per_node=gpus_per_node, limit_s=limit_s, keep_files=keep_files)
     else:
-        graph = read_graph(str(source))
+        graph = source if isinstance(source, Graph) else read_graph(str(source))
     if graph.recorded is None:
         remedy = "give a torch source: zoo:NAME, timm:NAME, transformers:NAME, file.py:factory"
-        raise InputError(str(source), "holds one batch size only and cannot be traced at others", remedy)
+        raise InputError(
+            graph.name if isinstance(source, Graph) else str(source),
+            "holds one batch size only and cannot be traced at others",
+            remedy,
+        )
     if line := assumed(graph):
         tell(line)
     return graph

@@ -53,7 +53,7 @@ def _bindings(text: str, where: str) -> dict[str, int]:
 
 @verb
 def trace(
-    source: Annotated[Source, AS_TEXT],
+    source: Annotated[Source | list[str], AS_TEXT],
     *,
     mode: Annotated[Mode | None, one_of(*get_args(Mode))] = None,
     batch_size: Annotated[int | None, within(1)] = None,
@@ -84,10 +84,10 @@ def trace(
 ) -> TraceResult:
     """Trace one step, order its transfers, and say what that gains, for parameter servers, DDP and FSDP2.
 
-    ``source``: a module, (module, example_inputs), a function that makes one, or a text as on the command line. ``output``: a
-    place for the graph, ``perfetto`` for TAC's timeline; the rest as the options of ``ddltool trace`` (``bandwidth`` and
-    ``latency`` None: 10 Gbit/s and 50 us; of ``nic``: NCCL's latency of cards). Raises InputError for what is unknown, does
-    not run, or cannot be written.
+    ``source``: a module, (module, example_inputs), a function that makes one, a text as on the command line, or the words of a
+    command that trains. ``output``: a place for the graph, ``perfetto`` for TAC's timeline; the rest as the options of
+    ``ddltool trace`` (``bandwidth`` and ``latency`` None: 10 Gbit/s and 50 us; of ``nic``: NCCL's latency of cards). Raises
+    InputError for what is unknown, does not run, or cannot be written.
     """
     _demand_parts(source, oracle)
     compression = None if compress is None else parse_compression(compress)
@@ -177,7 +177,7 @@ def show_trace(
     answer(result, lambda: trace_section(result, setting), as_json, output, perfetto)
 
 
-def _demand_parts(source: Source, oracle: str | None) -> None:
+def _demand_parts(source: Source | list[str], oracle: str | None) -> None:
     """Raise InputError for an argument that has no part in timing this source so."""
     _demand_bindable(source)
     if oracle == "measured":
@@ -186,7 +186,7 @@ def _demand_parts(source: Source, oracle: str | None) -> None:
         refuse(str(source), _TORCH)
 
 
-def _demand_bindable(source: Source) -> None:
+def _demand_bindable(source: Source | list[str]) -> None:
     """Raise InputError for sizes of symbolic dimensions where the source can have none."""
     if is_given("bindings") and not is_onnx_file(source):
         problem = f"{name_of(source)} has no symbolic dimensions"

@@ -14,7 +14,7 @@ from ddltool.artifacts import Artifact, ending, kind_of, parse, parse_record, re
 from ddltool.errors import InputError, did_you_mean
 from ddltool.goodput_model import Goodput
 from ddltool.graph import from_document
-from ddltool.graph_results import MemoryTimeline, TraceResult
+from ddltool.graph_results import CommandPlan, MemoryTimeline, TraceResult
 from ddltool.plans import Enforcement, Plan
 from ddltool.profiles import check_profile, read_profile
 from ddltool.results import BalanceResult, BarrierResult, GateResult, NetworkResult, StragglersResult, Verification
@@ -30,13 +30,24 @@ if TYPE_CHECKING:
 _TABLE_SUFFIXES = (".csv", ".jsonl", ".ndjson")
 # Sections stand in the order in which data flow.
 ORDER = (
-    *("graph", "profile", "network", "goodput", "plan", "enforcement", "telemetry", "verification", "stragglers"),
+    *("graph", "profile", "network", "goodput", "plan", "command_plan", "enforcement", "telemetry"),
+    *("verification", "stragglers"),
     *("sync", "barrier", "balance", "simulation", "sweep", "gate"),
 )
 RECORDS: dict[str, type[Artifact]] = {
     kind_of(model): model
     for model in (
-        *(Plan, Enforcement, Goodput, TraceResult, NetworkResult, BarrierResult, BalanceResult, Verification),
+        *(
+            Plan,
+            CommandPlan,
+            Enforcement,
+            Goodput,
+            TraceResult,
+            NetworkResult,
+            BarrierResult,
+            BalanceResult,
+            Verification,
+        ),
         *(SimulationDocument, SweepDocument, GateResult, StragglersResult),
     )
 }

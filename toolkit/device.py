@@ -13,7 +13,7 @@ from ddltool.errors import InputError, did_you_mean
 
 # NVIDIA's, in the order of their years.
 Generation = Literal["Kepler", "Maxwell", "Pascal", "Volta", "Turing", "Ampere", "Ada", "Hopper", "Blackwell"]
-Architecture = Literal["", Generation, "CDNA", "CDNA2", "CDNA3", "CPU"]
+Architecture = Literal["", Generation, "CDNA", "CDNA2", "CDNA3", "CDNA4", "CPU"]
 # Of these there are two kinds of chips: for data centres, with HBM, fast float64 or wide matrix units; and for graphics.
 _BOTH = ("Pascal", "Ampere", "Blackwell")
 # The source of a device whose figures are not the shipped ones begins so.

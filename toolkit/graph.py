@@ -91,6 +91,29 @@ class Recorded:
         Mapping[str, int], Field(description="how often a value that only a run knows was read, by file:line")
     ] = field(default_factory=dict)
     seconds: Annotated[Number, Field(description="that recording took")] = 0.0
+    batches: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description="different batches among the processes: those that share activations share one; null: each",
+        ),
+    ] = None
+
+    def lives(self, places: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+        """Return the first and the last place of every storage in a step of so many places, and its bytes."""
+        start = np.maximum(np.array(self.made, dtype=np.int64), 0)
+        end = np.array([places - 1 if place is None else place for place in self.freed], dtype=np.int64)
+        return start, np.maximum(end, start), np.array(self.storage_bytes, dtype=np.float64)
+
+    def held_bytes(self, places: int, part: str | None = None) -> NDArray[np.float64]:
+        """Return the (places,) bytes of storages that live at every place, of one part or of all."""
+        start, end, size = self.lives(places)
+        if part is not None:
+            size = size * np.array([name == part for name in self.parts], dtype=bool)
+        change = np.zeros(places + 1)
+        np.add.at(change, np.minimum(start, places), size)
+        np.add.at(change, np.minimum(end + 1, places), -size)
+        return np.cumsum(change)[:places]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -94,6 +94,45 @@ class PredictResult(Result):
     assumptions: PredictionAssumptions
 
 
+class TriedCommand(Part):
+    """A command on a device type: its predicted step, or why there is none."""
+
+    command: str
+    values: dict[str, str] = Field(description="by knob; of the command as it is only those that stand in it")
+    given: bool = Field(description="the command as it is")
+    device: str
+    devices_per_node: Count
+    row: PredictedRow | None = None
+    failure: str | None = Field(default=None, description="why nothing was recorded")
+
+
+class CommandPlan(Result):
+    """``ddltool plan -- COMMAND``: a script's own knobs, tried; every step is recorded without a GPU, and predicted."""
+
+    kind: Literal["ddltool.command_plan"] = "ddltool.command_plan"
+    command: str
+    knobs: dict[str, list[str]] = Field(description="the values that were tried of each")
+    ranked_by: Literal["samples_per_s", "tokens_per_s"]
+    tried: list[TriedCommand] = Field(
+        min_length=1, description="what fits, the best first; what does not, the least memory first; what failed"
+    )
+
+    @property
+    def best(self) -> TriedCommand | None:
+        """Return the fastest that fits; None: nothing does."""
+        first = self.tried[0]
+        return first if first.row is not None and first.row.fits else None
+
+    def rate(self, tried: TriedCommand) -> float:
+        """Return what a step is ranked by, per second; 0 where nothing was recorded."""
+        return float(getattr(tried.row, self.ranked_by) or 0.0) if tried.row is not None else 0.0
+
+    def as_given(self, device: str, devices_per_node: int) -> TriedCommand | None:
+        """Return the command as it is, on such devices; None: it was not tried."""
+        wanted = (True, device, devices_per_node)
+        return next((one for one in self.tried if (one.given, one.device, one.devices_per_node) == wanted), None)
+
+
 class PublishedModel(Part):
     """A model's row in TicTac's Table 1."""
 
@@ -318,3 +357,22 @@ class TraceResult(Result):
     collectives: CollectiveFigures | None = None
     verdict: TraceVerdict | None = None
     predicted: bool = True
+
+
+class OperationTime(Part):
+    """One operation by itself on a device."""
+
+    operation: str
+    time_s: NonNegative
+    low_s: NonNegative = Field(description="80 % of measurements are expected from here")
+    high_s: NonNegative
+    limit: str = Field(description="what it is bound by, and the rate that it reaches")
+
+
+class OperationsResult(Result):
+    """``ddltool devices NAME --product ... --collective ...``: single operations on one device."""
+
+    kind: Literal["ddltool.operations"] = "ddltool.operations"
+    predicted: bool = True
+    device: str
+    rows: list[OperationTime]

@@ -9,7 +9,9 @@ from typing import Literal
 from ddltool.errors import InputError
 from ddltool.units import parse_bandwidth
 
-Kind = Literal["nvlink1", "nvlink2", "nvlink3", "nvlink4", "nvlink5", "pcie3", "pcie4", "pcie5", "nic", "plain"]
+Kind = Literal[
+    "nvlink1", "nvlink2", "nvlink3", "nvlink4", "nvlink5", "pcie3", "pcie4", "pcie5", "infinity", "nic", "plain"
+]
 # One way, of one GPU: all NVLinks of the generation's SXM module; 16 lanes of PCIe.
 DATASHEET = {
     "nvlink1": 80e9,
@@ -20,14 +22,24 @@ DATASHEET = {
     "pcie3": 15.75e9,
     "pcie4": 31.5e9,
     "pcie5": 63e9,
+    "infinity": 448e9,
 }
 # Of a datasheet's rate, what a ring reaches: NCCL's own figures per NVLink and for PCIe (src/graph/topo.h), and for NVLink 5
-# and network cards what published nccl-tests reach.
-REACHED = {"nvlink1": 0.9, "nvlink2": 0.8, "nvlink3": 0.8, "nvlink4": 0.824, "nvlink5": 0.93, "nic": 0.92, "plain": 1.0}
+# and network cards what published nccl-tests reach; for AMD's what an MI300X does (XLA's collective tables).
+REACHED = {
+    "nvlink1": 0.9,
+    "nvlink2": 0.8,
+    "nvlink3": 0.8,
+    "nvlink4": 0.824,
+    "nvlink5": 0.93,
+    "infinity": 0.68,
+    "nic": 0.92,
+    "plain": 1.0,
+}
 _PCIE_REACHED = 0.76
-# Intermediate makers' links (AMD's Infinity Fabric) count as the NVLink of their years.
-_OTHERS = {"infinity": "nvlink3"}
-_NAME = re.compile(r"(nvlink|pcie)\s*(\d)", re.IGNORECASE)
+_NAME = re.compile(r"(nvlink|pcie)\s*(\d)|infinity", re.IGNORECASE)
+# Of a board of eight: one link from each of AMD's to every other.
+INFINITY_PEERS = 7
 _CARDS = re.compile(r"(?:(\d+)\s*x\s*)?(.*)")
 
 
@@ -41,6 +53,8 @@ class Link:
     """What a ring reaches one way: of one GPU inside a node, of the whole node between nodes."""
     latency_s: float = 0.0
     """Of one message, where it is more than the kind's own."""
+    peers: int = 0
+    """Where it is a link to each of so many neighbours, not to a switch: a group uses those between its members."""
     title: str = ""
     """What its maker calls it, where that is not the kind."""
 
@@ -58,13 +72,15 @@ def kind_of(text: str) -> Kind | None:
     ('nvlink3', 'pcie4')
     """
     found = _NAME.search(text)
-    name = f"{found[1].lower()}{found[2]}" if found else _OTHERS.get(text.partition(" ")[0].lower(), "")
+    name = (f"{found[1].lower()}{found[2]}" if found[1] else "infinity") if found else ""
     return name if name in DATASHEET else None  # type: ignore[return-value]  # its keys are kinds
 
 
 def datasheet_link(kind: Kind, bytes_per_s: float, latency_s: float = 0.0) -> Link:
     """Return the link of a datasheet's rate, one way, at the share of it that a ring reaches."""
-    return Link(kind=kind, bytes_per_s=bytes_per_s * REACHED.get(kind, _PCIE_REACHED), latency_s=latency_s)
+    peers = INFINITY_PEERS if kind == "infinity" else 0
+    rate = bytes_per_s * REACHED.get(kind, _PCIE_REACHED)
+    return Link(kind=kind, bytes_per_s=rate, latency_s=latency_s, peers=peers)
 
 
 def parse_link(text: str, where: str = "--link") -> Link:

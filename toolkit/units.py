@@ -158,6 +158,19 @@ def show_rate(per_s: float) -> str:
     return f"{float(f'{per_s:.4g}'):,.0f}" if per_s >= 1000 else f"{per_s:.4g}"
 
 
+def faster_than(gain: float) -> str:
+    """Return a gain of speed as a share, in words.
+
+    >>> faster_than(0.25), faster_than(-0.1), faster_than(2.0)
+    ('25% faster than', '10% slower than', '3 times as fast as')
+    """
+    return (
+        f"{gain + 1:.3g} times as fast as"
+        if gain >= 1
+        else f"{abs(gain):.0%} {'faster' if gain >= 0 else 'slower'} than"
+    )
+
+
 def show_bytes(size_bytes: float | None) -> str:
     """Return a size for people in binary units.
 

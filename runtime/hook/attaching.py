@@ -141,10 +141,7 @@ class Hook:
         return 1.0 if self._scaler is None else self._scaler.last_weight
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, whose number orders the samples of all loaders of this hook; the same on every rank.
-
-        Telemetry times the next step from its forward pass.
-        """
+        """Set the epoch, whose number orders the samples of all loaders of this hook; the same on every rank."""
         self._epoch = epoch
         for sampler in self._samplers:
             sampler.set_epoch(epoch)
@@ -246,7 +243,8 @@ class EnforcingHook(Hook):
         """Return a DataLoader with the planned local batches; ``batch_size`` is replaced."""
         dataset = self._given_dataset(options)
         if isinstance(dataset, IterableDataset):
-            return self._stream_loader(dataset, drop_last=drop_last, **options)
+            sizes = Sizes(tuple(self._sizes))
+            return StreamLoader(dataset, sizes, self._job, self._scaler, drop_last=drop_last, **options)
         if "shared" in options:
             raise InputError("dataloader", "shared is for iterable datasets", "leave it out")
         sampler = self._planned_sampler(shuffle, seed, drop_last)
@@ -268,7 +266,9 @@ class EnforcingHook(Hook):
             if passes > 1:
                 problem = f"is a stream, and the plan makes {passes} passes a step"
                 raise InputError("loader", problem, "plan without accumulation, or give a dataset with a length")
-            return self._stream_loader(given.dataset, shared=shared, drop_last=given.drop_last, **given.options)
+            stream: Any = given.dataset
+            options = {"shared": shared, "drop_last": given.drop_last, **given.options}
+            return StreamLoader(stream, Sizes(tuple(self._sizes)), self._job, self._scaler, **options)
         if given.dataset is not self._dataset:
             demand_same_samples(self._job, given.dataset)
         split = Sizes(fitting_sizes(self._sizes, len(self._sizes), sum(self._sizes), passes), passes, passes)
@@ -278,9 +278,6 @@ class EnforcingHook(Hook):
         # Scripts call its set_epoch; DataLoader refuses a plain assignment.
         object.__setattr__(planned_loader, "sampler", given.sampler)
         return planned_loader
-
-    def _stream_loader(self, stream: Any, **options: Any) -> DataLoader[Any]:
-        return StreamLoader(stream, Sizes(tuple(self._sizes)), self._job, self._scaler, **options)
 
     def batch_sampler(
         self, *, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False

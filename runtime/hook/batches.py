@@ -273,18 +273,8 @@ class VariableBatchSampler(Sampler[list[int]]):
             self._next_step, self._next_position = step + 1, position + samples
             self._handed_out += len(sizes)
             for pass_index, size in enumerate(sizes):
-                self.issued.append(
-                    Pass(
-                        epoch=epoch,
-                        step=step,
-                        number=pass_index,
-                        passes=len(sizes),
-                        samples=size,
-                        step_start=position,
-                        step_samples=samples,
-                        split=split,
-                    )
-                )
+                place = {"epoch": epoch, "step": step, "number": pass_index, "passes": len(sizes), "samples": size}
+                self.issued.append(Pass(**place, step_start=position, step_samples=samples, split=split))
                 yield order[begin : begin + size].tolist() if size else [int(order[position])]
                 begin += size
             step, position = step + 1, position + samples
@@ -302,14 +292,8 @@ class VariableBatchSampler(Sampler[list[int]]):
 
     def state_dict(self) -> dict[str, int]:
         """Return the position and order for a checkpoint, which ranks of other number and sizes can load."""
-        return {
-            "epoch": self.epoch,
-            "position": self.position,
-            "step": self.step,
-            "dataset_size": self.dataset_size,
-            "seed": self.seed,
-            "shuffle": int(self.shuffle),
-        }
+        order = {"dataset_size": self.dataset_size, "seed": self.seed, "shuffle": int(self.shuffle)}
+        return {"epoch": self.epoch, "position": self.position, "step": self.step, **order}
 
     def load_state_dict(self, state: Mapping[str, object], sizes: Sequence[int] | Shares | None = None) -> None:
         """Continue after the last committed step of ``state``; ``sizes``: new shares of the ranks, None: the present ones.
@@ -320,12 +304,8 @@ class VariableBatchSampler(Sampler[list[int]]):
         for name, value in (("dataset_size", self.dataset_size), ("seed", self.seed), ("shuffle", int(self.shuffle))):
             if state.get(name) != value:
                 raise InputError(f"sampler state:{name}", f"is {state.get(name)}", f"this job has {value}")
-        epoch, position, step = (
-            state.get(name, default) for name, default in (("epoch", -1), ("position", -1), ("step", 0))
-        )
-        if not (
-            isinstance(epoch, int) and isinstance(position, int) and isinstance(step, int) and min(epoch, step) >= 0
-        ):
+        epoch, position, step = state.get("epoch"), state.get("position"), state.get("step", 0)
+        if not (isinstance(epoch, int) and isinstance(position, int) and isinstance(step, int)) or min(epoch, step) < 0:
             raise InputError("sampler state", "lacks epoch, position or step", "give what state_dict returned")
         if not 0 <= position <= self.dataset_size:
             raise InputError("sampler state:position", f"is {position}", f"the epoch has {self.dataset_size} samples")

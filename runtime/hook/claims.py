@@ -133,26 +133,22 @@ class LossGraph:
         Behind a loss that the model has returned, these are the model's other outputs that it was computed from. Larger ones
         than can be held several times are left out.
         """
-        found = [output for output in self.outputs if output.has_rows]
-        inside = [
-            follower for output in self.outputs if not output.has_rows for follower in _followers(output.edge.node)
-        ]
-        while inside:
-            deeper: list[Output] = []
+        found: list[Output] = []
+        deeper = self.outputs
+        while deeper:
+            found += [output for output in deeper if output.has_rows]
+            inside = _behind(output for output in deeper if not output.has_rows)
+            deeper = []
             for _ in _walk(inside, deeper):
                 pass
-            found += [output for output in deeper if output.has_rows]
-            inside = [follower for output in deeper if not output.has_rows for follower in _followers(output.edge.node)]
-        behind: set[OutputKey] = set()
-        starts = [follower for output in found for follower in _followers(output.edge.node)]
-        for node in _walk(starts):
-            behind.update(output.key for output in outputs_of(node))
+        behind = {output.key for node in _walk(_behind(found)) for output in outputs_of(node)}
         nearest = [output for output in found if output.key not in behind]
         return (nearest if sum(math.prod(output.shape) for output in nearest) <= _MOST_ELEMENTS else []), behind
 
 
-def _followers(node: Node) -> list[Node]:
-    return [follower for follower, _ in node.next_functions]
+def _behind(outputs: Iterable[Output]) -> list[Node]:
+    """Return the nodes next behind those that compute the outputs."""
+    return [follower for output in outputs for follower, _ in output.edge.node.next_functions]
 
 
 def _walk(starts: Sequence[Node], stops: list[Output] | None = None) -> Iterator[Node]:
@@ -167,7 +163,7 @@ def _walk(starts: Sequence[Node], stops: list[Output] | None = None) -> Iterator
             stops += outputs
             continue
         yield node
-        waiting += _followers(node)
+        waiting += [follower for follower, _ in node.next_functions]
 
 
 def output_gradients(

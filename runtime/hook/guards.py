@@ -246,9 +246,8 @@ class UpdateGuard:
                 raise self._unlike("gradient")
             if differ(row.parameters, first.parameters):
                 raise self._unlike("value")
-        if all(row.is_past_measured for row in rows) and any(
-            differ(row.past_outputs, first.past_outputs) for row in rows
-        ):
+        past = all(row.is_past_measured for row in rows)
+        if past and any(differ(row.past_outputs, first.past_outputs) for row in rows):
             problem = f"reaches {self._past_names} past the wrapped model's outputs, by each rank's own data"
             remedy = "return that term from the model's forward, or say it by itself with its count: hook.loss(term, count=n), "
             remedy += 'or hook.loss(term, reduction="average") for what DDP alone would do'
@@ -263,14 +262,10 @@ class UpdateGuard:
         own = [sums_of([] if value is None else [value]) for value in named.values()]
         rows = self._job.numbers(*(number for sums in own for number in sums))
         by_rank = [[Sums(*row[start : start + 2]) for start in range(0, len(row), 2)] for row in rows]
-        name = next(
-            (
-                name
-                for place, name in enumerate(named)
-                if any(differ(each[place], by_rank[0][place]) for each in by_rank)
-            ),
-            "of an earlier update",
+        unlike = (
+            name for name, *sums in zip(named, *by_rank, strict=True) if any(differ(sums[0], one) for one in sums)
         )
+        name = next(unlike, "of an earlier update")
         remedy = "change parameters and buffers by what is alike on every rank, after the optimizer's step"
         if what == "gradient":
             remedy = "call the wrapped model, not the module inside; unfreeze layers before DistributedDataParallel wraps it, "
@@ -289,9 +284,7 @@ class UpdateGuard:
         trained = {id(value) for group in optimizer.param_groups for value in group["params"]}
         if trained & self._beside and not trained & {key for key, leaf in self._linked.items() if leaf() is not None}:
             problem = "trains a wrapped model beside the one that was attached to, whose losses nobody weighs"
-            remedy = (
-                "attach to it as well, by runtime.attach(None, model=..., optimizer=...) if its batches are its own"
-            )
+            remedy = "attach to it too, by runtime.attach(None, model=..., optimizer=...) if its batches are its own"
             self.refuse(InputError("optimizer", problem, remedy))
 
 

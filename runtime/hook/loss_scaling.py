@@ -19,6 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -108,7 +109,6 @@ class LossScaler:
         watcher: wants to know when gradients are complete.
 
     Attributes:
-        name: what the script calls this, for messages.
         last_weight: what the last loss, or term of one, was multiplied by.
     """
 
@@ -203,7 +203,7 @@ class LossScaler:
                     self._guard.refuse(refusal)
             for place, tensor in enumerate(outputs):
                 if tensor.grad_fn is not None:
-                    tensor.register_hook(_Arrival(self, (forward_pass, place)))
+                    tensor.register_hook(partial(self._note_arrival, (forward_pass, place)))
 
     # What the script says of a loss.
 
@@ -238,11 +238,17 @@ class LossScaler:
         self._is_said = True
         share = None
         if count is not None and (ranks > 1 or of is not None):
-            factor = self._weight_of(float(count), of)
+            count = float(count)
+            if not count >= 0:
+                raise InputError("count", f"is {count:g}", "give what the loss is a mean over, 0 or more")
+            total = sum(self._counts(count)) if of is None else of
+            self.pending.use(self._forwards_begun)
+            factor = ranks * count / total if total else 1.0
             if reduction == "sum":  # its gradients are those of the sum: a mean's are smaller by the count
-                factor = factor / float(count) if float(count) else 0.0
+                factor = factor / count if count else 0.0
         elif reduction == "mean":
-            share = self._share()
+            share = self.pending.share(self._forwards_begun, self.name) or self._counted()
+            self._is_uneven = self._is_uneven or not share.even
             factor = ranks * share.samples / share.total if share.total else 1.0
         else:
             factor = float(ranks) if reduction == "sum" else 1.0
@@ -259,33 +265,20 @@ class LossScaler:
         self._losses += 1
         return weighed
 
-    def _share(self) -> Share:
-        """Return this rank's share of the batch that the loss is for."""
-        share = self.pending.share(self._forwards_begun, self.name) or self._counted()
-        self._is_uneven = self._is_uneven or not share.even
-        return share
-
-    def _weight_of(self, count: float, of: float | None = None) -> float:
-        if not count >= 0:
-            raise InputError("count", f"is {count:g}", "give what the loss is a mean over, 0 or more")
-        total = sum(each for (each,) in self._exchange(count)) if of is None else of
-        self.pending.use(self._forwards_begun)
-        return self._job.world_size * count / total if total else 1.0
-
-    def _exchange(self, *mine: float) -> list[list[float]]:
+    def _counts(self, mine: float) -> list[float]:
         """Return all ranks' numbers."""
         begin_s = time.perf_counter()
-        numbers = self._job.numbers(*mine)
+        counts = [each for (each,) in self._job.numbers(mine)]
         if self.watcher is not None:
             self.watcher.pause(time.perf_counter() - begin_s)
-        return numbers
+        return counts
 
     def _counted(self) -> Share:
         """Return the share by what the script said, or the size of its forward passes: for loaders of its own."""
         planned = None if self._sizes is None else self._sizes()[self._job.rank]
         alone = self._job.world_size == 1
         samples = sum(self.pending.told or self.pending.passed) if alone else self._count(planned)
-        counts = [samples] if alone else [int(each) for (each,) in self._exchange(samples)]
+        counts = [samples] if alone else [int(each) for each in self._counts(samples)]
         if min(counts) < 0:
             seen = ", ".join(map(str, self.pending.told or self.pending.passed)) or "missing"
             problem = f"the batch cannot be counted by dimension 0 of the model's arguments ({seen})"
@@ -369,9 +362,11 @@ class LossScaler:
         for output, gradient in zip(outputs, gradients, strict=False):
             if gradient is not None:
                 checked.gradients[output.key] = gradient.detach()
-                output.edge.node.register_prehook(_NodeArrival(self, output.key, output.edge.output_nr))
+                # Not the output itself: its edge would keep the graph alive.
+                arrival = partial(self._note_measured_arrival, output.key, output.edge.output_nr)
+                output.edge.node.register_prehook(arrival)
 
-    def note_arrival(self, key: OutputKey, gradient: Tensor, *, is_measured: bool) -> None:
+    def _note_arrival(self, key: OutputKey, gradient: Tensor, *, is_measured: bool = False) -> None:
         """Hold the gradient that arrives at an output in a backward pass against what weighed losses have sent there."""
         under_way, guard = _under_way, self._guard
         if under_way is None or guard is None or not under_way.expected or key in under_way.explained:
@@ -379,12 +374,16 @@ class LossScaler:
         expected = under_way.expected.get(key)
         if is_measured != (expected is not None):
             return
-        if expected is None:
-            expected = torch.zeros_like(gradient)
-        if largest_difference(gradient.detach(), expected.to(gradient.dtype)) > 1:
+        expected = torch.zeros_like(gradient) if expected is None else expected.to(gradient.dtype)
+        if largest_difference(gradient.detach(), expected) > 1:
             problem = f"has a term that did not come through {self.name}.loss"
             remedy = f"say each term, {self.name}.loss(first) + {self.name}.loss(second), or {self.name}.loss(first + second)"
             guard.refuse(InputError("loss", problem, remedy))
+
+    def _note_measured_arrival(self, key: OutputKey, place: int, gradients: tuple[Tensor | None, ...]) -> None:
+        """The same at the node that computes a measured output."""
+        if (gradient := gradients[place]) is not None:
+            self._note_arrival(key, gradient, is_measured=True)
 
     # What a backward pass does.
 
@@ -428,8 +427,7 @@ class LossScaler:
         self.pending.end_backward()
         if self.watcher is not None:
             self.watcher.end_backward()
-        guard = self._guard
-        if guard is None:
+        if (guard := self._guard) is None:
             return
         if not under_way.is_weighed:
             guard.refuse(self._unsaid())
@@ -463,19 +461,19 @@ class LossScaler:
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """The optimizer has made an update. Raises InputError on all ranks for what one of them refuses."""
-        guard = self._guard
-        if guard is None:
+        if (guard := self._guard) is None:
             return
         if not self._weighed_losses and _has_gradients(optimizer):
             guard.refuse(self._unsaid())
         self._weighed_losses = 0
         guard.after_update()
         if guard.updates == FIRST_UPDATES and len(self._sentinels) > _SENTINELS:
-            kept = {round(place * (len(self._sentinels) - 1) / (_SENTINELS - 1)) for place in range(_SENTINELS)}
-            for place, handle in enumerate(self._sentinels):
-                if place not in kept:
+            places = {round(place * (len(self._sentinels) - 1) / (_SENTINELS - 1)) for place in range(_SENTINELS)}
+            kept = [self._sentinels[place] for place in sorted(places)]
+            for handle in self._sentinels:
+                if handle not in kept:
                     handle.remove()
-            self._sentinels = [handle for place, handle in enumerate(self._sentinels) if place in kept]
+            self._sentinels = kept
 
 
 class Observer(LossScaler):
@@ -513,8 +511,8 @@ def _gradients_past_outputs(loss: Tensor, outputs: Sequence[Output], past: dict[
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    held = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
-    return any(gradient is not None and bool(gradient.any()) for gradient in held)
+    trained = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in trained)
 
 
 class _Weighed(torch.autograd.Function):
@@ -529,31 +527,6 @@ class _Weighed(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         ctx.owner.begin_backward(gradient, ctx.checked)
         return gradient * ctx.weight, None, None, None
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    """Tells a scaler of the gradient that arrives at an output of a forward pass."""
-
-    owner: LossScaler
-    key: OutputKey
-
-    def __call__(self, gradient: Tensor) -> None:
-        self.owner.note_arrival(self.key, gradient, is_measured=False)
-
-
-@dataclass(frozen=True, slots=True)
-class _NodeArrival:
-    """The same for the node that computes a measured output."""
-
-    owner: LossScaler
-    key: OutputKey
-    output_nr: int
-
-    def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
-        gradient = gradients[self.output_nr]
-        if gradient is not None:
-            self.owner.note_arrival(self.key, gradient, is_measured=True)
 
 
 class _Hook:

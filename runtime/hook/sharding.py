@@ -41,9 +41,8 @@ def shard(model: nn.Module, config: Config, **options: Any) -> nn.Module:
     plan = enforcement.sharding
     if plan is None:
         problem = "is missing: the plan knew nothing of memory"
-        raise InputError(
-            f"{where}:sharding", problem, "plan a job whose model: can be traced (zoo:NAME, file.py:factory)"
-        )
+        remedy = "plan a job whose model: can be traced (zoo:NAME, file.py:factory)"
+        raise InputError(f"{where}:sharding", problem, remedy)
     processes = dist.get_world_size() if dist.is_initialized() else 1
     if processes != enforcement.world_size:
         problem = f"is {enforcement.world_size}, but this job runs {processes} process(es)"
@@ -59,12 +58,11 @@ def shard(model: nn.Module, config: Config, **options: Any) -> nn.Module:
         buckets = {} if enforcement.ddp is None else ddp_arguments(enforcement)
         return DistributedDataParallel(model, **{**buckets, **options})
     options.setdefault("mesh", _mesh(model, plan))
-    kept: dict[str, Any] = (
-        {} if enforcement.fsdp2 is None or enforcement.fsdp2.reshard_after_forward else {"reshard_after_forward": False}
-    )
+    if enforcement.fsdp2 is not None and not enforcement.fsdp2.reshard_after_forward:
+        options.setdefault("reshard_after_forward", False)
     for name in units:
-        fully_shard(known[name], **kept, **options)
-    fully_shard(model, **kept, **options)  # by itself FSDP2 keeps the root gathered
+        fully_shard(known[name], **options)
+    fully_shard(model, **options)  # by itself FSDP2 keeps the root gathered
     if units:
         apply_prefetch(model, enforcement)
     return model

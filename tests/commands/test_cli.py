@@ -483,6 +483,7 @@ def test_the_options_are_a_decision() -> None:
         "fit": sorted(["--holdout", *common]),
         "plan": sorted(
             [
+                *("--vary", "--limit", "--keep-files"),
                 "--compress",
                 "--nccl-tests",
                 *("--strategy", "--graph", "--top-k", "--time-limit", "--lookahead", "--max-gap"),
@@ -569,7 +570,7 @@ def test_the_options_are_a_decision() -> None:
         "balance": sorted(["--json", "--output", "--predictor", "--schemes", "--seed", "--total-batch", "--warm-up"]),
         "demo": sorted(common),
         "stragglers": ["--batch-size", "--feed", "--json", "--output"],
-        "devices": ["--devices-file", "--json"],
+        "devices": ["--collective", "--devices-file", "--json", "--precision", "--product"],
         "show zoo": ["--json", "--write"],
         "show schema": ["--json", "--output"],
         "doctor": ["--check", "--json", "--max-overhead", "--overhead", "--pairs", "--replicas", "--steps"],

@@ -20,14 +20,14 @@ TABLE = devices()
 # Lanes for float32 of one multiprocessor (NVIDIA's whitepapers, AMD's CDNA papers; a core with two AVX-512 units).
 LANES = {
     **{"Kepler": 192, "Maxwell": 128, "Pascal": 128, "Volta": 64, "Turing": 64, "Ampere": 128, "Ada": 128},
-    **{"Hopper": 128, "Blackwell": 128, "CDNA": 64, "CDNA2": 64, "CDNA3": 128, "CPU": 32},
+    **{"Hopper": 128, "Blackwell": 128, "CDNA": 64, "CDNA2": 64, "CDNA3": 128, "CDNA4": 128, "CPU": 32},
 }
 HALF_THE_LANES = {"P100", "P100-SXM2", "A100", "A100-80GB", "A100-PCIe", "A100-PCIe-80GB", "A800", "A30"}
 # Bounds of memory bandwidth in GB/s by architecture, from the smallest card to the largest.
 BANDWIDTH = {
     **{"Kepler": (100, 400), "Maxwell": (100, 400), "Pascal": (150, 750), "Volta": (850, 1150), "Turing": (300, 700)},
     **{"Ampere": (190, 2100), "Ada": (250, 1050), "Hopper": (1900, 5000), "Blackwell": (900, 8100)},
-    **{"CDNA": (1200, 1300), "CDNA2": (1600, 1700), "CDNA3": (5000, 6100), "CPU": (1, 20)},
+    **{"CDNA": (1200, 1300), "CDNA2": (1600, 1700), "CDNA3": (5000, 6100), "CDNA4": (7000, 8100), "CPU": (1, 20)},
 }
 # Where float16 products accumulate in float32 at half the rate of float16 accumulation.
 HALVED = {"RTX2080Ti", "A10G", "L40"}
@@ -54,7 +54,7 @@ def test_figures_agree_with_each_other(device: Device) -> None:
     if architecture in ("Turing", "Ampere", "Ada") and device.name not in HALF_THE_LANES:
         full = 8 if architecture == "Turing" else 4
         assert peaks["float16"] / peaks["float32"] == pytest.approx(full / (1 + is_halved(device)), rel=0.02)
-    assert ("float8" in peaks) == (architecture in ("Ada", "Hopper", "Blackwell", "CDNA3"))
+    assert ("float8" in peaks) == (architecture in ("Ada", "Hopper", "Blackwell", "CDNA3", "CDNA4"))
     if architecture != "CPU":
         assert 2**20 <= device.l2_bytes <= 2**28
         assert 50 <= device.power_w <= 1400

@@ -38,6 +38,18 @@ goodput: {noise_scale: 5000, initial_batch_size: 128, max_batch_size: 4096, max_
 """
 
 
+KNOBS = """
+import sys, torch
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+batch = int(sys.argv[2]) if len(sys.argv) > 2 else 2
+while True:
+    model(torch.randn(batch, 64, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
 def write_all(place: Path) -> list[Path]:
     """Write one artifact of every kind, and plans of every strategy, and return their paths."""
     with _inside(place):
@@ -52,6 +64,9 @@ def write_all(place: Path) -> list[Path]:
             extra += ["--top-k", "2"] if strategy == "est" else []
             _do("plan", "job.yaml", "--strategy", strategy, *extra, "-o", f"plan-{strategy}.json")
         _do("plan", "tuned.yaml", "--strategy", "goodput", "-o", "plan-goodput.json")
+        Path("knobs.py").write_text(KNOBS)
+        tried = ["--devices", "1xH100", "--vary", "--batch-size 4,8"]
+        _do("plan", *tried, "-o", "command-plan.json", "--", "python", "knobs.py")
         _do("emit", "plan-est.json", "-o", "enforce.json")
         ranks = len(json.loads(Path("enforce.json").read_text())["ranks"])
         write_telemetry(Path("telemetry.jsonl"), ranks=ranks)
@@ -78,7 +93,7 @@ def write_all(place: Path) -> list[Path]:
             contextlib.redirect_stderr(nowhere),
         ):
             run(["gate", "plan-est.json", "--baseline", "plan-bsp.json", "--json"])  # exit 1: the checks fail
-    left_out = {"job.yaml", "tuned.yaml", "speeds.csv"}
+    left_out = {"job.yaml", "tuned.yaml", "speeds.csv", "knobs.py"}
     return sorted(path for path in place.iterdir() if path.name not in left_out)
 
 

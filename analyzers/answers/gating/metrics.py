@@ -23,8 +23,8 @@ from ddltool.analyzers.step.transfers.efficiency import bounds
 from ddltool.artifact_files import RECORDS
 from ddltool.artifacts import parse
 from ddltool.errors import InputError, did_you_mean, one_line, shortened
-from ddltool.graph import RECV, SEND, Graph, from_document
-from ddltool.graph_results import TraceResult
+from ddltool.graph import COMPUTE, RECV, SEND, Graph, from_document
+from ddltool.graph_results import CommandPlan, TraceResult
 from ddltool.plans import Enforcement, Plan
 from ddltool.simulation_results import SweepDocument
 from ddltool.units import show_bytes, show_seconds
@@ -222,12 +222,19 @@ def figure(name: str, value: object, unit: str = "", *, measured: bool = False) 
 
 
 def _graph_figures(graph: Graph, where: str) -> Iterator[Metric]:
-    """Yield counts of ops and bytes; for a timed graph also the makespan bounds U and L (TicTac, Equations 1 and 2)."""
+    """Yield counts of ops and bytes; of a recorded step also the peak of its tensors.
+
+    For a timed graph also the makespan bounds U and L (TicTac, Equations 1 and 2).
+    """
     counts: dict[str, float] = {"ops": len(graph), "recvs": len(graph.of_kind(RECV)), "sends": len(graph.of_kind(SEND))}
     counts |= {"parameters": counts["recvs"], "parameter_bytes": graph.parameter_bytes}
     channels = sum(name.startswith("channel:") for name in graph.resource_names)
     for name, value in {**counts, "flops": float(graph.flops.sum()), "channels": channels}.items():
         yield from figure(name, value, _unit_of(name))
+    if graph.recorded is not None:
+        held = graph.recorded.held_bytes(len(graph.of_kind(COMPUTE)))
+        yield from figure("peak_memory_bytes", float(held.max(initial=0.0)), "bytes")
+        yield from figure("processes", graph.recorded.world_size)
     if graph.timed:
         makespans, measured = bounds(graph), "measured" in graph.estimate
         for name in ("upper_s", "lower_s", "compute_s", "transfer_s"):
@@ -259,6 +266,22 @@ def _plan_figures(plan: Plan, where: str) -> Iterator[Metric]:
     if option.price_per_sample is not None:
         yield from figure("price_per_sample", option.price_per_sample)
         yield from figure("price_per_hour", option.price_per_sample * option.throughput * plan.batch_size * 3600)
+
+
+def _command_figures(plan: CommandPlan, where: str) -> Iterator[Metric]:
+    """Yield the best step's figures, how many variants fit and failed, and each one's rate as ``samples_per_s/VALUES/NODE``."""
+    if plan.best is not None and plan.best.row is not None:
+        row = plan.best.row
+        yield from figure("samples_per_s", row.samples_per_s, "1/s")
+        yield from figure("step_s", row.step_time_s, "s")
+        yield from figure("memory_bytes", row.reserved_bytes, "bytes")
+    yield from figure("fitting", sum(one.row is not None and one.row.fits for one in plan.tried))
+    yield from figure("failed", sum(one.row is None for one in plan.tried))
+    for one in plan.tried:
+        if one.row is not None:
+            values = ",".join(f"{name.lstrip('-')}={value}" for name, value in one.values.items()) or "as-it-is"
+            name = f"samples_per_s/{values}/{one.devices_per_node}x{one.device}"
+            yield from figure(name, one.row.samples_per_s, "1/s")
 
 
 def _enforcement_figures(enforcement: Enforcement, where: str) -> Iterator[Metric]:
@@ -396,6 +419,7 @@ _COMPUTED_FIGURES: dict[str, Callable[[Any, str], Iterator[Metric]]] = {
     "ddltool.graph": _graph_figures,
     "ddltool.trace": _trace_figures,
     "ddltool.plan": _plan_figures,
+    "ddltool.command_plan": _command_figures,
     "ddltool.enforcement": _enforcement_figures,
     "ddltool.sweep": _sweep_figures,
     "ddltool.demo": _demo_figures,

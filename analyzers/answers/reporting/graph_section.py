@@ -23,7 +23,7 @@ from ddltool.analyzers.step.transfers.efficiency import MakespanBounds, bounds, 
 from ddltool.analyzers.step.transfers.order import tac, tic
 from ddltool.analyzers.step.transfers.timeline import Timeline
 from ddltool.errors import shortened
-from ddltool.graph import KINDS, RECV, Graph
+from ddltool.graph import COMPUTE, KINDS, RECV, Graph
 from ddltool.graph_results import (
     BucketFigures,
     CollectiveFigures,
@@ -61,6 +61,12 @@ def graph_section(graph: Graph, name: str, *, remark: str = "") -> Section:
         f"{graph.mode.capitalize()} step of {shortened(graph.name, 60)}{batch}: {counted(len(graph), 'op')}, "
         f"{counted(len(graph.of_kind(RECV)), 'parameter')} of {show_bytes(graph.parameter_bytes)}. {remark}"
     )
+    if graph.recorded is not None:
+        peak = graph.recorded.held_bytes(len(graph.of_kind(COMPUTE))).max(initial=0.0)
+        facts += (
+            f" A script's own step in a world of {graph.recorded.world_size}: tensors take "
+            f"{show_bytes(float(peak))} at its peak; ddltool predict times it with its streams and collectives."
+        )
     caption = f"Step time and efficiency by order of transfers, {runs} simulated runs each"
     blocks: Blocks = [_order_table(caption, orders, limits)]
     if limits.upper_s > 0:  # else there is nothing to draw

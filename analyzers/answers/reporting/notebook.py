@@ -44,7 +44,18 @@ def section(result: BaseModel) -> Section:
 
 
 # Where a result has its main rows.
-_MAIN = ("rows", "assignments", "policies", "predictors", "algorithms", "schedules", "checks", "cells", "sections")
+_MAIN = (
+    "rows",
+    "assignments",
+    "policies",
+    "predictors",
+    "algorithms",
+    "schedules",
+    "checks",
+    "cells",
+    "sections",
+    "tried",
+)
 
 
 def html(result: BaseModel) -> str:

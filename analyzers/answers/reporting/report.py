@@ -17,6 +17,7 @@ from ddltool.analyzers.answers.reporting import (
     simulation_section,
     telemetry_section,
 )
+from ddltool.analyzers.answers.reporting.command_section import command_section
 from ddltool.analyzers.answers.reporting.graph_section import graph_section
 from ddltool.analyzers.answers.reporting.section import Section
 from ddltool.analyzers.answers.reporting.telemetry_section import stragglers_section
@@ -81,6 +82,7 @@ def section_of(artifact: ReadArtifact, artifacts: Sequence[ReadArtifact] = (), n
 
 
 _DRAWERS: dict[str, Callable[[Any, str], Section]] = {
+    "command_plan": command_section,
     "enforcement": plan_section.enforcement_section,
     "sync": telemetry_section.sync_section,
     "network": result_sections.network_section,
@@ -105,7 +107,19 @@ def summary_of(artifacts: Sequence[ReadArtifact]) -> str:
 
 # Which question a reader of several artifacts asked; a gate that failed and a plan that a run has refuted come first.
 _IMPORTANCE = (
-    *("verification", "stragglers", "plan", "simulation", "sweep", "balance", "barrier", "gate", "telemetry", "graph"),
+    *(
+        "verification",
+        "stragglers",
+        "plan",
+        "command_plan",
+        "simulation",
+        "sweep",
+        "balance",
+        "barrier",
+        "gate",
+        "telemetry",
+        "graph",
+    ),
     *("goodput", "profile", "network", "sync", "enforcement"),
 )
 

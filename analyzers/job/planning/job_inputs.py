@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -428,13 +428,44 @@ def _untimed_graph(job: Job, folder: Path) -> Graph:
     """Return the untimed graph of a step of ``batch_size`` samples of the job's model."""
     if not traceable(job):
         source = str(folder / str(job.model)) if is_graph_file(str(job.model)) else str(job.model)
-        return load_graph(source, None, None if is_graph_file(source) else job.batch_size)
+        graph = load_graph(source, None, None if is_graph_file(source) else job.batch_size)
+        if graph.recorded is not None:
+            problem = "is a script's recorded step, at its own batch in its own world"
+            raise InputError(source, problem, f"plan that step: ddltool plan {source} --devices 8xH100")
+        return graph
     from ddltool.analyzers.job.planning.job_layouts import job_work  # it loads torch
 
     return job_work(job).traced.at(job.batch_size)
 
 
-_OFFER = re.compile(r"(?P<type>[^=,@]+)=(?P<count>[0-9]{1,7})(@(?P<price>[0-9.]{1,12}))?")
+_OFFER = re.compile(r"((?P<times>[0-9]{1,7})x)?(?P<type>[^=,@]+?)(=(?P<count>[0-9]{1,7}))?(@(?P<price>[0-9.]{1,12}))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """Devices as an option names them."""
+
+    type: str
+    count: int | None
+    price_per_hour: float | None
+
+
+def offered(devices: str) -> list[Offered]:
+    """Return the devices in ``8xH100,A100=4@2.5,L4``: count, type, price. Raises InputError for anything else."""
+    found = []
+    for part in devices.split(","):
+        match = _OFFER.fullmatch(part.strip())
+        if match is None or (match["times"] and match["count"]):
+            problem = f"{part.strip()!r} is not TYPE=N"
+            raise InputError(
+                "--devices", problem, "for example A100=8,V100=4 or 8xA100,4xV100; A100=8@2.5 with a price"
+            )
+        count = match["count"] or match["times"]
+        price = float(match["price"]) if match["price"] else None
+        found.append(Offered(match["type"].strip(), int(count) if count else None, price))
+    return found
+
+
 _FIELDS = {"batch_size": "--batch-size", "max_workers": "--batch-size", "devices": "--devices"}
 
 
@@ -460,17 +491,13 @@ def job_of(
         batch_size: samples of a step on all devices together; None: 8 per device.
         devices_file: specifications of the user's own types.
     """
-    offers = [_OFFER.fullmatch(part.strip()) for part in devices.split(",")]
-    if not offers or None in offers:
-        raise InputError(
-            "--devices", f"{devices!r} is not TYPE=N", "for example A100=8,V100=4, or A100=8@2.5 with a price"
-        )
     counts: dict[str, int] = {}
     prices: dict[str, float | None] = {}
-    for offer in offers:
-        assert offer is not None
-        counts[offer["type"]] = counts.get(offer["type"], 0) + int(offer["count"])
-        prices[offer["type"]] = float(offer["price"]) if offer["price"] else prices.get(offer["type"])
+    for offer in offered(devices):
+        if offer.count is None:
+            raise InputError("--devices", f"{offer.type!r} is not TYPE=N", "for example A100=8,V100=4")
+        counts[offer.type] = counts.get(offer.type, 0) + offer.count
+        prices[offer.type] = offer.price_per_hour if offer.price_per_hour is not None else prices.get(offer.type)
     total = sum(counts.values())
     if total == 0:
         raise InputError("--devices", f"{devices!r} offers none", "for example A100=8,V100=4")

@@ -11,7 +11,7 @@ from ddltool.analyzers.job.planning.job_model import JobModel
 from ddltool.decision import LEAST_GAIN, Decision, Option, RunFigures
 from ddltool.job import Job
 from ddltool.plans import Plan
-from ddltool.units import counted, show_bytes, show_hours, show_money, show_seconds
+from ddltool.units import counted, faster_than, show_bytes, show_hours, show_money, show_seconds
 
 Value = Callable[[Option], float]
 # From this share of communication in a step on, another number of samples per step gains more than any strategy.
@@ -195,9 +195,7 @@ def _ahead(gain: float, objective: str) -> str:
     if objective in ("cheapest", "least-memory", "fewest-devices"):  # of a cost, what is saved of it
         gain = 1 - 1 / (1 + gain) if gain > 0 else gain
         return f"{abs(gain):.0%} {better if gain >= 0 else worse} than "
-    return (
-        f"{gain + 1:.3g} times as fast as " if gain >= 1 else f"{abs(gain):.0%} {better if gain >= 0 else worse} than "
-    )
+    return f"{faster_than(gain)} "
 
 
 def _why(decision: Decision, picked: Option, first: Option, value: Value) -> str:

@@ -35,13 +35,12 @@ _BASE_US = {"tree": (6.8, 14.0, 8.4), "ring": (6.6, 14.0, 8.4)}
 _HOP_US = {
     "nvlink": {"tree": (0.6, 1.25, 4.0), "ring": (0.6, 1.9, 3.4)},
     "pcie": {"tree": (1.0, 1.9, 4.0), "ring": (1.0, 2.5, 5.7)},
+    "infinity": {"tree": (1.0, 1.9, 4.0), "ring": (1.0, 2.5, 5.7)},
     "nic": {"tree": (5.0, 8.5, 14.0), "ring": (2.7, 4.0, 14.0)},
     "plain": {"tree": (0.0, 0.0, 0.0), "ring": (0.0, 0.0, 0.0)},
 }
 # Microseconds of a reduction in NVLink's switches, and of a hop of the tree over nodes that follows it.
 _NVLS_US, _NVLS_HOP_US = 25.0, 20.9
-# A kernel's start as nccl-tests see it, microseconds.
-_START_US = 12.0
 # Posting each step of a ring through nodes to a card takes this long; LL, LL128, Simple.
 _POST_US = (2.0, 2.0, 6.0)
 # Messages of at least so many bytes per process and channel wait so many times as long for the steps of a ring through nodes
@@ -64,13 +63,22 @@ class _Generation:
     tree: tuple[float, float, float]
     nvls: float = 0.0
     """Bus bandwidth of NVLS by that of rings: 480 GB/s on 8 H100, 840 on 8 B200; 0: no NVLS."""
+    gathers: float = 1.0
+    """Bus bandwidth of rings that gather or scatter by that of rings that reduce."""
+    few: float = 0.0
+    """Share of the rate that a ring of n loses beside one of many, times n: fewer links are busy at a time."""
+    start_us: float = 12.0
+    """A kernel's start as nccl-tests see it; RCCL's as XLA's tables do, on an MI300X."""
 
 
 _INF = math.inf
 _VOLTA = _Generation(6, (39.0, 39.0, 20.4), 20.0, (20.0, 20.0, 20.0), (26.5, 18.5, 10.0))
 _AMPERE = _Generation(12, (87.7, 22.5, 19.0), 20.0, (20.0, 20.0, 20.0), (24.0, 23.6, 17.8))
-_HOPPER = _Generation(18, (141.0, 45.0, 35.0), 36.7, (36.7, 36.7, 29.0), (38.7, 41.4, 36.0), 1.29)
-_BLACKWELL = _Generation(18, (282.0, 90.0, 70.0), 40.0, (55.6, 31.67, 20.0), (70.0, 42.8, 24.0), 1.0)
+_HOPPER = _Generation(18, (141.0, 45.0, 35.0), 36.7, (36.7, 36.7, 29.0), (38.7, 41.4, 36.0), nvls=1.29, few=0.75)
+_BLACKWELL = _Generation(
+    18, (282.0, 90.0, 70.0), 40.0, (55.6, 31.67, 20.0), (70.0, 42.8, 24.0), nvls=1.0, gathers=0.83, few=0.3
+)
+_RCCL = _Generation(16, (_INF, _INF, _INF), _INF, (_INF, _INF, _INF), (_INF, _INF, _INF), start_us=170.0)
 _ANY = _Generation(1, (_INF, _INF, _INF), _INF, (_INF, _INF, _INF), (_INF, _INF, _INF))
 _GENERATIONS: dict[Kind, _Generation] = {
     "nvlink1": _VOLTA,
@@ -80,7 +88,8 @@ _GENERATIONS: dict[Kind, _Generation] = {
     "nvlink5": _BLACKWELL,
     "pcie3": _VOLTA,
     "pcie4": _AMPERE,
-    "pcie5": replace(_HOPPER, nvls=0.0),
+    "pcie5": replace(_HOPPER, nvls=0.0, few=0.0),
+    "infinity": _RCCL,
 }
 # A tree's bandwidth at 64 B times powers of two, by protocol (treeCorrectionFactor there).
 _CORRECTION = np.array(
@@ -96,6 +105,8 @@ _CHUNK_BYTES = 2.0**19
 _LEAST_CHUNKS = 8.0
 # Shares of the links' rate that protocols reach: LL and LL128 in rings, and in trees over nodes.
 _RING_SHARES, _TREE_SHARES = (0.5, 0.92, 1.0), (1 / 3.8, 0.9375, 1.0)
+# What rings of so many and more reach is the links' rate.
+_MANY = 8
 # Rack-scale domains of NVLink were measured to go round in rings: their switches reduce for 8 GPUs at a time here.
 _LARGEST_NVLS = 8
 
@@ -335,7 +346,7 @@ class Group:
 
     def _base_us(self, algorithm: Algorithm, protocol: int) -> float:
         """Return the microseconds of a variant before its first hop."""
-        return _START_US + _BASE_US[algorithm][protocol] if self._has_constants else 0.0
+        return self._generation.start_us + _BASE_US[algorithm][protocol] if self._has_constants else 0.0
 
     def _hop_us(self, link: Link, algorithm: Algorithm, protocol: int) -> float:
         """Return the microseconds of a hop over a link: NCCL's of its kind, at least the link's own latency."""
@@ -344,7 +355,11 @@ class Group:
 
     def _bus_rate(self, card_factor: float = 1.0) -> float:
         """Return GB/s of bus bandwidth that the slowest level lets through; the cards' rate counts ``card_factor`` times."""
-        rates = [self.fabric.inside.bytes_per_s] if self._per_node > 1 else []
+        inside, few = self.fabric.inside, self._generation.few
+        reached = min((1.0 - few / self._per_node) / (1.0 - few / _MANY), 1.0)
+        if inside.peers:
+            reached = min((self._per_node - 1) / inside.peers, 1.0)
+        rates = [reached * inside.bytes_per_s] if self._per_node > 1 else []
         rates += [card_factor * self.fabric.between.bytes_per_s] if self.nodes > 1 else []
         return min(rates) / 1e9
 
@@ -359,7 +374,7 @@ class Group:
         steps, steps_between = turns * (self.replicas - 1), turns * (self.nodes - 1)
         # over many nodes no channel was measured to carry more than a tree's does
         most_gb_per_s = generation.tree[2] * generation.channels if self.nodes > 2 else math.inf
-        link_gb_per_s = min(self._bus_rate(), most_gb_per_s)
+        link_gb_per_s = min(self._bus_rate(), most_gb_per_s) * (generation.gathers if turns == 1 else 1.0)
         limits = (generation.ll[self._node_count_index], generation.channels * generation.ring_ll128, math.inf)
         has_cards = self.nodes > 1 and self.fabric.between.kind != "plain"
         for protocol, (share, limit) in enumerate(zip(_RING_SHARES, limits, strict=True)):
@@ -405,7 +420,10 @@ class Group:
         generation = self._generation
         if not (generation.nvls and 2 < self._per_node <= _LARGEST_NVLS):
             return
-        bus_gb_per_s, latency_us = generation.nvls * self.fabric.inside.bytes_per_s / 1e9, _START_US + _NVLS_US
+        bus_gb_per_s, latency_us = (
+            generation.nvls * self.fabric.inside.bytes_per_s / 1e9,
+            generation.start_us + _NVLS_US,
+        )
         if self.nodes > 1:
             bus_gb_per_s = min(bus_gb_per_s, (2.0 if self.nodes == 2 else 1.0) * self.fabric.between.bytes_per_s / 1e9)
             hop_us = max(_NVLS_HOP_US, 1e6 * self.fabric.between.latency_s)
@@ -455,9 +473,10 @@ class Floor:
         has_cards = all(fabric.between.kind != "plain" for fabric in fabrics)
         has_constants = has_cards or (n > nodes and all(fabric.inside.kind != "plain" for fabric in fabrics))
         generations = [_GENERATIONS.get(fabric.inside.kind, _ANY) for fabric in fabrics]
+        start_us = min(generation.start_us for generation in generations)
         for protocol in range(len(PROTOCOLS)):
             ring_base_us, tree_base_us = (
-                _START_US + _BASE_US[algorithm][protocol] if has_constants else 0.0 for algorithm in ("ring", "tree")
+                start_us + _BASE_US[algorithm][protocol] if has_constants else 0.0 for algorithm in ("ring", "tree")
             )
             (ring_inside_us, ring_between_us), (tree_inside_us, tree_between_us) = (
                 [
@@ -478,10 +497,10 @@ class Floor:
             for generation, fabric in zip(generations, fabrics, strict=True)
         )
         if any(can_use_nvls):
-            variants.append((_START_US + _NVLS_US + 2.0 * depth * _NVLS_HOP_US, ring_passes / tree_rate, 0.0))
-        start_us, us_per_byte, fill = np.array(variants).T[:, :, None, None]
+            variants.append((start_us + _NVLS_US + 2.0 * depth * _NVLS_HOP_US, ring_passes / tree_rate, 0.0))
+        starts_us, us_per_byte, fill = np.array(variants).T[:, :, None, None]
         most = _LEAST_CHUNKS * _CHUNK_BYTES * min(generation.channels for generation in generations)
-        return cls(start_us=start_us, us_per_byte=us_per_byte, fill_us_per_byte=fill, most_filled_bytes=most)
+        return cls(start_us=starts_us, us_per_byte=us_per_byte, fill_us_per_byte=fill, most_filled_bytes=most)
 
     def all_reduce_s(self, size_bytes: Size) -> Size:
         """Return the seconds below which none of the groups reduces ``size_bytes`` on every process."""

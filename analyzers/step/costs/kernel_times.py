@@ -2,10 +2,11 @@
 
 A kernel takes ``start + max(arithmetic, traffic)``, softened where both are alike (Williams et al., "Roofline", CACM 2009).
 Arithmetic is a matrix product cut into tiles that fill the multiprocessors in waves (the idea of NeuSight, ASPLOS 2025:
-utilisation by tile, bounded by the roofline); units are also limited by what a multiprocessor can feed them per cycle, which
-has grown less than their rate, and clocks by the board's power (:func:`sustained`). Traffic is bytes over bandwidth, less what
-the last cache keeps. Which share of each a class of kernels reaches is a constant (:class:`Constants`), few of them, fitted to
-published measurements by :mod:`.fitting`. Start at :func:`demand_of`.
+utilisation by tile, bounded by the roofline). Convolutions, attention and recurrent layers are also limited by what their
+instructions can feed the units per cycle, which has grown less than the units' rate (products have new ones in every
+generation), and clocks by the board's power (:func:`sustained`). Traffic is bytes over bandwidth, less what the last cache
+keeps. Which share of each a class of kernels reaches is a constant (:class:`Constants`), few of them, fitted to published
+measurements by :mod:`.fitting`. Start at :func:`demand_of`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Array = NDArray[np.float64]
 _TILES = ((256, 128, 1.0), (128, 128, 1.0), (128, 64, 0.9), (64, 64, 0.75), (64, 32, 0.5), (32, 32, 0.35))
 # Start and end of the largest tile take so many cycles, of a smaller one by its size; with fewer tiles than multiprocessors the
 # inner dimension is split, down to pieces of this length; half of an unfilled last wave is lost (others fill the rest).
-_EDGE, _SPLIT, _TAIL = 4000.0, 256.0, 0.5
+_EDGE, _SPLIT, _TAIL = 2000.0, 256.0, 0.5
 # The last cache keeps this part of its size of what a kernel's neighbours wrote.
 _KEPT = 0.5
 # Peaks this many times float32's are those of matrix units, from Volta on.
@@ -35,7 +36,9 @@ _WITHOUT_MATRIX_UNITS = ("Kepler", "Maxwell", "Pascal")
 _SOFTNESS = 3.0
 # cuDNN's kernels for many groups in channels_last: groups in whole warps, and few channels each.
 _WARP, _NARROW = 32, 32
-_ALIGNED = 8
+# Matrix units read 16 bytes at a time: rows that do not begin at such an address take kernels that read less. Of a product any
+# side may be a row's length, so that an odd number of tokens counts too. Convolutions want channels by eights in any type.
+_READ_BYTES, _ALIGNED = 16, 8
 # Watts per multiprocessor and GHz that products draw at full rate, on float32 units and on matrix units: what boards sustain
 # under them (of Pascal: per 64 lanes). Below that clocks fall, more slowly than power, as voltage falls too.
 _DRAWN_W = {
@@ -44,8 +47,9 @@ _DRAWN_W = {
     "Turing": (1.9, 2.2),
     "Ampere": (1.9, 1.9),
     "Ada": (1.15, 1.74),
-    "Hopper": (1.5, 2.1),
+    "Hopper": (1.5, 3.4),
     "Blackwell": (1.15, 1.74),
+    "Blackwell HBM": (1.5, 4.3),
 }
 _CLOCK_BY_POWER = 0.7
 # Operations per cycle and multiprocessor of GeForce's matrix units, halved for float32 accumulation: they draw no more than the
@@ -75,7 +79,7 @@ def _names() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the names of all shares of arithmetic, and of all shares of traffic."""
     arithmetic = [f"{name}/{unit}" for name in _PRODUCTS[1:] for unit in ("tensor", "vector")]
     arithmetic += [f"convolution/{unit}" for unit in ("tensor/channels_first", "tensor/channels_last", "vector")]
-    arithmetic += ["convolution/misaligned"]
+    arithmetic += ["matrix_product/tensor/tf32", "matrix_product/misaligned", "convolution/misaligned"]
     grouped = [
         "grouped_convolution/channels_first",
         "grouped_convolution/channels_last",
@@ -90,7 +94,11 @@ def _names() -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 ARITHMETIC, TRAFFIC = _names()
-FEED = tuple(name for name in ARITHMETIC if "/tensor" in name or name.endswith("/vector"))
+FEED = tuple(
+    name
+    for name in ARITHMETIC
+    if ("/tensor" in name or name.endswith("/vector")) and not name.startswith("matrix_product")
+)
 _ARITHMETIC = {name: place for place, name in enumerate(ARITHMETIC)}
 _TRAFFIC = {name: place for place, name in enumerate(TRAFFIC)}
 
@@ -156,10 +164,16 @@ class Demand:
     """(k,) whether arithmetic and traffic add up instead of overlapping: grouped convolutions."""
 
 
-def demand_of(kernels: Kernels, device: Device, *, precision: str = "fp32", channels_last: bool = False) -> Demand:
-    """Return the demand of the kernels on a device. ``precision``: as in :class:`Numerics`. O(k)."""
+def demand_of(
+    kernels: Kernels, device: Device, *, precision: str = "fp32", channels_last: bool = False, brief: bool = False
+) -> Demand:
+    """Return the demand of the kernels on a device. ``precision``: as in :class:`Numerics`. O(k).
+
+    ``brief``: the kernels run by themselves for milliseconds, and matrix units keep the boost clock.
+    """
     peak, on_tensor = _peaks(kernels, device, precision)
-    clock_share = np.where(on_tensor, sustained(device, matrix=True), sustained(device, matrix=False))
+    matrix_clock = 1.0 if brief else sustained(device, matrix=True)
+    clock_share = np.where(on_tensor, matrix_clock, sustained(device, matrix=False))
     peak *= clock_share
     layout = _LAYOUTS[channels_last]
     grouped_peak = sustained(device, matrix=False) * (
@@ -211,11 +225,15 @@ def sustained(device: Device, *, matrix: bool) -> float:
     ``matrix``: whether the products run on matrix units. 1.0 for devices whose datasheet lacks clock, power or generation.
     """
     cycles_per_s = device.clock_hz * device.multiprocessors
-    if not (device.architecture in _DRAWN_W and cycles_per_s and device.power_w):
+    drawn = _DRAWN_W.get(device.branch) or _DRAWN_W.get(device.architecture)
+    if not (drawn and cycles_per_s and device.power_w):
         return 1.0
     float16_peak = device.peak_for("float16")
-    is_halved = _MATRIX_UNIT * device.peak_flops["float32"] < float16_peak <= 1.2 * _HALVED * cycles_per_s
-    drawn_w = 1e-9 * cycles_per_s * _DRAWN_W[device.architecture][matrix and not is_halved]
+    is_halved = (
+        device.architecture not in _WITHOUT_MATRIX_UNITS
+        and _MATRIX_UNIT * device.peak_flops["float32"] < float16_peak <= 1.2 * _HALVED * cycles_per_s
+    )
+    drawn_w = 1e-9 * cycles_per_s * drawn[matrix and not is_halved]
     if device.architecture in _WITHOUT_MATRIX_UNITS:
         drawn_w *= device.peak_flops["float32"] / cycles_per_s / 128.0
     share: float = (device.power_w / drawn_w) ** _CLOCK_BY_POWER
@@ -308,10 +326,15 @@ def _index_constants(
         is_chosen = kinds == CLASS[name]
         arithmetic[is_chosen & on_tensor] = _ARITHMETIC[f"{name}/tensor"]
         arithmetic[is_chosen & ~on_tensor] = _ARITHMETIC[f"{name}/vector"]
+    is_uneven = (gemm[:, 1:] % _ALIGNED != 0).any(axis=1) & (gemm[:, 1] > 0)
+    is_misread = (gemm[:, 1:] % (_READ_BYTES / kernels.width)[:, None] != 0).any(axis=1) & (gemm[:, 1] > 0)
+    is_on_tensor_product = (kinds == CLASS["matrix_product"]) & on_tensor
+    is_tf32 = np.array([name == "float32" for name in kernels.dtype], dtype=bool)
+    arithmetic[is_on_tensor_product & is_tf32] = _ARITHMETIC["matrix_product/tensor/tf32"]
+    arithmetic[is_on_tensor_product & is_misread] = _ARITHMETIC["matrix_product/misaligned"]
     is_convolution = kinds == CLASS["convolution"]
     arithmetic[is_convolution & on_tensor] = _ARITHMETIC[f"convolution/tensor/{layout}"]
     arithmetic[is_convolution & ~on_tensor] = _ARITHMETIC["convolution/vector"]
-    is_uneven = (gemm[:, 1:] % _ALIGNED != 0).any(axis=1) & (gemm[:, 1] > 0)
     if layout == "channels_last":
         is_misaligned = is_convolution & on_tensor & is_uneven
         arithmetic[is_misaligned] = _ARITHMETIC["convolution/misaligned"]

@@ -7,6 +7,7 @@ a matrix product, which says how well it fills the device's multiprocessors.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -52,9 +53,36 @@ class Kernels:
         sums: Array = np.bincount(self.op, weights=values, minlength=self.ops).astype(np.float64)
         return sums
 
+    def chosen(self, places: Sequence[int]) -> Kernels:
+        """Return some of the kernels, by their indices."""
+        dtype = tuple(self.dtype[place] for place in places)
+        arrays = {name: getattr(self, name)[list(places)] for name in _ARRAYS}
+        return Kernels(**arrays, dtype=dtype, ops=self.ops)
 
+
+_ARRAYS = ("op", "kind", "direction", "flops", "moved_bytes", "gemm", "width")
 _WIDTH = {"complex128": 16, "complex64": 8, "float64": 8, "int64": 8}
 _WIDTH |= {"float16": 2, "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
+
+
+def product_kernels(gemm: Array, dtype: str, width: int, result_width: int) -> Kernels:
+    """Return one matrix product per row of ``gemm`` (k, 4): count, m, n, k, as operations of their own.
+
+    ``width``, ``result_width``: bytes of an element of the operands, which are of type ``dtype``, and of the result.
+    """
+    count, m, n, k = gemm.T
+    rows = len(gemm)
+    return Kernels(
+        op=np.arange(rows),
+        kind=np.full(rows, CLASS["matrix_product"], dtype=np.int8),
+        direction=np.full(rows, FORWARD, dtype=np.int8),
+        flops=2.0 * gemm.prod(axis=1),
+        moved_bytes=count * ((m * k + k * n) * width + m * n * result_width),
+        gemm=gemm,
+        width=np.full(rows, float(width)),
+        dtype=(dtype,) * rows,
+        ops=rows,
+    )
 
 
 def kernels_of(graph: Graph) -> Kernels:

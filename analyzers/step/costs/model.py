@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, fields, replace
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,7 @@ BRANCHES = (
     ("Kepler",),
     ("Pascal HBM", "Volta", "Ampere HBM", "Hopper", "Blackwell HBM"),
     ("Maxwell", "Pascal", "Turing", "Ampere", "Ada", "Blackwell"),
+    ("CDNA", "CDNA2", "CDNA3", "CDNA4"),
 )
 
 
@@ -182,6 +183,10 @@ class CostModel:
     """Of a step that is bound by the host."""
     library_residuals: Residuals
     """Of a step whose kernels differ by the library's version."""
+    product_residuals: Residuals
+    """Of a matrix product by itself."""
+    collective_residuals: Residuals
+    """Of a collective by itself."""
 
     def step(self, graph: Graph, *, optimizer: str = "none") -> PredictedStep:
         """Return the predicted time of one step of a traced graph on this device."""
@@ -210,14 +215,18 @@ class CostModel:
         return (self.residuals.high - self.residuals.low) / 2.0
 
 
+# What the residuals that follow those of the device's steps are of, in the order of CostModel's fields.
+_OF_ALL: tuple[Literal["host", "library", "product", "collective"], ...] = ("host", "library", "product", "collective")
+
+
 def cost_model(device: Device, calibration: CalibrationTable) -> CostModel:
     """Return the cost model of a device: with its own fit if a user calibrated it, else with its generation's factors."""
-    host_and_library = calibration.residuals["host"], calibration.residuals["library"]
+    of_all = tuple(calibration.residuals[kind] for kind in _OF_ALL)
     own_fit = device.fitted
     if own_fit is not None:
         constants = _constants(calibration, dict(own_fit.units))
         constants = replace(constants, issue_s=own_fit.issue_s, start_s=own_fit.start_s, update_s=own_fit.update_s)
-        return CostModel(device, constants, own_fit.residuals, *host_and_library)
+        return CostModel(device, constants, own_fit.residuals, *of_all)
     if device.architecture == "CPU":
         return datasheet(device)
     measured_names = {name_key(name) for name in calibration.devices}
@@ -227,23 +236,20 @@ def cost_model(device: Device, calibration: CalibrationTable) -> CostModel:
     if device.architecture not in get_args(Generation):
         residuals = _ANOTHER_MAKER
     units = _units(device.branch, calibration)
-    return CostModel(device, _constants(calibration, units), residuals, *host_and_library)
+    return CostModel(device, _constants(calibration, units), residuals, *of_all)
 
 
-# Of other makers no row is known: kernels are believed to reach from 45 % to 170 % of what they reach on NVIDIA's, as shares.
+# Of other makers single operations were measured, and no step: these reach between a half and twice what is predicted.
 _ANOTHER_MAKER = Residuals(
-    low=0.6, high=2.2, median_error=0.4, rows=0, what="a belief: no GPU of this maker was measured"
+    low=0.6, high=2.2, median_error=0.4, rows=0, what="a belief: no step on a GPU of this maker was measured"
 )
-# What they are believed to reach beside NVIDIA's of the same datasheet: published products on an MI300X reach about half of its
-# peak, copies four fifths of its bandwidth.
-_ANOTHER_MAKERS_UNITS = {"tensor": 0.6, "vector": 0.7, "memory": 0.85}
 # Datasheets alone were between a quarter of a measured step and all of it, on CPUs and GPUs alike.
 _UNCALIBRATED = Residuals(low=1.0, high=4.0, median_error=0.6, rows=1, what="the datasheet alone, never measured")
 
 
 def datasheet(device: Device) -> CostModel:
     """Return the cost model of a device that reaches its datasheet and has no host beside it: how CPUs are estimated."""
-    return CostModel(device, DATASHEET, _UNCALIBRATED, _UNCALIBRATED, _UNCALIBRATED)
+    return CostModel(device, DATASHEET, *(_UNCALIBRATED,) * (1 + len(_OF_ALL)))
 
 
 def _constants(calibration: CalibrationTable, units: dict[str, float]) -> Constants:
@@ -258,7 +264,7 @@ def _units(branch: str, calibration: CalibrationTable) -> dict[str, float]:
         return dict(factors_by_branch[branch])
     generations = next((generations for generations in BRANCHES if branch in generations), ())
     if not generations:
-        return dict(_ANOTHER_MAKERS_UNITS) if branch.startswith("CDNA") else dict.fromkeys(UNITS, 1.0)
+        return dict.fromkeys(UNITS, 1.0)
     branch_index = generations.index(branch)
     earlier = next(
         (factors_by_branch[name] for name in reversed(generations[:branch_index]) if name in factors_by_branch), None

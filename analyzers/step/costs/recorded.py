@@ -158,9 +158,9 @@ def _predict_row(
     )
     replicas, nodes = recorded.world_size, math.ceil(recorded.world_size / fabric.gpus_per_node)
     batch = graph.batch_size or 1
-    samples = replicas * batch * recorded.passes
+    samples = (recorded.batches or replicas) * batch * recorded.passes
     tokens, price = graph.meta.get("tokens_per_sample"), model.device.price_per_hour
-    held = _held(recorded, int((graph.kind == COMPUTE).sum()))
+    held = recorded.held_bytes(int((graph.kind == COMPUTE).sum()))
     peak_bytes = float(held.max(initial=0.0))
     limited = _reserved(recorded, len(held), usable_bytes(model.device))
     reserved = limited if limited is not None else _reserved(recorded, len(held)) or 0
@@ -191,27 +191,9 @@ def _predict_row(
     return row, _timeline(recorded, step, row)
 
 
-def _spans(recorded: Recorded, places: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-    """Return the first and the last place of every storage in the step, and its bytes."""
-    start = np.maximum(np.array(recorded.made, dtype=np.int64), 0)
-    end = np.array([places - 1 if place is None else place for place in recorded.freed], dtype=np.int64)
-    return start, np.maximum(end, start), np.array(recorded.storage_bytes, dtype=np.float64)
-
-
-def _held(recorded: Recorded, places: int, part: str | None = None) -> NDArray[np.float64]:
-    """Return the bytes of storages that live at every place, of one part or of all."""
-    start, end, size = _spans(recorded, places)
-    if part is not None:
-        size = size * np.array([name == part for name in recorded.parts], dtype=bool)
-    change = np.zeros(places + 1)
-    np.add.at(change, np.minimum(start, places), size)
-    np.add.at(change, np.minimum(end + 1, places), -size)
-    return np.cumsum(change)[:places]
-
-
 def _reserved(recorded: Recorded, places: int, limit_bytes: float = math.inf) -> int | None:
     """Return the bytes of segments that the allocator reserves for the storages; None: more than the limit."""
-    start, end, size = _spans(recorded, places)
+    start, end, size = recorded.lives(places)
     lasts = np.array(
         [made < 0 and freed is None for made, freed in zip(recorded.made, recorded.freed, strict=True)], dtype=bool
     )
@@ -222,11 +204,13 @@ def _reserved(recorded: Recorded, places: int, limit_bytes: float = math.inf) ->
 def _timeline(recorded: Recorded, step: StreamedStep, row: PredictedRow) -> MemoryTimeline:
     """Return the bytes by part at the fullest moment of each of ``_MOMENTS`` equal spans of the step."""
     places = len(step.end_s)
-    total_bytes, at_s = _held(recorded, places), np.maximum.accumulate(step.end_s)
+    total_bytes, at_s = recorded.held_bytes(places), np.maximum.accumulate(step.end_s)
     span = np.minimum((_MOMENTS * at_s / max(step.step_s, 1e-30)).astype(np.int64), _MOMENTS - 1)
     order = np.lexsort((total_bytes, span))
     fullest = np.sort(order[np.append(np.diff(span[order]) > 0, True)])
-    parts = {part: np.maximum(_held(recorded, places, part)[fullest], 0.0) for part in dict.fromkeys(recorded.parts)}
+    parts = {
+        part: np.maximum(recorded.held_bytes(places, part)[fullest], 0.0) for part in dict.fromkeys(recorded.parts)
+    }
     return MemoryTimeline(
         num_replicas=row.num_replicas,
         local_batch_size=row.local_batch_size,

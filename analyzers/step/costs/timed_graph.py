@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import cast
 
 from ddltool.analyzers.step.costs.model import cost_model, estimate
 from ddltool.analyzers.step.recording.command import assumed, is_command, record
@@ -20,7 +21,7 @@ DEVICE, BANDWIDTH, LATENCY = "V100", "10Gbit", "50us"
 
 
 def timed_graph(
-    source: Source,
+    source: Source | list[str],
     *,
     mode: Mode | None = None,
     batch_size: int | None = None,
@@ -61,13 +62,15 @@ def timed_graph(
     model = cost_model(known_devices(devices_file).device(device), calibration())
     numerics = Numerics(precision, channels_last)  # type: ignore[arg-type]  # Numerics checks it
     if oracle == "measured":
-        return _time_on_this_machine(source, mode, batch_size, sequence_length, network, progress)
+        return _time_on_this_machine(cast("Source", source), mode, batch_size, sequence_length, network, progress)
     if is_command(source):
         graph = record(source, known_devices(devices_file).device(device))
         if line := assumed(graph):
             tell(line)
     else:
-        graph = load_graph(source, mode, batch_size, bindings, numerics=numerics, sequence_length=sequence_length)
+        graph = load_graph(
+            cast("Source", source), mode, batch_size, bindings, numerics=numerics, sequence_length=sequence_length
+        )
     if graph.meta.get("note"):
         tell(f"note: {graph.meta['note']}")
     if is_graph_file(source) and graph.timed and oracle is None:

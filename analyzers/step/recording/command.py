@@ -10,7 +10,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, TypeGuard
 
@@ -25,6 +27,8 @@ _FAILURE = "\0"
 """Before the line in which the child process says why it recorded nothing."""
 _SHOWN_ASSUMPTIONS = 3
 _CAPABILITY = (9, 0)
+_LOOK_S = 0.5
+"""So often a recording looks whether it is to end."""
 
 
 def is_command(source: object) -> TypeGuard[str | list[str]]:
@@ -52,11 +56,14 @@ def record(
     gpus_per_node: int = DEVICES_PER_NODE,
     limit_s: float = LIMIT_S,
     keep_files: bool = False,
+    shows: bool = True,
+    ended: threading.Event | None = None,
 ) -> Graph:
     """Return the graph of one steady step of a script: from the end of its first update to the end of the second.
 
     The script runs as rank 0 with the user's rights, in this folder, on tensors without values that pose as ``device``'s.
-    What it prints goes to stderr; what it writes to a folder that is removed, unless ``keep_files``.
+    What it prints goes to stderr where it ``shows``; what it writes to a folder that is removed, unless ``keep_files``.
+    ``ended``, set by another thread, ends it.
 
     Raises InputError for a command that cannot be read, a script that fails or ends before its second update, and one that
     takes longer than ``limit_s``.
@@ -77,10 +84,11 @@ def record(
                 }
             )
         )
-        failure = _run([sys.executable, "-m", _CHILD, str(request), "--", *words], limit_s, _short(words))
+        child = [sys.executable, "-m", _CHILD, str(request), "--", *words]
+        failure = _run(child, limit_s, _short(words), shows, ended or threading.Event())
         if not out.exists():
             problem, _, remedy = (failure or "recorded no step").partition("; ")
-            raise InputError(_short(words), problem, remedy or "its output above says more")
+            raise InputError(_short(words), problem, remedy or ("its output above says more" if shows else ""))
         return read_graph(out)
 
 
@@ -113,7 +121,7 @@ def _near(place: str) -> str:
         return f"{'/'.join(Path(path).parts[-2:])}:{line}"
 
 
-def _run(arguments: list[str], limit_s: float, name: str) -> str:
+def _run(arguments: list[str], limit_s: float, name: str, shows: bool, ended: threading.Event) -> str:
     """Run the child to its end; return the line in which it says why it recorded nothing. Raises InputError at the limit."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     child = subprocess.Popen(
@@ -122,13 +130,16 @@ def _run(arguments: list[str], limit_s: float, name: str) -> str:
     )  # fmt: skip
     failures: list[str] = []
     assert child.stdout is not None
-    relay = threading.Thread(target=_relay, args=(child.stdout, failures), daemon=True)
+    relay = threading.Thread(target=_relay, args=(child.stdout, failures, shows), daemon=True)
     relay.start()
+    deadline_s = time.monotonic() + limit_s
     try:
-        child.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        problem = f"has not ended its second update in {limit_s:g} s"
-        raise InputError(name, problem, "give it more time by --limit, or a smaller job") from None
+        while child.poll() is None and not ended.is_set():
+            if (left_s := deadline_s - time.monotonic()) <= 0:
+                problem = f"has not ended its second update in {limit_s:g} s"
+                raise InputError(name, problem, "give it more time by --limit, or a smaller job")
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(min(left_s, _LOOK_S))
     finally:
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)
@@ -139,12 +150,12 @@ def _run(arguments: list[str], limit_s: float, name: str) -> str:
     return failures[-1] if failures else ""
 
 
-def _relay(stream: IO[str], failures: list[str]) -> None:
-    """Pass what the script prints on to stderr, dimmed on a terminal."""
+def _relay(stream: IO[str], failures: list[str], shows: bool) -> None:
+    """Pass what the script prints on to stderr where it ``shows``, dimmed on a terminal."""
     dims = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     for line in stream:
         before, mark, failure = line.rstrip("\n").partition(_FAILURE)
         if mark:
             failures.append(failure)
-        if before or not mark:
+        if shows and (before or not mark):
             sys.stderr.write(f"\x1b[2m{before}\x1b[0m\n" if dims else f"{before}\n")

@@ -1,6 +1,7 @@
 """A folder over the disk: what a script writes goes there, what it reads comes from there first.
 
-Only what Python opens is redirected, for as long as the process lives; ``torch.save`` writes nothing.
+Only what Python opens is redirected, for as long as the process lives, and no cache of a library; ``torch.save`` writes
+nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 _DEVICES = ("/dev/", "/proc/", "/sys/")
+# Folders of libraries' caches, which they read by other means too: what they write there stays.
+_CACHES = ("XDG_CACHE_HOME", "HF_HOME", "HF_DATASETS_CACHE", "TORCH_HOME")
 
 
 class Overlay:
@@ -20,7 +23,8 @@ class Overlay:
 
     def __init__(self, scratch: Path) -> None:
         self.scratch = str(scratch)
-        self._own = (str(scratch.parent), *_DEVICES)
+        caches = [os.environ[name] for name in _CACHES if os.environ.get(name)] + ["~/.cache"]
+        self._own = (str(scratch.parent), *_DEVICES, *(os.path.abspath(os.path.expanduser(each)) for each in caches))
 
     def written(self, path: Any) -> Any:
         """Return where a path is written to; its folders are made."""
@@ -67,9 +71,9 @@ def overlay(scratch: Path) -> None:
 
     builtins.open = io.open = opened
     os.open = os_opened
-    for name in ("mkdir", "remove", "unlink", "rmdir", "symlink"):
+    for name in ("mkdir", "remove", "unlink", "rmdir", "symlink", "chmod", "utime", "truncate"):
         _redirect(name, over, existing=name != "mkdir")
-    for name in ("stat", "lstat", "listdir", "scandir", "access"):
+    for name in ("stat", "lstat", "statvfs", "listdir", "scandir", "access"):
         setattr(os, name, _reading(getattr(os, name), over))
     for name in ("rename", "replace"):
         setattr(os, name, _moving(getattr(os, name), over))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from math import prod
 from typing import Any
 
 import torch
@@ -69,6 +70,7 @@ def graph_of(step: Recording, name: str) -> Graph:
         groups={name: call.exchange.ranks for name, call in zip(names, step.calls, strict=True) if call.exchange},
         assumed=dict(step.assumed),
         seconds=step.seconds,
+        batches=max(1, step.world_size // _sharing(step, ops)),
     )
     return Graph.from_ops(
         name, "training", [*recvs, *ops, *sends], batch_size=batch, meta=meta, recorded=recorded, where=name
@@ -195,6 +197,37 @@ def _parts(step: Recording, ops: list[Op]) -> list[str]:
             else "temporary" if made_in else "other"
         )  # fmt: skip
     return parts
+
+
+# An exchange of less than this share of the largest activation is of statistics (SyncBatchNorm's, a mean loss).
+_LEAST_SHARE = 1 / 500
+
+
+def _sharing(step: Recording, ops: list[Op]) -> int:
+    """Return how many processes share a batch: those whose forward passes exchange activations (tensor parallel groups).
+
+    Activations come from products and embeddings. A group that gathers parameters in the forward pass has a batch a process:
+    what else it exchanges are tokens for experts.
+    """
+    activations: set[int] = set()
+    sharing: set[tuple[int, ...]] = set()
+    gathering: set[tuple[int, ...]] = set()
+    largest = max((storage.size_bytes for storage in step.storages if storage.made >= 0), default=0)
+    for call, op in zip(step.calls, ops, strict=True):
+        if call.phase != "forward":
+            continue
+        read = {leaf.storage for leaf in tree_leaves((call.args, dict(call.kwargs))) if isinstance(leaf, Shadow)}
+        is_activation = op.gemm[1] > 0 or "embedding" in op.op_type or bool(read & activations)
+        if is_activation:
+            written = tree_leaves((call.output, call.args if call.exchange else _written(call)))
+            activations |= {leaf.storage for leaf in written if isinstance(leaf, Shadow)}
+        if call.exchange is not None and len(call.exchange.ranks) > 1:
+            if not is_activation and call.exchange.name == "all_gather":
+                gathering.add(call.exchange.ranks)
+            elif is_activation and call.exchange.size_bytes >= _LEAST_SHARE * largest:
+                sharing.add(call.exchange.ranks)
+    wholes = [set(ranks) for ranks in sharing if not any(set(ranks) <= set(group) for group in gathering)]
+    return prod(len(group) for group in wholes if not any(group < other for other in wholes))
 
 
 def _precision(ops: list[Op], kept: str, of_float32: str) -> str:

@@ -13,6 +13,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
 from itertools import count
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -736,6 +737,7 @@ def _stand_in_modules(pose: Pose) -> None:
     torch.set_default_device = _default_device(torch.set_default_device, pose)
     real_loader = data.DataLoader.__init__
 
+    @wraps(real_loader)  # Lightning makes loaders anew by the parameters of this one
     def loader(self: Any, *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(real_loader).bind(self, *args, **kwargs)
         bound.arguments.update(

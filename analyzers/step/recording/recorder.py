@@ -33,6 +33,8 @@ _LARGE_BYTES = 2**20
 _MAX_CALLS = 500_000
 _TRUTH = "_ddltool_truth"
 """Set on tensors of truth values: the one that is assumed of all its elements."""
+_VALUE = "_ddltool_value"
+"""Set on tensors of one element that were copied from the CPU: what they hold, until something writes to them."""
 _CONVOLUTIONS = {"convolution": 0, "convolution_backward": 1}
 """Where the image stands among the arguments; the weight follows it."""
 _NEAR = 12
@@ -204,7 +206,13 @@ class Recorder(TorchDispatchMode):
         else:
             return func(*args, **kwargs)
         if isinstance(output, FakeTensor) and output.dtype == torch.bool:
-            setattr(output, _TRUTH, _truth_of(func, name, args, kwargs))
+            is_known = torch.Tag.pointwise in func.tags and all(hasattr(tensor, _VALUE) for tensor in tensors)
+            setattr(output, _VALUE if is_known else _TRUTH, _truth_of(func, name, args, kwargs))
+        if func._schema.is_mutable:
+            for tensor in tensors:
+                tensor.__dict__.pop(_VALUE, None)
+        elif name == "_to_copy" and isinstance(output, FakeTensor) and tensors[0].numel() == 1:
+            self._keep_value(tensors[0], output)
         self._note(func, args, kwargs, output)
         return output
 
@@ -296,7 +304,16 @@ class Recorder(TorchDispatchMode):
         """Note that the script reads a value that only a run knows."""
         self.step.assumed[caller()] += 1
 
+    def _keep_value(self, source: Tensor, output: Tensor) -> None:
+        """Note what a copy of one element holds, where that is known: of a tensor of the CPU, or of one that came from it."""
+        with _disable_current_modes():
+            value = getattr(source, _VALUE, None) if isinstance(source, FakeTensor) else source.item()
+        if value is not None:
+            setattr(output, _VALUE, value)
+
     def _assumed_value(self, tensor: Tensor) -> Any:
+        if hasattr(tensor, _VALUE):
+            return getattr(tensor, _VALUE)
         self.assume()
         if self._is_on_gpu(tensor):
             self.host_waits()
@@ -330,6 +347,9 @@ class Recorder(TorchDispatchMode):
         ranks = tuple(get_process_group_ranks(ProcessGroup.unbox(group))) if group is not None else ()
         whole = args[1] if "reduce_scatter" in name and len(args) > 1 else args[0] if args else []
         moved = [leaf for leaf in tree_leaves(whole) if isinstance(leaf, Tensor)]
+        for tensor in moved if "broadcast" not in name else ():  # ranks are alike: 0 stays 0 however it is reduced
+            if getattr(tensor, _VALUE, 0):
+                delattr(tensor, _VALUE)
         place = None
         if any(self._is_on_gpu(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)):
             size_bytes = sum(leaf.numel() * leaf.element_size() for leaf in moved)
@@ -479,7 +499,7 @@ def _truth_of(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, 
     """
 
     def sample(tensor: Tensor) -> Tensor:
-        return torch.full((), getattr(tensor, _TRUTH, True), dtype=tensor.dtype)
+        return torch.full((), getattr(tensor, _VALUE, getattr(tensor, _TRUTH, True)), dtype=tensor.dtype)
 
     if name == "any" or name.endswith(("zeros", "zeros_like")):
         return False

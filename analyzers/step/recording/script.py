@@ -238,6 +238,8 @@ def _follow_parent(parent: int) -> None:
 def _raised(error: Exception, window: StepWindow) -> int:
     traceback.print_exception(error)
     said = str(error).splitlines()[0].replace(";", ",") if str(error) else ""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        said += f" (the script needs it here too: pip install {error.name.partition('.')[0]}, or leave it out)"
     return _failed(f"the script raised {type(error).__name__}: {said}", window)
 
 

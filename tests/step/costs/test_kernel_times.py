@@ -106,7 +106,7 @@ def by_hand(kernel: Mapping[str, object], device: Device, precision: str, layout
     peak = min(peak, vector) if device.architecture == "Pascal" else peak
     cycles = device.multiprocessors * device.clock_hz
     clock = held(device, tensor)
-    edge = 4000 * clock * peak / (2 * 256 * 128) / cycles if cycles else 0.0
+    edge = 2000 * clock * peak / (2 * 256 * 128) / cycles if cycles else 0.0
     grouped, shaped = kind in ("grouped_convolution", "depthwise_convolution"), gemm[1] > 0
     if device.multiprocessors and shaped and kind in ("convolution", "matrix_product"):
         flops = occupied(gemm, device.multiprocessors, edge)
@@ -116,6 +116,9 @@ def by_hand(kernel: Mapping[str, object], device: Device, precision: str, layout
     share, rate = None, f"{kind}/{layout}" if f"{kind}/{layout}" in TRAFFIC else kind
     if kind in ("matrix_product", "attention", "recurrent"):
         share = f"{kind}/{unit}"
+        if kind == "matrix_product" and tensor:  # elements of 4 bytes: four are read at a time
+            share += "/tf32" if dtype == "float32" else ""
+            share = "matrix_product/misaligned" if shaped and any(side % 4 for side in gemm[1:]) else share
     elif kind == "convolution":
         share = f"convolution/tensor/{layout}" if tensor else "convolution/vector"
         uneven = shaped and any(side % 8 for side in gemm[1:])

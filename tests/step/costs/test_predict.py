@@ -827,7 +827,7 @@ def test_no_device_is_faster_than_its_datasheet() -> None:
     box = cost_model(devices().device("A100").model_copy(update=bare), calibration())
     curve = measure_work(lambda: step_of(nn.Linear(4096, 4096), torch.zeros(2, 4096)), Numerics("fp16"))
     (row,) = predict(curve, box, SETTING, [8192], [ALONE])
-    assert 0.5 < row.mfu <= 1.0
+    assert 0.4 < row.mfu <= 1.0
 
 
 def test_the_steps_of_a_recurrent_layer_wait_for_each_other() -> None:

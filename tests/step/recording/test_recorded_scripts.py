@@ -330,3 +330,34 @@ def test_convolutions_keep_channels_last_as_cudnn_does(tmp_path: Path, monkeypat
     assert graph.meta["precision"] == "fp16"
     assert "aten._amp_foreach_non_finite_check_and_unscale_" in graph.op_type
     assert "aten.clone" not in graph.op_type  # nothing is laid out anew
+
+
+def test_what_libraries_ask_of_a_script_s_values_loaders_and_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Lightning does: flags of this rank reduced over all, loaders made anew by their parameters, files put in place."""
+    (tmp_path / "train.py").write_text(
+        "import inspect, os, torch\nfrom torch import distributed, nn\nfrom torch.utils.data import DataLoader, TensorDataset\n"
+        "distributed.init_process_group('nccl')\n"
+        "net = nn.parallel.DistributedDataParallel(nn.Linear(8, 4).cuda(), device_ids=[0])\n"
+        "optimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+        "assert 'batch_size' in inspect.signature(DataLoader.__init__).parameters\n"
+        "for x, in DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=16, num_workers=2):\n"
+        "    flag = torch.tensor([0], device='cuda')\n    distributed.all_reduce(flag)\n"
+        "    if flag.item() or bool(flag == 8):\n        raise SystemExit('a flag that nobody set')\n"
+        "    set_ = torch.tensor(3.0).cuda()\n    assert set_.item() == 3.0\n    set_.add_(1)\n    assert set_.item() == 1.0\n"
+        "    open('new.txt', 'w').close()\n    os.chmod('new.txt', 0o600)\n    os.statvfs('new.txt')\n"
+        "    net(x.cuda()).sum().backward()\n    optimizer.step()\n    optimizer.zero_grad()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    graph = record(["torchrun", "--nproc-per-node", "8", "train.py"], gpus_per_node=8)
+    assert graph.batch_size == 16
+    assert sum(facts(graph).assumed.values()) == 2  # what was added to, in two steps
+    assert not (tmp_path / "new.txt").exists()
+
+
+def test_a_package_that_is_missing_is_named_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text("import not_a_package.optim\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"pip install not_a_package, or leave it out"):
+        record(["python", "train.py"])

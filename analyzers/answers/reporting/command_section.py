@@ -1,0 +1,138 @@
+"""The section of a command's plan: which values of its knobs, how fast, and what was tried beside them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ddltool.analyzers.answers.reporting.figures import Bars
+from ddltool.analyzers.answers.reporting.section import Column, Section, Verdict, pictured, tabled
+from ddltool.errors import few, shortened
+from ddltool.graph_results import CommandPlan, TriedCommand
+from ddltool.units import counted, faster_than, show_bytes, show_rate, show_seconds, show_span
+
+_ROWS = 10
+# Of a column's name and of a value.
+_LONGEST_NAME = 14
+_NAMED = 3
+# Closer than this share nobody can tell two variants apart before a run.
+_TIE = 0.02
+
+
+def command_section(plan: CommandPlan, name: str = "") -> Section:
+    """Return the section of a command's plan: the best values, the best ten variants, what does not fit and what failed."""
+    recorded = [one for one in plan.tried if one.row is not None]
+    shown = recorded[:_ROWS]
+    knobs: dict[str, Column[TriedCommand]] = {
+        shortened(knob.lstrip("-"), _LONGEST_NAME): partial(_value, knob=knob) for knob in plan.knobs
+    }
+    unit = plan.ranked_by.removesuffix("_per_s")
+    best = plan.best
+    columns: dict[str, Column[TriedCommand]] = {
+        **knobs,
+        "on": _where,
+        "step": "row.step_time_s",
+        f"{unit}/s": lambda one: show_rate(plan.rate(one)),
+        "MFU": "row.mfu:.0%",
+        "memory": lambda one: show_bytes(one.row.reserved_bytes) + ("" if one.row.fits else " !") if one.row else None,
+    }
+    if any(not one.given for one in recorded):
+        columns["times"] = lambda one: _gain(plan, one)
+    caption = f"{len(shown)} of {len(plan.tried)} tried" if len(plan.tried) > len(shown) else "All that was tried"
+    caption += "; times: of the command as it is" if "times" in columns else ""
+    table = tabled(caption, "predicted", shown, columns, text_columns=len(knobs) + 1, spare=("MFU",))
+    figure = Bars(
+        rows=[(f"{_options(one) or 'as it is'} on {_where(one)}", plan.rate(one)) for one in shown],
+        xlabel=f"{unit} per second",
+        title=f"Predicted {unit} per second of each variant",
+        marked=("does not fit", [one.row is not None and not one.row.fits for one in shown]),
+        unmarked="fits",
+    )
+    answer, sure = _answer(plan), [_certainty(plan, best)] if best is not None else []
+    lead = [answer, *sure, *_left_out(plan, recorded[_ROWS:])]
+    return Section(
+        title=f"Plan: {plan.command}" + (f" ({name})" if name else ""),
+        lead=lead,
+        blocks=[pictured(f"{unit.capitalize()} per second of all processes.", table, figure)],
+        verdict=Verdict(answer=answer, sure=sure[0] if sure else "", then=best.command if best is not None else ""),
+    )
+
+
+def _value(one: TriedCommand, *, knob: str) -> str:
+    return shortened(one.values.get(knob, "-"), _LONGEST_NAME)
+
+
+def _options(one: TriedCommand) -> str:
+    """Return the values of a variant's knobs, in words of its command."""
+    return " ".join(
+        f"{name} {value}" if name.startswith("-") else f"{name}={value}" for name, value in one.values.items()
+    )
+
+
+def _where(one: TriedCommand) -> str:
+    return f"{one.row.num_replicas} {one.device}" if one.row is not None else one.device
+
+
+def _gain(plan: CommandPlan, one: TriedCommand) -> str:
+    """Return what a variant does per second over what the command as it is does on the same devices."""
+    given = plan.as_given(one.device, one.devices_per_node)
+    if one.given or given is None or not plan.rate(given):
+        return "1.00" if one.given else "-"
+    return f"{plan.rate(one) / plan.rate(given):.2f}"
+
+
+def _answer(plan: CommandPlan) -> str:
+    """Return the first line: which values, on which devices, how fast, how much memory, how much better than as it is."""
+    best = plan.best
+    if best is None or best.row is None:
+        least = plan.tried[0]
+        if least.row is None:
+            return "Nothing could be recorded."
+        needs = f"{show_bytes(least.row.reserved_bytes)} a process on {least.device}"
+        return f"Nothing fits: the least, {_options(least) or 'the command as it is'}, takes {needs}."
+    row = best.row
+    rate = f"{show_rate(row.samples_per_s)} samples/s"
+    rate += f", {show_rate(row.tokens_per_s)} tokens/s" if row.tokens_per_s else ""
+    figures = f"{show_seconds(row.step_time_s)} a step, {rate}, {show_bytes(row.reserved_bytes)} a process"
+    given = plan.as_given(best.device, best.devices_per_node)
+    if best.given or given is None:
+        start = "Keep the command as it is" if len(plan.knobs) else "The command as it is"
+        return f"{start} on {_where(best)}: {figures}, predicted."
+    if given.row is None:
+        behind = "as it is the command cannot be recorded"
+    elif not given.row.fits:
+        behind = f"as it is the command does not fit ({show_bytes(given.row.reserved_bytes)})"
+    else:
+        behind = f"{faster_than(plan.rate(best) / plan.rate(given) - 1)} the command as it is"
+    return f"Use {_options(best)} on {_where(best)}: {figures}; {behind}, predicted."
+
+
+def _certainty(plan: CommandPlan, best: TriedCommand) -> str:
+    """Return how sure the best step is, and how many variants are as good as it."""
+    assert best.row is not None
+    span = show_span(best.row.predicted_low_s, best.row.predicted_high_s)
+    text = f"How sure: 80 % of measured steps are expected within {span}"
+    near = [one for one in plan.tried if one is not best and one.row is not None and one.row.fits]
+    ties = [one for one in near if plan.rate(one) >= (1 - _TIE) * plan.rate(best)]
+    if not ties:
+        return f"{text}."
+    names = ", ".join(f"{_options(one) or 'as it is'} on {_where(one)}" for one in ties[:_NAMED])
+    more = f" and {len(ties) - _NAMED} more" if len(ties) > _NAMED else ""
+    return f"{text}; as good within {_TIE:.0%}: {names}{more}."
+
+
+def _left_out(plan: CommandPlan, below: list[TriedCommand]) -> list[str]:
+    """Return what does not fit, with its memory, and what failed, with its line."""
+    lines = []
+    full = [one for one in plan.tried if one.row is not None and not one.row.fits]
+    if full:
+        named = [
+            f"{_options(one) or 'as it is'} on {_where(one)} ({show_bytes(one.row.reserved_bytes)})"
+            for one in full
+            if one.row is not None
+        ]
+        lines.append(f"Does not fit (!): {', '.join(few(named))}.")
+    failures = {f"{_options(one) or 'as it is'}: {one.failure}": None for one in plan.tried if one.row is None}
+    lines += [f"Failed: {line}" for line in few(list(failures))]
+    if slower := [one for one in below if one.row is not None and one.row.fits]:
+        lines.append(f"{counted(len(slower), 'slower one')} stand in --json and in the file of -o.")
+    return lines

@@ -1,0 +1,293 @@
+"""The plan of a command: the script's own knobs, each combination recorded and predicted. Start at :func:`plan_command`."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shlex
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from itertools import product
+
+from ddltool.analyzers.job.planning.job_inputs import Offered
+from ddltool.analyzers.step.communication.nccl import Fabric
+from ddltool.analyzers.step.costs.model import CostModel
+from ddltool.analyzers.step.costs.recorded import predict_recorded
+from ddltool.analyzers.step.recording.command import assumed, record, words_of
+from ddltool.analyzers.step.recording.launchers import Launched, launched
+from ddltool.device import DEVICES_PER_NODE, DeviceTable
+from ddltool.errors import InputError
+from ddltool.graph import Graph
+from ddltool.graph_results import CommandPlan, PredictedRow, TriedCommand
+from ddltool.stages import Stage, Tell
+
+MOST = 64
+"""So many combinations of knobs are tried at most."""
+_RECORDING_BYTES = 2 * 2**30
+"""What a recording may take of this machine's memory."""
+# Launchers' options that say how many processes there are, as Knob.key has them.
+_PROCESSES = {"nproc_per_node", "num_processes"}
+_NUMBER = re.compile(r"-?[0-9.]+(e-?[0-9]+)?")
+Costs = Callable[["Node"], tuple[CostModel, Fabric]]
+"""Returns what times the steps of a node's devices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """An option of a command and the values to try: ``--batch-size 4,8``, ``--batch-size=4,8`` or ``batch_size=4,8``."""
+
+    name: str
+    values: tuple[str, ...]
+    is_joined: bool
+    """Whether a value follows behind ``=``."""
+
+    @property
+    def key(self) -> str:
+        """Return the name without hyphens before it, and with underscores in it."""
+        return _key(self.name)
+
+    def of(self, words: Sequence[str]) -> str | None:
+        """Return the value that stands in a command; None: none."""
+        place = self._place(words)
+        if place is None:
+            return None
+        _, equals, value = words[place].partition("=")
+        return value if equals else words[place + 1] if _has_value(words, place) else ""
+
+    def put(self, words: Sequence[str], value: str) -> list[str]:
+        """Return a command with a value: where the option stands and as it is written there, else behind the others."""
+        place = self._place(words)
+        if place is None:
+            return [*words, f"{self.name}={value}"] if self.is_joined else [*words, self.name, value]
+        name, equals, _ = words[place].partition("=")
+        if equals:
+            return [*words[:place], f"{name}={value}", *words[place + 1 :]]
+        return [*words[: place + 1], value, *words[place + 1 + _has_value(words, place) :]]
+
+    def _place(self, words: Sequence[str]) -> int | None:
+        """Return where the option stands last: that one counts."""
+        named = [
+            place
+            for place, word in enumerate(words)
+            if _key(word.partition("=")[0]) == self.key and (word.startswith("-") or "=" in word)
+        ]
+        return named[-1] if named else None
+
+
+def _key(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")
+
+
+def _has_value(words: Sequence[str], place: int) -> bool:
+    """Return whether the word behind an option is its value."""
+    following = words[place + 1 : place + 2]
+    return bool(following) and (not following[0].startswith("-") or _NUMBER.fullmatch(following[0]) is not None)
+
+
+def knobs_of(texts: Sequence[str]) -> list[Knob]:
+    """Return the knobs in texts such as ``--batch-size 4,8,16``. Raises InputError for one without values, or given twice."""
+    knobs: list[Knob] = []
+    for text in texts:
+        match = re.fullmatch(r"\s*([^\s=,]+)(\s*=\s*|\s+|$)(.*?)\s*", text, re.DOTALL)
+        values = [value.strip() for value in match[3].split(",")] if match is not None else []
+        if match is None or not match[1].lstrip("-") or not all(values):
+            raise InputError("--vary", f"{text!r} has no values", 'write "--batch-size 4,8,16", or "batch_size=4,8,16"')
+        knob = Knob(match[1], tuple(dict.fromkeys(values)), "=" in match[2])
+        if any(knob.key == other.key for other in knobs):
+            raise InputError("--vary", f"gives {knob.name} twice", "name all its values once")
+        knobs.append(knob)
+    if (count := math.prod(len(knob.values) for knob in knobs)) > MOST:
+        raise InputError("--vary", f"makes {count:,} combinations", f"try at most {MOST}")
+    return knobs
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """The devices of one node: their type as the table has it, and how many."""
+
+    device: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """A command to try, and how its values differ."""
+
+    words: tuple[str, ...]
+    values: Mapping[str, str]
+    is_given: bool
+
+    def tried(self, node: Node, row: PredictedRow | None = None, failure: str | None = None) -> TriedCommand:
+        return TriedCommand(
+            command=shlex.join(self.words),
+            values=dict(self.values),
+            given=self.is_given,
+            device=node.device,
+            devices_per_node=node.count,
+            row=row,
+            failure=failure,
+        )
+
+
+def plan_command(
+    source: str | Sequence[str],
+    devices: Sequence[Offered],
+    knobs: Sequence[Knob],
+    *,
+    table: DeviceTable,
+    costs: Costs,
+    limit_s: float,
+    keep_files: bool,
+    tell: Tell,
+    stage: Stage,
+) -> CommandPlan:
+    """Return the predicted steps of a command and of its variants on each type of devices, the fastest that fits first.
+
+    Each variant is recorded once, in a process of its own, as many at once as there are cores, and ended after ``limit_s``.
+    ``devices`` are those of a node, whose launcher starts a process on each. Raises InputError for a command that cannot be
+    read, devices that do not agree with its launcher, and where no variant at all can be recorded.
+    """
+    words = words_of(source)
+    many = any(knob.key in _PROCESSES for knob in knobs)
+    commands: dict[Node, list[str]] = {}
+    remarks: dict[str, None] = {}
+    for offer in devices:
+        node, on_node = _on_node(words, offer, table, remarks, may_leave=many)
+        commands[node] = on_node
+    for line in remarks:
+        tell(line)
+    jobs: dict[tuple[tuple[str, ...], int], list[tuple[Node, _Variant]]] = {}
+    for node, on_node in commands.items():
+        for variant in _variants(on_node, knobs):
+            jobs.setdefault((variant.words, node.count), []).append((node, variant))
+    at_once = max(1, min(os.cpu_count() or 1, len(jobs), _memory_bytes() // _RECORDING_BYTES))
+    ended, tried, lines = threading.Event(), list[TriedCommand](), list[str]()
+
+    def run(job: tuple[tuple[str, ...], int]) -> list[TriedCommand]:
+        """Record a command and predict its steps on the nodes that it is for; the graph is let go."""
+        variant_words, count = job
+        wanted = jobs[job]
+        try:
+            if launched(variant_words, count).per_node > count:
+                raise InputError("", f"starts more processes than a node's {count}", "leave that value out")
+            graph = record(
+                variant_words, table.device(wanted[0][0].device), gpus_per_node=count, limit_s=limit_s, keep_files=keep_files,
+                shows=len(jobs) == 1, ended=ended,
+            )  # fmt: skip
+            if line := assumed(graph):
+                lines.append(line)
+            return [variant.tried(node, row_of(graph, costs(node))) for node, variant in wanted]
+        except InputError as error:
+            failure = "; ".join(filter(None, (error.problem, error.remedy)))
+            return [variant.tried(node, failure=failure) for node, variant in wanted]
+
+    title = f"recording {len(jobs)} commands" if len(jobs) > 1 else f"recording {shlex.join(words)}"
+    with stage(title, len(jobs)) as advance, ThreadPoolExecutor(at_once) as pool:
+        try:
+            for done, future in enumerate(as_completed([pool.submit(run, job) for job in jobs]), 1):
+                tried += future.result()
+                advance(done)
+        finally:  # on Ctrl-C those that run are ended, and the others not begun
+            ended.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+    if all(one.row is None for one in tried):
+        first = next(one for one in tried if one.given)
+        problem, _, remedy = (first.failure or "").partition("; ")
+        raise InputError(first.command, problem, remedy)
+    for line in lines[:1]:  # of the others, much the same
+        tell(line)
+    return _ranked(shlex.join(words), knobs, tried)
+
+
+def plan_recorded(graph: Graph, devices: Sequence[Offered], *, table: DeviceTable, costs: Costs) -> CommandPlan:
+    """Return the predicted steps of a recorded graph on each type of devices, in its own world, the fastest that fits first.
+
+    ``graph.recorded`` must be there. A node without a number has eight devices, or all processes where they are fewer.
+    """
+    assert graph.recorded is not None
+    whole = _Variant(tuple(shlex.split(graph.name)), {}, is_given=True)
+    per_node = min(graph.recorded.world_size, DEVICES_PER_NODE)
+    nodes = dict.fromkeys(Node(table.gpu(one.type, "--devices").name, one.count or per_node) for one in devices)
+    return _ranked(graph.name, (), [whole.tried(node, row_of(graph, costs(node))) for node in nodes])
+
+
+def row_of(graph: Graph, cost: tuple[CostModel, Fabric]) -> PredictedRow:
+    """Return a recorded step's row on one device type."""
+    return predict_recorded(graph, [cost], graph.name).rows[0]
+
+
+def _on_node(
+    words: list[str], offer: Offered, table: DeviceTable, remarks: dict[str, None], *, may_leave: bool
+) -> tuple[Node, list[str]]:
+    """Return the node that is meant, and the command with as many processes on it where a launcher leaves that open.
+
+    ``may_leave``: the processes are a knob, so that some devices may stay idle. ``remarks`` takes what is said of it.
+    Raises InputError where the two disagree.
+    """
+    device = table.gpu(offer.type, "--devices").name
+    found = launched(words, offer.count or DEVICES_PER_NODE)
+    if (place := _open_torchrun(words, found)) is not None and offer.count is not None:
+        remarks[f"note: torchrun says no --nproc-per-node: {offer.count} processes, one on each GPU of a node"] = None
+        words = [*words[: place + 1], "--nproc-per-node", str(offer.count), *words[place + 1 :]]
+        return Node(device, offer.count), words
+    if found.processes is None:
+        if (offer.count or 1) > 1:
+            remarks[
+                f"note: {words[0]} starts one process: recorded on 1 of the {offer.count} GPUs; torchrun starts more"
+            ] = None
+        return Node(device, offer.count or 1), words
+    count = offer.count or found.per_node
+    if found.per_node > count or (found.per_node < count and not may_leave):
+        problem = f"{count}x{device} is a node of {count}, and the command starts {found.per_node} processes on each"
+        raise InputError("--devices", problem, f"write {found.per_node}x{device}, or --nproc-per-node {count}")
+    return Node(device, count), words
+
+
+def _open_torchrun(words: Sequence[str], found: Launched) -> int | None:
+    """Return the place of a torchrun that leaves open how many processes a node has; None: it says so, or is none."""
+    for place in range(len(words) - len(found.script)):
+        if os.path.basename(words[place]) == "torchrun" or words[place] == "torch.distributed.run":
+            options = words[place + 1 : len(words) - len(found.script)]
+            return None if any(_key(word).startswith("nproc_per_node") for word in options) else place
+    return None
+
+
+def _variants(words: list[str], knobs: Sequence[Knob]) -> list[_Variant]:
+    """Return the command as it is and with each combination of values, each command once."""
+    standing = {knob.name: value for knob in knobs if (value := knob.of(words)) is not None}
+    found = {tuple(words): _Variant(tuple(words), standing, is_given=True)}
+    for values in product(*(knob.values for knob in knobs)):
+        changed = words
+        for knob, value in zip(knobs, values, strict=True):
+            changed = knob.put(changed, value)
+        named = dict(zip((knob.name for knob in knobs), values, strict=True))
+        is_given = tuple(changed) in found
+        found[tuple(changed)] = _Variant(tuple(changed), named, is_given)
+    return list(found.values())
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _ranked(command: str, knobs: Sequence[Knob], tried: Sequence[TriedCommand]) -> CommandPlan:
+    """Return the plan: by tokens where the length of a sample varies, else by samples per second."""
+    rows = [one.row for one in tried if one.row is not None]
+    lengths = {round((row.tokens_per_s or 0.0) / row.samples_per_s) for row in rows}
+    varies = len(lengths) > 1 and 0 not in lengths
+    plan = CommandPlan(
+        command=command,
+        knobs={knob.name: list(knob.values) for knob in knobs},
+        ranked_by="tokens_per_s" if varies else "samples_per_s",
+        tried=list(tried),
+    )
+
+    def order(one: TriedCommand) -> tuple[int, float, str]:
+        if one.row is None:
+            return 2, 0.0, one.command
+        return (0, -plan.rate(one), one.command) if one.row.fits else (1, float(one.row.reserved_bytes), one.command)
+
+    return plan.model_copy(update={"tried": sorted(tried, key=order)})
