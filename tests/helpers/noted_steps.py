@@ -1,7 +1,8 @@
 """One step of a training script, noted twice: run for real on the CPU under torch's own counters, and as it is recorded.
 
-``python noted_steps.py`` reads requests from stdin, one JSON object a line, and answers each on stdout: ``kind`` (real or
-recorded), ``script``, ``arguments``, ``world`` (processes; 0: no launcher), ``out`` (a JSON file). Each runs in a process of its own, forked once torch is loaded.
+``python noted_steps.py`` reads requests from stdin, one JSON object a line: ``kind`` (real or recorded), ``script``,
+``arguments``, ``world`` (processes; 0: no launcher), ``out`` (the JSON file of the answer). It prints an exit status for each.
+Each runs in processes of its own, forked once torch is loaded.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import runpy
 import socket
+import subprocess
 import sys
 import traceback
 from collections import Counter
@@ -29,6 +31,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 Noted = list[Any]
 """The name of an op, and shapes with types of the tensors that it gets and gives."""
+Step = dict[str, Any]
+"""``calls``: what is :data:`Noted`; ``exchanges``: (kind, bytes) of collectives; ``flops`` by op; ``peak_bytes``."""
 _STEADY = 2
 """So many updates of an optimizer before the step that is noted: its states are made by then, those of others too."""
 _ON_HOST = ("_local_scalar_dense", "is_nonzero", "lift_fresh")
@@ -37,6 +41,42 @@ _ON_HOST = ("_local_scalar_dense", "is_nonzero", "lift_fresh")
 
 def _seen(values: Any) -> list[Any]:
     return [[list(leaf.shape), str(leaf.dtype)] for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+class Notary:
+    """Notes steps in processes forked from one that has torch loaded; use it in ``with``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __enter__(self) -> Notary:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._server = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.communicate()
+
+    def pair(self, script: str, *arguments: str, world: int = 0) -> tuple[Step, Step]:
+        """Return a script's step as it is and as it is recorded. Raises RuntimeError for a script that fails."""
+        path = self.folder / "train.py"
+        path.write_text(script)
+        return self.note("real", path, *arguments, world=world), self.note("recorded", path, *arguments, world=world)
+
+    def note(self, kind: str, script: Path, *arguments: str, world: int = 0) -> Step:
+        """Return a step, of a kind. Raises RuntimeError for a script that fails."""
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        out = self.folder / f"{kind}.json"
+        request = {"kind": kind, "script": str(script), "arguments": arguments, "world": world, "out": str(out)}
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        if self._server.stdout.readline().strip() != "0":
+            raise RuntimeError(f"{script.name} {' '.join(arguments)} did not run ({kind})")
+        step: Step = json.loads(out.read_text())
+        return step
 
 
 def compared(calls: list[Noted]) -> list[Noted]:
@@ -92,8 +132,12 @@ class Notes(TorchDispatchMode):
         self.exchanges.append([kind, sum(t.nbytes for t in tree_leaves(moved) if isinstance(t, Tensor))])
 
 
-_KINDS = {"allreduce": "all_reduce", "all_reduce": "all_reduce", "allgather": "all_gather", "all_gather": "all_gather",
-          "reduce_scatter": "reduce_scatter", "broadcast": "broadcast", "alltoall": "all_to_all", "all_to_all": "all_to_all"}  # fmt: skip
+# fmt: off
+_KINDS = {
+    "allreduce": "all_reduce", "all_reduce": "all_reduce", "allgather": "all_gather", "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter", "broadcast": "broadcast", "alltoall": "all_to_all", "all_to_all": "all_to_all",
+}
+# fmt: on
 
 
 class NoModules:

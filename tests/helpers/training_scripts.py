@@ -313,3 +313,66 @@ for step in range(5):
     optimizer.zero_grad()
 """,
 }
+
+DISTRIBUTED = """
+import sys, torch
+from torch import nn
+import torch.distributed as dist
+gpu = torch.cuda.is_available()
+device = "cuda" if gpu else "cpu"
+kind = sys.argv[1]
+dist.init_process_group("nccl" if gpu else "gloo")
+torch.manual_seed(0)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(512, 512)   # declared first, used last
+        self.first = nn.Linear(512, 700)
+        self.norm = nn.BatchNorm1d(700)
+        self.second = nn.Linear(700, 512)
+        self.table = nn.Parameter(torch.zeros(512))
+        self.idle = nn.Linear(600, 900) if kind == "ddp-unused" else None  # in no pass
+    def forward(self, x):
+        return self.last(torch.relu(self.second(self.norm(self.first(x)))) + self.table)
+model = Net().to(device)
+if kind.startswith("ddp"):
+    extra = {
+        "ddp": {}, "ddp-unused": {"find_unused_parameters": True},
+        "ddp-static": {"static_graph": True, "gradient_as_bucket_view": True},
+    }[kind]
+    model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1.5, **extra)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+elif kind == "zero":
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1.5)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, foreach=True)
+elif kind == "fsdp":
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.device_mesh import init_device_mesh
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    for part in (model.first, model.second, model.last):
+        fully_shard(part, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+elif kind == "tp":
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    model = nn.Sequential(
+        nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)
+    ).to(device)
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel(), "3": ColwiseParallel(), "5": RowwiseParallel()}
+    parallelize_module(model, mesh, plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+width = 64 if kind == "tp" else 512
+def make_batch():
+    return torch.randn(16, width).to(device)
+
+for step in range(5):
+    for micro in range(2):
+        model(make_batch()).square().mean().backward()
+    if kind == "fsdp":
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+    optimizer.step()
+    optimizer.zero_grad()
+"""

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ddltool.analyzers.step.recording.recorder import Recorder
 
@@ -169,17 +169,28 @@ def _ddp_of(recorder: Recorder) -> type[nn.Module]:
             self._is_view = gradient_as_bucket_view or (static_graph and gradient_as_bucket_view)
             self._skipped = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
             self._hook: tuple[Any, Callable[..., Any]] | None = None
-            limits = _FIRST_BUCKET_BYTES, (bucket_cap_mb or 25) * 2**20
-            self._buckets = _buckets(
-                [p for n, p in module.named_parameters() if p.requires_grad and n not in self._skipped], limits
-            )
-            self._home = {id(p): number for number, bucket in enumerate(self._buckets) for p in bucket}
+            cap = int((25 if bucket_cap_mb is None else bucket_cap_mb) * 2**20)
+            self._limits = (_FIRST_BUCKET_BYTES if bucket_cap_mb is None else cap), cap
+            trained = [p for n, p in module.named_parameters() if p.requires_grad and n not in self._skipped]
+            self._finds_unused = find_unused_parameters and not static_graph
+            # Torch fills buckets in the order of the first gradients, unless it looks for those that do not come.
+            self._order: list[Tensor] | None = None if self._finds_unused else []
+            limits = self._limits if self._finds_unused else (sys.maxsize, sys.maxsize)
+            place = {id(p): number for number, p in enumerate(trained)}
+            first_buckets = sorted(_buckets(trained, limits), key=lambda bucket: -place[id(bucket[0])])
             self._left: dict[int, set[int]] = {}
-            self._flat: dict[int, Tensor] = {}
             self._works: dict[int, Any] = {}
-            for bucket in self._buckets:
-                for parameter in bucket:
-                    parameter.register_post_accumulate_grad_hook(self._arrived)
+            self._next = 0
+            self._fill(first_buckets)
+            if self._finds_unused:
+                self._used = torch.zeros(len(trained), dtype=torch.int32, device=recorder.gpu)
+            for parameter in trained:
+                parameter.register_post_accumulate_grad_hook(self._arrived)
+
+        def _fill(self, buckets: list[list[Tensor]]) -> None:
+            self._buckets = buckets
+            self._home = {id(p): number for number, bucket in enumerate(buckets) for p in bucket}
+            self._flat: dict[int, Tensor] = {}
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             if self.require_backward_grad_sync and torch.is_grad_enabled():
@@ -188,7 +199,13 @@ def _ddp_of(recorder: Recorder) -> type[nn.Module]:
                     self._send_buffers()
             if self.device_ids:  # what it is given goes to its device
                 args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(recorder.gpu), (args, kwargs))
-            return self.module(*args, **kwargs)
+            outputs = self.module(*args, **kwargs)
+            if self._finds_unused and self.require_backward_grad_sync and torch.is_grad_enabled():
+                reached = _reached(outputs)
+                for left in self._left.values():
+                    left &= reached
+                self._exchange_ready()
+            return outputs
 
         @contextlib.contextmanager
         def no_sync(self) -> Iterator[None]:
@@ -213,11 +230,12 @@ def _ddp_of(recorder: Recorder) -> type[nn.Module]:
         def _expect_all(self) -> None:
             """Let the next backward pass exchange every bucket."""
             self._left = {number: {id(p) for p in bucket} for number, bucket in enumerate(self._buckets)}
+            self._next = 0
 
         def _send_buffers(self) -> None:
             buffers = [b for n, b in self.module.named_buffers() if n not in self._skipped]
             with torch.no_grad():
-                for dtype in {b.dtype for b in buffers}:
+                for dtype in dict.fromkeys(b.dtype for b in buffers):
                     flat = torch.cat([b.detach().reshape(-1) for b in buffers if b.dtype == dtype])
                     dist.broadcast(flat, 0, group=self.process_group)
 
@@ -240,14 +258,36 @@ def _ddp_of(recorder: Recorder) -> type[nn.Module]:
                 elif parameter.grad.untyped_storage()._cdata != flat.untyped_storage()._cdata:
                     parameter.grad = place
                 left.discard(id(parameter))
-                if left:
-                    return
+                if self._order is not None:
+                    self._order.append(parameter)
+                if not left:
+                    self._exchange_ready()
+
+        def _exchange_ready(self) -> None:
+            """Exchange the buckets that are full, none before those that precede it; after the last, let all come back."""
+            while not self._left.get(self._next, {0}):
+                del self._left[self._next]
+                flat = self._flat.get(self._next)
+                if flat is None:  # all its parameters go unused
+                    size, first = sum(p.numel() for p in self._buckets[self._next]), self._buckets[self._next][0]
+                    flat = self._flat[self._next] = torch.empty(size, dtype=first.dtype, device=first.device)
                 if self._hook is None:
-                    self._works[number] = dist.all_reduce(flat, group=self.process_group, async_op=True)
+                    self._works[self._next] = dist.all_reduce(flat, group=self.process_group, async_op=True)
                 else:
-                    self._run_hook(flat, number)
-                del self._left[number]
-                torch.autograd.Variable._execution_engine.queue_callback(lambda: self._copy_back(number))
+                    self._run_hook(flat, self._next)
+                self._next += 1
+                if not self._left:
+                    if self._finds_unused:
+                        dist.all_reduce(self._used, group=self.process_group, async_op=True)
+                    if torch._C._current_graph_task_id() != -1:  # else nothing is used at all
+                        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+        def _finish(self) -> None:
+            for number in range(len(self._buckets)):
+                self._copy_back(number)
+            if self._order is not None:
+                self._fill(_buckets(self._order, self._limits))
+                self._order = None
 
         def _copy_back(self, number: int) -> None:
             if (work := self._works.pop(number, None)) is not None:
@@ -276,13 +316,27 @@ def _ddp_of(recorder: Recorder) -> type[nn.Module]:
     return DistributedDataParallel
 
 
+def _reached(outputs: Any) -> set[int]:
+    """Return the identities of the leaves whose gradients a backward pass from outputs makes."""
+    known: set[Any] = set()
+    found: set[int] = set()
+    open_nodes = [leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is not None and node not in known:
+            known.add(node)
+            found.add(id(getattr(node, "variable", None)))
+            open_nodes.extend(before for before, _ in node.next_functions)
+    return found
+
+
 def _buckets(parameters: list[Tensor], limits: tuple[float, float]) -> list[list[Tensor]]:
-    """Return parameters in DDP's buckets: the last ones first, one type each, closed once they hold their limit of bytes."""
+    """Return parameters in DDP's buckets, in their order: one type each, closed once they hold their limit of bytes."""
     open_buckets: dict[torch.dtype, list[Tensor]] = {}
     filled: dict[torch.dtype, int] = {}
     closed: list[list[Tensor]] = []
     first_of: set[torch.dtype] = set()
-    for parameter in reversed(parameters):
+    for parameter in parameters:
         dtype = parameter.dtype
         open_buckets.setdefault(dtype, []).append(parameter)
         filled[dtype] = filled.get(dtype, 0) + parameter.numel() * parameter.element_size()

@@ -12,65 +12,37 @@ What differs for a good reason, and is made alike before it is compared:
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import cache
 
 import pytest
 
-from tests.helpers import noted_steps
-from tests.helpers.noted_steps import compared, flops_compared
-from tests.helpers.training_scripts import SCRIPTS
+from tests.helpers.noted_steps import Notary, Step, compared, flops_compared
+from tests.helpers.training_scripts import DISTRIBUTED, SCRIPTS
 
-Noted = dict[str, Any]
+Pairs = Callable[..., tuple[Step, Step]]
 RECURRENT = "LSTM"
 FOR_EACH = [name for name in SCRIPTS if name != RECURRENT]
 
 
 @pytest.fixture(scope="module")
-def noted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], tuple[Noted, Noted]]]:
-    """Return what notes a script's step: the real one and the recorded one."""
-    folder = tmp_path_factory.mktemp("steps")
-    with subprocess.Popen(
-        [sys.executable, noted_steps.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    ) as server:  # fmt: skip
-        known: dict[str, tuple[Noted, Noted]] = {}
-
-        def note(name: str) -> tuple[Noted, Noted]:
-            if name not in known:
-                known[name] = (ask("real", name), ask("recorded", name))
-            return known[name]
-
-        def ask(kind: str, name: str) -> Noted:
-            assert server.stdin is not None
-            assert server.stdout is not None
-            script, out = folder / "train.py", folder / f"{kind}.json"
-            script.write_text(SCRIPTS[name])
-            server.stdin.write(json.dumps({"kind": kind, "script": str(script), "out": str(out)}) + "\n")
-            server.stdin.flush()
-            assert server.stdout.readline().strip() == "0", f"{name} did not run ({kind})"
-            answer: Noted = json.loads(out.read_text())
-            return answer
-
-        yield note
-        assert server.stdin is not None
-        server.stdin.close()
+def noted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
+    """Return what notes a script's step: the real one and the recorded one, of so many processes."""
+    with Notary(tmp_path_factory.mktemp("steps")) as notary:
+        yield cache(notary.pair)
 
 
 @pytest.mark.parametrize("name", FOR_EACH)
-def test_the_recorded_ops_are_the_real_ones(name: str, noted: Callable[[str], tuple[Noted, Noted]]) -> None:
-    real, recorded = noted(name)
+def test_the_recorded_ops_are_the_real_ones(name: str, noted: Pairs) -> None:
+    real, recorded = noted(SCRIPTS[name])
     assert len(real["calls"]) > 50
     assert compared(recorded["calls"]) == compared(real["calls"])
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_flops_are_those_that_torch_counts(name: str, noted: Callable[[str], tuple[Noted, Noted]]) -> None:
-    real, recorded = noted(name)
+def test_the_flops_are_those_that_torch_counts(name: str, noted: Pairs) -> None:
+    real, recorded = noted(SCRIPTS[name])
     counted = flops_compared(real["flops"])
     assert sum(counted.values()) > 1e6
     if name == RECURRENT:  # one op of cuDNN's stands for many products, the gradient of the first state among them
@@ -82,14 +54,14 @@ def test_the_flops_are_those_that_torch_counts(name: str, noted: Callable[[str],
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_peak_is_that_of_torch_s_tracker(name: str, noted: Callable[[str], tuple[Noted, Noted]]) -> None:
-    real, recorded = noted(name)
+def test_the_peak_is_that_of_torch_s_tracker(name: str, noted: Pairs) -> None:
+    real, recorded = noted(SCRIPTS[name])
     assert real["peak_bytes"] > 2**21
     assert recorded["peak_bytes"] == pytest.approx(real["peak_bytes"], rel=0.03)
 
 
-def test_recurrent_layers_are_one_op_and_all_else_is_the_same(noted: Callable[[str], tuple[Noted, Noted]]) -> None:
-    real, recorded = noted(RECURRENT)
+def test_recurrent_layers_are_one_op_and_all_else_is_the_same(noted: Pairs) -> None:
+    real, recorded = noted(SCRIPTS[RECURRENT])
     ops, real_ops = (Counter(map(json.dumps, compared(step["calls"]))) for step in (recorded, real))
     assert {name for name, _, _ in recorded["calls"]} >= {"recurrent", "recurrent_backward"}
     around = [op for op in ops if json.loads(op)[0].startswith(("embedding", "_log_softmax", "nll_loss", "_foreach"))]
@@ -97,11 +69,30 @@ def test_recurrent_layers_are_one_op_and_all_else_is_the_same(noted: Callable[[s
     assert {op: real_ops[op] for op in around} == {op: ops[op] for op in around}
 
 
-def test_another_shape_another_op_or_another_order_is_seen(noted: Callable[[str], tuple[Noted, Noted]]) -> None:
-    real, recorded = noted("averaged weights (EMA)")
+def test_another_shape_another_op_or_another_order_is_seen(noted: Pairs) -> None:
+    real, recorded = noted(SCRIPTS["averaged weights (EMA)"])
     product = next(place for place, (name, _, _) in enumerate(recorded["calls"]) if name == "addmm")
     wrong = json.loads(json.dumps(recorded["calls"]))
     wrong[product][1][1][0][0] += 1
     assert compared(wrong) != compared(real["calls"])
     assert compared(recorded["calls"][1:]) != compared(real["calls"])
     assert compared(recorded["calls"][::-1]) != compared(real["calls"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "kinds"),
+    [
+        ("ddp", ["broadcast", "all_reduce"]),
+        ("ddp-unused", ["broadcast", "all_reduce"]),
+        ("ddp-static", ["broadcast", "all_reduce"]),
+        ("zero", ["broadcast", "all_reduce"]),
+        ("fsdp", ["all_gather", "reduce_scatter", "all_reduce"]),
+        ("tp", ["all_reduce"]),
+    ],
+)
+def test_two_processes_exchange_what_is_recorded_of_one(kind: str, kinds: list[str], noted: Pairs) -> None:
+    real, recorded = noted(DISTRIBUTED, kind, world=2)
+    assert {name for name, _ in real["exchanges"]} == set(kinds)
+    assert recorded["exchanges"] == real["exchanges"]  # in order, with the bytes of each
+    assert recorded["peak_bytes"] == pytest.approx(real["peak_bytes"], rel=0.03)
+    assert flops_compared(recorded["flops"]) == flops_compared(real["flops"])
