@@ -9,7 +9,7 @@ import contextlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -330,7 +330,7 @@ def _reached(outputs: Any) -> set[int]:
     return found
 
 
-def _buckets(parameters: list[Tensor], limits: tuple[float, float]) -> list[list[Tensor]]:
+def _buckets(parameters: Sequence[Tensor], limits: tuple[float, float]) -> list[list[Tensor]]:
     """Return parameters in DDP's buckets, in their order: one type each, closed once they hold their limit of bytes."""
     open_buckets: dict[torch.dtype, list[Tensor]] = {}
     filled: dict[torch.dtype, int] = {}

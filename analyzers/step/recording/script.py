@@ -75,7 +75,7 @@ class StepWindow:
             real_update(average, *args, **kwargs)
             self._starts(average)
 
-        AveragedModel.update_parameters = update  # type: ignore[method-assign]
+        AveragedModel.update_parameters = update  # type: ignore[assignment, method-assign]
 
     def _begins(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         self._depth += 1
