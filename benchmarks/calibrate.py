@@ -32,8 +32,9 @@ from truth_page import write_page
 
 from ddltool.analyzers.step.costs.fitting import Belief, Case, fit, host_bound, library_bound, steps_s
 from ddltool.analyzers.step.costs.kernel_times import ARITHMETIC, FEED, TRAFFIC, UNITS, Constants, demand_of
+from ddltool.analyzers.step.costs.kernels import memory_kernels
 from ddltool.analyzers.step.costs.model import BRANCHES, OPTIMIZERS, cost_model
-from ddltool.analyzers.step.tracing.op_rules import CLASS
+from ddltool.analyzers.step.recording.op_rules import CLASS
 from ddltool.artifacts import save
 from ddltool.calibration import CalibrationTable, Residuals
 from ddltool.shipped import devices
@@ -151,19 +152,18 @@ def _case(rows: Sequence[Row], work: Work, beside: int) -> Case:
     row, source = rows[0], SOURCES[rows[0].source]
     device = devices().device(row.device)
     training = row.trace.mode == "training" and row.optimizer != "none"
-    traffic_s = (
-        OPTIMIZERS[row.optimizer].passes * work.parameter_bytes / (device.free_of_codes * device.memory_bytes_per_s)
-    )
+    update = OPTIMIZERS[row.optimizer if training else "none"]
+    updating = memory_kernels([passes * work.parameter_bytes for passes in update.kernels])
     kernels = work.kernels
     demand = demand_of(kernels, device, precision=row.precision, channels_last=row.trace.channels_last)
+    demand = replace(demand, traffic_s=source.traffic * demand.traffic_s).then(demand_of(updating, device))
     grouped = bool((kernels.kind == CLASS["grouped_convolution"]).any())
     today = [each.measured_s for each in rows if not (grouped and each.dated)]
     return Case(
-        demand=replace(demand, traffic_s=source.traffic * demand.traffic_s),
-        count=work.count,
-        ops=work.ops,
+        demand=demand,
+        count=np.concatenate([work.count, np.ones(len(updating))]),
+        ops=work.ops + len(updating),
         views=work.views,
-        update_traffic_s=traffic_s if training else 0.0,
         tensors=work.tensors if training else 0,
         generation=device.branch,
         measured_s=math.exp(float(np.median(np.log(today or [each.measured_s for each in rows])))),

@@ -34,11 +34,11 @@ from ddltool.analyzers.step.costs.memory import (
     lifetimes_of,
 )
 from ddltool.analyzers.step.costs.predict import CONTEXT_BYTES, WorkCurve, measure_work, memory_range
-from ddltool.analyzers.step.tracing.dialect import Numerics
+from ddltool.analyzers.step.recording.torch_costs import value_of
 from ddltool.analyzers.step.tracing.factories import imported
+from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.step import TrainingStep
 from ddltool.analyzers.step.tracing.torch_adapter import trace_step
-from ddltool.analyzers.step.tracing.torch_costs import value_of
 from ddltool.artifacts import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -109,7 +109,7 @@ def llama(batch: int, length: int) -> TrainingStep:
 
 def every_second(lifetimes: TensorLifetimes) -> SavedOps:
     """Return torchtitan's selective checkpointing: attention and every second matrix product are kept."""
-    nodes = list(lifetimes.traced.fx.graph.nodes)
+    nodes = list(lifetimes.traced.program.nodes)
     saved_ops = {}
     for block in lifetimes.blocks:
         products = [place for place, node in enumerate(block.products) if "mm" in str(nodes[node].target)]
@@ -146,7 +146,7 @@ def torchtitan(path: Path) -> Iterator[Row]:
 
 def as_before_1_11(lifetimes: TensorLifetimes) -> TensorLifetimes:
     """Return what torch before 1.11 held: inputs of softmax and of ReLU until their backward ops read the outputs."""
-    nodes = list(lifetimes.traced.fx.graph.nodes)
+    nodes = list(lifetimes.traced.program.nodes)
     place, free, alloc = {node: at for at, node in enumerate(nodes)}, lifetimes.free.copy(), lifetimes.alloc.copy()
     for at, node in enumerate(nodes[lifetimes.backward :], start=lifetimes.backward):
         if (name := _op(node)) in _KEPT_INPUTS:

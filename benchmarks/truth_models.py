@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ddltool.analyzers.step.costs.kernels import Kernels, kernels_of
-from ddltool.analyzers.step.tracing.dialect import Numerics
 from ddltool.analyzers.step.tracing.factories import imported, timm_step
+from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.step import TrainingStep, default_loss, language_model_loss
 from ddltool.analyzers.step.tracing.torch_adapter import trace_any_batch
 from ddltool.errors import DdlToolError

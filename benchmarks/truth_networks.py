@@ -25,7 +25,7 @@ from ddltool.analyzers.step.communication.nccl import Fabric
 from ddltool.analyzers.step.communication.program import program_of
 from ddltool.analyzers.step.costs.model import cost_model
 from ddltool.analyzers.step.costs.predict import Placement, Setting, WorkCurve, measure_work, predict, timed_step
-from ddltool.analyzers.step.tracing.dialect import Numerics
+from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.artifacts import read_text, write_text
 from ddltool.links import parse_link, parse_nic
 from ddltool.shipped import calibration, devices

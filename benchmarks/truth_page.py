@@ -16,7 +16,7 @@ from ddltool.analyzers.answers.reporting.charts import drawn
 from ddltool.analyzers.answers.reporting.figures import Line, Lines
 from ddltool.analyzers.step.costs.fitting import Belief
 from ddltool.analyzers.step.costs.model import cost_model
-from ddltool.analyzers.step.tracing.dialect import Numerics
+from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.torch_adapter import trace_any_batch
 from ddltool.artifacts import write_text
 from ddltool.calibration import CalibrationTable, Residuals

@@ -12,7 +12,7 @@ from ddltool.analyzers.job.goodput.imported_rows import import_files, measured_r
 from ddltool.analyzers.step.communication.fabrics import bus_bandwidth, is_nccl_log
 from ddltool.analyzers.step.costs.fitting import MeasuredStep, Updated, update
 from ddltool.analyzers.step.costs.predict import WorkCurve, work_of
-from ddltool.analyzers.step.tracing.dialect import Numerics
+from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.artifacts import ending, read_text, save
 from ddltool.commands.options import DEVICES, OPTIMIZER, Precision, within
 from ddltool.commands.output import note, print_json, progress, say

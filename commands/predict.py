@@ -12,7 +12,7 @@ from ddltool.analyzers.step.costs.model import cost_model
 from ddltool.analyzers.step.costs.predict import Setting, predict_on, predicted_profile, work_of
 from ddltool.analyzers.step.costs.recorded import predict_recorded
 from ddltool.analyzers.step.recording.command import LIMIT_S, assumed, is_command, record, words_of
-from ddltool.analyzers.step.tracing.dialect import Numerics
+from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.sources import Source, is_graph_file, name_of
 from ddltool.commands.options import (
     AS_TEXT,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ddltool import showing
 
 if TYPE_CHECKING:
+    from ddltool.analyzers.step.recording.window import record_block
     from ddltool.artifact_files import read as read
     from ddltool.commands.balance import balance as balance
     from ddltool.commands.barrier import barrier as barrier
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from ddltool.errors import Infeasible as Infeasible
     from ddltool.errors import InputError as InputError
 
+    record = record_block
+
 __version__ = "0.1.0"
 
 showing.register(lambda: import_module("ddltool.analyzers.answers.reporting.notebook"))
@@ -38,11 +41,12 @@ showing.register(lambda: import_module("ddltool.analyzers.answers.reporting.note
 # Where each name lives; docs/api.md lists them and a test pins them.
 _VERBS = ("trace", "predict", "profile", "fit", "plan", "simulate", "balance", "barrier", "gate", "report")
 _HOMES = {
-    **{verb: f"commands.{verb}" for verb in _VERBS},
-    "read": "artifact_files",
-    "DdlToolError": "errors",
-    "InputError": "errors",
-    "Infeasible": "errors",
+    **{verb: f"commands.{verb}:{verb}" for verb in _VERBS},
+    "record": "analyzers.step.recording.window:record_block",
+    "read": "artifact_files:read",
+    "DdlToolError": "errors:DdlToolError",
+    "InputError": "errors:InputError",
+    "Infeasible": "errors:Infeasible",
 }
 __all__ = ["__version__", *_HOMES]
 
@@ -50,7 +54,8 @@ __all__ = ["__version__", *_HOMES]
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'ddltool' has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(f"ddltool.{_HOMES[name]}"), name)
+    module, _, attribute = _HOMES[name].partition(":")
+    found = globals()[name] = getattr(import_module(f"ddltool.{module}"), attribute)
     return found
 
 

@@ -167,7 +167,7 @@ class Job(Artifact):
         json_schema_extra={"enum": [*NAMES, *ALIASES]},
     )
     channels_last: bool = Field(default=False, description="images in channels_last")
-    optimizer: Literal["none", "sgd", "momentum", "adam", "adamw"] = "adam"
+    optimizer: Literal["none", "sgd", "momentum", "adam", "adamw", "fused-adam", "fused-adamw"] = "adam"
     sequence_length: AtLeastOne | None = Field(default=None, description="tokens of a sample; null: the source's own")
     devices: list[DeviceOffer] = Field(default_factory=list, max_length=1000)
     cluster: str | None = Field(default=None, description="cluster.yaml that gives the device counts")

@@ -18,7 +18,7 @@ from ddltool.analyzers.step.communication.fabrics import bus_bandwidth
 from ddltool.analyzers.step.costs.fitting import MeasuredStep, Updated, merged, update
 from ddltool.analyzers.step.costs.model import CostModel, cost_model
 from ddltool.analyzers.step.costs.predict import WorkCurve, work_of
-from ddltool.analyzers.step.tracing.dialect import Numerics
+from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.device import Device
 from ddltool.errors import InputError
 from ddltool.graph import Graph

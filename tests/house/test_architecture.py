@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("commands", "runtime", "analyzers", "fixtures", "toolkit")
-STEP = tuple(f"step.{name}" for name in ("tracing", "recording", "measured", "communication", "costs", "transfers"))
+STEP = tuple(f"step.{name}" for name in ("recording", "tracing", "measured", "communication", "costs", "transfers"))
 JOB = tuple(f"job.{name}" for name in ("goodput", "barriers", "balancing", "placement", "planning", "diagnosing"))
 ANSWERS = tuple(f"answers.{name}" for name in ("gating", "emitting", "reporting"))
 ANALYZERS = tuple(f"analyzers.{name}" for name in (*STEP, *JOB, "cluster", *ANSWERS))

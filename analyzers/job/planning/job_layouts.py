@@ -10,7 +10,7 @@ from ddltool.analyzers.job.planning.layouts import Layouts
 from ddltool.analyzers.step.communication.nccl import Fabric
 from ddltool.analyzers.step.costs.model import cost_model
 from ddltool.analyzers.step.costs.predict import WorkCurve, usable_bytes, work_of
-from ddltool.analyzers.step.tracing.dialect import Numerics
+from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.device import GIVEN, DeviceTable
 from ddltool.job import Job
 from ddltool.shipped import calibration

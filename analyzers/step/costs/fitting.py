@@ -35,7 +35,7 @@ from ddltool.analyzers.step.costs.kernel_times import (
     seconds,
 )
 from ddltool.analyzers.step.costs.kernels import kernels_of
-from ddltool.analyzers.step.costs.model import HOST_BOUND, LIBRARY_BOUND, OPTIMIZERS, VIEW, CostModel, cost_model
+from ddltool.analyzers.step.costs.model import HOST_BOUND, LIBRARY_BOUND, VIEW, CostModel, cost_model, update_kernels
 from ddltool.calibration import CalibrationTable, DeviceFit, Residuals
 from ddltool.device import Device
 from ddltool.errors import InputError
@@ -62,8 +62,6 @@ class Case:
     """Ops that launch kernels."""
     views: int
     """Ops that do not."""
-    update_traffic_s: float
-    """Seconds of the update's traffic at full bandwidth."""
     tensors: int
     """Parameter tensors that are updated."""
     generation: str
@@ -151,14 +149,13 @@ class _Stack:
         self.settings = sorted(set(settings) - {""})
         self.setting = np.array([self.settings.index(name) if name else -1 for name in settings])
         self.issued = np.array([case.ops + VIEW * case.views for case in cases])
-        self.traffic_s = np.array([case.update_traffic_s for case in cases])
         self.tensors = np.array([case.tensors for case in cases], dtype=np.float64)
 
     def steps_s(self, belief: Belief) -> Array:
         """Return (cases,) predicted seconds."""
         device_s, host_s = self.device_s(belief), self.host_s(belief)
         predicted_s: Array = (
-            _combine_host_and_device(device_s, host_s) + sum(self._update_s(belief)) + self._added_s(belief)
+            _combine_host_and_device(device_s, host_s) + self._tensors_s(belief) + self._added_s(belief)
         )
         return predicted_s
 
@@ -188,15 +185,12 @@ class _Stack:
         slopes *= ((_combine_host_and_device(device_s * (1.0 + _STEP), host_s) - pass_s) / (_STEP * device_s))[:, None]
         column_of = {name: flat_index for flat_index, name in enumerate(names(self.generations, self.settings))}
         slopes[:, column_of["issue_s"]] += (_combine_host_and_device(device_s, host_s * (1.0 + _STEP)) - pass_s) / _STEP
-        traffic_s, tensors_s = self._update_s(belief)
-        factor_column = len(ARITHMETIC) + len(TRAFFIC) + len(FEED) + len(_SCALARS) + len(UNITS) * self.generation
-        slopes[case_index, factor_column + UNITS.index("memory")] -= traffic_s
-        slopes[:, column_of["traffic:pointwise"]] -= traffic_s
+        tensors_s = self._tensors_s(belief)
         slopes[:, column_of["update_s"]] += tensors_s
         added_s = self._added_s(belief)
         if self.settings:
             slopes[case_index, columns_count - len(self.settings) + np.maximum(self.setting, 0)] += added_s
-        slopes /= (pass_s + traffic_s + tensors_s + added_s)[:, None]
+        slopes /= (pass_s + tensors_s + added_s)[:, None]
         return slopes
 
     def _raise_by_kind(self, constants: Constants) -> Iterator[tuple[Constants, NDArray[np.intp]]]:
@@ -244,11 +238,10 @@ class _Stack:
         sums: Array = np.bincount(self.case, weights=values, minlength=len(self.issued)).astype(np.float64)
         return sums
 
-    def _update_s(self, belief: Belief) -> tuple[Array, Array]:
-        """Return (cases,) seconds of the update's traffic, and of its tensors."""
-        memory_factor = np.array([belief.at(name).units["memory"] for name in self.generations])[self.generation]
-        traffic_s = self.traffic_s / (belief.constants.traffic["pointwise"] * memory_factor)
-        return traffic_s, belief.constants.update_s * self.tensors
+    def _tensors_s(self, belief: Belief) -> Array:
+        """Return (cases,) the seconds of the update per tensor."""
+        tensors_s: Array = belief.constants.update_s * self.tensors
+        return tensors_s
 
     def _added_s(self, belief: Belief) -> Array:
         """Return (cases,) the seconds that each case's setting adds."""
@@ -426,17 +419,17 @@ def _case_of(graph: Graph, model: CostModel, step: MeasuredStep, model_steps: in
 
     ``graph``: the step's, traced at its batch size. ``model_steps``: measured steps of the same model, which share a weight.
     """
-    kernels = kernels_of(graph)
+    kernels, updating = kernels_of(graph), update_kernels(graph, step.optimizer)
     precision, channels_last = str(graph.meta.get("precision", "fp32")), bool(graph.meta.get("channels_last", False))
-    passes = OPTIMIZERS[step.optimizer].passes
     launching = len(np.unique(kernels.op))
     return Case(
-        demand=demand_of(kernels, model.device, precision=precision, channels_last=channels_last),
-        count=np.ones(len(kernels)),
-        ops=launching,
+        demand=demand_of(kernels, model.device, precision=precision, channels_last=channels_last).then(
+            demand_of(updating, model.device)
+        ),
+        count=np.ones(len(kernels) + len(updating)),
+        ops=launching + len(updating),
         views=int((graph.kind == COMPUTE).sum()) - launching,
-        update_traffic_s=passes * graph.trained_bytes / (model.device.free_of_codes * model.device.memory_bytes_per_s),
-        tensors=len(graph.of_kind(SEND)) if passes else 0,
+        tensors=len(graph.of_kind(SEND)) if len(updating) else 0,
         generation=OWN,
         measured_s=step.seconds,
         weight=min(1.0, math.sqrt(_FEW / model_steps)),

@@ -12,13 +12,13 @@ measurements by :mod:`.fitting`. Start at :func:`demand_of`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddltool.analyzers.step.costs.kernels import FORWARD, WEIGHT_GRADIENT, Kernels
-from ddltool.analyzers.step.tracing.op_rules import CLASS, CLASSES
+from ddltool.analyzers.step.recording.op_rules import CLASS, CLASSES
 from ddltool.calibration import UNITS as UNITS
 from ddltool.device import Device
 
@@ -162,6 +162,10 @@ class Demand:
     """(k,) steps that wait for each other, of recurrent layers; 0 for any other kernel."""
     serial: NDArray[np.bool_]
     """(k,) whether arithmetic and traffic add up instead of overlapping: grouped convolutions."""
+
+    def then(self, other: Demand) -> Demand:
+        """Return the demand of these kernels and of others after them."""
+        return Demand(**{f.name: np.concatenate([getattr(self, f.name), getattr(other, f.name)]) for f in fields(self)})
 
 
 def demand_of(

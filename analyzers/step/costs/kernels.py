@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.step.tracing.op_rules import CLASS, CLASSES, class_of
+from ddltool.analyzers.step.recording.op_rules import CLASS, CLASSES, class_of
 from ddltool.graph import COMPUTE, Graph
 
 Array = NDArray[np.float64]
@@ -81,6 +81,22 @@ def product_kernels(gemm: Array, dtype: str, width: int, result_width: int) -> K
         gemm=gemm,
         width=np.full(rows, float(width)),
         dtype=(dtype,) * rows,
+        ops=rows,
+    )
+
+
+def memory_kernels(moved_bytes: Sequence[float]) -> Kernels:
+    """Return one element-wise kernel for each number of bytes that are read and written, as operations of their own."""
+    rows = len(moved_bytes)
+    return Kernels(
+        op=np.arange(rows),
+        kind=np.full(rows, CLASS["pointwise"], dtype=np.int8),
+        direction=np.full(rows, FORWARD, dtype=np.int8),
+        flops=np.zeros(rows),
+        moved_bytes=np.array(moved_bytes, dtype=np.float64),
+        gemm=np.zeros((rows, 4)),
+        width=np.full(rows, 4.0),
+        dtype=("float32",) * rows,
         ops=rows,
     )
 

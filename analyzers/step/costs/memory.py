@@ -30,12 +30,11 @@ from torch.fx import Node
 from ddltool.analyzers.step.communication.fsdp import block_container, block_of
 from ddltool.analyzers.step.costs.allocator import reserved_bytes
 from ddltool.analyzers.step.costs.model import OPTIMIZERS, Optimizer
+from ddltool.analyzers.step.recording.torch_costs import AS_TRACED, Scale, tensors_of, value_of
 from ddltool.analyzers.step.tracing.torch_adapter import TracedStep
-from ddltool.analyzers.step.tracing.torch_costs import AS_TRACED, Scale, base_name, tensors_of, value_of
 from ddltool.errors import InputError, did_you_mean
 from ddltool.graph import RECV, SEND, Graph
 from ddltool.plans import is_product
-from ddltool.precision import precision_of
 
 Array = NDArray[np.float64]
 Places = NDArray[np.int64]
@@ -184,7 +183,7 @@ class TensorLifetimes:
         the outputs; only convolutions of stride 1 without groups have this algorithm.
         """
         scale, most_bytes = self._scale(batch_size), 0.0
-        for node in self.traced.fx.graph.nodes:
+        for node in self.traced.program.nodes:
             if getattr(node.target, "overloadpacket", None) is torch.ops.aten.convolution:
                 images, weight = value_of(node.args[0]), value_of(node.args[1])
                 is_plain = images.dim() == 4 and math.prod(node.args[3]) == node.args[8] == 1
@@ -278,7 +277,7 @@ class TensorLifetimes:
     @cached_property
     def _op_places(self) -> Places:
         """Return (ops,) the place of every op of the step's graph; -1: the op is no node of the program."""
-        place_of = {node: position for position, node in enumerate(self.traced.fx.graph.nodes)}
+        place_of = {node: position for position, node in enumerate(self.traced.program.nodes)}
         nodes = (self.traced.nodes.get(name) for name in self.traced.graph.names)
         return np.array([-1 if node is None else place_of[node] for node in nodes], dtype=np.int64)
 
@@ -335,9 +334,10 @@ class TensorLifetimes:
         bucket_bytes = float(self.trained_bytes.sum())
         held.add("parameters", 0, held.places, size[is_parameter])
         held.add("gradients", recomputation.moved(self.alloc)[is_gradient], held.places, size[is_gradient])
-        held.add("updating", held.places - 1, held.places, update.temporaries * float(size[is_gradient].sum()))
-        states = np.tile(size[is_gradient], int(update.state_copies)) / sharding.shard
+        held.add("updating", held.places - 1, held.places, np.tile(size[is_gradient], update.temporaries))
+        states = np.tile(size[is_gradient], update.states) / sharding.shard
         held.add("optimizer", 0, held.places, states)
+        held.add("optimizer", 0, held.places, np.full(int(is_gradient.sum()), float(update.counters)))
         if sharding.kind != "none":
             held.add("buckets", 0, held.places, bucket_bytes)
 
@@ -353,7 +353,7 @@ class TensorLifetimes:
         alloc, end, shard = recomputation.moved(self.alloc), held.places, sharding.shard
         reduced_bytes = self.trained_bytes
         held.add("parameters", 0, end, size[is_parameter] * self.kept_share / shard)
-        states = np.tile(size[is_gradient] * self.kept_share, int(update.state_copies))
+        states = np.tile(size[is_gradient] * self.kept_share, update.states)
         held.add("optimizer", 0, end, states / shard)
         held.add("gathered", 0, end, size[is_parameter & (self.owner < 0)])
         is_root_gradient = is_gradient & (self.owner < 0)
@@ -531,13 +531,12 @@ class _Reader:
 
     def __init__(self, traced: TracedStep) -> None:
         self.traced, graph = traced, traced.graph
-        self.nodes: list[Node] = list(traced.fx.graph.nodes)
+        self.nodes: list[Node] = list(traced.program.nodes)
         self.op_names = {node: name for name, node in traced.nodes.items()}
         received = graph.kind == RECV
         parameters = [graph.parameter[op] or "" for op in np.flatnonzero(received).tolist()]
         self.container = block_container(parameters, graph.size_bytes[received].tolist())
-        placeholders = (node for node in self.nodes if node.op == "placeholder")
-        self.parameters = dict(zip(placeholders, parameters, strict=False))
+        self.parameters = {node: name for name, node in traced.parameters.items()}
         starts = (place for place, node in enumerate(self.nodes) if self.op_names.get(node, "").startswith("backward"))
         self.backward = next(starts, len(self.nodes) - 1)
         self.block_at = self._read_block_names()
@@ -559,8 +558,8 @@ class _Reader:
             }
             for place, node in enumerate(self.nodes)
         ]
+        self._free_as_recorded()
         self._mark_gradients()
-        self._keep_casts()
         if self.spans:
             self._assign_activations()
         blocks = self._read_blocks(used_storages)
@@ -621,18 +620,19 @@ class _Reader:
         """Return the index of a parameter's block; -1: it lies outside all blocks."""
         return self.block_numbers.get(block_of(parameter, self.container), -1) if self.container is not None else -1
 
+    def _free_as_recorded(self) -> None:
+        """Let each storage live until the recorded step gave it up, which may be after its last use."""
+        places = {node: place for place, node in enumerate(self.nodes)}
+        for key, index in self.storage_numbers.items():
+            last = self.traced.last.get(key)
+            storage = self.storages[index]
+            storage.free = max(storage.free, len(self.nodes) - 1 if last is None else places[last])
+
     def _mark_gradients(self) -> None:
-        """Mark the outputs after the loss, which are the gradients of the sent parameters and held to the program's end."""
-        graph = self.traced.graph
-        sent_parameters = [graph.parameter[op] or "" for op in np.flatnonzero(graph.kind == SEND).tolist()]
-        outputs = self.nodes[-1].args[0]
-        gradients = outputs[1:] if isinstance(outputs, (list, tuple)) else ()
-        for name, gradient in zip(
-            sent_parameters, (value for value in gradients if isinstance(value, Node)), strict=False
-        ):
-            for storage_index in self._storages_of(gradient):
-                storage = self.storages[storage_index]
-                storage.free, storage.role, storage.owner = len(self.nodes) - 1, GRADIENT, self._owner(name)
+        """Mark the gradients of the parameters, which are held to the program's end."""
+        for name, gradient in self.traced.gradients.items():
+            storage = self.storages[self.storage_numbers[gradient.untyped_storage()._cdata]]
+            storage.free, storage.role, storage.owner = len(self.nodes) - 1, GRADIENT, self._owner(name)
 
     def _assign_activations(self) -> None:
         """Set the owner of each activation whose last use in the forward pass lies in the block that makes it."""
@@ -672,18 +672,6 @@ class _Reader:
                 )
             )
         return tuple(blocks)
-
-    def _keep_casts(self) -> None:
-        """Hold autocast's casts of parameters to the end of the forward pass: its cache does, whoever reads them last."""
-        if not precision_of(self.traced.graph.meta.get("precision")).is_autocast:
-            return
-        for node in self.nodes[: self.backward]:
-            source = node.args[0] if node.args else None
-            if base_name(node.target) == "_to_copy" and isinstance(source, Node) and self.parameters.get(source):
-                for index in self._storages_of(node):
-                    storage = self.storages[index]
-                    storage.forward = max(storage.forward, self.backward - 1)
-                    storage.free = max(storage.free, self.backward - 1)
 
     def _kept_share(self) -> float:
         """Return the bytes of all parameters as the graph receives them over those that its ops read."""

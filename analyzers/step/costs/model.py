@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddltool.analyzers.step.costs.kernel_times import DATASHEET, UNITS, Constants, by_library, demand_of, seconds
-from ddltool.analyzers.step.costs.kernels import kernels_of
+from ddltool.analyzers.step.costs.kernels import Kernels, kernels_of, memory_kernels
 from ddltool.calibration import CalibrationTable, Residuals
 from ddltool.device import GIVEN, Device, Generation, Network, name_key
 from ddltool.graph import COMPUTE, SEND, Estimate, Graph, assign_channels
@@ -45,23 +45,36 @@ BRANCHES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Optimizer:
-    """What an update costs per byte of parameters."""
+    """What an update costs, as torch.optim runs it on a GPU."""
 
-    state_copies: float
+    states: int
     """Copies of the parameters that it keeps."""
-    passes: float
-    """Times that it reads or writes the parameters' size."""
-    temporaries: float
-    """Copies of the gradients' size that it makes while it updates (torch's foreach kernels)."""
+    kernels: tuple[int, ...]
+    """Its kernels, each over all tensors: how often each reads or writes the parameters' size."""
+    temporaries: int = 0
+    """Copies of the gradients' size that it makes while it updates."""
+    counters: int = 0
+    """Bytes per tensor that it counts its steps in on the device, in a kernel of their own before the others."""
+
+    @property
+    def passes(self) -> int:
+        """Return how often it reads or writes the parameters' size in all."""
+        return sum(self.kernels)
 
 
+# lerp_, mul_, addcmul_, sqrt, div_, add_ and addcdiv_ of lists of tensors, as torch.optim's foreach implementation has them.
+_FOREACH_ADAM = (3, 2, 3, 2, 2, 2, 4)
 OPTIMIZERS = {
-    "none": Optimizer(state_copies=0, passes=0, temporaries=0),
-    "sgd": Optimizer(state_copies=0, passes=3, temporaries=0),
-    "momentum": Optimizer(state_copies=1, passes=5, temporaries=0),
-    "adam": Optimizer(state_copies=2, passes=7, temporaries=1),
-    "adamw": Optimizer(state_copies=2, passes=7, temporaries=1),
+    "none": Optimizer(states=0, kernels=()),
+    "sgd": Optimizer(states=0, kernels=(3,)),
+    "momentum": Optimizer(states=1, kernels=(2, 3, 3)),
+    "adam": Optimizer(states=2, kernels=_FOREACH_ADAM, temporaries=1),
+    "adamw": Optimizer(states=2, kernels=(2, *_FOREACH_ADAM), temporaries=1),
+    "fused-adam": Optimizer(states=2, kernels=(7,), counters=4),
+    "fused-adamw": Optimizer(states=2, kernels=(7,), counters=4),
 }
+"""By the names of ``--optimizer``: torch's own defaults (one kernel for each step of the formula, over all tensors), and
+``fused=True`` (one kernel in all)."""
 
 
 def memory_words(precision: str, optimizer: str) -> str:
@@ -73,7 +86,7 @@ def memory_words(precision: str, optimizer: str) -> str:
     'bf16-pure: everything in bfloat16, 4 bytes a parameter with its gradient'
     """
     update, kept = OPTIMIZERS[optimizer], precision_of(precision)
-    size = f"{kept.width * (2 + update.state_copies):g} bytes a parameter"
+    size = f"{kept.width * (2 + update.states):g} bytes a parameter"
     size += f" with {optimizer}" if update.passes else " with its gradient"
     return f"{precision_name(precision)}: {', '.join(filter(None, (kept.words, size)))}"
 
@@ -83,18 +96,20 @@ class PredictedStep:
     """The predicted time of one pass and its update, in seconds."""
 
     op_s: Array
-    """(n,) device seconds of every op of the graph; 0 for transfers and views."""
+    """(n,) device seconds of every op of the graph; 0 for transfers and views. The first op of a recorded update has those of
+    :attr:`update_host_s` too."""
     issue_s: Array
     """(n,) seconds in which the host issues each op; 0 for transfers."""
     host_s: float
-    """What the host takes to issue all ops."""
+    """What the host takes to issue all ops, the update's among them."""
     device_s: float
     """What the device takes for all kernels, one after another."""
     end_s: Array
     """(n,) when every op has ended on the device, from the start of the pass; a view with the op before it."""
     update_s: float
+    """From the end of the graph's ops to that of the update that follows them."""
     update_host_s: float
-    """The host's part of the update, a time per tensor: sharding the tensors does not shorten it."""
+    """The update's time per tensor, which sharding the tensors does not shorten."""
     library_s: float = 0.0
     """The part of ``device_s`` in kernels whose time differs by the library's version."""
 
@@ -139,36 +154,47 @@ def time_step(graph: Graph, device: Device, constants: Constants, *, optimizer: 
     is_folded = np.array([op_type.startswith("onnx.") for op_type in graph.op_type], dtype=bool)
     view_s = np.where(is_folded, 0.0, VIEW * constants.issue_s)
     issue_s = np.where(is_compute, np.where(op_s > 0, constants.issue_s, view_s), 0.0)
-    issued_s, done_s = np.cumsum(issue_s), np.cumsum(op_s)
+    update_op_s = seconds(demand_of(update_kernels(graph, optimizer), device), constants)
+    tensors_s = constants.update_s * len(graph.of_kind(SEND))
+    recorded_update = next((op for op, name in enumerate(graph.names) if name.startswith(UPDATE)), None)
+    if recorded_update is not None:
+        op_s[recorded_update] += tensors_s
+    elif len(update_op_s):
+        update_op_s[0] += tensors_s
+    else:
+        tensors_s = 0.0
+    all_issue_s = np.concatenate([issue_s, np.full(len(update_op_s), constants.issue_s)])
+    all_op_s = np.concatenate([op_s, update_op_s])
+    issued_s, done_s = np.cumsum(all_issue_s), np.cumsum(all_op_s)
     # An op starts once it was issued and the one before it has ended: end_i = max over j <= i of issued_j + t_j + ... + t_i.
-    slack_s = np.where(op_s > 0, issued_s - (done_s - op_s), -np.inf)
+    slack_s = np.where(all_op_s > 0, issued_s - (done_s - all_op_s), -np.inf)
     latest_slack_s = np.maximum.accumulate(slack_s)
     end_s = np.where(np.isfinite(latest_slack_s), done_s + latest_slack_s, 0.0)
+    pass_end_s = end_s[len(op_s) - 1] if len(op_s) else 0.0
     return PredictedStep(
         op_s=op_s,
         issue_s=issue_s,
         host_s=float(issued_s[-1]) if len(issued_s) else 0.0,
-        device_s=float(op_s.sum()),
-        end_s=end_s,
-        update_s=update_s(graph, device, constants, optimizer) if graph.mode == "training" else 0.0,
-        update_host_s=_update_host_s(graph, constants, optimizer) if graph.mode == "training" else 0.0,
+        device_s=float(all_op_s.sum()),
+        end_s=end_s[: len(op_s)],
+        update_s=float(end_s[-1] - pass_end_s) if len(update_op_s) else 0.0,
+        update_host_s=tensors_s,
         library_s=float(kernels_s[by_library(demand)].sum()),
     )
 
 
-def update_s(graph: Graph, device: Device, constants: Constants, optimizer: str) -> float:
-    """Return the seconds of the optimizer's update: its memory traffic, and host work per trained tensor."""
-    passes = OPTIMIZERS[optimizer].passes
-    if passes == 0:
-        return 0.0
-    bytes_per_s = (
-        device.free_of_codes * device.memory_bytes_per_s * constants.traffic["pointwise"] * constants.units["memory"]
-    )
-    return passes * graph.trained_bytes / bytes_per_s + _update_host_s(graph, constants, optimizer)
+UPDATE = "update/"
+"""Before the name of an op of a recorded update."""
 
 
-def _update_host_s(graph: Graph, constants: Constants, optimizer: str) -> float:
-    return constants.update_s * len(graph.of_kind(SEND)) if OPTIMIZERS[optimizer].passes else 0.0
+def update_kernels(graph: Graph, optimizer: str) -> Kernels:
+    """Return the kernels of an optimizer's update of a traced training step; none for inference and for a recorded update."""
+    update, trained_bytes = OPTIMIZERS[optimizer], graph.trained_bytes
+    if graph.mode != "training" or not trained_bytes:
+        return memory_kernels(())
+    counter_bytes = float(update.counters * len(graph.of_kind(SEND)))
+    counting = [2.0 * counter_bytes] if counter_bytes else []
+    return memory_kernels([*counting, *(passes * trained_bytes + counter_bytes for passes in update.kernels)])
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,7 +35,7 @@ from ddltool.analyzers.step.costs.memory import (
     lifetimes_of,
 )
 from ddltool.analyzers.step.costs.model import HOST_BOUND, OPTIMIZER, OPTIMIZERS, CostModel, estimate
-from ddltool.analyzers.step.tracing.dialect import Numerics
+from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.sources import Source, demand_whole, is_graph_file, is_onnx_file, resolve_step
 from ddltool.analyzers.step.tracing.step import TrainingStep
 from ddltool.analyzers.step.tracing.torch_adapter import AS_DEFAULT, TracedStep, trace_any_batch

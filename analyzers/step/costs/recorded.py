@@ -17,7 +17,7 @@ from ddltool.analyzers.step.communication.nccl import Fabric
 from ddltool.analyzers.step.costs.allocator import reserved_bytes
 from ddltool.analyzers.step.costs.kernels import compiled
 from ddltool.analyzers.step.costs.memory import Sharding
-from ddltool.analyzers.step.costs.model import HOST_BOUND, CostModel, time_step
+from ddltool.analyzers.step.costs.model import CostModel, time_step
 from ddltool.analyzers.step.costs.predict import memory_range, products_s, usable_bytes
 from ddltool.graph import COMPUTE, Graph, Recorded
 from ddltool.graph_results import MemoryTimeline, PredictedDevice, PredictedRow, PredictionAssumptions, PredictResult
@@ -152,10 +152,7 @@ def _predict_row(
     run = compiled(graph) if recorded.compiled else graph
     step = simulate_streams(run, model, fabric)
     timed = time_step(run, model.device, model.constants)
-    host_share = min(1.0, step.host_s / max(step.step_s, 1e-30)) if step.step_s <= step.host_s else 0.0
-    low_s, high_s = model.interval(
-        step.step_s, host_share=host_share, library_share=timed.library_s / max(timed.device_s, 1e-30)
-    )
+    low_s, high_s = model.interval(step.step_s, host_share=timed.host_share, library_share=timed.library_share)
     replicas, nodes = recorded.world_size, math.ceil(recorded.world_size / fabric.gpus_per_node)
     batch = graph.batch_size or 1
     samples = (recorded.batches or replicas) * batch * recorded.passes
@@ -182,7 +179,7 @@ def _predict_row(
         samples_per_s=samples / step.step_s,
         tokens_per_s=samples * float(tokens) / step.step_s if isinstance(tokens, (int, float)) else None,
         mfu=products_s(graph, model.device) / step.step_s,
-        host_bound=host_share > HOST_BOUND,
+        host_bound=timed.host_bound,
         price_per_million_samples=None if price is None else price * replicas / 3600 / (samples / step.step_s) * 1e6,
         accumulation_steps=recorded.passes - 1,
         source=source,
@@ -197,8 +194,9 @@ def _reserved(recorded: Recorded, places: int, limit_bytes: float = math.inf) ->
     lasts = np.array(
         [made < 0 and freed is None for made, freed in zip(recorded.made, recorded.freed, strict=True)], dtype=bool
     )
+    is_state = np.array([part == "optimizer" for part in recorded.parts], dtype=bool)
     spans = list(zip(start[~lasts].tolist(), (end[~lasts] + 1).tolist(), size[~lasts].tolist(), strict=True))
-    return reserved_bytes(size[lasts].tolist(), (), spans, limit_bytes)
+    return reserved_bytes(size[lasts & ~is_state].tolist(), size[lasts & is_state].tolist(), spans, limit_bytes)
 
 
 def _timeline(recorded: Recorded, step: StreamedStep, row: PredictedRow) -> MemoryTimeline:

@@ -49,7 +49,7 @@ def timed_graph(
 
     Raises InputError for another oracle, for an unknown device, and for a SOURCE that cannot be read.
     """
-    from ddltool.analyzers.step.tracing.dialect import Numerics
+    from ddltool.analyzers.step.tracing.numerics import Numerics
 
     if oracle not in (None, "roofline", "measured") and not Path(oracle).is_file():
         problem = f"unknown oracle {oracle!r}, and no such file"

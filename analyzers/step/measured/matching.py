@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ddltool.analyzers.step.measured.kineto import ProfilerTrace
-from ddltool.analyzers.step.tracing.op_rules import normal_type
+from ddltool.analyzers.step.recording.op_rules import normal_type
 from ddltool.arrays import Flags, Floats, Indices, Places
 from ddltool.errors import InputError
 from ddltool.graph import COMPUTE, Estimate, Graph

@@ -26,10 +26,10 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from ddltool.analyzers.step.measured.matching import with_measured
-from ddltool.analyzers.step.tracing.dialect import Numerics
+from ddltool.analyzers.step.recording.torch_costs import arguments_by_name, base_name, value_of
+from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.step import TrainingStep
 from ddltool.analyzers.step.tracing.torch_adapter import TracedStep, trace_step
-from ddltool.analyzers.step.tracing.torch_costs import arguments_by_name, base_name, value_of
 from ddltool.device import Network
 from ddltool.errors import InputError, one_line
 from ddltool.graph import COMPUTE, Estimate, Graph, Mode, assign_channels

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, TypeGuard
@@ -101,11 +101,16 @@ def _short(words: Sequence[str]) -> str:
 _CHILD = "ddltool.analyzers.step.recording.script"
 
 
-def assumed(graph: Graph) -> str | None:
-    """Return the line that says which values were assumed, and where; None: none were."""
-    if graph.recorded is None or not graph.recorded.assumed:
-        return None
-    counts = sorted(graph.recorded.assumed.items(), key=lambda item: -item[1])
+def assumed(graph: Graph) -> str:
+    """Return the line that says which values of a recorded script were assumed, and where; "": none were."""
+    return assumption_line(graph.recorded.assumed) if graph.recorded is not None else ""
+
+
+def assumption_line(values: Mapping[str, int]) -> str:
+    """Return the line that says which values were assumed, and where; "": none were. ``values``: by ``file:line``."""
+    if not values:
+        return ""
+    counts = sorted(values.items(), key=lambda item: -item[1])
     total = sum(count for _, count in counts)
     named = ", ".join(_near(place) for place, _ in counts[:_SHOWN_ASSUMPTIONS])
     more = f" and {len(counts) - _SHOWN_ASSUMPTIONS} more places" if len(counts) > _SHOWN_ASSUMPTIONS else ""

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,11 +17,95 @@ from torch.fx import Graph as FxGraph
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ddltool.analyzers.step.recording.op_rules import Cost
 from ddltool.analyzers.step.recording.recorder import RecordedCall, Recording, Shadow
-from ddltool.analyzers.step.tracing.torch_adapter import compute_ops
+from ddltool.analyzers.step.recording.torch_costs import Issued, base_name, cost_of, issued
 from ddltool.graph import Graph, Op, Recorded
 
 _SAMPLE_DIMENSIONS = 2
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RecordedOps:
+    """The calls of a recording as nodes of a program, and what each costs."""
+
+    program: FxGraph
+    """Placeholders of what lives from before the step, then the calls; ``node.meta["val"]`` holds tensors without memory."""
+    nodes: list[Node]
+    """Of each call."""
+    ops: list[Op]
+    """Of each call, in the same order."""
+    given: dict[str, Node]
+    """The placeholders of the model's parameters that are read, or all that were asked for, by name."""
+    issued: tuple[Issued, ...]
+    """The distinct calls."""
+    issued_of: dict[str, int]
+    """Index in ``issued`` of each op, by its name."""
+    last_writer: dict[int, str]
+    """The last op that wrote to a storage, by the storage's number."""
+
+
+def ops_of(step: Recording, *, given: Mapping[str, Shadow] = MappingProxyType({})) -> RecordedOps:
+    """Return the ops of a recorded step with their costs and inputs; ``given``: parameters that are placeholders in any case.
+
+    An op depends on the ops that made its tensors, and on the last one that wrote in place to their storages.
+    """
+    reader = _Reader(step)
+    names_of = {node: name for name, shadow in given.items() for node in [reader.placeholder_of(shadow)]}
+    nodes = [reader.node_of(call) for call in step.calls]
+    for name, shadow in step.parameters.items():
+        names_of |= dict.fromkeys(reader.read_of(shadow.storage), name)
+    producer: dict[Node, str | None] = dict.fromkeys(reader.placeholders)
+    producer |= {node: f"recv/{name}" for node, name in names_of.items()}
+    ops: list[Op] = []
+    costs: list[Cost] = []
+    distinct: dict[Issued, int] = {}
+    issued_of: dict[str, int] = {}
+    written_by: dict[int, str] = {}
+    place_of = {node: place for place, node in enumerate(nodes)}
+    for node in reader.program.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target is operator.getitem:
+            producer[node] = producer.get(node.args[0])
+            continue
+        call = step.calls[place_of[node]]
+        name = f"{_phase(call)}/{node.name}"
+        inputs = dict.fromkeys(op for source in node.all_input_nodes if (op := producer.get(source)) is not None)
+        for source in node.all_input_nodes:
+            if (writer := written_by.get(_storage(source))) is not None:
+                inputs.setdefault(writer)
+        written = [leaf for leaf in tree_leaves(_written(call)) if isinstance(leaf, Shadow)]
+        written_by |= {leaf.tensor.untyped_storage()._cdata: name for leaf in written}
+        cost_key = issued(node)
+        issued_of[name] = distinct.setdefault(cost_key, len(costs))
+        if issued_of[name] == len(costs):
+            costs.append(cost_of(cost_key))
+        cost = costs[issued_of[name]]
+        producer[node] = name
+        ops.append(
+            Op(
+                name=name,
+                kind="compute",
+                flops=cost.flops,
+                size_bytes=cost.size_bytes,
+                inputs=tuple(inputs),
+                op_type=f"aten.{base_name(node.target)}",
+                estimate=cost.estimate,
+                written_bytes=cost.written_bytes,
+                dtype=cost.dtype,
+                gemm=cost.gemm,
+            )
+        )
+    return RecordedOps(
+        program=reader.program,
+        nodes=nodes,
+        ops=ops,
+        given={name: node for node, name in reversed(names_of.items())},
+        issued=tuple(distinct),
+        issued_of=issued_of,
+        last_writer={storage: ops[place].name for storage, place in reader.writers.items()},
+    )
 
 
 def graph_of(step: Recording, name: str) -> Graph:
@@ -25,26 +113,15 @@ def graph_of(step: Recording, name: str) -> Graph:
 
     A parameter's recv op comes before the first op that reads it, a gradient's send op after the op that completed it.
     """
-    reader = _Reader(step)
-    nodes = [reader.node_of(call) for call in step.calls]
-    phases = {node: _phase(call) for node, call in zip(nodes, step.calls, strict=True)}
-    producer: dict[Node, str | None] = dict.fromkeys(reader.placeholders)
-    recvs = []
-    for parameter, shadow in step.parameters.items():
-        recvs.append(_transfer("recv", parameter, shadow))
-        producer |= dict.fromkeys(reader.read_of(shadow.storage), f"recv/{parameter}")
-    node_of_op: dict[str, Node] = {}
-    listed = list(reader.graph.nodes)
-    computes = compute_ops(
-        [node for node in listed if node.op == "call_function"], producer, phases, node_of_op, {}, {}
-    )
-    name_of = {node: op for op, node in node_of_op.items()}
-    names = [name_of[node] for node in nodes]
-    ops = [_placed(op, call, names) for op, call in zip(computes, step.calls, strict=True)]
-    sends = []
-    for parameter, shadow in step.gradients.items():
-        if (made := reader.last_writer_of(shadow.storage)) is not None:
-            sends.append(_transfer("send", parameter, shadow, names[made]))
+    recorded_ops = ops_of(step)
+    names = [op.name for op in recorded_ops.ops]
+    ops = [_placed(op, call, names) for op, call in zip(recorded_ops.ops, step.calls, strict=True)]
+    recvs = [transfer("recv", parameter, _bytes(shadow)) for parameter, shadow in step.parameters.items()]
+    sends = [
+        transfer("send", parameter, _bytes(shadow), recorded_ops.last_writer[shadow.storage])
+        for parameter, shadow in step.gradients.items()
+        if shadow.storage in recorded_ops.last_writer
+    ]
     dtypes = Counter(shadow.tensor.dtype for shadow in step.parameters.values())
     batch = step.inputs[0][0] if step.inputs else None
     meta: dict[str, str | int | float | bool | None] = {
@@ -82,50 +159,58 @@ class _Reader:
 
     def __init__(self, step: Recording) -> None:
         self.step = step
-        self.graph = FxGraph()
+        self.program = FxGraph()
         self.placeholders: list[Node] = []
+        self.writers: dict[int, int] = {}
+        """The place of the last call that wrote to a storage, by its number."""
         self._made: dict[tuple[Any, ...], Node] = {}
         self._readers: dict[int, list[Node]] = {}
-        self._writers: dict[int, int] = {}
         self._place = 0
+        self._first_call: Node | None = None
 
     def node_of(self, call: RecordedCall) -> Node:
         """Return the node of the next call."""
-        args, kwargs = tree_map_only(Shadow, self._argument, (call.args, dict(call.kwargs)))
-        node = self.graph.call_function(call.target, args, kwargs)
+        args, kwargs = tree_map_only(Shadow, self.placeholder_of, (call.args, dict(call.kwargs)))
+        name = base_name(call.target)
+        node = self.program.create_node("call_function", call.target, args, kwargs, name=name)
         node.meta["val"] = tree_map_only(Shadow, lambda shadow: shadow.tensor, call.output)
         outputs = call.output if isinstance(call.output, (tuple, list)) else None
         for number, output in enumerate(outputs if outputs is not None else [call.output]):
             made = node
             if outputs is not None and isinstance(output, Shadow):
-                made = self.graph.call_function(operator.getitem, (node, number))
+                made = self.program.create_node("call_function", operator.getitem, (node, number), name="getitem")
                 made.meta["val"] = output.tensor
             if isinstance(output, Shadow):
                 self._made[_signature(output)] = made
         for leaf in tree_leaves((call.output, _written(call))):
             if isinstance(leaf, Shadow):
-                self._writers[leaf.storage] = self._place
+                self.writers[leaf.storage] = self._place
         self._place += 1
+        self._first_call = self._first_call or node
         return node
 
     def read_of(self, storage: int) -> list[Node]:
         """Return the placeholders that read a storage from before the step."""
         return self._readers.get(storage, [])
 
-    def last_writer_of(self, storage: int) -> int | None:
-        """Return the place of the last call that wrote to a storage."""
-        return self._writers.get(storage)
-
-    def _argument(self, shadow: Shadow) -> Node:
+    def placeholder_of(self, shadow: Shadow) -> Node:
+        """Return the node that made a tensor; one that lives from before the step has a placeholder."""
         key = _signature(shadow)
         if key not in self._made:
-            with self.graph.inserting_before():  # before all that is there
-                node = self.graph.placeholder(f"input{len(self.placeholders)}")
+            before = nullcontext() if self._first_call is None else self.program.inserting_before(self._first_call)
+            with before:
+                node = self.program.placeholder(f"input{len(self.placeholders)}")
             node.meta["val"] = shadow.tensor
             self.placeholders.append(node)
             self._readers.setdefault(shadow.storage, []).append(node)
             self._made[key] = node
         return self._made[key]
+
+
+def _storage(node: Node) -> int:
+    """Return the identity of the storage behind a node's tensor, 0 for a node that is no single tensor."""
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else 0
 
 
 def _signature(shadow: Shadow) -> tuple[Any, ...]:
@@ -150,8 +235,12 @@ def _phase(call: RecordedCall) -> str:
     return f"forward/{call.module}" if call.phase == "forward" and call.module else call.phase
 
 
-def _transfer(kind: Any, parameter: str, shadow: Shadow, after: str | None = None) -> Op:
-    size_bytes = float(shadow.tensor.numel() * shadow.tensor.element_size())
+def _bytes(shadow: Shadow) -> float:
+    return float(shadow.tensor.numel() * shadow.tensor.element_size())
+
+
+def transfer(kind: Literal["recv", "send"], parameter: str, size_bytes: float, after: str | None = None) -> Op:
+    """Return a parameter's recv op, or its gradient's send op after the op that completed it."""
     return Op(
         name=f"{kind}/{parameter}", kind=kind, resource="channel:0", size_bytes=size_bytes, parameter=parameter,
         inputs=(after,) if after is not None else (),
@@ -160,8 +249,6 @@ def _transfer(kind: Any, parameter: str, shadow: Shadow, after: str | None = Non
 
 def _placed(op: Op, call: RecordedCall, names: list[str]) -> Op:
     """Return the op on the resource of its stream, after what it waits for; a collective with what it moves."""
-    from dataclasses import replace
-
     inputs = tuple(dict.fromkeys((*op.inputs, *(names[place] for place in call.waits))))
     resource = f"compute:{call.stream if call.stream >= 0 else _FIRST_GROUP - call.stream}"
     if call.exchange is None:
@@ -245,11 +332,7 @@ def _precision(ops: list[Op], kept: str, of_float32: str) -> str:
 
 def _is_channels_last(step: Recording) -> bool:
     """Return whether most convolutions get their input with its channels last."""
-    inputs = [call.args[0].tensor for call in step.calls if _base(call.target) == "convolution"]
+    inputs = [call.args[0].tensor for call in step.calls if base_name(call.target) == "convolution"]
     images = [tensor for tensor in inputs if isinstance(tensor, Tensor) and tensor.dim() == 4]
     last = [tensor for tensor in images if tensor.is_contiguous(memory_format=torch.channels_last)]
     return 2 * len(last) > len(images)
-
-
-def _base(target: Any) -> str:
-    return str(getattr(getattr(target, "_schema", None), "name", target)).partition("::")[2]

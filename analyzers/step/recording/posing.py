@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import inspect
-import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import wraps
+from functools import cache, wraps
 from itertools import count
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -30,6 +29,8 @@ from ddltool.analyzers.step.recording.recorder import Recorder
 CUDA = torch.device("cuda", 0)
 # What a torch without CUDA says of its version: that of the wheels of torch 2.13, which torchvision compares with its own.
 _CUDA = "13.0"
+_IMAGE_DIMENSIONS = 3
+"""Of a sample in a list of them, as detectors take their images."""
 
 
 class Device(ModuleType):
@@ -174,6 +175,7 @@ class Stream:
 Device.Event, Device.Stream = Event, Stream  # type: ignore[attr-defined]
 
 
+@cache
 def register_device() -> torch.device:
     """Register the device with torch, under the name ``gpu``; once in a process."""
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -208,6 +210,8 @@ class Pose(TorchFunctionMode):
             # What the script holds says cuda, and is mapped where it is used; a number alone is the accelerator's.
             device = torch.device("cuda", first) if isinstance(first, int) else func(*args, **kwargs)
             return CUDA if device.type == self.gpu.type else device
+        if name in ("__getitem__", "__setitem__") and isinstance(first, FakeTensor):
+            args = (first, _with_tensors(args[1]), *args[2:])
         args = tuple(map(self.here, args))
         if "device" in kwargs:
             kwargs["device"] = self.here(kwargs["device"])
@@ -249,6 +253,14 @@ class Pose(TorchFunctionMode):
             if name == "numpy" and ones.dtype == torch.bfloat16:
                 raise TypeError("Got unsupported ScalarType BFloat16")
             return ones.tolist() if name == "tolist" else ones.numpy()
+
+
+def _with_tensors(index: Any) -> Any:
+    """Return an index with lists of numbers as tensors of the CPU: torch itself makes them on the device past all modes."""
+    if isinstance(index, tuple):
+        return tuple(map(_with_tensors, index))
+    is_list = isinstance(index, list) and all(isinstance(number, (int, list)) for number in index)
+    return torch.tensor(index, dtype=None if index else torch.long) if is_list else index
 
 
 _ON_GPU_ONLY = frozenset(["cuda", "pin_memory", "is_pinned", "record_stream"])
@@ -387,11 +399,11 @@ class Autocast:
     def __init__(self, device_type: str) -> None:
         self.type = device_type
         self.cache: dict[int, tuple[Tensor, Tensor]] = {}
-        self._libraries = [
+        self.libraries = [
             torch.library.Library("aten", "IMPL"),
             torch.library.Library("_", "IMPL", "AutocastPrivateUse1"),
         ]
-        self._libraries[1].fallback(torch.library.fallthrough_kernel)
+        self.libraries[1].fallback(torch.library.fallthrough_kernel)
         for names, kernel in (
             (_IN_HALF, self._half),
             (_IN_FLOAT32, self._float32),
@@ -402,7 +414,7 @@ class Autocast:
                 packet, _, overload = name.partition(".")
                 op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
                 if op is not None:
-                    self._libraries[0].impl(name, kernel(op), "AutocastPrivateUse1")
+                    self.libraries[0].impl(name, kernel(op), "AutocastPrivateUse1")
 
     def clear(self) -> None:
         """Forget the casts: the outermost block has ended."""
@@ -506,7 +518,7 @@ def _recurrent(autocast: Autocast) -> Callable[..., Any]:
 
     def run(x: Tensor, hidden: Any, weights: list[Tensor], bias: bool, layers: int, dropout: float, training: bool,
             bidirectional: bool, batch_first: bool) -> tuple[Tensor, ...]:  # fmt: skip
-        from ddltool.analyzers.step.tracing.dialect import recurrent_layers
+        from ddltool.analyzers.step.recording.recurrent import recurrent_layers
 
         if torch.is_autocast_enabled(autocast.type):
             half = torch.get_autocast_dtype(autocast.type)
@@ -516,8 +528,9 @@ def _recurrent(autocast: Autocast) -> Callable[..., Any]:
     return run
 
 
-def register_kernels(device_type: str) -> tuple[Autocast, list[Any]]:
-    """Register what CUDA has in one kernel and a device without kernels has not; keep what is returned."""
+@cache
+def kernels_of(device_type: str) -> Autocast:
+    """Return the device's autocast, with the kernels that CUDA has and a device without kernels has not; once in a process."""
     autocast = Autocast(device_type)
     library = torch.library.Library("aten", "IMPL")
     library.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
@@ -526,38 +539,63 @@ def register_kernels(device_type: str) -> tuple[Autocast, list[Any]]:
     for name in ("silu_backward", "mish_backward", "native_channel_shuffle"):
         # Composed of others where a device has no kernel. Nothing calls this one: fake tensors run no kernels.
         library.impl(name, getattr(torch.ops.aten, name).default, "PrivateUse1")
-    return autocast, [library]
+    autocast.libraries.append(library)
+    return autocast
 
 
-class _PosedModule:
-    """Attributes of a module of torch that are stood in for, until the end of the process."""
+class _StandIns:
+    """Attributes of torch's modules and classes that are stood in for, until :meth:`restore`."""
 
-    def __init__(self, module: Any, **values: Any) -> None:
+    def __init__(self) -> None:
+        self._replaced: list[tuple[Any, str, Any]] = []
+
+    def set(self, owner: Any, **values: Any) -> None:
+        """Give a module or class other attributes."""
         for name, value in values.items():
-            setattr(module, name, value)
+            self._replaced.append((owner, name, vars(owner).get(name, _ABSENT)))
+            setattr(owner, name, value)
+
+    def restore(self) -> None:
+        """Give back what was there, the last first."""
+        for owner, name, value in reversed(self._replaced):
+            if value is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+        self._replaced.clear()
+
+
+_ABSENT = object()
 
 
 @contextlib.contextmanager
 def posed(
-    recorder: Recorder, *, name: str, memory_bytes: int, capability: tuple[int, int], count: int
+    recorder: Recorder,
+    *,
+    name: str = "GPU",
+    memory_bytes: int = 80 * 2**30,
+    capability: tuple[int, int] = (9, 0),
+    count: int = 1,
 ) -> Iterator[Pose]:
-    """Run the block where CUDA seems to be there: ``count`` GPUs of a name, a memory and a compute capability.
-
-    What is stood in for stays so: the process is the script's alone.
-    """
-    autocast, libraries = register_kernels(recorder.gpu.type)
-    pose = Pose(recorder)
+    """Run the block where CUDA seems to be there: ``count`` GPUs of a name, a memory and a compute capability."""
+    autocast = kernels_of(recorder.gpu.type)
+    pose, stand_ins = Pose(recorder), _StandIns()
     Stream.recorder = recorder
-    _stand_in_cuda(recorder.gpu, name, memory_bytes, capability, count)
-    _stand_in_autocast(recorder.gpu, autocast)
-    _stand_in_modules(pose)
-    random.seed(0)
-    with recorder, pose:
-        yield pose
-    del libraries
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    try:
+        _stand_in_cuda(stand_ins, name, memory_bytes, capability, count)
+        _stand_in_autocast(stand_ins, recorder.gpu, autocast)
+        _stand_in_modules(stand_ins, pose)
+        # Without a thread for the device: where a process has run a backward pass before, there is none.
+        with torch.autograd.set_multithreading_enabled(False), recorder, pose:
+            yield pose
+    finally:
+        stand_ins.restore()
+        autocast.clear()
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
 
 
-def _stand_in_cuda(gpu: torch.device, name: str, memory_bytes: int, capability: tuple[int, int], count: int) -> None:
+def _stand_in_cuda(stand_ins: _StandIns, name: str, memory_bytes: int, capability: tuple[int, int], count: int) -> None:
     """Let ``torch.cuda`` and ``torch.accelerator`` answer for the device."""
     device = Device()
     major, minor = capability
@@ -570,7 +608,7 @@ def _stand_in_cuda(gpu: torch.device, name: str, memory_bytes: int, capability: 
     true: Callable[..., bool] = lambda *_, **__: True  # noqa: E731
     waits: Callable[..., None] = lambda *_, **__: Stream.recorder.host_waits()  # noqa: E731
     block: Callable[..., Any] = lambda *_, **__: contextlib.nullcontext()  # noqa: E731
-    _PosedModule(
+    stand_ins.set(
         torch.cuda,
         is_current_stream_capturing=lambda: False,
         is_available=true, is_initialized=true, is_bf16_supported=true, is_tf32_supported=true, can_device_access_peer=true,
@@ -589,7 +627,7 @@ def _stand_in_cuda(gpu: torch.device, name: str, memory_bytes: int, capability: 
         set_stream=device.set_stream,
         stream=device.stream, device=block, device_of=block, _DeviceGuard=block,
     )  # fmt: skip
-    _PosedModule(
+    stand_ins.set(
         torch.accelerator,
         is_available=true, device_count=lambda: count, current_accelerator=lambda *_, **__: torch.device("cuda"),
         current_device_index=zero, current_device_idx=zero, set_device_index=nothing, set_device_idx=nothing,
@@ -599,16 +637,17 @@ def _stand_in_cuda(gpu: torch.device, name: str, memory_bytes: int, capability: 
         max_memory_reserved=zero, memory_reserved=zero, reset_peak_memory_stats=nothing,
         get_memory_info=lambda *_: (memory_bytes, memory_bytes),
     )  # fmt: skip
-    torch.version.cuda = torch.version.cuda or _CUDA
-    torch.backends.cuda.is_built = true
-    torch.backends.cudnn.is_available = true
-    torch.backends.cudnn.is_acceptable = lambda _tensor: False  # flattened weights have addresses
-    torch.backends.cudnn.version = lambda: 91002
-    torch.distributed.is_nccl_available = true
-    _stand_in_generators()
+    stand_ins.set(torch.version, cuda=torch.version.cuda or _CUDA)
+    stand_ins.set(torch.backends.cuda, is_built=true)
+    stand_ins.set(
+        torch.backends.cudnn, is_available=true, version=lambda: 91002,
+        is_acceptable=lambda _tensor: False,  # flattened weights have addresses
+    )  # fmt: skip
+    stand_ins.set(torch.distributed, is_nccl_available=true)
+    _stand_in_generators(stand_ins)
 
 
-def _stand_in_generators() -> None:
+def _stand_in_generators(stand_ins: _StandIns) -> None:
     """Let every generator be the CPU's, whose state is no tensor without values: nothing is drawn on the device."""
     real_generator: Any = torch.Generator
 
@@ -629,8 +668,8 @@ def _stand_in_generators() -> None:
         if not isinstance(new_state, FakeTensor):
             real_set(new_state)
 
-    torch.Generator = Generator  # type: ignore[misc]
-    torch.set_rng_state = torch.random.set_rng_state = set_rng_state
+    stand_ins.set(torch, Generator=Generator, set_rng_state=set_rng_state)
+    stand_ins.set(torch.random, set_rng_state=set_rng_state)
 
 
 _MEMORY_STATISTICS = [
@@ -641,7 +680,7 @@ _MEMORY_STATISTICS = [
 ] + ["num_alloc_retries", "num_ooms"]
 
 
-def _stand_in_autocast(gpu: torch.device, cache: Autocast) -> None:
+def _stand_in_autocast(stand_ins: _StandIns, gpu: torch.device, cache: Autocast) -> None:
     """Let autocast of CUDA be that of the device."""
     real = torch.amp.autocast_mode.autocast
 
@@ -667,8 +706,9 @@ def _stand_in_autocast(gpu: torch.device, cache: Autocast) -> None:
             super().__init__("cuda", dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
     for module in (torch, torch.amp, torch.amp.autocast_mode):
-        module.autocast = autocast  # type: ignore[attr-defined]
-    torch.cuda.amp.autocast = torch.cuda.amp.autocast_mode.autocast = cuda_autocast  # type: ignore[misc]
+        stand_ins.set(module, autocast=autocast)
+    for module in (torch.cuda.amp, torch.cuda.amp.autocast_mode):
+        stand_ins.set(module, autocast=cuda_autocast)
     for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype"):
         original = getattr(torch, name)
 
@@ -677,14 +717,17 @@ def _stand_in_autocast(gpu: torch.device, cache: Autocast) -> None:
                 *((here(args[0]), *args[1:]) if args and isinstance(args[0], str) else args or (gpu.type,))
             )
 
-        setattr(torch, name, mapped)
-    _PosedModule(torch, is_autocast_enabled_cuda=lambda: torch.is_autocast_enabled("cuda"))
-    torch.get_autocast_gpu_dtype = lambda: torch.get_autocast_dtype("cuda")
+        stand_ins.set(torch, **{name: mapped})
+    stand_ins.set(
+        torch,
+        is_autocast_enabled_cuda=lambda: torch.is_autocast_enabled("cuda"),
+        get_autocast_gpu_dtype=lambda: torch.get_autocast_dtype("cuda"),
+    )
     for amp in (torch.amp, torch.amp.autocast_mode):
-        _PosedModule(amp, is_autocast_available=lambda _type: True)
+        stand_ins.set(amp, is_autocast_available=lambda _type: True)
 
 
-def _stand_in_modules(pose: Pose) -> None:
+def _stand_in_modules(stand_ins: _StandIns, pose: Pose) -> None:
     """Let modules move to the device, loaders load in this process, and checkpoints be read to the CPU."""
     from torch.optim import optimizer
     from torch.utils import _foreach_utils, data
@@ -696,24 +739,24 @@ def _stand_in_modules(pose: Pose) -> None:
         found = real_device(tensor)
         return CUDA if found.type == pose.gpu.type and torch._C._len_torch_function_stack() else found
 
-    _PosedModule(FakeTensor, device=property(device))
-    _PosedModule(torch._subclasses, FakeTensor=_known_to_torch_alone())
-    torch.utils.swap_tensors = _swap
-    for kinds in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
-        kinds.append(FakeTensor)
+    stand_ins.set(FakeTensor, device=property(device))
+    stand_ins.set(torch._subclasses, FakeTensor=_known_to_torch_alone())
+    stand_ins.set(torch.utils, swap_tensors=_swap)
+    for owner in (optimizer, _foreach_utils):
+        stand_ins.set(owner, _foreach_supported_types=[*owner._foreach_supported_types, FakeTensor])
     for module in (nn, nn.parallel, nn.parallel.data_parallel):
-        _PosedModule(module, DataParallel=_data_parallel_of(pose))
+        stand_ins.set(module, DataParallel=_data_parallel_of(pose))
     torch.__future__.set_swap_module_params_on_conversion(True)
-    torch.compile = _compiled
-    _PosedModule(nn.Module, compile=lambda self, *_, **__: _compiled(self) and None)
+    stand_ins.set(torch, compile=_compiled)
+    stand_ins.set(nn.Module, compile=lambda self, *_, **__: _compiled(self) and None)
     real_resize = torch.UntypedStorage.resize_
 
     def resize(storage: Any, size: int) -> Any:
         Stream.recorder.resized(storage, size)
         return real_resize(storage, size)
 
-    _PosedModule(torch.UntypedStorage, resize_=resize)
-    _PosedModule(nn.Module, cuda=lambda self, device=None: self.to("cuda"))
+    stand_ins.set(torch.UntypedStorage, resize_=resize)
+    stand_ins.set(nn.Module, cuda=lambda self, device=None: self.to("cuda"))
     real_to = nn.Module.to
 
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -725,7 +768,7 @@ def _stand_in_modules(pose: Pose) -> None:
         }
         return real_to(self, *map(pose.here, args), **kwargs)
 
-    nn.Module.to = to  # type: ignore[method-assign]
+    stand_ins.set(nn.Module, to=to)
     real_load, signature = torch.load, inspect.signature(torch.load)
 
     def load(*args: Any, **kwargs: Any) -> Any:
@@ -733,8 +776,7 @@ def _stand_in_modules(pose: Pose) -> None:
         bound.arguments["map_location"] = "cpu"
         return real_load(*bound.args, **bound.kwargs)
 
-    torch.load = load
-    torch.set_default_device = _default_device(torch.set_default_device, pose)
+    stand_ins.set(torch, load=load, set_default_device=_default_device(torch.set_default_device, pose))
     real_loader = data.DataLoader.__init__
 
     @wraps(real_loader)  # Lightning makes loaders anew by the parameters of this one
@@ -746,7 +788,7 @@ def _stand_in_modules(pose: Pose) -> None:
         bound.arguments.pop("multiprocessing_context", None)
         real_loader(*bound.args, **bound.kwargs)
 
-    data.DataLoader.__init__ = loader  # type: ignore[method-assign]
+    stand_ins.set(data.DataLoader, __init__=loader)
 
 
 def _known_to_torch_alone() -> type:
@@ -804,3 +846,47 @@ def _swap(first: Tensor, second: Tensor) -> None:
             setattr(first, slot, other)
             setattr(second, slot, one)
     torch._C._swap_tensor_impl(first, second)
+
+
+@contextlib.contextmanager
+def recording_modules(recorder: Recorder) -> Iterator[None]:
+    """Let every call know the module in whose forward pass it is made, by its name in the outermost module."""
+    names: dict[int, str] = {}
+    watched: set[int] = set()
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        # A part that is called by itself, as checkpoints do in the backward pass, keeps its name.
+        if not recorder.modules and not names.get(id(module)):
+            names.update({id(child): name for name, child in module.named_modules()})
+            recorder.roots.setdefault(id(module), module)
+            first = next(
+                (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()), None
+            )
+            if first is not None and recorder.recording and torch.is_grad_enabled():
+                images = (
+                    len(args[0])
+                    if args and isinstance(args[0], (list, tuple)) and first.dim() == _IMAGE_DIMENSIONS
+                    else None
+                )
+                shape = tuple(first.shape) if images is None else (images, *first.shape)
+                recorder.inputs.setdefault(id(module), []).append((shape, not first.is_floating_point()))
+            for parameter in module.parameters():
+                if parameter.requires_grad and id(parameter) not in watched:
+                    watched.add(id(parameter))
+                    parameter.register_post_accumulate_grad_hook(recorder.gradient_of)
+        recorder.modules.append(names.get(id(module), ""))
+
+    real_call = nn.Module.__call__
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # torch's hooks of all modules see no keywords
+        enter(module, args, kwargs)
+        try:
+            return real_call(module, *args, **kwargs)
+        finally:
+            recorder.modules.pop()
+
+    setattr(nn.Module, "__call__", call)  # noqa: B010 - mypy lets no method be assigned
+    try:
+        yield
+    finally:
+        setattr(nn.Module, "__call__", real_call)  # noqa: B010

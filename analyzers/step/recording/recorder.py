@@ -35,6 +35,10 @@ _TRUTH = "_ddltool_truth"
 """Set on tensors of truth values: the one that is assumed of all its elements."""
 _VALUE = "_ddltool_value"
 """Set on tensors of one element that were copied from the CPU: what they hold, until something writes to them."""
+_PARTS = "_ddltool_parts"
+"""Set on sparse tensors: their indices and values, which torch's fake ones lack."""
+_ROWS_OF_TABLE = {"embedding_backward": 2, "_embedding_bag_backward": 6}
+"""Where the number of an embedding's rows stands among the arguments of its gradient; whether that is sparse, three later."""
 _CONVOLUTIONS = {"convolution": 0, "convolution_backward": 1}
 """Where the image stands among the arguments; the weight follows it."""
 _NEAR = 12
@@ -174,6 +178,10 @@ class Recorder(TorchDispatchMode):
         namespace, _, name = func._schema.name.partition("::")
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        if name in _ROWS_OF_TABLE and is_fake and args[_ROWS_OF_TABLE[name] + 3]:
+            return self._sparse_gradient(name, args)
+        if name in ("_indices", "_values") and hasattr(tensors[0], _PARTS):
+            return getattr(tensors[0], _PARTS)[name == "_values"]
         if func in _READS and is_fake:
             return self._assumed_value(tensors[0])
         if namespace == "c10d":
@@ -213,8 +221,30 @@ class Recorder(TorchDispatchMode):
                 tensor.__dict__.pop(_VALUE, None)
         elif name == "_to_copy" and isinstance(output, FakeTensor) and tensors[0].numel() == 1:
             self._keep_value(tensors[0], output)
+        if isinstance(output, FakeTensor) and output.layout == torch.sparse_coo:
+            given = args[3:5] if name == "_sparse_coo_tensor_with_dims_and_tensors" else getattr(tensors[0], _PARTS)
+            if name == "clone":
+                with self:
+                    given = tuple(map(torch.clone, given))
+            setattr(output, _PARTS, given)
+            return output
         self._note(func, args, kwargs, output)
         return output
+
+    def _sparse_gradient(self, name: str, args: tuple[Any, ...]) -> Any:
+        """Return an embedding's gradient as a row for each index: torch makes it inside, where no mode sees its parts."""
+        gradient, indices, rows = args[0], args[1], args[_ROWS_OF_TABLE[name]]
+        with self:
+            flat = torch.ops.aten.view.default(indices, [1, -1])
+            width = gradient.shape[-1]
+            if name == "embedding_backward":
+                values = torch.ops.aten.view.default(gradient, [-1, width])
+            else:
+                values = torch.ops.aten.index_select.default(gradient, 0, args[3])
+        with self.fake:
+            sparse = torch.sparse_coo_tensor(flat, values, (rows, width), check_invariants=False)
+        setattr(sparse, _PARTS, (flat, values))
+        return sparse
 
     def start(self) -> None:
         """Begin the step, anew if one was begun: storages from now on are the step's, those that live are from before it."""
@@ -258,7 +288,8 @@ class Recorder(TorchDispatchMode):
         return self._is_on_gpu(tensor) and tensor.untyped_storage()._cdata in self._storages
 
     def shadow_of(self, tensor: Tensor) -> Shadow:
-        """Return the tensor's stand-in without memory; call it outside the modes."""
+        """Return the tensor's stand-in without memory, of a sparse one that of its values; call it outside the modes."""
+        tensor = getattr(tensor, _PARTS, (tensor,))[-1]
         record = self._storage(tensor)
         if record.shadow is None:
             record.shadow = torch.empty(record.size_bytes, dtype=torch.uint8, device="meta")
@@ -368,7 +399,7 @@ class Recorder(TorchDispatchMode):
         return self._append(func, (args, {}, output), stream, exchange)
 
     def _storage(self, tensor: Tensor) -> RecordedStorage:
-        storage = tensor.untyped_storage()
+        storage = getattr(tensor, _PARTS, (tensor,))[-1].untyped_storage()
         found = self._storages.get(storage._cdata)
         return found[0] if found is not None else self._remember(storage, storage._cdata, storage.nbytes())
 

@@ -8,158 +8,31 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import runpy
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
-from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from ddltool.analyzers.step.recording.files import overlay
 from ddltool.analyzers.step.recording.graph_of import graph_of
 from ddltool.analyzers.step.recording.groups import stand_in_groups, world_size
 from ddltool.analyzers.step.recording.launchers import launched
-from ddltool.analyzers.step.recording.posing import posed, register_device
+from ddltool.analyzers.step.recording.posing import posed, recording_modules, register_device
 from ddltool.analyzers.step.recording.recorder import Recorder
+from ddltool.analyzers.step.recording.window import StepWindow
 from ddltool.analyzers.step.tracing.factories import declare_torchvision
 from ddltool.errors import InputError
 from ddltool.graph import write_graph
 
 _NETWORK_S = 20.0
-_IMAGE_DIMENSIONS = 3
-"""Of a sample in a list of them, as detectors take their images."""
-
-
-class StepWindow:
-    """Starts the recorder when the first update has ended, stops it when the second has, and calls ``then``.
-
-    An update is one of the optimizer that ended one first; a step in which another optimizer updates for the first time is
-    passed over. ``then`` does not return: the script may be anywhere, in the
-    backward pass too, and whatever is raised there may be caught.
-    """
-
-    def __init__(self, recorder: Recorder, then: Callable[[], NoReturn]) -> None:
-        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-
-        self.recorder, self.then = recorder, then
-        self.first: Any = None
-        self.updates = 0
-        self._seen: dict[int, Any] = {}
-        self._is_steady = True
-        self._depth = 0  # optimizers that call others count once
-        register_optimizer_step_pre_hook(self._begins)
-        register_optimizer_step_post_hook(self._ended)
-        self._watch_averages()
-
-    def _starts(self, updated: Any) -> None:
-        """Note what is updated for the first time: a step in which something is so is not like the next."""
-        if id(updated) not in self._seen:
-            self._seen[id(updated)] = updated
-            self._is_steady = not self.updates
-
-    def _watch_averages(self) -> None:
-        """Let averaged weights count as what an update makes: their first one copies."""
-        from torch.optim.swa_utils import AveragedModel
-
-        real_update = AveragedModel.update_parameters
-
-        def update(average: Any, *args: Any, **kwargs: Any) -> None:
-            real_update(average, *args, **kwargs)
-            self._starts(average)
-
-        AveragedModel.update_parameters = update  # type: ignore[assignment, method-assign]
-
-    def _begins(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        self._depth += 1
-        self._updates_now(optimizer)
-
-        def with_passes(value: Any) -> Any:
-            """Return a closure whose passes are not the update's."""
-            if not callable(value) or value is optimizer:
-                return value
-
-            def closure() -> Any:
-                self.recorder.phase = "forward"
-                try:
-                    return value()
-                finally:
-                    self._updates_now(optimizer)
-
-            return closure
-
-        return tuple(map(with_passes, args)), {name: with_passes(value) for name, value in kwargs.items()}
-
-    def _updates_now(self, optimizer: Any) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                self.recorder.gradient_of(parameter)
-        self.recorder.phase = "update"
-
-    def _ended(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        self._depth -= 1
-        if self._depth:
-            return
-        self.recorder.phase = "forward"
-        if self.first is None:
-            self.first = optimizer
-        self._starts(optimizer)  # it has made its states
-        if optimizer is not self.first:
-            return
-        self.updates += 1
-        if self.updates == 1 or not self._is_steady:
-            self._is_steady = True
-            self.recorder.start()
-        else:
-            self.recorder.stop()
-            self.then()
-
-
-def record_modules(recorder: Recorder) -> None:
-    """Let every call know the module in whose forward pass it is made, by its name in the outermost module."""
-    names: dict[int, str] = {}
-
-    watched: set[int] = set()
-
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-        # A part that is called by itself, as checkpoints do in the backward pass, keeps its name.
-        if not recorder.modules and not names.get(id(module)):
-            names.update({id(child): name for name, child in module.named_modules()})
-            recorder.roots.setdefault(id(module), module)
-            first = next(
-                (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()), None
-            )
-            if first is not None and recorder.recording and torch.is_grad_enabled():
-                images = (
-                    len(args[0])
-                    if args and isinstance(args[0], (list, tuple)) and first.dim() == _IMAGE_DIMENSIONS
-                    else None
-                )
-                shape = tuple(first.shape) if images is None else (images, *first.shape)
-                recorder.inputs.setdefault(id(module), []).append((shape, not first.is_floating_point()))
-            for parameter in module.parameters():
-                if parameter.requires_grad and id(parameter) not in watched:
-                    watched.add(id(parameter))
-                    parameter.register_post_accumulate_grad_hook(recorder.gradient_of)
-        recorder.modules.append(names.get(id(module), ""))
-
-    real_call = nn.Module.__call__
-
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # torch's hooks of all modules see no keywords
-        enter(module, args, kwargs)
-        try:
-            return real_call(module, *args, **kwargs)
-        finally:
-            recorder.modules.pop()
-
-    setattr(nn.Module, "__call__", call)  # noqa: B010 - mypy lets no method be assigned
 
 
 def main(arguments: list[str]) -> int:
@@ -203,16 +76,19 @@ def main(arguments: list[str]) -> int:
             os._exit(status)
 
     window = StepWindow(recorder, write)
-    record_modules(recorder)
     stand_in_groups(recorder)
+    random.seed(0)
     sys.argv = script
     try:
-        with posed(
-            recorder,
-            name=request["name"],
-            memory_bytes=request["memory_bytes"],
-            capability=tuple(request["capability"]),
-            count=found.per_node if found.processes is not None else 1,
+        with (
+            posed(
+                recorder,
+                name=request["name"],
+                memory_bytes=request["memory_bytes"],
+                capability=tuple(request["capability"]),
+                count=found.per_node if found.processes is not None else 1,
+            ),
+            recording_modules(recorder),
         ):
             if found.is_module:
                 sys.path.insert(0, os.getcwd())

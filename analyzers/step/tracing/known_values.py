@@ -64,9 +64,9 @@ class KnownValues(TorchDispatchMode):
         if "device" in known_kwargs:
             known_kwargs["device"] = torch.device("cpu")
         if _DYNAMIC.intersection(func.tags):
-            with _disable_current_modes():
-                value = func(*known_args, **known_kwargs)
-            outcome = tree_map_only(Tensor, torch.ops.aten.clone.default, value)
+            value = self._computed(func, known_args, known_kwargs)
+            device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+            outcome = tree_map_only(Tensor, lambda known: torch.empty_like(known, device=device), value)
             self._record_values(outcome, value)
             return outcome
         outcome = func(*args, **kwargs)
@@ -79,10 +79,18 @@ class KnownValues(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags or any(leaf.numel() > _MAX_ELEMENTS for leaf in outputs):
             self._forget_written(func, args, kwargs)
             return outcome
-        with _disable_current_modes():
-            value = func(*known_args, **known_kwargs)
-        self._record_values(outcome, value)
+        self._record_values(outcome, self._computed(func, known_args, known_kwargs))
         return outcome
+
+    @staticmethod
+    def _computed(func: Any, args: Any, kwargs: Any) -> Any:
+        """Return what an op makes of values; whole numbers are floats to a kernel that the CPU has for these only."""
+        with _disable_current_modes():
+            try:
+                return func(*args, **kwargs)
+            except NotImplementedError:
+                floats = tree_map_only(Tensor, Tensor.float, (args, kwargs))
+                return tree_map_only(Tensor, Tensor.long, func(*floats[0], **floats[1]))
 
     def _record_values(self, outcome: Any, value: Any) -> None:
         """Record the values of an op's outputs."""
@@ -139,9 +147,9 @@ class AssumedValues(TorchFunctionMode):
         if not args:
             return func(**(kwargs or {}))
         if func in (torch.isfinite, Tensor.isfinite):
-            return torch.ones(args[0].shape, dtype=torch.bool)
+            return torch.ones(args[0].shape, dtype=torch.bool, device=args[0].device)
         if func in (torch.isinf, Tensor.isinf, torch.isnan, Tensor.isnan):
-            return torch.zeros(args[0].shape, dtype=torch.bool)
+            return torch.zeros(args[0].shape, dtype=torch.bool, device=args[0].device)
         if func in (Tensor.__getitem__, Tensor.__setitem__):
             args = (args[0], self._masks_to_indices(args[1]), *args[2:])
         if func is Tensor.__format__ and self._known.holds(args[0]) and args[0].dim() == 0:

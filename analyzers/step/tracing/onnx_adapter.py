@@ -13,6 +13,7 @@ from pathlib import Path
 
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper
 
+from ddltool.analyzers.step.recording.op_rules import cost_of
 from ddltool.analyzers.step.tracing.onnx_shapes import (
     SMALL_ELEMENTS,
     Batch,
@@ -25,7 +26,6 @@ from ddltool.analyzers.step.tracing.onnx_shapes import (
     set_dimensions,
     sort_nodes,
 )
-from ddltool.analyzers.step.tracing.op_rules import cost_of
 from ddltool.artifacts import read_bytes
 from ddltool.errors import InputError, one_line
 from ddltool.graph import Graph, Op

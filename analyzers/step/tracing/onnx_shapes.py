@@ -30,7 +30,7 @@ from onnx import (
 )
 from onnx.reference import ReferenceEvaluator
 
-from ddltool.analyzers.step.tracing.op_rules import Call, Shape
+from ddltool.analyzers.step.recording.op_rules import Call, Shape
 from ddltool.errors import InputError, did_you_mean
 
 # Most elements of a tensor whose values decide shapes (shapes, axes, pads, scales); a larger tensor is a weight.

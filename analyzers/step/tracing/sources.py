@@ -19,7 +19,7 @@ from ddltool.graph import RECV, Graph, Mode, read_graph
 from ddltool.graph_results import DeterminismLevel
 
 if TYPE_CHECKING:
-    from ddltool.analyzers.step.tracing.dialect import Numerics
+    from ddltool.analyzers.step.tracing.numerics import Numerics
     from ddltool.analyzers.step.tracing.step import TrainingStep
 
 Source = str | Path | Callable[..., Any] | tuple[Any, Any]
@@ -81,7 +81,7 @@ def load_graph(
         if mode == "training":
             raise InputError("--mode", f"{source} holds a forward graph only", "use --mode inference for ONNX files")
         return trace_onnx(str(source), batch_size=batch_size, bindings=bindings)
-    from ddltool.analyzers.step.tracing.dialect import Numerics
+    from ddltool.analyzers.step.tracing.numerics import Numerics
     from ddltool.analyzers.step.tracing.torch_adapter import trace_torch
 
     with contextlib.redirect_stdout(sys.stderr):  # what the user's forward prints must not mix with the result either

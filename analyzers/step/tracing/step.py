@@ -90,7 +90,7 @@ def default_loss(output: Any) -> Tensor:
         type_name = type(output).__name__
         problem = f"the module returned {type_name} without a floating-point tensor"
         raise InputError("SOURCE", problem, "return one to train on")
-    return torch.stack([term.float() for term in terms]).sum()
+    return terms[0] if len(terms) == 1 else torch.stack([term.float() for term in terms]).sum()
 
 
 def _loss_term(tensor: Tensor) -> Tensor:

@@ -1,15 +1,14 @@
-"""From a torch module to a Graph: one flat trace of the step on fake tensors, no weights allocated.
+"""From a torch module to a Graph: its step recorded as a script's is, no weights allocated.
 
-The module is built on the ``meta`` device; its parameters, buffers and inputs become fake CPU tensors, and ``make_fx``
-records every aten op of the step: forward for inference; forward, loss and backward for training. This is the only
-module that touches torch's unstable tracing interfaces; a change there shows here and in the fixture graphs' tests.
+The module is built on the ``meta`` device; its parameters, buffers and inputs become tensors without values that pose as a
+GPU's, and :class:`ddltool.analyzers.step.recording.recorder.Recorder` notes every op of the step: forward for inference;
+forward, loss and backward for training.
 
-A trace holds one batch size. :func:`trace_any_batch` computes the work at every other batch size from the trace where all
-tensor sizes are proportional to a power of the batch size, and traces the step again elsewhere.
+A recording holds one batch size. :func:`trace_any_batch` computes the work at every other batch size from it where all
+tensor sizes are proportional to a power of the batch size, and records the step again elsewhere.
 
 Every parameter is a recv root, every gradient a send leaf. Buffers, inputs and targets are on the worker already and
-are no ops. Tuple indexing is folded into its producer. An op depends on the last in-place op that wrote to the storage
-of its inputs, through whichever view.
+are no ops.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import math
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from traceback import walk_tb
@@ -27,29 +26,22 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-import torch.utils.checkpoint as checkpointing
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule, Node
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch import Tensor
+from torch.fx import Graph as FxGraph
+from torch.fx import Node
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
-from ddltool.analyzers.step.tracing.dialect import Numerics
-from ddltool.analyzers.step.tracing.op_rules import Cost
-from ddltool.analyzers.step.tracing.step import TrainingStep, all_tensors, called
-from ddltool.analyzers.step.tracing.torch_costs import (
-    Issued,
-    Scale,
-    base_name,
-    cost_of,
-    issued,
-    prime_batch,
-    tensors_of,
-)
+from ddltool.analyzers.step.recording.command import assumption_line
+from ddltool.analyzers.step.recording.graph_of import ops_of, transfer
+from ddltool.analyzers.step.recording.posing import posed, recording_modules, register_device
+from ddltool.analyzers.step.recording.recorder import Recorder, Recording, Shadow
+from ddltool.analyzers.step.recording.torch_costs import Issued, Scale, cost_of, prime_batch
+from ddltool.analyzers.step.tracing.numerics import Numerics
+from ddltool.analyzers.step.tracing.step import TrainingStep, called
 from ddltool.errors import DdlToolError, InputError, one_line
-from ddltool.graph import Graph, Mode, Op
+from ddltool.graph import Graph, Mode
 
 _META_REFUSALS = (NotImplementedError, RuntimeError, TypeError)
 # Forward passes are compared at a small and at a large batch size; a model that refuses the small one, at the multiple.
@@ -64,13 +56,19 @@ OpOutput = tuple[Any, tuple[tuple[int, ...], ...], tuple[torch.dtype, ...]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TracedStep:
-    """A step's graph, and the fx graph from which it was read."""
+    """A step's graph, and the recording from which it was read."""
 
     graph: Graph
-    fx: GraphModule
-    """Placeholders in the order parameters, buffers, tensor inputs; ``node.meta["val"]`` holds fake CPU tensors."""
+    program: FxGraph
+    """Placeholders, calls and an end; ``node.meta["val"]`` holds tensors without memory."""
     nodes: Mapping[str, Node]
-    """The fx call of each compute op of ``graph``, by op name, in program order."""
+    """The call of each compute op of ``graph``, by op name, in program order."""
+    parameters: Mapping[str, Node]
+    """The placeholders of the parameters, by name."""
+    gradients: Mapping[str, Tensor]
+    """The gradients of the parameters that are trained, by their names."""
+    last: Mapping[int, Node]
+    """The node after which a storage is free, by the storage's identity; those that outlive the step have none."""
     issued: Sequence[Issued]
     """The distinct calls."""
     calls: Mapping[str, int]
@@ -245,15 +243,24 @@ def _is_proportional(
 def _forward_outputs(step: TrainingStep, batch_size: int, mode: Mode, numerics: Numerics) -> list[OpOutput] | None:
     """Return the outputs of all ops of the forward pass and loss at a batch size, None when the step does not run."""
     try:
-        return _run_guarded(lambda: _Fakes(step.at_batch(batch_size), mode, numerics).forward(), step, mode)
+        recorded = _recorded(step.at_batch(batch_size), mode, numerics, forward_only=True)
     except InputError:
         return None
+    calls = recorded.recording.calls
+    outputs = ([leaf.tensor for leaf in tree_leaves(call.output) if isinstance(leaf, Shadow)] for call in calls)
+    return [
+        (
+            call.target,
+            tuple((*tensor.shape, tensor.untyped_storage().nbytes() // tensor.element_size()) for tensor in tensors),
+            tuple(tensor.dtype for tensor in tensors),
+        )
+        for call, tensors in zip(calls, outputs, strict=True)
+    ]
 
 
 def _trace_at(step: TrainingStep, batch_size: int | None, mode: Mode, numerics: Numerics) -> TracedStep:
-    """Return the step traced at a batch size (None: that of its example inputs). Raises InputError when it does not run."""
+    """Return the step recorded at a batch size (None: that of its example inputs). Raises InputError when it does not run."""
     sized_step = step.at_batch(batch_size)
-    trace = _run_guarded(lambda: _RecordedStep(_Fakes(sized_step, mode, numerics)), step, mode)
 
     def trace_again(size: int) -> TracedStep:
         try:
@@ -261,7 +268,7 @@ def _trace_at(step: TrainingStep, batch_size: int | None, mode: Mode, numerics: 
         except InputError as error:
             raise InputError(f"{error.where} at batch size {size}", error.problem, error.remedy) from error
 
-    return _to_graph(trace, sized_step, trace_again)
+    return _to_graph(_recorded(sized_step, mode, numerics), sized_step, mode, numerics, trace_again)
 
 
 def _build(build: Callable[[], TrainingStep], mode: Mode) -> TrainingStep:
@@ -279,160 +286,87 @@ def _build(build: Callable[[], TrainingStep], mode: Mode) -> TrainingStep:
     return step
 
 
-class _Fakes:
-    """A step on fake tensors: parameters in placeholder order, buffers and inputs, and the passes run on them."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _RecordedModule:
+    """What was recorded of a module's step."""
 
-    def __init__(self, step: TrainingStep, mode: Mode, numerics: Numerics) -> None:
-        self.module = step.module
-        self.mode = mode
-        self.numerics = numerics
-        self.loss = step.loss
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.recomputed: list[range] = []
-        with self.fake:
-            self.parameters = {
-                name: numerics.cast(_fake(value)).requires_grad_(value.requires_grad)
-                for name, value in self.module.named_parameters()
-            }
-            self.kept = {name: numerics.kept(_fake(value)) for name, value in self.module.named_parameters()}
-            self.buffers = {name: numerics.cast(_fake(value)) for name, value in self.module.named_buffers()}
-            self.inputs = tuple(
-                numerics.cast(_fake(value)) if isinstance(value, Tensor) else value for value in step.inputs
-            )
-            self.keywords = step.keywords
+    recording: Recording
+    parameters: dict[str, Shadow]
+    kept_bytes: dict[str, float]
+    """Of each parameter as it is kept, reduced and updated: float32 where ``fully_shard`` gathers a half type."""
+    trained: list[str]
+    """The names of the parameters that require a gradient."""
+    gradients: dict[str, Shadow]
+    """Of the parameters that got one."""
 
-    @contextmanager
-    def running(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Iterator[None]:
-        """Give the module these tensors, in recomputed activations too, with the same random draws in every pass."""
+
+def _recorded(step: TrainingStep, mode: Mode, numerics: Numerics, *, forward_only: bool = False) -> _RecordedModule:
+    """Return the recording of a step, or of its forward pass and loss. Raises InputError when the step does not run.
+
+    A forward pass that makes tensors on the CPU beside the GPU's is run once more with all of them made on the GPU.
+    """
+    try:
+        return _run_guarded(lambda: _record(step, mode, numerics, forward_only), step, mode)
+    except InputError:
+        with suppress(InputError):
+            return _run_guarded(lambda: _record(step, mode, numerics, forward_only, everywhere=True), step, mode)
+        raise
+
+
+def _record(
+    step: TrainingStep, mode: Mode, numerics: Numerics, forward_only: bool, *, everywhere: bool = False
+) -> _RecordedModule:
+    """Record a step on tensors without values: the GPU's, or the CPU's where ``numerics`` asks for its kernels.
+
+    ``everywhere``: what is made without a device is made on the GPU.
+    """
+    gpu = register_device() if numerics.cuda else torch.device("cpu")
+    recorder = Recorder(gpu)
+
+    def fake(value: Tensor) -> Tensor:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=gpu)
+
+    with _seeded(), _on_device(recorder, everywhere or not numerics.cuda), recording_modules(recorder):
+        weights = {name: fake(value) for name, value in step.module.named_parameters()}
+        kept_bytes = {name: float(numerics.kept(value).nbytes) for name, value in weights.items()}
+        needs_gradient = {name: value.requires_grad for name, value in step.module.named_parameters()}
+        parameters = {
+            name: numerics.cast(weights.pop(name)).requires_grad_(needs_gradient[name]) for name in kept_bytes
+        }
+        buffers = {name: numerics.cast(fake(value)) for name, value in step.module.named_buffers()}
+        inputs = tuple(numerics.cast(fake(value)) if isinstance(value, Tensor) else value for value in step.inputs)
         with (
-            torch.set_grad_enabled(self.mode == "training"),
-            _traced_checkpoints(self.numerics, self.recomputed),
-            _seeded(),
-            _reparametrize_module(self.module, {**parameters, **buffers}, tie_weights=True),
+            _reparametrize_module(step.module, {**parameters, **buffers}, tie_weights=True),
+            torch.set_grad_enabled(mode == "training"),
         ):
-            yield
-
-    def output(self, inputs: tuple[Any, ...]) -> Any:
-        """Return the loss in training, the module's output in inference."""
-        with self.numerics.running():
-            output = called(self.module, inputs, self.keywords)
-            return self.loss(output) if self.mode == "training" else output
-
-    def forward(self) -> list[OpOutput]:
-        """Return the outputs of all ops of the forward pass and of the loss."""
-        record = _OutputRecorder()
-        with self.fake, self.running(self.parameters, self.buffers), record:
-            self.output(self.inputs)
-        return record.outputs
-
-
-class _OutputRecorder(TorchDispatchMode):
-    """Records the ops that run with the sizes and types of their outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.outputs: list[OpOutput] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Run one op and record its outputs."""
-        outcome = func(*args, **(kwargs or {}))
-        tensors = tensors_of(outcome)
-        shapes = tuple(
-            (*tensor.shape, tensor.untyped_storage().nbytes() // tensor.element_size()) for tensor in tensors
-        )
-        self.outputs.append((func, shapes, tuple(tensor.dtype for tensor in tensors)))
-        return outcome
-
-
-class _RecordedStep:
-    """A recorded step: the fx graph, the node index at each change of submodule, and that of the backward pass's start."""
-
-    def __init__(self, fakes: _Fakes) -> None:
-        self.fakes = fakes
-        self.parameters = fakes.parameters
-        self.kept = fakes.kept
-        """Parameters as they are kept, reduced and updated: float32 where ``fully_shard`` gathers them in a half type."""
-        self.scopes: list[tuple[int, str]] = []
-        self.backward_start: int | None = None
-        with fakes.fake, self._recording_scopes(), _use_lazy_graph_module(True):  # its code is never run
-            tensors = tuple(value for value in fakes.inputs if isinstance(value, Tensor))
-            run = lambda p, b, t: self._run_step(p, b, t)  # noqa: E731 - make_fx counts a bound method's self
-            self.fx: GraphModule = make_fx(run, _disable_torch_fn_metadata_mode=True)(
-                fakes.parameters, fakes.buffers, tensors
+            recorder.start()
+            with numerics.autocast():
+                result = called(step.module, inputs, step.keywords)
+                if mode == "training":
+                    result = step.loss(result)
+            if mode == "training" and not forward_only:
+                result.backward()
+            recorder.stop()
+        with _disable_current_modes():
+            return _RecordedModule(
+                recording=recorder.step,
+                parameters={name: recorder.shadow_of(value) for name, value in parameters.items()},
+                kept_bytes=kept_bytes,
+                trained=[name for name, is_trained in needs_gradient.items() if is_trained],
+                gradients={
+                    name: recorder.shadow_of(value.grad) for name, value in parameters.items() if value.grad is not None
+                },
             )
-
-    def _run_step(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], tensors: tuple[Tensor, ...]) -> Any:
-        """Run the step on proxied tensors: the output in inference, the loss and the parameters' gradients in training."""
-        tensor_iterator = iter(tensors)
-        inputs = tuple(next(tensor_iterator) if isinstance(value, Tensor) else value for value in self.fakes.inputs)
-        with self.fakes.running(parameters, buffers):
-            output = self.fakes.output(inputs)
-            if self.fakes.mode == "inference":
-                return all_tensors(output)
-            self.backward_start = _node_count()
-            trained = [value for value in parameters.values() if value.requires_grad]
-            return output, torch.autograd.grad(output, trained, allow_unused=True)
-
-    @contextmanager
-    def _recording_scopes(self) -> Iterator[None]:
-        """Append to ``scopes`` the node index and submodule name at each entry into and exit from a submodule."""
-        stack: list[str] = [""]
-        names = {module: name for name, module in self.fakes.module.named_modules()}
-
-        def enter(module: nn.Module, _args: Any) -> None:
-            stack.append(names.get(module, ""))
-            self.scopes.append((_node_count(), stack[-1]))
-
-        def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
-            stack.pop()
-            self.scopes.append((_node_count(), stack[-1]))
-
-        handles = [module.register_forward_pre_hook(enter) for module in names]
-        handles += [module.register_forward_hook(leave) for module in names]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 @contextmanager
-def _traced_checkpoints(numerics: Numerics, recomputed: list[range]) -> Iterator[None]:
-    """Let ``autograd.grad`` recompute checkpointed activations, with the kernels of the device.
-
-    ``recomputed`` gets the node indices of each recomputation; all of these nodes run, read or not. A trace cannot enter
-    the reentrant form of checkpoints, which is replaced by the other: the same arithmetic, recomputed in full.
-    """
-    original_generator = checkpointing._checkpoint_without_reentrant_generator
-
-    def generator_on_device_kernels(
-        function: Callable[..., Any], _preserve: bool, *positional: Any, **options: Any
-    ) -> Any:
-        def recompute(*args: Any, **kwargs: Any) -> Any:
-            start = _node_count()
-            try:
-                with numerics.kernels():
-                    return function(*args, **kwargs)
-            finally:  # torch ends a recomputation by an exception once all saved tensors are recomputed
-                recomputed.append(range(start, _node_count()))
-
-        return original_generator(recompute, False, *positional, **options)  # nothing is drawn in a trace
-
-    def apply_reentrant(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
-        if not any(isinstance(value, Tensor) and value.requires_grad for value in args):
-            with torch.no_grad():  # what the reentrant form makes of such inputs
-                return function(*args)
-        return checkpointing.checkpoint(function, *args, use_reentrant=False, early_stop=False)
-
-    checkpointing._checkpoint_without_reentrant_generator = generator_on_device_kernels  # type: ignore[assignment]
-    checkpointing.CheckpointFunction.apply = staticmethod(apply_reentrant)  # type: ignore[method-assign]
-    try:
+def _on_device(recorder: Recorder, everywhere: bool) -> Iterator[None]:
+    """Run the block under the recorder: on the CPU, or where CUDA seems to be there; ``everywhere``: as for :func:`_record`."""
+    with (
+        recorder if recorder.gpu.type == "cpu" else posed(recorder),
+        recorder.gpu if everywhere else nullcontext(),
+    ):
         yield
-    finally:
-        checkpointing._checkpoint_without_reentrant_generator = original_generator
-        del checkpointing.CheckpointFunction.apply
 
 
 @contextmanager
@@ -486,187 +420,53 @@ def silent_log() -> Iterator[None]:
         logging.disable(disabled_level)
 
 
-def _fake(value: Tensor) -> Tensor:
-    """Return an empty fake CPU tensor of the same shape, strides and type (call under the fake mode)."""
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
-
-
-def _node_count() -> int:
-    """Return how many nodes the running trace has, 0 outside a trace."""
-    mode = get_proxy_mode()
-    return len(mode.tracer.graph.nodes) if mode is not None else 0
-
-
-def _to_graph(trace: _RecordedStep, step: TrainingStep, again: Callable[[int], TracedStep]) -> TracedStep:
+def _to_graph(
+    recorded: _RecordedModule, step: TrainingStep, mode: Mode, numerics: Numerics, again: Callable[[int], TracedStep]
+) -> TracedStep:
     """Return the traced step: recv ops of the parameters, compute ops, and in training send ops of the gradients."""
-    mode, numerics = trace.fakes.mode, trace.fakes.numerics
-    nodes = list(trace.fx.graph.nodes)
-    phases = _phases(trace, nodes)
-    recomputed_nodes = {nodes[index] for node_range in trace.fakes.recomputed for index in node_range}
-    trace.fx.graph.eliminate_dead_code(lambda node: node in recomputed_nodes or node.is_impure())
-    kept = set(trace.fx.graph.nodes)
-    nodes = [node for node in nodes if node in kept]
-    placeholders = [node for node in nodes if node.op == "placeholder"]
-    producer: dict[Node, str | None] = dict.fromkeys(placeholders)
-    ops: list[Op] = []
-    for node, (name, value) in zip(placeholders, trace.kept.items(), strict=False):
-        size = float(value.numel() * value.element_size())
-        producer[node] = f"recv/{name}"
-        ops.append(Op(name=f"recv/{name}", kind="recv", resource="channel:0", size_bytes=size, parameter=name))
-    calls: dict[str, Node] = {}
-    distinct: dict[Issued, int] = {}
-    call_indices: dict[str, int] = {}
-    call_nodes = [node for node in nodes if node.op == "call_function"]
-    ops += compute_ops(call_nodes, producer, phases, calls, distinct, call_indices)
-    note = step.note
-    if mode == "training":
-        sends = _send_ops(trace, nodes[-1], producer)
-        sent = {send.parameter for send in sends}
-        without_gradient = [
-            name
-            for node, (name, value) in zip(placeholders, trace.parameters.items(), strict=False)
-            if value.requires_grad and node.users and name not in sent
-        ]
-        if without_gradient:
-            modules = module_names(without_gradient)
-            note = joined(note, f"{len(without_gradient)} trained parameters are read and get no gradient: {modules}")
-        ops += sends
-    dtypes = [str(value.dtype).removeprefix("torch.") for value in trace.kept.values()]
+    recording, kept_bytes = recorded.recording, recorded.kept_bytes
+    found = ops_of(recording, given=recorded.parameters)
+    found.program.output(())
+    recvs = [transfer("recv", name, kept_bytes[name]) for name in recorded.parameters]
+    producers = {name: found.last_writer.get(shadow.storage) for name, shadow in recorded.gradients.items()}
+    sends = [transfer("send", name, kept_bytes[name], after) for name, after in producers.items() if after is not None]
+    sent = {send.parameter for send in sends}
+    without_gradient = [name for name in recorded.trained if found.given[name].users and name not in sent]
+    note = joined(step.note, assumption_line(recording.assumed))
+    if without_gradient and mode == "training":
+        modules = module_names(without_gradient)
+        note = joined(note, f"{len(without_gradient)} trained parameters are read and get no gradient: {modules}")
+    dtypes = [str(shadow.tensor.dtype).removeprefix("torch.") for shadow in recorded.parameters.values()]
     meta: dict[str, str | int | float | bool | None] = {
         "framework": "torch",
         "dtype": max(set(dtypes), key=dtypes.count) if dtypes else "float32",
-        "parameter_elements": sum(value.numel() for value in trace.parameters.values()),
+        "parameter_elements": sum(shadow.tensor.numel() for shadow in recorded.parameters.values()),
         "precision": numerics.precision,
         "channels_last": numerics.channels_last,
     }
     if note:
         meta["note"] = note
-    token_inputs = [
-        value
-        for value in step.inputs
-        if isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point()
-    ]
-    if token_inputs:
-        meta["tokens_per_sample"] = int(token_inputs[0].shape[1])
-    batch_dimension = step.batch_dimension
-    batched = [value for value in step.inputs if isinstance(value, Tensor) and value.dim() > batch_dimension]
-    batch = int(batched[0].shape[batch_dimension]) if batched else 0
-    graph = Graph.from_ops(step.name, mode, ops, batch_size=batch or None, meta=meta, where=step.name)
-    return TracedStep(graph=graph, fx=trace.fx, nodes=calls, issued=tuple(distinct), calls=call_indices, again=again)
-
-
-def _phases(trace: _RecordedStep, nodes: list[Node]) -> dict[Node, str]:
-    """Return ``forward/SCOPE`` or ``backward`` for every node, from the node indices recorded while tracing."""
-    scopes = iter([*trace.scopes, (len(nodes) + 1, "")])
-    scope, next_scope = "", next(scopes)  # next_scope: the node index at which it begins, and its name
-    phases: dict[Node, str] = {}
-    for position, node in enumerate(nodes):
-        while next_scope[0] <= position:
-            scope = next_scope[1]
-            next_scope = next(scopes, (len(nodes) + 1, ""))
-        if trace.backward_start is not None and position >= trace.backward_start:
-            phases[node] = "backward"
-        else:
-            phases[node] = f"forward/{scope}" if scope else "forward"
-    return phases
-
-
-def compute_ops(
-    calls: list[Node],
-    producer: dict[Node, str | None],
-    phases: dict[Node, str],
-    node_of_op: dict[str, Node],
-    distinct: dict[Issued, int],
-    call_indices: dict[str, int],
-) -> list[Op]:
-    """Return one compute op per call, and fill the four mappings.
-
-    Args:
-        producer: gets the op that makes each node's value, None for a value without op (an input or a buffer).
-        node_of_op: gets the call of each op, by op name.
-        distinct: gets the index of each distinct call.
-        call_indices: gets the index in ``distinct`` of each op, by op name.
-    """
-    ops: list[Op] = []
-    costs: list[Cost] = []
-    last_writer: dict[int, str] = {}  # the last op that wrote in place, by storage
-    for node in calls:
-        if base_name(node.target) == "getitem":
-            producer[node] = producer.get(node.args[0]) if isinstance(node.args[0], Node) else None
-            continue
-        name = f"{phases[node]}/{node.name}"
-        input_ops = (producer.get(source) for source in node.all_input_nodes)
-        inputs = dict.fromkeys(op for op in input_ops if op is not None)
-        for source in node.all_input_nodes:
-            writer_op = last_writer.get(_storage(source))
-            if writer_op is not None:
-                inputs.setdefault(writer_op)
-        for storage in _written_storages(node):
-            last_writer[storage] = name
-        call = issued(node)
-        call_indices[name] = distinct.setdefault(call, len(costs))
-        if call_indices[name] == len(costs):
-            costs.append(cost_of(call))
-        cost = costs[call_indices[name]]
-        producer[node] = name
-        node_of_op[name] = node
-        ops.append(
-            Op(
-                name=name,
-                kind="compute",
-                flops=cost.flops,
-                size_bytes=cost.size_bytes,
-                inputs=tuple(inputs),
-                op_type=f"aten.{base_name(node.target)}",
-                estimate=cost.estimate,
-                written_bytes=cost.written_bytes,
-                dtype=cost.dtype,
-                gemm=cost.gemm,
-            )
-        )
-    return ops
-
-
-def _storage(node: Node) -> int:
-    """Return the identity of the storage behind a node's tensor, 0 for a node that is no single strided tensor."""
-    value = node.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, Tensor) and value.layout == torch.strided else 0
-
-
-def _written_storages(node: Node) -> list[int]:
-    """Return the storages that an op writes to in place, by its schema."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
-        return []
-    storages = []
-    for argument, value in zip(target._schema.arguments, node.args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written = value if isinstance(value, (list, tuple)) else [value]
-            storages += [_storage(source) for source in written if isinstance(source, Node)]
-    return [storage for storage in storages if storage]
-
-
-def _send_ops(trace: _RecordedStep, output: Node, producer: dict[Node, str | None]) -> list[Op]:
-    """Return one send leaf per parameter that gets a gradient. ``output``: the trace's output node."""
-    returned = output.args[0]
-    gradients = list(returned[1:]) if isinstance(returned, (list, tuple)) else []
-    if len(gradients) == 1 and isinstance(gradients[0], (list, tuple)):
-        gradients = list(gradients[0])
-    trained = [name for name, value in trace.parameters.items() if value.requires_grad]
-    ops: list[Op] = []
-    for name, gradient in zip(trained, gradients, strict=True):
-        producer_op = producer.get(gradient) if isinstance(gradient, Node) else None
-        if producer_op is None:
-            continue  # the loss does not depend on this parameter: nothing leaves
-        size = float(trace.kept[name].numel() * trace.kept[name].element_size())
-        ops.append(
-            Op(
-                name=f"send/{name}",
-                kind="send",
-                resource="channel:0",
-                size_bytes=size,
-                parameter=name,
-                inputs=(producer_op,),
-            )
-        )
-    return ops
+    tensors = [value for value in step.inputs if isinstance(value, Tensor)]
+    lengths = [value.shape[1] for value in tensors if value.dim() == 2 and not value.is_floating_point()]
+    if lengths:
+        meta["tokens_per_sample"] = int(lengths[0])
+    batches = [value.shape[step.batch_dimension] for value in tensors if value.dim() > step.batch_dimension]
+    graph = Graph.from_ops(
+        step.name, mode, [*recvs, *found.ops, *sends], batch_size=int(batches[0]) if batches else None, meta=meta,
+        where=step.name,
+    )  # fmt: skip
+    return TracedStep(
+        graph=graph,
+        program=found.program,
+        nodes={op.name: node for op, node in zip(found.ops, found.nodes, strict=True)},
+        parameters=found.given,
+        gradients={name: recorded.gradients[name].tensor for name in producers if name in sent},
+        last={
+            storage.shadow.untyped_storage()._cdata: found.nodes[storage.freed]
+            for storage in recording.storages
+            if storage.shadow is not None and storage.freed is not None and storage.freed >= 0
+        },
+        issued=found.issued,
+        calls=found.issued_of,
+        again=again,
+    )

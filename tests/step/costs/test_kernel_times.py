@@ -23,7 +23,7 @@ from ddltool.analyzers.step.costs.kernel_times import (
     tiled_flops,
 )
 from ddltool.analyzers.step.costs.kernels import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Kernels
-from ddltool.analyzers.step.tracing.op_rules import CLASS, CLASSES
+from ddltool.analyzers.step.recording.op_rules import CLASS, CLASSES
 from ddltool.device import Device
 from ddltool.shipped import devices
 

@@ -33,7 +33,7 @@ from ddltool.analyzers.step.costs.memory import (
     TensorLifetimes,
     lifetimes_of,
 )
-from ddltool.analyzers.step.tracing.dialect import Numerics
+from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.sources import training_step
 from ddltool.analyzers.step.tracing.step import TrainingStep
 from ddltool.analyzers.step.tracing.torch_adapter import trace_any_batch, trace_step

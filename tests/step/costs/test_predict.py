@@ -25,7 +25,7 @@ from ddltool.analyzers.step.communication.program import program_of
 from ddltool.analyzers.step.costs.kernel_times import ARITHMETIC, FEED, TRAFFIC, Constants
 from ddltool.analyzers.step.costs.kernels import INPUT_GRADIENT, WEIGHT_GRADIENT, compiled, kernels_of
 from ddltool.analyzers.step.costs.memory import Kind, Sharding
-from ddltool.analyzers.step.costs.model import CostModel, PredictedStep, cost_model, estimate, time_step, update_s
+from ddltool.analyzers.step.costs.model import CostModel, PredictedStep, cost_model, estimate, time_step
 from ddltool.analyzers.step.costs.predict import (
     Placement,
     Setting,
@@ -35,9 +35,9 @@ from ddltool.analyzers.step.costs.predict import (
     own_update_s,
     predict,
 )
-from ddltool.analyzers.step.tracing.dialect import Numerics
+from ddltool.analyzers.step.recording.op_rules import CLASS
 from ddltool.analyzers.step.tracing.factories import step_from
-from ddltool.analyzers.step.tracing.op_rules import CLASS
+from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.sources import resolve_step, training_step
 from ddltool.analyzers.step.tracing.step import TrainingStep, default_loss
 from ddltool.analyzers.step.tracing.torch_adapter import trace_any_batch, trace_torch
@@ -773,8 +773,8 @@ def test_what_is_frozen_has_no_update_and_no_state() -> None:
     assert peak is not None
     assert (peak.parts["parameters"], peak.parts["optimizer"]) == (4_040_000, 2 * 40_000)
     small = measure_work(lambda: step_of(nn.Linear(1000, 10, bias=False), torch.zeros(2, 1000))).traced.graph
-    times = [update_s(each, DEVICE, model().constants, "adam") for each in (graph, small)]
-    assert times[0] == times[1] > 0
+    times = [model().step(each, optimizer="adam").update_s for each in (graph, small)]
+    assert times[0] == pytest.approx(times[1]) > 0
 
 
 def test_the_memory_limit_is_the_last_batch_that_fits() -> None:

@@ -23,8 +23,8 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from ddltool.analyzers.step.costs.model import datasheet, estimate
 from ddltool.analyzers.step.measured.kineto import ProfilerTrace, TraceSpans, read_events, read_steps, read_trace, union
 from ddltool.analyzers.step.measured.matching import Match, apply, match
-from ddltool.analyzers.step.tracing.dialect import Numerics
-from ddltool.analyzers.step.tracing.op_rules import normal_type
+from ddltool.analyzers.step.recording.op_rules import normal_type
+from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.step import TrainingStep, default_loss
 from ddltool.analyzers.step.tracing.torch_adapter import trace_torch
 from ddltool.device import Device, Network

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from ddltool.analyzers.step.tracing import op_rules
-from ddltool.analyzers.step.tracing.op_rules import Call, Cost, names_in
+from ddltool.analyzers.step.recording import op_rules
+from ddltool.analyzers.step.recording.op_rules import Call, Cost, names_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +132,11 @@ def issued(node: Node) -> Issued:
         return Issued(name, free=True, pointwise=False, output=tuple(map(_sized, output)))
     arguments = map_arg(arguments_by_name(node), lambda argument: argument.meta.get("val"))
     inputs = tensors_of(arguments)
+    if is_operator and not target._schema.returns:  # lists of tensors that an update writes to
+        written = [argument.name for argument in target._schema.arguments if _is_written(argument)]
+        if name.startswith("_fused_") and arguments.get("grad_scale") is None:
+            written.remove("grads")  # written only where they are unscaled
+        output = tensors_of([arguments.get(argument) for argument in written])
     if name in _CASTS_INPUT | _CASTS_RESULT:
         inputs, output = _without_casts(node, inputs, output)
     return Issued(
@@ -142,6 +147,10 @@ def issued(node: Node) -> Issued:
         inputs=tuple(map(_sized, inputs)),
         output=tuple(map(_sized, output)),
     )
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _sized(tensor: Tensor) -> Sized:

@@ -1,0 +1,164 @@
+"""The steady step of a training loop: what lies between the ends of two updates.
+
+:class:`StepWindow` watches a loop's optimizers and tells a recorder when that step begins and ends; :func:`record_block` does
+so for a loop in this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.swa_utils import AveragedModel
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ddltool.analyzers.step.recording.graph_of import graph_of
+from ddltool.analyzers.step.recording.posing import posed, recording_modules, register_device
+from ddltool.analyzers.step.recording.recorder import Recorder
+from ddltool.errors import InputError
+from ddltool.graph import Graph
+
+
+class StepWindow:
+    """Starts the recorder when the first update has ended, stops it when the second has, and calls ``then``; once.
+
+    An update is one of the optimizer that ended one first; a step in which another optimizer updates for the first time is
+    passed over. Updates are watched until :meth:`close`.
+    """
+
+    def __init__(self, recorder: Recorder, then: Callable[[], None]) -> None:
+        self.recorder, self.then = recorder, then
+        self.is_over = False
+        self.first: Any = None
+        self.updates = 0
+        self._seen: dict[int, Any] = {}
+        self._is_steady = True
+        self._depth = 0  # optimizers that call others count once
+        self._closing = ExitStack()
+        self._closing.callback(register_optimizer_step_pre_hook(self._begins).remove)
+        self._closing.callback(register_optimizer_step_post_hook(self._ended).remove)
+        self._watch_averages()
+
+    def close(self) -> None:
+        """Watch no more updates."""
+        self._closing.close()
+
+    def _starts(self, updated: Any) -> None:
+        """Note what is updated for the first time: a step in which something is so is not like the next."""
+        if id(updated) not in self._seen:
+            self._seen[id(updated)] = updated
+            self._is_steady = not self.updates
+
+    def _watch_averages(self) -> None:
+        """Let averaged weights count as what an update makes: their first one copies."""
+        real_update = AveragedModel.update_parameters
+
+        def update(average: Any, *args: Any, **kwargs: Any) -> None:
+            real_update(average, *args, **kwargs)
+            self._starts(average)
+
+        AveragedModel.update_parameters = update  # type: ignore[assignment, method-assign]
+        self._closing.callback(setattr, AveragedModel, "update_parameters", real_update)
+
+    def _begins(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        self._depth += 1
+        self._updates_now(optimizer)
+
+        def with_passes(value: Any) -> Any:
+            """Return a closure whose passes are not the update's."""
+            if not callable(value) or value is optimizer:
+                return value
+
+            def closure() -> Any:
+                self.recorder.phase = "forward"
+                try:
+                    return value()
+                finally:
+                    self._updates_now(optimizer)
+
+            return closure
+
+        return tuple(map(with_passes, args)), {name: with_passes(value) for name, value in kwargs.items()}
+
+    def _updates_now(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self.recorder.gradient_of(parameter)
+        self.recorder.phase = "update"
+
+    def _ended(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        self.recorder.phase = "forward"
+        if self.first is None:
+            self.first = optimizer
+        self._starts(optimizer)  # it has made its states
+        if optimizer is not self.first or self.is_over:
+            return
+        self.updates += 1
+        if self.updates == 1 or not self._is_steady:
+            self._is_steady = True
+            self.recorder.start()
+        else:
+            self.is_over = True
+            self.recorder.stop()
+            self.then()
+
+
+@dataclass(slots=True)
+class RecordedBlock:
+    """What :func:`record_block` gives its block."""
+
+    _graph: Graph | None = None
+
+    @property
+    def graph(self) -> Graph:
+        """Return the graph of the steady step; raises InputError before that has ended."""
+        if self._graph is None:
+            raise InputError("record", "no step has been recorded yet", "ask after the block")
+        return self._graph
+
+
+@contextmanager
+def record_block(name: str = "step") -> Iterator[RecordedBlock]:
+    """Record the steady step of the training loop in the block, in this process and without a GPU.
+
+    In the block CUDA seems to be there: a model and its batches that are moved to ``cuda`` have sizes and no values from then
+    on, so make them in the block. The loop runs until its optimizer has updated twice, or longer; what lies between the ends of
+    the two updates is the graph's step. ``name``: of the graph.
+
+    Raises InputError where fewer updates came, and where the step runs nothing on ``cuda``.
+
+    >>> import torch
+    >>> with record_block() as recorded:
+    ...     model = torch.nn.Linear(64, 10).cuda()
+    ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ...     for _ in range(2):
+    ...         model(torch.zeros(8, 64, device="cuda")).mean().backward()
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
+    >>> recorded.graph.batch_size, recorded.graph.parameter_bytes
+    (8, 2600.0)
+    """
+    recorder, block = Recorder(register_device()), RecordedBlock()
+
+    def read() -> None:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            recorder.step.tf32 = torch.get_float32_matmul_precision() != "highest"
+            if recorder.step.calls:
+                block._graph = graph_of(recorder.step, name)
+
+    window = StepWindow(recorder, read)
+    try:
+        with posed(recorder), recording_modules(recorder):
+            yield block
+    finally:
+        window.close()
+    if block._graph is None:
+        problem = "runs nothing on cuda" if window.is_over else f"has {window.updates} of the 2 updates that are needed"
+        raise InputError(name, problem, "let it train a model on cuda for two updates")

@@ -1,0 +1,62 @@
+"""The precision and layout in which a module's step runs."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ddltool.precision import PRECISIONS, Precision, PrecisionName, precision_name
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """Precision and layout of a step.
+
+    ``fp32``: float32 as torch runs it by default (convolutions may use TF32 where the device has it). ``tf32``: float32
+    with TF32 in matrix products too. ``bf16``, ``fp16``: autocast over float32 parameters; ``amp`` is read as ``fp16``.
+    ``bf16-pure``, ``fp16-pure``: parameters and activations in that type. Raises InputError for another name.
+    """
+
+    precision: PrecisionName = "fp32"
+    channels_last: bool = False
+    cuda: bool = True
+    """False: record what runs on the CPU, kernel by kernel."""
+    gathered: bool = False
+    """Whether ``fully_shard`` computes in the half type of autocast, ``MixedPrecisionPolicy(param_dtype, torch.float32)``:
+    shards of float32 are gathered in the half type and reduced in float32; nothing is cast between the ops."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "precision", precision_name(self.precision))
+
+    @property
+    def format(self) -> Precision:
+        """Return what the precision computes and keeps in."""
+        return PRECISIONS[self.precision]
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether the forward pass runs under autocast."""
+        return self.format.is_autocast and not self.gathered
+
+    def kept(self, value: Tensor) -> Tensor:
+        """Return a parameter in the type that it is kept, reduced and updated in."""
+        is_half = self.format.keeps != "float32" and value.is_floating_point()
+        return value.to(getattr(torch, self.format.keeps)) if is_half else value
+
+    def cast(self, value: Tensor) -> Tensor:
+        """Return a parameter, buffer or input in the type and layout in which the module gets it."""
+        value = self.kept(value)
+        if self.gathered and self.format.is_autocast and value.dtype == torch.float32:
+            value = value.to(getattr(torch, self.format.computes))
+        if self.channels_last and value.dim() == 4:
+            value = value.contiguous(memory_format=torch.channels_last)
+        return value
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the block of autocast around the forward pass and the loss, an empty one where nothing is cast."""
+        if not self.autocasts:
+            return nullcontext()
+        return torch.autocast("cuda" if self.cuda else "cpu", dtype=getattr(torch, self.format.computes))

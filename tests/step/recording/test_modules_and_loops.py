@@ -1,0 +1,135 @@
+"""A module's step, the same step as a loop in this process, and as a script: one recording, one time, one memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import ddltool as dt
+from ddltool.analyzers.step.costs.model import OPTIMIZERS, update_kernels
+from ddltool.analyzers.step.recording.window import RecordedBlock, record_block
+from ddltool.errors import InputError
+from ddltool.graph_results import PredictedRow
+
+DEVICE = "A100"
+LOOP = """
+import torch
+from torch import nn
+
+def build():
+    return nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.LayerNorm(512), nn.Linear(512, 10)), torch.zeros(32, 256)
+
+if __name__ == "__main__":
+    model, batch = build()
+    model, batch = model.cuda(), batch.cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = nn.functional.cross_entropy(model(batch), torch.zeros(32, dtype=torch.long, device="cuda"))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def images() -> tuple[nn.Module, Tensor]:
+    layers: list[nn.Module] = [nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Dropout(0.1)]
+    layers += [nn.Conv2d(32, 64, 3, stride=2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)]
+    return nn.Sequential(*layers), torch.zeros(16, 3, 32, 32)
+
+
+def rows() -> tuple[nn.Module, Tensor]:
+    return nn.Sequential(nn.Linear(512, 1024), nn.SiLU(), nn.Linear(1024, 10)), torch.zeros(64, 512)
+
+
+def same(one: PredictedRow, other: PredictedRow) -> None:
+    assert one.step_time_s == pytest.approx(other.step_time_s, rel=1e-12)
+    assert one.predicted_high_s == pytest.approx(other.predicted_high_s, rel=1e-12)
+    assert (one.peak_memory_bytes, one.reserved_bytes) == (other.peak_memory_bytes, other.reserved_bytes)
+
+
+UPDATES: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda weights: torch.optim.SGD(weights, lr=0.1),
+    "momentum": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "fused-adam": lambda weights: torch.optim.Adam(weights, fused=True),
+    "fused-adamw": lambda weights: torch.optim.AdamW(weights, fused=True),
+}
+
+
+def looped(build: Callable[[], tuple[nn.Module, Tensor]], optimizer: str, half: bool) -> RecordedBlock:
+    with dt.record("loop") as recorded:
+        model, batch = build()
+        model, batch = model.cuda(), batch.cuda()
+        update = UPDATES[optimizer](model.parameters())
+        for _ in range(2):
+            with torch.autocast("cuda", dtype=torch.bfloat16, enabled=half):
+                loss = cross_entropy(model(batch), torch.zeros(len(batch), dtype=torch.long, device="cuda"))
+            loss.backward()
+            update.step()
+            update.zero_grad()
+    return recorded
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("optimizer", UPDATES)
+@pytest.mark.parametrize("build", [images, rows])
+def test_a_module_is_the_same_step_as_its_loop(
+    build: Callable[[], tuple[nn.Module, Tensor]], optimizer: str, half: bool
+) -> None:
+    graph = looped(build, optimizer, half).graph
+    [loop] = dt.predict(graph, DEVICE).rows
+    precision = "bf16" if half else "fp32"
+    [module] = dt.predict(build, DEVICE, batch_sizes=[len(build()[1])], optimizer=optimizer, precision=precision).rows
+    same(module, loop)
+
+
+@pytest.mark.parametrize("optimizer", UPDATES)
+def test_an_optimizer_has_the_kernels_that_torch_runs(optimizer: str) -> None:
+    graph = looped(rows, optimizer, half=False).graph
+    recorded = [size for name, size in zip(graph.names, graph.size_bytes, strict=True) if name.startswith("update/")]
+    assert update_kernels(graph, optimizer).moved_bytes.tolist() == recorded
+    assert set(UPDATES) | {"none"} == set(OPTIMIZERS)
+
+
+def test_a_module_is_the_same_step_as_its_script(tmp_path: Path) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text(LOOP)
+    [module] = dt.predict(f"{script}:build", DEVICE, batch_sizes=[32], optimizer="adamw", precision="bf16").rows
+    [run] = dt.predict(["python", str(script)], DEVICE).rows
+    same(module, run)
+
+
+def test_a_loop_leaves_torch_as_it_was_and_runs_after_a_real_backward_pass() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    (2.0 * weight).sum().backward()  # from now on torch has no thread for another device
+    names = [("cuda", "is_available"), ("cuda", "Stream"), ("amp", "autocast"), ("utils", "swap_tensors")]
+    owners = [(getattr(torch, owner), name) for owner, name in names] + [(torch, "compile"), (nn.Module, "to")]
+    before = [getattr(owner, name) for owner, name in owners]
+    looped(rows, "adamw", half=True)
+    assert [getattr(owner, name) for owner, name in owners] == before
+    assert not torch.zeros(2).is_cuda
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_loops_without_a_step_are_refused() -> None:
+    with pytest.raises(InputError, match="step: has 0 of the 2 updates that are needed; let it train a model on cuda"):
+        with record_block():
+            pass
+    with pytest.raises(InputError, match="record: no step has been recorded yet; ask after the block"):
+        with record_block() as block:
+            _ = block.graph
+    with pytest.raises(InputError, match="here: runs nothing on cuda"):
+        with record_block("here"):
+            model = nn.Linear(4, 2)
+            update = torch.optim.SGD(model.parameters())
+            for _ in range(2):
+                model(torch.zeros(2, 4)).sum().backward()
+                update.step()
