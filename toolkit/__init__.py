@@ -3,6 +3,7 @@
 ``import ddltool as dt`` is for notebooks and scripts: ``dt.trace``, ``dt.predict``, ``dt.profile``, ``dt.fit``, ``dt.plan``,
 ``dt.simulate``, ``dt.balance``, ``dt.barrier``, ``dt.gate`` and ``dt.report`` are what the commands are made from. Each
 returns a record with ``to_frame()``, ``save()`` and ``chart()``, which a notebook shows as its section of the report.
+``dt.record`` records the loop in a block.
 
 The package itself holds the nouns (Graph, Profile, Cluster, Job, Plan, Enforcement) and how they are read and written; start
 at :mod:`ddltool.graph`. Importing it is cheap: nothing heavy is loaded until a function is asked for.
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ddltool import showing
 
 if TYPE_CHECKING:
-    from ddltool.analyzers.step.recording.window import record_block
+    from ddltool.analyzers.step.recording.window import record as record
     from ddltool.artifact_files import read as read
     from ddltool.commands.balance import balance as balance
     from ddltool.commands.barrier import barrier as barrier
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from ddltool.errors import Infeasible as Infeasible
     from ddltool.errors import InputError as InputError
 
-    record = record_block
-
 __version__ = "0.1.0"
 
 showing.register(lambda: import_module("ddltool.analyzers.answers.reporting.notebook"))
@@ -41,12 +40,12 @@ showing.register(lambda: import_module("ddltool.analyzers.answers.reporting.note
 # Where each name lives; docs/api.md lists them and a test pins them.
 _VERBS = ("trace", "predict", "profile", "fit", "plan", "simulate", "balance", "barrier", "gate", "report")
 _HOMES = {
-    **{verb: f"commands.{verb}:{verb}" for verb in _VERBS},
-    "record": "analyzers.step.recording.window:record_block",
-    "read": "artifact_files:read",
-    "DdlToolError": "errors:DdlToolError",
-    "InputError": "errors:InputError",
-    "Infeasible": "errors:Infeasible",
+    **{verb: f"commands.{verb}" for verb in _VERBS},
+    "record": "analyzers.step.recording.window",
+    "read": "artifact_files",
+    "DdlToolError": "errors",
+    "InputError": "errors",
+    "Infeasible": "errors",
 }
 __all__ = ["__version__", *_HOMES]
 
@@ -54,8 +53,7 @@ __all__ = ["__version__", *_HOMES]
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'ddltool' has no attribute {name!r}")
-    module, _, attribute = _HOMES[name].partition(":")
-    found = globals()[name] = getattr(import_module(f"ddltool.{module}"), attribute)
+    found = globals()[name] = getattr(import_module(f"ddltool.{_HOMES[name]}"), name)
     return found
 
 

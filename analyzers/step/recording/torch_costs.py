@@ -123,7 +123,7 @@ _CASTS_RESULT = frozenset(["_softmax_backward_data", "_log_softmax_backward_data
 
 
 def issued(node: Node) -> Issued:
-    """Return the cost properties of a call node, whose ``meta['val']`` holds fake tensors (set by make_fx)."""
+    """Return the cost properties of a call node, whose ``meta['val']`` holds its tensors without memory."""
     target: Any = node.target
     name = base_name(target)
     output = tensors_of(node.meta.get("val"))

@@ -1,6 +1,6 @@
 """The steady step of a training loop: what lies between the ends of two updates.
 
-:class:`StepWindow` watches a loop's optimizers and tells a recorder when that step begins and ends; :func:`record_block` does
+:class:`StepWindow` watches a loop's optimizers and tells a recorder when that step begins and ends; :func:`record` does
 so for a loop in this process.
 """
 
@@ -112,7 +112,7 @@ class StepWindow:
 
 @dataclass(slots=True)
 class RecordedBlock:
-    """What :func:`record_block` gives its block."""
+    """What :func:`record` gives its block."""
 
     _graph: Graph | None = None
 
@@ -125,7 +125,7 @@ class RecordedBlock:
 
 
 @contextmanager
-def record_block(name: str = "step") -> Iterator[RecordedBlock]:
+def record(name: str = "step") -> Iterator[RecordedBlock]:
     """Record the steady step of the training loop in the block, in this process and without a GPU.
 
     In the block CUDA seems to be there: a model and its batches that are moved to ``cuda`` have sizes and no values from then
@@ -135,7 +135,7 @@ def record_block(name: str = "step") -> Iterator[RecordedBlock]:
     Raises InputError where fewer updates came, and where the step runs nothing on ``cuda``.
 
     >>> import torch
-    >>> with record_block() as recorded:
+    >>> with record() as recorded:
     ...     model = torch.nn.Linear(64, 10).cuda()
     ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ...     for _ in range(2):

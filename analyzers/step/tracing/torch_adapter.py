@@ -154,7 +154,7 @@ def trace_torch(
 def trace_step(
     build: Callable[[], TrainingStep], *, mode: Mode, batch_size: int | None = None, numerics: Numerics = AS_DEFAULT
 ) -> TracedStep:
-    """Return the graph of :func:`trace_torch` together with its fx graph. Raises as :func:`trace_torch` does."""
+    """Return the graph of :func:`trace_torch` together with its recording. Raises as :func:`trace_torch` does."""
     return _trace_at(_build(build, mode), batch_size, mode, numerics)
 
 

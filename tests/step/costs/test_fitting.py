@@ -62,7 +62,6 @@ def make_case(random: np.random.Generator, kernels: int = 12, generation: str = 
         count=random.integers(1, 9, kernels).astype(float),
         ops=3 * kernels,
         views=kernels,
-        update_traffic_s=1e-3,
         tensors=kernels,
         generation=generation,
         measured_s=1.0,

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 import ddltool as dt
 from ddltool.analyzers.step.costs.model import OPTIMIZERS, update_kernels
-from ddltool.analyzers.step.recording.window import RecordedBlock, record_block
+from ddltool.analyzers.step.recording.window import RecordedBlock, record
 from ddltool.errors import InputError
 from ddltool.graph_results import PredictedRow
 
@@ -119,17 +119,19 @@ def test_a_loop_leaves_torch_as_it_was_and_runs_after_a_real_backward_pass() -> 
     assert weight.grad.tolist() == [2.0, 2.0, 2.0]
 
 
+def train_on_the_cpu() -> None:
+    with record("here"):
+        model = nn.Linear(4, 2)
+        update = torch.optim.SGD(model.parameters())
+        for _ in range(2):
+            model(torch.zeros(2, 4)).sum().backward()
+            update.step()
+
+
 def test_loops_without_a_step_are_refused() -> None:
-    with pytest.raises(InputError, match="step: has 0 of the 2 updates that are needed; let it train a model on cuda"):
-        with record_block():
-            pass
-    with pytest.raises(InputError, match="record: no step has been recorded yet; ask after the block"):
-        with record_block() as block:
-            _ = block.graph
+    with pytest.raises(InputError, match="step: has 0 of the 2 updates that are needed; let it train"), record():
+        pass
+    with pytest.raises(InputError, match="record: no step has been recorded yet; ask after"), record() as block:
+        _ = block.graph
     with pytest.raises(InputError, match="here: runs nothing on cuda"):
-        with record_block("here"):
-            model = nn.Linear(4, 2)
-            update = torch.optim.SGD(model.parameters())
-            for _ in range(2):
-                model(torch.zeros(2, 4)).sum().backward()
-                update.step()
+        train_on_the_cpu()
