@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ddltool.analyzers.step.recording.recorder import Recorder
+from ddltool.analyzers.step.recording.recurrent import declare_cells, recurrent_layers
 
 CUDA = torch.device("cuda", 0)
 # What a torch without CUDA says of its version: that of the wheels of torch 2.13, which torchvision compares with its own.
@@ -518,8 +519,6 @@ def _recurrent(autocast: Autocast) -> Callable[..., Any]:
 
     def run(x: Tensor, hidden: Any, weights: list[Tensor], bias: bool, layers: int, dropout: float, training: bool,
             bidirectional: bool, batch_first: bool) -> tuple[Tensor, ...]:  # fmt: skip
-        from ddltool.analyzers.step.recording.recurrent import recurrent_layers
-
         if torch.is_autocast_enabled(autocast.type):
             half = torch.get_autocast_dtype(autocast.type)
             x, weights = autocast.cast(x, half), [autocast.cast(weight, half) for weight in weights]
@@ -539,6 +538,7 @@ def kernels_of(device_type: str) -> Autocast:
     for name in ("silu_backward", "mish_backward", "native_channel_shuffle"):
         # Composed of others where a device has no kernel. Nothing calls this one: fake tensors run no kernels.
         library.impl(name, getattr(torch.ops.aten, name).default, "PrivateUse1")
+    declare_cells(library)
     autocast.libraries.append(library)
     return autocast
 

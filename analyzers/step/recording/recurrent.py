@@ -65,3 +65,34 @@ def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
 
 
 torch.library.register_autograd("ddltool::recurrent", _differentiate, setup_context=_save_inputs)
+
+
+def _lstm_cell(input_gates: Tensor, hidden_gates: Tensor, cell: Tensor, *_biases: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(cell), torch.empty_like(cell), torch.empty_like(input_gates)
+
+
+def _lstm_cell_backward(
+    _hidden: Any, _new_cell: Any, cell: Tensor, _kept: Tensor, gates: Tensor, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(gates), torch.empty_like(cell), gates.new_empty(gates.shape[1] if has_bias else 0)
+
+
+def _gru_cell(input_gates: Tensor, hidden_gates: Tensor, state: Tensor, *_biases: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(state), state.new_empty(state.shape[0], 5 * state.shape[1])
+
+
+def _gru_cell_backward(gradient: Tensor, gates: Tensor, has_bias: bool) -> tuple[Tensor, ...]:
+    width = 3 * gradient.shape[1] if has_bias else 0
+    both = [gates.new_empty(gradient.shape[0], 3 * gradient.shape[1]) for _ in range(2)]
+    return *both, torch.empty_like(gradient), gates.new_empty(width), gates.new_empty(width)
+
+
+def declare_cells(library: torch.library.Library) -> None:
+    """Give ``library`` (of aten) the sizes of what CUDA's kernels of one LSTM or GRU cell make, which torch does not know."""
+    for name, sizes in (
+        ("_thnn_fused_lstm_cell", _lstm_cell),
+        ("_thnn_fused_lstm_cell_backward_impl", _lstm_cell_backward),
+        ("_thnn_fused_gru_cell", _gru_cell),
+        ("_thnn_fused_gru_cell_backward", _gru_cell_backward),
+    ):
+        library.impl(name, sizes, "Meta")

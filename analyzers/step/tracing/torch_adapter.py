@@ -17,6 +17,7 @@ import logging
 import math
 import random
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -294,6 +295,8 @@ class _RecordedModule:
     parameters: dict[str, Shadow]
     kept_bytes: dict[str, float]
     """Of each parameter as it is kept, reduced and updated: float32 where ``fully_shard`` gathers a half type."""
+    kept_type: str
+    """Of most parameters."""
     trained: list[str]
     """The names of the parameters that require a gradient."""
     gradients: dict[str, Shadow]
@@ -328,7 +331,10 @@ def _record(
 
     with _seeded(), _on_device(recorder, everywhere or not numerics.cuda), recording_modules(recorder):
         weights = {name: fake(value) for name, value in step.module.named_parameters()}
-        kept_bytes = {name: float(numerics.kept(value).nbytes) for name, value in weights.items()}
+        kept = {name: numerics.kept(value) for name, value in weights.items()}
+        kept_bytes = {name: float(value.nbytes) for name, value in kept.items()}
+        kept_types = Counter(str(value.dtype).removeprefix("torch.") for value in kept.values())
+        del kept
         needs_gradient = {name: value.requires_grad for name, value in step.module.named_parameters()}
         parameters = {
             name: numerics.cast(weights.pop(name)).requires_grad_(needs_gradient[name]) for name in kept_bytes
@@ -352,6 +358,7 @@ def _record(
                 recording=recorder.step,
                 parameters={name: recorder.shadow_of(value) for name, value in parameters.items()},
                 kept_bytes=kept_bytes,
+                kept_type=kept_types.most_common(1)[0][0] if kept_types else "float32",
                 trained=[name for name, is_trained in needs_gradient.items() if is_trained],
                 gradients={
                     name: recorder.shadow_of(value.grad) for name, value in parameters.items() if value.grad is not None
@@ -436,10 +443,9 @@ def _to_graph(
     if without_gradient and mode == "training":
         modules = module_names(without_gradient)
         note = joined(note, f"{len(without_gradient)} trained parameters are read and get no gradient: {modules}")
-    dtypes = [str(shadow.tensor.dtype).removeprefix("torch.") for shadow in recorded.parameters.values()]
     meta: dict[str, str | int | float | bool | None] = {
         "framework": "torch",
-        "dtype": max(set(dtypes), key=dtypes.count) if dtypes else "float32",
+        "dtype": recorded.kept_type,
         "parameter_elements": sum(shadow.tensor.numel() for shadow in recorded.parameters.values()),
         "precision": numerics.precision,
         "channels_last": numerics.channels_last,

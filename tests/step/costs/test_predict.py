@@ -584,7 +584,7 @@ class Cells(nn.Module):
 def test_autocast_follows_cudas_lists_where_the_cpus_differ() -> None:
     graph = traced(Cells, torch.zeros(4, 8), numerics=Numerics("bf16"))
     kind = {op.op_type: op.dtype for op in graph.ops() if op.name.startswith("forward")}
-    assert {kind[f"aten.{name}"] for name in ("sigmoid_", "tanh_", "sub")} == {"bfloat16"}  # of the cell
+    assert kind["aten._thnn_fused_gru_cell"] == "bfloat16"
     assert kind["aten.max_pool3d_with_indices"] == "bfloat16"
     assert kind["aten.reciprocal"] == "float32"
 
@@ -774,7 +774,8 @@ def test_what_is_frozen_has_no_update_and_no_state() -> None:
     assert (peak.parts["parameters"], peak.parts["optimizer"]) == (4_040_000, 2 * 40_000)
     small = measure_work(lambda: step_of(nn.Linear(1000, 10, bias=False), torch.zeros(2, 1000))).traced.graph
     times = [model().step(each, optimizer="adam").update_s for each in (graph, small)]
-    assert times[0] == pytest.approx(times[1]) > 0
+    assert times[0] == pytest.approx(times[1])
+    assert times[0] > 0
 
 
 def test_the_memory_limit_is_the_last_batch_that_fits() -> None:
