@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import shutil
 import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,6 +30,8 @@ from ddltool.analyzers.step.recording.files import overlay
 from ddltool.analyzers.step.recording.graph_of import graph_of
 from ddltool.analyzers.step.recording.groups import stand_in_groups, world_size
 from ddltool.analyzers.step.recording.launchers import launched
+from ddltool.analyzers.step.recording.libraries import change_libraries
+from ddltool.analyzers.step.recording.packages import ABSENT, missing, stand_in_packages
 from ddltool.analyzers.step.recording.posing import posed, register_device
 from ddltool.analyzers.step.recording.recorder import Recorder
 from ddltool.analyzers.step.tracing.factories import declare_torchvision
@@ -52,6 +57,7 @@ class StepWindow:
         self.recorder, self.then = recorder, then
         self.first: Any = None
         self.updates = 0
+        self.absent: list[str] = []
         self._seen: dict[int, Any] = {}
         self._is_steady = True
         self._depth = 0  # optimizers that call others count once
@@ -165,6 +171,7 @@ def record_modules(recorder: Recorder) -> None:
 def main(arguments: list[str]) -> int:
     """Record one step of a script; return the exit status."""
     request = json.loads(Path(arguments[0]).read_text())
+    again = _Again(arguments, request, dict(os.environ), os.getcwd())
     try:
         found = launched(arguments[arguments.index("--") + 1 :], request["count"])
     except InputError as error:
@@ -174,8 +181,9 @@ def main(arguments: list[str]) -> int:
     os.environ.update(found.variables())
     socket.setdefaulttimeout(_NETWORK_S)
     if request.get("scratch"):
+        shutil.rmtree(request["scratch"], ignore_errors=True)
         overlay(Path(request["scratch"]))
-    declare_torchvision()  # the script may import it
+    torchvision_ops = declare_torchvision()  # the script may import it
     threading.Thread(target=_follow_parent, args=(os.getppid(),), daemon=True).start()
     gpu = register_device()
     recorder = Recorder(gpu)
@@ -203,8 +211,13 @@ def main(arguments: list[str]) -> int:
             os._exit(status)
 
     window = StepWindow(recorder, write)
+    window.absent = again.absent
     record_modules(recorder)
     stand_in_groups(recorder)
+    stand_in_packages(again.absent)
+    change_libraries(gpu, torchvision_ops)
+    for name in again.absent:
+        recorder.step.assumed[f"{ABSENT}{name}"] = 1
     sys.argv = script
     try:
         with posed(
@@ -221,11 +234,44 @@ def main(arguments: list[str]) -> int:
                 sys.path.insert(0, str(Path(script[0]).resolve().parent))
                 runpy.run_path(script[0], run_name="__main__")
     except SystemExit as error:
+        again.without_what_is_missing(error)
+        if error.code not in (None, 0) and isinstance(error.__context__, Exception):
+            return _raised(error.__context__, window)  # a library of commands caught it, and ended the process
         if error.code not in (None, 0):
             return _failed(f"the script ended with {error.code!r}", window)
     except Exception as error:  # whatever the script raises is its user's to read
+        again.without_what_is_missing(error)
         return _raised(error, window)
     return _failed("the script ended", window)
+
+
+@dataclass
+class _Again:
+    """Starts the recording anew in this process, with stand-ins for packages that the script turned out to need."""
+
+    arguments: list[str]
+    request: dict[str, Any]
+    environment: dict[str, str]
+    folder: str
+
+    @property
+    def absent(self) -> list[str]:
+        """The packages that are stood in for."""
+        return list(self.request.get("absent", []))
+
+    def without_what_is_missing(self, error: BaseException) -> None:
+        """Begin anew where an error says that a package is missing; return where none is, or its stand-in did not do."""
+        found = [name for name in missing(error) if name not in self.absent]
+        if not found:
+            return
+        sys.stderr.write(f"{', '.join(found)}: not installed here; once more with a stand-in\n")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        Path(self.arguments[0]).write_text(json.dumps(self.request | {"absent": self.absent + found}))
+        with suppress(OSError):
+            os.chdir(self.folder)
+        module = "ddltool.analyzers.step.recording.script"
+        os.execve(sys.executable, [sys.executable, "-m", module, *self.arguments], self.environment)
 
 
 def _follow_parent(parent: int) -> None:
@@ -238,13 +284,16 @@ def _follow_parent(parent: int) -> None:
 def _raised(error: Exception, window: StepWindow) -> int:
     traceback.print_exception(error)
     said = str(error).splitlines()[0].replace(";", ",") if str(error) else ""
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        said += f" (the script needs it here too: pip install {error.name.partition('.')[0]}, or leave it out)"
     return _failed(f"the script raised {type(error).__name__}: {said}", window)
 
 
 def _failed(what: str, window: StepWindow) -> int:
-    sys.stderr.write(f"\x00{what} after {window.updates} of the 2 updates that are needed\n")
+    line = f"{what} after {window.updates} of the 2 updates that are needed"
+    if window.absent:
+        names = ", ".join(window.absent)
+        line = f"needs {names}, not installed here, and with a stand-in {line}"
+        line += f"; pip install {' '.join(window.absent)}, or leave it out"
+    sys.stderr.write(f"\x00{line}\n")
     return 3
 
 
