@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, TypeGuard
 
-from ddltool.analyzers.step.recording.packages import ABSENT
+from ddltool.analyzers.step.recording.packages import ABSENT, NOTE
 from ddltool.device import DEVICES_PER_NODE, Device
 from ddltool.errors import InputError
 from ddltool.graph import Graph, read_graph
@@ -108,14 +108,20 @@ def assumed(graph: Graph) -> str | None:
         return None
     told = graph.recorded.assumed.items()
     absent = ", ".join(place.removeprefix(ABSENT) for place, _ in told if place.startswith(ABSENT))
-    stand_in = f"Stood in for, not installed here: {absent}." if absent else ""
-    counts = sorted(((place, n) for place, n in told if not place.startswith(ABSENT)), key=lambda item: -item[1])
+    notes = [f"Stood in for, not installed here: {absent}."] if absent else []
+    for place, _ in told:
+        if place.startswith(NOTE):
+            said = place.removeprefix(NOTE)
+            notes.append(f"{said[0].upper()}{said[1:]}.")
+    counts = sorted(
+        ((place, n) for place, n in told if not place.startswith((ABSENT, NOTE))), key=lambda item: -item[1]
+    )
     if not counts:
-        return stand_in
+        return " ".join(notes)
     total = sum(count for _, count in counts)
     named = ", ".join(_near(place) for place, _ in counts[:_SHOWN_ASSUMPTIONS])
     more = f" and {len(counts) - _SHOWN_ASSUMPTIONS} more places" if len(counts) > _SHOWN_ASSUMPTIONS else ""
-    return f"Assumed: {total} value{'s' * (total > 1)} that only a run knows: {named}{more}. {stand_in}".rstrip()
+    return f"Assumed: {total} value{'s' * (total > 1)} that only a run knows: {named}{more}. {' '.join(notes)}".rstrip()
 
 
 def _near(place: str) -> str:

@@ -76,6 +76,7 @@ def stand_in_downloads(device: torch.device) -> dict[str, Callable[[Any], None]]
         "torchvision.datasets.mnist": _blank_digits,
         "torchvision.datasets.cifar": _blank_pictures,
         "tiktoken.registry": _encodings,
+        "transformers.tokenization_utils_base": _blank_tokenizers,
         "evaluate.loading": _inert_metrics,
     }
 
@@ -234,6 +235,61 @@ def _inert_metrics(module: Any) -> None:
             return Inert(f"evaluate.load({path!r})")
 
     module.load = load
+
+
+def _blank_tokenizers(module: Any) -> None:
+    """Let the tokenizers of well-known models that are not here split words into pieces of three letters."""
+    real = module.PreTrainedTokenizerBase.from_pretrained.__func__
+
+    def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return real(cls, name, *args, **kwargs)
+        except OSError:
+            known = _CONFIGURATIONS.get(_plain(str(name)))
+            if known is None:
+                raise
+            return _pieces(str(name), known)
+
+    module.PreTrainedTokenizerBase.from_pretrained = classmethod(from_pretrained)
+
+
+def _pieces(name: str, known: dict[str, Any]) -> Any:
+    """Return a tokenizer with the special tokens of a model's family: about as many tokens as its own makes of English."""
+    from itertools import product
+    from string import ascii_lowercase
+
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors  # type: ignore[import-untyped]
+    from transformers import PreTrainedTokenizerFast  # type: ignore[import-untyped]
+
+    is_encoder = known["model_type"] in ("bert", "distilbert", "roberta")
+    special = (
+        {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+        if is_encoder
+        else {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+        | ({"pad_token": "<pad>"} if known["model_type"] not in ("gpt2", "llama", "mistral") else {})
+    )
+    letters = [chr(code) for code in range(33, 127)]
+    syllables = ["".join(pair) for length in (2, 3) for pair in product(ascii_lowercase, repeat=length)]
+    words = dict.fromkeys([*special.values(), *letters, *syllables])
+    split = Tokenizer(models.WordPiece({word: place for place, word in enumerate(words)},
+                                       unk_token=special["unk_token"], continuing_subword_prefix=""))  # fmt: skip
+    split.normalizer = normalizers.Lowercase()
+    split.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    if is_encoder:
+        split.post_processor = processors.BertProcessing(
+            ("[SEP]", _place(words, "[SEP]")), ("[CLS]", _place(words, "[CLS]"))
+        )
+    length = {"bert": 512, "distilbert": 512, "roberta": 512, "gpt2": 1024}.get(known["model_type"], 2048)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=split, model_max_length=length, **special)
+    tokenizer.name_or_path = name
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }} {% endfor %}"
+    )
+    return tokenizer
+
+
+def _place(words: dict[str, None], word: str) -> int:
+    return list(words).index(word)
 
 
 _VOCABULARIES = {

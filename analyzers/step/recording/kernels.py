@@ -311,6 +311,11 @@ class TritonKernel:
         return None
 
 
+def compiled_launch(*args: Any, **kwargs: Any) -> None:
+    """Record one launch of a kernel that the script compiles from CUDA source (``torch.cuda._compile_kernel``)."""
+    TritonKernel(None).run(*args, **kwargs)
+
+
 def _decorated(function: Any = None, **_: Any) -> Any:
     """Return what ``triton.jit`` makes of a function, with arguments or without."""
     return TritonKernel(function) if callable(function) else TritonKernel

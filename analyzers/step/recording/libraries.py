@@ -15,7 +15,12 @@ from typing import Any
 
 import torch
 
+from ddltool.analyzers.step.recording.cuda_graphs import stand_in_graphs
 from ddltool.analyzers.step.recording.downloads import stand_in_downloads
+from ddltool.analyzers.step.recording.flexible import stand_in_flexible_attention
+from ddltool.analyzers.step.recording.kernels import compiled_launch
+from ddltool.analyzers.step.recording.pipelines import stand_in_neighbours
+from ddltool.analyzers.step.recording.recorder import Recorder
 from ddltool.analyzers.step.recording.vision import stand_in_vision
 
 
@@ -47,21 +52,22 @@ class _Changing(MetaPathFinder, Loader):
         self._changes[module.__name__](module)
 
 
-def change_libraries(device: torch.device, torchvision_ops: torch.library.Library | None) -> None:
+def change_libraries(recorder: Recorder, torchvision_ops: torch.library.Library | None) -> None:
     """Let libraries be changed once they are imported, those that are at once."""
-    changes = (
-        stand_in_downloads(device)
-        | stand_in_vision(torchvision_ops, device)
-        | {
-            "accelerate.utils.dataclasses": _renamed_in_accelerate,
-            "lightning.fabric.utilities.device_parser": _any_device,
-            "lightning_fabric.utilities.device_parser": _any_device,
-        }
-    )
+    changes = stand_in_downloads(recorder.gpu) | stand_in_vision(torchvision_ops, recorder.gpu)
+    changes |= {
+        "torch.distributed.pipelining.stage": lambda module: stand_in_neighbours(module, recorder),
+        "torch.nn.attention.flex_attention": stand_in_flexible_attention,
+        "accelerate.utils.dataclasses": _renamed_in_accelerate,
+        "lightning.fabric.utilities.device_parser": _any_device,
+        "lightning_fabric.utilities.device_parser": _any_device,
+    }
     for name in [name for name in changes if name in sys.modules]:  # a launcher's parser has imported some
         changes.pop(name)(sys.modules[name])
     sys.meta_path.insert(0, _Changing(changes))
     _start_no_ranks()
+    stand_in_graphs(recorder)
+    torch.cuda._compile_kernel = lambda *_, **__: compiled_launch  # type: ignore[attr-defined]
 
 
 def _renamed_in_accelerate(module: Any) -> None:

@@ -23,6 +23,8 @@ from typing import Any
 
 ABSENT = "not installed: "
 """Before the name of a package that was stood in for, among the places of a recording's assumptions."""
+NOTE = "note: "
+"""Before a sentence among them."""
 _VERSION = "99.0"
 _REST = "*"  # as kernels.REST
 # Packages whose absence is said in the words of others, by what those words hold.

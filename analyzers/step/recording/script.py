@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import shutil
 import socket
@@ -215,7 +216,7 @@ def main(arguments: list[str]) -> int:
     record_modules(recorder)
     stand_in_groups(recorder)
     stand_in_packages(again.absent)
-    change_libraries(gpu, torchvision_ops)
+    change_libraries(recorder, torchvision_ops)
     for name in again.absent:
         recorder.step.assumed[f"{ABSENT}{name}"] = 1
     sys.argv = script
@@ -284,15 +285,32 @@ def _follow_parent(parent: int) -> None:
 def _raised(error: Exception, window: StepWindow) -> int:
     traceback.print_exception(error)
     said = str(error).splitlines()[0].replace(";", ",") if str(error) else ""
-    return _failed(f"the script raised {type(error).__name__}: {said}", window)
+    return _failed(f"the script raised {type(error).__name__}: {said}", window, _remedy(error))
 
 
-def _failed(what: str, window: StepWindow) -> int:
+_NETWORK = re.compile(
+    r"hub|offline|download|resolve|max retries|connect|urlopen|name or service|dataset", re.IGNORECASE
+)
+
+
+def _remedy(error: BaseException) -> str:
+    """Return what to do where a script would have fetched something, by the errors that its own came from."""
+    causes: list[BaseException] = [error]
+    for one in causes:
+        causes += [each for each in (one.__cause__, one.__context__) if each is not None and each not in causes]
+    if any(isinstance(one, OSError) and _NETWORK.search(f"{type(one).__name__} {one}") for one in causes):
+        return "what a run would fetch is to be here: fetch it before, or give a path of this disk"
+    return ""
+
+
+def _failed(what: str, window: StepWindow, remedy: str = "") -> int:
     line = f"{what} after {window.updates} of the 2 updates that are needed"
     if window.absent:
         names = ", ".join(window.absent)
         line = f"needs {names}, not installed here, and with a stand-in {line}"
         line += f"; pip install {' '.join(window.absent)}, or leave it out"
+    elif remedy:
+        line += f"; {remedy}"
     sys.stderr.write(f"\x00{line}\n")
     return 3
 
