@@ -144,7 +144,9 @@ def _known_configurations(module: Any) -> None:
             known = _CONFIGURATIONS.get(_plain(str(name)))
             if known is None:
                 raise
-            return {**known, "_name_or_path": str(name)}, kwargs
+            return {**known, "_name_or_path": str(name)}, {
+                key: value for key, value in kwargs.items() if key not in _OF_CONFIGURATIONS and key[0] != "_"
+            }
 
     module.PreTrainedConfig._get_config_dict = classmethod(_get_config_dict)
 
@@ -210,15 +212,16 @@ def _blank_pictures(module: Any) -> None:
 
 def _blank(kind: Any, fill: Callable[[Any], None]) -> None:
     """Let a data set of known size hold blank samples where its files are not here."""
-    real = kind.__init__
+    real, blank = kind.__init__, set()
 
     def init(self: Any, root: Any, train: bool = True, transform: Any = None, target_transform: Any = None,
              download: bool = False, **_: Any) -> None:  # fmt: skip
         try:
             real(self, root, train, transform, target_transform, download=False)
         except RuntimeError:
-            if not download:
+            if not download and str(root) not in blank:
                 raise
+            blank.add(str(root))  # its other half, too
             fill(self)
 
     kind.__init__ = init
@@ -242,15 +245,20 @@ def _blank_tokenizers(module: Any) -> None:
     real = module.PreTrainedTokenizerBase.from_pretrained.__func__
 
     def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+        known = _CONFIGURATIONS.get(_plain(str(name)))
         try:
-            return real(cls, name, *args, **kwargs)
+            found = real(cls, name, *args, **kwargs)
         except OSError:
-            known = _CONFIGURATIONS.get(_plain(str(name)))
             if known is None:
                 raise
             return _pieces(str(name), known)
+        # Some classes are content without a vocabulary.
+        return found if known is None or len(found) >= _LEAST_TOKENS else _pieces(str(name), known)
 
     module.PreTrainedTokenizerBase.from_pretrained = classmethod(from_pretrained)
+
+
+_LEAST_TOKENS = 1000
 
 
 def _pieces(name: str, known: dict[str, Any]) -> Any:

@@ -246,14 +246,24 @@ class PackedLinear(nn.Linear):
         packed = torch.empty(elements * self.bits // 8, 1, dtype=torch.uint8, device=device)
         self.weight = nn.Parameter(packed, requires_grad=False)
         scales = elements // _BLOCK if self.bits == 4 else output_features
-        self.register_buffer("scales", torch.empty(scales, dtype=torch.float32, device=device), persistent=False)
+        self.scales = torch.empty(scales, dtype=torch.float32, device=device)  # no buffer: it keeps its type
         if bias:
             self.bias = nn.Parameter(torch.empty(output_features, device=device))
         self.compute_dtype = compute_dtype
-        self.weight.compress_statistics, self.weight.quant_type = True, "nf4"  # type: ignore[attr-defined]
-        self.weight.quant_storage = torch.uint8  # type: ignore[attr-defined]
-        self.weight.quant_state = None  # type: ignore[attr-defined]
+        self._mark()
         self.state = SimpleNamespace(threshold=0.0, has_fp16_weights=False, memory_efficient_backward=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self.scales = fn(self.scales).float()
+        moved = super()._apply(fn, recurse)
+        self._mark()  # a weight that moves is another
+        return moved
+
+    def _mark(self) -> None:
+        """Let the weight say what libraries of adapters ask of it."""
+        self.weight.__dict__.update(
+            compress_statistics=True, quant_type="nf4", quant_storage=torch.uint8, quant_state=None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product in the type that is computed in."""

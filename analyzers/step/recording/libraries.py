@@ -19,6 +19,7 @@ from ddltool.analyzers.step.recording.cuda_graphs import stand_in_graphs
 from ddltool.analyzers.step.recording.downloads import stand_in_downloads
 from ddltool.analyzers.step.recording.flexible import stand_in_flexible_attention
 from ddltool.analyzers.step.recording.kernels import compiled_launch
+from ddltool.analyzers.step.recording.legacy import stand_in_types
 from ddltool.analyzers.step.recording.pipelines import stand_in_neighbours
 from ddltool.analyzers.step.recording.recorder import Recorder
 from ddltool.analyzers.step.recording.vision import stand_in_vision
@@ -67,6 +68,7 @@ def change_libraries(recorder: Recorder, torchvision_ops: torch.library.Library 
     sys.meta_path.insert(0, _Changing(changes))
     _start_no_ranks()
     stand_in_graphs(recorder)
+    stand_in_types()
     torch.cuda._compile_kernel = lambda *_, **__: compiled_launch  # type: ignore[attr-defined]
 
 

@@ -182,11 +182,13 @@ def missing(error: BaseException) -> list[str]:
         chain += [each for each in (one.__cause__, one.__context__) if each is not None and each is not one]
         said = str(one)
         if isinstance(one, ImportError):
-            names = [one.name] if one.name and isinstance(one, ModuleNotFoundError) else _NAMED.findall(said)
+            # What an installed module has not is a matter of versions.
+            told = [] if said.startswith("cannot import name") else _NAMED.findall(said)
+            names = [one.name] if one.name and isinstance(one, ModuleNotFoundError) else told
             found |= dict.fromkeys(filter(None, map(_absent, names)))
         if isinstance(one, (ImportError, ValueError, RuntimeError, SystemExit)) and "install" in said.lower():
-            told = [name for name, words in _TOLD.items() if re.search(words, said, re.IGNORECASE)]
-            found |= dict.fromkeys(name for name in told if _absent(name))
+            known = [name for name, words in _TOLD.items() if re.search(words, said, re.IGNORECASE)]
+            found |= dict.fromkeys(name for name in known if _absent(name))
     if found:
         found |= dict.fromkeys(_needed_beside(error))
     return list(found)

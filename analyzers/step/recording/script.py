@@ -306,10 +306,9 @@ def _remedy(error: BaseException) -> str:
 def _failed(what: str, window: StepWindow, remedy: str = "") -> int:
     line = f"{what} after {window.updates} of the 2 updates that are needed"
     if window.absent:
-        names = ", ".join(window.absent)
-        line = f"needs {names}, not installed here, and with a stand-in {line}"
-        line += f"; pip install {' '.join(window.absent)}, or leave it out"
-    elif remedy:
+        line += f" (stood in for, not installed here: {', '.join(window.absent)})"
+        remedy = remedy or f"if the script needs more of them: pip install {' '.join(window.absent)}, or leave them out"
+    if remedy:
         line += f"; {remedy}"
     sys.stderr.write(f"\x00{line}\n")
     return 3
