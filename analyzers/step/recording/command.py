@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, TypeGuard
 
+from ddltool.analyzers.step.recording.packages import ABSENT, NOTE
 from ddltool.device import DEVICES_PER_NODE, Device
 from ddltool.errors import InputError
 from ddltool.graph import Graph, read_graph
@@ -107,14 +108,24 @@ def assumed(graph: Graph) -> str:
 
 
 def assumption_line(values: Mapping[str, int]) -> str:
-    """Return the line that says which values were assumed, and where; "": none were. ``values``: by ``file:line``."""
-    if not values:
-        return ""
-    counts = sorted(values.items(), key=lambda item: -item[1])
+    """Return the line that says what was stood in for, which values were assumed, and where; "": nothing was.
+
+    ``values``: how often a value was read, by ``file:line``; remarks after ``ABSENT`` and ``NOTE``.
+    """
+    absent = ", ".join(place.removeprefix(ABSENT) for place in values if place.startswith(ABSENT))
+    notes = [f"Stood in for, not installed here: {absent}."] if absent else []
+    for place in values:
+        if place.startswith(NOTE):
+            said = place.removeprefix(NOTE)
+            notes.append(f"{said[0].upper()}{said[1:]}.")
+    read = ((place, count) for place, count in values.items() if not place.startswith((ABSENT, NOTE)))
+    counts = sorted(read, key=lambda item: -item[1])
+    if not counts:
+        return " ".join(notes)
     total = sum(count for _, count in counts)
     named = ", ".join(_near(place) for place, _ in counts[:_SHOWN_ASSUMPTIONS])
     more = f" and {len(counts) - _SHOWN_ASSUMPTIONS} more places" if len(counts) > _SHOWN_ASSUMPTIONS else ""
-    return f"Assumed: {total} value{'s' * (total > 1)} that only a run knows: {named}{more}."
+    return f"Assumed: {total} value{'s' * (total > 1)} that only a run knows: {named}{more}. {' '.join(notes)}".rstrip()
 
 
 def _near(place: str) -> str:

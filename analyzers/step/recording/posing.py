@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from ddltool.analyzers.step.recording.legacy import converted
 from ddltool.analyzers.step.recording.recorder import Recorder
 from ddltool.analyzers.step.recording.recurrent import declare_cells, recurrent_layers
 
@@ -207,6 +208,10 @@ class Pose(TorchFunctionMode):
             return False if name == "is_pinned" else None if name == "record_stream" else first
         if isinstance(first, FakeTensor) and name in _READS:
             return self._read(name, first, args)
+        if name in ("new", "type") and isinstance(first, Tensor):
+            old = converted(name, first, args[1:], self.gpu)
+            if old is not NotImplemented:
+                return old
         if func is torch.device:
             # What the script holds says cuda, and is mapped where it is used; a number alone is the accelerator's.
             device = torch.device("cuda", first) if isinstance(first, int) else func(*args, **kwargs)

@@ -9,14 +9,18 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import runpy
+import shutil
 import socket
 import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -25,10 +29,12 @@ from ddltool.analyzers.step.recording.files import overlay
 from ddltool.analyzers.step.recording.graph_of import graph_of
 from ddltool.analyzers.step.recording.groups import stand_in_groups, world_size
 from ddltool.analyzers.step.recording.launchers import launched
+from ddltool.analyzers.step.recording.libraries import change_libraries
+from ddltool.analyzers.step.recording.packages import ABSENT, missing, stand_in_packages
 from ddltool.analyzers.step.recording.posing import posed, recording_modules, register_device
 from ddltool.analyzers.step.recording.recorder import Recorder
+from ddltool.analyzers.step.recording.vision import declare_torchvision
 from ddltool.analyzers.step.recording.window import StepWindow
-from ddltool.analyzers.step.tracing.factories import declare_torchvision
 from ddltool.errors import InputError
 from ddltool.graph import write_graph
 
@@ -38,6 +44,7 @@ _NETWORK_S = 20.0
 def main(arguments: list[str]) -> int:
     """Record one step of a script; return the exit status."""
     request = json.loads(Path(arguments[0]).read_text())
+    again = _Again(arguments, request, dict(os.environ), os.getcwd())
     try:
         found = launched(arguments[arguments.index("--") + 1 :], request["count"])
     except InputError as error:
@@ -47,8 +54,9 @@ def main(arguments: list[str]) -> int:
     os.environ.update(found.variables())
     socket.setdefaulttimeout(_NETWORK_S)
     if request.get("scratch"):
+        shutil.rmtree(request["scratch"], ignore_errors=True)
         overlay(Path(request["scratch"]))
-    declare_torchvision()  # the script may import it
+    torchvision_ops = declare_torchvision()  # the script may import it
     threading.Thread(target=_follow_parent, args=(os.getppid(),), daemon=True).start()
     gpu = register_device()
     recorder = Recorder(gpu)
@@ -76,8 +84,13 @@ def main(arguments: list[str]) -> int:
             os._exit(status)
 
     window = StepWindow(recorder, write)
+    window.absent = again.absent
     stand_in_groups(recorder)
     random.seed(0)
+    stand_in_packages(again.absent)
+    change_libraries(recorder, torchvision_ops)
+    for name in again.absent:
+        recorder.step.assumed[f"{ABSENT}{name}"] = 1
     sys.argv = script
     try:
         with (
@@ -97,11 +110,44 @@ def main(arguments: list[str]) -> int:
                 sys.path.insert(0, str(Path(script[0]).resolve().parent))
                 runpy.run_path(script[0], run_name="__main__")
     except SystemExit as error:
+        again.without_what_is_missing(error)
+        if error.code not in (None, 0) and isinstance(error.__context__, Exception):
+            return _raised(error.__context__, window)  # a library of commands caught it, and ended the process
         if error.code not in (None, 0):
             return _failed(f"the script ended with {error.code!r}", window)
     except Exception as error:  # whatever the script raises is its user's to read
+        again.without_what_is_missing(error)
         return _raised(error, window)
     return _failed("the script ended", window)
+
+
+@dataclass
+class _Again:
+    """Starts the recording anew in this process, with stand-ins for packages that the script turned out to need."""
+
+    arguments: list[str]
+    request: dict[str, Any]
+    environment: dict[str, str]
+    folder: str
+
+    @property
+    def absent(self) -> list[str]:
+        """The packages that are stood in for."""
+        return list(self.request.get("absent", []))
+
+    def without_what_is_missing(self, error: BaseException) -> None:
+        """Begin anew where an error says that a package is missing; return where none is, or its stand-in did not do."""
+        found = [name for name in missing(error) if name not in self.absent]
+        if not found:
+            return
+        sys.stderr.write(f"{', '.join(found)}: not installed here; once more with a stand-in\n")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        Path(self.arguments[0]).write_text(json.dumps(self.request | {"absent": self.absent + found}))
+        with suppress(OSError):
+            os.chdir(self.folder)
+        module = "ddltool.analyzers.step.recording.script"
+        os.execve(sys.executable, [sys.executable, "-m", module, *self.arguments], self.environment)
 
 
 def _follow_parent(parent: int) -> None:
@@ -114,13 +160,32 @@ def _follow_parent(parent: int) -> None:
 def _raised(error: Exception, window: StepWindow) -> int:
     traceback.print_exception(error)
     said = str(error).splitlines()[0].replace(";", ",") if str(error) else ""
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        said += f" (the script needs it here too: pip install {error.name.partition('.')[0]}, or leave it out)"
-    return _failed(f"the script raised {type(error).__name__}: {said}", window)
+    return _failed(f"the script raised {type(error).__name__}: {said}", window, _remedy(error))
 
 
-def _failed(what: str, window: StepWindow) -> int:
-    sys.stderr.write(f"\x00{what} after {window.updates} of the 2 updates that are needed\n")
+_NETWORK = re.compile(
+    r"hub|offline|download|resolve|max retries|connect|urlopen|name or service|dataset", re.IGNORECASE
+)
+
+
+def _remedy(error: BaseException) -> str:
+    """Return what to do where a script would have fetched something, by the errors that its own came from."""
+    causes: list[BaseException] = [error]
+    for one in causes:
+        causes += [each for each in (one.__cause__, one.__context__) if each is not None and each not in causes]
+    if any(isinstance(one, OSError) and _NETWORK.search(f"{type(one).__name__} {one}") for one in causes):
+        return "what a run would fetch is to be here: fetch it before, or give a path of this disk"
+    return ""
+
+
+def _failed(what: str, window: StepWindow, remedy: str = "") -> int:
+    line = f"{what} after {window.updates} of the 2 updates that are needed"
+    if window.absent:
+        line += f" (stood in for, not installed here: {', '.join(window.absent)})"
+        remedy = remedy or f"if the script needs more of them: pip install {' '.join(window.absent)}, or leave them out"
+    if remedy:
+        line += f"; {remedy}"
+    sys.stderr.write(f"\x00{line}\n")
     return 3
 
 

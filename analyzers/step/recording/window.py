@@ -33,6 +33,8 @@ class StepWindow:
     def __init__(self, recorder: Recorder, then: Callable[[], None]) -> None:
         self.recorder, self.then = recorder, then
         self.is_over = False
+        self.absent: list[str] = []
+        """Packages that are stood in for."""
         self.first: Any = None
         self.updates = 0
         self._seen: dict[int, Any] = {}

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ddltool.analyzers.step.recording.vision import declare_torchvision
 from ddltool.analyzers.step.tracing.step import (
     TrainingStep,
     as_arguments,
@@ -49,29 +49,6 @@ def nearest(name: str, known: Iterable[str], otherwise: Iterable[str]) -> str:
     """Return a remedy that lists the known names closest to ``name``, or ``otherwise`` where none is close."""
     close_names = difflib.get_close_matches(name, list(known), n=5) or list(otherwise)
     return f"did you mean {', '.join(close_names)}?"
-
-
-@cache
-def declare_torchvision() -> torch.library.Library | None:
-    """Declare torchvision's two ops where its compiled library cannot be loaded; the returned library keeps them declared.
-
-    PyPI's torchvision is compiled for torch with CUDA. Beside a CPU torch its import fails when these ops get a meta
-    kernel, and so do the imports of timm and most of transformers, though no traced model calls the ops. None: torchvision
-    is missing, or its compiled library was loaded.
-    """
-    spec = importlib.util.find_spec("torchvision")
-    if spec is None or spec.origin is None:
-        return None
-    try:
-        for library_path in Path(spec.origin).parent.glob("_C.*"):
-            torch.ops.load_library(str(library_path))
-            return None
-    except OSError:
-        pass  # built for another torch (with CUDA, say): the ops are declared below without kernels
-    library = torch.library.Library("torchvision", "DEF")
-    for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return library
 
 
 def least_batch(module: nn.Module) -> int:

@@ -1,0 +1,71 @@
+"""CUDA graphs: what is captured in a block is the script's own step once, and again whenever the graph is replayed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ddltool.analyzers.step.recording.recorder import Recorder
+
+
+def stand_in_graphs(recorder: Recorder) -> None:
+    """Let ``torch.cuda`` capture and replay graphs of the recorder's calls."""
+    real_note = recorder._note
+    tapes: list[list[tuple[Any, ...]]] = []
+
+    def note(*call: Any) -> None:
+        for tape in tapes[-1:]:
+            tape.append(call)  # its tensors live as long as the graph, as in a graph's pool
+        real_note(*call)
+
+    class CUDAGraph:
+        """A graph: the calls between the beginning of its capture and its end."""
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            self.calls: list[tuple[Any, ...]] = []
+            self.stands_for_replay = False
+
+        def capture_begin(self, *_: Any, **__: Any) -> None:
+            """Keep what is called from now on."""
+            tapes.append(self.calls)
+
+        def capture_end(self) -> None:
+            """Keep no more; what was recorded while capturing stands for the replay that follows."""
+            tapes.pop()
+            self.stands_for_replay = recorder.recording
+
+        def replay(self) -> None:
+            """Record the calls again."""
+            if not self.stands_for_replay and recorder.recording:
+                for call in self.calls:
+                    real_note(*call)
+            self.stands_for_replay = False
+
+        def reset(self) -> None:
+            """Forget the calls."""
+            self.calls.clear()
+
+        def pool(self) -> tuple[int, int]:
+            """Return a handle of the graph's memory."""
+            return 0, id(self)
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_"):
+                raise AttributeError(name)
+            return lambda *_, **__: None
+
+    @contextlib.contextmanager
+    def graph(cuda_graph: Any, pool: Any = None, stream: Any = None, **_: Any) -> Iterator[None]:
+        cuda_graph.capture_begin()
+        with torch.cuda.stream(stream):
+            yield
+        cuda_graph.capture_end()
+
+    recorder._note = note  # type: ignore[method-assign]
+    torch.cuda.CUDAGraph = CUDAGraph  # type: ignore[assignment,misc]
+    torch.cuda.graph = graph  # type: ignore[assignment,misc]
+    torch.cuda.graph_pool_handle = lambda: (0, 0)  # type: ignore[assignment,return-value]
+    torch.cuda.make_graphed_callables = lambda callables, *_, **__: callables  # type: ignore[assignment]

@@ -1,0 +1,488 @@
+"""The arithmetic of CUDA packages that are not installed here, in torch's ops.
+
+:data:`PACKAGES` says what each package holds. What it does not name has no stand-in, and who asks for it is told so.
+Attention becomes the fused op that torch's own attention takes on CUDA; fused layers and optimizers become torch's; what a
+kernel of the script's own (Triton) reads and writes is its traffic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._pytree import tree_leaves
+
+REST = "*"
+"""In the stand-in of a package: whatever else is asked of it is inert."""
+_BLOCK = 64
+"""Weights of 4 bits have one scale for so many."""
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+              causal: bool = False, **_: Any) -> Tensor:  # fmt: skip
+    """Return attention of (batch, tokens, heads, width), as flash_attn lays it out; keys may have fewer heads."""
+    parts = (part.transpose(1, 2) for part in (q, k, v))
+    grouped = q.shape[2] != k.shape[2]
+    return functional.scaled_dot_product_attention(
+        *parts, dropout_p=dropout_p, is_causal=causal and q.shape[1] > 1, scale=softmax_scale, enable_gqa=grouped
+    ).transpose(1, 2)
+
+
+def packed_attention(qkv: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Return attention of (batch, tokens, 3, heads, width)."""
+    return attention(*qkv.unbind(2), *args, **kwargs)
+
+
+def paired_attention(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Return attention of queries and of keys and values (batch, tokens, 2, heads, width)."""
+    return attention(q, *kv.unbind(2), *args, **kwargs)
+
+
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None,
+                     max_seqlen_q: int = 0, max_seqlen_k: int = 0, dropout_p: float = 0.0,
+                     softmax_scale: float | None = None, causal: bool = False, **_: Any) -> Tensor:  # fmt: skip
+    """Return attention of sequences that follow each other in (tokens, heads, width); their lengths are taken as equal."""
+    sequences = max(1, cu_seqlens_q.shape[0] - 1)
+    length, width = -(-q.shape[0] // sequences), -(-k.shape[0] // sequences)
+    if max_seqlen_q and length > int(max_seqlen_q):  # more offsets than sequences, or fewer
+        length = int(max_seqlen_q)
+        sequences = -(-q.shape[0] // length)
+        width = -(-k.shape[0] // sequences)
+
+    def folded(part: Tensor, each: int) -> Tensor:
+        filled = sequences * each - part.shape[0]
+        padded = functional.pad(part, (0, 0, 0, 0, 0, filled)) if filled else part
+        return padded.view(sequences, each, *part.shape[1:])
+
+    out = attention(folded(q, length), folded(k, width), folded(v, width), dropout_p, softmax_scale, causal)
+    return out.reshape(-1, *out.shape[2:])[: q.shape[0]]
+
+
+def varlen_packed_attention(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **kwargs: Any) -> Tensor:
+    """Return attention of (tokens, 3, heads, width)."""
+    q, k, v = qkv.unbind(1)
+    return varlen_attention(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs)
+
+
+def efficient_attention(query: Tensor, key: Tensor, value: Tensor, attn_bias: Any = None, p: float = 0.0,
+                        scale: float | None = None, **_: Any) -> Tensor:  # fmt: skip
+    """Return xformers' attention of (batch, tokens, heads, width) or (batch, tokens, width)."""
+    parts = [part.unsqueeze(2) if part.dim() == 3 else part for part in (query, key, value)]
+    mask = attn_bias if isinstance(attn_bias, Tensor) else None
+    out = functional.scaled_dot_product_attention(
+        *(part.transpose(1, 2) for part in parts), attn_mask=mask, dropout_p=p, scale=scale,
+        is_causal=isinstance(attn_bias, LowerTriangularMask),
+    ).transpose(1, 2)  # fmt: skip
+    return out.squeeze(2) if query.dim() == 3 else out
+
+
+class LowerTriangularMask:
+    """xformers' causal mask."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Take what the real one takes."""
+
+
+def unpad_input(hidden_states: Tensor, attention_mask: Tensor, *_: Any) -> tuple[Any, ...]:
+    """Return all tokens one after another: how many are padding only a run knows."""
+    batch, length = hidden_states.shape[:2]
+    flat = hidden_states.reshape(batch * length, *hidden_states.shape[2:])
+    starts = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=hidden_states.device)
+    places = torch.arange(batch * length, device=hidden_states.device)
+    return flat, places, starts, length, None
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Return (batch, tokens, heads, width) turned by the angles of each place."""
+    first, second = x.chunk(2, -1)
+    cos, sin = (part[: x.shape[1], None, : first.shape[-1]].to(x.dtype) for part in (cos, sin))
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's, by the arguments of the packages'."""
+
+    def __init__(
+        self, hidden_size: Any, eps: float = 1e-6, *_: Any, device: Any = None, dtype: Any = None, **__: Any
+    ) -> None:
+        super().__init__(hidden_size, eps=eps, device=device, dtype=dtype)
+        self.variance_epsilon = eps
+
+
+class LayerNorm(nn.LayerNorm):
+    """torch's, by the arguments of the packages'."""
+
+    def __init__(self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, **_: Any) -> None:
+        super().__init__(normalized_shape, eps=eps, elementwise_affine=elementwise_affine)
+
+
+class CrossEntropyLoss(nn.CrossEntropyLoss):
+    """torch's, whatever else the packages' take."""
+
+    def __init__(
+        self, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0, **_: Any
+    ) -> None:
+        super().__init__(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+
+
+class LinearCrossEntropyLoss(CrossEntropyLoss):
+    """liger's: the product with the head and the loss in one."""
+
+    def forward(self, weight: Tensor, hidden: Tensor, target: Tensor, bias: Tensor | None = None, **_: Any) -> Tensor:
+        """Return the loss of hidden states (tokens, width)."""
+        return super().forward(functional.linear(hidden, weight, bias), target)
+
+
+class SwiGLU(nn.Module):
+    """liger's gated layers, by a configuration."""
+
+    def __init__(self, config: Any, **_: Any) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (..., width) for (..., width)."""
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+def fused(optimizer: type[torch.optim.Optimizer], *names: str) -> type[torch.optim.Optimizer]:
+    """Return an optimizer of torch that runs as one kernel and takes of the package's arguments those of ``names``."""
+
+    class Fused(optimizer):  # type: ignore[misc,valid-type]
+        def __init__(self, params: Any, lr: float = 1e-3, **asked: Any) -> None:
+            super().__init__(params, lr=lr, fused=True, **{name: asked[name] for name in names if name in asked})
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            super().zero_grad(set_to_none)
+
+    Fused.__name__ = optimizer.__name__
+    return Fused
+
+
+class StatesOfOneByte(torch.optim.Optimizer):
+    """bitsandbytes' optimizers: per element a byte of each state, and a scale for every 256; one kernel a parameter."""
+
+    states = 2
+
+    def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+                 weight_decay: float = 0.0, min_8bit_size: int = 4096, **_: Any) -> None:  # fmt: skip
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.least = min_8bit_size
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    small = parameter.numel() < self.least
+                    for number in range(self.states):
+                        state[f"state{number + 1}"] = torch.zeros_like(
+                            parameter, dtype=torch.float32 if small else torch.uint8
+                        )
+                        if not small:
+                            state[f"absmax{number + 1}"] = torch.zeros(
+                                -(-parameter.numel() // 256), device=parameter.device
+                            )
+                own_ops().update(parameter, parameter.grad, list(state.values()))
+        return loss
+
+
+class OneStateOfOneByte(StatesOfOneByte):
+    """Those with a momentum alone."""
+
+    states = 1
+
+
+@cache
+def own_ops() -> Any:
+    """Return the ops that torch has not, whose cost is what they read and write; declared once in a process.
+
+    ``update`` of a parameter and its states, ``kernel`` of the script's own, ``dequantize`` of a packed weight.
+    """
+    library = torch.library.Library("ddltool", "FRAGMENT")
+    library.define("update(Tensor(a!) parameter, Tensor gradient, Tensor(b!)[] states) -> ()")
+    library.define("kernel(Tensor(a!)[] tensors) -> ()")
+    library.define("dequantize(Tensor packed, Tensor scales, int rows, int columns, ScalarType dtype) -> Tensor")
+    for name in ("update", "kernel"):
+        library.impl(name, lambda *_: None, "CompositeExplicitAutograd")
+    library.impl("dequantize", _unpacked, "CompositeExplicitAutograd")
+    torch.ops.ddltool.library = library  # it lives as long as its ops
+    return torch.ops.ddltool
+
+
+def _unpacked(packed: Tensor, _scales: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    return packed.new_empty((rows, columns), dtype=dtype)
+
+
+class PackedWeight(nn.Parameter):
+    """A frozen weight of 4 or 8 bits an element."""
+
+    def __new__(cls, data: Any = None, requires_grad: bool = False, **_: Any) -> PackedWeight:
+        """Return a parameter without a gradient, whatever is asked."""
+        return nn.Parameter.__new__(cls, data, requires_grad=False)  # type: ignore[return-value]
+
+
+class PackedLinear(nn.Linear):
+    """A layer whose weight has few bits: it is unpacked for every product, forward and backward."""
+
+    bits = 8
+
+    def __init__(self, input_features: int, output_features: int, bias: bool = True, compute_dtype: Any = None,
+                 *_: Any, device: Any = None, **__: Any) -> None:  # fmt: skip
+        super().__init__(input_features, output_features, bias, device="meta")
+        elements = input_features * output_features
+        packed = torch.empty(elements * self.bits // 8, 1, dtype=torch.uint8, device=device)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        scales = elements // _BLOCK if self.bits == 4 else output_features
+        self.scales = torch.empty(scales, dtype=torch.float32, device=device)  # no buffer: it keeps its type
+        if bias:
+            self.bias = nn.Parameter(torch.empty(output_features, device=device))
+        self.compute_dtype = compute_dtype
+        self._mark()
+        self.state = SimpleNamespace(threshold=0.0, has_fp16_weights=False, memory_efficient_backward=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self.scales = fn(self.scales).float()
+        moved = super()._apply(fn, recurse)
+        self._mark()  # a weight that moves is another
+        return moved
+
+    def _mark(self) -> None:
+        """Let the weight say what libraries of adapters ask of it."""
+        self.weight.__dict__.update(
+            compress_statistics=True, quant_type="nf4", quant_storage=torch.uint8, quant_state=None
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the product in the type that is computed in."""
+        dtype = self.compute_dtype or (x.dtype if x.dtype.itemsize == 2 else torch.float16)
+        weight = (self.out_features, self.in_features)
+        return _PackedProduct.apply(x.to(dtype), self.weight, self.scales, weight, self.bias).to(x.dtype)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _PackedProduct(torch.autograd.Function):
+    """A product with a packed weight, which is unpacked again for the gradient rather than kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, packed: Tensor, scales: Tensor, shape: tuple[int, int], bias: Tensor | None
+    ) -> Tensor:
+        ctx.packed, ctx.scales, ctx.shape = packed, scales, shape
+        weight = own_ops().dequantize(packed, scales, *shape, x.dtype)
+        return functional.linear(x, weight, bias.to(x.dtype) if bias is not None else None)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        [gradient] = gradients
+        weight = own_ops().dequantize(ctx.packed, ctx.scales, *ctx.shape, gradient.dtype)
+        return gradient @ weight, None, None, None, None
+
+
+class Linear4bit(PackedLinear):
+    """bitsandbytes' layer of 4 bits."""
+
+    bits = 4
+
+
+class Linear8bitLt(PackedLinear):
+    """bitsandbytes' layer of 8 bits."""
+
+
+class TritonKernel:
+    """A kernel that is compiled by Triton: launched, it passes over the tensors that it is given."""
+
+    def __init__(self, function: Any) -> None:
+        self.fn, self.__name__ = function, getattr(function, "__name__", "kernel")
+
+    def __getitem__(self, _grid: Any) -> Callable[..., None]:
+        return self.run
+
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        """Record one launch."""
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if tensors:
+            with torch.no_grad():
+                own_ops().kernel(tensors)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Take the place of a function that other kernels call."""
+        return None
+
+
+def compiled_launch(*args: Any, **kwargs: Any) -> None:
+    """Record one launch of a kernel that the script compiles from CUDA source (``torch.cuda._compile_kernel``)."""
+    TritonKernel(None).run(*args, **kwargs)
+
+
+def _decorated(function: Any = None, **_: Any) -> Any:
+    """Return what ``triton.jit`` makes of a function, with arguments or without."""
+    return TritonKernel(function) if callable(function) else TritonKernel
+
+
+def _passing(*_: Any, **__: Any) -> Callable[[Any], Any]:
+    """Return a decorator that changes nothing."""
+    return lambda function: function
+
+
+def _flash_attn(name: str = "flash_attn") -> dict[str, Any]:
+    functions = {
+        "flash_attn_func": attention, "flash_attn_qkvpacked_func": packed_attention,
+        "flash_attn_kvpacked_func": paired_attention, "flash_attn_varlen_func": varlen_attention,
+        "flash_attn_varlen_qkvpacked_func": varlen_packed_attention,
+    }  # fmt: skip
+    modules = ("", ".flash_attn_interface") if name == "flash_attn" else ("",)
+    known: dict[str, Any] = {f"{name}{module}.{key}": value for module in modules for key, value in functions.items()}
+    if name != "flash_attn":
+        return known
+    known |= {f"flash_attn.bert_padding.{key}": value for key, value in _PADDING.items()}
+    known |= {
+        "flash_attn.layers.rotary.apply_rotary_emb": rotary, "flash_attn.layers.rotary.apply_rotary_emb_func": rotary,
+        "flash_attn.ops.rms_norm.RMSNorm": RMSNorm, "flash_attn.ops.triton.layer_norm.RMSNorm": RMSNorm,
+        "flash_attn.losses.cross_entropy.CrossEntropyLoss": CrossEntropyLoss,
+    }  # fmt: skip
+    return known
+
+
+_PADDING: dict[str, Any] = {
+    "unpad_input": unpad_input,
+    "pad_input": lambda hidden, indices, batch, length: hidden.reshape(batch, length, *hidden.shape[1:]),
+    "index_first_axis": lambda x, indices: x[indices],
+}
+
+
+def _xformers() -> dict[str, Any]:
+    return {
+        "xformers.ops.memory_efficient_attention": efficient_attention,
+        "xformers.ops.LowerTriangularMask": LowerTriangularMask,
+        "xformers.ops.fmha.attn_bias.LowerTriangularMask": LowerTriangularMask,
+        "xformers.ops.unbind": torch.unbind,
+    }
+
+
+def _apex() -> dict[str, Any]:
+    adam, kept = (
+        fused(torch.optim.AdamW, "betas", "eps", "weight_decay"),
+        ("momentum", "dampening", "weight_decay", "nesterov"),
+    )
+    return {
+        "apex.optimizers.FusedAdam": adam,
+        "apex.optimizers.FusedSGD": fused(torch.optim.SGD, *kept),
+        "apex.normalization.FusedLayerNorm": LayerNorm, "apex.normalization.MixedFusedLayerNorm": LayerNorm,
+        "apex.normalization.fused_layer_norm.FusedLayerNorm": LayerNorm,
+        "apex.normalization.FusedRMSNorm": RMSNorm, "apex.normalization.MixedFusedRMSNorm": RMSNorm,
+        "apex.parallel.DistributedDataParallel": lambda module, **_: nn.parallel.DistributedDataParallel(module),
+        "apex.parallel.SyncBatchNorm": nn.SyncBatchNorm,
+        "apex.parallel.convert_syncbn_model": nn.SyncBatchNorm.convert_sync_batchnorm,
+    }  # fmt: skip
+
+
+def _liger_kernel() -> dict[str, Any]:
+    # What changes a model in place leaves it as it is: the arithmetic is the same.
+    known: dict[str, Any] = {
+        "RMSNorm": RMSNorm, "LigerRMSNorm": RMSNorm, "LigerLayerNorm": LayerNorm, "LigerSwiGLUMLP": SwiGLU,
+        "LigerCrossEntropyLoss": CrossEntropyLoss, "LigerFusedLinearCrossEntropyLoss": LinearCrossEntropyLoss,
+        "_apply_liger_kernel_to_instance": lambda *_, **__: None, "_apply_liger_kernel": lambda *_, **__: None,
+    }  # fmt: skip
+    for family in (
+        "llama",
+        "mistral",
+        "mixtral",
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "qwen2",
+        "qwen3",
+        "qwen2_vl",
+        "phi3",
+        "olmo2",
+    ):
+        known[f"apply_liger_kernel_to_{family}"] = lambda *_, **__: None
+    return {f"liger_kernel.transformers.{key}": value for key, value in known.items()}
+
+
+def _bitsandbytes() -> dict[str, Any]:
+    known: dict[str, Any] = {
+        f"{prefix}{name}{suffix}": StatesOfOneByte
+        for prefix in ("", "Paged") for name in ("Adam", "AdamW", "AdEMAMix") for suffix in ("8bit",)
+    }  # fmt: skip
+    known |= {
+        f"{prefix}{name}8bit": OneStateOfOneByte for prefix in ("", "Paged") for name in ("Lion", "SGD", "RMSprop")
+    }
+    adam = fused(torch.optim.AdamW, "betas", "eps", "weight_decay")
+    known |= dict.fromkeys(
+        ("Adam", "AdamW", "PagedAdam", "PagedAdamW", "AdamW32bit", "PagedAdamW32bit", "Adam32bit"), adam
+    )
+    return {f"bitsandbytes.optim.{key}": value for key, value in known.items()} | {
+        "bitsandbytes.nn.Linear4bit": Linear4bit, "bitsandbytes.nn.LinearNF4": Linear4bit,
+        "bitsandbytes.nn.LinearFP4": Linear4bit, "bitsandbytes.nn.Linear8bitLt": Linear8bitLt,
+        "bitsandbytes.nn.Params4bit": PackedWeight, "bitsandbytes.nn.Int8Params": PackedWeight,
+        "bitsandbytes.nn.Embedding": nn.Embedding, "bitsandbytes.nn.StableEmbedding": nn.Embedding,
+    }  # fmt: skip
+
+
+def _triton() -> dict[str, Any]:
+    return {
+        "triton.jit": _decorated, "triton.autotune": _passing, "triton.heuristics": _passing,
+        "triton.cdiv": lambda x, y: -(-x // y), "triton.next_power_of_2": lambda n: 1 << (int(n) - 1).bit_length(),
+        REST: True,
+    }  # fmt: skip
+
+
+def _kernels() -> dict[str, Any]:
+    known = {key.rpartition(".")[2]: value for key, value in _flash_attn("flash_attn_interface").items()}
+    found = SimpleNamespace(**known, flash_attn_interface=SimpleNamespace(**known))
+
+    def get_kernel(name: str, *_: Any, **__: Any) -> Any:
+        if "flash" not in name:
+            raise ImportError(f"the kernel {name} has no stand-in here")
+        return found
+
+    return {"kernels.get_kernel": get_kernel}
+
+
+def _wandb() -> dict[str, Any]:
+    from ddltool.analyzers.step.recording.packages import Inert
+
+    class Config(SimpleNamespace):
+        def update(self, values: Any, **_: Any) -> None:
+            self.__dict__.update(values if isinstance(values, Mapping) else vars(values))
+
+        def __getitem__(self, key: str) -> Any:
+            return self.__dict__[key]
+
+    config = Config()
+    run = Inert("wandb.run")
+    run.__dict__["config"] = config
+
+    def init(*_: Any, config: Any = None, **__: Any) -> Any:
+        if config is not None:
+            run.config.update(config)
+        return run
+
+    return {"wandb.init": init, "wandb.run": run, "wandb.config": config, REST: True}
+
+
+PACKAGES: dict[str, Callable[[], dict[str, Any]]] = {
+    "flash_attn": _flash_attn,
+    "flash_attn_interface": lambda: _flash_attn("flash_attn_interface"),
+    "xformers": _xformers,
+    "apex": _apex,
+    "liger_kernel": _liger_kernel,
+    "bitsandbytes": _bitsandbytes,
+    "triton": _triton,
+    "kernels": _kernels,
+    "wandb": _wandb,
+}
+"""What the stand-in of each package holds, by dotted names."""

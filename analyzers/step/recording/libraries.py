@@ -1,0 +1,110 @@
+"""Libraries that are changed as the script imports them: those that download, start processes, or dropped a name.
+
+Start at :func:`change_libraries`; the process is the recorded script's alone.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.abc import Loader, MetaPathFinder
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddltool.analyzers.step.recording.cuda_graphs import stand_in_graphs
+from ddltool.analyzers.step.recording.downloads import stand_in_downloads
+from ddltool.analyzers.step.recording.flexible import stand_in_flexible_attention
+from ddltool.analyzers.step.recording.kernels import compiled_launch
+from ddltool.analyzers.step.recording.legacy import stand_in_types
+from ddltool.analyzers.step.recording.pipelines import stand_in_neighbours
+from ddltool.analyzers.step.recording.recorder import Recorder
+from ddltool.analyzers.step.recording.vision import stand_in_vision
+
+
+class _Changing(MetaPathFinder, Loader):
+    """Loads modules of some names as ever, then changes them."""
+
+    def __init__(self, changes: dict[str, Callable[[Any], None]]) -> None:
+        self._changes = changes
+        self._loaders: dict[str, Any] = {}
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        """Return the module's own spec, with this as its loader."""
+        if fullname not in self._changes or fullname in self._loaders:
+            return None
+        self._loaders[fullname] = None  # find_spec asks here again
+        spec = find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        self._loaders[fullname], spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec: Any) -> Any:
+        """Return what its own loader makes."""
+        return self._loaders[spec.name].create_module(spec)
+
+    def exec_module(self, module: Any) -> None:
+        """Run the module, and change it."""
+        self._loaders[module.__name__].exec_module(module)
+        self._changes[module.__name__](module)
+
+
+def change_libraries(recorder: Recorder, torchvision_ops: torch.library.Library | None) -> None:
+    """Let libraries be changed once they are imported, those that are at once."""
+    changes = stand_in_downloads(recorder.gpu) | stand_in_vision(torchvision_ops, recorder.gpu)
+    changes |= {
+        "torch.distributed.pipelining.stage": lambda module: stand_in_neighbours(module, recorder),
+        "torch.nn.attention.flex_attention": stand_in_flexible_attention,
+        "accelerate.utils.dataclasses": _renamed_in_accelerate,
+        "lightning.fabric.utilities.device_parser": _any_device,
+        "lightning_fabric.utilities.device_parser": _any_device,
+    }
+    for name in [name for name in changes if name in sys.modules]:  # a launcher's parser has imported some
+        changes.pop(name)(sys.modules[name])
+    sys.meta_path.insert(0, _Changing(changes))
+    _start_no_ranks()
+    stand_in_graphs(recorder)
+    stand_in_types()
+    torch.cuda._compile_kernel = lambda *_, **__: compiled_launch  # type: ignore[attr-defined]
+
+
+def _renamed_in_accelerate(module: Any) -> None:
+    """Let DistributedType.TPU, which scripts still compare with, be what it is called today."""
+    kinds = module.DistributedType
+    if "TPU" not in kinds.__members__:
+        type.__setattr__(kinds, "TPU", kinds.XLA)
+
+
+def _any_device(module: Any) -> None:
+    """Let Lightning take devices by number: a script that plain python starts asks for those of its other ranks too."""
+    module._sanitize_gpu_ids = lambda gpus, **_: gpus
+
+
+class _OtherRank(subprocess.Popen[Any]):
+    """A process of the script itself is another rank, which is not started."""
+
+    def __init__(self, args: Any, *others: Any, **kwargs: Any) -> None:
+        words = [str(word) for word in args] if isinstance(args, (list, tuple)) else []
+        own = Path(sys.argv[0]).resolve()
+        if words[:1] == [sys.executable] and any(Path(word).resolve() == own for word in words[1:3]):
+            self.args, self.returncode, self.pid = args, 0, 0
+            self.stdin = self.stdout = self.stderr = None
+            self._child_created = False
+            return
+        super().__init__(args, *others, **kwargs)
+
+    def poll(self) -> int | None:
+        """Every rank goes on."""
+        return super().poll() if self.pid else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Every rank has done its part."""
+        return super().wait(timeout) if self.pid else 0
+
+
+def _start_no_ranks() -> None:
+    setattr(subprocess, "Popen", _OtherRank)  # noqa: B010 - mypy lets no class be assigned

@@ -1,0 +1,229 @@
+"""Packages that a script needs and that are not installed here: what answers for them while it is recorded.
+
+A script that fails for want of a package is run once more with a stand-in for it (:func:`missing` says which). Packages
+of :mod:`kernels <ddltool.analyzers.step.recording.kernels>` have the arithmetic of theirs; any other is inert: it takes
+whatever is asked of it and does nothing, as a log or a tracker does for a step. What needs more of it fails still.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder
+from importlib.util import find_spec
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+ABSENT = "not installed: "
+"""Before the name of a package that was stood in for, among the places of a recording's assumptions."""
+NOTE = "note: "
+"""Before a sentence among them."""
+_VERSION = "99.0"
+_REST = "*"  # as kernels.REST
+# Packages whose absence is said in the words of others, by what those words hold.
+_TOLD = {
+    "flash_attn": r"flash[ _-]?attn|flash[ _-]?attention",
+    "bitsandbytes": r"bitsandbytes",
+    "liger_kernel": r"liger[ _-]kernel",
+    "xformers": r"xformers",
+    "apex": r"\bapex\b",
+    "tensorboard": r"\btensorboard\b",
+}
+_NAMED = re.compile(r"(?:pip install |No module named |[`'\"])[`'\"]?([A-Za-z][\w.-]*)")
+
+
+class Inert:
+    """What an inert package holds: it can be called, entered, subclassed and asked for anything, and is no number."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a decorated function or class as it is, anything else inert."""
+        if len(args) == 1 and not kwargs and isinstance(args[0], (FunctionType, type)):
+            return args[0]
+        return Inert(f"{self._name}()")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_name":
+            raise AttributeError(name)
+        return Inert(f"{self._name}.{name}")
+
+    def __getitem__(self, key: Any) -> Inert:
+        return Inert(f"{self._name}[...]")
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Keep nothing."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+    def __contains__(self, _: object) -> bool:
+        return False
+
+    def __enter__(self) -> Inert:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let errors pass."""
+
+    def __mro_entries__(self, _bases: Any) -> tuple[type, ...]:
+        return ()
+
+    def __instancecheck__(self, _: object) -> bool:
+        return False
+
+    def __or__(self, _: Any) -> Inert:
+        return self
+
+    __ror__ = __or__
+
+    def __format__(self, _: str) -> str:
+        return self._name
+
+    def __str__(self) -> str:
+        return self._name
+
+
+class _Package(ModuleType):
+    """A module that is stood in for; ``known``: what it holds by dotted names, None for an inert one."""
+
+    def __init__(self, name: str, known: Mapping[str, Any] | None) -> None:
+        super().__init__(name)
+        self._known = known
+        self.__path__: list[str] = []
+        self.__version__ = _VERSION
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        full = f"{self.__name__}.{name}"
+        if self._known is not None and full in self._known:
+            return self._known[full]
+        if self._known is None or _REST in self._known:
+            return Inert(full)
+        if any(key.startswith(f"{full}.") for key in self._known):
+            return importlib.import_module(full)
+        raise AttributeError(f"{full} has no stand-in here")
+
+
+class _Distribution(Distribution):
+    """What says of a stood-in package that it is installed."""
+
+    def __init__(self, name: str) -> None:
+        self._told = f"Metadata-Version: 2.1\nName: {name}\nVersion: {_VERSION}\n"
+
+    def read_text(self, filename: str) -> str | None:
+        """Return the package's metadata."""
+        return self._told if filename == "METADATA" else None
+
+    def locate_file(self, path: Any) -> Any:
+        """Return a place where nothing is."""
+        return Path(path)
+
+
+class _StandIns(MetaPathFinder, Loader):
+    """Finds the packages of some names, after all that are installed."""
+
+    def __init__(self, names: Sequence[str], known: Mapping[str, Mapping[str, Any]]) -> None:
+        self._names, self._known = tuple(names), known
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Return what makes a module of a stood-in package, None for another's."""
+        if not any(fullname == name or fullname.startswith(f"{name}.") for name in self._names):
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the stand-in. Raises ImportError for a module that a package with arithmetic has not."""
+        known = self._known.get(spec.name.partition(".")[0])
+        if known is not None and _REST not in known and not any(key.startswith(f"{spec.name}.") for key in known):
+            raise ImportError(f"{spec.name} has no stand-in here", name=spec.name)
+        return _Package(spec.name, known)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run nothing."""
+
+    def find_distributions(self, context: DistributionFinder.Context = DistributionFinder.Context()) -> Any:  # noqa: B008
+        """Yield a stood-in package's metadata."""
+        plain = (context.name or "").replace("-", "_").lower()
+        if any(plain == name.lower() for name in self._names):
+            yield _Distribution(plain)
+
+
+def stand_in_packages(names: Sequence[str]) -> None:
+    """Let the process find packages of these names that are not installed."""
+    if not names:
+        return
+    from ddltool.analyzers.step.recording.kernels import PACKAGES
+
+    sys.meta_path.append(_StandIns(names, {name: PACKAGES[name]() for name in names if name in PACKAGES}))
+
+
+def missing(error: BaseException) -> list[str]:
+    """Return the packages for want of which a script failed, by the error and those that it came from.
+
+    Where one is missing, others that the same file needs at its top come with it.
+    """
+    found: dict[str, None] = {}
+    chain: list[BaseException] = [error]
+    while chain:
+        one = chain.pop()
+        chain += [each for each in (one.__cause__, one.__context__) if each is not None and each is not one]
+        said = str(one)
+        if isinstance(one, ImportError):
+            # What an installed module has not is a matter of versions.
+            told = [] if said.startswith("cannot import name") else _NAMED.findall(said)
+            names = [one.name] if one.name and isinstance(one, ModuleNotFoundError) else told
+            found |= dict.fromkeys(filter(None, map(_absent, names)))
+        if isinstance(one, (ImportError, ValueError, RuntimeError, SystemExit)) and "install" in said.lower():
+            known = [name for name, words in _TOLD.items() if re.search(words, said, re.IGNORECASE)]
+            found |= dict.fromkeys(name for name in known if _absent(name))
+    if found:
+        found |= dict.fromkeys(_needed_beside(error))
+    return list(found)
+
+
+def _absent(name: str) -> str | None:
+    """Return the package of a module that cannot be found here: its first name, or two where others share the first."""
+    parts = name.replace("-", "_").split(".")
+    for length in range(1, min(len(parts), 2) + 1):
+        part = ".".join(parts[:length])
+        try:
+            spec = find_spec(part)
+        except (ImportError, ValueError):
+            return None
+        if spec is None:
+            return part if all(each.isidentifier() for each in parts[:length]) else None
+        if spec.origin is not None:
+            return None  # installed; what it lacks is a matter of versions
+    return None
+
+
+def _needed_beside(error: BaseException) -> list[str]:
+    """Return absent packages that the files of an error's traceback import at their top, where nothing catches that."""
+    names: list[str] = []
+    trace, files = error.__traceback__, set()
+    while trace is not None:
+        files.add(trace.tb_frame.f_code.co_filename)
+        trace = trace.tb_next
+    for file in files:
+        if "site-packages" in file or not file.endswith(".py"):
+            continue
+        with suppress(OSError, SyntaxError, UnicodeDecodeError):
+            for statement in ast.parse(Path(file).read_text()).body:
+                if isinstance(statement, ast.Import):
+                    names += [alias.name for alias in statement.names]
+                elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
+                    names.append(statement.module)
+    return [absent for absent in map(_absent, names) if absent]

@@ -1,0 +1,140 @@
+"""torchvision's own operators where its compiled library does not load: regions of images pooled, boxes suppressed.
+
+Their costs are those of what they read and write; a deformable convolution is the gathering of its columns and a product,
+as its CUDA kernel is. How many boxes a suppression keeps only a run knows: a third of them are assumed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_SIZE = "float spatial_scale, SymInt pooled_height, SymInt pooled_width"
+_SHAPE = "SymInt batch_size, SymInt channels, SymInt height, SymInt width"
+_DEFORM = ", ".join(f"SymInt {name}" for name in (
+    "stride_h", "stride_w", "pad_h", "pad_w", "dil_h", "dil_w", "groups", "offset_groups",
+))  # fmt: skip
+_SCHEMAS = {
+    "roi_align": f"(Tensor input, Tensor rois, {_SIZE}, int sampling_ratio, bool aligned) -> Tensor",
+    "qroi_align": f"(Tensor input, Tensor rois, {_SIZE}, int sampling_ratio, bool aligned) -> Tensor",
+    "_roi_align_backward": f"(Tensor grad, Tensor rois, {_SIZE}, {_SHAPE}, int sampling_ratio, bool aligned) -> Tensor",
+    "roi_pool": f"(Tensor input, Tensor rois, {_SIZE}) -> (Tensor, Tensor)",
+    "_roi_pool_backward": f"(Tensor grad, Tensor rois, Tensor argmax, {_SIZE}, {_SHAPE}) -> Tensor",
+    "ps_roi_align": f"(Tensor input, Tensor rois, {_SIZE}, int sampling_ratio) -> (Tensor, Tensor)",
+    "_ps_roi_align_backward": f"(Tensor grad, Tensor rois, Tensor mapping, {_SIZE}, int sampling_ratio, {_SHAPE}) -> Tensor",
+    "ps_roi_pool": f"(Tensor input, Tensor rois, {_SIZE}) -> (Tensor, Tensor)",
+    "_ps_roi_pool_backward": f"(Tensor grad, Tensor rois, Tensor mapping, {_SIZE}, {_SHAPE}) -> Tensor",
+    "deform_conv2d": f"(Tensor x, Tensor weight, Tensor offset, Tensor mask, Tensor bias, {_DEFORM}, bool use_mask) -> Tensor",
+    "_deform_conv2d_backward": (
+        f"(Tensor grad, Tensor input, Tensor weight, Tensor offset, Tensor mask, Tensor bias, {_DEFORM}, bool use_mask)"
+        " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
+    "_columns": "(Tensor input, Tensor offset, Tensor? mask, int height, int width) -> Tensor",
+    "_columns_backward": "(Tensor grad, Tensor input, Tensor offset, Tensor? mask) -> (Tensor, Tensor, Tensor)",
+}  # fmt: skip
+_KEPT = 3
+"""Of so many boxes one is kept: region proposals of Faster R-CNN, 6,000 at first, are about 2,000 then (Ren et al. 2015)."""
+
+
+def stand_in_vision(declared: torch.library.Library | None, device: torch.device) -> dict[str, Callable[[Any], None]]:
+    """Declare torchvision's operators beside the two that ``declared`` has (None: its own library was loaded).
+
+    Returns by its name what changes each module of torchvision.
+    """
+    if declared is None:
+        return {}
+    for name, schema in _SCHEMAS.items():
+        declared.define(f"{name}{schema}")
+    declared.define("_cuda_version() -> int")
+    declared.impl("_cuda_version", lambda: -1, "CompositeExplicitAutograd")
+    declared.impl("nms", lambda boxes, _scores, _iou: torch.arange(-(-len(boxes) // _KEPT)), "CPU")
+    declared.impl("_columns", _columns, "Meta")
+    declared.impl("_columns_backward", lambda grad, x, offset, mask: (
+        torch.empty_like(x), torch.empty_like(offset), torch.empty_like(offset if mask is None else mask)
+    ), "Meta")  # fmt: skip
+    torch.library.register_autograd("torchvision::_columns", _of_columns, setup_context=_keep, lib=declared)
+    for name in ("nms", "roi_align", "roi_pool", "_columns"):
+        declared.impl(name, _in_float32(getattr(torch.ops.torchvision, name).default), f"Autocast{_key(device)}")
+    return {
+        "torchvision.extension": lambda module: setattr(module, "_has_ops", lambda: True),
+        # Boxes of each class are suppressed apart: which classes there are only a run knows, and one pass does as much.
+        "torchvision.ops.boxes": lambda module: setattr(
+            module, "_batched_nms_vanilla", module._batched_nms_coordinate_trick
+        ),
+        "torchvision.ops.deform_conv": lambda module: setattr(module, "deform_conv2d", deformed),
+    }
+
+
+def _key(device: torch.device) -> str:
+    return "PrivateUse1" if device.type == torch._C._get_privateuse1_backend_name() else device.type.upper()
+
+
+def _in_float32(op: Any) -> Callable[..., Any]:
+    """Return an op's kernel under autocast, as torchvision has it: computed in float32, given back in the input's type."""
+
+    def run(first: Tensor, *args: Any) -> Any:
+        without = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1))  # type: ignore[attr-defined]
+        with without:
+            wide = [
+                arg.float() if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in (first, *args)
+            ]
+            out = op(*wide)
+        return out.to(first.dtype) if isinstance(out, Tensor) and out.is_floating_point() else out
+
+    return run
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.inputs = inputs
+
+
+def _columns(x: Tensor, offset: Tensor, _mask: Tensor | None, height: int, width: int) -> Tensor:
+    """Return (batch, channels of the kernel's places, output's places)."""
+    return x.new_empty((x.shape[0], x.shape[1] * height * width, offset.shape[2] * offset.shape[3]))
+
+
+def _of_columns(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    x, offset, mask, *_ = ctx.inputs
+    of_x, of_offset, of_mask = torch.ops.torchvision._columns_backward(grad, x, offset, mask)
+    return of_x, of_offset, None if mask is None else of_mask, None, None
+
+
+def deformed(input: Tensor, offset: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = (1, 1),
+             padding: Any = (0, 0), dilation: Any = (1, 1), mask: Tensor | None = None) -> Tensor:  # fmt: skip
+    """Return a deformable convolution of (batch, channels, height, width): its columns, and a product with each group's."""
+    out_channels, in_group, height, width = weight.shape
+    groups = input.shape[1] // in_group
+    columns = torch.ops.torchvision._columns(input, offset, mask, height, width)
+    columns = columns.view(input.shape[0], groups, in_group * height * width, -1)
+    product = torch.matmul(weight.view(groups, out_channels // groups, -1), columns)
+    out = product.view(input.shape[0], out_channels, *offset.shape[2:])
+    return out if bias is None else out + bias.view(1, -1, 1, 1)
+
+
+@cache
+def declare_torchvision() -> torch.library.Library | None:
+    """Declare torchvision's two ops where its compiled library cannot be loaded; the returned library keeps them declared.
+
+    PyPI's torchvision is compiled for torch with CUDA. Beside a CPU torch its import fails when these ops get a meta
+    kernel, and so do the imports of timm and most of transformers, though no traced model calls the ops. None: torchvision
+    is missing, or its compiled library was loaded.
+    """
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        for library_path in Path(spec.origin).parent.glob("_C.*"):
+            torch.ops.load_library(str(library_path))
+            return None
+    except OSError:
+        pass  # built for another torch (with CUDA, say): the ops are declared below without kernels
+    library = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return library
