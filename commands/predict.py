@@ -9,7 +9,8 @@ from typing import Annotated, cast
 from ddltool.analyzers.answers.reporting.predict_section import predict_section
 from ddltool.analyzers.step.communication.fabrics import fabric_of
 from ddltool.analyzers.step.costs.model import cost_model
-from ddltool.analyzers.step.costs.predict import Setting, predict_on, predicted_profile, work_of
+from ddltool.analyzers.step.costs.parallel import parallel_curve
+from ddltool.analyzers.step.costs.predict import Layout, Setting, predict_on, predicted_profile, work_of
 from ddltool.analyzers.step.costs.recorded import predict_recorded
 from ddltool.analyzers.step.recording.command import LIMIT_S, assumed, is_command, record, words_of
 from ddltool.analyzers.step.tracing.numerics import Numerics
@@ -40,7 +41,7 @@ _LARGEST = 2**31
 # What a script says itself, and what only a script has.
 _MODELLED = (
     "batch_sizes", "replicas", "precision", "channels_last", "compile", "optimizer", "accumulation", "sharding",
-    "checkpointing", "sequence_length",
+    "checkpointing", "sequence_length", "tensor_parallel", "pipeline_parallel", "sequence_parallel", "virtual_stages",
 )  # fmt: skip
 _RECORDED = ("limit", "keep_files")
 
@@ -56,6 +57,10 @@ def predict(
     *,
     batch_sizes: Annotated[Sequence[int] | int | None, _sizes] = None,
     replicas: Annotated[Sequence[int] | int, integers] = 1,
+    tensor_parallel: Annotated[int, within(1, 1024)] = 1,
+    pipeline_parallel: Annotated[int, within(1, 1024)] = 1,
+    sequence_parallel: bool = False,
+    virtual_stages: Annotated[int, within(1, 1024)] = 1,
     gpus_per_node: Annotated[int, within(1, 1024)] = DEVICES_PER_NODE,
     precision: Precision = "fp32",
     channels_last: bool = False,
@@ -110,6 +115,9 @@ def predict(
         return predict_recorded(graph, list(zip(models, fabrics, strict=True)), graph.name)
     refuse("a step that is traced", _RECORDED)
     numerics = Numerics(precision, channels_last)  # type: ignore[arg-type]  # Numerics checks it
+    layout = Layout(
+        tensor=tensor_parallel, pipeline=pipeline_parallel, sequence=sequence_parallel, virtual=virtual_stages
+    )
     settings = [
         Setting(
             fabric=fabric,
@@ -118,6 +126,7 @@ def predict(
             compile=compile,
             sharding=sharding,
             checkpointing=checkpointing,
+            layout=layout,
         )
         for fabric in fabrics
     ]
@@ -125,6 +134,7 @@ def predict(
         curve = work_of(cast(Source, source), numerics, sequence_length)
     if remark := curve.traced.graph.meta.get("note"):
         tell(f"note: {remark}")
+    curve = parallel_curve(curve, settings[0])
     return predict_on(curve, list(zip(models, settings, strict=True)), sizes, counts, name_of(source))
 
 

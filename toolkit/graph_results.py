@@ -35,7 +35,10 @@ class PredictedRow(Part):
 
     device: str
     num_nodes: Count
-    num_replicas: Count
+    num_replicas: Count = Field(description="data-parallel ones")
+    tensor_parallel: Count = Field(default=1, description="GPUs that share every block of a replica")
+    pipeline_parallel: Count = Field(default=1, description="GPUs that have some of the blocks of a replica each")
+    num_gpus: Count = Field(description="replicas x tensor_parallel x pipeline_parallel")
     local_batch_size: Count
     step_time_s: NonNegative
     predicted_low_s: NonNegative = Field(description="80 % of measured steps are expected from here")
@@ -82,6 +85,8 @@ class PredictionAssumptions(Part):
     bandwidth_bytes_per_s: NonNegative
     sharding: str = "ddp"
     checkpointing: str = "none"
+    sequence_parallel: bool = False
+    virtual_stages: Count = 1
 
 
 class PredictResult(Result):

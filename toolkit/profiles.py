@@ -84,7 +84,8 @@ def check_profile(frame: pd.DataFrame, where: str, shown: Mapping[str, str] | No
         elif checked[name].dtype.kind not in "iuf":
             checked[name] = column
     pairs = checked["num_replicas"].astype(str) + " replicas on " + checked["num_nodes"].astype(str) + " nodes"
-    few = (checked["num_replicas"] >= checked["num_nodes"]).to_numpy()
+    processes = checked.get("num_gpus", checked["num_replicas"])  # a predicted replica may be spread over nodes
+    few = (processes >= checked["num_nodes"]).to_numpy()
     demand(few, pairs, "num_replicas", where, "every node holds at least one replica", said="")
     checked["device"] = checked["device"].astype(str)
     return checked

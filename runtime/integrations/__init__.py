@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    from ddltool.analyzers.step.tracing.factories import declare_torchvision
+    from ddltool.analyzers.step.recording.vision import declare_torchvision
     from ddltool.runtime.processes.stopping import refuse_in_one_line
 
     refuse_in_one_line()

@@ -315,7 +315,7 @@ def _answer(request: dict[str, Any]) -> None:
 def serve() -> None:
     """Answer requests until stdin ends."""
     from ddltool.analyzers.step.recording import script  # noqa: F401 - loaded once for all
-    from ddltool.analyzers.step.tracing.factories import declare_torchvision
+    from ddltool.analyzers.step.recording.vision import declare_torchvision
 
     declare_torchvision()
     torch.set_num_threads(1)

@@ -34,7 +34,7 @@ def predict_section(result: PredictResult) -> Section:
     table = tabled(f"Training steps on {_names(list(result.devices))}", "predicted", rows, columns)
     drawn = rows[:_BARS_DRAWN]
     figure = Bars(
-        rows=[(f"{row.num_replicas} x {row.device}, batch {row.local_batch_size}", row.step_time_s) for row in drawn],
+        rows=[(f"{row.num_gpus} x {row.device}, batch {row.local_batch_size}", row.step_time_s) for row in drawn],
         xlabel="step time",
         title="Predicted step times, with the range in which 80 % of measurements fall",
         seconds=True,
@@ -59,7 +59,9 @@ def _answer(result: PredictResult) -> str:
         return f"None of these fits, by estimate; {at_most}"
     rate = f"{show_rate(best.samples_per_s)} samples/s"
     rate += f", {show_rate(best.tokens_per_s)} tokens/s" if best.tokens_per_s else ""
-    where = f"{best.num_replicas} x {best.device}" if best.num_replicas > 1 else best.device
+    where = f"{best.num_gpus} x {best.device}" if best.num_gpus > 1 else best.device
+    if best.num_gpus > best.num_replicas:
+        where += f" ({best.num_replicas} replicas x tensor {best.tensor_parallel} x pipeline {best.pipeline_parallel})"
     return f"Fastest here: {rate} on {where} at local batch {best.local_batch_size} (MFU {best.mfu:.0%}), predicted."
 
 
@@ -70,7 +72,9 @@ def _remarks(result: PredictResult) -> list[str]:
     settings += ["compiled" if assumed.compile else "eager"]
     settings += [f"{assumed.accumulation} passes a step"] if assumed.accumulation > 1 else []
     settings += [f"{assumed.sequence_length} tokens a sample"] if assumed.sequence_length else []
-    settings += [f"up to {assumed.gpus_per_node} GPUs a node"] if any(row.num_replicas > 1 for row in rows) else []
+    settings += [f"up to {assumed.gpus_per_node} GPUs a node"] if any(row.num_gpus > 1 for row in rows) else []
+    settings += ["sequence parallel"] if assumed.sequence_parallel else []
+    settings += [f"{assumed.virtual_stages} interleaved stages a GPU"] if assumed.virtual_stages > 1 else []
     settings += (
         [f"sharding {assumed.sharding}"]
         if assumed.sharding != "recorded" and any(row.num_replicas > 1 for row in rows)
@@ -84,7 +88,8 @@ def _remarks(result: PredictResult) -> list[str]:
             f"The script's own step: {precision_of(assumed.precision).words or assumed.precision}; {', '.join(settings)}."
         ]
     else:
-        lines = [f"Assumed: {memory_words(assumed.precision, assumed.optimizer)}; {', '.join(settings)}."]
+        spread = any(row.num_gpus > row.num_replicas for row in rows)
+        lines = [f"Assumed: {memory_words(assumed.precision, assumed.optimizer, spread)}; {', '.join(settings)}."]
     if any(not row.fits for row in rows):
         lines.append("! needs more memory than the device has, by estimate.")
     lines += [_repeated(row) for row in rows if row.recompute is not None and row.recompute.budget_bytes is not None][

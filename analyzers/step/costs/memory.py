@@ -152,6 +152,8 @@ class TensorLifetimes:
     """Bytes of the parameters as they are kept (float32 under FSDP's mixed precision) over those that the ops read."""
     blocks: tuple[ModelBlock, ...]
     """In the order of their forward passes; empty if they do not run one after another."""
+    numbers: Mapping[int, int] = field(default_factory=dict)
+    """The index of each storage, by the address of torch's."""
     _sizes: dict[int | None, Array] = field(default_factory=dict)
 
     def sizes(self, batch_size: int | None = None) -> Array:
@@ -212,7 +214,7 @@ class TensorLifetimes:
     def held(self, recomputation: Recomputation, sharding: Sharding, optimizer: str, size: Array) -> Held:
         """Return the bytes that one process holds at every place, if storages have ``size`` (s,) bytes."""
         held = Held(self.nodes + recomputation.extra)
-        self._hold_activations(held, recomputation, size)
+        self.hold_activations(held, recomputation, size)
         update = OPTIMIZERS[optimizer]
         if sharding.gathers:
             self._hold_shards(held, recomputation, size, sharding, update)
@@ -287,10 +289,10 @@ class TensorLifetimes:
         ``read``: the rows of ``self.read`` whose storages wait for a recomputation; None: all rows.
         """
         held = Held(self.nodes + recomputation.extra)
-        self._hold_activations(held, recomputation, size, read)
+        self.hold_activations(held, recomputation, size, read)
         return held.peak().curve
 
-    def _hold_activations(
+    def hold_activations(
         self, held: Held, recomputation: Recomputation, size: Array, read: Places | None = None
     ) -> None:
         """Add the step's inputs, and its activations: unowned or of other blocks, saved, dropped, and recomputed.
@@ -589,6 +591,7 @@ class _Reader:
             trained_bytes=self._sum_trained_bytes(blocks),
             kept_share=self._kept_share(),
             blocks=blocks,
+            numbers=self.storage_numbers,
         )
 
     def _record_use(self, source: Node, tensor: Tensor, place: int) -> int:

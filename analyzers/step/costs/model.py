@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -77,8 +79,10 @@ OPTIMIZERS = {
 ``fused=True`` (one kernel in all)."""
 
 
-def memory_words(precision: str, optimizer: str) -> str:
+def memory_words(precision: str, optimizer: str, copied: bool = False) -> str:
     """Return what a precision stands for, and the bytes of each parameter with its gradient and optimizer states.
+
+    ``copied``: whether a half type is what parameters are read in, and float32 what copies of them are updated in.
 
     >>> memory_words("bf16", "adamw")
     'bf16: autocast over float32 parameters, 16 bytes a parameter with adamw'
@@ -86,6 +90,8 @@ def memory_words(precision: str, optimizer: str) -> str:
     'bf16-pure: everything in bfloat16, 4 bytes a parameter with its gradient'
     """
     update, kept = OPTIMIZERS[optimizer], precision_of(precision)
+    if copied and kept.is_autocast:
+        return f"{precision_name(precision)}: parameters in {kept.computes}, updated in float32 with {optimizer}"
     size = f"{kept.width * (2 + update.states):g} bytes a parameter"
     size += f" with {optimizer}" if update.passes else " with its gradient"
     return f"{precision_name(precision)}: {', '.join(filter(None, (kept.words, size)))}"
@@ -139,21 +145,35 @@ class PredictedStep:
         return self.host_share > HOST_BOUND
 
 
-def time_step(graph: Graph, device: Device, constants: Constants, *, optimizer: str = "none") -> PredictedStep:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Exchanges:
+    """What a step on several devices waits for."""
+
+    seconds: Array
+    """(n,) of collectives that follow an op, and for which the next one waits; the host issues them like ops."""
+    restarts: Sequence[int] = ()
+    """Ops before which the host waits for the device, ascending: it has issued nothing ahead there."""
+
+
+def time_step(
+    graph: Graph, device: Device, constants: Constants, *, optimizer: str = "none", exchanges: Exchanges | None = None
+) -> PredictedStep:
     """Return the predicted time of one step of a traced graph. O(n).
 
-    Precision and layout are those that the graph was traced in (``meta``).
+    Precision and layout are those that the graph was traced in (``meta``). ``exchanges``: of a step on several devices.
     """
     kernels = kernels_of(graph)
     precision, channels_last = str(graph.meta.get("precision", "fp32")), bool(graph.meta.get("channels_last", False))
     demand = demand_of(kernels, device, precision=precision, channels_last=channels_last)
     kernels_s = seconds(demand, constants)
     op_s = kernels.per_op(kernels_s)
+    op_s = op_s if exchanges is None else op_s + exchanges.seconds
     is_compute = graph.kind == COMPUTE
     # What costs nothing in an ONNX file (constants, shapes, reshapes) is folded before it runs.
     is_folded = np.array([op_type.startswith("onnx.") for op_type in graph.op_type], dtype=bool)
     view_s = np.where(is_folded, 0.0, VIEW * constants.issue_s)
     issue_s = np.where(is_compute, np.where(op_s > 0, constants.issue_s, view_s), 0.0)
+    issue_s = issue_s if exchanges is None else issue_s + constants.issue_s * (exchanges.seconds > 0)
     update_op_s = seconds(demand_of(update_kernels(graph, optimizer), device), constants)
     tensors_s = constants.update_s * len(graph.of_kind(SEND))
     recorded_update = next((op for op, name in enumerate(graph.names) if name.startswith(UPDATE)), None)
@@ -165,22 +185,34 @@ def time_step(graph: Graph, device: Device, constants: Constants, *, optimizer: 
         tensors_s = 0.0
     all_issue_s = np.concatenate([issue_s, np.full(len(update_op_s), constants.issue_s)])
     all_op_s = np.concatenate([op_s, update_op_s])
-    issued_s, done_s = np.cumsum(all_issue_s), np.cumsum(all_op_s)
-    # An op starts once it was issued and the one before it has ended: end_i = max over j <= i of issued_j + t_j + ... + t_i.
-    slack_s = np.where(all_op_s > 0, issued_s - (done_s - all_op_s), -np.inf)
-    latest_slack_s = np.maximum.accumulate(slack_s)
-    end_s = np.where(np.isfinite(latest_slack_s), done_s + latest_slack_s, 0.0)
+    bounds = [0, *(exchanges.restarts if exchanges is not None else ()), len(all_op_s)]
+    end_s = np.zeros(len(all_op_s))
+    for begin, end in pairwise(bounds):
+        before_s = float(end_s[begin - 1]) if begin else 0.0
+        end_s[begin:end] = before_s + _ends_s(all_issue_s[begin:end], all_op_s[begin:end])
     pass_end_s = end_s[len(op_s) - 1] if len(op_s) else 0.0
     return PredictedStep(
         op_s=op_s,
         issue_s=issue_s,
-        host_s=float(issued_s[-1]) if len(issued_s) else 0.0,
+        host_s=float(all_issue_s.sum()),
         device_s=float(all_op_s.sum()),
         end_s=end_s[: len(op_s)],
         update_s=float(end_s[-1] - pass_end_s) if len(update_op_s) else 0.0,
         update_host_s=tensors_s,
         library_s=float(kernels_s[by_library(demand)].sum()),
     )
+
+
+def _ends_s(issue_s: Array, op_s: Array) -> Array:
+    """Return (n,) when each op ends, from when the host begins to issue them.
+
+    An op starts once it was issued and the one before it has ended: end_i = max over j <= i of issued_j + t_j + ... + t_i.
+    """
+    issued_s, done_s = np.cumsum(issue_s), np.cumsum(op_s)
+    slack_s = np.where(op_s > 0, issued_s - (done_s - op_s), -np.inf)
+    latest_slack_s = np.maximum.accumulate(slack_s)
+    ends_s: Array = np.where(np.isfinite(latest_slack_s), done_s + latest_slack_s, 0.0)
+    return ends_s
 
 
 UPDATE = "update/"
@@ -214,9 +246,9 @@ class CostModel:
     collective_residuals: Residuals
     """Of a collective by itself."""
 
-    def step(self, graph: Graph, *, optimizer: str = "none") -> PredictedStep:
-        """Return the predicted time of one step of a traced graph on this device."""
-        return time_step(graph, self.device, self.constants, optimizer=optimizer)
+    def step(self, graph: Graph, *, optimizer: str = "none", exchanges: Exchanges | None = None) -> PredictedStep:
+        """Return the predicted time of one step of a traced graph on this device; see :func:`time_step`."""
+        return time_step(graph, self.device, self.constants, optimizer=optimizer, exchanges=exchanges)
 
     def interval(self, step_s: float, *, host_share: float = 0.0, library_share: float = 0.0) -> tuple[float, float]:
         """Return the lower and upper seconds between which 80 % of measurements of a step are expected.
@@ -302,16 +334,23 @@ def _units(branch: str, calibration: CalibrationTable) -> dict[str, float]:
     return {unit: math.exp(float(np.mean([math.log(units[unit]) for units in neighbours]))) for unit in UNITS}
 
 
-def estimate(graph: Graph, model: CostModel, network: Network, *, optimizer: str = OPTIMIZER) -> Graph:
+def estimate(
+    graph: Graph,
+    model: CostModel,
+    network: Network,
+    *,
+    optimizer: str = OPTIMIZER,
+    exchanges: Exchanges | None = None,
+) -> Graph:
     """Return the graph with every duration set for the model's device and ``network``, in seconds. O(n).
 
     A compute op lasts from the end of the one before it to its own: where the device waits for the host, the op that it
     waits for takes longer. ``meta`` gets the seconds of the update that follows the graph's ops (``update_s``), and between
     which factors of the prediction 80 % of measurements are expected (``error_low``, ``error_high``). Transfers are spread
-    over ``network.parameter_servers`` channels; see :func:`assign_channels`.
+    over ``network.parameter_servers`` channels; see :func:`assign_channels`. ``exchanges``: as of :func:`time_step`.
     """
     graph = assign_channels(graph, network.parameter_servers)
-    step = model.step(graph, optimizer=optimizer)
+    step = model.step(graph, optimizer=optimizer, exchanges=exchanges)
     error_low, error_high = model.interval(1.0, host_share=step.host_share, library_share=step.library_share)
     is_compute = graph.kind == COMPUTE
     transfer_s = network.latency_s + graph.size_bytes / network.bandwidth_bytes_per_s

@@ -152,6 +152,19 @@ class WorkCurve:
         held = self.held(batch_size, sharding, optimizer, checkpointing)
         return None if held is None else held.peak()
 
+    def timed(self, batch_size: int, model: CostModel, setting: Setting) -> Graph:
+        """Return the graph of a pass at a batch size with the model's times. Raises InputError as :meth:`TracedStep.at`."""
+        return timed_step(self.traced.at(batch_size), model, setting)
+
+    def step_time(
+        self, graph: Graph, program: Program, model: CostModel, setting: Setting, placement: Placement, batch_size: int
+    ) -> StepTime:
+        """Return the time of a step whose passes are those of a timed ``graph`` and its ``program``."""
+        sharding = setting.sharded(placement.num_replicas)
+        update_s = own_update_s(graph, sharding)
+        step_s = step_of(program, setting, placement, sharding, update_s)
+        return StepTime(step_s=step_s, passes_s=setting.accumulation * program.compute_s, update_s=update_s)
+
     def runs_at(self, batch_size: int) -> bool:
         """Return whether the step runs at a batch size; only a step whose shapes do not scale has to be traced for it."""
         if self.traced.prime == self.traced.graph.batch_size:
@@ -172,14 +185,44 @@ def measure_work(build: Callable[[], TrainingStep], numerics: Numerics = AS_DEFA
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """The seconds of a step, and of its passes and its update without what replicas exchange."""
+
+    step_s: float
+    passes_s: float
+    update_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """How the GPUs of one replica share its model."""
+
+    tensor: int = 1
+    """GPUs that share every block's products."""
+    pipeline: int = 1
+    """GPUs that have some of the blocks each."""
+    sequence: bool = False
+    """Whether those of ``tensor`` also share the tokens of what they do not share otherwise."""
+    virtual: int = 1
+    """Stages of each GPU of a pipeline; several are interleaved."""
+
+    @property
+    def gpus(self) -> int:
+        """Return the GPUs of one replica."""
+        return self.tensor * self.pipeline
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
     """Replicas over nodes; one node is joined by the local link, several by the network."""
 
     num_nodes: int
     num_replicas: int
+    gpus: int = 1
+    """Of one replica."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_nodes <= self.num_replicas:
+        if not 1 <= self.num_nodes <= self.num_replicas * self.gpus:
             text = f"{self.num_replicas} replicas on {self.num_nodes} nodes"
             raise InputError("--replicas", text, "every node holds at least one replica")
 
@@ -197,6 +240,7 @@ class Setting:
     """A text for :meth:`Sharding.named`; one replica is never sharded."""
     checkpointing: str = "none"
     """Of every block (none, selective, full), or the budget in bytes of a step's tensors, such as 40GiB."""
+    layout: Layout = Layout()
 
     def sharded(self, replicas: int) -> Sharding:
         """Return how ``replicas`` share the step's state."""
@@ -246,7 +290,12 @@ def predict_on(
     rows, devices = [], {}
     for model, setting in model_settings:
         placements = [
-            Placement(num_nodes=math.ceil(n / setting.fabric.gpus_per_node), num_replicas=n) for n in replicas
+            Placement(
+                num_nodes=math.ceil(n * setting.layout.gpus / setting.fabric.gpus_per_node),
+                num_replicas=n,
+                gpus=setting.layout.gpus,
+            )
+            for n in replicas
         ]
         sizes = batch_sizes or _fitting_sizes(curve, model, setting, max(replicas))
         predicted = predict(curve, model, setting, sizes, placements, source)
@@ -274,6 +323,8 @@ def predict_on(
         "sequence_length": meta.get("tokens_per_sample"),
         "bandwidth_bytes_per_s": first_setting.fabric.between.bytes_per_s,
         "gpus_per_node": first_setting.fabric.gpus_per_node,
+        "sequence_parallel": first_setting.layout.sequence,
+        "virtual_stages": first_setting.layout.virtual,
     }
     return PredictResult(
         predicted=True, rows=rows, devices=devices, assumptions=PredictionAssumptions.model_validate(assumed)
@@ -286,7 +337,7 @@ def _fitting_sizes(curve: WorkCurve, model: CostModel, setting: Setting, replica
     sharding = setting.sharded(replicas)
     if limit < 1 and setting.budget_bytes:
         curve = curve.under(sharding)
-        seconds = curve.lifetimes(1).seconds(timed_step(curve.traced.at(1), model, setting))
+        seconds = curve.lifetimes(1).seconds(curve.timed(1, model, setting))
         # Raises Infeasible with the least budget that holds one sample, unless blocks with different choices fit.
         _choose_saved_ops(curve, model, setting, sharding, seconds, 1)
         return (1,)
@@ -348,7 +399,7 @@ def predict(
         work = curve.under(sharding)
         for size in batch_sizes:
             if (size, sharding.gathers) not in timed:
-                timed[size, sharding.gathers] = timed_step(work.traced.at(size), model, setting)
+                timed[size, sharding.gathers] = work.timed(size, model, setting)
             if (size, sharding) not in recomputed_steps:
                 same_size_step = next(
                     (
@@ -438,8 +489,9 @@ def _predict_row(
     """Return the predicted time, throughput, memory and price of one placement at local batch ``size``."""
     graph, program = step.graph, step.program
     sharding = setting.sharded(placement.num_replicas)
-    part_update_s, host_share = own_update_s(graph, sharding), float(graph.meta.get("host_share") or 0.0)
-    step_s = step_of(program, setting, placement, sharding, part_update_s)
+    host_share = float(graph.meta.get("host_share") or 0.0)
+    time = curve.step_time(graph, program, model, setting, placement, size)
+    step_s = time.step_s
     library_share = float(graph.meta.get("library_share") or 0.0)
     low_s, high_s = model.interval(step_s, host_share=host_share, library_share=library_share)
     samples, tokens = placement.num_replicas * size * setting.accumulation, graph.meta.get("tokens_per_sample")
@@ -450,18 +502,21 @@ def _predict_row(
     # Segments that do not fit are reported as on an unlimited device, which never gives free ones back.
     reserved_bytes = limited_bytes if limited_bytes is not None else held.reserved_bytes() or 0
     memory_low_bytes, memory_high_bytes = memory_range(
-        peak_bytes, reserved_bytes, sharding, placement.num_replicas, curve.workspace_bytes(size)
+        peak_bytes, reserved_bytes, sharding, placement.num_replicas, curve.workspace_bytes(size), setting.layout
     )
     price = model.device.price_per_hour
     return PredictedRow(
         device=model.device.name,
         num_nodes=placement.num_nodes,
         num_replicas=placement.num_replicas,
+        tensor_parallel=setting.layout.tensor,
+        pipeline_parallel=setting.layout.pipeline,
+        num_gpus=placement.num_replicas * placement.gpus,
         local_batch_size=size,
         step_time_s=step_s,
         predicted_low_s=low_s,
         predicted_high_s=high_s,
-        sync_time_s=max(step_s - setting.accumulation * program.compute_s - part_update_s, 0.0),
+        sync_time_s=max(step_s - time.passes_s - time.update_s, 0.0),
         peak_memory_bytes=round(peak_bytes),
         reserved_bytes=reserved_bytes,
         memory_low_bytes=round(memory_low_bytes),
@@ -470,11 +525,11 @@ def _predict_row(
         recompute=step.figures,
         samples_per_s=samples / step_s,
         tokens_per_s=samples * float(tokens) / step_s if isinstance(tokens, (int, float)) else None,
-        mfu=setting.accumulation * products_s(graph, model.device) / step_s,
+        mfu=setting.accumulation * products_s(graph, model.device) / setting.layout.pipeline / step_s,
         host_bound=host_share > HOST_BOUND,
         price_per_million_samples=None
         if price is None
-        else price * placement.num_replicas / 3600 / (samples / step_s) * 1e6,
+        else price * placement.num_replicas * placement.gpus / 3600 / (samples / step_s) * 1e6,
         accumulation_steps=setting.accumulation - 1,
         source=source,
         origin="predicted",
@@ -560,14 +615,21 @@ def _synchronized_pass_s(program: Program, setting: Setting, placement: Placemen
 
 
 def memory_range(
-    peak_bytes: float, reserved_bytes: float, sharding: Sharding, replicas: int, workspace_bytes: float
+    peak_bytes: float,
+    reserved_bytes: float,
+    sharding: Sharding,
+    replicas: int,
+    workspace_bytes: float,
+    layout: Layout = Layout(),
 ) -> tuple[float, float]:
     """Return the least and the most bytes that a process is likely to take of a device.
 
     The least is its tensors. The most is the allocator's segments and a tenth, a context with all kernels loaded, the
-    workspace of cuDNN's search, and buffers of the communicators (one, and with HSDP one more between groups).
+    workspace of cuDNN's search, and buffers of the communicators (one, and with HSDP one more between groups; one of each kind
+    of a layout's groups).
     """
     communicators = (replicas > 1) + (sharding.kind == "hsdp" and replicas > sharding.shard)
+    communicators += (layout.tensor > 1) + (layout.pipeline > 1)
     most = FRAGMENTED * reserved_bytes + CONTEXT_BYTES + workspace_bytes + communicators * _COMMUNICATOR_BYTES
     return peak_bytes, most
 
@@ -610,7 +672,7 @@ def timeline(curve: WorkCurve, model: CostModel, setting: Setting, row: Predicte
     held = curve.held(size, sharding, setting.optimizer, saved_ops)
     if held is None:
         return None
-    end_s = lifetimes.clock(Recomputation(lifetimes, saved_ops), timed_step(curve.traced.at(size), model, setting))
+    end_s = lifetimes.clock(Recomputation(lifetimes, saved_ops), curve.timed(size, model, setting))
     bytes_by_part, total_bytes = held.curves(), held.peak().curve
     span_index = np.minimum((_MOMENTS * end_s / max(end_s[-1], 1e-30)).astype(np.int64), _MOMENTS - 1)
     order = np.lexsort((total_bytes, span_index))
@@ -643,5 +705,8 @@ def predicted_profile(result: PredictResult) -> pd.DataFrame:
     layout_label = ", channels_last" if assumptions.channels_last else ""
     compile_label = ", compiled" if assumptions.compile else ""
     settings = f"predicted, {assumptions.precision}{layout_label}{compile_label}, optimizer {assumptions.optimizer}"
-    rows = [{**row.model_dump(mode="json", exclude={"recompute"}), "settings": settings} for row in result.rows]
+    if spread := next((row for row in result.rows if row.num_gpus > row.num_replicas), None):
+        settings += f", tensor {spread.tensor_parallel} x pipeline {spread.pipeline_parallel}"
+    left_out = {"recompute"} if spread else {"recompute", "num_gpus", "tensor_parallel", "pipeline_parallel"}
+    rows = [{**row.model_dump(mode="json", exclude=left_out), "settings": settings} for row in result.rows]
     return pd.DataFrame(rows).dropna(axis="columns", how="all")

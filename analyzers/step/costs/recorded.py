@@ -166,6 +166,7 @@ def _predict_row(
         device=model.device.name,
         num_nodes=nodes,
         num_replicas=replicas,
+        num_gpus=replicas,
         local_batch_size=batch,
         step_time_s=step.step_s,
         predicted_low_s=low_s,

@@ -1,0 +1,487 @@
+"""Steps of replicas that are each spread over several GPUs: by tensors inside a block, and by blocks in a pipeline.
+
+GPUs = replicas x pipeline x tensor. As Megatron-LM places them, the ranks of one tensor group are neighbours, then come the
+replicas, and the stages of a pipeline lie farthest apart. A rank's work is :mod:`.tensor_parallel`'s; a stage has as many
+blocks as any other, the first with the embedding, the last with the head and the loss. A step's passes are the micro-batches
+of the schedule 1F1B (Narayanan et al., arXiv:2104.04473), or of its interleaved form where a GPU has several stages; it is
+played pass by pass, so that the bubble of uneven stages is what it is. Where the replicas hold whole parameters, memory and
+updates are Megatron-LM's: ``bf16`` and ``fp16`` compute with parameters of the half type, sum gradients in one float32
+buffer, which is reduced after the last pass, and update float32 copies; shards are FSDP2's. Start at :func:`parallel_curve`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import numpy as np
+
+from ddltool.analyzers.step.communication.fsdp import Unit, simulate_fsdp
+from ddltool.analyzers.step.communication.nccl import Communicator, Fabric
+from ddltool.analyzers.step.communication.program import Program
+from ddltool.analyzers.step.costs.kernels import compiled
+from ddltool.analyzers.step.costs.memory import (
+    ACTIVATION,
+    GRADIENT,
+    PARAMETER,
+    Array,
+    Checkpointing,
+    Held,
+    Places,
+    Recomputation,
+    SavedOps,
+    Sharding,
+    TensorLifetimes,
+)
+from ddltool.analyzers.step.costs.model import OPTIMIZERS, CostModel, Exchanges, estimate
+from ddltool.analyzers.step.costs.predict import Layout, Placement, Setting, StepTime, WorkCurve, own_update_s
+from ddltool.analyzers.step.costs.tensor_parallel import Rank, rank_of
+from ddltool.analyzers.step.recording.torch_costs import tensors_of, value_of
+from ddltool.analyzers.step.tracing.torch_adapter import TracedStep
+from ddltool.device import Network
+from ddltool.errors import InputError
+from ddltool.graph import SEND, Graph
+from ddltool.precision import precision_of
+
+# Parameters that are kept at this many times the bytes that they are read at have a copy to update.
+_COPIED = 1.5
+# Of an update with copies, beside the optimizer's own passes: the gradients' norm is read, and parameters of the half type are
+# written; the buffer of gradients is filled with zeros whole, however the update is shared.
+_NORM_AND_CAST, _ZEROED = 1.5, 1.0
+
+
+def parallel_curve(curve: WorkCurve, setting: Setting) -> WorkCurve:
+    """Return the work of one GPU's stage and rank under a setting's layout; ``curve`` itself for a layout of one GPU.
+
+    Raises InputError for what :func:`rank_of` refuses, for blocks that the stages do not divide, and for a budget of memory.
+    """
+    layout = setting.layout
+    if layout == Layout():
+        return curve
+    if layout.sequence and layout.tensor == 1:
+        raise InputError(
+            "--sequence-parallel", "shares tokens within a tensor group of 1", "give --tensor-parallel, too"
+        )
+    if layout.virtual > 1 and (layout.pipeline == 1 or setting.accumulation % layout.pipeline):
+        problem = f"{layout.virtual} of {layout.pipeline} GPUs in {setting.accumulation} passes"
+        remedy = "give --pipeline-parallel above 1, and --accumulation in multiples of it"
+        raise InputError("--virtual-stages", problem, remedy)
+    if setting.budget_bytes is not None:
+        raise InputError("--checkpointing", "no budget is kept stage by stage", "give none, selective or full")
+    made = ParallelCurve.of(curve, layout, setting.accumulation)
+    made.lifetimes(made.traced.graph.batch_size or 1)  # refuses stages that do not divide the blocks
+    return made
+
+
+class _Ranks:
+    """The ranks' steps of the traces of a curve."""
+
+    def __init__(self, curve: WorkCurve, layout: Layout) -> None:
+        self.curve, self.layout = curve, layout
+        self._known: dict[int | None, Rank] = {}
+
+    def rank(self, traced: TracedStep) -> Rank:
+        """Return the step of one rank of a tensor group."""
+        size = traced.graph.batch_size
+        if size not in self._known:
+            rank = Rank(traced=traced, exchanges=(), divided={})
+            if self.layout.tensor > 1:
+                blocks = self.curve.lifetimes(size or 1).blocks
+                rank = rank_of(traced, blocks, self.layout.tensor, sequence=self.layout.sequence)
+
+            def again(other: int) -> TracedStep:
+                return self.rank(traced.traced_at(other)).traced
+
+            self._known[size] = replace(rank, traced=replace(rank.traced, again=again))
+        return self._known[size]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ParallelCurve(WorkCurve):
+    """The work of one GPU at any batch size; ``traced`` is a rank's step, with the blocks of all stages."""
+
+    whole: WorkCurve
+    ranks: _Ranks
+    layout: Layout
+    passes: int
+    """Of a step: as many micro-batches go through the pipeline."""
+    _stages: dict[int, Stages] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, curve: WorkCurve, layout: Layout, passes: int) -> ParallelCurve:
+        """Return the work of a GPU of a layout; with one of one GPU, a step as Megatron-LM runs it there."""
+        curve = curve.under(Sharding(kind="fsdp"))  # computes in the half type, without casts between the ops
+        ranks = _Ranks(curve, layout)
+        return cls(traced=ranks.rank(curve.traced).traced, whole=curve, ranks=ranks, layout=layout, passes=passes)
+
+    def under(self, sharding: Sharding) -> WorkCurve:
+        """Return this work: nothing is cast between its ops under any sharding."""
+        return self
+
+    def lifetimes(self, batch_size: int) -> TensorLifetimes:
+        """Return the lifetimes of a rank's tensors; see :meth:`WorkCurve.lifetimes`."""
+        return self._stages_at(batch_size).lifetimes
+
+    def held(
+        self, batch_size: int, sharding: Sharding, optimizer: str, saved_ops: SavedOps | Checkpointing = "none"
+    ) -> Held | None:
+        """Return the bytes that a process of the fullest stage holds; see :meth:`WorkCurve.held`."""
+        if self.traced.largest is not None and batch_size > self.traced.largest:
+            return None
+        stages = self._stages_at(batch_size)
+        size = stages.lifetimes.sizes(self.scaled(batch_size))
+        saved_ops = stages.lifetimes.every_block(saved_ops) if isinstance(saved_ops, str) else saved_ops
+        recomputation = Recomputation(stages.lifetimes, saved_ops)
+        held = (
+            stages.held(stage, recomputation, sharding, optimizer, size, self.passes)
+            for stage in range(self.layout.pipeline)
+        )
+        return max(held, key=lambda each: each.peak().total_bytes)
+
+    def timed(self, batch_size: int, model: CostModel, setting: Setting) -> Graph:
+        """Return the graph of a rank's pass through all stages, its exchanges within the tensor group included."""
+        graph = self.traced.at(batch_size)
+        rank = self._stages_at(batch_size).rank
+        group = setting.fabric.over(self.layout.tensor)
+        size = np.array(rank.exchanged_bytes(batch_size))
+        seconds = group.all_reduce_s(size) if len(size) else size
+        if self.layout.sequence:
+            is_whole = np.array([exchange.whole for exchange in rank.exchanges], dtype=bool)
+            seconds = np.where(is_whole, seconds, group.reduce_scatter_s(size) + group.all_gather_s(size))
+        exchange_s = np.zeros(len(graph))
+        place_of = {name: place for place, name in enumerate(graph.names)}
+        np.add.at(exchange_s, [place_of[exchange.op] for exchange in rank.exchanges], seconds)
+        run = compiled(graph) if setting.compile else graph
+        exchanges = Exchanges(seconds=exchange_s, restarts=self._stages_at(batch_size).restarts(graph))
+        return estimate(run, model, Network(), optimizer=setting.optimizer, exchanges=exchanges)
+
+    def step_time(
+        self, graph: Graph, program: Program, model: CostModel, setting: Setting, placement: Placement, batch_size: int
+    ) -> StepTime:
+        """Return the time of a step: the schedule's end on each GPU, what its replicas exchange, and its update."""
+        stages, layout = self._stages_at(batch_size), self.layout
+        size = stages.lifetimes.sizes(self.scaled(batch_size))
+        forward_s, backward_s = stages.seconds(graph)
+        trained_bytes, bytes_per_s = stages.trained_bytes(size), _memory_rate(model)
+        backward_s = (
+            backward_s + 2.0 * stages.summed_share * trained_bytes / bytes_per_s
+        )  # each sum is read and written
+        transfer_s = stages.transfer_s(size, setting.fabric, placement)
+        alone_s = float(play(forward_s, backward_s, layout.pipeline, self.passes, transfer_s).max())
+        sharding = setting.sharded(placement.num_replicas)
+        update_s = own_update_s(graph, sharding) * stages.trained_share(size)
+        if stages.has_copies and not sharding.gathers:
+            passes = _NORM_AND_CAST / sharding.shard + _ZEROED
+            update_s = update_s + passes * stages.by_stage(trained_bytes) / bytes_per_s
+        if placement.num_replicas == 1:
+            return StepTime(step_s=alone_s + float(update_s.max()), passes_s=alone_s, update_s=float(update_s.max()))
+        group = replica_group(setting.fabric, layout, placement.num_replicas, sharding)
+        after_s = np.zeros(layout.pipeline)
+        if sharding.gathers:
+            near = setting.fabric.over(sharding.forward_shard) if sharding.forward_shard else None
+            for stage in range(layout.pipeline):
+                root, units = stages.units(stage, graph, size)
+                pass_s = simulate_fsdp(root, units, group, 1, 1, reshard=sharding.reshards, near=near).step_s
+                mine = np.arange(len(forward_s)) % layout.pipeline == stage
+                longer = pass_s / float((forward_s + backward_s)[mine].sum())
+                forward_s = np.where(mine, forward_s * longer, forward_s)
+                backward_s = np.where(mine, backward_s * longer, backward_s)
+        else:
+            gradients = stages.summed_share * stages.by_stage(trained_bytes)
+            parameters = stages.by_stage(stages.parameter_bytes(size))
+            after_s = (
+                group.reduce_scatter_s(gradients) + group.all_gather_s(parameters)
+                if sharding.kind == "zero1"
+                else group.all_reduce_s(gradients)
+            )
+        ends_s = play(forward_s, backward_s, layout.pipeline, self.passes, transfer_s)
+        step_s = float((ends_s + after_s + update_s).max())
+        return StepTime(step_s=step_s, passes_s=alone_s, update_s=float(update_s.max()))
+
+    def _stages_at(self, batch_size: int) -> Stages:
+        whole = self.whole.lifetimes(batch_size)
+        size = whole.traced.graph.batch_size or 0
+        if size not in self._stages:
+            self._stages[size] = Stages(whole, self.ranks.rank(whole.traced), self.layout)
+        return self._stages[size]
+
+
+class Stages:
+    """The stages of a pipeline in a traced step: which places and storages are whose.
+
+    Arrays by piece are (pipeline x virtual,): piece ``i`` is of GPU ``i % pipeline``.
+    """
+
+    def __init__(self, whole: TensorLifetimes, rank: Rank, layout: Layout) -> None:
+        self.rank, self.layout = rank, layout
+        self.pieces = layout.pipeline * layout.virtual
+        blocks = whole.blocks
+        if self.pieces > 1 and (not blocks or len(blocks) % self.pieces):
+            count = f"{self.pieces} stages of {len(blocks)} blocks" if blocks else "the model has no list of blocks"
+            where = (
+                "--virtual-stages"
+                if layout.virtual > 1 and len(blocks) % layout.pipeline == 0
+                else "--pipeline-parallel"
+            )
+            raise InputError(where, count, f"give a divisor of {len(blocks)}" if blocks else "leave it out")
+        share = np.ones(len(whole.elements))
+        for address, part in rank.divided.items():
+            if address in whole.numbers:
+                share[whole.numbers[address]] = part
+        graph, names = rank.traced.graph, [block.name for block in blocks]
+        trained_bytes = np.zeros(len(blocks) + 1)
+        for op in np.flatnonzero(graph.kind == SEND).tolist():
+            owner = next((n for n, name in enumerate(names) if (graph.parameter[op] or "").startswith(f"{name}.")), -1)
+            trained_bytes[owner] += graph.size_bytes[op]
+        self.lifetimes = replace(
+            whole, traced=rank.traced, width=whole.width * share, trained_bytes=trained_bytes, _sizes={}
+        )
+        self.has_copies = whole.kept_share > _COPIED
+        """Whether parameters are read in a half type and updated in float32."""
+        # Megatron-LM sums gradients in float32 for bfloat16 alone.
+        is_half = self.has_copies and precision_of(graph.meta.get("precision")).computes == "float16"
+        self.summed_share = 0.5 if is_half else 1.0
+        self.piece_of_block = np.arange(len(blocks)) * self.pieces // max(len(blocks), 1)
+        self.piece_at = self._pieces_at()
+        self.holds, self.sent = self._storages()
+        """(pieces, s) whether a piece holds a storage, and (s,) whether the next piece gets it."""
+
+    def _pieces_at(self) -> Places:
+        """Return (nodes,) the piece in which each place of the program runs."""
+        blocks, life = self.lifetimes.blocks, self.lifetimes
+        if not blocks:
+            return np.zeros(life.nodes, dtype=np.int64)
+        places = np.arange(life.nodes)
+        first = np.array([block.first for block in blocks])
+        begins = np.array([block.begins for block in blocks])
+        forward = np.searchsorted(first, places, side="right") - 1
+        backward = (begins[:, None] > places).sum(axis=0)
+        block = np.clip(np.where(places < life.backward, forward, backward), 0, len(blocks) - 1)
+        pieces: Places = self.piece_of_block[block]
+        return pieces
+
+    def _storages(self) -> tuple[np.ndarray, np.ndarray]:
+        life = self.lifetimes
+        reads = np.zeros((self.pieces, len(life.elements)), dtype=bool)
+        makes = np.zeros_like(reads)
+        for place, node in enumerate(life.traced.program.nodes):
+            if node.op in ("placeholder", "output"):
+                continue
+            piece = self.piece_at[place]
+            for source in (*node.all_input_nodes, node):
+                for tensor in tensors_of(value_of(source)):
+                    number = life.numbers.get(tensor.untyped_storage()._cdata)
+                    if number is not None:
+                        is_made = source is node and life.alloc[number] == place
+                        (makes if is_made else reads)[piece, number] = True
+        is_activation = life.role == ACTIVATION
+        forward = is_activation & (life.alloc < life.backward)
+        in_block = np.zeros(life.nodes, dtype=bool)
+        for block in life.blocks:
+            in_block[block.first : block.last + 1] = True
+        sent = np.zeros(len(is_activation), dtype=bool)
+        for piece in range(self.pieces - 1):  # what a block makes and only the next piece needs has been sent away
+            sent |= makes[piece] & reads[piece + 1] & forward & in_block[life.alloc]
+        elsewhere = sent & (makes & ~reads).any(axis=0)
+        return reads | (makes & ~elsewhere), sent
+
+    def restarts(self, graph: Graph) -> list[int]:
+        """Return the ops with which a GPU's passes begin, before which it and its host have waited for another's tensor."""
+        if self.pieces == 1:
+            return []
+        life = self.lifetimes
+        place_of = {node: place for place, node in enumerate(life.traced.program.nodes)}
+        ops = [
+            (op, place_of[life.traced.nodes[name]]) for op, name in enumerate(graph.names) if name in life.traced.nodes
+        ]
+        passes = [(op, self.piece_at[place], place < life.backward) for op, place in ops]
+        return [after[0] for before, after in pairwise(passes) if before[1:] != after[1:]]
+
+    def by_stage(self, values: Array) -> Array:
+        """Return (pipeline,) sums over the pieces of each GPU."""
+        sums: Array = values.reshape(self.layout.virtual, self.layout.pipeline).sum(axis=0)
+        return sums
+
+    def parameter_bytes(self, size: Array) -> Array:
+        """Return (pieces,) the bytes of parameters as ops read them; ``size``: (s,) bytes of the storages."""
+        return np.asarray(self.holds @ np.where(self.lifetimes.role == PARAMETER, size, 0.0))
+
+    def trained_bytes(self, size: Array) -> Array:
+        """Return (pieces,) the bytes of parameters with a gradient, as they are updated."""
+        life = self.lifetimes
+        kept_bytes = size[life.role == PARAMETER].sum() * life.kept_share
+        share = float(life.trained_bytes.sum() / kept_bytes) if kept_bytes else 0.0
+        return self.parameter_bytes(size) * life.kept_share * share
+
+    def trained_share(self, size: Array) -> Array:
+        """Return (pipeline,) the share of the model's update that is a GPU's."""
+        trained = self.by_stage(self.trained_bytes(size))
+        return trained / max(float(self.lifetimes.trained_bytes.sum()), 1.0)
+
+    def seconds(self, graph: Graph) -> tuple[Array, Array]:
+        """Return (pieces,) the seconds of the forward and of the backward pass of a timed graph."""
+        seconds, backward = self.lifetimes.seconds(graph), self.lifetimes.backward
+        forward_s, backward_s = (
+            np.bincount(self.piece_at[part], weights=seconds[part], minlength=self.pieces).astype(np.float64)
+            for part in (slice(0, backward), slice(backward, None))
+        )
+        return forward_s, backward_s
+
+    def transfer_s(self, size: Array, fabric: Fabric, placement: Placement) -> float:
+        """Return the seconds in which one micro-batch gets from a stage to the next.
+
+        Each rank of a tensor group sends its part, and gathers what it gets from the others.
+        """
+        if self.layout.pipeline == 1:
+            return 0.0
+        layout, together = self.layout, self.layout.tensor * placement.num_replicas
+        sent_bytes = float(size[self.sent].sum()) / max(self.pieces - 1, 1)
+        part_bytes = sent_bytes / (1 if layout.sequence else layout.tensor)
+        crosses = placement.num_nodes > 1
+        shared = fabric.between.bytes_per_s / min(fabric.gpus_per_node, together)
+        link = replace(fabric, between=replace(fabric.between, bytes_per_s=shared)).over(2, 2 if crosses else 1)
+        gather_s = 0.0 if layout.sequence else fabric.over(layout.tensor).all_gather_s(sent_bytes)
+        return link.collective_s("broadcast", part_bytes) + gather_s
+
+    def units(self, stage: int, graph: Graph, size: Array) -> tuple[Unit, list[Unit]]:
+        """Return what ``fully_shard`` gathers on a stage: its root and its blocks, with their seconds in a timed graph."""
+        life, seconds = self.lifetimes, self.lifetimes.seconds(graph)
+        is_parameter = (life.role == PARAMETER) & self.holds[stage :: self.layout.pipeline].any(axis=0)
+        mine = self.piece_at % self.layout.pipeline == stage
+        units = []
+        for number, block in enumerate(life.blocks):
+            if self.piece_of_block[number] % self.layout.pipeline == stage:
+                size_bytes = float(size[is_parameter & (life.owner == number)].sum())
+                forward_s = float(seconds[block.first : block.last + 1].sum())
+                backward_s = float(seconds[block.begins : block.ends + 1].sum())
+                units.append(Unit(block.name, size_bytes, float(life.trained_bytes[number]), forward_s, backward_s))
+        is_forward = np.arange(life.nodes) < life.backward
+        root_bytes = float(size[is_parameter & (life.owner < 0)].sum())
+        root = Unit(
+            "",
+            root_bytes,
+            root_bytes * life.kept_share,
+            max(float(seconds[mine & is_forward].sum()) - sum(unit.forward_s for unit in units), 0.0),
+            max(float(seconds[mine & ~is_forward].sum()) - sum(unit.backward_s for unit in units), 0.0),
+        )
+        return root, units
+
+    def held(
+        self, stage: int, recomputation: Recomputation, sharding: Sharding, optimizer: str, size: Array, passes: int
+    ) -> Held:
+        """Return what a process of a stage holds at every place of a pass, with its micro-batches in flight."""
+        life, layout = self.lifetimes, self.layout
+        pieces = self.holds[stage :: layout.pipeline]
+        mine = np.where(pieces.any(axis=0), size, 0.0)
+        trained_bytes = float(self.by_stage(self.trained_bytes(size))[stage])
+        activations = life.activations(recomputation, mine)
+        saved_bytes = float(activations[life.backward])
+        in_flight = max(in_flight_passes(stage, layout, passes) - 1.0, 0.0) * saved_bytes
+        if sharding.gathers:
+            of_stage = np.array([self.piece_of_block[n] % layout.pipeline == stage for n in range(len(life.blocks))])
+            root_bytes = max(trained_bytes - float(life.trained_bytes[:-1][of_stage].sum()), 0.0)
+            own_bytes = np.append(np.where(of_stage, life.trained_bytes[:-1], 0.0), root_bytes)
+            held = replace(life, trained_bytes=own_bytes).held(recomputation, sharding, optimizer, mine)
+        else:
+            held = Held(life.nodes + recomputation.extra)
+            life.hold_activations(held, recomputation, mine)
+            self._hold_state(held, recomputation, mine, trained_bytes, sharding.shard, optimizer)
+        if in_flight:
+            held.add("activations", 0, held.places, in_flight)
+        return held
+
+    def _hold_state(
+        self, held: Held, recomputation: Recomputation, size: Array, trained_bytes: float, shard: int, optimizer: str
+    ) -> None:
+        """Add parameters, the buffer of gradients, each gradient until it is added to it, and the optimizer's state."""
+        life = self.lifetimes
+        is_gradient = life.role == GRADIENT
+        made = recomputation.moved(life.alloc)[is_gradient]
+        copies = OPTIMIZERS[optimizer].states + (self.has_copies and optimizer != "none")
+        held.add("parameters", 0, held.places, size[life.role == PARAMETER])
+        held.add("gradients", made, made + 2, size[is_gradient])
+        held.add("gradients", 0, held.places, self.summed_share * trained_bytes)
+        held.add("optimizer", 0, held.places, copies * trained_bytes / shard)
+
+
+def replica_group(fabric: Fabric, layout: Layout, replicas: int, sharding: Sharding) -> Communicator:
+    """Return the group that holds the same part of every replica, on nodes whose cards all such groups share."""
+    per_node = max(1, fabric.gpus_per_node // layout.tensor)
+    sharing = fabric.gpus_per_node // per_node
+    between = replace(fabric.between, bytes_per_s=fabric.between.bytes_per_s / sharing)
+    spread = replace(fabric, between=between, gpus_per_node=per_node)
+    return spread.sharded(replicas, sharding.shard) if sharding.gathers else spread.over(replicas)
+
+
+def in_flight_passes(stage: int, layout: Layout, passes: int) -> float:
+    """Return of how many micro-batches a stage holds activations at a time.
+
+    >>> [in_flight_passes(stage, Layout(pipeline=4), 8) for stage in range(4)]
+    [4.0, 3.0, 2.0, 1.0]
+    """
+    warm_up = _warm_up(stage, layout.pipeline, layout.virtual, passes)
+    return min(warm_up + 1, passes * layout.virtual) / layout.virtual
+
+
+def _warm_up(stage: int, pipeline: int, virtual: int, passes: int) -> int:
+    """Return the forward passes of a stage's pieces before its first backward pass."""
+    if virtual == 1:
+        return min(pipeline - 1 - stage, passes)
+    return min(2 * (pipeline - 1 - stage) + (virtual - 1) * pipeline, passes * virtual)
+
+
+def play(forward_s: Array, backward_s: Array, pipeline: int, passes: int, transfer_s: float = 0.0) -> Array:
+    """Return (pipeline,) when each GPU has done the last backward pass of a step. O(passes x pieces).
+
+    ``forward_s``, ``backward_s``: (pieces,) seconds of a micro-batch in each piece; piece ``i`` is of GPU ``i % pipeline``. A
+    GPU waits while it sends. With uniform pieces the step takes (passes + (pipeline - 1) / virtual) times a micro-batch:
+
+    >>> play(np.full(4, 1.0), np.full(4, 2.0), pipeline=4, passes=8).max()
+    33.0
+    """
+    pieces = len(forward_s)
+    virtual = pieces // pipeline
+    orders = [_order(stage, pipeline, virtual, passes) for stage in range(pipeline)]
+    # When a piece's input is there: of the forward pass, and of the backward pass.
+    arrived_s: dict[tuple[bool, int, int], float] = {(True, 0, number): 0.0 for number in range(passes)}
+    done = [0] * pipeline
+    clock_s = np.zeros(pipeline)
+    while any(done[stage] < len(orders[stage]) for stage in range(pipeline)):
+        for stage, order in enumerate(orders):
+            while done[stage] < len(order) and (arrival_s := arrived_s.get(order[done[stage]])) is not None:
+                is_forward, piece, number = order[done[stage]]
+                end_s = max(clock_s[stage], arrival_s) + float((forward_s if is_forward else backward_s)[piece])
+                next_piece = piece + 1 if is_forward else piece - 1
+                if is_forward and next_piece == pieces:
+                    arrived_s[False, piece, number] = end_s
+                elif next_piece >= 0:
+                    end_s += transfer_s
+                    arrived_s[is_forward, next_piece, number] = end_s
+                clock_s[stage] = end_s
+                done[stage] += 1
+    return clock_s
+
+
+def _order(stage: int, pipeline: int, virtual: int, passes: int) -> Sequence[tuple[bool, int, int]]:
+    """Return the passes of a GPU in order, each as whether it is a forward pass, its piece, and its micro-batch."""
+    count, together = passes * virtual, pipeline * virtual
+
+    def one(step: int, is_forward: bool) -> tuple[bool, int, int]:
+        group, within = divmod(step, together)
+        chunk = within // pipeline
+        chunk = chunk if is_forward else virtual - 1 - chunk
+        number = step if virtual == 1 else group * pipeline + within % pipeline
+        return is_forward, (0 if virtual == 1 else chunk) * pipeline + stage, number
+
+    warm_up = _warm_up(stage, pipeline, virtual, passes)
+    order = [one(step, True) for step in range(warm_up)]
+    for step in range(count):
+        order += [one(step + warm_up, True)] * (step + warm_up < count) + [one(step, False)]
+    return order
+
+
+def _memory_rate(model: CostModel) -> float:
+    """Return the bytes per second at which a device runs through its memory."""
+    share = model.constants.traffic["pointwise"] * model.constants.units["memory"]
+    return model.device.free_of_codes * model.device.memory_bytes_per_s * share

@@ -1,0 +1,485 @@
+"""The step of one rank of several that share every block's products: tensor parallelism as Megatron-LM and DTensor do it.
+
+In each block the first product of a chain is split by columns and the next one by rows (Shoeybi et al., arXiv:1909.08053):
+attention by heads, an MLP by its hidden width. What lies between is divided; a product whose inner dimension is divided gives
+a partial sum, which an all-reduce completes. The embedding, the head and the loss are divided by the vocabulary. Which products
+are split follows from the traced step alone: a product of a weight and a whole tensor begins a chain, and one of a weight and a
+divided tensor ends it; where something in between needs the whole width (a normalisation, the choice of experts) or no product
+ends it within the block, it is not split. From the split weights the rest follows op by op, forward and backward.
+
+With sequence parallelism (Korthikanti et al., arXiv:2205.05198) what lies between the chains is divided by tokens, too, and an
+all-reduce is a reduce-scatter and an all-gather. Start at :func:`rank_of`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import Node
+
+from ddltool.analyzers.step.costs.memory import ModelBlock
+from ddltool.analyzers.step.recording.op_rules import names_in
+from ddltool.analyzers.step.recording.torch_costs import (
+    AS_TRACED,
+    Issued,
+    Sized,
+    base_name,
+    cost_of,
+    issued,
+    tensors_of,
+    value_of,
+)
+from ddltool.analyzers.step.tracing.torch_adapter import TracedStep
+from ddltool.errors import InputError
+from ddltool.graph import RECV, SEND
+
+# Products, by the places of their factors.
+_FACTORS = {"mm": (0, 1), "bmm": (0, 1), "_grouped_mm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
+_BATCHED = names_in("bmm baddbmm")
+# What gives on the tensor that it gets: a view, or a copy of it.
+_PASSING = names_in(
+    "t transpose permute view _unsafe_view reshape expand unsqueeze squeeze _to_copy clone detach alias slice"
+)
+# What needs all of a dimension at once.
+_NEEDS_WHOLE = names_in(
+    "native_layer_norm _fused_rms_norm _softmax _log_softmax _safe_softmax mean sum var var_mean amax max topk sort argmax "
+    "cumsum linalg_vector_norm norm"
+)
+_ADDED = names_in("add add_")
+# What is linear in a tensor of rows: sums over experts come before the exchange. Of scaling that counts in the forward pass
+# alone, for a norm's backward pass is linear, too, and stands behind the exchange.
+_LINEAR = names_in("index index_put _unsafe_index_put index_add scatter_add gather index_select")
+_LINEAR_FORWARD = names_in("mul div sum")
+# Cut along whichever dimension is longest: of an op whose cost depends on the number of elements alone.
+_LONGEST = -99
+# A loss divided by the vocabulary exchanges of every token its largest logit, the label's, and the sum of exponentials.
+_LOSS_EXCHANGES, _LOSS_WIDTH = 3, 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    """A collective of a rank's step."""
+
+    op: str
+    """The op that it follows, by name."""
+    tensor: Sized
+    """What is reduced, at the traced batch size."""
+    whole: bool = False
+    """Whether all ranks need the sum at once: an all-reduce also under sequence parallelism."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rank:
+    """The step of one rank."""
+
+    traced: TracedStep
+    """With the work that is left to the rank: the traced program, whose fake tensors are whole."""
+    exchanges: Sequence[Exchange]
+    divided: Mapping[int, float]
+    """By the address of a torch storage, the share of it that the rank holds, where that is less than all."""
+
+    def exchanged_bytes(self, batch_size: int) -> list[float]:
+        """Return the bytes of each exchange at a batch size."""
+        scale = self.traced.scale(batch_size) or AS_TRACED
+        return [scale.bytes([exchange.tensor]) for exchange in self.exchanges]
+
+
+def rank_of(traced: TracedStep, blocks: Sequence[ModelBlock], ranks: int, *, sequence: bool = False) -> Rank:
+    """Return the step of one of ``ranks`` that share a traced training step. O(nodes) for each kind of product not split.
+
+    ``blocks``: those of the step's lifetimes. ``sequence``: whether what lies between the chains is divided by tokens. Raises
+    InputError for a step without blocks, without a product that can be split, and for ranks that do not divide its heads or
+    the width of a product.
+    """
+    if not blocks:
+        problem = f"{traced.graph.name} has no list of blocks that run one after another"
+        raise InputError("--tensor-parallel", problem, "leave it out")
+    return _Divider(traced, blocks, ranks, sequence).rank()
+
+
+class _Divider:
+    """Finds what of a step is divided, and writes the rank's step."""
+
+    def __init__(self, traced: TracedStep, blocks: Sequence[ModelBlock], ranks: int, sequence: bool) -> None:
+        self.traced, self.ranks, self.sequence = traced, ranks, sequence
+        self.nodes: list[Node] = list(traced.program.nodes)
+        self.names = {node: name for name, node in traced.nodes.items()}
+        starts = (place for place, node in enumerate(self.nodes) if self.names.get(node, "").startswith("backward"))
+        self.backward = next(starts, len(self.nodes))
+        graph = traced.graph
+        received = [graph.parameter[op] or "" for op in np.flatnonzero(graph.kind == RECV).tolist()]
+        placeholders = (node for node in self.nodes if node.op == "placeholder")
+        self.parameters = dict(zip(placeholders, received, strict=False))
+        self.place_of = {node: place for place, node in enumerate(self.nodes)}
+        self.block_at = [-1] * len(self.nodes)
+        for number, block in enumerate(blocks):
+            self.block_at[block.first : block.last + 1] = [number] * (block.last + 1 - block.first)
+        self.head_from = max(block.last for block in blocks)
+        self.split: dict[Node, str] = {}
+        """Weights that are divided, and how: by rows, columns, vocabulary."""
+        self.widths: dict[str, int] = {}
+        """What the ranks have to divide, in words."""
+        self.divided: set[Node] = set()
+        self.partial: set[Node] = set()
+        self.exchanges: list[Exchange] = []
+
+    def rank(self) -> Rank:
+        """Return the rank's step."""
+        self._split_weights()
+        for words, width in self.widths.items():
+            if width % self.ranks:
+                least = math.gcd(*self.widths.values())
+                remedy = f"give a divisor of {least}" if least > 1 else "leave it out"
+                raise InputError("--tensor-parallel", f"{self.ranks} ranks do not divide {width} {words}", remedy)
+        self._divide()
+        return Rank(traced=self._traced(), exchanges=self.exchanges, divided=self._shares())
+
+    # Which weights are split ------------------------------------------------------------------------------------------
+
+    def _split_weights(self) -> None:
+        """Find the weights that are split; products that cannot begin a chain are left whole, and the rest is tried again."""
+        whole: set[Node] = set()
+        while failed := self._try_chains(whole):
+            whole |= failed
+        if not self.split:
+            raise InputError("--tensor-parallel", f"{self.traced.graph.name} has no product to split", "leave it out")
+        self._split_vocabulary()
+
+    def _try_chains(self, whole: set[Node]) -> set[Node]:
+        """Split the weights of all chains but those that ``whole`` products would begin; return more products that begin none.
+
+        ``begun`` holds of each node the products of open chains that it comes from, ``flat`` those of which it still has the
+        width in its last dimension.
+        """
+        self.split.clear()
+        self.widths.clear()
+        none: frozenset[Node] = frozenset()
+        begun: dict[Node, frozenset[Node]] = {}
+        flat: dict[Node, frozenset[Node]] = {}
+        closed: set[Node] = set()
+        failed: set[Node] = set()
+        for place, node in enumerate(self.nodes[: self.backward]):
+            chains = none.union(*(begun.get(source, none) for source in node.all_input_nodes))
+            failed |= {product for product in chains if self.block_at[self.place_of[product]] != self.block_at[place]}
+            factors = _factors(node)
+            weight = self._weight_of(node) if self.block_at[place] >= 0 else None
+            if factors and weight is not None:
+                ended = begun.get(factors[0], none)
+                closed |= ended
+                if ended or node not in whole:
+                    self._split_product(node, weight, "rows" if ended else "columns")
+                if not ended and node not in whole:
+                    begun[node] = flat[node] = frozenset((node,))
+                continue
+            if not chains:
+                continue
+            begun[node] = chains
+            kept = none.union(*(flat.get(source, none) for source in node.all_input_nodes if _keeps_last(source, node)))
+            if base_name(node.target) in _NEEDS_WHOLE:
+                failed |= kept
+            if _is_attention(node):
+                self._note_heads(node, chains)
+                if not all(begun.get(source) for source in factors or node.all_input_nodes[:3]):
+                    failed |= chains  # of queries, keys and values some are whole, and so all heads are
+            else:
+                flat[node] = kept
+            for source in node.all_input_nodes:  # the bias of a split product, added by itself
+                if kept and source in self.parameters and value_of(source).dim() == 1:
+                    self.split.setdefault(source, "columns")
+        return (failed | {product for chains in begun.values() for product in chains if product not in closed}) - whole
+
+    def _split_product(self, node: Node, weight: Node, how: str) -> None:
+        """Split a product's weight; a bias is split where the product's columns are."""
+        self.split[weight] = how
+        if how == "rows":
+            return
+        self.split |= {source: how for source in node.all_input_nodes if self._is_bias(source)}
+        if how == "columns":
+            module = self.parameters[weight].rpartition(".")[0].rpartition(".")[2]
+            self.widths[f"columns of {module}"] = _width(node)
+
+    def _split_vocabulary(self) -> None:
+        """Divide the largest embedding outside the blocks, and the product after them with a logit for each of its rows."""
+        rows = {
+            node.all_input_nodes[0]: int(value_of(node.all_input_nodes[0]).shape[0])
+            for place, node in enumerate(self.nodes[: self.backward])
+            if base_name(node.target) == "embedding" and self.block_at[place] < 0
+        }
+        if not rows:
+            return
+        table = max(rows, key=lambda each: rows[each])
+        self.split[table] = "vocabulary"
+        for node in self.nodes[self.head_from + 1 : self.backward]:
+            weight = self._weight_of(node)
+            if weight is not None and _width(node) == rows[table]:
+                self._split_product(node, weight, "vocabulary")
+
+    def _note_heads(self, node: Node, products: Iterable[Node]) -> None:
+        """Note the heads of attention that the ranks have to divide: those of queries, and of keys and values if fewer."""
+        is_fused = base_name(node.target) not in _BATCHED
+        shapes = [tuple(value_of(source).shape) for source in node.all_input_nodes[:3]]
+        width = shapes[0][-1] if is_fused else min(min(shape[-2:]) for shape in shapes)
+        heads = shapes[0][-3] if is_fused else shapes[0][0] // (self.traced.graph.batch_size or 1)
+        self.widths["heads of attention"] = heads
+        for product in products:
+            if _width(product) % width == 0 and _width(product) // width < heads:
+                self.widths["heads of keys and values"] = _width(product) // width
+
+    def _weight_of(self, node: Node) -> Node | None:
+        """Return the parameter that a product multiplies its input with; None: it is no product, or multiplies two tensors."""
+        factors = _factors(node)
+        if not factors:
+            return None
+        weight = factors[1]
+        while weight.op == "call_function" and base_name(weight.target) in _PASSING:
+            weight = weight.all_input_nodes[0]
+        return weight if self.parameters.get(weight) else None
+
+    def _is_bias(self, node: Node) -> bool:
+        while node.op == "call_function" and base_name(node.target) in _PASSING:
+            node = node.all_input_nodes[0]
+        return bool(self.parameters.get(node)) and value_of(node).dim() == 1
+
+    # What follows from them ----------------------------------------------------------------------------------------------
+
+    def _divide(self) -> None:
+        """Follow the split weights through the program: what is divided, what is a partial sum, and where it is completed."""
+        self.divided |= set(self.split)
+        whole_gradients = self._whole_gradients()
+        for node in self.nodes:
+            if node.op != "call_function":
+                continue
+            name = base_name(node.target)
+            factors = _factors(node)
+            parts = [source for source in node.all_input_nodes if source in self.partial]
+            if parts and not self._stays_partial(node, parts):
+                for part in parts:
+                    self._complete(part, self.partial)
+                parts = []
+            if parts:
+                self.partial.add(node)
+            elif factors and not self._is_batch_product(node):
+                weight = self._weight_of(node)
+                if node in whole_gradients or (weight is not None and weight not in self.split):
+                    for factor in factors:
+                        self._complete(factor, self.divided)
+                is_divided = [factor in self.divided for factor in factors]
+                if all(is_divided):
+                    self.partial.add(node)
+                elif any(is_divided):
+                    self.divided.add(node)
+            elif name == "embedding" and node.all_input_nodes[0] in self.divided:
+                self.partial.add(node)
+            elif name == "embedding_dense_backward":
+                rows = {int(value_of(table).shape[0]) for table, how in self.split.items() if how == "vocabulary"}
+                if value_of(node).shape[0] in rows:
+                    self.divided.add(node)
+            elif name.startswith("nll_loss") and not name.endswith("backward"):
+                if any(source in self.divided for source in node.all_input_nodes):
+                    self._exchange_loss(node)
+            elif any(source in self.divided for source in node.all_input_nodes):
+                self.divided.add(node)
+
+    def _stays_partial(self, node: Node, parts: Sequence[Node]) -> bool:
+        """Return whether an op gives partial sums on: a view or cast of one, or the sum of several."""
+        name, is_forward = base_name(node.target), self.place_of[node] < self.backward
+        if name in _ADDED:  # gradients that meet are summed before they are exchanged
+            return len(parts) == len(node.all_input_nodes) or not is_forward
+        return name in _PASSING or name in _LINEAR or (is_forward and name in _LINEAR_FORWARD)
+
+    def _complete(self, node: Node, among: set[Node]) -> None:
+        """Exchange a tensor of ``among``, where its views began; from there on it is whole."""
+        if node not in among or node in self.split:
+            return
+        while base_name(node.target) in _PASSING and node.all_input_nodes[0] in among:
+            node = node.all_input_nodes[0]
+        if node in self.split:  # a view of a weight
+            return
+        self._exchange(node)
+        waiting = [node]
+        while waiting:
+            among.discard(viewed := waiting.pop())
+            waiting += [user for user in viewed.users if user in among and base_name(user.target) in _PASSING]
+
+    def _whole_gradients(self) -> set[Node]:
+        """Return the products that make the gradients of weights that are not split."""
+        returned = self.nodes[-1].args[0]
+        gradients = returned[1:] if isinstance(returned, (list, tuple)) else ()
+        gradients = gradients[0] if len(gradients) == 1 and isinstance(gradients[0], (list, tuple)) else gradients
+        trained = [node for node in self.parameters if value_of(node).requires_grad]
+        products = set()
+        for weight, gradient in zip(trained, gradients, strict=False):
+            while isinstance(gradient, Node) and base_name(gradient.target) in _PASSING:
+                gradient = gradient.all_input_nodes[0]
+            if weight not in self.split and isinstance(gradient, Node):
+                products.add(gradient)
+        return products
+
+    def _is_batch_product(self, node: Node) -> bool:
+        """Return whether a product is one for every head: of two tensors, neither of them a weight."""
+        return base_name(node.target) in _BATCHED and self._weight_of(node) is None
+
+    def _exchange(self, node: Node) -> None:
+        maker = node
+        while maker not in self.names:  # one of several results
+            maker = maker.all_input_nodes[0]
+        self.exchanges.append(Exchange(op=self.names[maker], tensor=_sized(tensors_of(value_of(node))[0])))
+
+    def _exchange_loss(self, node: Node) -> None:
+        """Add the exchanges of a loss whose logits are divided: numbers for every token."""
+        tokens = value_of(node.all_input_nodes[0]).shape[:-1]
+        each = _sized(torch.empty(tokens, dtype=torch.float32, device="meta"))
+        self.exchanges += [Exchange(op=self.names[node], tensor=each, whole=True)] * _LOSS_EXCHANGES
+
+    # The rank's step -----------------------------------------------------------------------------------------------------
+
+    def _traced(self) -> TracedStep:
+        """Return the traced step with the work, parameters and gradients that are left to the rank."""
+        graph, traced = self.traced.graph, self.traced
+        distinct: dict[Issued, int] = {call: index for index, call in enumerate(traced.issued)}
+        calls = dict(traced.calls)
+        known: dict[tuple[Any, ...], int] = {}
+        for name, node in traced.nodes.items():
+            cuts = self._cuts(node)
+            if not any(cut is not None for cut in cuts.values()):
+                continue
+            key = (traced.calls[name], *cuts.values())
+            if key not in known:
+                known[key] = distinct.setdefault(_issued_cut(node, cuts, self.ranks), len(distinct))
+            calls[name] = known[key]
+        work = np.stack([graph.flops, graph.size_bytes, graph.written_bytes])
+        gemm = graph.gemm.copy()
+        costs = [cost_of(call) for call in distinct]
+        for op, name in enumerate(graph.names):
+            if name in calls:
+                cost = costs[calls[name]]
+                work[:, op], gemm[op] = (cost.flops, cost.size_bytes, cost.written_bytes), cost.gemm
+        split = {self.parameters[node] for node in self.split if node in self.parameters}
+        for op in np.flatnonzero((graph.kind == RECV) | (graph.kind == SEND)).tolist():
+            if graph.parameter[op] in split:
+                work[1, op] /= self.ranks
+        flops, size_bytes, written_bytes = work
+        divided = replace(graph, flops=flops, size_bytes=size_bytes, written_bytes=written_bytes, gemm=gemm)
+        return replace(traced, graph=divided, issued=tuple(distinct), calls=calls, _traces={})
+
+    def _cuts(self, node: Node) -> dict[Node, int | None]:
+        """Return of an op's inputs and of itself the dimension along which the rank has a part; None: all of it."""
+        tensors = [*node.all_input_nodes, node]
+        factors = _factors(node)
+        if factors and not self._is_batch_product(node):
+            left, right = (factor in self.divided for factor in factors)
+            cuts: dict[Node, int | None] = dict.fromkeys(tensors)
+            cuts[factors[0]] = (-1 if right else -2) if left else None
+            cuts[factors[1]] = (-2 if left else -1) if right else None
+            if left != right:
+                cuts |= {node: -2 if left else -1}
+                cuts |= {source: -1 for source in tensors[:-1] if self._is_bias(source) and source in self.divided}
+            return cuts
+        if _is_attention(node):  # every rank has a part of the heads
+            along = 0 if factors else 1
+            return {each: along if node in self.divided and self._is_activation(each) else None for each in tensors}
+        return {
+            each: _LONGEST if each in self.divided or (self.sequence and self._is_activation(each)) else None
+            for each in tensors
+        }
+
+    def _is_activation(self, node: Node) -> bool:
+        """Return whether a node is a tensor of the step's samples."""
+        return node.op == "call_function" and any(tensor.dim() > 1 for tensor in tensors_of(value_of(node)))
+
+    def _shares(self) -> dict[int, float]:
+        """Return the share of each torch storage that the rank holds, where that is less than all."""
+        shares: dict[int, float] = {}
+        whole: set[int] = set()
+        for node in self.nodes:
+            is_divided = node in self.divided or (
+                self.sequence
+                and self._is_activation(node)
+                and node not in self.partial
+                and not self._of_parameter(node)
+            )
+            for tensor in tensors_of(value_of(node)):
+                address = tensor.untyped_storage()._cdata
+                if is_divided:
+                    shares.setdefault(address, 1.0 / self.ranks)
+                elif node.op != "call_function" or base_name(node.target) not in _PASSING:
+                    whole.add(address)
+        return {address: share for address, share in shares.items() if address not in whole}
+
+    def _of_parameter(self, node: Node) -> bool:
+        """Return whether a node is a view or cast of a parameter, or its gradient as it is returned."""
+        while node.op == "call_function" and base_name(node.target) in _PASSING:
+            node = node.all_input_nodes[0]
+        return node in self.parameters or node.op != "call_function" or self.nodes[-1] in node.users
+
+
+def _factors(node: Node) -> tuple[Node, Node] | None:
+    """Return the factors of a product, None for another op."""
+    places = _FACTORS.get(base_name(node.target)) if isinstance(node.target, OpOverload) else None
+    return (node.args[places[0]], node.args[places[1]]) if places else None  # type: ignore[return-value]
+
+
+def _is_attention(node: Node) -> bool:
+    name = base_name(node.target)
+    return name in _BATCHED or ("scaled_dot_product" in name and "attention" in name)
+
+
+def _width(node: Node) -> int:
+    """Return the last dimension of a node's tensor."""
+    return int(tensors_of(value_of(node))[0].shape[-1])
+
+
+def _keeps_last(source: Node, node: Node) -> bool:
+    """Return whether an op leaves the last dimension of an input what it is: no view that splits or moves it."""
+    if base_name(node.target) not in _PASSING or base_name(node.target) == "slice":
+        return True
+    before, after = value_of(source), value_of(node)
+    return bool(before.dim() and after.dim() and before.shape[-1] == after.shape[-1])
+
+
+def _sized(tensor: Tensor) -> Sized:
+    """Return a whole tensor's properties."""
+    return Sized(
+        shape=tuple(map(int, tensor.shape)),
+        stored=tensor.numel(),
+        width=tensor.element_size(),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        floating=tensor.is_floating_point(),
+    )
+
+
+def _issued_cut(node: Node, cuts: Mapping[Node, int | None], ranks: int) -> Issued:
+    """Return the cost properties of a call whose tensors are cut along dimensions."""
+    before = {each: each.meta.get("val") for each in cuts}
+    try:
+        for each, dimension in cuts.items():
+            if dimension is not None:
+                each.meta["val"] = _cut(before[each], dimension, ranks)
+        return issued(node)
+    finally:
+        for each, value in before.items():
+            if value is not None:
+                each.meta["val"] = value
+
+
+def _cut(value: Any, dimension: int, ranks: int) -> Any:
+    """Return tensors without storage of the shape that is left to a rank; expanded dimensions stay expanded."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_cut(item, dimension, ranks) for item in value)
+    if not isinstance(value, Tensor) or not value.dim():
+        return value
+    shape = list(value.shape)
+    if dimension == _LONGEST:
+        dimension = max(range(min(1, len(shape) - 1), len(shape)), key=lambda place: shape[place])
+    if dimension < -len(shape) or dimension >= len(shape):
+        return value
+    shape[dimension] = -(-shape[dimension] // ranks)
+    held = [1 if stride == 0 else size for size, stride in zip(shape, value.stride(), strict=True)]
+    return torch.empty(held, dtype=value.dtype, device="meta").expand(shape)
