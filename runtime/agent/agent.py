@@ -202,7 +202,6 @@ class GoodputAgent(Watcher):
         self._gradient_factor = 1.0
         self._optimizer, self._is_updating = optimizer, False
         self._scaler = LossScaler(job, "agent", watcher=self)
-        self._scaler.pending.follow(self.sampler)
         self._ddp_model = model if isinstance(model, DistributedDataParallel) and job.world_size > 1 else None
         group = self._ddp_model.process_group if self._ddp_model is not None else None
         self._trained_parameters = trained = [

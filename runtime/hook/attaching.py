@@ -43,7 +43,7 @@ from ddltool.runtime.hook.job import (
     load_and_check,
 )
 from ddltool.runtime.hook.loader import CountedLoader, GivenLoader, StreamLoader
-from ddltool.runtime.hook.loss_scaling import LossScaler, Observer, Reduction
+from ddltool.runtime.hook.loss_scaling import LossScaler, Reduction
 from ddltool.runtime.hook.telemetry import StepRecorder, TelemetryFile, device_of, is_cuda
 from ddltool.runtime.processes.job import DistributedJob
 from ddltool.runtime.processes.stopping import refuse_in_one_line
@@ -284,7 +284,7 @@ class EnforcingHook(Hook):
     ) -> VariableBatchSampler:
         """Return the sampler of the planned local batches; ``batch_size`` is replaced."""
         sampler = self._planned_sampler(shuffle, seed, drop_last)
-        self._scaler.pending.follow(sampler, loose=True)
+        self._scaler.pending.loose.add(sampler)
         return sampler
 
     def _planned_sampler(self, shuffle: bool, seed: int, drop_last: bool) -> VariableBatchSampler:
@@ -299,7 +299,7 @@ class ObservingHook(Hook):
     """The hook of a process without a config that writes telemetry to the file ``path``."""
 
     def __init__(self, path: str, dataset: Dataset[Any] | None, job: DistributedJob) -> None:
-        self._observer = Observer(job, "hook")
+        self._observer = LossScaler(job, "hook", weighs=False)
         super().__init__(dataset, job.rank, job.world_size, self._observer)
         self._path, self._job = path, job
 

@@ -66,6 +66,17 @@ class Sizes:
         return by_rank[:, None] // self.passes + (np.arange(self.passes) < by_rank[:, None] % self.passes)
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a rank has of the samples of a pass over all ranks."""
+
+    samples: int
+    total: float
+    """Of all passes, over their number, where the loop divides by that."""
+    even: bool
+    """Whether all ranks have as many."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pass:
     """One forward and backward pass of one rank, as :class:`VariableBatchSampler` handed it out.
@@ -103,6 +114,12 @@ class Pass:
     def weight(self) -> float:
         """Weight of this pass's mean loss in the step's mean loss over all samples of all ranks."""
         return self.samples / self.step_samples
+
+    @property
+    def share(self) -> Share:
+        """What the rank has of the pass."""
+        passes = self.split.passes if isinstance(self.split, Sizes) else 1
+        return Share(self.samples, self.step_samples / passes, _is_even(self.split, self.step_samples))
 
 
 class VariableBatchSampler(Sampler[list[int]]):
@@ -325,6 +342,13 @@ def _own_passes(split: Shares, samples: int, rank: int) -> tuple[int, list[int]]
     """Return the sum of the lower ranks' samples in a step, and this rank's samples by pass; [0] when it has none."""
     sizes = split.sizes_of(samples)
     return int(sizes[:rank].sum()), [size for size in sizes[rank].tolist() if size] or [0]
+
+
+@lru_cache(maxsize=256)
+def _is_even(split: Shares, samples: int) -> bool:
+    """Whether all ranks have as many samples of such a step."""
+    sizes = split.sizes_of(samples)
+    return bool((sizes == sizes[0, 0]).all())
 
 
 def fitting_sizes(sizes: Sequence[int], ranks: int, total: int, least: int = 1) -> tuple[int, ...]:

@@ -29,10 +29,9 @@ from torch.utils.data import (
 )
 
 from ddltool.errors import InputError
-from ddltool.runtime.hook.batches import Pass, Sizes, VariableBatchSampler, epoch_order
+from ddltool.runtime.hook.batches import Pass, Share, Sizes, VariableBatchSampler, epoch_order
 from ddltool.runtime.hook.job import dataset_length
 from ddltool.runtime.hook.loss_scaling import LossScaler
-from ddltool.runtime.hook.pending_batches import Share
 from ddltool.runtime.processes.digests import fingerprint
 from ddltool.runtime.processes.job import DistributedJob
 
@@ -235,18 +234,18 @@ class CountedLoader(_TellingLoader):
         super().__init__(dataset, batch_sampler=sampler, **options)
         self._variable = self._source = sampler
         self._scaler = scaler
-        scaler.pending.follow(sampler, loose=True)  # as long as somebody else iterates: accelerate's skip_first_batches
+        scaler.pending.loose.add(sampler)  # as long as somebody else iterates: accelerate's skip_first_batches
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch's order of samples."""
         self._variable.set_epoch(epoch)
 
     def _given(self) -> Iterator[tuple[Any, Pass | Share, bool]]:
-        self._scaler.pending.follow(self._variable)
+        self._scaler.pending.loose.discard(self._variable)
         for batch in DataLoader.__iter__(self):
             taken = self._variable.issued.popleft()
             yield batch, taken, self._variable.ends_with(taken)
-        self._scaler.pending.follow(self._variable, loose=True)
+        self._scaler.pending.loose.add(self._variable)
 
 
 class StreamLoader(_TellingLoader):
