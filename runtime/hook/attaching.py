@@ -44,8 +44,9 @@ from ddltool.runtime.hook.job import (
 )
 from ddltool.runtime.hook.loader import CountedLoader, GivenLoader, StreamLoader
 from ddltool.runtime.hook.loss_scaling import LossScaler, Reduction
-from ddltool.runtime.hook.telemetry import StepRecorder, TelemetryFile, device_of, is_cuda
+from ddltool.runtime.hook.telemetry import StepRecorder, TelemetryFile
 from ddltool.runtime.processes.job import DistributedJob
+from ddltool.runtime.processes.step_times import device_of, is_cuda
 from ddltool.runtime.processes.stopping import refuse_in_one_line
 
 
