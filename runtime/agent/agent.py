@@ -42,11 +42,13 @@ from ddltool.errors import InputError
 from ddltool.runtime.agent.choosing import AgentPolicy, BatchDecision, Chooser, TimedStep, split_near
 from ddltool.runtime.agent.noise_sampling import NoiseSampler
 from ddltool.runtime.hook.batches import Pass, VariableBatchSampler
-from ddltool.runtime.hook.job import bare_optimizer, dataset_length, demand_same_samples, demand_wrapped, is_set
+from ddltool.runtime.hook.job import bare_optimizer, demand_wrapped
 from ddltool.runtime.hook.loss_scaling import LossScaler, Reduction
 from ddltool.runtime.hook.telemetry import StepRecorder, TelemetryFile, Watcher
+from ddltool.runtime.processes.checking import is_set
 from ddltool.runtime.processes.job import DistributedJob, count_nodes
 from ddltool.runtime.processes.liveness import is_broken
+from ddltool.runtime.processes.same_samples import dataset_length, demand_same_samples
 from ddltool.runtime.processes.step_times import Exchange, Stamp, device_of, is_cuda, stamp
 from ddltool.runtime.processes.stopping import refuse_in_one_line
 

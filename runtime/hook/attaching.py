@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import os
 import weakref
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -29,23 +30,15 @@ from ddltool.artifacts import to_json
 from ddltool.errors import InputError
 from ddltool.plans import Enforcement
 from ddltool.runtime.hook.batches import Sizes, VariableBatchSampler, fitting_sizes
-from ddltool.runtime.hook.checking import begin_check, note_unchecked
-from ddltool.runtime.hook.data_parallel import config_path
 from ddltool.runtime.hook.gradient_watch import watch_gradients
 from ddltool.runtime.hook.guards import leave_alone
-from ddltool.runtime.hook.job import (
-    bare_optimizer,
-    check_model,
-    check_parameters,
-    dataset_length,
-    demand_same_samples,
-    is_set,
-    load_and_check,
-)
+from ddltool.runtime.hook.job import bare_optimizer, check_model, check_parameters, config_path, load_and_check
 from ddltool.runtime.hook.loader import CountedLoader, GivenLoader, StreamLoader
 from ddltool.runtime.hook.loss_scaling import LossScaler, Reduction
 from ddltool.runtime.hook.telemetry import StepRecorder, TelemetryFile
+from ddltool.runtime.processes.checking import begin_check, is_set, note_unchecked
 from ddltool.runtime.processes.job import DistributedJob
+from ddltool.runtime.processes.same_samples import dataset_length, demand_same_samples
 from ddltool.runtime.processes.step_times import device_of, is_cuda
 from ddltool.runtime.processes.stopping import refuse_in_one_line
 
@@ -198,6 +191,21 @@ class Hook:
         if self._epoch is not None:
             sampler.set_epoch(self._epoch)
 
+    def _record(
+        self,
+        file: TelemetryFile,
+        job: DistributedJob,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: LossScaler,
+    ) -> None:
+        """Record the steps of ``optimizer`` in ``file``."""
+        side = job.side if isinstance(model, DistributedDataParallel) else None
+        recorder = StepRecorder(file, cuda=is_cuda(model), take_samples=scaler.pending.take_tally, side=side)
+        self.recorder = scaler.watcher = recorder
+        optimizer.register_step_pre_hook(recorder.before_update)
+        optimizer.register_step_post_hook(recorder.after_update)
+
     def _standard_sampler(self, dataset: Dataset[Any], shuffle: bool, seed: int) -> DistributedSampler[Any]:
         """Return torch's sampler of this rank's samples, which follows :meth:`set_epoch`."""
         sampler: DistributedSampler[Any] = DistributedSampler(
@@ -211,32 +219,31 @@ class EnforcingHook(Hook):
     """The hook of a process that follows an enforcement config, of file ``path``."""
 
     def __init__(self, path: str, enforcement: Enforcement, dataset: Dataset[Any] | None, job: DistributedJob) -> None:
-        self._sizes, own_entry = [entry.local_batch_size for entry in enforcement.ranks], enforcement.ranks[job.rank]
-        self._scaler: LossScaler = LossScaler(job, "hook", lambda: self._sizes, passes=own_entry.accumulation_steps + 1)
+        sizes, own = tuple(entry.local_batch_size for entry in enforcement.ranks), enforcement.ranks[job.rank]
+        self._scaler: LossScaler = LossScaler(job, "hook", lambda: sizes, passes=own.accumulation_steps + 1)
         super().__init__(dataset, job.rank, enforcement.world_size, self._scaler)
-        self.enforcement = enforcement
-        self.local_batch_size, self.accumulation_steps = own_entry.local_batch_size, own_entry.accumulation_steps
+        self.enforcement, self._path, self._job, self._sizes = enforcement, path, job, Sizes(sizes)
+        self.local_batch_size, self.accumulation_steps = own.local_batch_size, own.accumulation_steps
         self.passes = max(entry.accumulation_steps for entry in enforcement.ranks) + 1
-        self._path, self._job = path, job
         self._scaler.pending.missing = "call hook.bind(model, optimizer) when both are there"
 
     def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer, *others: torch.optim.Optimizer) -> None:
         """Weigh the losses of ``model`` and record its steps. Raises InputError, on every rank, for an unplanned model."""
         if self._scaler.pending.missing is None:
             raise InputError("bind", "was called already", "attach once for each model")
-        job = self._job
+        job, planned = self._job, self.enforcement
         optimizers = job.together(lambda: [bare_optimizer(wrapped) for wrapped in (optimizer, *others)])
         job.together(lambda: check_model(model, job))
-        job.together(lambda: check_parameters(self._path, self.enforcement.parameters, model))
-        file = None
-        if self.enforcement.telemetry is not None:
-            file = TelemetryFile.of(self.enforcement.telemetry, job, self.enforcement.ranks[job.rank].device_type)
-        self.recorder = _attach_recorder(file, job, model, optimizers[0], self._scaler)
+        job.together(lambda: check_parameters(self._path, planned.parameters, model))
+        watch_gradients(model, optimizers[0], job.rank)
+        if planned.telemetry is not None:
+            file = TelemetryFile.of(planned.telemetry, job, planned.ranks[job.rank].device_type)
+            self._record(file, job, model, optimizers[0], self._scaler)
         begin_check(job, model, *optimizers, path=self._path)
         if job.side is not None or self.recorder is not None:
             self._scaler.open(model, *optimizers)
         self._scaler.pending.missing = None
-        note_unchecked(self._path, self.enforcement, job)
+        note_unchecked(self._path, planned, job)
 
     def dataloader(
         self, *, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False, **options: Any
@@ -244,12 +251,16 @@ class EnforcingHook(Hook):
         """Return a DataLoader with the planned local batches; ``batch_size`` is replaced."""
         dataset = self._given_dataset(options)
         if isinstance(dataset, IterableDataset):
-            sizes = Sizes(tuple(self._sizes))
-            return StreamLoader(dataset, sizes, self._job, self._scaler, drop_last=drop_last, **options)
-        if "shared" in options:
-            raise InputError("dataloader", "shared is for iterable datasets", "leave it out")
+            return StreamLoader(dataset, self._sizes, self._job, self._scaler, drop_last=drop_last, **options)
+        return CountedLoader(dataset, self._planned_sampler(shuffle, seed, drop_last), self._scaler, **options)
+
+    def batch_sampler(
+        self, *, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+    ) -> VariableBatchSampler:
+        """Return the sampler of the planned local batches; ``batch_size`` is replaced."""
         sampler = self._planned_sampler(shuffle, seed, drop_last)
-        return CountedLoader(dataset, sampler, self._scaler, **options)
+        self._scaler.pending.loose.add(sampler)
+        return sampler
 
     def planned(
         self, loader: DataLoader[Any], *, shared: bool = True, accumulated: int | None = None
@@ -269,24 +280,17 @@ class EnforcingHook(Hook):
                 raise InputError("loader", problem, "plan without accumulation, or give a dataset with a length")
             stream: Any = given.dataset
             options = {"shared": shared, "drop_last": given.drop_last, **given.options}
-            return StreamLoader(stream, Sizes(tuple(self._sizes)), self._job, self._scaler, **options)
+            return StreamLoader(stream, self._sizes, self._job, self._scaler, **options)
         if given.dataset is not self._dataset:
             demand_same_samples(self._job, given.dataset)
-        split = Sizes(fitting_sizes(self._sizes, len(self._sizes), sum(self._sizes), passes), passes, passes)
+        split = replace(self._sizes, least=passes, passes=passes)
+        fitting_sizes(split.sizes, split.world_size, split.total_batch_size, passes)
         sampler = VariableBatchSampler(given.samples, split, self.rank, drop_last=given.drop_last, order=given.order)
         self._follow_epoch(sampler)
         planned_loader = CountedLoader(given.dataset, sampler, self._scaler, **given.options)
         # Scripts call its set_epoch; DataLoader refuses a plain assignment.
         object.__setattr__(planned_loader, "sampler", given.sampler)
         return planned_loader
-
-    def batch_sampler(
-        self, *, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False
-    ) -> VariableBatchSampler:
-        """Return the sampler of the planned local batches; ``batch_size`` is replaced."""
-        sampler = self._planned_sampler(shuffle, seed, drop_last)
-        self._scaler.pending.loose.add(sampler)
-        return sampler
 
     def _planned_sampler(self, shuffle: bool, seed: int, drop_last: bool) -> VariableBatchSampler:
         """Return the sampler of this rank's planned batches, which follows :meth:`set_epoch`."""
@@ -307,8 +311,8 @@ class ObservingHook(Hook):
     def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer, *others: torch.optim.Optimizer) -> None:
         """Record the steps of ``optimizer``. Raises InputError, on every rank, where the file cannot be written."""
         bare = self._job.together(lambda: bare_optimizer(optimizer))
-        file = TelemetryFile.of(self._path, self._job, device_of(model))
-        self.recorder = _attach_recorder(file, self._job, model, bare, self._observer)
+        watch_gradients(model, bare, self._job.rank)
+        self._record(TelemetryFile.of(self._path, self._job, device_of(model)), self._job, model, bare, self._observer)
         self._observer.open(model)
 
 
@@ -367,22 +371,3 @@ def attach(
     if model is not None and optimizer is not None:
         hook.bind(model, optimizer)
     return hook
-
-
-def _attach_recorder(
-    file: TelemetryFile | None,
-    job: DistributedJob,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: LossScaler,
-) -> StepRecorder | None:
-    """Record the steps of ``optimizer`` in ``file`` and return the recorder; None without a file."""
-    watch_gradients(model, optimizer, job.rank)
-    if file is None:
-        return None
-    side = job.side if isinstance(model, DistributedDataParallel) else None
-    recorder = StepRecorder(file, cuda=is_cuda(model), take_samples=scaler.pending.take_tally, side=side)
-    scaler.watcher = recorder
-    optimizer.register_step_pre_hook(recorder.before_update)
-    optimizer.register_step_post_hook(recorder.after_update)
-    return recorder

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from ddltool.errors import InputError
+from ddltool.runtime.processes.checking import REFERENCE_RANKS
 
 if TYPE_CHECKING:  # to attach the hook loads no analyzer
     from ddltool.analyzers.job.goodput.elastic_table import Split
@@ -27,8 +28,6 @@ if TYPE_CHECKING:  # to attach the hook loads no analyzer
     Shares: TypeAlias = "Sizes | Split"
     """How the ranks share a step: unequal sizes, or the agent's equal ones in passes."""
 
-REFERENCE_RANKS = "DDLTOOL_CHECK_RANKS"
-"""Set in a process that a check has started: the ranks of the job, which leaves out a tail with fewer samples than these."""
 # Loaders fetch far fewer batches ahead; where nobody takes the passes from :attr:`issued` no more are kept.
 PASSES_KEPT = 10_000
 

@@ -15,19 +15,15 @@
 from __future__ import annotations
 
 import inspect
-import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddltool.artifacts import load
 from ddltool.errors import InputError
-from ddltool.plans import BucketSetting, Enforcement, PrefetchSetting
-from ddltool.runtime.processes.stopping import refuse_in_one_line
-
-Config = str | os.PathLike[str] | Enforcement
+from ddltool.plans import BucketSetting, PrefetchSetting
+from ddltool.runtime.hook.job import Config, loaded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,20 +131,6 @@ def apply_prefetch(model: nn.Module, config: Config) -> PrefetchReport:
     shown = f"lists set on {forward} modules for forward and {backward} for backward"
     text = f"FSDP2 prefetch: {shown if forward or backward else 'the default, as planned'}"
     return PrefetchReport(forward=forward, backward=backward, text=text)
-
-
-def config_path(given: str | os.PathLike[str]) -> str:
-    """Return where the config lies: a launcher that brings one says so in DDLTOOL_ENFORCE, whatever the script names."""
-    return os.environ.get("DDLTOOL_ENFORCE") or os.fspath(given)
-
-
-def loaded(config: Config) -> tuple[Enforcement, str]:
-    """Return a config, and what to call it; a refusal of this process that nobody catches is one line from now on."""
-    refuse_in_one_line()
-    if isinstance(config, Enforcement):
-        return config, "config"
-    path = config_path(config)
-    return load(path, Enforcement), path
 
 
 def _buckets(config: Config) -> BucketSetting:

@@ -30,10 +30,10 @@ from torch.utils.data import (
 
 from ddltool.errors import InputError
 from ddltool.runtime.hook.batches import Pass, Share, Sizes, VariableBatchSampler, epoch_order
-from ddltool.runtime.hook.job import dataset_length
 from ddltool.runtime.hook.loss_scaling import LossScaler
 from ddltool.runtime.processes.digests import fingerprint
 from ddltool.runtime.processes.job import DistributedJob
+from ddltool.runtime.processes.same_samples import dataset_length
 
 _OPTIONS = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),

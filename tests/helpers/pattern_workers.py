@@ -44,7 +44,7 @@ from ddltool.errors import InputError
 from ddltool.runtime.agent import GoodputAgent
 from ddltool.runtime.balancing import BalanceOptions, balance
 from ddltool.runtime.hook.batches import VariableBatchSampler
-from ddltool.runtime.hook.job import dataset_length
+from ddltool.runtime.processes.same_samples import dataset_length
 from tests.helpers import training_patterns
 from tests.helpers.runtime_workers import enforcement
 from tests.helpers.training_patterns import CLASSES, classified, sequences
