@@ -41,10 +41,10 @@ from ddltool.artifacts import parse_record
 from ddltool.errors import InputError
 from ddltool.runtime.agent.choosing import AgentPolicy, BatchDecision, Chooser, TimedStep, split_near
 from ddltool.runtime.agent.noise_sampling import NoiseSampler
-from ddltool.runtime.hook.batches import Pass, VariableBatchSampler
 from ddltool.runtime.hook.job import bare_optimizer, demand_wrapped
 from ddltool.runtime.hook.loss_scaling import LossScaler, Reduction
 from ddltool.runtime.hook.telemetry import StepRecorder, TelemetryFile, Watcher
+from ddltool.runtime.processes.batches import Pass, VariableBatchSampler
 from ddltool.runtime.processes.checking import is_set
 from ddltool.runtime.processes.job import DistributedJob, count_nodes
 from ddltool.runtime.processes.liveness import is_broken

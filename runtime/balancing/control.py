@@ -41,12 +41,12 @@ from ddltool.analyzers.job.balancing.trained import PredictorSettings
 from ddltool.arrays import Floats
 from ddltool.artifacts import kind_of
 from ddltool.errors import InputError
-from ddltool.runtime.hook.batches import VariableBatchSampler, fitting_sizes
 from ddltool.runtime.hook.job import bare_optimizer, demand_wrapped
 from ddltool.runtime.hook.loader import CountedLoader
 from ddltool.runtime.hook.loss_scaling import LossScaler, Reduction
 from ddltool.runtime.hook.telemetry import PassClock
 from ddltool.runtime.measuring.share import available_memory, expected_cpu
+from ddltool.runtime.processes.batches import VariableBatchSampler, fitting_sizes
 from ddltool.runtime.processes.checking import begin_check, is_reference
 from ddltool.runtime.processes.consensus import Consensus
 from ddltool.runtime.processes.job import DistributedJob

@@ -29,13 +29,13 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from ddltool.artifacts import to_json
 from ddltool.errors import InputError
 from ddltool.plans import Enforcement
-from ddltool.runtime.hook.batches import Sizes, VariableBatchSampler, fitting_sizes
 from ddltool.runtime.hook.gradient_watch import watch_gradients
 from ddltool.runtime.hook.guards import leave_alone
 from ddltool.runtime.hook.job import bare_optimizer, check_model, check_parameters, config_path, load_and_check
 from ddltool.runtime.hook.loader import CountedLoader, GivenLoader, StreamLoader
 from ddltool.runtime.hook.loss_scaling import LossScaler, Reduction
 from ddltool.runtime.hook.telemetry import StepRecorder, TelemetryFile
+from ddltool.runtime.processes.batches import Sizes, VariableBatchSampler, fitting_sizes
 from ddltool.runtime.processes.checking import begin_check, is_set, note_unchecked
 from ddltool.runtime.processes.job import DistributedJob
 from ddltool.runtime.processes.same_samples import dataset_length, demand_same_samples
@@ -71,10 +71,9 @@ class Hook:
     ) -> DataLoader[Any]:
         """Return a DataLoader over this rank's share of the dataset; ``options`` go to ``DataLoader``.
 
-        Without a config this is the standard DataLoader with a DistributedSampler. With one, ``batch_size`` is
-        REPLACED by this rank's planned local batch, and the batches come from a
-        :class:`~ddltool.runtime.hook.batches.VariableBatchSampler`. Call :meth:`set_epoch` before each epoch. Raises
-        InputError when no dataset was attached, or when ``options`` bring a sampler of their own.
+        Without a config this is the standard DataLoader with a DistributedSampler; with one, ``batch_size`` is REPLACED by this
+        rank's planned local batch. Call :meth:`set_epoch` before each epoch. Raises InputError when no dataset was attached, or
+        when ``options`` bring a sampler of their own.
         """
         dataset = self._given_dataset(options)
         sampler = self._standard_sampler(dataset, shuffle, seed)
@@ -143,10 +142,9 @@ class Hook:
             self.recorder.begin_epoch()
 
     def count_samples(self, samples: int) -> None:
-        """Set the number of samples of the next forward pass. Call before each forward pass.
+        """Set the number of samples of the next forward pass, before each; raises InputError when negative.
 
-        Needed only with a loader that the hook has not made, when dim 0 of the model's first tensor argument does not count
-        the samples. Raises InputError when negative.
+        Needed only with a loader of your own, where dim 0 of the model's first tensor argument does not count the samples.
         """
         if self._scaler is not None:
             self._scaler.pending.announce(samples)
@@ -154,14 +152,9 @@ class Hook:
     def loss(self, loss: Tensor, *, count: float | Tensor | None = None, reduction: Reduction = "mean") -> Tensor:
         """Return ``loss`` with its value unchanged and its gradients weighted by this rank's share of all ranks' ``count``.
 
-        Needed only where the loss is no mean over the samples of the batch.
-
-        Args:
-            loss: the scalar loss of this rank's pass, or one term of a sum of losses.
-            count: how many elements (say, tokens) the loss is a mean over on this rank; None: its samples.
-            reduction: "mean"; "sum" for a sum over the elements; "average" where the ranks' plain average is right.
-
-        Raises InputError, on all ranks, for what :meth:`~ddltool.runtime.hook.loss_scaling.LossScaler.loss` refuses.
+        ``count``: how many elements (say, tokens) the loss is a mean over on this rank; None: its samples. ``reduction``: "mean";
+        "sum" for a sum over the elements; "average" where the ranks' plain average is right. Each term of a loss is said; for
+        more, and what is refused, see :meth:`~ddltool.runtime.hook.loss_scaling.LossScaler.loss`.
         """
         return loss if self._scaler is None else self._scaler.loss(loss, count=count, reduction=reduction)
 

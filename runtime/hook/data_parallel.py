@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ddltool.errors import InputError
@@ -104,8 +105,8 @@ def prefetch_units(config: Config) -> list[str]:
 def apply_prefetch(model: nn.Module, config: Config) -> PrefetchReport:
     """Set the planned prefetch lists on a model whose units are sharded by ``fully_shard``.
 
-    Raises InputError when a planned unit is missing from the model, is not sharded, or when the config has no plan for
-    FSDP2. Where this torch has no prefetch lists nothing is set, and the report says so. All or nothing.
+    All or nothing: raises InputError when a planned unit is missing from the model or is not sharded, or when the config has no
+    plan for FSDP2.
     """
     plan = _prefetch(config)
     wanted = {*plan.units, *plan.forward, *plan.backward}
@@ -116,13 +117,8 @@ def apply_prefetch(model: nn.Module, config: Config) -> PrefetchReport:
             modules[name] = model.get_submodule(name)
         except AttributeError:
             raise InputError("fsdp2.units", f"the model has no module {name!r}", "trace and plan this model") from None
-    setters = ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch")
-    sharded = [name for name in plan.units if hasattr(modules[name], "unshard")]
-    if len(sharded) < len(plan.units):
-        name = next(name for name in plan.units if name not in sharded)
-        raise InputError("fsdp2.units", f"{name!r} is not sharded", "call fully_shard on each unit and on the model")
-    if not all(hasattr(modules[name], setter) for name in plan.units for setter in setters):
-        return PrefetchReport(forward=0, backward=0, text="FSDP2 prefetch: this torch has no prefetch lists; none set")
+    if bare := [name for name in plan.units if not isinstance(modules[name], FSDPModule)]:
+        raise InputError("fsdp2.units", f"{bare[0]!r} is not sharded", "call fully_shard on each unit and on the model")
     for name, ahead in plan.forward.items():
         modules[name].set_modules_to_forward_prefetch([modules[other] for other in ahead])
     for name, ahead in plan.backward.items():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
@@ -29,8 +30,8 @@ from torch.utils.data import (
 )
 
 from ddltool.errors import InputError
-from ddltool.runtime.hook.batches import Pass, Share, Sizes, VariableBatchSampler, epoch_order
 from ddltool.runtime.hook.loss_scaling import LossScaler
+from ddltool.runtime.processes.batches import Pass, Share, Sizes, VariableBatchSampler, epoch_order
 from ddltool.runtime.processes.digests import fingerprint
 from ddltool.runtime.processes.job import DistributedJob
 from ddltool.runtime.processes.same_samples import dataset_length
@@ -45,7 +46,6 @@ class GivenLoader:
     """The dataset, options and sample order of the script's ``loader``, also of one that accelerate has prepared.
 
     Raises InputError for a loader whose sampler gives whole batches.
-
 
     Attributes:
         dataset, options: arguments for a new DataLoader.
@@ -116,13 +116,13 @@ class StreamBlock:
 
 
 class SharedStream(IterableDataset[Any]):
-    """Yields one rank's :class:`StreamBlock` of each step, samples in a list; data workers cut each its own stream."""
+    """Yields one rank's :class:`StreamBlock` of each step, samples in a list; data workers cut each its own stream.
 
-    drop_last = False
-    least = 1
+    A remainder is divided in proportion to the sizes, or left out below ``least`` samples.
+    """
 
-    def __init__(self, stream: IterableDataset[Any], sizes: Sizes, rank: int) -> None:
-        self.stream, self.sizes, self.rank = stream, sizes, rank
+    def __init__(self, stream: IterableDataset[Any], sizes: Sizes, rank: int, least: int) -> None:
+        self.stream, self.sizes, self.rank, self.least = stream, sizes, rank, least
         self._has_digest = False
 
     def set_epoch(self, epoch: int) -> None:
@@ -131,24 +131,14 @@ class SharedStream(IterableDataset[Any]):
             set_epoch(epoch)
 
     def __iter__(self) -> Iterator[StreamBlock]:
-        """Yield the blocks; a remainder is divided in proportion to the sizes, or left out below ``least`` samples."""
-        held: list[Any] = []
-        for sample in self.stream:
-            held.append(sample)
-            if len(held) == self.sizes.total_batch_size:
-                yield self._block(held)
-                held = []
-        if len(held) >= self.least and held and not self.drop_last:
-            yield self._block(held)
-
-    def _block(self, held: list[Any]) -> StreamBlock:
-        """Return this rank's part of the samples ``held`` of a step."""
-        shares = self.sizes.sizes_of(len(held)).sum(axis=1)
-        begin, size = int(shares[: self.rank].sum()), int(shares[self.rank])
-        own_samples = held[begin : begin + size] if size else held[:1]
-        digest = "" if self._has_digest else fingerprint(held[0])[:12]
-        self._has_digest = True
-        return StreamBlock(own_samples, size, len(held), digest)
+        """Yield the blocks."""
+        samples = iter(self.stream)
+        while len(held := list(itertools.islice(samples, self.sizes.total_batch_size))) >= self.least:
+            shares = self.sizes.sizes_of(len(held)).sum(axis=1)
+            begin, size = int(shares[: self.rank].sum()), int(shares[self.rank])
+            digest = "" if self._has_digest else fingerprint(held[0])[:12]
+            self._has_digest = True
+            yield StreamBlock(held[begin : begin + size] if size else held[:1], size, len(held), digest)
 
 
 def collate(samples: Callable[[list[Any]], Any], block: StreamBlock) -> StreamBlock:
@@ -273,12 +263,12 @@ class StreamLoader(_TellingLoader):
         collate_fn: Callable[[Any], Any] = default_collate,
         **options: Any,
     ) -> None:
-        shared_stream = SharedStream(
-            stream, sizes if shared else Sizes((sizes.sizes[job.rank],)), job.rank if shared else 0
-        )
-        shared_stream.drop_last, shared_stream.least = drop_last and shared, job.world_size if shared else 1
+        if not shared:
+            sizes, drop_last = Sizes((sizes.sizes[job.rank],)), False
+        least = sizes.total_batch_size if drop_last else sizes.world_size
+        cut = SharedStream(stream, sizes, job.rank if shared else 0, least)
         collated: Any = functools.partial(collate, collate_fn)
-        super().__init__(shared_stream, batch_size=None, collate_fn=collated, **options)
+        super().__init__(cut, batch_size=None, collate_fn=collated, **options)
         self._job, self._scaler, self._source, self._shared, self._seen = job, scaler, self, shared, False
 
     def _given(self) -> Iterator[tuple[Any, Pass | Share, bool]]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from ddltool.errors import InputError
-from ddltool.runtime.hook.batches import Share
 from ddltool.runtime.hook.claims import (
     ForwardPass,
     LossGraph,
@@ -42,6 +41,7 @@ from ddltool.runtime.hook.claims import (
 from ddltool.runtime.hook.guards import FIRST_UPDATES, UpdateGuard, check_gradient_hooks
 from ddltool.runtime.hook.pending_batches import PendingBatches
 from ddltool.runtime.hook.telemetry import Watcher
+from ddltool.runtime.processes.batches import Share
 from ddltool.runtime.processes.job import DistributedJob
 from ddltool.runtime.processes.liveness import LivenessMonitor
 
@@ -166,7 +166,7 @@ class LossScaler:
             self._guard.close()
         self._guard, self._weighs = None, False
 
-    def begin_forward(self, module: nn.Module | None, values: Iterable[Any]) -> None:
+    def begin_forward(self, module: nn.Module | None, values: Sequence[Any]) -> None:
         """A forward pass with gradients begins; None: a trainer that calls the module otherwise, in training."""
         global _under_way
         if not self._forwards_inside:

@@ -9,34 +9,26 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ddltool.errors import InputError
-from ddltool.runtime.hook.batches import Pass, Share, VariableBatchSampler
+from ddltool.runtime.hook.claims import nested_tensors
+from ddltool.runtime.processes.batches import Pass, Share, VariableBatchSampler
 
 _MOST_HELD = 4096
 
 
-def leading_size(values: Iterable[Any]) -> int | None:
-    """Return dim 0 of the first tensor that has one, looking into lists, tuples and mappings; None if there is none.
+def leading_size(values: Sequence[Any]) -> int | None:
+    """Return dim 0 of the first tensor that has one, looking into what holds some; None if there is none.
 
     >>> leading_size([torch.tensor(2.0), {"pixels": torch.zeros(8, 3)}])
     8
     """
-    for value in values:
-        size = None
-        if isinstance(value, Tensor):
-            size = value.shape[0] if value.dim() > 0 else None
-        elif isinstance(value, (list, tuple, Mapping)):
-            size = leading_size(value.values() if isinstance(value, Mapping) else value)
-        if size is not None:
-            return size
-    return None
+    return next((tensor.shape[0] for tensor in nested_tensors(values) if tensor.dim()), None)
 
 
 @dataclass(eq=False, slots=True)
@@ -125,7 +117,7 @@ class PendingBatches:
             raise InputError("count_samples", f"is {samples}", "give the number of samples, 0 or more")
         self._announced = samples
 
-    def begin_forward(self, values: Iterable[Any]) -> None:
+    def begin_forward(self, values: Sequence[Any]) -> None:
         """A forward pass with gradients begins."""
         if self._announced is not None:
             self.told.append(self._announced)
