@@ -152,9 +152,9 @@ class Hook:
     def loss(self, loss: Tensor, *, count: float | Tensor | None = None, reduction: Reduction = "mean") -> Tensor:
         """Return ``loss`` with its value unchanged and its gradients weighted by this rank's share of all ranks' ``count``.
 
-        ``count``: how many elements (say, tokens) the loss is a mean over on this rank; None: its samples. ``reduction``: "mean";
-        "sum" for a sum over the elements; "average" where the ranks' plain average is right. Each term of a loss is said; for
-        more, and what is refused, see :meth:`~ddltool.runtime.hook.loss_scaling.LossScaler.loss`.
+        ``count``: how many elements (say, tokens) the loss is a mean over on this rank; None: its samples. ``reduction``:
+        "mean"; "sum" for a sum over the elements; "average" where the ranks' plain average is right. Each term of a loss is
+        said; for more, and what is refused, see :meth:`~ddltool.runtime.hook.loss_scaling.LossScaler.loss`.
         """
         return loss if self._scaler is None else self._scaler.loss(loss, count=count, reduction=reduction)
 
