@@ -46,12 +46,9 @@ from ddltool.runtime.processes.stopping import refuse_in_one_line
 class Hook:
     """The result of :func:`attach`. This base class enforces nothing: it gives DDP's standard loaders and registers no hooks.
 
-    Attributes:
-        rank, world_size: this process's rank, and the number of processes.
-        local_batch_size: samples per step on this rank as planned; None where nothing is enforced.
-        accumulation_steps: passes of a step but the last; the script splits the local batch over all of its passes.
-        passes: the most passes that any rank makes in a step.
-        recorder: writes telemetry of this rank's steps; None: no telemetry.
+    Attributes: ``rank`` and ``world_size``; ``local_batch_size``, samples per step on this rank as planned, None where nothing
+    is enforced; ``accumulation_steps``, passes of a step but the last, over all of which the script splits the local batch;
+    ``passes``, the most that any rank makes in a step; ``recorder``, of telemetry, or None.
     """
 
     def __init__(
@@ -325,16 +322,13 @@ def attach(
             on its own batches beside one that follows a plan.
         model: the job's ``DistributedDataParallel`` module, or one that ``fully_shard`` or ``runtime.shard`` sharded over
             all processes (with a single process, any module). None: :meth:`Hook.bind` gets it, and the optimizer, later.
-        optimizer: the optimizer whose steps telemetry records.
-        dataset: a dataset for :meth:`Hook.dataloader`; None if you give :meth:`Hook.planned` your own loader, or load
-            ``hook.local_batch_size`` samples per step by your own means.
-        telemetry: a file for telemetry without a config; a config names its own.
+        optimizer: the one whose steps telemetry records.
+        dataset: for :meth:`Hook.dataloader`; None if you give :meth:`Hook.planned` a loader, or load samples by yourself.
+        telemetry: a file for telemetry without a config; a config names its own, to which this run is appended.
 
     With the environment variable DDLTOOL_OFF=1 any config counts as None, without telemetry: to measure the hook's cost.
-    With DDLTOOL_CHECK=1 the first steps are compared with those of one process (:mod:`~ddltool.runtime.hook.checking`).
-
-    Each loss goes through :meth:`Hook.loss`, which weighs it by the samples of the rank's batch. Where the config names a
-    telemetry file, this run is appended to it. ``DistributedDataParallel.join`` is not supported.
+    With DDLTOOL_CHECK=1 the first steps are compared with those of one process (:mod:`~ddltool.runtime.processes.checking`).
+    Each loss goes through :meth:`Hook.loss`. ``DistributedDataParallel.join`` is not supported.
 
     Raises InputError, on every rank as soon as one rank refuses, when config and job do not fit. Left uncaught, that and any
     later refusal end the process with one line on stderr and exit code 2.

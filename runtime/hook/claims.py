@@ -45,16 +45,11 @@ OutputKey = tuple[ForwardPass, int]
 
 
 class Output(NamedTuple):
-    """One tensor that a model's forward pass has returned: an edge of the graph, its shape and its data type."""
+    """One tensor that a model's forward pass has returned: an edge of the graph, and its shape."""
 
     key: OutputKey
     edge: GradientEdge
     shape: tuple[int, ...]
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether it has several elements, so that it is no loss that the model has computed itself."""
-        return math.prod(self.shape) > 1
 
 
 def nested_tensors(value: Any, depth: int = 8) -> Iterator[Tensor]:
@@ -121,16 +116,6 @@ class LossGraph:
                 graph.leaves.append(leaf)
         return graph
 
-    @property
-    def forward_passes(self) -> set[ForwardPass]:
-        """The forward passes that the loss comes from."""
-        return {output.key[0] for output in self.outputs}
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """What changes where the script computes the loss in another way: the numbers of nodes, outputs and leaves."""
-        return self.nodes, len(self.outputs), len(self.leaves)
-
     def measurable_outputs(self) -> tuple[list[Output], set[OutputKey]]:
         """Return the nearest outputs with rows, none of them computed from another one, and all others that gradients reach.
 
@@ -140,8 +125,10 @@ class LossGraph:
         found: list[Output] = []
         deeper = self.outputs
         while deeper:
-            found += [output for output in deeper if output.has_rows]
-            inside = _behind(output for output in deeper if not output.has_rows)
+            found += [output for output in deeper if math.prod(output.shape) > 1]
+            inside = _behind(
+                output for output in deeper if math.prod(output.shape) <= 1
+            )  # losses that the model computed
             deeper = []
             for _ in _walk(inside, deeper):
                 pass

@@ -86,16 +86,8 @@ class _Row(NamedTuple):
 class UpdateGuard:
     """Compares the ranks after each update of the named optimizers.
 
-    Args:
-        job: this process's place among several.
-        model: the wrapped model.
-        optimizers: those that train it.
-        is_uneven: whether losses have weighed otherwise on this rank than on others since the guard was made.
-
-    Attributes:
-        updates: made so far.
-
-    Raises InputError, on all ranks, for a model that changes its parameters by each rank's own batch.
+    ``is_uneven``: whether losses have weighed otherwise on this rank than on others since the guard was made. ``updates`` are
+    those made so far. Raises InputError, on all ranks, for a model that changes its parameters by each rank's own batch.
     """
 
     def __init__(

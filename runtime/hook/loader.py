@@ -45,13 +45,9 @@ _OPTIONS = (
 class GivenLoader:
     """The dataset, options and sample order of the script's ``loader``, also of one that accelerate has prepared.
 
-    Raises InputError for a loader whose sampler gives whole batches.
-
-    Attributes:
-        dataset, options: arguments for a new DataLoader.
-        sampler, samples: the sampler of single samples, and the number of samples of an epoch.
-        drop_last: whether an incomplete last batch is left out.
-        is_stream: whether the dataset is iterable; ``sampler`` and ``samples`` are then missing.
+    Attributes ``dataset``, ``options`` and ``drop_last`` are arguments for a new one; ``is_stream``: whether the dataset is
+    iterable; else there are ``sampler``, of single samples, and ``samples``, their number in an epoch. Raises InputError for a
+    loader whose sampler gives whole batches.
     """
 
     def __init__(self, loader: DataLoader[Any], job: DistributedJob) -> None:
@@ -241,14 +237,8 @@ class CountedLoader(_TellingLoader):
 class StreamLoader(_TellingLoader):
     """Yields a rank's batches of an iterable dataset, and notes with ``scaler`` the samples of this rank and of all.
 
-    Args:
-        stream: the dataset.
-        sizes: the planned samples per step of the ranks.
-        job: this process's job.
-        scaler: notes the batches.
-        shared: True: every rank reads the whole stream and takes its part; False: every rank has its own stream.
-        drop_last: leave out the remainder of a shared stream.
-        options: go to ``DataLoader``.
+    ``sizes``: planned for the ranks; ``shared`` False: every rank has its own stream, not its part of a whole one;
+    ``drop_last``: leave out the remainder of a shared stream; ``options`` go to ``DataLoader``.
     """
 
     def __init__(

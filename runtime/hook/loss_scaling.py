@@ -62,24 +62,20 @@ def backwards_begun() -> int:
 
 @dataclass(eq=False, slots=True)
 class _BackwardPass:
-    """A backward pass that is under way.
-
-    Attributes:
-        number: how many have begun in this process.
-        trains: those whose model it reaches, and whether it has accumulated gradients there.
-        is_weighed: whether it has come by a loss that ``hook.loss`` returned.
-        forward_passes: those that weighed losses come from.
-        expected: what weighed losses send to outputs, where that was measured.
-    """
+    """A backward pass that is under way."""
 
     number: int
+    """How many have begun in this process."""
     trains: dict[LossScaler, bool] = field(default_factory=dict)
+    """Those whose model it reaches, and whether it has accumulated gradients there."""
     is_weighed: bool = False
+    """Whether it has come by a loss that ``hook.loss`` returned."""
     forward_passes: set[ForwardPass] = field(default_factory=set)
+    """Those that weighed losses come from."""
     expected: OutputGradients = field(default_factory=dict)
+    """What weighed losses send to outputs, where that was measured."""
 
     def trained(self) -> list[LossScaler]:
-        """Return those whose model's parameters have got gradients."""
         return [scaler for scaler, accumulates in self.trains.items() if accumulates]
 
 
@@ -91,17 +87,13 @@ class LossScaler:
     """One rank's weights. All ranks make the same ones, and the same backward passes.
 
     Args:
-        job: this process's place.
         name: what the script calls this, for messages.
         sizes: returns the (n,) samples per step of the ranks as planned: what batches of a loader of the script's own have,
-            on the first step at least; None: unknown.
-        passes: in how many passes a script may split such a batch.
+            on the first step at least, where it does not split them into ``passes``; None: unknown.
         watcher: wants to know when gradients are complete.
         weighs: False: losses stay as they are and nothing is refused; samples are counted by what passes get.
 
-    Attributes:
-        last_weight: what the last loss, or term of one, was multiplied by.
-        pending: the batches that the training loop has; its loaders say so.
+    ``last_weight`` is what the last loss, or term of one, was multiplied by; ``pending``: the batches that the loop has.
     """
 
     def __init__(
@@ -303,11 +295,10 @@ class LossScaler:
         if guard is None or (not guard.is_measured and self._losses % (1 + self._nodes // _NODES_PER_LOOK)):
             return set(), {}
         graph = LossGraph.of(loss)
-        self._nodes, forward_passes = graph.nodes, graph.forward_passes
+        self._nodes, forward_passes = graph.nodes, {output.key[0] for output in graph.outputs}
         if graph.is_weighed:
-            guard.refuse(
-                InputError("loss", f"has come through {self.name}.loss before", "say each term of a loss once")
-            )
+            before = f"has come through {self.name}.loss before"
+            guard.refuse(InputError("loss", before, "say each term of a loss once"))
         if self._forwards_inside:
             return forward_passes, {}  # a trainer whose step is the forward pass of the wrapped module
         past: dict[str, Tensor] = {}
@@ -318,7 +309,7 @@ class LossScaler:
         if past and not graph.outputs and share is not None:
             problem = "reaches the model's parameters past the wrapped model, so that nobody averages their gradients"
             guard.refuse(InputError("loss", problem, "call the wrapped model, not the module inside"))
-        shape = (graph.shape, reduction)
+        shape = graph.nodes, len(graph.outputs), len(graph.leaves), reduction
         if not graph.outputs or (shape in self._shapes and not guard.is_measured):
             return forward_passes, {}
         self._shapes.add(shape)
@@ -433,12 +424,10 @@ class LossScaler:
                 forward_pass.averaged_in = under_way.number
 
     def _unsaid(self) -> InputError:
-        problem = f"did not come through {self.name}.loss"
-        remedy = (
-            f"write loss = {self.name}.loss(loss) before loss.backward() for a mean over the batch's samples, with count= for "
-            "one over tokens, pixels or labels"
+        remedy = f"write loss = {self.name}.loss(loss) before loss.backward() for a mean over the batch's samples, with count= "
+        return InputError(
+            "loss", f"did not come through {self.name}.loss", remedy + "for one over tokens, pixels or labels"
         )
-        return InputError("loss", problem, remedy)
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """The optimizer has made an update. Raises InputError on all ranks for what one of them refuses."""

@@ -45,22 +45,19 @@ class _Drawn:
 
 
 class PendingBatches:
-    """The batches that the training loop has been given and that have not been left behind.
-
-    Attributes:
-        missing: what has to be known before batches may be handed out; None: nothing.
-        trains: whether the model is in training mode; batches handed out otherwise, or without gradients, are for evaluation.
-        loose: samplers whose loaders do not call :meth:`draw`: what they have issued is looked up when it is needed.
-        told: what the script said of the forward passes since the last backward pass.
-        passed: the sizes that the others of them had.
-    """
+    """The batches that the training loop has been given and that have not been left behind."""
 
     def __init__(self) -> None:
         self.missing: str | None = None
+        """What has to be known before batches may be handed out; None: nothing."""
         self.trains: Callable[[], bool] = lambda: True
+        """Whether the model is in training mode; batches handed out otherwise, or without gradients, are for evaluation."""
         self.loose: weakref.WeakSet[VariableBatchSampler] = weakref.WeakSet()
+        """Samplers whose loaders do not call :meth:`draw`: what they have issued is looked up when it is needed."""
         self.told: list[int] = []
+        """What the script said of the forward passes since the last backward pass."""
         self.passed: list[int] = []
+        """The sizes that the others of them had."""
         self._drawn: dict[Hashable, deque[_Drawn]] = {}
         self._held: _Drawn | None = None
         self._announced: int | None = None

@@ -160,11 +160,9 @@ class Watcher:
 class PassClock(Watcher):
     """Stamps the passes of one rank: from the first forward pass since the last exchange to that of the gradients.
 
-    Args:
-        cuda: whether the model is on a CUDA device; moments are then also events on its timeline.
-        take_samples: returns the samples of the gradients, of this rank and of all ranks.
-        side: a gloo group of the same ranks, for a collective of every tenth exchange that notes when the slowest rank is
-            ready; None: no exchange is listened to.
+    ``cuda``: whether the model is on a CUDA device; ``take_samples`` returns the samples of the gradients, of this rank and of
+    all; ``side``: a gloo group of the same ranks, for a collective of every tenth exchange that notes when the slowest rank is
+    ready; None: no exchange is listened to.
     """
 
     def __init__(
@@ -229,13 +227,8 @@ class PassClock(Watcher):
 class StepRecorder(PassClock):
     """Observes one rank's steps and hands them to a :class:`TelemetryFile`, which is written out at exit at the latest.
 
-    Args:
-        file: where the rows go.
-        cuda, take_samples, side: as for a :class:`PassClock`.
-
-    Attributes:
-        path, row: the file's path, and what makes a row of a step.
-        watch: is called with every step, and its seconds belong to no step; None: nobody is.
+    Attributes: ``path`` and ``row``, the file's path and what makes a row of a step; ``watch`` is called with every step, and
+    its seconds belong to no step; None: nobody is.
     """
 
     def __init__(
