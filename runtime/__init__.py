@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ddltool.runtime.hook import ddp_arguments as ddp_arguments
     from ddltool.runtime.hook import prefetch_units as prefetch_units
     from ddltool.runtime.hook import shard as shard
-    from ddltool.runtime.hook.straggler_monitor import watch_ranks as watch_ranks
+    from ddltool.runtime.measuring.straggler_monitor import watch_ranks as watch_ranks
     from ddltool.runtime.servers import TransferPlan as TransferPlan
     from ddltool.runtime.servers import Worker as Worker
 
@@ -29,7 +29,7 @@ _NAMES = {
     "balancing": ("BalanceOptions", "balance"),
     "elastic": ("ElasticTrainer", "RunRecorder", "first_difference"),
     "hook": ("Hook", "apply_prefetch", "attach", "bucket_report", "ddp_arguments", "prefetch_units", "shard"),
-    "hook.straggler_monitor": ("watch_ranks",),
+    "measuring.straggler_monitor": ("watch_ranks",),
     "servers": ("TransferPlan", "Worker"),
 }
 _HOMES = {name: package for package, names in _NAMES.items() for name in names}

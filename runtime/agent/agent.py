@@ -41,21 +41,15 @@ from ddltool.artifacts import parse_record
 from ddltool.errors import InputError
 from ddltool.runtime.agent.choosing import AgentPolicy, BatchDecision, Chooser, TimedStep, split_near
 from ddltool.runtime.agent.noise_sampling import NoiseSampler
-from ddltool.runtime.hook.batches import Pass, VariableBatchSampler
-from ddltool.runtime.hook.job import bare_optimizer, dataset_length, demand_same_samples, demand_wrapped, is_set
+from ddltool.runtime.hook.job import bare_optimizer, demand_wrapped
 from ddltool.runtime.hook.loss_scaling import LossScaler, Reduction
-from ddltool.runtime.hook.telemetry import (
-    Exchange,
-    Stamp,
-    StepRecorder,
-    TelemetryFile,
-    Watcher,
-    device_of,
-    is_cuda,
-    stamp,
-)
+from ddltool.runtime.hook.telemetry import StepRecorder, TelemetryFile, Watcher
+from ddltool.runtime.processes.batches import Pass, VariableBatchSampler
+from ddltool.runtime.processes.checking import is_set
 from ddltool.runtime.processes.job import DistributedJob, count_nodes
 from ddltool.runtime.processes.liveness import is_broken
+from ddltool.runtime.processes.same_samples import dataset_length, demand_same_samples
+from ddltool.runtime.processes.step_times import Exchange, Stamp, device_of, is_cuda, stamp
 from ddltool.runtime.processes.stopping import refuse_in_one_line
 
 OFF, HOLD = "DDLTOOL_OFF", "DDLTOOL_HOLD"
@@ -202,7 +196,6 @@ class GoodputAgent(Watcher):
         self._gradient_factor = 1.0
         self._optimizer, self._is_updating = optimizer, False
         self._scaler = LossScaler(job, "agent", watcher=self)
-        self._scaler.pending.follow(self.sampler)
         self._ddp_model = model if isinstance(model, DistributedDataParallel) and job.world_size > 1 else None
         group = self._ddp_model.process_group if self._ddp_model is not None else None
         self._trained_parameters = trained = [

@@ -34,10 +34,10 @@ from ddltool.analyzers.job.goodput.tuning import BatchLimits, tune_one
 from ddltool.artifacts import Record
 from ddltool.errors import Infeasible, InputError
 from ddltool.runtime.agent.noise_sampling import NoiseSampler, affordable_interval
-from ddltool.runtime.hook.batches import Pass, VariableBatchSampler
-from ddltool.runtime.hook.telemetry import Exchange, Stamp, seconds_between
+from ddltool.runtime.processes.batches import Pass, VariableBatchSampler
 from ddltool.runtime.processes.consensus import Consensus
 from ddltool.runtime.processes.job import DistributedJob
+from ddltool.runtime.processes.step_times import Exchange, Stamp, seconds_between
 
 TIMES_KEPT = 64
 """Latest times per allocation and local batch; what is fitted is their median."""

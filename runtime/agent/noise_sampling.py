@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from ddltool.analyzers.job.goodput.noise_scale import NoiseScaleEstimator, differenced_terms, noise_terms, small_batch
 from ddltool.errors import InputError
-from ddltool.runtime.hook.batches import Pass
-from ddltool.runtime.hook.telemetry import Stamp, seconds_between, stamp
+from ddltool.runtime.processes.batches import Pass
+from ddltool.runtime.processes.step_times import Stamp, seconds_between, stamp
 
 SAMPLES_HELD = 256
 """Norms are read from the device when a decision wants them, or when there are this many."""

@@ -41,15 +41,18 @@ from ddltool.analyzers.job.balancing.trained import PredictorSettings
 from ddltool.arrays import Floats
 from ddltool.artifacts import kind_of
 from ddltool.errors import InputError
-from ddltool.runtime.hook.batches import VariableBatchSampler, fitting_sizes
-from ddltool.runtime.hook.checking import begin_check
-from ddltool.runtime.hook.job import bare_optimizer, dataset_length, demand_same_samples, demand_wrapped, is_reference
+from ddltool.runtime.hook.job import bare_optimizer, demand_wrapped
 from ddltool.runtime.hook.loader import CountedLoader
 from ddltool.runtime.hook.loss_scaling import LossScaler, Reduction
-from ddltool.runtime.hook.telemetry import Exchange, LineFile, PassClock, is_cuda, new_run
+from ddltool.runtime.hook.telemetry import PassClock
 from ddltool.runtime.measuring.share import available_memory, expected_cpu
+from ddltool.runtime.processes.batches import VariableBatchSampler, fitting_sizes
+from ddltool.runtime.processes.checking import begin_check, is_reference
 from ddltool.runtime.processes.consensus import Consensus
 from ddltool.runtime.processes.job import DistributedJob
+from ddltool.runtime.processes.line_files import LineFile, new_run
+from ddltool.runtime.processes.same_samples import dataset_length, demand_same_samples
+from ddltool.runtime.processes.step_times import Exchange, is_cuda
 from ddltool.runtime.processes.stopping import pause_before_exit, refuse_in_one_line
 from ddltool.telemetry import BalanceEvent
 

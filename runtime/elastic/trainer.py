@@ -39,10 +39,12 @@ from ddltool.runtime.elastic.processes import Processes, broadcast, collectives,
 from ddltool.runtime.elastic.recording import Recorder
 from ddltool.runtime.elastic.sample_feed import BatchTask, SampleFeed
 from ddltool.runtime.elastic.settings import check_model, check_optimizer, check_parameters, settings_of, workers_of
-from ddltool.runtime.hook.batches import VariableBatchSampler
-from ddltool.runtime.hook.job import bare_optimizer, dataset_length, demand_same_samples, planned_for
-from ddltool.runtime.hook.telemetry import Exchange, StepRecorder, TelemetryFile
+from ddltool.runtime.hook.job import bare_optimizer, planned_for
+from ddltool.runtime.hook.telemetry import StepRecorder, TelemetryFile
+from ddltool.runtime.processes.batches import VariableBatchSampler
 from ddltool.runtime.processes.random_streams import kept
+from ddltool.runtime.processes.same_samples import dataset_length, demand_same_samples
+from ddltool.runtime.processes.step_times import Exchange
 from ddltool.runtime.processes.stopping import StopSignals, refuse_in_one_line
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import os
 import weakref
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -28,36 +29,26 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from ddltool.artifacts import to_json
 from ddltool.errors import InputError
 from ddltool.plans import Enforcement
-from ddltool.runtime.hook.batches import Sizes, VariableBatchSampler, fitting_sizes
-from ddltool.runtime.hook.checking import begin_check, note_unchecked
-from ddltool.runtime.hook.data_parallel import config_path
 from ddltool.runtime.hook.gradient_watch import watch_gradients
 from ddltool.runtime.hook.guards import leave_alone
-from ddltool.runtime.hook.job import (
-    bare_optimizer,
-    check_model,
-    check_parameters,
-    dataset_length,
-    demand_same_samples,
-    is_set,
-    load_and_check,
-)
+from ddltool.runtime.hook.job import bare_optimizer, check_model, check_parameters, config_path, load_and_check
 from ddltool.runtime.hook.loader import CountedLoader, GivenLoader, StreamLoader
-from ddltool.runtime.hook.loss_scaling import LossScaler, Observer, Reduction
-from ddltool.runtime.hook.telemetry import StepRecorder, TelemetryFile, device_of, is_cuda
+from ddltool.runtime.hook.loss_scaling import LossScaler, Reduction
+from ddltool.runtime.hook.telemetry import StepRecorder, TelemetryFile
+from ddltool.runtime.processes.batches import Sizes, VariableBatchSampler, fitting_sizes
+from ddltool.runtime.processes.checking import begin_check, is_set, note_unchecked
 from ddltool.runtime.processes.job import DistributedJob
+from ddltool.runtime.processes.same_samples import dataset_length, demand_same_samples
+from ddltool.runtime.processes.step_times import device_of, is_cuda
 from ddltool.runtime.processes.stopping import refuse_in_one_line
 
 
 class Hook:
     """The result of :func:`attach`. This base class enforces nothing: it gives DDP's standard loaders and registers no hooks.
 
-    Attributes:
-        rank, world_size: this process's rank, and the number of processes.
-        local_batch_size: samples per step on this rank as planned; None where nothing is enforced.
-        accumulation_steps: passes of a step but the last; the script splits the local batch over all of its passes.
-        passes: the most passes that any rank makes in a step.
-        recorder: writes telemetry of this rank's steps; None: no telemetry.
+    Attributes: ``rank`` and ``world_size``; ``local_batch_size``, samples per step on this rank as planned, None where nothing
+    is enforced; ``accumulation_steps``, passes of a step but the last, over all of which the script splits the local batch;
+    ``passes``, the most that any rank makes in a step; ``recorder``, of telemetry, or None.
     """
 
     def __init__(
@@ -77,10 +68,9 @@ class Hook:
     ) -> DataLoader[Any]:
         """Return a DataLoader over this rank's share of the dataset; ``options`` go to ``DataLoader``.
 
-        Without a config this is the standard DataLoader with a DistributedSampler. With one, ``batch_size`` is
-        REPLACED by this rank's planned local batch, and the batches come from a
-        :class:`~ddltool.runtime.hook.batches.VariableBatchSampler`. Call :meth:`set_epoch` before each epoch. Raises
-        InputError when no dataset was attached, or when ``options`` bring a sampler of their own.
+        Without a config this is the standard DataLoader with a DistributedSampler; with one, ``batch_size`` is REPLACED by this
+        rank's planned local batch. Call :meth:`set_epoch` before each epoch. Raises InputError when no dataset was attached, or
+        when ``options`` bring a sampler of their own.
         """
         dataset = self._given_dataset(options)
         sampler = self._standard_sampler(dataset, shuffle, seed)
@@ -149,10 +139,9 @@ class Hook:
             self.recorder.begin_epoch()
 
     def count_samples(self, samples: int) -> None:
-        """Set the number of samples of the next forward pass. Call before each forward pass.
+        """Set the number of samples of the next forward pass, before each; raises InputError when negative.
 
-        Needed only with a loader that the hook has not made, when dim 0 of the model's first tensor argument does not count
-        the samples. Raises InputError when negative.
+        Needed only with a loader of your own, where dim 0 of the model's first tensor argument does not count the samples.
         """
         if self._scaler is not None:
             self._scaler.pending.announce(samples)
@@ -160,14 +149,9 @@ class Hook:
     def loss(self, loss: Tensor, *, count: float | Tensor | None = None, reduction: Reduction = "mean") -> Tensor:
         """Return ``loss`` with its value unchanged and its gradients weighted by this rank's share of all ranks' ``count``.
 
-        Needed only where the loss is no mean over the samples of the batch.
-
-        Args:
-            loss: the scalar loss of this rank's pass, or one term of a sum of losses.
-            count: how many elements (say, tokens) the loss is a mean over on this rank; None: its samples.
-            reduction: "mean"; "sum" for a sum over the elements; "average" where the ranks' plain average is right.
-
-        Raises InputError, on all ranks, for what :meth:`~ddltool.runtime.hook.loss_scaling.LossScaler.loss` refuses.
+        ``count``: how many elements (say, tokens) the loss is a mean over on this rank; None: its samples. ``reduction``:
+        "mean"; "sum" for a sum over the elements; "average" where the ranks' plain average is right. Each term of a loss is
+        said; for more, and what is refused, see :meth:`~ddltool.runtime.hook.loss_scaling.LossScaler.loss`.
         """
         return loss if self._scaler is None else self._scaler.loss(loss, count=count, reduction=reduction)
 
@@ -197,6 +181,21 @@ class Hook:
         if self._epoch is not None:
             sampler.set_epoch(self._epoch)
 
+    def _record(
+        self,
+        file: TelemetryFile,
+        job: DistributedJob,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: LossScaler,
+    ) -> None:
+        """Record the steps of ``optimizer`` in ``file``."""
+        side = job.side if isinstance(model, DistributedDataParallel) else None
+        recorder = StepRecorder(file, cuda=is_cuda(model), take_samples=scaler.pending.take_tally, side=side)
+        self.recorder = scaler.watcher = recorder
+        optimizer.register_step_pre_hook(recorder.before_update)
+        optimizer.register_step_post_hook(recorder.after_update)
+
     def _standard_sampler(self, dataset: Dataset[Any], shuffle: bool, seed: int) -> DistributedSampler[Any]:
         """Return torch's sampler of this rank's samples, which follows :meth:`set_epoch`."""
         sampler: DistributedSampler[Any] = DistributedSampler(
@@ -210,32 +209,31 @@ class EnforcingHook(Hook):
     """The hook of a process that follows an enforcement config, of file ``path``."""
 
     def __init__(self, path: str, enforcement: Enforcement, dataset: Dataset[Any] | None, job: DistributedJob) -> None:
-        self._sizes, own_entry = [entry.local_batch_size for entry in enforcement.ranks], enforcement.ranks[job.rank]
-        self._scaler: LossScaler = LossScaler(job, "hook", lambda: self._sizes, passes=own_entry.accumulation_steps + 1)
+        sizes, own = tuple(entry.local_batch_size for entry in enforcement.ranks), enforcement.ranks[job.rank]
+        self._scaler: LossScaler = LossScaler(job, "hook", lambda: sizes, passes=own.accumulation_steps + 1)
         super().__init__(dataset, job.rank, enforcement.world_size, self._scaler)
-        self.enforcement = enforcement
-        self.local_batch_size, self.accumulation_steps = own_entry.local_batch_size, own_entry.accumulation_steps
+        self.enforcement, self._path, self._job, self._sizes = enforcement, path, job, Sizes(sizes)
+        self.local_batch_size, self.accumulation_steps = own.local_batch_size, own.accumulation_steps
         self.passes = max(entry.accumulation_steps for entry in enforcement.ranks) + 1
-        self._path, self._job = path, job
         self._scaler.pending.missing = "call hook.bind(model, optimizer) when both are there"
 
     def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer, *others: torch.optim.Optimizer) -> None:
         """Weigh the losses of ``model`` and record its steps. Raises InputError, on every rank, for an unplanned model."""
         if self._scaler.pending.missing is None:
             raise InputError("bind", "was called already", "attach once for each model")
-        job = self._job
+        job, planned = self._job, self.enforcement
         optimizers = job.together(lambda: [bare_optimizer(wrapped) for wrapped in (optimizer, *others)])
         job.together(lambda: check_model(model, job))
-        job.together(lambda: check_parameters(self._path, self.enforcement.parameters, model))
-        file = None
-        if self.enforcement.telemetry is not None:
-            file = TelemetryFile.of(self.enforcement.telemetry, job, self.enforcement.ranks[job.rank].device_type)
-        self.recorder = _attach_recorder(file, job, model, optimizers[0], self._scaler)
+        job.together(lambda: check_parameters(self._path, planned.parameters, model))
+        watch_gradients(model, optimizers[0], job.rank)
+        if planned.telemetry is not None:
+            file = TelemetryFile.of(planned.telemetry, job, planned.ranks[job.rank].device_type)
+            self._record(file, job, model, optimizers[0], self._scaler)
         begin_check(job, model, *optimizers, path=self._path)
         if job.side is not None or self.recorder is not None:
             self._scaler.open(model, *optimizers)
         self._scaler.pending.missing = None
-        note_unchecked(self._path, self.enforcement, job)
+        note_unchecked(self._path, planned, job)
 
     def dataloader(
         self, *, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False, **options: Any
@@ -243,12 +241,16 @@ class EnforcingHook(Hook):
         """Return a DataLoader with the planned local batches; ``batch_size`` is replaced."""
         dataset = self._given_dataset(options)
         if isinstance(dataset, IterableDataset):
-            sizes = Sizes(tuple(self._sizes))
-            return StreamLoader(dataset, sizes, self._job, self._scaler, drop_last=drop_last, **options)
-        if "shared" in options:
-            raise InputError("dataloader", "shared is for iterable datasets", "leave it out")
+            return StreamLoader(dataset, self._sizes, self._job, self._scaler, drop_last=drop_last, **options)
+        return CountedLoader(dataset, self._planned_sampler(shuffle, seed, drop_last), self._scaler, **options)
+
+    def batch_sampler(
+        self, *, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+    ) -> VariableBatchSampler:
+        """Return the sampler of the planned local batches; ``batch_size`` is replaced."""
         sampler = self._planned_sampler(shuffle, seed, drop_last)
-        return CountedLoader(dataset, sampler, self._scaler, **options)
+        self._scaler.pending.loose.add(sampler)
+        return sampler
 
     def planned(
         self, loader: DataLoader[Any], *, shared: bool = True, accumulated: int | None = None
@@ -268,24 +270,17 @@ class EnforcingHook(Hook):
                 raise InputError("loader", problem, "plan without accumulation, or give a dataset with a length")
             stream: Any = given.dataset
             options = {"shared": shared, "drop_last": given.drop_last, **given.options}
-            return StreamLoader(stream, Sizes(tuple(self._sizes)), self._job, self._scaler, **options)
+            return StreamLoader(stream, self._sizes, self._job, self._scaler, **options)
         if given.dataset is not self._dataset:
             demand_same_samples(self._job, given.dataset)
-        split = Sizes(fitting_sizes(self._sizes, len(self._sizes), sum(self._sizes), passes), passes, passes)
+        split = replace(self._sizes, least=passes, passes=passes)
+        fitting_sizes(split.sizes, split.world_size, split.total_batch_size, passes)
         sampler = VariableBatchSampler(given.samples, split, self.rank, drop_last=given.drop_last, order=given.order)
         self._follow_epoch(sampler)
         planned_loader = CountedLoader(given.dataset, sampler, self._scaler, **given.options)
         # Scripts call its set_epoch; DataLoader refuses a plain assignment.
         object.__setattr__(planned_loader, "sampler", given.sampler)
         return planned_loader
-
-    def batch_sampler(
-        self, *, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False
-    ) -> VariableBatchSampler:
-        """Return the sampler of the planned local batches; ``batch_size`` is replaced."""
-        sampler = self._planned_sampler(shuffle, seed, drop_last)
-        self._scaler.pending.follow(sampler, loose=True)
-        return sampler
 
     def _planned_sampler(self, shuffle: bool, seed: int, drop_last: bool) -> VariableBatchSampler:
         """Return the sampler of this rank's planned batches, which follows :meth:`set_epoch`."""
@@ -299,15 +294,15 @@ class ObservingHook(Hook):
     """The hook of a process without a config that writes telemetry to the file ``path``."""
 
     def __init__(self, path: str, dataset: Dataset[Any] | None, job: DistributedJob) -> None:
-        self._observer = Observer(job, "hook")
+        self._observer = LossScaler(job, "hook", weighs=False)
         super().__init__(dataset, job.rank, job.world_size, self._observer)
         self._path, self._job = path, job
 
     def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer, *others: torch.optim.Optimizer) -> None:
         """Record the steps of ``optimizer``. Raises InputError, on every rank, where the file cannot be written."""
         bare = self._job.together(lambda: bare_optimizer(optimizer))
-        file = TelemetryFile.of(self._path, self._job, device_of(model))
-        self.recorder = _attach_recorder(file, self._job, model, bare, self._observer)
+        watch_gradients(model, bare, self._job.rank)
+        self._record(TelemetryFile.of(self._path, self._job, device_of(model)), self._job, model, bare, self._observer)
         self._observer.open(model)
 
 
@@ -327,16 +322,13 @@ def attach(
             on its own batches beside one that follows a plan.
         model: the job's ``DistributedDataParallel`` module, or one that ``fully_shard`` or ``runtime.shard`` sharded over
             all processes (with a single process, any module). None: :meth:`Hook.bind` gets it, and the optimizer, later.
-        optimizer: the optimizer whose steps telemetry records.
-        dataset: a dataset for :meth:`Hook.dataloader`; None if you give :meth:`Hook.planned` your own loader, or load
-            ``hook.local_batch_size`` samples per step by your own means.
-        telemetry: a file for telemetry without a config; a config names its own.
+        optimizer: the one whose steps telemetry records.
+        dataset: for :meth:`Hook.dataloader`; None if you give :meth:`Hook.planned` a loader, or load samples by yourself.
+        telemetry: a file for telemetry without a config; a config names its own, to which this run is appended.
 
     With the environment variable DDLTOOL_OFF=1 any config counts as None, without telemetry: to measure the hook's cost.
-    With DDLTOOL_CHECK=1 the first steps are compared with those of one process (:mod:`~ddltool.runtime.hook.checking`).
-
-    Each loss goes through :meth:`Hook.loss`, which weighs it by the samples of the rank's batch. Where the config names a
-    telemetry file, this run is appended to it. ``DistributedDataParallel.join`` is not supported.
+    With DDLTOOL_CHECK=1 the first steps are compared with those of one process (:mod:`~ddltool.runtime.processes.checking`).
+    Each loss goes through :meth:`Hook.loss`. ``DistributedDataParallel.join`` is not supported.
 
     Raises InputError, on every rank as soon as one rank refuses, when config and job do not fit. Left uncaught, that and any
     later refusal end the process with one line on stderr and exit code 2.
@@ -366,22 +358,3 @@ def attach(
     if model is not None and optimizer is not None:
         hook.bind(model, optimizer)
     return hook
-
-
-def _attach_recorder(
-    file: TelemetryFile | None,
-    job: DistributedJob,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: LossScaler,
-) -> StepRecorder | None:
-    """Record the steps of ``optimizer`` in ``file`` and return the recorder; None without a file."""
-    watch_gradients(model, optimizer, job.rank)
-    if file is None:
-        return None
-    side = job.side if isinstance(model, DistributedDataParallel) else None
-    recorder = StepRecorder(file, cuda=is_cuda(model), take_samples=scaler.pending.take_tally, side=side)
-    scaler.watcher = recorder
-    optimizer.register_step_pre_hook(recorder.before_update)
-    optimizer.register_step_post_hook(recorder.after_update)
-    return recorder

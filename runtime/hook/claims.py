@@ -45,16 +45,11 @@ OutputKey = tuple[ForwardPass, int]
 
 
 class Output(NamedTuple):
-    """One tensor that a model's forward pass has returned: an edge of the graph, its shape and its data type."""
+    """One tensor that a model's forward pass has returned: an edge of the graph, and its shape."""
 
     key: OutputKey
     edge: GradientEdge
     shape: tuple[int, ...]
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether it has several elements, so that it is no loss that the model has computed itself."""
-        return math.prod(self.shape) > 1
 
 
 def nested_tensors(value: Any, depth: int = 8) -> Iterator[Tensor]:
@@ -67,19 +62,23 @@ def nested_tensors(value: Any, depth: int = 8) -> Iterator[Tensor]:
         items = value.values()
     elif isinstance(value, (list, tuple)):
         items = value
-    elif not isinstance(value, (type, nn.Module)) and (hasattr(value, "__dict__") or hasattr(value, "__slots__")):
+    elif not isinstance(value, (type, nn.Module)):
         names = [*getattr(value, "__dict__", ()), *getattr(value, "__slots__", ())]
         items = [getattr(value, name, None) for name in names]
     for item in items if depth else ():
         yield from nested_tensors(item, depth - 1)
 
 
-def mark_outputs(outputs: Iterable[Tensor], forward_pass: ForwardPass) -> None:
-    """Note on the graph's nodes which tensors a forward pass has returned; keeps no tensor alive."""
+def mark_outputs(outputs: Iterable[Tensor], forward_pass: ForwardPass) -> list[Output]:
+    """Note on the graph's nodes which tensors a forward pass has returned; keeps no tensor alive. Return what was noted."""
+    marked = []
     for place, tensor in enumerate(outputs):
         if tensor.grad_fn is not None:
             node: Node = tensor.grad_fn
-            node.metadata.setdefault(_OUTPUTS, {})[tensor.output_nr] = (forward_pass, place), tuple(tensor.shape)
+            output = Output((forward_pass, place), GradientEdge(node, tensor.output_nr), tuple(tensor.shape))
+            node.metadata.setdefault(_OUTPUTS, {})[tensor.output_nr] = output.key, output.shape
+            marked.append(output)
+    return marked
 
 
 def outputs_of(node: Node) -> list[Output]:
@@ -117,18 +116,8 @@ class LossGraph:
                 graph.leaves.append(leaf)
         return graph
 
-    @property
-    def forward_passes(self) -> list[ForwardPass]:
-        """The forward passes that the loss comes from."""
-        return list(dict.fromkeys(output.key[0] for output in self.outputs))
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """What changes where the script computes the loss in another way: the numbers of nodes, outputs and leaves."""
-        return self.nodes, len(self.outputs), len(self.leaves)
-
     def measurable_outputs(self) -> tuple[list[Output], set[OutputKey]]:
-        """Return the nearest outputs with rows, none of them computed from another one, and the outputs behind them.
+        """Return the nearest outputs with rows, none of them computed from another one, and all others that gradients reach.
 
         Behind a loss that the model has returned, these are the model's other outputs that it was computed from. Larger ones
         than can be held several times are left out.
@@ -136,14 +125,18 @@ class LossGraph:
         found: list[Output] = []
         deeper = self.outputs
         while deeper:
-            found += [output for output in deeper if output.has_rows]
-            inside = _behind(output for output in deeper if not output.has_rows)
+            found += [output for output in deeper if math.prod(output.shape) > 1]
+            inside = _behind(
+                output for output in deeper if math.prod(output.shape) <= 1
+            )  # losses that the model computed
             deeper = []
             for _ in _walk(inside, deeper):
                 pass
         behind = {output.key for node in _walk(_behind(found)) for output in outputs_of(node)}
         nearest = [output for output in found if output.key not in behind]
-        return (nearest if sum(math.prod(output.shape) for output in nearest) <= _MOST_ELEMENTS else []), behind
+        if sum(math.prod(output.shape) for output in nearest) > _MOST_ELEMENTS:
+            nearest = []
+        return nearest, behind | {output.key for output in self.outputs} - {output.key for output in nearest}
 
 
 def _behind(outputs: Iterable[Output]) -> list[Node]:
@@ -182,6 +175,23 @@ def output_gradients(
         return None
 
 
+def gradients_past_outputs(loss: Tensor, outputs: Sequence[Output], past: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gradients of the parameters ``past`` by the ways that pass none of the outputs, where they are made zero."""
+
+    def no_gradients(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        return tuple(each if each is None else torch.zeros_like(each) for each in gradients)
+
+    handles = [node.register_prehook(no_gradients) for node in {output.edge.node for output in outputs}]
+    try:
+        gradients = torch.autograd.grad(loss.sum(), list(past.values()), retain_graph=True, allow_unused=True)
+    except RuntimeError:
+        return {}
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: gradient for name, gradient in zip(past, gradients, strict=True) if gradient is not None}
+
+
 def find_coupling(outputs: Sequence[Output], gradients: Sequence[Tensor | None], samples: int, seed: int) -> bool:
     """Return whether the loss couples samples of the batch, by its ``gradients`` by the ``outputs``.
 
@@ -213,26 +223,27 @@ def sample_dimension(shape: tuple[int, ...], samples: int) -> int | None:
 
 def _is_coupled(pairs: Sequence[tuple[Output, Tensor]], in_half: Tensor, interleaved: bool) -> bool:
     """Return whether the gradients of the rows in one half depend on the outputs of the rows in the other one."""
-    masks, parts = [], []
+    masks: list[Tensor | None] = []
+    parts = []
     for output, gradient in pairs:
-        shape = [1] * len(output.shape)
-        if (dimension := sample_dimension(output.shape, len(in_half))) is None:
-            mask = torch.zeros(1, dtype=torch.bool)
-        else:
+        mask = None
+        if (dimension := sample_dimension(output.shape, len(in_half))) is not None:
+            shape = [1] * len(output.shape)
             shape[dimension] = output.shape[dimension]
             each = shape[dimension] // len(in_half)
             mask = in_half.repeat_interleave(each) if interleaved else in_half.repeat(each)
-        masks.append((mask.to(gradient.device).view(shape), dimension is not None))
+            mask = mask.to(gradient.device).view(shape)
+        masks.append(mask)
         # Any weights would do that do not cancel by chance; a fixed irrational rotation costs no random numbers.
         weights = torch.arange(gradient.numel(), device=gradient.device, dtype=gradient.dtype).mul_(0.618).cos_()
-        parts.append((gradient * weights.view(gradient.shape) * masks[-1][0]).sum())
+        parts.append((gradient * weights.view(gradient.shape) * (0 if mask is None else mask)).sum())
     try:
         seconds = torch.autograd.grad(parts, [output.edge for output, _ in pairs], retain_graph=True, allow_unused=True)
     except RuntimeError:
         return False
     own = other = 0.0
-    for second, (mask, is_counted) in zip(seconds, masks, strict=True):
-        if second is not None and is_counted:
+    for second, mask in zip(seconds, masks, strict=True):
+        if second is not None and mask is not None:
             size = second.detach().abs()
             own, other = max(own, float((size * mask).max())), max(other, float((size * ~mask).max()))
     # Rows that are not coupled are multiplied by zeros: what is left is no rounding of sums.

@@ -15,19 +15,16 @@
 from __future__ import annotations
 
 import inspect
-import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from ddltool.artifacts import load
 from ddltool.errors import InputError
-from ddltool.plans import BucketSetting, Enforcement, PrefetchSetting
-from ddltool.runtime.processes.stopping import refuse_in_one_line
-
-Config = str | os.PathLike[str] | Enforcement
+from ddltool.plans import BucketSetting, PrefetchSetting
+from ddltool.runtime.hook.job import Config, loaded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,8 +105,8 @@ def prefetch_units(config: Config) -> list[str]:
 def apply_prefetch(model: nn.Module, config: Config) -> PrefetchReport:
     """Set the planned prefetch lists on a model whose units are sharded by ``fully_shard``.
 
-    Raises InputError when a planned unit is missing from the model, is not sharded, or when the config has no plan for
-    FSDP2. Where this torch has no prefetch lists nothing is set, and the report says so. All or nothing.
+    All or nothing: raises InputError when a planned unit is missing from the model or is not sharded, or when the config has no
+    plan for FSDP2.
     """
     plan = _prefetch(config)
     wanted = {*plan.units, *plan.forward, *plan.backward}
@@ -120,13 +117,8 @@ def apply_prefetch(model: nn.Module, config: Config) -> PrefetchReport:
             modules[name] = model.get_submodule(name)
         except AttributeError:
             raise InputError("fsdp2.units", f"the model has no module {name!r}", "trace and plan this model") from None
-    setters = ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch")
-    sharded = [name for name in plan.units if hasattr(modules[name], "unshard")]
-    if len(sharded) < len(plan.units):
-        name = next(name for name in plan.units if name not in sharded)
-        raise InputError("fsdp2.units", f"{name!r} is not sharded", "call fully_shard on each unit and on the model")
-    if not all(hasattr(modules[name], setter) for name in plan.units for setter in setters):
-        return PrefetchReport(forward=0, backward=0, text="FSDP2 prefetch: this torch has no prefetch lists; none set")
+    if bare := [name for name in plan.units if not isinstance(modules[name], FSDPModule)]:
+        raise InputError("fsdp2.units", f"{bare[0]!r} is not sharded", "call fully_shard on each unit and on the model")
     for name, ahead in plan.forward.items():
         modules[name].set_modules_to_forward_prefetch([modules[other] for other in ahead])
     for name, ahead in plan.backward.items():
@@ -135,20 +127,6 @@ def apply_prefetch(model: nn.Module, config: Config) -> PrefetchReport:
     shown = f"lists set on {forward} modules for forward and {backward} for backward"
     text = f"FSDP2 prefetch: {shown if forward or backward else 'the default, as planned'}"
     return PrefetchReport(forward=forward, backward=backward, text=text)
-
-
-def config_path(given: str | os.PathLike[str]) -> str:
-    """Return where the config lies: a launcher that brings one says so in DDLTOOL_ENFORCE, whatever the script names."""
-    return os.environ.get("DDLTOOL_ENFORCE") or os.fspath(given)
-
-
-def loaded(config: Config) -> tuple[Enforcement, str]:
-    """Return a config, and what to call it; a refusal of this process that nobody catches is one line from now on."""
-    refuse_in_one_line()
-    if isinstance(config, Enforcement):
-        return config, "config"
-    path = config_path(config)
-    return load(path, Enforcement), path
 
 
 def _buckets(config: Config) -> BucketSetting:

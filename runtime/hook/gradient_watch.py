@@ -7,11 +7,9 @@ of them is not finite, all gradients are looked at, and the log says so. Trainin
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,42 +24,41 @@ def watch_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, rank: in
     """Log a warning, once, where the gradients of ``model`` are not finite when ``optimizer`` begins an update."""
     trained = [(name.removeprefix("module."), value) for name, value in model.named_parameters() if value.requires_grad]
     if trained:
-        optimizer.register_step_pre_hook(_GradientWatch(trained, rank))
+        watch = _GradientWatch(trained, rank)
+        trained[0][1].register_hook(watch.note_own)
+        optimizer.register_step_pre_hook(watch)
 
 
 class _GradientWatch:
     """Looks at gradients before updates; an optimizer holds it, so it holds the parameters only weakly."""
 
-    def __init__(self, trained: Iterable[tuple[str, nn.Parameter]], rank: int) -> None:
+    def __init__(self, trained: list[tuple[str, nn.Parameter]], rank: int) -> None:
         self._trained = [(name, weakref.ref(value)) for name, value in trained]
-        self._rank, self._turn, self._update, self._told = rank, 0, itertools.count(), False
+        self._rank, self._updates, self._told = rank, 0, False
         self._own: Tensor | None = None
         """A sum over this rank's own gradients of the first parameter, before any average; None: unknown."""
-        first = self._trained[0][1]()
-        assert first is not None
-        first.register_hook(self._note_own)
 
-    def _note_own(self, gradient: Tensor) -> None:
+    def note_own(self, gradient: Tensor) -> None:
+        """A backward pass of this rank has made a gradient of the first parameter."""
         if not self._told:
-            probe = _sum_of_some(gradient.detach())
-            self._own = probe if self._own is None else self._own + probe
+            some = _sum_of_some(gradient.detach())
+            self._own = some if self._own is None else self._own + some
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Look at the gradients of an update that begins."""
-        update, own = next(self._update), self._own
-        self._own = None
+        update, own = self._updates, self._own
+        self._updates, self._own = update + 1, None
         # A GradScaler that leaves the check to a fused optimizer sets found_inf: that one skips such an update by itself.
         if self._told or getattr(optimizer, "found_inf", None) is not None:
             return
-        self._turn = (self._turn + 1) % len(self._trained)
-        looked_at = [self._gradient(index) for index in {0, self._turn}]
-        present = [gradient for gradient in looked_at if gradient is not None]
+        places = {0, self._updates % len(self._trained)}
+        present = [gradient for place in places if (gradient := self._gradient(place)) is not None]
         if any(gradient.is_cuda for gradient in present) and update % STEPS_ON_CUDA:
             return
         turn = update // len(self._trained)
         if all(math.isfinite(float(_sum_of_some(gradient, turn))) for gradient in present):
             return
-        gradients = [(name, self._gradient(index)) for index, (name, _) in enumerate(self._trained)]
+        gradients = [(name, self._gradient(place)) for place, (name, _) in enumerate(self._trained)]
         spoiled = [name for name, gradient in gradients if gradient is not None and not gradient.isfinite().all()]
         if not spoiled:
             return  # only the sum has overflown
@@ -74,9 +71,9 @@ class _GradientWatch:
                 *(self._rank, update, where, len(spoiled), len(gradients), spoiled[0]),
             )
 
-    def _gradient(self, index: int) -> Tensor | None:
+    def _gradient(self, place: int) -> Tensor | None:
         """Return the values of a gradient that this rank holds."""
-        parameter = self._trained[index][1]()
+        parameter = self._trained[place][1]()
         gradient = None if parameter is None else parameter.grad
         if gradient is None:
             return None

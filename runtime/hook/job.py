@@ -1,8 +1,7 @@
-"""Whether an enforcement config, a model and a dataset fit this process's job. Start at :func:`load_and_check`."""
+"""Whether an enforcement config and a model fit this process's job. Start at :func:`load_and_check`."""
 
 from __future__ import annotations
 
-import copy
 import os
 from typing import Any
 
@@ -16,29 +15,61 @@ from torch.utils.data import Dataset, IterableDataset
 from ddltool.artifacts import load
 from ddltool.errors import InputError
 from ddltool.plans import Enforcement, ParameterRecord
-from ddltool.runtime.hook.data_parallel import config_path
-from ddltool.runtime.processes.digests import fingerprint
+from ddltool.runtime.processes.checking import is_reference
 from ddltool.runtime.processes.job import DistributedJob
-from ddltool.runtime.processes.random_streams import kept, seed_streams
+from ddltool.runtime.processes.same_samples import dataset_length
+from ddltool.runtime.processes.stopping import refuse_in_one_line
 
-REFERENCE = "DDLTOOL_CHECK_REFERENCE"
-"""Set in a process that a check has started, to train alone on whole batches; where its gradients go."""
-MAP_STYLE = "give a map-style dataset (with __len__ and __getitem__)"
+Config = str | os.PathLike[str] | Enforcement
 WITHOUT_DATASET = (
     "give a map-style dataset, or leave dataset out and load hook.local_batch_size samples per step yourself"
 )
 
 
+def config_path(given: str | os.PathLike[str]) -> str:
+    """Return where the config lies: a launcher that brings one says so in DDLTOOL_ENFORCE, whatever the script names."""
+    return os.environ.get("DDLTOOL_ENFORCE") or os.fspath(given)
+
+
+def loaded(config: Config) -> tuple[Enforcement, str]:
+    """Return a config, and what to call it; a refusal of this process that nobody catches is one line from now on.
+
+    Raises InputError where it is not the launcher's.
+    """
+    refuse_in_one_line()
+    if isinstance(config, Enforcement):
+        return config, "config"
+    path = config_path(config)
+    enforcement = load(path, Enforcement)
+    check_plan(path, enforcement.plan_sha256, os.environ.get("DDLTOOL_PLAN_SHA256"))
+    return enforcement, path
+
+
+def check_plan(path: str, emitted: str | None, launched: str | None) -> None:
+    """Raise InputError when launcher and config were emitted from two plans; None: one of them does not say."""
+    if emitted and launched and emitted != launched:
+        problem = f"is {emitted[:12]}..., but the job was launched by plan {launched[:12]}... (DDLTOOL_PLAN_SHA256)"
+        raise InputError(f"{path}:plan_sha256", problem, "emit the launcher and the config from one plan")
+
+
 def load_and_check(path: str, job: DistributedJob, dataset: Dataset[Any] | None) -> Enforcement:
     """Return the config. Raises InputError where it does not fit this job and its data."""
-    enforcement = load(path, Enforcement)
-    if is_reference():
-        enforcement = _alone(enforcement)
-    check_plan(path, enforcement.plan_sha256, os.environ.get("DDLTOOL_PLAN_SHA256"))
+    enforcement, _ = loaded(path)
+    if is_reference():  # one process that takes the batches of all ranks together
+        first = enforcement.ranks[0].model_copy(update={"local_batch_size": enforcement.total_batch_size})
+        changes = {"world_size": 1, "ranks": [first], "telemetry": None, "sharding": None, "ddp": None, "fsdp2": None}
+        enforcement = enforcement.model_copy(update=changes)
     if enforcement.strategy == "elastic-bsp":
         problem = "is elastic-bsp, whose workers do not step together as DDP's do"
         raise InputError(f"{path}:strategy", problem, "use ddltool.runtime.servers.follow in place of attach")
-    _check_world(path, enforcement, job)
+    if enforcement.world_size != job.world_size:
+        processes = "1 process" if job.world_size == 1 else f"{job.world_size} processes"
+        why = "" if dist.is_initialized() else " (torch.distributed is not initialised)"
+        problem = f"is {enforcement.world_size}, but this job runs {processes}{why}"
+        remedy = (
+            f"start {enforcement.world_size} (torchrun --nproc-per-node), or plan for {job.world_size} and emit again"
+        )
+        raise InputError(f"{path}:world_size", problem, remedy)
     if dataset is not None and not isinstance(dataset, IterableDataset):
         size = dataset_length(dataset, WITHOUT_DATASET)
         if size < enforcement.total_batch_size:
@@ -49,57 +80,25 @@ def load_and_check(path: str, job: DistributedJob, dataset: Dataset[Any] | None)
 
 def planned_for(config: str | os.PathLike[str], model: nn.Module) -> tuple[str, Enforcement]:
     """Return the config's path and the config. Raises InputError where it is not the launcher's, or not the model's."""
-    path = config_path(config)
-    planned = load(path, Enforcement)
-    check_plan(path, planned.plan_sha256, os.environ.get("DDLTOOL_PLAN_SHA256"))
+    planned, path = loaded(config)
     check_parameters(path, planned.parameters, model)
     return path, planned
-
-
-def check_plan(path: str, emitted: str | None, launched: str | None) -> None:
-    """Raise InputError when launcher and config were emitted from two plans; None: one of them does not say."""
-    if emitted and launched and emitted != launched:
-        problem = f"is {emitted[:12]}..., but the job was launched by plan {launched[:12]}... (DDLTOOL_PLAN_SHA256)"
-        raise InputError(f"{path}:plan_sha256", problem, "emit the launcher and the config from one plan")
-
-
-def is_reference() -> bool:
-    """Whether this process is the one that a check has started (:mod:`~ddltool.runtime.hook.checking`)."""
-    return bool(os.environ.get(REFERENCE))
-
-
-def is_set(name: str) -> bool:
-    """Whether an environment variable is there, and neither empty nor 0."""
-    return os.environ.get(name, "") not in ("", "0")
-
-
-def _alone(enforcement: Enforcement) -> Enforcement:
-    """Return the config of one process that takes the batches of all ranks together."""
-    first = enforcement.ranks[0].model_copy(update={"local_batch_size": enforcement.total_batch_size})
-    changes = {"world_size": 1, "ranks": [first], "telemetry": None, "sharding": None, "ddp": None, "fsdp2": None}
-    return enforcement.model_copy(update=changes)
-
-
-def _check_world(path: str, enforcement: Enforcement, job: DistributedJob) -> None:
-    """Raise InputError unless the job has as many processes as planned."""
-    if enforcement.world_size == job.world_size:
-        return
-    processes = "1 process" if job.world_size == 1 else f"{job.world_size} processes"
-    why = "" if dist.is_initialized() else " (torch.distributed is not initialised)"
-    raise InputError(
-        f"{path}:world_size",
-        f"is {enforcement.world_size}, but this job runs {processes}{why}",
-        f"start {enforcement.world_size} (torchrun --nproc-per-node), or plan for {job.world_size} and emit again",
-    )
 
 
 def check_model(model: nn.Module, job: DistributedJob) -> None:
     """Raise InputError unless DDP or FSDP2 averages the model's gradients over all ranks."""
     if job.world_size == 1:
         return
-    if (sharded := _sharded_over(model)) is not None:
-        if sharded != job.world_size:
-            problem = f"is sharded over {sharded} of the {job.world_size} processes, or along other dimensions as well"
+    if isinstance(model, FSDPModule):
+        # Along how many processes each parameter is sharded; 0: along other dimensions too.
+        parameters: list[Any] = list(model.parameters())
+        dimensions = [sum(placement.is_shard() for placement in getattr(each, "placements", ())) for each in parameters]
+        sharded = {
+            each.device_mesh.size() if number == 1 else 0 for each, number in zip(parameters, dimensions, strict=True)
+        }
+        if sharded != {job.world_size}:
+            size = sharded.pop() if len(sharded) == 1 else 0
+            problem = f"is sharded over {size} of the {job.world_size} processes, or along other dimensions as well"
             raise InputError("model", problem, "give fully_shard a mesh of all processes, for data alone")
         return
     demand_wrapped(job, model, " or runtime.shard")
@@ -116,17 +115,6 @@ def demand_wrapped(job: DistributedJob, model: nn.Module, otherwise: str = "") -
         raise InputError("model", f"is a {type(model).__name__}, not a DistributedDataParallel", remedy)
 
 
-def _sharded_over(model: nn.Module) -> int | None:
-    """Return over how many processes FSDP2 shards the model; 0: along other dimensions too; None: FSDP2 does not shard it."""
-    if not isinstance(model, FSDPModule):
-        return None
-    meshes: set[int] = set()
-    for parameter in model.parameters():
-        placements = [placement.is_shard() for placement in getattr(parameter, "placements", ())]
-        meshes.add(parameter.device_mesh.size() if sum(placements) == 1 else 0)  # type: ignore[attr-defined]
-    return meshes.pop() if len(meshes) == 1 else 0
-
-
 def check_parameters(path: str, planned: list[ParameterRecord], model: nn.Module) -> None:
     """Raise InputError unless the plan's parameters are the model's, by name and size in bytes.
 
@@ -135,8 +123,10 @@ def check_parameters(path: str, planned: list[ParameterRecord], model: nn.Module
     """
     if not planned:
         return
+    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod  # type: ignore[assignment]
     sizes = {entry.name: entry.size_bytes for entry in planned}
-    parameters: dict[str, torch.nn.Parameter] = dict(_unwrapped(model).named_parameters())
+    parameters: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
     problems = [f"{name} is not in the model" for name in sizes if name not in parameters]
     for name, parameter in parameters.items():
         size = parameter.numel() * parameter.element_size()
@@ -150,15 +140,6 @@ def check_parameters(path: str, planned: list[ParameterRecord], model: nn.Module
         raise InputError(f"{path}:parameters", ", ".join(problems[:3]) + more, remedy)
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return the user's own module inside DDP and torch.compile."""
-    while True:
-        inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
-
-
 def bare_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """Return the optimizer inside what accelerate, Lightning and others wrap around it. Raises InputError for none."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
@@ -166,51 +147,3 @@ def bare_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError("optimizer", f"is a {type(optimizer).__name__}", "give the job's torch.optim.Optimizer")
     return optimizer
-
-
-def dataset_length(dataset: Dataset[Any], remedy: str = MAP_STYLE) -> int:
-    """Return the number of samples. Raises InputError, with ``remedy``, where samples cannot be picked by index."""
-    if isinstance(dataset, IterableDataset):
-        raise InputError("dataset", f"is a {type(dataset).__name__}, an IterableDataset", remedy)
-    try:
-        return len(dataset)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
-        raise InputError("dataset", f"is a {type(dataset).__name__} without a length", remedy) from None
-
-
-def demand_same_samples(job: DistributedJob, dataset: Dataset[Any] | None) -> None:
-    """Raise InputError on every rank unless all have equally many samples, and an equal first, middle and last one.
-
-    They are read from a copy of the dataset, as a file that it opens must not be shared with data workers, and with the same
-    random seeds on all ranks, for random transforms.
-    """
-    size_text = "none" if dataset is None else "a stream"
-    if dataset is not None and not isinstance(dataset, IterableDataset):
-        size_text = f"{dataset_length(dataset)} samples"
-    job.demand_same("dataset", size_text, "give every rank the whole dataset")
-    if dataset is None or isinstance(dataset, IterableDataset) or job.world_size == 1:
-        return
-    remedy = "make it alike on every rank: the same files in the same order, and the same seed where it is shuffled"
-    job.demand_same("dataset: content of samples", _fingerprint(dataset), remedy)
-
-
-def _fingerprint(dataset: Dataset[Any]) -> str:
-    """Return a digest of the first, middle and last sample."""
-    size, fingerprints = dataset_length(dataset), []
-    with kept():
-        try:
-            copied = _own_copy(dataset)
-            for index in (0, size // 2, size - 1):
-                seed_streams(index)
-                fingerprints.append(fingerprint(copied[index]))
-        except Exception as error:
-            return f"not readable ({type(error).__name__})"  # that is for the training loop to show
-    return fingerprint(fingerprints)[:12]
-
-
-def _own_copy(dataset: Any) -> Any:
-    """Return a shallow copy of a dataset, also of the datasets that it wraps."""
-    copied = copy.copy(dataset)
-    if isinstance(getattr(copied, "dataset", None), Dataset):
-        copied.dataset = _own_copy(copied.dataset)
-    return copied

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
@@ -29,12 +30,11 @@ from torch.utils.data import (
 )
 
 from ddltool.errors import InputError
-from ddltool.runtime.hook.batches import Pass, Sizes, VariableBatchSampler, epoch_order
-from ddltool.runtime.hook.job import dataset_length
 from ddltool.runtime.hook.loss_scaling import LossScaler
-from ddltool.runtime.hook.pending_batches import Share
+from ddltool.runtime.processes.batches import Pass, Share, Sizes, VariableBatchSampler, epoch_order
 from ddltool.runtime.processes.digests import fingerprint
 from ddltool.runtime.processes.job import DistributedJob
+from ddltool.runtime.processes.same_samples import dataset_length
 
 _OPTIONS = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
@@ -45,14 +45,9 @@ _OPTIONS = (
 class GivenLoader:
     """The dataset, options and sample order of the script's ``loader``, also of one that accelerate has prepared.
 
-    Raises InputError for a loader whose sampler gives whole batches.
-
-
-    Attributes:
-        dataset, options: arguments for a new DataLoader.
-        sampler, samples: the sampler of single samples, and the number of samples of an epoch.
-        drop_last: whether an incomplete last batch is left out.
-        is_stream: whether the dataset is iterable; ``sampler`` and ``samples`` are then missing.
+    Attributes ``dataset``, ``options`` and ``drop_last`` are arguments for a new one; ``is_stream``: whether the dataset is
+    iterable; else there are ``sampler``, of single samples, and ``samples``, their number in an epoch. Raises InputError for a
+    loader whose sampler gives whole batches.
     """
 
     def __init__(self, loader: DataLoader[Any], job: DistributedJob) -> None:
@@ -117,13 +112,13 @@ class StreamBlock:
 
 
 class SharedStream(IterableDataset[Any]):
-    """Yields one rank's :class:`StreamBlock` of each step, samples in a list; data workers cut each its own stream."""
+    """Yields one rank's :class:`StreamBlock` of each step, samples in a list; data workers cut each its own stream.
 
-    drop_last = False
-    least = 1
+    A remainder is divided in proportion to the sizes, or left out below ``least`` samples.
+    """
 
-    def __init__(self, stream: IterableDataset[Any], sizes: Sizes, rank: int) -> None:
-        self.stream, self.sizes, self.rank = stream, sizes, rank
+    def __init__(self, stream: IterableDataset[Any], sizes: Sizes, rank: int, least: int) -> None:
+        self.stream, self.sizes, self.rank, self.least = stream, sizes, rank, least
         self._has_digest = False
 
     def set_epoch(self, epoch: int) -> None:
@@ -132,24 +127,14 @@ class SharedStream(IterableDataset[Any]):
             set_epoch(epoch)
 
     def __iter__(self) -> Iterator[StreamBlock]:
-        """Yield the blocks; a remainder is divided in proportion to the sizes, or left out below ``least`` samples."""
-        held: list[Any] = []
-        for sample in self.stream:
-            held.append(sample)
-            if len(held) == self.sizes.total_batch_size:
-                yield self._block(held)
-                held = []
-        if len(held) >= self.least and held and not self.drop_last:
-            yield self._block(held)
-
-    def _block(self, held: list[Any]) -> StreamBlock:
-        """Return this rank's part of the samples ``held`` of a step."""
-        shares = self.sizes.sizes_of(len(held)).sum(axis=1)
-        begin, size = int(shares[: self.rank].sum()), int(shares[self.rank])
-        own_samples = held[begin : begin + size] if size else held[:1]
-        digest = "" if self._has_digest else fingerprint(held[0])[:12]
-        self._has_digest = True
-        return StreamBlock(own_samples, size, len(held), digest)
+        """Yield the blocks."""
+        samples = iter(self.stream)
+        while len(held := list(itertools.islice(samples, self.sizes.total_batch_size))) >= self.least:
+            shares = self.sizes.sizes_of(len(held)).sum(axis=1)
+            begin, size = int(shares[: self.rank].sum()), int(shares[self.rank])
+            digest = "" if self._has_digest else fingerprint(held[0])[:12]
+            self._has_digest = True
+            yield StreamBlock(held[begin : begin + size] if size else held[:1], size, len(held), digest)
 
 
 def collate(samples: Callable[[list[Any]], Any], block: StreamBlock) -> StreamBlock:
@@ -235,31 +220,25 @@ class CountedLoader(_TellingLoader):
         super().__init__(dataset, batch_sampler=sampler, **options)
         self._variable = self._source = sampler
         self._scaler = scaler
-        scaler.pending.follow(sampler, loose=True)  # as long as somebody else iterates: accelerate's skip_first_batches
+        scaler.pending.loose.add(sampler)  # as long as somebody else iterates: accelerate's skip_first_batches
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch's order of samples."""
         self._variable.set_epoch(epoch)
 
     def _given(self) -> Iterator[tuple[Any, Pass | Share, bool]]:
-        self._scaler.pending.follow(self._variable)
+        self._scaler.pending.loose.discard(self._variable)
         for batch in DataLoader.__iter__(self):
             taken = self._variable.issued.popleft()
             yield batch, taken, self._variable.ends_with(taken)
-        self._scaler.pending.follow(self._variable, loose=True)
+        self._scaler.pending.loose.add(self._variable)
 
 
 class StreamLoader(_TellingLoader):
     """Yields a rank's batches of an iterable dataset, and notes with ``scaler`` the samples of this rank and of all.
 
-    Args:
-        stream: the dataset.
-        sizes: the planned samples per step of the ranks.
-        job: this process's job.
-        scaler: notes the batches.
-        shared: True: every rank reads the whole stream and takes its part; False: every rank has its own stream.
-        drop_last: leave out the remainder of a shared stream.
-        options: go to ``DataLoader``.
+    ``sizes``: planned for the ranks; ``shared`` False: every rank has its own stream, not its part of a whole one;
+    ``drop_last``: leave out the remainder of a shared stream; ``options`` go to ``DataLoader``.
     """
 
     def __init__(
@@ -274,12 +253,12 @@ class StreamLoader(_TellingLoader):
         collate_fn: Callable[[Any], Any] = default_collate,
         **options: Any,
     ) -> None:
-        shared_stream = SharedStream(
-            stream, sizes if shared else Sizes((sizes.sizes[job.rank],)), job.rank if shared else 0
-        )
-        shared_stream.drop_last, shared_stream.least = drop_last and shared, job.world_size if shared else 1
+        if not shared:
+            sizes, drop_last = Sizes((sizes.sizes[job.rank],)), False
+        least = sizes.total_batch_size if drop_last else sizes.world_size
+        cut = SharedStream(stream, sizes, job.rank if shared else 0, least)
         collated: Any = functools.partial(collate, collate_fn)
-        super().__init__(shared_stream, batch_size=None, collate_fn=collated, **options)
+        super().__init__(cut, batch_size=None, collate_fn=collated, **options)
         self._job, self._scaler, self._source, self._shared, self._seen = job, scaler, self, shared, False
 
     def _given(self) -> Iterator[tuple[Any, Pass | Share, bool]]:

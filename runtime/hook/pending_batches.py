@@ -9,113 +9,62 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from ddltool.errors import InputError
-from ddltool.runtime.hook.batches import Pass, Sizes, VariableBatchSampler
+from ddltool.runtime.hook.claims import nested_tensors
+from ddltool.runtime.processes.batches import Pass, Share, VariableBatchSampler
 
-if TYPE_CHECKING:
-    from ddltool.runtime.hook.batches import Shares
-
-_PASSES_KEPT = 4096
+_MOST_HELD = 4096
 
 
-def leading_size(values: Iterable[Any]) -> int | None:
-    """Return dim 0 of the first tensor that has one, looking into lists, tuples and mappings; None if there is none.
+def leading_size(values: Sequence[Any]) -> int | None:
+    """Return dim 0 of the first tensor that has one, looking into what holds some; None if there is none.
 
     >>> leading_size([torch.tensor(2.0), {"pixels": torch.zeros(8, 3)}])
     8
     """
-    for value in values:
-        if isinstance(value, Tensor):
-            size = value.shape[0] if value.dim() > 0 else None
-        elif isinstance(value, Mapping):
-            size = leading_size(value.values())
-        else:
-            size = leading_size(value) if isinstance(value, (list, tuple)) else None
-        if size is not None:
-            return size
-    return None
+    return next((tensor.shape[0] for tensor in nested_tensors(values) if tensor.dim()), None)
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What a rank has of the samples of a pass over all ranks."""
-
-    samples: int
-    total: float
-    """Of all passes, over their number, where the loop divides by that."""
-    even: bool
-    """Whether all ranks have as many."""
-
-
+@dataclass(eq=False, slots=True)
 class _Drawn:
-    """A batch that a loader has handed out to the training loop.
+    """A batch that the training loop was given."""
 
-    Attributes:
-        taken: the pass of a sampler that it is; None for one of a stream.
-        share: this rank's samples of it and those of all ranks.
-        used: whether it went into gradients.
-        for_evaluation: whether it was handed out without gradients, or to a model that does not train.
-    """
-
-    def __init__(self, drawn: Pass | Share, for_evaluation: bool) -> None:
-        self.used, self.for_evaluation = False, for_evaluation
-        self.taken = drawn if isinstance(drawn, Pass) else None
-        if isinstance(drawn, Pass):
-            passes = drawn.split.passes if isinstance(drawn.split, Sizes) else 1
-            even = _is_even(drawn.split, drawn.step_samples)
-            drawn = Share(drawn.samples, drawn.step_samples / passes, even)
-        self.share = drawn
-
-
-@lru_cache(maxsize=256)
-def _is_even(split: Shares, samples: int) -> bool:
-    """Whether all ranks have as many samples of such a step."""
-    sizes = split.sizes_of(samples)
-    return bool((sizes == sizes[0, 0]).all())
+    share: Share
+    taken: Pass | None
+    """The pass of a sampler that it is; None for one of a stream."""
+    for_evaluation: bool
+    """Whether it was handed out without gradients, or to a model that does not train."""
+    used: bool = False
+    """Whether it went into gradients."""
 
 
 class PendingBatches:
-    """The batches that the training loop has been given and that have not been left behind.
-
-    Attributes:
-        missing: what has to be known before batches may be handed out; None: nothing.
-        trains: whether the model is in training mode; batches handed out otherwise, or without gradients, are for evaluation.
-    """
+    """The batches that the training loop has been given and that have not been left behind."""
 
     def __init__(self) -> None:
         self.missing: str | None = None
+        """What has to be known before batches may be handed out; None: nothing."""
         self.trains: Callable[[], bool] = lambda: True
-        self._loose: weakref.WeakKeyDictionary[VariableBatchSampler, None] = weakref.WeakKeyDictionary()
-        self._drawn: dict[Hashable, deque[_Drawn]] = {}
-        self._held: _Drawn | None = None
-        self._announced: int | None = None
+        """Whether the model is in training mode; batches handed out otherwise, or without gradients, are for evaluation."""
+        self.loose: weakref.WeakSet[VariableBatchSampler] = weakref.WeakSet()
+        """Samplers whose loaders do not call :meth:`draw`: what they have issued is looked up when it is needed."""
         self.told: list[int] = []
         """What the script said of the forward passes since the last backward pass."""
         self.passed: list[int] = []
         """The sizes that the others of them had."""
+        self._drawn: dict[Hashable, deque[_Drawn]] = {}
+        self._held: _Drawn | None = None
+        self._announced: int | None = None
         self._used_in: Hashable = None
         self._tally: tuple[int, float] = (0, 0.0)
 
-    def follow(self, source: Hashable, *, loose: bool = False) -> None:
-        """Know of the batches of a sampler or a stream from now on.
-
-        ``loose``: the sampler feeds a loader that does not call :meth:`draw`, so what it issues is looked up when it is needed.
-        """
-        self._drawn = {
-            known: drawn for known, drawn in self._drawn.items() if drawn
-        }  # loops may make loaders by the epoch
-        if isinstance(source, VariableBatchSampler):
-            self._loose.pop(source, None)
-            if loose:
-                self._loose[source] = None
+    # What loaders tell.
 
     def draw(self, source: Hashable, drawn: Pass | Share) -> None:
         """Note that the training loop gets a batch; those that backward has used before are behind it now.
@@ -125,22 +74,26 @@ class PendingBatches:
         if self.missing is not None:
             raise InputError("loader", "is used before the hook knows what is trained", self.missing)
         self.drop(source)
-        batch = _Drawn(drawn, not (torch.is_grad_enabled() and self.trains()))
-        self._drawn.setdefault(source, deque(maxlen=_PASSES_KEPT)).append(batch)
+        if source not in self._drawn:  # loops may make loaders by the epoch
+            self._drawn = {known: batches for known, batches in self._drawn.items() if batches}
+            self._drawn[source] = deque(maxlen=_MOST_HELD)
+        share, taken = (drawn.share, drawn) if isinstance(drawn, Pass) else (drawn, None)
+        self._drawn[source].append(_Drawn(share, taken, not (torch.is_grad_enabled() and self.trains())))
 
     def drop(self, source: Hashable, *, unused: bool = False) -> None:
         """Forget the batches of a loader that went into gradients; with ``unused`` all of its batches."""
-        drawn = self._drawn.get(source, deque())
-        while drawn and (unused or drawn[0].used):
-            drawn.popleft()
+        batches = self._drawn.get(source, ())
+        while batches and (unused or batches[0].used):
+            batches.popleft()
 
     def end(self, source: Hashable) -> None:
         """Note that a loader has no more batches.
 
         Its last ones stay for a loop that fetched ahead and has yet to use them; those of an evaluation are forgotten.
         """
-        drawn = self._drawn.get(source, deque())
-        self.drop(source, unused=any(batch.for_evaluation for batch in drawn))
+        self.drop(source, unused=any(batch.for_evaluation for batch in self._drawn.get(source, ())))
+
+    # What the script tells.
 
     def turn_to_next(self, skip: int = 0) -> None:
         """Take it that backward passes are for the next batch, until the next call; ``skip`` batches before it are left out.
@@ -155,29 +108,25 @@ class PendingBatches:
             sources[0].popleft()
         self._held = sources[0][0] if sources[0] else None
 
-    def last_used(self, sampler: VariableBatchSampler) -> Pass | None:
-        """Return the latest batch of a sampler that went into gradients and is not forgotten yet, None where there is none."""
-        return next(
-            (batch.taken for batch in reversed(self._drawn.get(sampler, ())) if batch.used and batch.taken), None
-        )
-
     def announce(self, samples: int) -> None:
         """Let the next forward pass stand for ``samples`` samples. Raises InputError when negative."""
         if samples < 0:
             raise InputError("count_samples", f"is {samples}", "give the number of samples, 0 or more")
         self._announced = samples
 
-    def begin_forward(self, values: Iterable[Any]) -> None:
+    def begin_forward(self, values: Sequence[Any]) -> None:
         """A forward pass with gradients begins."""
         if self._announced is not None:
             self.told.append(self._announced)
             self._announced = None
-        elif (size := leading_size(values)) is not None and len(self.passed) < _PASSES_KEPT:
+        elif (size := leading_size(values)) is not None and len(self.passed) < _MOST_HELD:
             self.passed.append(size)
 
     def end_backward(self) -> None:
         """A backward pass is over: what comes now belongs to another one."""
         self.passed, self.told = [], []
+
+    # What is asked.
 
     @property
     def is_known(self) -> bool:
@@ -205,11 +154,10 @@ class PendingBatches:
 
     def use(self, number: Hashable) -> None:
         """Note that backward pass ``number`` uses what there is, whose share the script has said."""
-        if batches := self._batches():
-            self._use(number, batches)
+        self._use(number, self._batches())
 
-    def count(self, number: Hashable, samples: int, total: int) -> None:
-        """Note that backward pass ``number`` is for so many samples, of a loader of the script's own."""
+    def count(self, number: Hashable, samples: int, total: float) -> None:
+        """Note that backward pass ``number`` is for so many samples; once for all terms of a loss."""
         if self._used_in != number:
             self._used_in = number
             self._tally = (self._tally[0] + samples, self._tally[1] + total)
@@ -219,8 +167,12 @@ class PendingBatches:
         (samples, total), self._tally = self._tally, (0, 0.0)
         return samples, round(total)
 
+    def last_used(self, sampler: VariableBatchSampler) -> Pass | None:
+        """Return the latest batch of a sampler that went into gradients and is not forgotten yet, None where there is none."""
+        return next((batch.taken for batch in reversed(self._drawn.get(sampler, ())) if batch.used), None)
+
     def _fill(self) -> None:
-        for sampler in list(self._loose):
+        for sampler in list(self.loose):
             while sampler.issued:
                 self.draw(sampler, sampler.issued.popleft())
 
@@ -234,15 +186,16 @@ class PendingBatches:
 
     def _use(self, number: Hashable, fitting: list[_Drawn]) -> None:
         """Mark as used, of each loader, the oldest unused batch among ``fitting`` and all batches before it."""
-        if self._used_in == number:
-            return  # another term of the same loss
-        self._used_in = number
+        if self._used_in == number or not fitting:
+            return
+        samples, total = 0, 0.0
         for drawn in self._drawn.values():
             newest = next((batch for batch in drawn if not batch.used and batch in fitting), None)
             if newest is None:
                 continue
-            self._tally = (self._tally[0] + newest.share.samples, self._tally[1] + newest.share.total)
+            samples, total = samples + newest.share.samples, total + newest.share.total
             for batch in drawn:
                 batch.used = True
                 if batch is newest:
                     break
+        self.count(number, samples, total)

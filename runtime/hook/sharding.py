@@ -26,7 +26,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ddltool.errors import InputError
 from ddltool.plans import Recomputed, ShardingSetting, is_product
-from ddltool.runtime.hook.data_parallel import Config, apply_prefetch, ddp_arguments, loaded
+from ddltool.runtime.hook.data_parallel import apply_prefetch, ddp_arguments
+from ddltool.runtime.hook.job import Config, loaded
 
 
 def shard(model: nn.Module, config: Config, **options: Any) -> nn.Module:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from ddltool.errors import InputError
 from ddltool.results import ScriptCheck
-from ddltool.runtime.hook.checking import CHECK, RESULT
 from ddltool.runtime.measuring.overhead import demand_script, failed, finish
+from ddltool.runtime.processes.checking import CHECK, RESULT
 
 
 def check_script(command: Sequence[str], replicas: int = 2, timeout_s: float = 900.0) -> ScriptCheck:
-    """Run a script (and its arguments) until its first steps are checked by :mod:`~ddltool.runtime.hook.checking`.
+    """Run a script (and its arguments) until its first steps are checked by :mod:`~ddltool.runtime.processes.checking`.
 
     Raises InputError when the script fails before, takes longer than ``timeout_s``, or attaches neither hook nor balancer.
     """

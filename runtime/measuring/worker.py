@@ -195,7 +195,7 @@ class StepTimer:
             if warmup_index == 0 or spent_s < task.seconds:
                 spent_s += timed_step(task, True)[0]
             alive()
-        from ddltool.runtime.hook.telemetry import peak_memory
+        from ddltool.runtime.processes.step_times import peak_memory
 
         full_s: list[float] = []
         local_s: list[float] = []

@@ -63,13 +63,17 @@ class DistributedJob:
             result.append(action())
         except InputError as error:
             refusal = error
+        self.raise_together(refusal)
+        return result[0]
+
+    def raise_together(self, refusal: InputError | None) -> None:
+        """Raise this rank's ``refusal``, or that of the first rank that has one, named; all ranks call this together."""
         notes = self.gather(b"" if refusal is None else str(refusal).encode(errors="replace"))
         if refusal is not None:
             raise refusal
         for rank, note in enumerate(notes):
             if note:
                 raise InputError(f"rank {rank}", note.decode())
-        return result[0]
 
     def demand_same(self, what: str, value: str, remedy: str) -> None:
         """Raise InputError on every rank unless ``value`` is the same on all of them."""

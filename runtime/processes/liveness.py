@@ -178,7 +178,9 @@ class LivenessMonitor:
 
 
 def _end_within(seconds: float) -> None:
-    """End the process with exit code 1 after ``seconds``: some exit functions wait for processes or servers."""
+    """End the process with exit code 1 after ``seconds``, if it has not ended by itself."""
+    # At exit Python waits for all threads, child processes and exit functions of libraries: asynchronous checkpoints, pools and
+    # loggers that wait for the lost rank themselves. Torch's own means (destroy_process_group, abort) end none of these.
     deadline = threading.Timer(seconds, os._exit, (1,))
     deadline.daemon = True
     deadline.start()

@@ -16,9 +16,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddltool.errors import InputError
 from ddltool.plans import Enforcement
-from ddltool.runtime.hook.job import dataset_length, planned_for
-from ddltool.runtime.hook.telemetry import Identity, StepRecorder, TelemetryFile, is_cuda
+from ddltool.runtime.hook.job import planned_for
+from ddltool.runtime.hook.telemetry import Identity, StepRecorder, TelemetryFile
 from ddltool.runtime.processes.job import count_nodes
+from ddltool.runtime.processes.same_samples import dataset_length
+from ddltool.runtime.processes.step_times import is_cuda
 from ddltool.runtime.processes.stopping import refuse_in_one_line
 from ddltool.runtime.servers.policies import ElasticBSP
 from ddltool.runtime.servers.server import Server

@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 from ddltool.artifacts import kind_of
-from ddltool.runtime.hook.telemetry import LineFile, new_run
+from ddltool.runtime.processes.line_files import LineFile, new_run
 from ddltool.telemetry import StepRow, SummaryRow, SyncEvent
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from torch import nn
 
 from ddltool.errors import DdlToolError, InputError, listed, one_line
 from ddltool.graph import natural_key, spread
-from ddltool.runtime.hook.data_parallel import Config, loaded
+from ddltool.runtime.hook.job import Config, loaded
 
 
 class TransferError(DdlToolError):

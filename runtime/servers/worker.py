@@ -336,18 +336,21 @@ class Worker:
     # One step.
 
     def _register_hooks(self) -> list[Any]:
-        """Register hooks that wait before a module's forward pass and that push a gradient once it is complete."""
+        """Register hooks that wait before a module's forward pass and that push a gradient once it is complete.
+
+        Compiled models leave them as they are: what they do is no tensors' arithmetic.
+        """
+        wait, push = (torch.compiler.disable(act) for act in (self._wait_for_parameters, self._push_ready_gradient))
         index_of = {id(self._parameters[name]): index for index, name in enumerate(self._names)}
         handles: list[Any] = []
         for module in self.model.modules():
             is_whole = type(module).__module__.startswith("torch.nn.") and not isinstance(module, _CONTAINERS)
             owned = [index_of[id(value)] for value in module.parameters(recurse=is_whole) if id(value) in index_of]
             if owned:
-                wait_hook = partial(self._wait_for_parameters, frozenset(owned))
-                handles.append(module.register_forward_pre_hook(lambda module, args, wait_hook=wait_hook: wait_hook()))
+                handles.append(module.register_forward_pre_hook(partial(wait, frozenset(owned))))
         for index, slot in enumerate(self.plan.slots):
             if slot.trainable:
-                push_hook = partial(self._push_ready_gradient, index)
+                push_hook = partial(push, index)
                 handles.append(self._parameters[slot.name].register_post_accumulate_grad_hook(push_hook))
         return handles
 
@@ -359,7 +362,7 @@ class Worker:
         for server in range(self.plan.servers):
             self._tell(server, "pull", self.clock)
 
-    def _wait_for_parameters(self, wanted_indices: frozenset[int]) -> None:
+    def _wait_for_parameters(self, wanted_indices: frozenset[int], *_: object) -> None:
         """Wait until these parameters have arrived: the hook before a module's forward pass."""
         self._awaited_indices |= wanted_indices
         self._receive_until(lambda: wanted_indices <= self._arrived_indices)

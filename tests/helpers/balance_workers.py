@@ -24,7 +24,8 @@ from torch.utils.data import IterableDataset, TensorDataset
 from ddltool.analyzers.job.balancing import algorithm2
 from ddltool.runtime.balancing.control import BalanceOptions, Balancer, balance
 from ddltool.runtime.balancing.partitioned import PartitionedData
-from ddltool.runtime.hook import loss_scaling, telemetry
+from ddltool.runtime.hook import loss_scaling
+from ddltool.runtime.processes import step_times
 from tests.helpers.processes import message_of
 
 
@@ -43,7 +44,7 @@ class Clock:
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
-            for module in (telemetry, loss_scaling):
+            for module in (step_times, loss_scaling):
                 patch.setattr(module, "time", self)
             yield
 

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ddltool.analyzers.step.tracing.step import TrainingStep
 from ddltool.plans import Recomputed
 from ddltool.runtime import attach, shard
-from ddltool.runtime.hook.data_parallel import loaded
+from ddltool.runtime.hook.job import loaded
 from ddltool.runtime.hook.sharding import checkpoint_modules
 from tests.helpers.processes import message_of
 

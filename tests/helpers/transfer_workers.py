@@ -211,6 +211,20 @@ def train(rank: int, workers: int, servers: int, order: str, steps: int) -> Any:
     return weights_of(model), arrivals
 
 
+def train_compiled(rank: int, steps: int) -> Any:
+    """Return the trained weights of a compiled model, and what was compiled of the worker's own code."""
+    model, plan, traced = make_model(), make_plan(1, 1, "given"), []
+    if rank:
+        return Server(model, plan, sgd(model)).serve() and None
+    torch._dynamo.convert_frame.register_bytecode_hook(lambda code, _: traced.append(code.co_filename))
+    with Worker(model, plan) as worker:
+        compiled = torch.compile(model, backend="eager")
+        for step in range(steps):
+            make_step(worker, compiled, make_batch(0, step), use=step % 2)
+        worker.pull()
+        return weights_of(model), [name for name in traced if "servers" in name], len(traced)
+
+
 def change(model: nn.Module, how: str) -> None:
     """Do to the gradients what a training loop does between the backward pass and the end of the step."""
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]

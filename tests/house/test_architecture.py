@@ -147,7 +147,7 @@ def test_the_rule_on_circles_can_fail(tmp_path: Path, places: tuple[str, str], f
         ("ddltool.analyzers.step.costs.model", "from ddltool.analyzers.job.goodput import fit\n"),
         ("ddltool.analyzers.job.goodput.fit", "def f():\n    from ddltool.analyzers.cluster.job import SimulatedJob\n"),
         ("ddltool.artifacts", 'PLACE = "ddltool.analyzers.answers.reporting.notebook"\n'),
-        ("ddltool.runtime.hook.batches", "import ddltool.analyzers.answers.gating.rules\n"),
+        ("ddltool.runtime.processes.batches", "import ddltool.analyzers.answers.gating.rules\n"),
         ("ddltool.analyzers.cluster.job", "from ddltool.fixtures.zoo import build\n"),
     ],
 )

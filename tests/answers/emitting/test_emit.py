@@ -26,7 +26,7 @@ from ddltool.analyzers.answers.emitting.layout import LaunchSettings, cluster_na
 from ddltool.artifacts import load, save
 from ddltool.errors import InputError
 from ddltool.plans import Assignment, BucketSetting, Enforcement, Plan, PrefetchSetting, Superstep
-from ddltool.runtime.hook.data_parallel import loaded
+from ddltool.runtime.hook.job import loaded
 from tests.conftest import Result
 from tests.helpers.emit_workers import emitted_ddp, emitted_fsdp2
 from tests.helpers.processes import free_port

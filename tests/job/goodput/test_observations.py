@@ -13,7 +13,7 @@ from ddltool.analyzers.job.goodput.observations import from_frame
 from ddltool.analyzers.job.goodput.throughput import ThroughputParams, iteration_time_s
 from ddltool.artifact_files import read_any, read_artifact
 from ddltool.errors import InputError
-from ddltool.runtime.hook.telemetry import prepare
+from ddltool.runtime.processes.line_files import prepare
 from ddltool.telemetry import TelemetryRow, last_run, runs_of
 from tests.conftest import Result
 from tests.helpers.report_artifacts import write_telemetry
@@ -118,7 +118,7 @@ def test_commands_take_the_last_run_and_fit_takes_all(
 def test_a_file_is_made_ready_for_the_next_run(tmp_path: Path, held: str, left: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(held)
-    prepare(path)
+    prepare(path, "ddltool.telemetry", "telemetry")
     assert path.read_text() == left
     path.write_text("mine")
     with pytest.raises(InputError, match="holds something other than sync telemetry"):

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ddltool.analyzers.job.balancing.partitions import Traversals, between
 from ddltool.errors import InputError
-from ddltool.runtime.hook.batches import VariableBatchSampler
+from ddltool.runtime.processes.batches import VariableBatchSampler
 
 sampled = partial(VariableBatchSampler, whole=True)
 

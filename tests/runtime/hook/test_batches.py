@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ddltool.analyzers.job.goodput.elastic_table import Split
 from ddltool.errors import InputError
-from ddltool.runtime.hook.batches import Sizes, VariableBatchSampler
+from ddltool.runtime.processes.batches import Sizes, VariableBatchSampler
 
 local_sizes = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 

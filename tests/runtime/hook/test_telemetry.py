@@ -20,15 +20,9 @@ from ddltool import runtime
 from ddltool.artifacts import save
 from ddltool.errors import InputError
 from ddltool.runtime.hook import telemetry
-from ddltool.runtime.hook.telemetry import (
-    Exchange,
-    Identity,
-    ObservedStep,
-    Stamp,
-    StepRecorder,
-    TelemetryFile,
-    seconds_between,
-)
+from ddltool.runtime.hook.telemetry import Identity, ObservedStep, StepRecorder, TelemetryFile
+from ddltool.runtime.processes import line_files
+from ddltool.runtime.processes.step_times import Exchange, Stamp, seconds_between
 from ddltool.telemetry import TelemetryRow
 from tests.helpers.processes import as_job, wait_until
 from tests.helpers.runtime_workers import (
@@ -227,7 +221,7 @@ def test_a_full_disk_does_not_end_training(
     def no_space(descriptor: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(telemetry.os, "write", no_space)
+    monkeypatch.setattr(line_files.os, "write", no_space)
     alone(tmp_path, monkeypatch, 2 * telemetry.ROWS_HELD + 1).close()
     assert [record.message for record in caplog.records] == [
         "telemetry.jsonl: telemetry stops, training goes on (No space left on device)"
@@ -237,7 +231,7 @@ def test_a_full_disk_does_not_end_training(
 def test_a_short_write_counts_as_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(telemetry.os, "write", lambda descriptor, data: len(data) - 1)
+    monkeypatch.setattr(line_files.os, "write", lambda descriptor, data: len(data) - 1)
     alone(tmp_path, monkeypatch, 2).close()
     assert "No space left on device" in caplog.text
 
@@ -357,12 +351,11 @@ def test_the_first_step_of_an_epoch_begins_with_its_forward_pass(
     assert [(row.compute_s, row.step_s) for row in rows_in(file.path)] == [(1, 2), (1, 3), (1, 2)]
 
 
-def test_rows_wait_no_longer_than_writing_is_worth(tmp_path: Path) -> None:
+def test_rows_are_held_for_a_second(tmp_path: Path) -> None:
     file = TelemetryFile(tmp_path / "rows.jsonl", Identity(rank=0, world_size=1, num_nodes=1, device="cpu"))
     file.open()
     exchange = Exchange(1, 1, moment(0.0), False)
-    longest_s = file._write_s / telemetry.WRITING_SHARE
-    early, late = (moment(file._written_s + part * longest_s) for part in (0.5, 1.01))
+    early, late = (moment(file._written_s + part * telemetry.SECONDS_HELD) for part in (0.5, 1.01))
     file.add(ObservedStep(number=0, exchanges=[exchange], begin=moment(0.0), end=early, memory_bytes=1))
     assert rows_in(file.path) == []
     file.add(ObservedStep(number=1, exchanges=[exchange], begin=moment(0.0), end=late, memory_bytes=1))
@@ -395,7 +388,7 @@ def test_a_forked_data_worker_does_not_write_its_parents_rows(tmp_path: Path) ->
 
 def test_writes_are_whole_lines_of_bounded_size() -> None:
     lines = [json.dumps("x" * length) for length in (10, 4090, 4093, 5000, 1, 1)]
-    blocks = list(telemetry.whole_lines(lines))
+    blocks = list(line_files.whole_lines(lines))
     assert b"".join(blocks) == "".join(f"{line}\n" for line in lines).encode()
     assert all(block.endswith(b"\n") for block in blocks)
     assert [len(block) for block in blocks] == [13, 4093, 4096, 5003, 8]

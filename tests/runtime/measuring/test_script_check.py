@@ -16,10 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from ddltool.artifacts import load, save
 from ddltool.errors import InputError
 from ddltool.plans import Enforcement, ScriptProof
-from ddltool.runtime.hook import checking
-from ddltool.runtime.hook.checking import note_unchecked
 from ddltool.runtime.measuring.script_check import check_script
+from ddltool.runtime.processes import checking
+from ddltool.runtime.processes.checking import note_unchecked
 from ddltool.runtime.processes.job import DistributedJob
+from ddltool.runtime.processes.without_dropout import WithoutDropout
 from tests.helpers.runtime_workers import enforcement
 
 EXAMPLE = (Path(__file__).parents[3] / "examples" / "train_hooked.py").read_text(encoding="utf-8")
@@ -124,7 +125,7 @@ def test_the_functions_and_layers_of_dropout_pass_everything_until_the_end() -> 
     """Also where a backward pass computes a checkpointed forward pass again."""
     model = nn.Sequential(nn.Dropout(0.5), nn.LSTM(4, 4, num_layers=2, dropout=0.5))
     values = torch.ones(2, 3, 4, requires_grad=True)
-    without = checking._WithoutDropout(model)
+    without = WithoutDropout(model)
     try:
         assert torch.equal(functional.dropout(values), values)
         assert torch.equal(functional.dropout(values, 0.9, True), values)

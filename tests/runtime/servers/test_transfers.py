@@ -36,6 +36,14 @@ def test_trained_bits_are_those_of_one_process_under_every_order(workers: int, s
             assert set(versions.values()) == {STEPS}
 
 
+def test_a_compiled_model_leaves_the_wire_alone() -> None:
+    alone = trained_alone(STEPS, lambda step: [(0, step)])
+    (weights, of_the_worker, traced), _ = results(launch(bodies.train_compiled, 2, STEPS))
+    assert all(weights[name].tobytes() == alone[name].tobytes() for name in NAMES)
+    assert of_the_worker == []
+    assert traced
+
+
 def check_arrivals(plan: TransferPlan, worker: int, pulls: list[list[Any]]) -> None:
     """Assert that every pull came in the enforced order on each channel, in the version that was due."""
     assert len(pulls) == STEPS + 1

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from ddltool.errors import InputError
+from ddltool.runtime.processes.checking import REFERENCE_RANKS
 
 if TYPE_CHECKING:  # to attach the hook loads no analyzer
     from ddltool.analyzers.job.goodput.elastic_table import Split
@@ -27,8 +28,6 @@ if TYPE_CHECKING:  # to attach the hook loads no analyzer
     Shares: TypeAlias = "Sizes | Split"
     """How the ranks share a step: unequal sizes, or the agent's equal ones in passes."""
 
-REFERENCE_RANKS = "DDLTOOL_CHECK_RANKS"
-"""Set in a process that a check has started: the ranks of the job, which leaves out a tail with fewer samples than these."""
 # Loaders fetch far fewer batches ahead; where nobody takes the passes from :attr:`issued` no more are kept.
 PASSES_KEPT = 10_000
 
@@ -64,6 +63,17 @@ class Sizes:
             by_rank = proportional(self.sizes, samples, limits, self.least)
         # The first passes take the remainder, one sample each.
         return by_rank[:, None] // self.passes + (np.arange(self.passes) < by_rank[:, None] % self.passes)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a rank has of the samples of a pass over all ranks."""
+
+    samples: int
+    total: float
+    """Of all passes, over their number, where the loop divides by that."""
+    even: bool
+    """Whether all ranks have as many."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +113,12 @@ class Pass:
     def weight(self) -> float:
         """Weight of this pass's mean loss in the step's mean loss over all samples of all ranks."""
         return self.samples / self.step_samples
+
+    @property
+    def share(self) -> Share:
+        """What the rank has of the pass."""
+        passes = self.split.passes if isinstance(self.split, Sizes) else 1
+        return Share(self.samples, self.step_samples / passes, _is_even(self.split, self.step_samples))
 
 
 class VariableBatchSampler(Sampler[list[int]]):
@@ -263,7 +279,8 @@ class VariableBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the dataset indices of each pass, from the first step that is not committed to the end of the epoch."""
         seed = self.seed + self.epoch
-        order = epoch_order(self.dataset_size, self.shuffle, seed) if self._order is None else self._order(self.epoch)
+        made = epoch_order(self.dataset_size, self.shuffle, seed) if self._order is None else self._order(self.epoch)
+        order = made.numpy()  # whose slices cost a tenth of a tensor's
         self._begin()
         epoch, step, position = self.epoch, self.step, self.position
         while samples := self._samples(step, position):
@@ -325,6 +342,13 @@ def _own_passes(split: Shares, samples: int, rank: int) -> tuple[int, list[int]]
     """Return the sum of the lower ranks' samples in a step, and this rank's samples by pass; [0] when it has none."""
     sizes = split.sizes_of(samples)
     return int(sizes[:rank].sum()), [size for size in sizes[rank].tolist() if size] or [0]
+
+
+@lru_cache(maxsize=256)
+def _is_even(split: Shares, samples: int) -> bool:
+    """Whether all ranks have as many samples of such a step."""
+    sizes = split.sizes_of(samples)
+    return bool((sizes == sizes[0, 0]).all())
 
 
 def fitting_sizes(sizes: Sequence[int], ranks: int, total: int, least: int = 1) -> tuple[int, ...]:

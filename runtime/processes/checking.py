@@ -5,7 +5,7 @@ the gradients and learning rates with which updates begin: by then gradients hav
 are 40 updates, or as many as a minute allows: an epoch's smaller last step, accumulation and steps of a schedule are among
 them where they come that soon. One line says how far the two are apart, and which pattern in the script is the likely reason;
 the config that the script attached to keeps it. Nothing of the job's own training is changed, but that dropout lets everything
-pass on both sides for so long, for it would draw other numbers.
+pass on both sides for so long.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,17 +33,17 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 
 from ddltool import __version__
 from ddltool.artifacts import load, save, write_text
 from ddltool.errors import InputError
 from ddltool.plans import Enforcement, ScriptProof
-from ddltool.runtime.hook.batches import REFERENCE_RANKS
-from ddltool.runtime.hook.job import REFERENCE, is_reference, is_set
 from ddltool.runtime.processes.job import DistributedJob
+from ddltool.runtime.processes.without_dropout import WithoutDropout
 
 CHECK, RESULT = "DDLTOOL_CHECK", "DDLTOOL_CHECK_RESULT"
+REFERENCE, REFERENCE_RANKS = "DDLTOOL_CHECK_REFERENCE", "DDLTOOL_CHECK_RANKS"
+"""Set in a process that a check has started, to train alone on whole batches: where its gradients go, and the job's ranks."""
 LEAST_UPDATES, MOST_UPDATES = 3, 40
 LONGEST_S = 60.0
 """After this, the third update is the last that is compared."""
@@ -57,6 +56,8 @@ SMALL_MODEL = 100_000
 SUMS = 251
 _LAUNCHER = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "RANK", "WORLD_SIZE", "MASTER_", "DDLTOOL_CHECK")
 Arrays = dict[str, NDArray[Any]]
+Update = tuple[Arrays, list[float]]
+"""The gradients and learning rates with which an update begins."""
 
 log = logging.getLogger(__name__)
 
@@ -68,18 +69,22 @@ class CheckIsOver(SystemExit):
         super().__init__(0)
 
 
+def is_set(name: str) -> bool:
+    """Whether an environment variable is there, and neither empty nor 0."""
+    return os.environ.get(name, "") not in ("", "0")
+
+
+def is_reference() -> bool:
+    """Whether this process is the one that a check has started."""
+    return bool(os.environ.get(REFERENCE))
+
+
 def begin_check(
-    job: DistributedJob,
-    model: nn.Module,
-    *optimizers: torch.optim.Optimizer,
-    path: str | None = None,
+    job: DistributedJob, model: nn.Module, *optimizers: torch.optim.Optimizer, path: str | None = None
 ) -> None:
     """Check this run where that was asked for; all ranks call this, once the model is wrapped and before the first step.
 
-    Args:
-        job, model: this process's place, and the wrapped model.
-        optimizers: updates are those of the first; learning rates are compared of all.
-        path: the config that keeps the outcome; None: none does.
+    Updates are those of the first optimizer, learning rates those of all; the config ``path`` keeps the outcome.
     """
     if not is_reference() and not (is_set(CHECK) and job.world_size > 1):
         return
@@ -90,10 +95,9 @@ def begin_check(
 
 def note_unchecked(path: str, enforcement: Enforcement, job: DistributedJob) -> None:
     """Log one line on rank 0 of several where this script, as it is, was not shown to train as one process would."""
-    script = _script_sha256()
+    script, proof = _script_sha256(), enforcement.checked
     if job.rank > 0 or job.world_size == 1 or script is None or is_set(CHECK):
         return
-    proof = enforcement.checked
     if proof is None:
         state = "was not checked against one process yet"
     elif (proof.script_sha256, proof.plan_sha256) != (script, enforcement.plan_sha256):
@@ -112,67 +116,6 @@ def _script_sha256() -> str | None:
         return hashlib.sha256(Path(sys.argv[0]).read_bytes()).hexdigest()
     except OSError:
         return None
-
-
-# Dropout, which draws other numbers for other batches.
-
-_WITH_P = (
-    *(functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d),
-    *(functional.alpha_dropout, functional.feature_alpha_dropout, torch.dropout, torch.dropout_),
-    *(torch.alpha_dropout, torch.alpha_dropout_, torch.feature_dropout, torch.feature_dropout_),
-)
-_PROBABILITIES: dict[Callable[..., Any], tuple[int, str]] = {
-    **dict.fromkeys(_WITH_P, (1, "p")),
-    functional.scaled_dot_product_attention: (4, "dropout_p"),
-    functional.multi_head_attention_forward: (10, "dropout_p"),
-}
-"""Place and name of the probability among the arguments of torch's functions."""
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-
-
-class _WithoutDropout(TorchFunctionMode):
-    """Lets dropout pass everything until :meth:`end`: what models call as functions, and their layers."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self._kept: list[tuple[nn.Module, str, float]] = []
-        for module in model.modules():
-            name = "p" if isinstance(module, _DROPOUTS) else "dropout"
-            if isinstance(module, (*_DROPOUTS, nn.RNNBase, nn.MultiheadAttention)):
-                self._kept.append((module, name, getattr(module, name)))
-                setattr(module, name, 0.0)
-        self._open = contextlib.ExitStack()
-        self._open.enter_context(self)
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.Tensor.backward:  # checkpoints compute their forward pass again in it, where this mode is off
-            with self:
-                return _backward(*args, **kwargs)
-        if found := _PROBABILITIES.get(func):
-            place, name = found
-            if len(args) > place:
-                args = (*args[:place], 0.0, *args[place + 1 :])
-            else:
-                kwargs[name] = 0.0
-        return func(*args, **kwargs)
-
-    def end(self) -> None:
-        """Give dropout back."""
-        self._open.close()
-        for module, name, value in self._kept:
-            setattr(module, name, value)
-
-
-def _backward(
-    tensor: torch.Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
-) -> None:
-    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
-
-
-# What is kept of a tensor.
 
 
 def _array(tensor: torch.Tensor, name: str, *, whole: bool) -> NDArray[Any]:
@@ -195,12 +138,6 @@ def _array(tensor: torch.Tensor, name: str, *, whole: bool) -> NDArray[Any]:
         return sums.numpy()
 
 
-def _gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of which all ranks hold parts as a whole; all ranks call this."""
-    whole = getattr(tensor, "full_tensor", None)
-    return tensor if whole is None else whole()
-
-
 class _Recorded:
     """The gradients and learning rates with which the first updates of this process begin."""
 
@@ -209,38 +146,36 @@ class _Recorded:
         names = (name.replace("_orig_mod.", "").removeprefix("module.") for name, _ in model.named_parameters())
         self._named = list(zip(names, model.parameters(), strict=True))
         self._sizes = {name: value.numel() for name, value in self._named}
-        self._whole = sum(self._sizes.values()) <= SMALL_MODEL
-        self._dropout = _WithoutDropout(model)
+        self._dropout = WithoutDropout(model)
+        self._made = 0
 
-    def gradients(self, *, keep: bool) -> Arrays:
-        """Return the gradients of this rank, averaged by now; not ``keep``: only take part where others need it."""
-        found = [(name, _gathered(value.grad)) for name, value in self._named if value.grad is not None]
-        return {name: _array(value, name, whole=self._whole) for name, value in found} if keep else {}
+    def arrays(self, tensors: Mapping[str, torch.Tensor]) -> Arrays:
+        """Return what is kept of tensors; all ranks call this, where each may hold a part of them."""
+        whole = sum(self._sizes.values()) <= SMALL_MODEL
+        gathered = (
+            (name, getattr(value, "full_tensor", lambda value=value: value)()) for name, value in tensors.items()
+        )
+        return {name: _array(value, name, whole=whole) for name, value in gathered}
 
-    def parameters(self) -> NDArray[Any]:
-        """Return the parameters, all in one array."""
-        return np.concatenate([_array(_gathered(value), name, whole=self._whole) for name, value in self._named])
-
-    def rates(self) -> list[float]:
-        """Return the learning rates of all groups of all optimizers."""
-        return [float(group["lr"]) for each in self._optimizers for group in each.param_groups if "lr" in group]
+    def update(self) -> Update:
+        """Return with what an update begins: gradients that are averaged by now, and the rates of all optimizers' groups."""
+        gradients = {name: value.grad for name, value in self._named if value.grad is not None}
+        groups = [group for each in self._optimizers for group in each.param_groups]
+        return self.arrays(gradients), [float(group["lr"]) for group in groups if "lr" in group]
 
 
 class _Reference(_Recorded):
-    """The process that trains alone."""
-
-    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        super().__init__(model, optimizers)
-        self._folder, self._made = Path(os.environ[REFERENCE]), 0
+    """The process that trains alone: it writes down with what each update begins, and ends after the last that counts."""
 
     def before_update(self, *_: object) -> None:
-        """Write down with what an update begins."""
+        """Write an update down."""
         if self._made >= MOST_UPDATES:
             raise CheckIsOver
-        path = self._folder / f"{self._made}.npz"
+        path = Path(os.environ[REFERENCE], f"{self._made}.npz")
+        gradients, rates = self.update()
         with path.with_suffix(".new").open("wb") as file:
-            named = {f"gradient {name}": value for name, value in self.gradients(keep=True).items()}
-            np.savez(file, allow_pickle=False, rates=np.array(self.rates()), **named)
+            named = {f"gradient {name}": value for name, value in gradients.items()}
+            np.savez(file, allow_pickle=False, rates=np.array(rates), **named)
         path.with_suffix(".new").rename(path)
 
     def after_update(self, *_: object) -> None:
@@ -250,14 +185,18 @@ class _Reference(_Recorded):
             raise CheckIsOver
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
+class _Outcome(NamedTuple):
     """``equal``: None: undecided."""
 
     equal: bool | None
     line: str
     updates: int = 0
     largest_difference: float = 0.0
+
+    @property
+    def difference(self) -> float | None:
+        """The largest difference where it is a number."""
+        return self.largest_difference if math.isfinite(self.largest_difference) else None
 
 
 class _Checked(_Recorded):
@@ -269,20 +208,23 @@ class _Checked(_Recorded):
         super().__init__(model, optimizers)
         self._job, self._model = job, model
         self._config = None if path is None else os.path.abspath(path)
-        self._made, self._over, self._told = 0, False, job.rank != 0
-        self._dtype = next(model.parameters()).dtype
-        self._updates: list[tuple[Arrays, list[float]]] = []
+        self._over, self._told = False, job.rank != 0
+        self._tolerance = TOLERANCES.get(next(model.parameters()).dtype, HALF_TOLERANCE)
+        self._updates: list[Update] = []
         self._unlike = ""
         """Which ranks' parameters are not alike."""
         self._ends, self._begin_s = os.environ[CHECK] == "end", time.monotonic()
-        if self._told:
-            return
+        if not self._told:
+            self._start()
+
+    def _start(self) -> None:
+        """Start the script once more, alone."""
         self._folder = tempfile.TemporaryDirectory(prefix="ddltool-check-")
         self._path = Path(self._folder.name)
-        self._errors = Path(self._folder.name, "stderr").open("w+b")  # noqa: SIM115
+        self._errors = (self._path / "stderr").open("w+b")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER)}
         place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        place |= {"MASTER_PORT": "0", REFERENCE: str(self._path), REFERENCE_RANKS: str(job.world_size)}
+        place |= {"MASTER_PORT": "0", REFERENCE: str(self._path), REFERENCE_RANKS: str(self._job.world_size)}
         self._child = subprocess.Popen(
             [sys.executable, *sys.orig_argv[1:]],
             env=kept | place,
@@ -294,11 +236,10 @@ class _Checked(_Recorded):
 
     def before_update(self, *_: object) -> None:
         """Keep with what an update begins."""
-        if self._over:
-            return
-        gradients = self.gradients(keep=not self._told)
-        if not self._told:
-            self._updates.append((gradients, self.rates()))
+        if not self._over:
+            update = self.update()
+            if not self._told:
+                self._updates.append(update)
 
     def after_update(self, *_: object) -> None:
         """Compare the ranks after the last update that counts; all ranks take the same one for it."""
@@ -324,24 +265,20 @@ class _Checked(_Recorded):
 
     def _compare_ranks(self) -> str:
         """Return which rank's parameters are not rank 0's; "": none's."""
-        mine = self.parameters()
-        rows = [np.frombuffer(row) for row in self._job.gather(mine.tobytes())]
-        largest = float(np.abs(rows[0]).max(initial=0.0)) or 1.0
-        for rank, row in enumerate(rows):
-            if not (apart := float(np.abs(row - rows[0]).max(initial=0.0)) / largest) <= self._tolerance:
+        mine = np.concatenate([*self.arrays(dict(self._named)).values()])
+        first, *others = (np.frombuffer(row) for row in self._job.gather(mine.tobytes()))
+        largest = float(np.abs(first).max(initial=0.0)) or 1.0
+        for rank, row in enumerate(others, 1):
+            if not (apart := float(np.abs(row - first).max(initial=0.0)) / largest) <= self._tolerance:
                 return f"parameters of rank {rank} are {apart:.2g} away from rank 0's after update {self._made}"
         return ""
-
-    @property
-    def _tolerance(self) -> float:
-        return TOLERANCES.get(self._dtype, HALF_TOLERANCE)
 
     def _written(self) -> int:
         """Return how many updates the other process has written down."""
         return next(number for number in range(MOST_UPDATES + 1) if not (self._path / f"{number}.npz").exists())
 
     def _finish(self) -> None:
-        """Say what came out, once."""
+        """Say what came out, once; keep a decided outcome in the config."""
         if self._told:
             return
         self._told = True
@@ -351,29 +288,24 @@ class _Checked(_Recorded):
         sys.stderr.flush()
         if target := os.environ.get(RESULT):
             told = {"equal": bool(outcome.equal), "line": outcome.line, "updates": outcome.updates}
-            if math.isfinite(outcome.largest_difference):
-                told["largest_difference"] = outcome.largest_difference
+            if outcome.difference is not None:
+                told["largest_difference"] = outcome.difference
             write_text(Path(target), json.dumps(told))
         with contextlib.suppress(OSError):
             self._errors.close()
             self._folder.cleanup()
-        self._keep(outcome)
-
-    def _keep(self, outcome: _Outcome) -> None:
-        """Write a decided outcome into the config."""
         script = _script_sha256()
         if self._config is None or script is None or outcome.equal is None:
             return
         try:
             enforcement = load(self._config, Enforcement)
-            difference = outcome.largest_difference if math.isfinite(outcome.largest_difference) else None
             proof = ScriptProof(
                 script_sha256=script,
                 plan_sha256=enforcement.plan_sha256,
                 ddltool=__version__,
                 torch=str(torch.__version__),
                 updates=outcome.updates,
-                largest_difference=difference,
+                largest_difference=outcome.difference,
                 equal=outcome.equal,
             )
             save(enforcement.model_copy(update={"checked": proof}), self._config)
@@ -381,47 +313,45 @@ class _Checked(_Recorded):
             log.warning("the check is not kept: %s", error)
 
     def _outcome(self) -> _Outcome:
-        if getattr(sys, "last_value", None) is not None:  # at exit: the exception that ended the script
-            self._child.kill()
-            self._child.wait()
-            return _Outcome(None, "undecided: the script failed")
+        """Wait for the other process, and compare."""
+        failed = getattr(sys, "last_value", None) is not None  # at exit: the exception that ended the script
         wanted, deadline_s = len(self._updates), self._begin_s + LONGEST_S + PATIENCE_S
-        while self._written() < wanted and self._child.poll() is None and time.monotonic() < deadline_s:
+        while not failed and self._written() < wanted and self._child.poll() is None and time.monotonic() < deadline_s:
             time.sleep(0.02)
-        written = self._written()
-        if written >= MOST_UPDATES:  # it ends by itself, where the script lets it
+        if self._written() >= MOST_UPDATES:  # it ends by itself, where the script lets it
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._child.wait(ENDING_S)
-        code = self._child.poll()
+        written, code = self._written(), self._child.poll()
         if code is None:
             self._child.kill()
             self._child.wait()
+        if failed:
+            return _Outcome(None, "undecided: the script failed")
         if code and written < wanted:
             self._errors.seek(0)
             last = (self._errors.read().decode(errors="replace").strip().splitlines() or [f"exit code {code}"])[-1]
             return _Outcome(None, f"undecided: the script cannot run alone ({last})")
         if min(written, wanted) < LEAST_UPDATES:
+            line = f"the script{' alone' * (wanted >= LEAST_UPDATES)} ended before update {LEAST_UPDATES}"
+            line += "; let it make as many"
             if code is None and wanted >= LEAST_UPDATES:
                 line = f"the script alone made fewer than {LEAST_UPDATES} updates within {PATIENCE_S:g} s"
-            else:
-                line = f"the script{' alone' * (wanted >= LEAST_UPDATES)} ended before update {LEAST_UPDATES}"
-                line += "; let it make as many"
             return _Outcome(None, f"undecided: {line}")
         outcome = self._compared([self._read(number) for number in range(min(written, wanted))])
         if outcome.equal and self._unlike:
             line = f"{self._unlike}: something changes them on one rank alone (a load, a reset, an average of its own)"
-            return _Outcome(False, line, outcome.updates, outcome.largest_difference)
+            return outcome._replace(equal=False, line=line)
         if outcome.equal and code == 0 and written < wanted:
             line = f"one process ended after {written} updates, this job made more: its epochs have other steps"
-            return _Outcome(False, line, outcome.updates, outcome.largest_difference)
+            return outcome._replace(equal=False, line=line)
         return outcome
 
-    def _read(self, number: int) -> tuple[Arrays, list[float]]:
+    def _read(self, number: int) -> Update:
         with np.load(self._path / f"{number}.npz") as file:
             named = {key.removeprefix("gradient "): file[key] for key in file.files if key.startswith("gradient ")}
             return named, file["rates"].tolist()
 
-    def _compared(self, expected: Sequence[tuple[Arrays, list[float]]]) -> _Outcome:
+    def _compared(self, expected: Sequence[Update]) -> _Outcome:
         """Return how the updates compare with those of one process."""
         furthest, seen = 0.0, False
         for number, ((mine, rates), (other, other_rates)) in enumerate(zip(self._updates, expected, strict=False), 1):
@@ -430,16 +360,14 @@ class _Checked(_Recorded):
                 name: self._mean_size(name, mine.get(name, np.zeros_like(value)) - value) / largest
                 for name, value in other.items()
             }
-            tolerance = max(self._tolerance, min(DRIFT * furthest, FURTHEST_DRIFT))
-            worst = max(apart.values(), key=lambda each: math.inf if math.isnan(each) else each, default=0.0)
-            if not worst <= tolerance:
-                name = max(apart, key=lambda key: math.inf if math.isnan(apart[key]) else apart[key])
-                difference = f"gradients of step {number} differ by {worst:.2g} from one process's, most in {name}"
-                return _Outcome(False, f"{difference}: {self._reason(mine, other)}", number, worst)
-            if not np.allclose(rates, other_rates, rtol=1e-9, atol=0.0):
-                line = _rates_apart(number, rates, other_rates)
-                return _Outcome(False, line, number, max(furthest, worst))
+            name = max(apart, key=lambda key: math.inf if math.isnan(apart[key]) else apart[key], default="")
+            worst = apart.get(name, 0.0)
+            if not worst <= max(self._tolerance, min(DRIFT * furthest, FURTHEST_DRIFT)):
+                line = f"gradients of step {number} differ by {worst:.2g} from one process's, most in {name}: "
+                return _Outcome(False, line + _reason(self._model, mine, other), number, worst)
             furthest, seen = max(furthest, worst), seen or bool(apart)
+            if not np.allclose(rates, other_rates, rtol=1e-9, atol=0.0):
+                return _Outcome(False, _rates_apart(number, rates, other_rates), number, furthest)
         if not seen:
             return _Outcome(None, "undecided: no parameter has a gradient when updates begin (a closure makes them?)")
         line = f"gradients of {len(expected)} steps equal to {furthest:.0e} those of one process"
@@ -449,30 +377,28 @@ class _Checked(_Recorded):
         """Return the root mean square of a gradient's values, of which ``array`` holds all, or their sums."""
         return float(np.linalg.norm(array)) / math.sqrt(max(self._sizes.get(name, array.size), 1))
 
-    def _reason(self, mine: Mapping[str, NDArray[Any]], other: Mapping[str, NDArray[Any]]) -> str:
-        """Return the likely reason, by what is in the script and by how the gradients differ."""
-        both = [(mine[name], other[name]) for name in other if name in mine]
-        one, two = (np.concatenate(parts) for parts in zip(*both, strict=True)) if both else (np.zeros(1), np.ones(1))
-        ratio = float(one @ two / max(two @ two, 1e-300))
-        if abs(ratio - 1) > 1e-3 and np.abs(one - ratio * two).max() < 1e-3 * np.abs(two).max():
-            return (
-                f"all are {ratio:.3g} times as large, so the loss is no mean over what hook.loss was told: say "
-                'hook.loss(loss, reduction="sum") or "average", or count='
-            )
-        for name, module in self._model.named_modules():
-            if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training:
-                return (
-                    f"{name.removeprefix('module.')} is a BatchNorm over this rank's samples alone; use SyncBatchNorm"
-                )
-        missing = sorted(set(other) - set(mine))
-        if missing:
-            return f"{missing[0]} has no gradient here"
+
+def _reason(model: nn.Module, mine: Arrays, other: Arrays) -> str:
+    """Return the likely reason of a difference, by what is in the script and by how the gradients differ."""
+    both = [(mine[name], other[name]) for name in other if name in mine]
+    one, two = (np.concatenate(parts) for parts in zip(*both, strict=True)) if both else (np.zeros(1), np.ones(1))
+    ratio = float(one @ two / max(two @ two, 1e-300))
+    if abs(ratio - 1) > 1e-3 and np.abs(one - ratio * two).max() < 1e-3 * np.abs(two).max():
         return (
-            "a term of the loss is a mean over this rank's samples (weights over their mean, advantages less theirs, a mean "
-            "that is detached, a part of the batch): take that mean over all ranks, or tell hook.loss what the loss counts; "
-            "or random numbers in the forward pass or the data (draw none, or by sample), a loader that gives one process "
-            "other samples, or another start of the model (seed it before it is made)"
+            f"all are {ratio:.3g} times as large, so the loss is no mean over what hook.loss was told: say "
+            'hook.loss(loss, reduction="sum") or "average", or count='
         )
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training:
+            return f"{name.removeprefix('module.')} is a BatchNorm over this rank's samples alone; use SyncBatchNorm"
+    if missing := sorted(set(other) - set(mine)):
+        return f"{missing[0]} has no gradient here"
+    return (
+        "a term of the loss is a mean over this rank's samples (weights over their mean, advantages less theirs, a mean "
+        "that is detached, a part of the batch): take that mean over all ranks, or tell hook.loss what the loss counts; "
+        "or random numbers in the forward pass or the data (draw none, or by sample), a loader that gives one process "
+        "other samples, or another start of the model (seed it before it is made)"
+    )
 
 
 def _rates_apart(number: int, rates: Sequence[float], other: Sequence[float]) -> str:
