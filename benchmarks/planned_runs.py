@@ -29,7 +29,7 @@ from cpu_limit import CpuLimits
 from ddltool.analyzers.job.diagnosing.verification import verify
 from ddltool.analyzers.job.placement.problem import from_job
 from ddltool.analyzers.job.planning.job_inputs import capabilities_of, devices_of
-from ddltool.analyzers.job.planning.job_layouts import layouts_of
+from ddltool.analyzers.job.planning.layouts import layouts_of
 from ddltool.analyzers.job.planning.options import PlanOptions
 from ddltool.analyzers.job.planning.planning import auto_plan, parameters_of, with_compute
 from ddltool.analyzers.step.communication.nccl import Fabric

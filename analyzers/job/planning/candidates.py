@@ -1,7 +1,7 @@
 """The best plan of each strategy for one job, with its step time, communication included. Start at :class:`Candidates`.
 
 ``_cost_split``, ``_cost_est`` and ``_cost_elastic_bsp`` cost a strategy on exactly given devices;
-:func:`~ddltool.analyzers.job.placement.device_search.best_devices` searches the numbers of devices. All end in ``_cost_plan``.
+:func:`~ddltool.analyzers.job.planning.device_search.best_devices` searches the numbers of devices. All end in ``_cost_plan``.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from ddltool.analyzers.job.goodput.step_time import StepTime
 from ddltool.analyzers.job.goodput.throughput import efficiency, grad_time_s
-from ddltool.analyzers.job.placement.device_search import Best, best_devices
 from ddltool.analyzers.job.placement.problem import Problem, demand_throughput
 from ddltool.analyzers.job.placement.steps import Counts, best_step, counts_of, device_counts, evaluate, plan_of
-from ddltool.analyzers.job.planning.bounds import Bounds
+from ddltool.analyzers.job.planning.device_search import Best, best_devices
 from ddltool.analyzers.job.planning.exposed import FITTED, Exposed
 from ddltool.analyzers.job.planning.goal import HOUR_S, Goal
 from ddltool.analyzers.job.planning.goodput_plan import plan_goodput
-from ddltool.analyzers.job.planning.job_model import JobModel
+from ddltool.analyzers.job.planning.job_model import Bounds, JobModel
 from ddltool.analyzers.job.planning.options import PlanOptions
 from ddltool.analyzers.job.planning.split import plan_bsp, plan_lb_bsp
 from ddltool.analyzers.job.planning.superstep import plan_elastic_bsp

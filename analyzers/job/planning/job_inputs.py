@@ -198,7 +198,7 @@ def samples_of(job: Job, graph: Graph | None, tokens: float | None) -> float | N
         return None
     tokens_per_sample: object = job.sequence_length
     if tokens_per_sample is None and traceable(job):
-        from ddltool.analyzers.job.planning.job_layouts import job_work  # it loads torch
+        from ddltool.analyzers.job.planning.layouts import job_work  # it loads torch
 
         tokens_per_sample = job_work(job).traced.graph.meta.get("tokens_per_sample")
     if tokens_per_sample is None and graph is not None:
@@ -323,7 +323,7 @@ def _layouts(job: Job, folder: Path, fabrics: Mapping[str, Fabric]) -> Layouts |
     table = devices_of(job, str(folder / "job.yaml"))
     if not traceable(job) or any(table.find(offer.type) is None for offer in job.devices if offer.count):
         return None
-    from ddltool.analyzers.job.planning.job_layouts import layouts_of  # it loads torch
+    from ddltool.analyzers.job.planning.layouts import layouts_of  # it loads torch
 
     return layouts_of(job, table, fabrics)
 
@@ -433,7 +433,7 @@ def _untimed_graph(job: Job, folder: Path) -> Graph:
             problem = "is a script's recorded step, at its own batch in its own world"
             raise InputError(source, problem, f"plan that step: ddltool plan {source} --devices 8xH100")
         return graph
-    from ddltool.analyzers.job.planning.job_layouts import job_work  # it loads torch
+    from ddltool.analyzers.job.planning.layouts import job_work  # it loads torch
 
     return job_work(job).traced.at(job.batch_size)
 

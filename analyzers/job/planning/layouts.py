@@ -2,7 +2,8 @@
 
 Combinations of devices, ``replicate x shard``, checkpointing and passes are enumerated, each costed by
 :class:`~.layout_figures.LayoutFigures`. The samples of a step are the job's, whatever the devices. What does not fit stays in
-the list with what it lacks. A shard group of HSDP is of one type. Start at :meth:`Layouts.search`.
+the list with what it lacks. A shard group of HSDP is of one type. Start at :meth:`Layouts.search`; :func:`layouts_of` makes
+them of a job. It loads torch.
 """
 
 from __future__ import annotations
@@ -10,17 +11,33 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
-from ddltool.analyzers.job.placement.device_search import best_devices
 from ddltool.analyzers.job.placement.problem import Problem
 from ddltool.analyzers.job.placement.steps import Counts
+from ddltool.analyzers.job.planning.device_search import best_devices
 from ddltool.analyzers.job.planning.goal import Goal
-from ddltool.analyzers.job.planning.layout_figures import GIB, SURE, WHOLE, LayoutCandidate, LayoutFigures, gib
+from ddltool.analyzers.job.planning.layout_figures import (
+    GIB,
+    SURE,
+    WHOLE,
+    DeviceKind,
+    LayoutCandidate,
+    LayoutFigures,
+    gib,
+)
+from ddltool.analyzers.step.communication.nccl import Fabric
 from ddltool.analyzers.step.costs.memory import Sharding
+from ddltool.analyzers.step.costs.model import cost_model
+from ddltool.analyzers.step.costs.predict import WorkCurve, usable_bytes, work_of
+from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.decision import LEAST_GAIN, Layout, NothingFits
+from ddltool.device import GIVEN, DeviceTable
 from ddltool.errors import Infeasible
+from ddltool.job import Job
+from ddltool.shipped import calibration
 from ddltool.units import show_bytes
 
 _SIMPLER = {"none": 0, "ddp": 1, "fsdp": 2, "hsdp": 3, "zero2": 4}
@@ -311,3 +328,34 @@ def _largest_counts(problem: Problem, total: int) -> list[Counts]:
     types = problem.fastest_first
     type_sets = [[kind] for kind in types] if problem.single_type else [types]
     return [tuple(problem.filled(type_set, total)) for type_set in type_sets if any(problem.filled(type_set, total))]
+
+
+def job_work(job: Job) -> WorkCurve:
+    """Return the traced step of a job's model at any batch size, traced once. Raises InputError where it cannot be."""
+    return _work(str(job.model), Numerics(job.precision, job.channels_last), job.sequence_length)
+
+
+@cache
+def _work(source: str, numerics: Numerics, sequence_length: int | None) -> WorkCurve:
+    """Return the traced step of a model, one trace for all jobs that train it alike."""
+    return work_of(source, numerics, sequence_length)
+
+
+def layouts_of(job: Job, table: DeviceTable, fabrics: Mapping[str, Fabric]) -> Layouts | None:
+    """Return the layouts of a job, all of whose types ``table`` knows; None where its model's step has no batch."""
+    work = job_work(job)
+    if work.traced.graph.batch_size is None:
+        return None
+    kinds = {}
+    for offer in job.devices:
+        if offer.count:
+            device = table.device(offer.type, "devices.type")
+            job_memory = {"memory_gib": offer.memory_gib, "source": GIVEN}
+            limited_device = device if offer.memory_gib is None else device.model_copy(update=job_memory)
+            kinds[offer.type] = DeviceKind(
+                model=cost_model(device, calibration()),
+                fabric=fabrics[offer.type],
+                usable_bytes=usable_bytes(limited_device),
+                price_per_hour=offer.price_per_hour,
+            )
+    return Layouts(work=work, kinds=kinds, total=job.max_workers * job.batch_size, optimizer=job.optimizer)

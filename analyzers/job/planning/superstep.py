@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.job.placement.device_search import Best, best_devices
 from ddltool.analyzers.job.placement.problem import Problem, check_affordable
 from ddltool.analyzers.job.placement.steps import Counts
+from ddltool.analyzers.job.planning.device_search import Best, best_devices
 from ddltool.arrays import Ints
 from ddltool.errors import InputError
 from ddltool.graph import natural_key
@@ -76,7 +76,7 @@ def plan_elastic_bsp(
     met = superstep_of(problem, counts, lookahead, max_gap) if all_devices else None
     if met is None:
         best = choose(problem, lookahead, max_gap, limit_s)
-        counts, met, gap = best.counts, best.found, best.gap
+        counts, met, gap = best.counts, best.evaluation, best.gap
     rows = [(problem.devices[kind], counts[kind]) for kind in met.kinds]
     waits = [met.barrier - k / it.capability_per_s for k, (it, _) in zip(met.iterations, rows, strict=True)]
     throughput = float(met.rate)

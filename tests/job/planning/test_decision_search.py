@@ -13,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ddltool.analyzers.job.placement.device_search import best_devices
 from ddltool.analyzers.job.placement.problem import Problem, from_job
 from ddltool.analyzers.job.placement.steps import best_step, device_counts
 from ddltool.analyzers.job.planning.candidates import Candidates
 from ddltool.analyzers.job.planning.compare import decide
+from ddltool.analyzers.job.planning.device_search import best_devices
 from ddltool.analyzers.job.planning.exposed import Communication, Exposed, GraphCommunication
 from ddltool.analyzers.job.planning.goal import Failures, Goal
 from ddltool.analyzers.job.planning.job_model import JobModel

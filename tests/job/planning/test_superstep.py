@@ -193,7 +193,7 @@ def test_no_other_devices_make_more(
     limits = Constraints(max_price_per_hour=price, homogeneous=homogeneous)
     problem = from_job(asked(devices=devices, max_workers=most, constraints=limits), capabilities)
     found = choose(problem, lookahead, max_gap, limit_s)
-    best, made = by_all_devices(problem, lookahead, max_gap), found.found
+    best, made = by_all_devices(problem, lookahead, max_gap), found.evaluation
     assert made.rate <= best <= 1 / found.bound * (1 + 1e-9)
     if limit_s:
         assert (made.rate, found.gap) == (best, 0.0)

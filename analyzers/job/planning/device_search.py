@@ -1,4 +1,4 @@
-"""The device counts of least cost for any cost function, by branch and bound over boxes. Start at :func:`best_devices`.
+"""The device counts of least cost, for any cost function, by branch and bound over boxes. Start at :func:`best_devices`.
 
 A box holds all device counts between two corners. Its bound is a lower bound on their values, by a cost model that leaves
 out the costs that it cannot bound; boxes are opened in order of their bounds, until no other can hold a smaller value. So
@@ -19,7 +19,7 @@ from ddltool.analyzers.job.placement.problem import Problem
 from ddltool.analyzers.job.placement.steps import Counts
 from ddltool.search import search
 
-Found = TypeVar("Found")
+Evaluation = TypeVar("Evaluation")
 Box = tuple[Counts, Counts]
 """The smallest and the largest (T,) device counts in a box."""
 # Relative difference below which two values are equal.
@@ -27,10 +27,10 @@ _EQUAL = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Best(Generic[Found]):
+class Best(Generic[Evaluation]):
     """The device counts of least value, and the evaluation on them."""
 
-    found: Found
+    evaluation: Evaluation
     counts: Counts
     value: float
     bound: float
@@ -48,14 +48,14 @@ class Best(Generic[Found]):
 
 def best_devices(
     problem: Problem,
-    value: Callable[[Counts, float], tuple[float, Found] | None],
+    value: Callable[[Counts, float], tuple[float, Evaluation] | None],
     bound: Callable[[Counts, Counts], float],
     *,
     most: int,
     limit_s: float,
     first: Iterable[Counts] = (),
     spare: bool = True,
-) -> Best[Found] | None:
+) -> Best[Evaluation] | None:
     """Return the device counts of least value that the problem's constraints allow; None where none has a value.
 
     Args:
@@ -72,9 +72,10 @@ def best_devices(
     started_s = time.thread_time()
     deadline_s = started_s + limit_s
     seen: set[Counts] = set()
-    best: tuple[float, Counts, Found] | None = None
+    best: tuple[float, Counts, Evaluation] | None = None
 
-    def evaluate_counts(counts: Counts) -> None:
+    def try_counts(counts: Counts) -> None:
+        """Evaluate counts once, and keep them where they are better, or as good with fewer devices."""
         nonlocal best
         if counts in seen or not widened.allows(counts):
             return
@@ -83,24 +84,22 @@ def best_devices(
         evaluated = value(counts, least * (1 + _EQUAL))
         if evaluated is None or evaluated[0] == math.inf:
             return
-        is_smaller_tie = (
-            spare and best is not None and sum(counts) < sum(best[1]) and evaluated[0] <= least * (1 + _EQUAL)
-        )
-        if evaluated[0] < least * (1 - _EQUAL) or is_smaller_tie:
+        has_fewer = spare and best is not None and sum(counts) < sum(best[1])
+        if evaluated[0] < least * (1 - _EQUAL) or (has_fewer and evaluated[0] <= least * (1 + _EQUAL)):
             best = (evaluated[0], counts, evaluated[1])
 
+    def split(box: Box) -> list[Box]:
+        """Try the largest allowed counts of a box, and return its halves."""
+        offered = widened.offering(box[1])
+        try_counts(tuple(offered.filled(offered.fastest_first, most, box[0])))
+        return [] if box[0] == box[1] else [half for half in _halves(box) if sum(half[0]) <= most]
+
     for counts in itertools.chain(first, _largest_counts(widened, most)):
-        evaluate_counts(counts)
-    no_devices = (0,) * len(problem.devices)
-
-    def split_box(box: Box) -> list[Box]:
-        evaluate_counts(_largest_allowed(widened, *box, most))
-        return [] if box[0] == box[1] else [half for half in _halve_box(*box) if sum(half[0]) <= most]
-
+        try_counts(counts)
     least_bound = search(
-        [(no_devices, root) for root in _root_corners(problem)],
+        _roots(problem),
         lambda box: bound(*box),
-        split_box,
+        split,
         lambda: math.inf if best is None else best[0] * (1 - _EQUAL),
         lambda: time.thread_time() >= deadline_s,
     )
@@ -108,28 +107,26 @@ def best_devices(
         return None
     if spare and time.thread_time() < deadline_s:
         for smaller_counts in _smaller_counts(best[1]):
-            evaluate_counts(smaller_counts)
-    best_value, counts, found = best
-    lower_bound = best_value if least_bound is None else min(best_value, least_bound)
-    seconds = time.thread_time() - started_s
+            try_counts(smaller_counts)
+    best_value, counts, evaluation = best
     return Best(
-        found=found,
+        evaluation=evaluation,
         counts=counts,
         value=best_value,
-        bound=lower_bound,
+        bound=best_value if least_bound is None else min(best_value, least_bound),
         tried=len(seen),
-        seconds=seconds,
+        seconds=time.thread_time() - started_s,
     )
 
 
-def _root_corners(problem: Problem) -> list[Counts]:
+def _roots(problem: Problem) -> list[Box]:
+    """Return boxes that hold all counts: one, or one for each type where types may not mix."""
     offered = tuple(device.count for device in problem.devices)
-    if not problem.single_type:
-        return [offered]
-    return [
-        tuple(count * (type_index == only_index) for type_index, count in enumerate(offered))
-        for only_index in range(len(offered))
-    ]
+    only_type = range(len(offered))
+    corners = [offered]
+    if problem.single_type:
+        corners = [tuple(count * (index == only) for index, count in enumerate(offered)) for only in only_type]
+    return [((0,) * len(offered), corner) for corner in corners]
 
 
 def _largest_counts(problem: Problem, max_devices: int) -> Iterator[Counts]:
@@ -142,30 +139,23 @@ def _largest_counts(problem: Problem, max_devices: int) -> Iterator[Counts]:
         yield tuple(problem.filled(type_indices, max_devices))
 
 
-def _largest_allowed(problem: Problem, low: Counts, high: Counts, max_devices: int) -> Counts:
-    """Return the largest counts of a box that the constraints allow, filled with the fastest types first."""
-    box_problem = problem.offering(high)
-    return tuple(box_problem.filled(box_problem.fastest_first, max_devices, low))
-
-
-def _halve_box(low: Counts, high: Counts) -> list[tuple[Counts, Counts]]:
+def _halves(box: Box) -> list[Box]:
     """Return the halves of a box: without and with its first undecided type, else split along its longest side.
 
     Whether a type is used at all decides which links are used, and with them the bound.
     """
-    undecided = [type_index for type_index in range(len(low)) if low[type_index] == 0 < high[type_index]]
-    type_index = undecided[0] if undecided else max(range(len(low)), key=lambda index: high[index] - low[index])
-    middle = 0 if undecided else (low[type_index] + high[type_index]) // 2
+    low, high = box
+    undecided = [index for index in range(len(low)) if low[index] == 0 < high[index]]
+    split_index = undecided[0] if undecided else max(range(len(low)), key=lambda index: high[index] - low[index])
+    middle = 0 if undecided else (low[split_index] + high[split_index]) // 2
     return [
-        (low, (*high[:type_index], middle, *high[type_index + 1 :])),
-        ((*low[:type_index], middle + 1, *low[type_index + 1 :]), high),
+        (low, (*high[:split_index], middle, *high[split_index + 1 :])),
+        ((*low[:split_index], middle + 1, *low[split_index + 1 :]), high),
     ]
 
 
 def _smaller_counts(counts: Counts) -> Iterator[Counts]:
     """Yield the counts with 1, 2, 4, ... devices less of one type."""
-    for type_index, count in enumerate(counts):
-        step = 1
-        while step <= count:
-            yield (*counts[:type_index], count - step, *counts[type_index + 1 :])
-            step *= 2
+    for index, count in enumerate(counts):
+        for power in range(count.bit_length()):
+            yield (*counts[:index], count - 2**power, *counts[index + 1 :])
