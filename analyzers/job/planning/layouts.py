@@ -54,12 +54,18 @@ class Layouts(LayoutFigures):
     """Searches the layouts of one job for the best one."""
 
     def search(
-        self, problem: Problem, goal: Goal | None = None, *, equal: bool = False, limit_s: float = 5.0
+        self,
+        problem: Problem,
+        goal: Goal | None = None,
+        *,
+        equal: bool = False,
+        limit_s: float = 5.0,
+        plays_all: bool = False,
     ) -> tuple[list[LayoutCandidate], float]:
         """Return (the layouts to list, gap): the best layout first, those that do not fit memory last.
 
-        ``equal``: devices that take part take equal shares. The best has been played through torch's allocator on each type;
-        all are costed with default settings of communication. The gap is relative to a lower bound of every layout's value;
+        ``equal``: devices that take part take equal shares. The best has been played through torch's allocator on each type
+        (``plays_all``: every layout, which is slow); all are costed with default settings of communication. The gap is relative to a lower bound of every layout's value;
         infinite where that is 0. Raises NothingFits; Infeasible where what fits breaks a limit of the goal.
         """
         goal = goal or Goal(step_samples=self.total)
@@ -76,6 +82,7 @@ class Layouts(LayoutFigures):
             if self._lower_bound(problem, counts, counts, goal) >= value_limit:
                 return None
             fits, misfits = self._layouts_on(problem, counts, equal, goal, value_limit * (1 + LEAST_GAIN) ** 2)
+            fits = [candidate for candidate in fits if not (plays_all and self._missing_bytes(candidate))]
             too_large.extend(misfits if counts == all_counts else [])
             fitting.extend(fits)
             return (value(_simplest(fits, value).layout) if fits else math.inf), fits
@@ -89,7 +96,13 @@ class Layouts(LayoutFigures):
             raise self._nothing_fits(too_large)
         if best is None:
             raise Infeasible("what fits is slower or dearer than the job allows")
-        pick = self._pick_simplest(fitting, too_large, goal, equal)
+        try:
+            pick = self._pick_simplest(fitting, too_large, goal, equal)
+        except NothingFits:
+            # Layouts of less value that the allocator holds were passed over for those that it does not.
+            if plays_all:
+                raise
+            return self.search(problem, goal, equal=equal, limit_s=limit_s, plays_all=True)
         pick = self._pick_with_settings(pick, fitting, goal)
         counts = problem.counts(pick.layout.devices)
         same_devices = self._layouts_on(problem, counts, equal, goal)[0]

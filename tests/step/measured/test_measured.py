@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from ddltool.analyzers.step.costs.model import coverage
 from ddltool.analyzers.step.measured import measured
 from ddltool.analyzers.step.measured.measured import OpTimes, apply_times, estimate_measured, measure_ops
+from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.sources import resolve_step, training_step
 from ddltool.analyzers.step.tracing.step import TrainingStep, default_loss
 from ddltool.analyzers.step.tracing.torch_adapter import TracedStep, trace_step
@@ -27,7 +28,7 @@ def step_of(module: nn.Module, *inputs: Any) -> TrainingStep:
 
 
 def traced(build: Callable[[], TrainingStep]) -> TracedStep:
-    return trace_step(build, mode="training")
+    return trace_step(build, mode="training", numerics=Numerics(cuda=False))
 
 
 class ConvNet(nn.Sequential):
@@ -65,7 +66,7 @@ def real_step(step: TrainingStep) -> float:
     ids=["convolutions", "gpt_small"],
 )
 def test_the_ops_add_up_to_a_real_step(build: Callable[[], TrainingStep], real: Callable[[], TrainingStep]) -> None:
-    found = trace_step(build, mode="training", batch_size=real().inputs[0].shape[0])
+    found = trace_step(build, mode="training", batch_size=real().inputs[0].shape[0], numerics=Numerics(cuda=False))
     step = real()
     real_step(step)
     steps, sums = [], []
@@ -113,7 +114,9 @@ def test_what_makes_two_calls_different() -> None:
             same, other, square, turned = x * y, y * x, x * x, x.t() * y.t()
             return same, other, square, turned, x.sum(0), x.sum(1), x.sum(1)
 
-    found = trace_step(lambda: step_of(Net(), torch.zeros(4, 4), torch.zeros(4, 4)), mode="inference")
+    found = trace_step(
+        lambda: step_of(Net(), torch.zeros(4, 4), torch.zeros(4, 4)), mode="inference", numerics=Numerics(cuda=False)
+    )
     signatures = [measured.signature(n) for n in found.nodes.values() if "mul" in str(n.target)]
     assert len(signatures) == 4
     assert len(set(signatures)) == 3  # x * y and y * x alike; one tensor twice and other strides are not

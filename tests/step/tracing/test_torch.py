@@ -169,7 +169,6 @@ def test_two_traces_are_equal() -> None:
     ("forward", "message"),
     [
         (lambda x: x @ torch.zeros(7, 7), "training step cannot be traced .RuntimeError: "),
-        (lambda x: x if x.sum() > 0 else -x, "cannot be traced .*shapes that do not depend on the data"),
         (lambda x: "text", "returned str without a floating-point tensor"),
         (lambda x: x.detach(), "cannot be traced .*does not require grad"),
     ],
@@ -186,6 +185,35 @@ def test_modules_that_cannot_be_traced(forward: Callable[[Tensor], object], mess
     with pytest.raises(InputError, match=message) as caught:
         trace_torch(lambda: step_of(Bad(), torch.zeros(2, 4)), mode="training")
     assert "\n" not in str(caught.value)
+
+
+def test_a_value_that_only_a_run_knows_is_assumed_and_told() -> None:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden: Tensor = self.layer(x)
+            return hidden if hidden.sum() > 0 else -hidden
+
+    graph = trace_torch(lambda: step_of(Branching(), torch.zeros(2, 4)), mode="training")
+    assert str(graph.meta["note"]).startswith("Assumed: 1 value that only a run knows: ")
+    assert "test_torch.py" in str(graph.meta["note"])
+    assert "aten.neg" not in graph.op_type
+
+
+def test_what_a_forward_pass_makes_on_the_cpu_is_made_on_the_gpu() -> None:
+    class Careless(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) + torch.arange(4.0)  # without device=x.device
+
+    graph = trace_torch(lambda: step_of(Careless(), torch.zeros(2, 4)), mode="training")
+    assert "aten.arange" in graph.op_type
 
 
 def test_a_module_that_needs_real_weights_to_be_built_still_traces() -> None:
