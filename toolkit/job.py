@@ -18,6 +18,9 @@ LARGEST = 1e9
 Price = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=10_000_000)]
 Determinism = Literal["D0", "D1", "D2"]
+OptimizerName = Literal[
+    "none", "sgd", "momentum", "adam", "adamw", "foreach-sgd", "foreach-momentum", "foreach-adam", "foreach-adamw"
+]
 
 
 LINKS = "links"
@@ -167,7 +170,7 @@ class Job(Artifact):
         json_schema_extra={"enum": [*NAMES, *ALIASES]},
     )
     channels_last: bool = Field(default=False, description="images in channels_last")
-    optimizer: Literal["none", "sgd", "momentum", "adam", "adamw", "fused-adam", "fused-adamw"] = "adam"
+    optimizer: OptimizerName = "adam"
     sequence_length: AtLeastOne | None = Field(default=None, description="tokens of a sample; null: the source's own")
     devices: list[DeviceOffer] = Field(default_factory=list, max_length=1000)
     cluster: str | None = Field(default=None, description="cluster.yaml that gives the device counts")

@@ -337,9 +337,9 @@ class TensorLifetimes:
         held.add("parameters", 0, held.places, size[is_parameter])
         held.add("gradients", recomputation.moved(self.alloc)[is_gradient], held.places, size[is_gradient])
         held.add("updating", held.places - 1, held.places, np.tile(size[is_gradient], update.temporaries))
-        states = np.tile(size[is_gradient], update.states) / sharding.shard
-        held.add("optimizer", 0, held.places, states)
-        held.add("optimizer", 0, held.places, np.full(int(is_gradient.sum()), float(update.counters)))
+        counters = np.full(int(is_gradient.sum()), float(update.counters))
+        states = np.concatenate([np.tile(size[is_gradient], update.states), counters])
+        held.add("optimizer", 0, held.places, states / sharding.shard)
         if sharding.kind != "none":
             held.add("buckets", 0, held.places, bucket_bytes)
 

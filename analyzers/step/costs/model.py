@@ -64,19 +64,21 @@ class Optimizer:
         return sum(self.kernels)
 
 
-# lerp_, mul_, addcmul_, sqrt, div_, add_ and addcdiv_ of lists of tensors, as torch.optim's foreach implementation has them.
+# lerp_, mul_, addcmul_, sqrt, div_, add_ and addcdiv_ of lists of tensors.
 _FOREACH_ADAM = (3, 2, 3, 2, 2, 2, 4)
 OPTIMIZERS = {
     "none": Optimizer(states=0, kernels=()),
     "sgd": Optimizer(states=0, kernels=(3,)),
-    "momentum": Optimizer(states=1, kernels=(2, 3, 3)),
-    "adam": Optimizer(states=2, kernels=_FOREACH_ADAM, temporaries=1),
-    "adamw": Optimizer(states=2, kernels=(2, *_FOREACH_ADAM), temporaries=1),
-    "fused-adam": Optimizer(states=2, kernels=(7,), counters=4),
-    "fused-adamw": Optimizer(states=2, kernels=(7,), counters=4),
+    "momentum": Optimizer(states=1, kernels=(5,)),
+    "adam": Optimizer(states=2, kernels=(7,), counters=4),
+    "adamw": Optimizer(states=2, kernels=(7,), counters=4),
+    "foreach-sgd": Optimizer(states=0, kernels=(3,)),
+    "foreach-momentum": Optimizer(states=1, kernels=(2, 3, 3)),
+    "foreach-adam": Optimizer(states=2, kernels=_FOREACH_ADAM, temporaries=1),
+    "foreach-adamw": Optimizer(states=2, kernels=(2, *_FOREACH_ADAM), temporaries=1),
 }
-"""By the names of ``--optimizer``: torch's own defaults (one kernel for each step of the formula, over all tensors), and
-``fused=True`` (one kernel in all)."""
+"""By the names of ``--optimizer``: ``fused=True``, one kernel over all tensors, as trainers run them; ``foreach-``: one kernel
+for each step of the formula, torch's own default."""
 
 
 def memory_words(precision: str, optimizer: str, copied: bool = False) -> str:

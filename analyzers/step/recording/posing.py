@@ -544,6 +544,9 @@ def kernels_of(device_type: str) -> Autocast:
         # Composed of others where a device has no kernel. Nothing calls this one: fake tensors run no kernels.
         library.impl(name, getattr(torch.ops.aten, name).default, "PrivateUse1")
     declare_cells(library)
+    for name in ("_fused_sgd_", "_fused_adagrad_"):  # torch knows the sizes of fused Adam alone
+        for overload in ("", ".tensor_lr"):
+            library.impl(name + overload, lambda *_args, **_kwargs: None, "Meta")
     autocast.libraries.append(library)
     return autocast
 

@@ -54,12 +54,14 @@ def same(one: PredictedRow, other: PredictedRow) -> None:
 
 
 UPDATES: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": lambda weights: torch.optim.SGD(weights, lr=0.1),
-    "momentum": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "fused-adam": lambda weights: torch.optim.Adam(weights, fused=True),
-    "fused-adamw": lambda weights: torch.optim.AdamW(weights, fused=True),
+    "sgd": lambda weights: torch.optim.SGD(weights, lr=0.1, fused=True),
+    "momentum": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9, fused=True),
+    "adam": lambda weights: torch.optim.Adam(weights, fused=True),
+    "adamw": lambda weights: torch.optim.AdamW(weights, fused=True),
+    "foreach-sgd": lambda weights: torch.optim.SGD(weights, lr=0.1),
+    "foreach-momentum": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
+    "foreach-adam": torch.optim.Adam,
+    "foreach-adamw": torch.optim.AdamW,
 }
 
 
@@ -101,7 +103,7 @@ def test_an_optimizer_has_the_kernels_that_torch_runs(optimizer: str) -> None:
 def test_a_module_is_the_same_step_as_its_script(tmp_path: Path) -> None:
     script = tmp_path / "loop.py"
     script.write_text(LOOP)
-    [module] = dt.predict(f"{script}:build", DEVICE, batch_sizes=[32], optimizer="adamw", precision="bf16").rows
+    [module] = dt.predict(f"{script}:build", DEVICE, batch_sizes=[32], optimizer="foreach-adamw", precision="bf16").rows
     [run] = dt.predict(["python", str(script)], DEVICE).rows
     same(module, run)
 
