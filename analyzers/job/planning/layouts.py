@@ -66,7 +66,8 @@ class Layouts(LayoutFigures):
 
         ``equal``: devices that take part take equal shares. The best has been played through torch's allocator on each type
         (``plays_all``: every layout, which is slow); all are costed with default settings of communication. The gap is relative
-        to a lower bound of every layout's value; infinite where that is 0. Raises NothingFits; Infeasible where what fits breaks a limit of the goal.
+        to a lower bound of every layout's value; infinite where that is 0. Raises NothingFits; Infeasible where what fits
+        breaks a limit of the goal.
         """
         goal = goal or Goal(step_samples=self.total)
         fitting, too_large, value = list[LayoutCandidate](), list[LayoutCandidate](), self.value(goal)

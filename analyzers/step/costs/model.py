@@ -34,6 +34,7 @@ _HIDDEN = 0.5
 LIBRARY_BOUND = 0.3
 # A view is no kernel, but the host makes it: measured beside ops that launch one.
 VIEW = 0.25
+_DETACH = "aten.detach"
 # The optimizer of whoever names none: predictions, plans and traces then speak of the same step.
 OPTIMIZER = "adam"
 # Branches of chips by their years; one without measured rows lies between its neighbours.
@@ -171,9 +172,9 @@ def time_step(
     op_s = kernels.per_op(kernels_s)
     op_s = op_s if exchanges is None else op_s + exchanges.seconds
     is_compute = graph.kind == COMPUTE
-    # What costs nothing in an ONNX file (constants, shapes, reshapes) is folded before it runs.
-    is_folded = np.array([op_type.startswith("onnx.") for op_type in graph.op_type], dtype=bool)
-    view_s = np.where(is_folded, 0.0, VIEW * constants.issue_s)
+    # What costs nothing in an ONNX file (constants, shapes, reshapes) is folded before it runs; autograd detaches by itself.
+    is_unseen = np.array([op_type.startswith("onnx.") or op_type == _DETACH for op_type in graph.op_type], dtype=bool)
+    view_s = np.where(is_unseen, 0.0, VIEW * constants.issue_s)
     issue_s = np.where(is_compute, np.where(op_s > 0, constants.issue_s, view_s), 0.0)
     issue_s = issue_s if exchanges is None else issue_s + constants.issue_s * (exchanges.seconds > 0)
     update_op_s = seconds(demand_of(update_kernels(graph, optimizer), device), constants)
