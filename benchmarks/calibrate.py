@@ -191,7 +191,7 @@ def table_of(belief: Belief, **more: object) -> CalibrationTable:
             "devices": [],
             "judged": [],
             "residuals": dict.fromkeys(
-                ("device", "generation", "unknown", "host", "library", "product", "collective"), once
+                ("device", "generation", "unknown", "host", "library", "product", "collective", "compiled"), once
             ),
             "provenance": [],
             **more,
