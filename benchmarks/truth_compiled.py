@@ -372,15 +372,13 @@ def section(pairs: Sequence[Pair], cache: Path, table: CalibrationTable) -> str:
     return "\n\n".join(parts)
 
 
-def write_compiled(data: Path, cache: Path, table: CalibrationTable) -> CalibrationTable:
-    """Put the section into docs/truth.md, before that on memory, and return the table with the compiled residuals."""
-    pairs, page = judged(data, cache, table), ROOT / "docs" / "truth.md"
-    own = {"compiled": compiled_residuals(pairs, table.residuals["device"])}
-    table = table.model_copy(update={"residuals": {**table.residuals, **own}})
+def write_compiled(pairs: Sequence[Pair], cache: Path, table: CalibrationTable) -> None:
+    """Put the section into docs/truth.md, before that on memory or the limits."""
+    page = ROOT / "docs" / "truth.md"
     text = re.sub(rf"{HEADING}\n.*?(?=^## )", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-    before, memory, rest = text.partition("## Memory\n")
-    write_text(page, f"{before}{section(pairs, cache, table)}\n\n{memory}{rest}")
-    return table
+    behind = re.search(r"^## (Memory|Limits)\n", text, flags=re.MULTILINE)
+    assert behind is not None, f"{page} has neither of its last sections"
+    write_text(page, f"{text[: behind.start()]}{section(pairs, cache, table)}\n\n{text[behind.start() :]}")
 
 
 def main() -> None:
@@ -389,7 +387,12 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder that holds truth")
     parser.add_argument("--cache", type=Path, required=True, help="folder for traces, outside the repository")
     given = parser.parse_args()
-    save(write_compiled(given.data, given.cache, calibration()), ROOT / "fixtures" / "calibration.json")
+    table = calibration()
+    pairs = judged(given.data, given.cache, table)
+    residuals = {**table.residuals, "compiled": compiled_residuals(pairs, table.residuals["device"])}
+    table = table.model_copy(update={"residuals": residuals})
+    save(table, ROOT / "fixtures" / "calibration.json")
+    write_compiled(pairs, given.cache, table)
 
 
 if __name__ == "__main__":

@@ -214,7 +214,8 @@ class _Fuser:
         leader = self._leaders(effective)
         count = len(self.graph)
         written, last = np.zeros(count, dtype=bool), np.arange(count)
-        traffic, read = np.zeros(count), [{} for _ in range(count)]  # type: ignore[var-annotated]
+        traffic = np.zeros(count)
+        read: list[dict[int, float]] = [{} for _ in range(count)]
         for op in self.order:
             own = leader[op]
             for source, size in effective[op].items():
@@ -241,10 +242,14 @@ class _Fuser:
         """Return what an op reads once dropped and inlined tensors are computed from what is there: sources and bytes."""
         found: dict[int, float] = {}
         waiting = list(self.reads[op].items())
+        passed: set[int] = set()
         while waiting:
             source, size = waiting.pop()
+            if source in passed:
+                continue
             is_dropped = self.is_op[source] and self.is_backward[op] and not self.is_backward[source]
             if (is_dropped and not self.saved[source]) or (self.is_inlined[source] and self.is_fusible[op]):
+                passed.add(source)
                 waiting += self.reads[source].items()
             else:
                 found[source] = max(found.get(source, 0.0), size)
