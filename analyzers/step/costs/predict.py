@@ -63,8 +63,8 @@ RESERVED_BYTES = 2.0**30
 # A context that loads all kernels of torch and cuDNN at once, as CUDA did before 11.7: what nvidia-smi shows of a process
 # whose model is tiny (Lucid's PPO, 2.00 GiB on an RTX 3090).
 CONTEXT_BYTES = 2.0 * 2**30
-# What segments may take beyond those of the played allocator: torchtitan's runs took up to a tenth more.
-FRAGMENTED = 1.1
+# What segments may take beyond those of the played allocator: torchtitan's runs took up to a seventh more.
+FRAGMENTED = 1.15
 # Of each of NCCL's communicators: 4 MiB (NCCL_BUFFSIZE) each way for up to 32 channels.
 _COMMUNICATOR_BYTES = 2 * 32 * 4 * 2.0**20
 # A choice of activations that leaves its device no room is made again for a smaller budget, so many times.
@@ -585,7 +585,7 @@ def memory_range(
 ) -> tuple[float, float]:
     """Return the least and the most bytes that a process is likely to take of a device.
 
-    The least is its tensors. The most is the allocator's segments and a tenth, a context with all kernels loaded, the
+    The least is its tensors. The most is the allocator's segments and a seventh, a context with all kernels loaded, the
     workspace of cuDNN's search, and buffers of the communicators (one, and with HSDP one more between groups).
     """
     communicators = (replicas > 1) + (sharding.kind == "hsdp" and replicas > sharding.shard)
