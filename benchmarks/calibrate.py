@@ -18,6 +18,8 @@ from pathlib import Path
 import numpy as np
 from memory_truth import write_memory
 from truth_cases import SOURCES, Row, Truth, read
+from truth_compiled import compiled_residuals, write_compiled
+from truth_compiled import judged as compiled_pairs
 from truth_models import Trace, Work, traced
 from truth_networks import write_section
 from truth_ops import (
@@ -191,7 +193,7 @@ def table_of(belief: Belief, **more: object) -> CalibrationTable:
             "devices": [],
             "judged": [],
             "residuals": dict.fromkeys(
-                ("device", "generation", "unknown", "host", "library", "product", "collective"), once
+                ("device", "generation", "unknown", "host", "library", "product", "collective", "compiled"), once
             ),
             "provenance": [],
             **more,
@@ -390,12 +392,14 @@ def main() -> None:
     unknown_too = _combined(
         residuals_of(unknown.chosen(plain, "device", "library"), "any GPU of its generation"), device
     )
+    compiled = compiled_pairs(given.data, given.cache, table_of(whole))
     residuals = {
         "device": device,
         "generation": generation,
         "unknown": _wider(unknown_too, generation),
         "host": _host(families),
         **operation_residuals(groups, read_collectives(given.data), table_of(whole)),
+        "compiled": compiled_residuals(compiled, device),
         "library": _wider(residuals_of(families.chosen(own, "library"), "the model's family"), device),
     }
     provenance = [
@@ -415,6 +419,7 @@ def main() -> None:
     write_page(ROOT / "docs", truth, table, whole, families, sources, known, unknown)
     write_operations(given.data, table)
     write_section(given.data)
+    write_compiled(compiled, given.cache, table)
     write_memory(given.data)
 
 

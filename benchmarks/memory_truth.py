@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch._ops import OpOverload
 from torch.fx import Node
-from torch.nn import functional as F
-from truth_models import Trace, build
+from truth_models import Trace, build, llama
 
+from ddltool.analyzers.step.costs.compiling import compiled_lifetimes
 from ddltool.analyzers.step.costs.memory import (
     ACTIVATION,
     GRADIENT,
@@ -35,9 +35,7 @@ from ddltool.analyzers.step.costs.memory import (
 )
 from ddltool.analyzers.step.costs.predict import CONTEXT_BYTES, WorkCurve, measure_work, memory_range
 from ddltool.analyzers.step.recording.torch_costs import value_of
-from ddltool.analyzers.step.tracing.factories import imported
 from ddltool.analyzers.step.tracing.numerics import Numerics
-from ddltool.analyzers.step.tracing.step import TrainingStep
 from ddltool.analyzers.step.tracing.torch_adapter import trace_step
 from ddltool.artifacts import write_text
 
@@ -68,7 +66,10 @@ LAMBDA = {
     "PyTorch_bert_base_squad_FP32": ("bert-base@384", "fp32", "adam"),
     "PyTorch_bert_large_squad_FP32": ("bert-large@384", "fp32", "adam"),
 }
-_WORDS = 128256
+_8B = {
+    **{"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8},
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,24 +90,6 @@ class Row:
         return self.predicted / self.measured - 1
 
 
-def llama(batch: int, length: int) -> TrainingStep:
-    """Return Llama-3.1-8B; its loss is taken in float32, as torchtitan takes it."""
-    transformers = imported("transformers", "llama")
-    config = transformers.LlamaConfig(
-        vocab_size=_WORDS, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, max_position_embeddings=2**17, use_cache=False, attn_implementation="sdpa",
-    )  # fmt: skip
-
-    def loss(output: object) -> torch.Tensor:
-        logits: torch.Tensor = output.logits  # type: ignore[attr-defined]
-        target = torch.zeros(batch * length, dtype=torch.long, device=logits.device)
-        return F.cross_entropy(logits.flatten(0, 1).float(), target)
-
-    with torch.device("meta"):
-        module = transformers.LlamaForCausalLM(config)
-    return TrainingStep(name="llama", module=module, inputs=(torch.zeros(batch, length, dtype=torch.long),), loss=loss)
-
-
 def every_second(lifetimes: TensorLifetimes) -> SavedOps:
     """Return torchtitan's selective checkpointing: attention and every second matrix product are kept."""
     nodes = list(lifetimes.traced.program.nodes)
@@ -121,17 +104,19 @@ def every_second(lifetimes: TensorLifetimes) -> SavedOps:
 def torchtitan(path: Path) -> Iterator[Row]:
     """Yield the rows of Llama-3.1-8B under FSDP2 on 8 H100: what torch's allocator reserved at most.
 
-    Context parallel groups split the sequence, not the state. Compiled and float8 rows are predicted as eager bfloat16.
+    Context parallel groups split the sequence, not the state. Float8 rows are predicted as bfloat16.
     """
-    known_lifetimes: dict[tuple[int, int], TensorLifetimes] = {}
+    known_lifetimes: dict[tuple[int, int, bool], TensorLifetimes] = {}
     for cells in csv.DictReader(path.read_text(encoding="utf-8").splitlines()):
         parallel = int(cells["strategy"].rpartition("CP ")[2]) if "CP " in cells["strategy"] else 1
         shape = int(cells["batch_per_gpu"]), int(float(cells["seq_len_or_img"])) // parallel
-        if shape not in known_lifetimes:
-            known_lifetimes[shape] = lifetimes_of(
-                trace_step(partial(llama, *shape), mode="training", numerics=Numerics("bf16", gathered=True))
+        is_compiled = float(cells["compiled"]) > 0
+        if (*shape, False) not in known_lifetimes:
+            eager = lifetimes_of(
+                trace_step(partial(llama, *shape, **_8B), mode="training", numerics=Numerics("bf16", gathered=True))
             )
-        lifetimes = known_lifetimes[shape]
+            known_lifetimes |= {(*shape, False): eager, (*shape, True): compiled_lifetimes(eager, blocks_only=True)}
+        lifetimes = known_lifetimes[*shape, is_compiled]
         saved_ops = lifetimes.every_block("full") if cells["act_ckpt"] == "full" else every_second(lifetimes)
         sharding = Sharding(kind="fsdp", shard=int(cells["gpus"]))
         held = lifetimes.held(Recomputation(lifetimes, saved_ops), sharding, "adamw", lifetimes.sizes())
@@ -255,7 +240,7 @@ def section(data: Path) -> str:
         "tensors (`reserved_bytes`); the only fitted constant is the context of Lucid's CUDA, 2.0 GiB.",
         "<!-- run: parse (the measured rows) -->\n```sh\n" + COMMAND + "\n```",
         "\n".join(table(rows)),
-        "- torchtitan: what torch's allocator reserved on 8 H100; compiled and float8 steps are predicted as eager bfloat16.\n"
+        "- torchtitan: what torch's allocator reserved on 8 H100; float8 steps are predicted as bfloat16.\n"
         "- Lucid: what nvidia-smi showed in the mean, with a torch before 1.11, whose autograd kept more.\n"
         f"- The {len(far)} rows that are more than 20 % off have 512 channels on small images and `cudnn.benchmark`, whose "
         "search seems to keep a workspace of 1.2 to 1.6 GiB; `memory_high_bytes` counts it.\n"

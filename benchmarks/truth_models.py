@@ -104,6 +104,18 @@ def gpt(
     return TrainingStep(name="gpt", module=module, inputs=_tokens(length), loss=language_model_loss)
 
 
+def llama(batch: int, length: int, **shape: Any) -> TrainingStep:
+    """Return a Llama of a shape (fields of transformers' configuration); its loss is taken in float32."""
+    transformers = imported("transformers", "llama")
+    config = transformers.LlamaConfig(
+        max_position_embeddings=2**17, use_cache=False, attn_implementation="sdpa", **shape
+    )
+    with torch.device("meta"):
+        module = transformers.LlamaForCausalLM(config)
+    inputs = (torch.zeros(batch, length, dtype=torch.long),)
+    return TrainingStep(name="llama", module=module, inputs=inputs, loss=language_model_loss)
+
+
 def cifar_resnet18() -> TrainingStep:
     """Return ResNet-18 for images of 32 x 32: a 3 x 3 stem without pooling (github.com/kuangliu/pytorch-cifar)."""
     module = imported("timm", "cifar").create_model("resnet18", num_classes=10)

@@ -223,6 +223,7 @@ def _intervals(table: CalibrationTable) -> str:
         "unknown": "a generation that the fit did not see",
         "library": "a third of the step in grouped convolutions in channels_last, or recurrent layers",
         "host": "a step that waits for the host",
+        "compiled": "a step under `torch.compile`",
     }
     lines = ["| what | from | to | error | rows | left out |", "|---|---:|---:|---:|---:|---|"]
     for name, word in words.items():

@@ -63,12 +63,12 @@ class CalibrationTable(Artifact):
     devices: list[str] = Field(description="devices whose measured rows say how far off predictions are")
     judged: list[str] = Field(description="the architectures of these devices")
     residuals: dict[
-        Literal["device", "generation", "unknown", "host", "library", "product", "collective"], Residuals
+        Literal["device", "generation", "unknown", "host", "library", "product", "collective", "compiled"], Residuals
     ] = Field(
         description="device: another model on a device of the fit; generation: on another device of a generation of the fit; "
         "unknown: on a generation that the fit did not see; host: a step bound by the host; "
         "library: a step of kernels that differ by the library's version; "
-        "product, collective: such an operation by itself"
+        "product, collective: such an operation by itself; compiled: a step under torch.compile"
     )
     provenance: list[str] = Field(
         description="one line per source of measured rows: where, rows, what was excluded and why"

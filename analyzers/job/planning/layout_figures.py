@@ -404,8 +404,9 @@ class LayoutFigures:
             if seconds > longest_s:
                 longest_s, slowest = seconds, name
         timed = timed_passes[slowest]
-        shares = {"host_share": timed.host_share, "library_share": timed.library_share}
-        low_s, high_s = self.kinds[slowest].model.interval(longest_s, **shares)
+        low_s, high_s = self.kinds[slowest].model.interval(
+            longest_s, host_share=timed.host_share, library_share=timed.library_share
+        )
         # A host-bound type takes as long for a smaller share of the batch, so its time does not follow the device.
         host_bound = any(timed.host_share > _HOST_NEAR for timed in timed_passes.values())
         layout = make_layout(longest_s, low_s=low_s, high_s=high_s, host_bound=host_bound)

@@ -8,18 +8,16 @@ a matrix product, which says how well it fills the device's multiprocessors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.step.recording.op_rules import CLASS, CLASSES, class_of
+from ddltool.analyzers.step.recording.op_rules import CLASS, class_of
 from ddltool.graph import COMPUTE, Graph
 
 Array = NDArray[np.float64]
 FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = range(3)
-# What torch.compile fuses with its neighbours.
-_FUSED = frozenset(("pointwise", "copy", "normalisation", "softmax", "reduction"))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -143,39 +141,3 @@ def kernels_of(graph: Graph) -> Kernels:
         dtype=tuple(interleave(names, names[is_double])),
         ops=len(graph),
     )
-
-
-def compiled(graph: Graph) -> Graph:
-    """Return the graph under ``torch.compile``: fused ops cost nothing, the last of each chain reads for all. O(n + e).
-
-    Inductor fuses element-wise ops, casts, normalisations, softmaxes and reductions with their neighbours; convolutions,
-    matrix products and attention stay. What passes from one fused op to the next is neither written nor read again.
-
-    A graph without written bytes (from a file of an older version) only loses its launches.
-    """
-    is_compute = graph.kind == COMPUTE
-    is_free = np.array([mark == "free" for mark in graph.estimate]) & is_compute
-    is_fusible = is_compute & ~is_free
-    is_fusible &= np.array([CLASSES[class_of(op_type)] in _FUSED for op_type in graph.op_type])
-    pointer, targets = graph.successors()
-    size, estimate = graph.size_bytes.copy(), list(graph.estimate)
-
-    def readers_of(op: int) -> list[int]:
-        """Return the ops that read the output of ``op``, directly or through views."""
-        readers: list[int] = []
-        for target in targets[pointer[op] : pointer[op + 1]].tolist():
-            readers += readers_of(target) if is_free[target] else [target]
-        return readers
-
-    for op in graph.topological_order().tolist():
-        if not is_fusible[op]:
-            continue
-        reading = readers_of(op)
-        written_bytes = float(graph.written_bytes[op])
-        fused_readers = [reader for reader in dict.fromkeys(reading) if is_fusible[reader]]
-        for reader in fused_readers:
-            size[reader] = max(size[reader] - written_bytes, 0.0)
-        if fused_readers and len(fused_readers) == len(set(reading)):
-            size[fused_readers[0]] += max(size[op] - written_bytes, 0.0)
-            size[op], estimate[op] = 0.0, "free"
-    return replace(graph, size_bytes=size, estimate=tuple(estimate))

@@ -238,7 +238,7 @@ class TensorLifetimes:
     def seconds(self, timed: Graph) -> Array:
         """Return (nodes,) the seconds of each place, by the durations of a graph of this step."""
         seconds = np.zeros(self.nodes)
-        places = self._op_places
+        places = self.op_places
         np.add.at(seconds, places[places >= 0], timed.duration_s[places >= 0])
         return seconds
 
@@ -248,7 +248,7 @@ class TensorLifetimes:
 
     def lengthened(self, saved_ops: SavedOps, timed: Graph) -> Graph:
         """Return ``timed``, a graph of this step, with each block's recomputation in the first op of its backward pass."""
-        durations, places = timed.duration_s.copy(), self._op_places
+        durations, places = timed.duration_s.copy(), self.op_places
         recompute_s = self.recompute_s(Recomputation(self, saved_ops), self.seconds(timed))
         for block, added_s in zip(self.blocks, recompute_s.tolist(), strict=True):
             durations[int(np.where(places >= block.begins, places, self.nodes).argmin())] += added_s
@@ -277,7 +277,7 @@ class TensorLifetimes:
         return recomputed
 
     @cached_property
-    def _op_places(self) -> Places:
+    def op_places(self) -> Places:
         """Return (ops,) the place of every op of the step's graph; -1: the op is no node of the program."""
         place_of = {node: position for position, node in enumerate(self.traced.program.nodes)}
         nodes = (self.traced.nodes.get(name) for name in self.traced.graph.names)

@@ -35,6 +35,9 @@ LIBRARY_BOUND = 0.3
 # A view is no kernel, but the host makes it: measured beside ops that launch one.
 VIEW = 0.25
 _DETACH = "aten.detach"
+# A compiled step's wrapper launches a kernel in so much of the time that Python, autograd and the dispatcher take for an op;
+# what it fused, and views, cost the host nothing.
+WRAPPED = 0.4
 # The optimizer of whoever names none: predictions, plans and traces then speak of the same step.
 OPTIMIZER = "adam"
 # Branches of chips by their years; one without measured rows lies between its neighbours.
@@ -174,8 +177,10 @@ def time_step(
     is_compute = graph.kind == COMPUTE
     # What costs nothing in an ONNX file (constants, shapes, reshapes) is folded before it runs; autograd detaches by itself.
     is_unseen = np.array([op_type.startswith("onnx.") or op_type == _DETACH for op_type in graph.op_type], dtype=bool)
-    view_s = np.where(is_unseen, 0.0, VIEW * constants.issue_s)
-    issue_s = np.where(is_compute, np.where(op_s > 0, constants.issue_s, view_s), 0.0)
+    is_compiled = bool(graph.meta.get("compiled"))
+    view_s = np.where(is_unseen | is_compiled, 0.0, VIEW * constants.issue_s)
+    launch_s = (WRAPPED if is_compiled else 1.0) * constants.issue_s
+    issue_s = np.where(is_compute, np.where(op_s > 0, launch_s, view_s), 0.0)
     issue_s = issue_s if exchanges is None else issue_s + constants.issue_s * (exchanges.seconds > 0)
     update_op_s = seconds(demand_of(update_kernels(graph, optimizer), device), constants)
     tensors_s = constants.update_s * len(graph.of_kind(SEND))
@@ -248,20 +253,25 @@ class CostModel:
     """Of a matrix product by itself."""
     collective_residuals: Residuals
     """Of a collective by itself."""
+    compiled_residuals: Residuals
+    """Of a step under ``torch.compile``."""
 
     def step(self, graph: Graph, *, optimizer: str = "none", exchanges: Exchanges | None = None) -> PredictedStep:
         """Return the predicted time of one step of a traced graph on this device; see :func:`time_step`."""
         return time_step(graph, self.device, self.constants, optimizer=optimizer, exchanges=exchanges)
 
-    def interval(self, step_s: float, *, host_share: float = 0.0, library_share: float = 0.0) -> tuple[float, float]:
+    def interval(
+        self, step_s: float, *, host_share: float = 0.0, library_share: float = 0.0, compiled: bool = False
+    ) -> tuple[float, float]:
         """Return the lower and upper seconds between which 80 % of measurements of a step are expected.
 
-        The residuals of host-bound and library-bound steps widen the interval in proportion to two shares:
+        Those of compiled steps widen it as they are, those of host-bound and library-bound steps in proportion to two shares:
         ``host_share``, the host's time over the device's, has no weight below ``_HIDDEN`` and all from ``HOST_BOUND`` on;
         ``library_share``, of kernels that differ by the library's version, has all weight from ``LIBRARY_BOUND`` on.
         """
         low_ratio, high_ratio = self.residuals.low, self.residuals.high  # the prediction lies between them
         for wider_residuals, share in (
+            (self.compiled_residuals, float(compiled)),
             (self.library_residuals, library_share / LIBRARY_BOUND),
             (self.host_residuals, (host_share - _HIDDEN) / (HOST_BOUND - _HIDDEN)),
         ):
@@ -277,7 +287,9 @@ class CostModel:
 
 
 # What the residuals that follow those of the device's steps are of, in the order of CostModel's fields.
-_OF_ALL: tuple[Literal["host", "library", "product", "collective"], ...] = ("host", "library", "product", "collective")
+_OF_ALL: tuple[Literal["host", "library", "product", "collective", "compiled"], ...] = (
+    *("host", "library", "product", "collective", "compiled"),
+)
 
 
 def cost_model(device: Device, calibration: CalibrationTable) -> CostModel:
@@ -354,7 +366,12 @@ def estimate(
     """
     graph = assign_channels(graph, network.parameter_servers)
     step = model.step(graph, optimizer=optimizer, exchanges=exchanges)
-    error_low, error_high = model.interval(1.0, host_share=step.host_share, library_share=step.library_share)
+    error_low, error_high = model.interval(
+        1.0,
+        host_share=step.host_share,
+        library_share=step.library_share,
+        compiled=bool(graph.meta.get("compiled")),
+    )
     is_compute = graph.kind == COMPUTE
     transfer_s = network.latency_s + graph.size_bytes / network.bandwidth_bytes_per_s
     durations = np.where(is_compute, np.diff(step.end_s, prepend=0.0), transfer_s)

@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 import pandas as pd
@@ -22,7 +22,7 @@ from ddltool.analyzers.step.communication.collectives import default_cuts, finis
 from ddltool.analyzers.step.communication.fsdp import simulate_fsdp, units_of
 from ddltool.analyzers.step.communication.nccl import Fabric
 from ddltool.analyzers.step.communication.program import Program, program_of
-from ddltool.analyzers.step.costs.kernels import compiled
+from ddltool.analyzers.step.costs.compiling import compiled, compiled_lifetimes
 from ddltool.analyzers.step.costs.memory import (
     Array,
     Checkpointing,
@@ -63,8 +63,8 @@ RESERVED_BYTES = 2.0**30
 # A context that loads all kernels of torch and cuDNN at once, as CUDA did before 11.7: what nvidia-smi shows of a process
 # whose model is tiny (Lucid's PPO, 2.00 GiB on an RTX 3090).
 CONTEXT_BYTES = 2.0 * 2**30
-# What segments may take beyond those of the played allocator: torchtitan's runs took up to a tenth more.
-FRAGMENTED = 1.1
+# What segments may take beyond those of the played allocator: torchtitan's runs took up to a seventh more.
+FRAGMENTED = 1.15
 # Of each of NCCL's communicators: 4 MiB (NCCL_BUFFSIZE) each way for up to 32 channels.
 _COMMUNICATOR_BYTES = 2 * 32 * 4 * 2.0**20
 # A choice of activations that leaves its device no room is made again for a smaller budget, so many times.
@@ -84,15 +84,26 @@ class WorkCurve:
     gathered: Callable[[], WorkCurve] | None = None
     """Makes the work of the step as ``fully_shard`` computes it, where that differs: its parameters come in a half type, and
     nothing is cast between the ops."""
+    compile: Literal["", "blocks", "whole"] = ""
+    """Whether its tensors live as under ``torch.compile``: of each of its blocks, as torchtitan and torchtune compile, or of
+    the whole step. A model without blocks is compiled as a whole."""
     _lifetimes: dict[int, TensorLifetimes] = field(default_factory=dict)
     """By traced batch size."""
     _gathered: list[WorkCurve] = field(default_factory=list)
+    _compiled: list[WorkCurve] = field(default_factory=list)
 
-    def under(self, sharding: Sharding) -> WorkCurve:
+    def under(self, sharding: Sharding, compile: bool = False) -> WorkCurve:
         """Return the work of the step under a sharding. It is traced again the first time, for FSDP and autocast.
 
-        A model that runs in a half type under autocast alone is computed so under FSDP, too.
+        A model that runs in a half type under autocast alone is computed so under FSDP, too. ``compile``: its tensors live
+        as under ``torch.compile``.
         """
+        if compile and not self.compile:
+            eager = self.under(sharding)
+            if not eager._compiled:
+                whole = replace(eager, gathered=None, compile="whole", _lifetimes={})
+                eager._compiled.append(replace(whole, compile="blocks", _lifetimes={}, _compiled=[whole]))
+            return eager._compiled[0]
         if not sharding.gathers or self.gathered is None:
             return self
         if not self._gathered:
@@ -118,7 +129,9 @@ class WorkCurve:
                 return self.lifetimes(batch_size + -batch_size % 8)
         size = traced.graph.batch_size or 0
         if size not in self._lifetimes:
-            self._lifetimes[size] = lifetimes_of(traced)
+            lifetimes = lifetimes_of(traced)
+            by_block = self.compile == "blocks" and bool(lifetimes.blocks)
+            self._lifetimes[size] = compiled_lifetimes(lifetimes, blocks_only=by_block) if self.compile else lifetimes
         return self._lifetimes[size]
 
     def held(
@@ -136,6 +149,13 @@ class WorkCurve:
         return lifetimes.held(
             Recomputation(lifetimes, saved_ops), sharding, optimizer, lifetimes.sizes(self.scaled(batch_size))
         )
+
+    def least(
+        self, batch_size: int, sharding: Sharding, optimizer: str, saved_ops: SavedOps, peak_bytes: float
+    ) -> float:
+        """Return the least peak of a step that holds ``peak_bytes`` as it is: compiled as a whole it may hold less."""
+        held = self._compiled[0].held(batch_size, sharding, optimizer, saved_ops) if self.compile == "blocks" else None
+        return peak_bytes if held is None else min(peak_bytes, held.peak().total_bytes)
 
     def workspace_bytes(self, batch_size: int) -> float:
         """Return what cuDNN may take beside the tensors: :meth:`TensorLifetimes.workspace_bytes`."""
@@ -336,7 +356,7 @@ def _fitting_sizes(curve: WorkCurve, model: CostModel, setting: Setting, replica
     limit = memory_limit_batch(curve, model.device, setting, replicas)
     sharding = setting.sharded(replicas)
     if limit < 1 and setting.budget_bytes:
-        curve = curve.under(sharding)
+        curve = curve.under(sharding, setting.compile)
         seconds = curve.lifetimes(1).seconds(curve.timed(1, model, setting))
         # Raises Infeasible with the least budget that holds one sample, unless blocks with different choices fit.
         _choose_saved_ops(curve, model, setting, sharding, seconds, 1)
@@ -396,7 +416,7 @@ def predict(
     rows = []
     for placement in placements:
         sharding = setting.sharded(placement.num_replicas)
-        work = curve.under(sharding)
+        work = curve.under(sharding, setting.compile)
         for size in batch_sizes:
             if (size, sharding.gathers) not in timed:
                 timed[size, sharding.gathers] = work.timed(size, model, setting)
@@ -493,7 +513,7 @@ def _predict_row(
     time = curve.step_time(graph, program, model, setting, placement, size)
     step_s = time.step_s
     library_share = float(graph.meta.get("library_share") or 0.0)
-    low_s, high_s = model.interval(step_s, host_share=host_share, library_share=library_share)
+    low_s, high_s = model.interval(step_s, host_share=host_share, library_share=library_share, compiled=setting.compile)
     samples, tokens = placement.num_replicas * size * setting.accumulation, graph.meta.get("tokens_per_sample")
     held = curve.held(size, sharding, setting.optimizer, step.saved_ops)
     if held is None:
@@ -501,8 +521,9 @@ def _predict_row(
     peak_bytes, limited_bytes = held.peak().total_bytes, held.reserved_bytes(usable_bytes(model.device))
     # Segments that do not fit are reported as on an unlimited device, which never gives free ones back.
     reserved_bytes = limited_bytes if limited_bytes is not None else held.reserved_bytes() or 0
+    least_bytes = curve.least(size, sharding, setting.optimizer, step.saved_ops, peak_bytes)
     memory_low_bytes, memory_high_bytes = memory_range(
-        peak_bytes, reserved_bytes, sharding, placement.num_replicas, curve.workspace_bytes(size), setting.layout
+        least_bytes, reserved_bytes, sharding, placement.num_replicas, curve.workspace_bytes(size), setting.layout
     )
     price = model.device.price_per_hour
     return PredictedRow(
@@ -624,7 +645,7 @@ def memory_range(
 ) -> tuple[float, float]:
     """Return the least and the most bytes that a process is likely to take of a device.
 
-    The least is its tensors. The most is the allocator's segments and a tenth, a context with all kernels loaded, the
+    The least is its tensors. The most is the allocator's segments and a seventh, a context with all kernels loaded, the
     workspace of cuDNN's search, and buffers of the communicators (one, and with HSDP one more between groups; one of each kind
     of a layout's groups).
     """
@@ -640,7 +661,7 @@ def memory_limit_batch(curve: WorkCurve, device: Device, setting: Setting, num_r
     Under a budget of memory all blocks count as fully checkpointed.
     """
     sharding, available_bytes = setting.sharded(num_replicas), usable_bytes(device)
-    curve = curve.under(sharding)
+    curve = curve.under(sharding, setting.compile)
 
     def fits(size: int) -> bool:
         memory = curve.held(size, sharding, setting.optimizer, setting.uniform)
@@ -666,7 +687,7 @@ def timeline(curve: WorkCurve, model: CostModel, setting: Setting, row: Predicte
     None: the step is not traced at so large a batch.
     """
     sharding = setting.sharded(row.num_replicas)
-    curve = curve.under(sharding)
+    curve = curve.under(sharding, setting.compile)
     size, lifetimes = row.local_batch_size, curve.lifetimes(row.local_batch_size)
     saved_ops = {block.module: block.keeps for block in row.recompute.modules} if row.recompute else {}
     held = curve.held(size, sharding, setting.optimizer, saved_ops)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ddltool.analyzers.step.communication.nccl import Fabric
 from ddltool.analyzers.step.costs.allocator import reserved_bytes
-from ddltool.analyzers.step.costs.kernels import compiled
+from ddltool.analyzers.step.costs.compiling import compiled, compiled_storages
 from ddltool.analyzers.step.costs.memory import Sharding
 from ddltool.analyzers.step.costs.model import CostModel, time_step
 from ddltool.analyzers.step.costs.predict import memory_range, products_s, usable_bytes
@@ -149,10 +149,12 @@ def _play(
 def _predict_row(
     graph: Graph, recorded: Recorded, model: CostModel, fabric: Fabric, source: str
 ) -> tuple[PredictedRow, MemoryTimeline]:
-    run = compiled(graph) if recorded.compiled else graph
+    run, recorded = (compiled(graph), compiled_storages(graph, recorded)) if recorded.compiled else (graph, recorded)
     step = simulate_streams(run, model, fabric)
     timed = time_step(run, model.device, model.constants)
-    low_s, high_s = model.interval(step.step_s, host_share=timed.host_share, library_share=timed.library_share)
+    low_s, high_s = model.interval(
+        step.step_s, host_share=timed.host_share, library_share=timed.library_share, compiled=recorded.compiled
+    )
     replicas, nodes = recorded.world_size, math.ceil(recorded.world_size / fabric.gpus_per_node)
     batch = graph.batch_size or 1
     samples = (recorded.batches or replicas) * batch * recorded.passes

@@ -100,9 +100,12 @@ def _loss_term(tensor: Tensor) -> Tensor:
 
 
 def language_model_loss(output: Any) -> Tensor:
-    """Return token-wise cross entropy of ``output.logits`` (batch, length, vocabulary) against token 0."""
+    """Return token-wise cross entropy of ``output.logits`` (batch, length, vocabulary) against token 0.
+
+    In float32, whatever the logits are in: so do transformers' losses (``ForCausalLMLoss``), and autocast.
+    """
     logits = output["logits"] if isinstance(output, Mapping) else output.logits
-    flat = logits.reshape(-1, logits.shape[-1])
+    flat = logits.reshape(-1, logits.shape[-1]).float()
     return F.cross_entropy(flat, torch.zeros(flat.shape[0], dtype=torch.long, device=flat.device))
 
 

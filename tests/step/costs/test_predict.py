@@ -22,8 +22,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ddltool.analyzers.step.communication.nccl import Fabric
 from ddltool.analyzers.step.communication.program import program_of
+from ddltool.analyzers.step.costs.compiling import compiled
 from ddltool.analyzers.step.costs.kernel_times import ARITHMETIC, FEED, TRAFFIC, Constants
-from ddltool.analyzers.step.costs.kernels import INPUT_GRADIENT, WEIGHT_GRADIENT, compiled, kernels_of
+from ddltool.analyzers.step.costs.kernels import INPUT_GRADIENT, WEIGHT_GRADIENT, kernels_of
 from ddltool.analyzers.step.costs.memory import Kind, Sharding
 from ddltool.analyzers.step.costs.model import CostModel, PredictedStep, cost_model, estimate, time_step
 from ddltool.analyzers.step.costs.predict import (
