@@ -114,7 +114,6 @@ def predict(
         graph = _recorded_step(source, devices[0], gpus_per_node, limit, keep_files, tell, stage)
         return predict_recorded(graph, list(zip(models, fabrics, strict=True)), graph.name)
     refuse("a step that is traced", _RECORDED)
-    numerics = Numerics(precision, channels_last)  # type: ignore[arg-type]  # Numerics checks it
     layout = Layout(
         tensor=tensor_parallel, pipeline=pipeline_parallel, sequence=sequence_parallel, virtual=virtual_stages
     )
@@ -130,6 +129,8 @@ def predict(
         )
         for fabric in fabrics
     ]
+    # Several GPUs compute with parameters of the half type; nothing is cast between the ops.
+    numerics = Numerics(precision, channels_last, gathered=layout != Layout())  # type: ignore[arg-type]  # Numerics checks it
     with stage(f"tracing {name_of(source)}"):
         curve = work_of(cast(Source, source), numerics, sequence_length)
     if remark := curve.traced.graph.meta.get("note"):

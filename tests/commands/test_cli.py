@@ -451,6 +451,7 @@ def test_the_options_are_a_decision() -> None:
                 *("--device", "--devices-file", "--batch-sizes", "--replicas", "--gpus-per-node", "--precision"),
                 *("--channels-last", "--compile", "--optimizer", "--accumulation", "--sequence-length"),
                 *("--bandwidth", "--latency", "--local-bandwidth", "--local-latency", "--sharding", "--checkpointing"),
+                *("--tensor-parallel", "--pipeline-parallel", "--sequence-parallel", "--virtual-stages"),
                 *(option for option in common if option != "--seed"),
             ]
         ),
