@@ -216,7 +216,8 @@ class LossScaler:
         """
         if reduction not in ("mean", "sum", "average"):
             raise InputError("reduction", f"is {reduction!r}", "give mean, sum or average")
-        if not torch.is_grad_enabled() or not (self._weighs or self.pending.is_known):
+        is_counted = self._weighs or (self.watcher is not None and self.pending.is_known)
+        if not torch.is_grad_enabled() or not is_counted:
             return loss
         self._is_said = True
         share, ranks = None, self._job.world_size
