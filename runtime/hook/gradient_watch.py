@@ -88,6 +88,8 @@ def _sum_of_some(gradient: Tensor, turn: int = 0) -> Tensor:
     """
     if gradient.is_sparse:
         gradient = gradient.coalesce().values()
+    if gradient.numel() <= SAMPLE:
+        return gradient.sum()
     if not gradient.is_contiguous():  # a flat view would copy it
         return gradient[turn % len(gradient)].sum()
     begin = turn % max(1, -(-gradient.numel() // SAMPLE)) * SAMPLE

@@ -48,8 +48,8 @@ from ddltool.runtime.processes.liveness import LivenessMonitor
 Reduction = Literal["mean", "sum", "average"]
 OutputGradients = dict[OutputKey, Tensor | None]
 """Gradients of a model's outputs as far as weighed losses explain them; None: whatever arrives there is explained."""
-_NODES_PER_LOOK = 300
-"""A loss's graph of so many nodes is walked in every step, a larger one every so often."""
+_UPDATES_PER_LOOK, _NODES_PER_LOOK = 4, 300
+"""After the first updates the losses of one in so many are looked at, of fewer where graphs have more nodes than these."""
 _SENTINELS = 8
 """Parameters that tell, after the first updates, whether a backward pass accumulates gradients."""
 _backwards = 0
@@ -115,7 +115,7 @@ class LossScaler:
         self._hooks: list[Any] = []
         self._sentinels: list[Any] = []
         self._forwards_begun = self._forwards_inside = 0
-        self._losses = self._weighed_losses = 0
+        self._weighed_losses = 0
         self._is_said = self._seen_full = self._is_uneven = False
         self._shapes: set[tuple[object, ...]] = set()
         self._nodes = 0
@@ -216,7 +216,8 @@ class LossScaler:
         """
         if reduction not in ("mean", "sum", "average"):
             raise InputError("reduction", f"is {reduction!r}", "give mean, sum or average")
-        if not torch.is_grad_enabled() or not (self._weighs or self.pending.is_known):
+        is_counted = self._weighs or (self.watcher is not None and self.pending.is_known)
+        if not torch.is_grad_enabled() or not is_counted:
             return loss
         self._is_said = True
         share, ranks = None, self._job.world_size
@@ -246,7 +247,6 @@ class LossScaler:
         weighed = loss.clone()  # not a view, which could not be changed in place
         weighed.register_hook(partial(self._begin_backward, factor, forward_passes, gradients))
         mark_weighed(weighed)
-        self._losses += 1
         return weighed
 
     def _counts(self, mine: float) -> list[float]:
@@ -292,7 +292,8 @@ class LossScaler:
         update.
         """
         guard = self._guard
-        if guard is None or (not guard.is_measured and self._losses % (1 + self._nodes // _NODES_PER_LOOK)):
+        updates_per_look = _UPDATES_PER_LOOK * (1 + self._nodes // _NODES_PER_LOOK)
+        if guard is None or (not guard.is_measured and guard.updates % updates_per_look):
             return set(), {}
         graph = LossGraph.of(loss)
         self._nodes, forward_passes = graph.nodes, {output.key[0] for output in graph.outputs}

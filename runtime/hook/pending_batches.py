@@ -146,9 +146,11 @@ class PendingBatches:
         if len({batch.share for batch in batches}) > 1:
             sizes = {*self.told, *self.passed}
             fitting = [batch for batch in batches if batch.share.samples in sizes]
-        if len({batch.share for batch in fitting}) != 1:
-            remedy = f"say which it is: {name}.loss(loss, count=samples)"
-            raise InputError("backward", "the script has batches of several steps in hand, of different shares", remedy)
+            if len({batch.share for batch in fitting}) != 1:
+                remedy = f"say which it is: {name}.loss(loss, count=samples)"
+                raise InputError(
+                    "backward", "the script has batches of several steps in hand, of different shares", remedy
+                )
         self._use(number, fitting)
         return fitting[0].share
 

@@ -266,6 +266,8 @@ def test_one_process_has_nothing_to_weigh(tmp_path: Path) -> None:
     hook = runtime.attach(tmp_path / "enforce.json", model=model, optimizer=optimizer, dataset=range(20))  # type: ignore[arg-type]
     assert registered(model, optimizer) == before + 1  # the watch of its gradients
     assert [len(batch) for batch in hook.dataloader(batch_size=1)] == [6, 6, 6, 2]
+    loss = model.heads[0].bias.sum()
+    assert all(hook.loss(loss) is loss for _ in hook.dataloader(batch_size=1))
 
 
 def test_what_a_loader_of_the_scripts_own_cannot_be(tmp_path: Path) -> None:

@@ -257,8 +257,18 @@ def test_no_telemetry_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert [path.name for path in tmp_path.iterdir()] == ["enforce.json"]
 
 
-def moment(host_s: float) -> Stamp:
-    return Stamp(host_s)
+moment = Stamp
+
+
+def opened(tmp_path: Path, device: str = "cpu") -> TelemetryFile:
+    file = TelemetryFile(tmp_path / "rows.jsonl", Identity(rank=0, world_size=1, num_nodes=1, device=device))
+    file.open()
+    return file
+
+
+def step_to(number: int, end_s: float) -> ObservedStep:
+    exchanges = [Exchange(1, 1, moment(0.0), False)]
+    return ObservedStep(number=number, exchanges=exchanges, begin=moment(0.0), end=moment(end_s), memory_bytes=1)
 
 
 @pytest.mark.parametrize(
@@ -314,8 +324,7 @@ def test_on_cuda_the_device_says_how_long_things_took() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_cuda_model_alone(tmp_path: Path) -> None:
-    file = TelemetryFile(tmp_path / "rows.jsonl", Identity(rank=0, world_size=1, num_nodes=1, device="cuda"))
-    file.open()
+    file = opened(tmp_path, "cuda")
     recorder = StepRecorder(file, cuda=True, take_samples=lambda: (8, 8))
     matrix = torch.ones(2000, 2000, device="cuda")
     for _ in range(3):
@@ -333,8 +342,7 @@ def test_the_first_step_of_an_epoch_begins_with_its_forward_pass(
     """On a clock that ticks once per reading: what came between two epochs is in no step."""
     ticks = iter(range(1000))
     monkeypatch.setattr(telemetry.time, "perf_counter", lambda: float(next(ticks)))
-    file = TelemetryFile(tmp_path / "rows.jsonl", Identity(rank=0, world_size=1, num_nodes=1, device="cpu"))
-    file.open()
+    file = opened(tmp_path)
     recorder = StepRecorder(file, take_samples=lambda: (1, 1))
     for step in range(3):
         if step == 2:
@@ -352,30 +360,18 @@ def test_the_first_step_of_an_epoch_begins_with_its_forward_pass(
 
 
 def test_rows_are_held_for_a_second(tmp_path: Path) -> None:
-    file = TelemetryFile(tmp_path / "rows.jsonl", Identity(rank=0, world_size=1, num_nodes=1, device="cpu"))
-    file.open()
-    exchange = Exchange(1, 1, moment(0.0), False)
-    early, late = (moment(file._written_s + part * telemetry.SECONDS_HELD) for part in (0.5, 1.01))
-    file.add(ObservedStep(number=0, exchanges=[exchange], begin=moment(0.0), end=early, memory_bytes=1))
+    file = opened(tmp_path)
+    file.add(step_to(0, file._written_s + 0.5 * telemetry.SECONDS_HELD))
     assert rows_in(file.path) == []
-    file.add(ObservedStep(number=1, exchanges=[exchange], begin=moment(0.0), end=late, memory_bytes=1))
+    file.add(step_to(1, file._written_s + 1.01 * telemetry.SECONDS_HELD))
     assert [row.step for row in rows_in(file.path)] == [0]  # the last one waits for what others have to say
     file.close()
     assert [row.step for row in rows_in(file.path)] == [0, 1]
 
 
 def test_a_forked_data_worker_does_not_write_its_parents_rows(tmp_path: Path) -> None:
-    file = TelemetryFile(tmp_path / "rows.jsonl", Identity(rank=0, world_size=1, num_nodes=1, device="cpu"))
-    file.open()
-    file.add(
-        ObservedStep(
-            number=0,
-            exchanges=[Exchange(1, 1, moment(0.0), False)],
-            begin=moment(0.0),
-            end=moment(file._written_s),
-            memory_bytes=1,
-        )
-    )
+    file = opened(tmp_path)
+    file.add(step_to(0, file._written_s))
     child = os.fork()
     if child == 0:
         file.close()
