@@ -14,11 +14,10 @@ import json
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cache, reduce
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +34,19 @@ from ddltool.published_models import check_hub_name, find_model, unknown_model
 _TABLES: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("transformers.toml").read_text(encoding="utf-8"))
 
 
+class NamedConfig(NamedTuple):
+    """A configuration of transformers, and what it is called."""
+
+    config: Any
+    model_type: str
+    title: str
+    """The model's name without its organisation, or the file's."""
+    source: str
+    """What errors call it."""
+    note: str
+    """A remark on defaults that were replaced, "" for none."""
+
+
 def transformers_step(name: str, sequence_length: int | None = None) -> TrainingStep:
     """Return one training step of a model, without its weights, under the ambient default device.
 
@@ -45,6 +57,21 @@ def transformers_step(name: str, sequence_length: int | None = None) -> Training
     Raises InputError for an unknown name, for a model that cannot be built here or takes inputs that ddltool cannot make,
     and for a length beyond the model's positions, where it has learned them.
     """
+    named = named_config(name)
+    head, module = build_model(named)
+    inputs = example_inputs(module, named.config, named.source, sequence_length)
+    loss = language_model_loss if head in _TABLES["token_heads"] else _prediction_loss
+    bound = bind(module, inputs, named.source, packed(inputs))
+    note, longest = named.note, _max_positions(named.config)
+    if sequence_length is not None and longest is not None and sequence_length > longest:
+        note = joined(
+            note, f"{sequence_length:,} tokens are more than the {longest:,} that the model is configured for"
+        )
+    return TrainingStep(name=named.title, module=module, inputs=bound, loss=loss, note=note)
+
+
+def named_config(name: str) -> NamedConfig:
+    """Return the configuration that ``transformers:NAME`` means. Raises InputError as :func:`transformers_step`."""
     source = f"transformers:{name}"
     config_path = Path(name) if name.endswith(".json") else None
     fields: dict[str, Any] = {}
@@ -72,7 +99,10 @@ def transformers_step(name: str, sequence_length: int | None = None) -> Training
     except Exception as error:  # some types are put together from others and have no default
         problem = f"is no configuration of a {model_type}" if fields else "has no default configuration"
         raise _model_error(source, problem, error) from error
-    return replace(configured_step(config, model_type, source, sequence_length), name=title)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False  # a training step keeps no generation cache, and it would be traced as outputs
+    note = "" if fields else _repair_defaults(config, model_type)
+    return NamedConfig(config, model_type, title, source, note)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -87,35 +117,27 @@ def _read_config(path: Path) -> dict[str, Any]:
     return {key: value for key, value in document.items() if key not in unused_fields}
 
 
-def configured_step(config: Any, name: str, source: str, sequence_length: int | None = None) -> TrainingStep:
-    """Return the step of a configuration of the type ``name``; errors call it ``source``, else as :func:`transformers_step`."""
+def build_model(named: NamedConfig) -> tuple[str, nn.Module]:
+    """Return the model of a configuration with the head for its training task, and that task.
+
+    Raises InputError for a model that cannot be built.
+    """
     _accept_any_grouped_product()
-    if hasattr(config, "use_cache"):
-        config.use_cache = False  # a training step keeps no generation cache, and it would be traced as outputs
-    note = _repair_defaults(config, name)
     try:
-        head, cls = _model_class(config, name)
-        module = cls._from_config(config)
+        head, cls = _model_class(named.config, named.model_type)
+        module = cls._from_config(named.config)
     except DdlToolError:
         raise
     except Exception as error:  # never with real weights instead: they may be larger than this machine
-        raise _model_error(source, "cannot be built", error) from error
-    if getattr(config, "scale_decoder_outputs", None) is False:
+        raise _model_error(named.source, "cannot be built", error) from error
+    if getattr(named.config, "scale_decoder_outputs", None) is False:
         # T5's family ties its head whatever the configuration says, until it loads weights that hold a head of their own.
         module.lm_head.weight = nn.Parameter(torch.empty_like(module.lm_head.weight))
     for submodule in module.modules():
         if type(submodule).__name__.endswith("Router") and hasattr(submodule, "classifier"):
             # The router converts its weights to their own type in every forward, which a tensor in a trace cannot do.
             submodule.classifier.to = lambda *_, itself=submodule.classifier, **__: itself
-    inputs = example_inputs(module, config, source, sequence_length)
-    loss = language_model_loss if head in _TABLES["token_heads"] else _prediction_loss
-    bound = bind(module, inputs, source, packed(inputs))
-    longest = _max_positions(config)
-    if sequence_length is not None and longest is not None and sequence_length > longest:
-        note = joined(
-            note, f"{sequence_length:,} tokens are more than the {longest:,} that the model is configured for"
-        )
-    return TrainingStep(name=name, module=module, inputs=bound, loss=loss, note=note)
+    return head, module
 
 
 def _repair_defaults(config: Any, name: str) -> str:
