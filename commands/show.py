@@ -60,7 +60,7 @@ def show_models(
     part: str = "",
     as_json: bool = False,
 ) -> None:
-    """List the published models that `transformers:NAME` knows, with their parameters; all, or those whose name has a part."""
+    """List the published models that transformers:NAME knows, with their parameters; all, or those named like PART."""
     models = [
         HubModel(
             name=model.name, model_type=model.model_type, parameters=model.parameters, same_as=model.same_as or None
