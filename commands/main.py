@@ -84,6 +84,15 @@ class _Command(_PlainHelp, TyperCommand):
     """A command."""
 
 
+def _check_models(args: list[str]) -> None:
+    """Raise InputError for an unknown model of the hub, before the command's module brings torch."""
+    for text in args:
+        if text.startswith("transformers:"):
+            from ddltool.published_models import check_hub_name
+
+            check_hub_name(text)
+
+
 class _Lazy(_PlainHelp, TyperGroup):
     """The commands, each loaded when it is to run, or to complete; a name is one word or two."""
 
@@ -95,6 +104,7 @@ class _Lazy(_PlainHelp, TyperGroup):
                 print(f"note: ddltool {name} is now ddltool {MOVED[name]}", file=sys.stderr)  # noqa: T201 - for people
             name = MOVED.get(name, name)
             if name in COMMANDS:
+                _check_models(args[words:])
                 return name, load(name), args[words:]
         if subcommands := [name.partition(" ")[2] for name in COMMANDS if name.startswith(f"{args[0]} ")]:
             ctx.fail(f"{args[0]} needs one of: {', '.join(subcommands)}")

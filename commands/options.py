@@ -240,7 +240,22 @@ DEVICES = after_comma(_device_names)
 Precision = Annotated[str, {**one_of(*NAMES), "reader": precision_name}]
 OPTIMIZER = one_of("none", "sgd", "momentum", "adam", "adamw")
 LocalLink = Annotated[str | None, completed(DATASHEET)]
-AS_TEXT: Remark = {"type": str}
+
+
+def _model_names(typed: str) -> list[str]:
+    """Return the built-in and the published models, once a SOURCE is begun as one of them: it may be a file as well."""
+    if typed.startswith("zoo:"):
+        from ddltool.fixtures.zoo import ZOO
+
+        return [f"zoo:{name}" for name in ZOO]
+    if typed.startswith("transformers:"):
+        from ddltool.published_models import published_models
+
+        return [f"transformers:{name}" for name in published_models()]
+    return []
+
+
+AS_TEXT: Remark = {"type": str, "autocompletion": _model_names}
 """Of a parameter that a program gives a model, and the command line its name."""
 AS_FILES: Remark = {"type": list[Path]}
 """Of a parameter that a program gives what it holds, and the command line files."""

@@ -1,4 +1,4 @@
-"""``ddltool show zoo``, ``show term`` and ``show schema``: what ships, what words mean, what documents hold.
+"""``ddltool show zoo``, ``models``, ``term`` and ``schema``: what ships, what words mean, what documents hold.
 
 ``glossary.toml`` has the terms. ``kinds.toml`` has every kind of document with its form, what writes it and what reads it;
 ``docs/formats.md`` has the fields of those that people write or read by hand, the site those of all.
@@ -25,11 +25,12 @@ from ddltool.errors import InputError, did_you_mean
 from ddltool.fixtures.zoo import ZOO, entry
 from ddltool.goodput_model import Goodput
 from ddltool.graph import COMPUTE, RECV, GraphDocument, Mode, read_graph, write_graph
-from ddltool.graph_results import ZooModel, ZooResult
+from ddltool.graph_results import HubModel, HubModelsResult, ZooModel, ZooResult
 from ddltool.job import Cluster, Job
 from ddltool.job_state import JobState
 from ddltool.plans import Enforcement, Plan
 from ddltool.profiles import ProfileRow
+from ddltool.published_models import published_models, unknown_model
 from ddltool.results import KindsResult, ListedKind
 from ddltool.shipped import folder, graph_files
 from ddltool.telemetry import BalanceEvent, SyncRow, TelemetryRow
@@ -53,6 +54,29 @@ def show_zoo(
     columns = ("zoo:NAME", "batch", "param.", "MiB", "ops", "Table 1: param. MiB ops")
     caption = "param.: parameter tensors; ops: inference/training (ours aten's, TicTac's Table 1 TensorFlow's)"
     out().print(table("Built-in models", columns, rows, caption=caption))
+
+
+def show_models(
+    part: str = "",
+    as_json: bool = False,
+) -> None:
+    """List the published models that transformers:NAME knows, with their parameters; all, or those named like PART."""
+    models = [
+        HubModel(
+            name=model.name, model_type=model.model_type, parameters=model.parameters, same_as=model.same_as or None
+        )
+        for model in published_models().values()
+        if part.lower() in model.name.lower()
+    ]
+    if not models:
+        raise unknown_model(part)
+    if as_json:
+        print_json(HubModelsResult(models=models))
+        return
+    rows = [(model.name, model.model_type, f"{model.parameters / 1e9:.3g}") for model in models]
+    columns = ("transformers:NAME", "type", "billions")
+    caption = "billions: parameters, as published. Any other model: transformers:path/config.json"
+    out().print(table("Published models", columns, rows, caption=caption, text_columns=2))
 
 
 def _write_graphs(target_folder: Path, as_json: bool) -> None:

@@ -170,6 +170,23 @@ class ZooResult(Result):
     paths: list[str] | None = None
 
 
+class HubModel(Part):
+    """A published model that ``transformers:NAME`` builds."""
+
+    name: str
+    model_type: str
+    parameters: Count
+    same_as: str | None
+    """The model that is built in its place, which has the same configuration."""
+
+
+class HubModelsResult(Result):
+    """``ddltool show models``: the published models by name."""
+
+    kind: Literal["ddltool.models"] = "ddltool.models"
+    models: list[HubModel]
+
+
 class DeterminismOp(Part):
     """An op type whose bits depend on more than its inputs."""
 

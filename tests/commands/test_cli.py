@@ -383,6 +383,21 @@ def test_explain_prints_the_glossary(cli: Cli) -> None:
     assert 'did you mean "goodput"?' in missed.err
 
 
+def test_show_models_lists_what_a_source_completes_to(cli: Cli) -> None:
+    everything = cli("show", "models", "--json").document["models"]
+    qwen = cli("show", "models", "Qwen/qwen3-3", "--json").document["models"]
+    assert qwen == [model for model in everything if model["name"].startswith("Qwen/Qwen3-3")] != []
+    assert {"name": "Qwen/Qwen3-32B", "model_type": "qwen3", "parameters": 32_762_123_264, "same_as": None} in qwen
+    assert re.search(r"Qwen/Qwen3-32B +qwen3 +32\.8", cli("show", "models", "qwen3-3").out)
+    missed = cli("show", "models", "llama-3.1-9")
+    assert missed.code == 2
+    assert "unknown model 'llama-3.1-9'; did you mean meta-llama/Llama-3.1-8B" in missed.error_line
+    source = next(parameter for parameter in load("predict").params if parameter.name == "source")
+    for typed, first in (("transformers:Qwen/Qwen3-32", "transformers:Qwen/Qwen3-32B"), ("zoo:vgg1", "zoo:vgg16")):
+        assert source.shell_complete(None, typed)[0].value == first
+    assert source.shell_complete(None, "graph") == []
+
+
 def test_a_verb_is_one_function() -> None:
     """What ``import ddltool`` has is what the command is made from, with each of its parameters that is no listener's."""
     for name in ddltool._VERBS:
@@ -400,7 +415,7 @@ def test_a_command_of_earlier_versions_says_its_new_name(cli: Cli) -> None:
     moved, named = cli("explain", "goodput", "--json"), cli("show", "term", "goodput", "--json")
     assert (moved.code, moved.out) == (0, named.out)
     assert moved.err == "note: ddltool explain is now ddltool show term\n"
-    assert "show needs one of: term, zoo, schema" in cli("show").error_line
+    assert "show needs one of: term, zoo, models, schema" in cli("show").error_line
 
 
 def test_the_options_are_a_decision() -> None:
@@ -573,6 +588,7 @@ def test_the_options_are_a_decision() -> None:
         "stragglers": ["--batch-size", "--feed", "--json", "--output"],
         "devices": ["--collective", "--devices-file", "--json", "--precision", "--product"],
         "show zoo": ["--json", "--write"],
+        "show models": ["--json"],
         "show schema": ["--json", "--output"],
         "doctor": ["--check", "--json", "--max-overhead", "--overhead", "--pairs", "--replicas", "--steps"],
     }

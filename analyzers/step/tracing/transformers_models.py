@@ -1,5 +1,5 @@
-"""``transformers:NAME``: a model type's default configuration, or a configuration file (``transformers:config.json``),
-with the head for its training task. Start at :func:`transformers_step`.
+"""``transformers:NAME``: a model of the hub by its name, a model type's default configuration, or a configuration file
+(``transformers:config.json``), with the head for its training task. Start at :func:`transformers_step`.
 
 :func:`example_inputs` makes example inputs from the signature of a model's forward and the sizes in its configuration.
 The text for a model of images or sound holds as many placeholder tokens as the model's tower makes of the example, so
@@ -14,11 +14,10 @@ import json
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cache, reduce
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,41 +26,83 @@ from torch.utils._pytree import tree_leaves
 from ddltool.analyzers.step.tracing.factories import REMEDY, imported, least_batch, nearest
 from ddltool.analyzers.step.tracing.known_values import bind, refusal, tried
 from ddltool.analyzers.step.tracing.step import TrainingStep, default_loss, language_model_loss, resized
+from ddltool.analyzers.step.tracing.torch_adapter import joined
 from ddltool.artifacts import read_text
 from ddltool.errors import DdlToolError, InputError, one_line
+from ddltool.published_models import check_hub_name, find_model, unknown_model
 
 _TABLES: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("transformers.toml").read_text(encoding="utf-8"))
 
 
+class NamedConfig(NamedTuple):
+    """A configuration of transformers, and what it is called."""
+
+    config: Any
+    model_type: str
+    title: str
+    """The model's name without its organisation, or the file's."""
+    source: str
+    """What errors call it."""
+    note: str
+    """A remark on defaults that were replaced, "" for none."""
+
+
 def transformers_step(name: str, sequence_length: int | None = None) -> TrainingStep:
-    """Return one training step of a model type's default configuration, under the ambient default device.
+    """Return one training step of a model, without its weights, under the ambient default device.
 
     Args:
-        name: a model type, or the path of a published ``config.json``.
+        name: of a published model (``meta-llama/Llama-3.1-8B``), a model type, or the path of a ``config.json``.
         sequence_length: tokens of text; None: 128, or the model's maximum if less.
 
-    Raises InputError for an unknown type, for a model that cannot be built here or takes inputs that ddltool cannot make,
-    and for a length beyond the model's maximum.
+    Raises InputError for an unknown name, for a model that cannot be built here or takes inputs that ddltool cannot make,
+    and for a length beyond the model's positions, where it has learned them.
     """
+    named = named_config(name)
+    head, module = build_model(named)
+    inputs = example_inputs(module, named.config, named.source, sequence_length)
+    loss = language_model_loss if head in _TABLES["token_heads"] else _prediction_loss
+    bound = bind(module, inputs, named.source, packed(inputs))
+    note, longest = named.note, _max_positions(named.config)
+    if sequence_length is not None and longest is not None and sequence_length > longest:
+        note = joined(
+            note, f"{sequence_length:,} tokens are more than the {longest:,} that the model is configured for"
+        )
+    return TrainingStep(name=named.title, module=module, inputs=bound, loss=loss, note=note)
+
+
+def named_config(name: str) -> NamedConfig:
+    """Return the configuration that ``transformers:NAME`` means. Raises InputError as :func:`transformers_step`."""
     source = f"transformers:{name}"
+    config_path = Path(name) if name.endswith(".json") else None
+    fields: dict[str, Any] = {}
+    title = model_type = name  # a type, unless it is a file or a name of the table
+    if config_path is not None:
+        fields = _read_config(config_path)
+        title, model_type, source = config_path.stem, str(fields.pop("model_type")), str(config_path)
+    else:
+        check_hub_name(source)
+        published = find_model(name)
+        if published is not None:
+            title, model_type, fields = published.name.partition("/")[2], published.model_type, dict(published.fields)
     transformers = imported("transformers", source)
     transformers.logging.set_verbosity_error()
     known_types = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
-    fields: dict[str, Any] = {}
-    config_path = Path(name) if name.endswith(".json") else None
-    if config_path is not None:
-        fields = _read_config(config_path)
-        name, source = str(fields.pop("model_type")), str(config_path)
-    if name not in known_types:
-        remedy = nearest(name, known_types, ("bert", "gpt2", "llama", "t5", "vit"))
-        raise InputError(source, f"unknown model type {name!r}", remedy)
+    if model_type not in known_types:
+        model_type = model_type.lower()
+    if model_type not in known_types:
+        if title == name:
+            raise unknown_model(name, known_types)
+        remedy = nearest(model_type, known_types, ("bert", "gpt2", "llama", "t5", "vit"))
+        raise InputError(source, f"unknown model type {model_type!r}", remedy)
     try:
-        config = transformers.AutoConfig.for_model(name, **fields)
+        config = transformers.AutoConfig.for_model(model_type, **fields)
     except Exception as error:  # some types are put together from others and have no default
-        problem = "has no default configuration" if config_path is None else f"is no configuration of a {name}"
+        problem = f"is no configuration of a {model_type}" if fields else "has no default configuration"
         raise _model_error(source, problem, error) from error
-    step = configured_step(config, name, sequence_length)
-    return step if config_path is None else replace(step, name=config_path.stem)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False  # a training step keeps no generation cache, and it would be traced as outputs
+    note = "" if fields else _repair_defaults(config, model_type)
+    return NamedConfig(config, model_type, title, source, note)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -76,28 +117,27 @@ def _read_config(path: Path) -> dict[str, Any]:
     return {key: value for key, value in document.items() if key not in unused_fields}
 
 
-def configured_step(config: Any, name: str, sequence_length: int | None = None) -> TrainingStep:
-    """Return the step of a transformers configuration; arguments and errors are those of :func:`transformers_step`."""
-    source = f"transformers:{name}"
+def build_model(named: NamedConfig) -> tuple[str, nn.Module]:
+    """Return the model of a configuration with the head for its training task, and that task.
+
+    Raises InputError for a model that cannot be built.
+    """
     _accept_any_grouped_product()
-    if hasattr(config, "use_cache"):
-        config.use_cache = False  # a training step keeps no generation cache, and it would be traced as outputs
-    note = _repair_defaults(config, name)
     try:
-        head, cls = _model_class(config, name)
-        module = cls._from_config(config)
+        head, cls = _model_class(named.config, named.model_type)
+        module = cls._from_config(named.config)
     except DdlToolError:
         raise
     except Exception as error:  # never with real weights instead: they may be larger than this machine
-        raise _model_error(source, "cannot be built", error) from error
+        raise _model_error(named.source, "cannot be built", error) from error
+    if getattr(named.config, "scale_decoder_outputs", None) is False:
+        # T5's family ties its head whatever the configuration says, until it loads weights that hold a head of their own.
+        module.lm_head.weight = nn.Parameter(torch.empty_like(module.lm_head.weight))
     for submodule in module.modules():
         if type(submodule).__name__.endswith("Router") and hasattr(submodule, "classifier"):
             # The router converts its weights to their own type in every forward, which a tensor in a trace cannot do.
             submodule.classifier.to = lambda *_, itself=submodule.classifier, **__: itself
-    inputs = example_inputs(module, config, source, sequence_length)
-    loss = language_model_loss if head in _TABLES["token_heads"] else _prediction_loss
-    bound = bind(module, inputs, source, packed(inputs))
-    return TrainingStep(name=name, module=module, inputs=bound, loss=loss, note=note)
+    return head, module
 
 
 def _repair_defaults(config: Any, name: str) -> str:
@@ -212,8 +252,8 @@ def packed(inputs: Mapping[str, Tensor]) -> frozenset[str]:
 class _InputMaker:
     """Makes example inputs for one model.
 
-    ``takes`` are the parameters of its forward; ``text``, ``vision`` and ``audio`` the configurations of its towers, or
-    the model's own where it has no such tower.
+    ``takes`` are the parameters of its forward; ``vision`` and ``audio`` the configurations of its towers, or the model's
+    own where it has no such tower.
     """
 
     def __init__(self, module: nn.Module, config: Any, source: str, length: int | None) -> None:
@@ -221,7 +261,6 @@ class _InputMaker:
         self.config = config
         self.source = source
         self.takes = inspect.signature(module.forward).parameters
-        self.text = config.get_text_config() if hasattr(config, "get_text_config") else config
         self.vision = _nested_config(config, "vision")
         self.audio = _nested_config(config, "audio", "speech", "encoder")
         self.wanted = length
@@ -248,8 +287,7 @@ class _InputMaker:
 
     def _text_length(self, wanted: int | None) -> int:
         """Return the tokens of text: those asked for, else the default (None). Raises InputError beyond the model's maximum."""
-        positions = _first_attribute((self.text, self.config), *_POSITIONS)
-        max_positions = positions if isinstance(positions, int) and positions > 0 else None
+        max_positions = _max_positions(self.config)
         if wanted is None:
             axial = _first_attribute((self.config,), "axial_pos_shape")  # Reformer trains on texts of one length
             return math.prod(axial) if axial else min(_TEXT_LENGTH, max_positions or _TEXT_LENGTH)
@@ -476,6 +514,13 @@ def _first_attribute(configs: tuple[Any, ...], *names: str, default: Any = None)
     """Return the first of these attributes that a configuration has, None and missing ones skipped, else the default."""
     values = (getattr(config, name, None) for name in names for config in configs)
     return next((value for value in values if value is not None), default)
+
+
+def _max_positions(config: Any) -> int | None:
+    """Return the longest text of a configuration in tokens, None where it says none."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    positions = _first_attribute((text, config), *_POSITIONS)
+    return positions if isinstance(positions, int) and positions > 0 else None
 
 
 def _image_size(*configs: Any) -> tuple[int, int]:

@@ -349,7 +349,10 @@ def test_factories(factory_file: Path, capsys: pytest.CaptureFixture[str]) -> No
         ("nowhere.py:f", "no such file: nowhere.py"),
         ("no_such_package.x:f", "cannot import no_such_package.x"),
         ("zoo:resnet31", "did you mean"),
-        ("transformers:brt", "unknown model type 'brt'; did you mean .*bert"),
+        (
+            "transformers:brt",
+            "unknown model 'brt'; did you mean .*bert.*a config.json works too: transformers:path/config",
+        ),
         ("nothing", "no such file or source; SOURCE is model.onnx,"),
     ],
 )
