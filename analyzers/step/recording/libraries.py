@@ -69,7 +69,7 @@ def change_libraries(recorder: Recorder, torchvision_ops: torch.library.Library 
     _start_no_ranks()
     stand_in_graphs(recorder)
     stand_in_types()
-    torch.cuda._compile_kernel = lambda *_, **__: compiled_launch  # type: ignore[attr-defined]
+    torch.cuda._compile_kernel = lambda *_, **__: compiled_launch
 
 
 def _renamed_in_accelerate(module: Any) -> None:
