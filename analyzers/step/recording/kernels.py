@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-REST = "*"
-"""In the stand-in of a package: whatever else is asked of it is inert."""
+from ddltool.analyzers.step.recording.packages import REST, Inert
+
 _BLOCK = 64
 """Weights of 4 bits have one scale for so many."""
 
@@ -459,8 +459,6 @@ def _kernels() -> dict[str, Any]:
 
 
 def _wandb() -> dict[str, Any]:
-    from ddltool.analyzers.step.recording.packages import Inert
-
     class Config(SimpleNamespace):
         def update(self, values: Any, **_: Any) -> None:
             self.__dict__.update(values if isinstance(values, Mapping) else vars(values))

@@ -22,6 +22,7 @@ from ddltool.analyzers.step.recording.kernels import compiled_launch
 from ddltool.analyzers.step.recording.legacy import stand_in_types
 from ddltool.analyzers.step.recording.pipelines import stand_in_neighbours
 from ddltool.analyzers.step.recording.recorder import Recorder
+from ddltool.analyzers.step.recording.synchronized import stand_in_synchronized_norms
 from ddltool.analyzers.step.recording.vision import stand_in_vision
 
 
@@ -68,6 +69,7 @@ def change_libraries(recorder: Recorder, torchvision_ops: torch.library.Library 
     sys.meta_path.insert(0, _Changing(changes))
     _start_no_ranks()
     stand_in_graphs(recorder)
+    recorder.kept.append(stand_in_synchronized_norms())
     stand_in_types()
     torch.cuda._compile_kernel = lambda *_, **__: compiled_launch
 

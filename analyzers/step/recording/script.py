@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from ddltool.analyzers.step.recording.files import overlay
 from ddltool.analyzers.step.recording.graph_of import graph_of
 from ddltool.analyzers.step.recording.groups import stand_in_groups, world_size
+from ddltool.analyzers.step.recording.kernels import PACKAGES
 from ddltool.analyzers.step.recording.launchers import launched
 from ddltool.analyzers.step.recording.libraries import change_libraries
 from ddltool.analyzers.step.recording.packages import ABSENT, missing, stand_in_packages
@@ -215,7 +216,7 @@ def main(arguments: list[str]) -> int:
     window.absent = again.absent
     record_modules(recorder)
     stand_in_groups(recorder)
-    stand_in_packages(again.absent)
+    stand_in_packages(again.absent, PACKAGES)
     change_libraries(recorder, torchvision_ops)
     for name in again.absent:
         recorder.step.assumed[f"{ABSENT}{name}"] = 1
