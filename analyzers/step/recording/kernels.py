@@ -7,6 +7,7 @@ kernel of the script's own (Triton) reads and writes is its traffic.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from types import SimpleNamespace
@@ -232,6 +233,13 @@ def _unpacked(packed: Tensor, _scales: Tensor, rows: int, columns: int, dtype: t
     return packed.new_empty((rows, columns), dtype=dtype)
 
 
+class OneState(OneStateOfOneByte):
+    """Those whose momentum is kept in float32."""
+
+    def __init__(self, *args: Any, **asked: Any) -> None:
+        super().__init__(*args, **(asked | {"min_8bit_size": sys.maxsize}))
+
+
 class PackedWeight(nn.Parameter):
     """A frozen weight of 4 or 8 bits an element."""
 
@@ -327,9 +335,18 @@ class TritonKernel:
         return None
 
 
-def compiled_launch(*args: Any, **kwargs: Any) -> None:
-    """Record one launch of a kernel that the script compiles from CUDA source (``torch.cuda._compile_kernel``)."""
-    TritonKernel(None).run(*args, **kwargs)
+class CompiledKernel:
+    """A kernel that the script compiles from CUDA source (``torch.cuda._compile_kernel``): one launch a call."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Compile nothing."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Record one launch."""
+        TritonKernel(None).run(*args, **kwargs)
+
+    def set_shared_memory_config(self, *_: Any) -> None:
+        """Set nothing."""
 
 
 def _decorated(function: Any = None, **_: Any) -> Any:
@@ -421,10 +438,16 @@ def _liger_kernel() -> dict[str, Any]:
 def _bitsandbytes() -> dict[str, Any]:
     known: dict[str, Any] = {
         f"{prefix}{name}{suffix}": StatesOfOneByte
-        for prefix in ("", "Paged") for name in ("Adam", "AdamW", "AdEMAMix") for suffix in ("8bit",)
+        for prefix in ("", "Paged") for name in ("Adam", "AdamW", "AdEMAMix", "LAMB") for suffix in ("8bit",)
     }  # fmt: skip
     known |= {
         f"{prefix}{name}8bit": OneStateOfOneByte for prefix in ("", "Paged") for name in ("Lion", "SGD", "RMSprop")
+    }
+    known |= {
+        f"{prefix}{name}{suffix}": OneState
+        for prefix in ("", "Paged")
+        for name in ("Lion", "SGD", "RMSprop")
+        for suffix in ("", "32bit")
     }
     adam = fused(torch.optim.AdamW, "betas", "eps", "weight_decay")
     known |= dict.fromkeys(

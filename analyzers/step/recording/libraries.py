@@ -18,7 +18,7 @@ import torch
 from ddltool.analyzers.step.recording.cuda_graphs import stand_in_graphs
 from ddltool.analyzers.step.recording.downloads import stand_in_downloads
 from ddltool.analyzers.step.recording.flexible import stand_in_flexible_attention
-from ddltool.analyzers.step.recording.kernels import compiled_launch
+from ddltool.analyzers.step.recording.kernels import CompiledKernel
 from ddltool.analyzers.step.recording.legacy import stand_in_types
 from ddltool.analyzers.step.recording.pipelines import stand_in_neighbours
 from ddltool.analyzers.step.recording.recorder import Recorder
@@ -71,7 +71,7 @@ def change_libraries(recorder: Recorder, torchvision_ops: torch.library.Library 
     stand_in_graphs(recorder)
     recorder.kept.append(stand_in_synchronized_norms())
     stand_in_types()
-    torch.cuda._compile_kernel = lambda *_, **__: compiled_launch
+    torch.cuda._compile_kernel = CompiledKernel
 
 
 def _renamed_in_accelerate(module: Any) -> None:
