@@ -37,6 +37,14 @@ _TOLD = {
     "apex": r"\bapex\b",
     "tensorboard": r"\btensorboard\b",
 }
+INSTEAD = {
+    "deepspeed": "record it with FSDP2 or DistributedDataParallel in its place",
+    "transformer_engine": "record it in bfloat16 with torch's own layers",
+    "torchao": "record it in bfloat16",
+    "megatron": "record it with torch's tensor parallelism",
+    "hydra": "pip install hydra-core",
+}
+"""What to do without packages whose work a step needs and nothing here does."""
 _NAMED = re.compile(r"(?:pip install |No module named |[`'\"])[`'\"]?([A-Za-z][\w.-]*)")
 
 

@@ -33,7 +33,7 @@ from ddltool.analyzers.step.recording.groups import stand_in_groups, world_size
 from ddltool.analyzers.step.recording.kernels import PACKAGES
 from ddltool.analyzers.step.recording.launchers import launched
 from ddltool.analyzers.step.recording.libraries import change_libraries
-from ddltool.analyzers.step.recording.packages import ABSENT, missing, stand_in_packages
+from ddltool.analyzers.step.recording.packages import ABSENT, INSTEAD, missing, stand_in_packages
 from ddltool.analyzers.step.recording.posing import posed, register_device
 from ddltool.analyzers.step.recording.recorder import Recorder
 from ddltool.analyzers.step.tracing.factories import declare_torchvision
@@ -308,7 +308,12 @@ def _failed(what: str, window: StepWindow, remedy: str = "") -> int:
     line = f"{what} after {window.updates} of the 2 updates that are needed"
     if window.absent:
         line += f" (stood in for, not installed here: {', '.join(window.absent)})"
-        remedy = remedy or f"if the script needs more of them: pip install {' '.join(window.absent)}, or leave them out"
+        instead = [INSTEAD[name] for name in window.absent if name in INSTEAD]
+        remedy = (
+            remedy
+            or ", ".join(instead)
+            or f"if the script needs more of them: pip install {' '.join(window.absent)}, or leave them out"
+        )
     if remedy:
         line += f"; {remedy}"
     sys.stderr.write(f"\x00{line}\n")
