@@ -64,8 +64,8 @@ def stand_in_graphs(recorder: Recorder) -> None:
             yield
         cuda_graph.capture_end()
 
-    recorder._note = note  # type: ignore[method-assign]
+    setattr(recorder, "_note", note)  # noqa: B010 - mypy lets no method be assigned
     torch.cuda.CUDAGraph = CUDAGraph  # type: ignore[assignment,misc]
     torch.cuda.graph = graph  # type: ignore[assignment,misc]
     torch.cuda.graph_pool_handle = lambda: (0, 0)  # type: ignore[assignment,return-value]
-    torch.cuda.make_graphed_callables = lambda callables, *_, **__: callables  # type: ignore[assignment]
+    torch.cuda.make_graphed_callables = lambda callables, *_, **__: callables

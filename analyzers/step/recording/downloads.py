@@ -49,9 +49,9 @@ def stand_in_downloads(device: torch.device) -> dict[str, Callable[[Any], None]]
     """
     for name in _OFFLINE:
         os.environ.setdefault(name, "1")
-    real_list = torch.hub.list
+    real_list: Any = torch.hub.list
 
-    def listed(*args: Any, **kwargs: Any) -> list[str]:
+    def listed(*args: Any, **kwargs: Any) -> Any:
         try:
             return real_list(*args, **kwargs)
         except OSError:  # scripts ask what there is, to offer it
@@ -84,7 +84,7 @@ def stand_in_downloads(device: torch.device) -> dict[str, Callable[[Any], None]]
 def _from_configuration(module: Any, device: torch.device) -> None:
     """Let transformers' models be built from their configurations: what their weights are has no part in a step."""
 
-    def from_pretrained(cls: Any, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+    def from_pretrained(cls: Any, /, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         asked = {key: kwargs.pop(key) for key in _OF_LOADING if key in kwargs}
         if isinstance(config, module.PreTrainedConfig):
             config = copy.deepcopy(config)
@@ -105,7 +105,12 @@ def _from_configuration(module: Any, device: torch.device) -> None:
                 _pack(model, bits, _of(quantization, "bnb_4bit_compute_dtype"), quantization)
         if asked.get("device_map") not in (None, "cpu", {"": "cpu"}):
             model = model.to(device)
-        told = {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": [], "error_msgs": []}
+        told: dict[str, list[str]] = {
+            "missing_keys": [],
+            "unexpected_keys": [],
+            "mismatched_keys": [],
+            "error_msgs": [],
+        }
         return (model, told) if asked.get("output_loading_info") else model
 
     module.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
@@ -137,7 +142,7 @@ def _known_configurations(module: Any) -> None:
     """Let configurations of well-known models be at hand by their names on the hub."""
     real = module.PreTrainedConfig._get_config_dict.__func__
 
-    def _get_config_dict(cls: Any, name: Any, **kwargs: Any) -> Any:
+    def _get_config_dict(cls: Any, /, name: Any, **kwargs: Any) -> Any:
         try:
             return real(cls, name, **kwargs)
         except OSError:
@@ -170,7 +175,7 @@ _CONFIGURATIONS: dict[str, Any] = {
 def _diffusers_models(module: Any, device: torch.device) -> None:
     """Let diffusers' models be built from their configurations."""
 
-    def from_pretrained(cls: Any, name: Any, **kwargs: Any) -> Any:
+    def from_pretrained(cls: Any, /, name: Any, **kwargs: Any) -> Any:
         asked = {key: kwargs.pop(key) for key in _OF_LOADING if key in kwargs}
         given = {key: asked[key] for key in _OF_CONFIGURATIONS if key in asked}
         config, kwargs = cls.load_config(name, return_unused_kwargs=True, **given, **kwargs)
@@ -244,7 +249,7 @@ def _blank_tokenizers(module: Any) -> None:
     """Let the tokenizers of well-known models that are not here split words into pieces of three letters."""
     real = module.PreTrainedTokenizerBase.from_pretrained.__func__
 
-    def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(cls: Any, /, name: Any, *args: Any, **kwargs: Any) -> Any:
         known = _CONFIGURATIONS.get(_plain(str(name)))
         try:
             found = real(cls, name, *args, **kwargs)
@@ -266,8 +271,8 @@ def _pieces(name: str, known: dict[str, Any]) -> Any:
     from itertools import product
     from string import ascii_lowercase
 
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors  # type: ignore[import-untyped]
-    from transformers import PreTrainedTokenizerFast  # type: ignore[import-untyped]
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
 
     is_encoder = known["model_type"] in ("bert", "distilbert", "roberta")
     special = (

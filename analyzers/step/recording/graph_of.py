@@ -311,10 +311,17 @@ def _sharing(step: Recording, ops: list[Op]) -> int:
         if call.exchange is not None and len(call.exchange.ranks) > 1:
             if not is_activation and call.exchange.name == "all_gather":
                 gathering.add(call.exchange.ranks)
-            elif is_activation and call.exchange.size_bytes >= _LEAST_SHARE * largest:
+            elif is_activation and call.exchange.size_bytes >= _LEAST_SHARE * largest and _has_samples(step, call):
                 sharing.add(call.exchange.ranks)
     wholes = [set(ranks) for ranks in sharing if not any(set(ranks) <= set(group) for group in gathering)]
     return prod(len(group) for group in wholes if not any(group < other for other in wholes))
+
+
+def _has_samples(step: Recording, call: RecordedCall) -> bool:
+    """Return whether what a collective moves has a dimension of samples: a mean over the batch has none."""
+    batch = step.inputs[0][0] if step.inputs else 1
+    shapes = [tuple(leaf.tensor.shape) for leaf in tree_leaves(call.args) if isinstance(leaf, Shadow)]
+    return any(batch in shape or (len(shape) > 0 and shape[0] % batch == 0) for shape in shapes)
 
 
 def _precision(ops: list[Op], kept: str, of_float32: str) -> str:

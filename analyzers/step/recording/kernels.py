@@ -7,6 +7,7 @@ kernel of the script's own (Triton) reads and writes is its traffic.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from types import SimpleNamespace
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-REST = "*"
-"""In the stand-in of a package: whatever else is asked of it is inert."""
+from ddltool.analyzers.step.recording.packages import REST, Inert
+
 _BLOCK = 64
 """Weights of 4 bits have one scale for so many."""
 
@@ -26,21 +27,29 @@ _BLOCK = 64
 def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
               causal: bool = False, **_: Any) -> Tensor:  # fmt: skip
     """Return attention of (batch, tokens, heads, width), as flash_attn lays it out; keys may have fewer heads."""
-    parts = (part.transpose(1, 2) for part in (q, k, v))
+    query, key, value = (part.transpose(1, 2) for part in (q, k, v))
     grouped = q.shape[2] != k.shape[2]
     return functional.scaled_dot_product_attention(
-        *parts, dropout_p=dropout_p, is_causal=causal and q.shape[1] > 1, scale=softmax_scale, enable_gqa=grouped
+        query,
+        key,
+        value,
+        dropout_p=dropout_p,
+        is_causal=causal and q.shape[1] > 1,
+        scale=softmax_scale,
+        enable_gqa=grouped,
     ).transpose(1, 2)
 
 
 def packed_attention(qkv: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Return attention of (batch, tokens, 3, heads, width)."""
-    return attention(*qkv.unbind(2), *args, **kwargs)
+    q, k, v = qkv.unbind(2)
+    return attention(q, k, v, *args, **kwargs)
 
 
 def paired_attention(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Return attention of queries and of keys and values (batch, tokens, 2, heads, width)."""
-    return attention(q, *kv.unbind(2), *args, **kwargs)
+    k, v = kv.unbind(2)
+    return attention(q, k, v, *args, **kwargs)
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None,
@@ -73,11 +82,9 @@ def efficient_attention(query: Tensor, key: Tensor, value: Tensor, attn_bias: An
                         scale: float | None = None, **_: Any) -> Tensor:  # fmt: skip
     """Return xformers' attention of (batch, tokens, heads, width) or (batch, tokens, width)."""
     parts = [part.unsqueeze(2) if part.dim() == 3 else part for part in (query, key, value)]
-    mask = attn_bias if isinstance(attn_bias, Tensor) else None
-    out = functional.scaled_dot_product_attention(
-        *(part.transpose(1, 2) for part in parts), attn_mask=mask, dropout_p=p, scale=scale,
-        is_causal=isinstance(attn_bias, LowerTriangularMask),
-    ).transpose(1, 2)  # fmt: skip
+    q, k, v = (part.transpose(1, 2) for part in parts)
+    mask, is_causal = attn_bias if isinstance(attn_bias, Tensor) else None, isinstance(attn_bias, LowerTriangularMask)
+    out = functional.scaled_dot_product_attention(q, k, v, mask, p, is_causal, scale=scale).transpose(1, 2)
     return out.squeeze(2) if query.dim() == 3 else out
 
 
@@ -133,7 +140,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
 class LinearCrossEntropyLoss(CrossEntropyLoss):
     """liger's: the product with the head and the loss in one."""
 
-    def forward(self, weight: Tensor, hidden: Tensor, target: Tensor, bias: Tensor | None = None, **_: Any) -> Tensor:
+    def forward(self, weight: Tensor, hidden: Tensor, target: Tensor, bias: Tensor | None = None, **_: Any) -> Tensor:  # type: ignore[override]
         """Return the loss of hidden states (tokens, width)."""
         return super().forward(functional.linear(hidden, weight, bias), target)
 
@@ -177,7 +184,7 @@ class StatesOfOneByte(torch.optim.Optimizer):
         self.least = min_8bit_size
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient."""
         loss = closure() if closure is not None else None
         for group in self.param_groups:
@@ -218,7 +225,7 @@ def own_ops() -> Any:
     for name in ("update", "kernel"):
         library.impl(name, lambda *_: None, "CompositeExplicitAutograd")
     library.impl("dequantize", _unpacked, "CompositeExplicitAutograd")
-    torch.ops.ddltool.library = library  # it lives as long as its ops
+    setattr(torch.ops.ddltool, "library", library)  # noqa: B010 - it lives as long as its ops
     return torch.ops.ddltool
 
 
@@ -226,12 +233,19 @@ def _unpacked(packed: Tensor, _scales: Tensor, rows: int, columns: int, dtype: t
     return packed.new_empty((rows, columns), dtype=dtype)
 
 
+class OneState(OneStateOfOneByte):
+    """Those whose momentum is kept in float32."""
+
+    def __init__(self, *args: Any, **asked: Any) -> None:
+        super().__init__(*args, **(asked | {"min_8bit_size": sys.maxsize}))
+
+
 class PackedWeight(nn.Parameter):
     """A frozen weight of 4 or 8 bits an element."""
 
     def __new__(cls, data: Any = None, requires_grad: bool = False, **_: Any) -> PackedWeight:
         """Return a parameter without a gradient, whatever is asked."""
-        return nn.Parameter.__new__(cls, data, requires_grad=False)  # type: ignore[return-value]
+        return nn.Parameter.__new__(cls, data, requires_grad=False)
 
 
 class PackedLinear(nn.Linear):
@@ -255,7 +269,7 @@ class PackedLinear(nn.Linear):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self.scales = fn(self.scales).float()
-        moved = super()._apply(fn, recurse)
+        moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._mark()  # a weight that moves is another
         return moved
 
@@ -321,9 +335,18 @@ class TritonKernel:
         return None
 
 
-def compiled_launch(*args: Any, **kwargs: Any) -> None:
-    """Record one launch of a kernel that the script compiles from CUDA source (``torch.cuda._compile_kernel``)."""
-    TritonKernel(None).run(*args, **kwargs)
+class CompiledKernel:
+    """A kernel that the script compiles from CUDA source (``torch.cuda._compile_kernel``): one launch a call."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Compile nothing."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Record one launch."""
+        TritonKernel(None).run(*args, **kwargs)
+
+    def set_shared_memory_config(self, *_: Any) -> None:
+        """Set nothing."""
 
 
 def _decorated(function: Any = None, **_: Any) -> Any:
@@ -415,10 +438,16 @@ def _liger_kernel() -> dict[str, Any]:
 def _bitsandbytes() -> dict[str, Any]:
     known: dict[str, Any] = {
         f"{prefix}{name}{suffix}": StatesOfOneByte
-        for prefix in ("", "Paged") for name in ("Adam", "AdamW", "AdEMAMix") for suffix in ("8bit",)
+        for prefix in ("", "Paged") for name in ("Adam", "AdamW", "AdEMAMix", "LAMB") for suffix in ("8bit",)
     }  # fmt: skip
     known |= {
         f"{prefix}{name}8bit": OneStateOfOneByte for prefix in ("", "Paged") for name in ("Lion", "SGD", "RMSprop")
+    }
+    known |= {
+        f"{prefix}{name}{suffix}": OneState
+        for prefix in ("", "Paged")
+        for name in ("Lion", "SGD", "RMSprop")
+        for suffix in ("", "32bit")
     }
     adam = fused(torch.optim.AdamW, "betas", "eps", "weight_decay")
     known |= dict.fromkeys(
@@ -453,8 +482,6 @@ def _kernels() -> dict[str, Any]:
 
 
 def _wandb() -> dict[str, Any]:
-    from ddltool.analyzers.step.recording.packages import Inert
-
     class Config(SimpleNamespace):
         def update(self, values: Any, **_: Any) -> None:
             self.__dict__.update(values if isinstance(values, Mapping) else vars(values))

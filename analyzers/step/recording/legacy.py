@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import collections.abc
+import math
+import sys
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -50,7 +54,12 @@ def converted(name: str, tensor: Tensor, args: tuple[Any, ...], device: torch.de
 
 
 def stand_in_types() -> None:
-    """Let ``torch.cuda`` have the old types, also as the default of new tensors."""
+    """Let ``torch.cuda`` have the old types, also as the default of new tensors, and ``torch._six`` what torch 1 had there."""
+    old = ModuleType("torch._six")
+    old.__dict__.update(
+        inf=math.inf, nan=math.nan, string_classes=(str, bytes), int_classes=int, container_abcs=collections.abc
+    )
+    sys.modules.setdefault(old.__name__, old)
     for name, dtype in _TYPES.items():
         setattr(torch.cuda, name, _OfType(name, (), {"dtype": dtype}))
     real = torch.set_default_tensor_type

@@ -5,6 +5,7 @@ Start at :func:`change_libraries`; the process is the recorded script's alone.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,10 +19,11 @@ import torch
 from ddltool.analyzers.step.recording.cuda_graphs import stand_in_graphs
 from ddltool.analyzers.step.recording.downloads import stand_in_downloads
 from ddltool.analyzers.step.recording.flexible import stand_in_flexible_attention
-from ddltool.analyzers.step.recording.kernels import compiled_launch
+from ddltool.analyzers.step.recording.kernels import CompiledKernel
 from ddltool.analyzers.step.recording.legacy import stand_in_types
 from ddltool.analyzers.step.recording.pipelines import stand_in_neighbours
 from ddltool.analyzers.step.recording.recorder import Recorder
+from ddltool.analyzers.step.recording.synchronized import stand_in_synchronized_norms
 from ddltool.analyzers.step.recording.vision import stand_in_vision
 
 
@@ -68,8 +70,9 @@ def change_libraries(recorder: Recorder, torchvision_ops: torch.library.Library 
     sys.meta_path.insert(0, _Changing(changes))
     _start_no_ranks()
     stand_in_graphs(recorder)
+    recorder.kept.append(stand_in_synchronized_norms())
     stand_in_types()
-    torch.cuda._compile_kernel = lambda *_, **__: compiled_launch  # type: ignore[attr-defined]
+    torch.cuda._compile_kernel = CompiledKernel
 
 
 def _renamed_in_accelerate(module: Any) -> None:
@@ -95,6 +98,8 @@ class _OtherRank(subprocess.Popen[Any]):
             self.stdin = self.stdout = self.stderr = None
             self._child_created = False
             return
+        if words[:1] == ["nvidia-smi"] and shutil.which("nvidia-smi") is None:
+            args = ["true"]  # scripts write down what it says
         super().__init__(args, *others, **kwargs)
 
     def poll(self) -> int | None:

@@ -11,7 +11,7 @@ import ast
 import importlib
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -23,10 +23,11 @@ from typing import Any
 
 ABSENT = "not installed: "
 """Before the name of a package that was stood in for, among the places of a recording's assumptions."""
+REST = "*"
+"""In what a package holds: whatever else is asked of it is inert."""
 NOTE = "note: "
 """Before a sentence among them."""
 _VERSION = "99.0"
-_REST = "*"  # as kernels.REST
 # Packages whose absence is said in the words of others, by what those words hold.
 _TOLD = {
     "flash_attn": r"flash[ _-]?attn|flash[ _-]?attention",
@@ -36,6 +37,14 @@ _TOLD = {
     "apex": r"\bapex\b",
     "tensorboard": r"\btensorboard\b",
 }
+INSTEAD = {
+    "deepspeed": "record it with FSDP2 or DistributedDataParallel in its place",
+    "transformer_engine": "record it in bfloat16 with torch's own layers",
+    "torchao": "record it in bfloat16",
+    "megatron": "record it with torch's tensor parallelism",
+    "hydra": "pip install hydra-core",
+}
+"""What to do without packages whose work a step needs and nothing here does."""
 _NAMED = re.compile(r"(?:pip install |No module named |[`'\"])[`'\"]?([A-Za-z][\w.-]*)")
 
 
@@ -110,7 +119,7 @@ class _Package(ModuleType):
         full = f"{self.__name__}.{name}"
         if self._known is not None and full in self._known:
             return self._known[full]
-        if self._known is None or _REST in self._known:
+        if self._known is None or REST in self._known:
             return Inert(full)
         if any(key.startswith(f"{full}.") for key in self._known):
             return importlib.import_module(full)
@@ -147,7 +156,7 @@ class _StandIns(MetaPathFinder, Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return the stand-in. Raises ImportError for a module that a package with arithmetic has not."""
         known = self._known.get(spec.name.partition(".")[0])
-        if known is not None and _REST not in known and not any(key.startswith(f"{spec.name}.") for key in known):
+        if known is not None and REST not in known and not any(key.startswith(f"{spec.name}.") for key in known):
             raise ImportError(f"{spec.name} has no stand-in here", name=spec.name)
         return _Package(spec.name, known)
 
@@ -161,13 +170,10 @@ class _StandIns(MetaPathFinder, Loader):
             yield _Distribution(plain)
 
 
-def stand_in_packages(names: Sequence[str]) -> None:
-    """Let the process find packages of these names that are not installed."""
-    if not names:
-        return
-    from ddltool.analyzers.step.recording.kernels import PACKAGES
-
-    sys.meta_path.append(_StandIns(names, {name: PACKAGES[name]() for name in names if name in PACKAGES}))
+def stand_in_packages(names: Sequence[str], packages: Mapping[str, Callable[[], Mapping[str, Any]]]) -> None:
+    """Let the process find packages of these names that are not installed; ``packages``: what those hold that are not inert."""
+    if names:
+        sys.meta_path.append(_StandIns(names, {name: packages[name]() for name in names if name in packages}))
 
 
 def missing(error: BaseException) -> list[str]:

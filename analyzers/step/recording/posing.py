@@ -781,8 +781,11 @@ def _stand_in_modules(stand_ins: _StandIns, pose: Pose) -> None:
 
     def load(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
+        asked = bound.arguments.get("map_location")
         bound.arguments["map_location"] = "cpu"
-        return real_load(*bound.args, **bound.kwargs)
+        loaded = real_load(*bound.args, **bound.kwargs)
+        is_ours = isinstance(asked, (str, torch.device)) and pose.here(asked) != asked
+        return tree_map_only(Tensor, lambda tensor: tensor.to(pose.gpu), loaded) if is_ours else loaded
 
     stand_ins.set(torch, load=load, set_default_device=_default_device(torch.set_default_device, pose))
     real_loader = data.DataLoader.__init__

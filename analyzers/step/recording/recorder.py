@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -209,6 +210,11 @@ class Recorder(TorchDispatchMode):
                         output = _as_cudnn_lays_out(name, args, output)
             except DynamicOutputShapeException:
                 output = self._assumed_shape(func, name, args, kwargs, tensors)
+            except (
+                NotImplementedError,
+                UnsupportedOperatorException,
+            ):  # torch knows no shapes: the CPU's kernel says them
+                output = self._of_ones(func, name, args, kwargs, tensors)
             except DataDependentOutputException:  # of equal and its kin
                 return self._assumed_value(tensors[0])
         else:
@@ -358,6 +364,10 @@ class Recorder(TorchDispatchMode):
         """Return the result of an op whose size depends on values: all elements are taken."""
         self.assume()
         self.host_waits()
+        return self._of_ones(func, name, args, kwargs, tensors)
+
+    def _of_ones(self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        """Return fake tensors for what the CPU makes of ones."""
         with _disable_current_modes():
             ones = tree_map_only(Tensor, lambda value: torch.ones(value.shape, dtype=value.dtype), (args, kwargs))
             if name in ("unique", "_unique2", "unique_dim", "unique_consecutive"):

@@ -28,9 +28,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ddltool.analyzers.step.recording.files import overlay
 from ddltool.analyzers.step.recording.graph_of import graph_of
 from ddltool.analyzers.step.recording.groups import stand_in_groups, world_size
+from ddltool.analyzers.step.recording.kernels import PACKAGES
 from ddltool.analyzers.step.recording.launchers import launched
 from ddltool.analyzers.step.recording.libraries import change_libraries
-from ddltool.analyzers.step.recording.packages import ABSENT, missing, stand_in_packages
+from ddltool.analyzers.step.recording.packages import ABSENT, INSTEAD, missing, stand_in_packages
 from ddltool.analyzers.step.recording.posing import posed, recording_modules, register_device
 from ddltool.analyzers.step.recording.recorder import Recorder
 from ddltool.analyzers.step.recording.vision import declare_torchvision
@@ -87,7 +88,7 @@ def main(arguments: list[str]) -> int:
     window.absent = again.absent
     stand_in_groups(recorder)
     random.seed(0)
-    stand_in_packages(again.absent)
+    stand_in_packages(again.absent, PACKAGES)
     change_libraries(recorder, torchvision_ops)
     for name in again.absent:
         recorder.step.assumed[f"{ABSENT}{name}"] = 1
@@ -182,7 +183,12 @@ def _failed(what: str, window: StepWindow, remedy: str = "") -> int:
     line = f"{what} after {window.updates} of the 2 updates that are needed"
     if window.absent:
         line += f" (stood in for, not installed here: {', '.join(window.absent)})"
-        remedy = remedy or f"if the script needs more of them: pip install {' '.join(window.absent)}, or leave them out"
+        instead = [INSTEAD[name] for name in window.absent if name in INSTEAD]
+        remedy = (
+            remedy
+            or ", ".join(instead)
+            or f"if the script needs more of them: pip install {' '.join(window.absent)}, or leave them out"
+        )
     if remedy:
         line += f"; {remedy}"
     sys.stderr.write(f"\x00{line}\n")

@@ -354,10 +354,3 @@ def test_what_libraries_ask_of_a_script_s_values_loaders_and_files(
     assert graph.batch_size == 16
     assert sum(facts(graph).assumed.values()) == 2  # what was added to, in two steps
     assert not (tmp_path / "new.txt").exists()
-
-
-def test_a_package_that_is_missing_is_named_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "train.py").write_text("import not_a_package.optim\n")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=r"pip install not_a_package, or leave it out"):
-        record(["python", "train.py"])

@@ -236,9 +236,17 @@ for _ in range(3):
     assert "stages wait for each other is not counted" in str(assumed(graph))
 
 
-def test_other_ranks_that_a_script_starts_are_not_started_and_graphs_replay(recorded: Recording) -> None:
+def test_old_names_other_ranks_and_graphs(recorded: Recording) -> None:
+    """Tensor types of torch's first years, processes that the script starts of itself, a CUDA graph that is replayed."""
     graph = recorded("""
 import subprocess, sys
+from torch._six import inf
+Old = torch.cuda.FloatTensor
+z = torch.randn(3, 2).type(Old)
+assert isinstance(z, Old) and z.type() == "torch.cuda.FloatTensor" and Old(4, 1).fill_(inf).is_cuda
+assert z.new([[1, 2]]).shape == (1, 2) and z.new(3, 4).is_cuda and not isinstance(torch.randn(1), Old)
+means, _ = torch.batch_norm_stats(torch.randn(2, 4, 3).cuda().half(), 1e-5)  # of nn.SyncBatchNorm
+assert means.dtype == torch.float32 and means.shape == (4,)
 other = subprocess.Popen([sys.executable, "train.py"], env={"LOCAL_RANK": "1"})
 assert other.poll() is None and subprocess.run([sys.executable, "-c", "print(3)"], capture_output=True).stdout == b"3\\n"
 try:
