@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, cast
 
 from ddltool.analyzers.job.balancing.minmax import DeviceCurves, Row, spread
-from ddltool.analyzers.job.goodput.step_time import StepTime
+from ddltool.analyzers.job.goodput.throughput import StepTime
 from ddltool.analyzers.job.placement.problem import Problem
 from ddltool.analyzers.job.planning.split import equal_rows
 from ddltool.analyzers.step.communication.collectives import (

@@ -21,8 +21,7 @@ from ddltool.analyzers.job.balancing.minmax import (
     spread,
 )
 from ddltool.analyzers.job.balancing.sizing import MOST_SAMPLES
-from ddltool.analyzers.job.goodput.step_time import StepTime
-from ddltool.analyzers.job.goodput.throughput import ThroughputParams, overlapped, sync_time_s
+from ddltool.analyzers.job.goodput.throughput import StepTime, ThroughputParams, overlapped, sync_time_s
 from ddltool.analyzers.job.placement.problem import Problem, check_affordable, exact
 from ddltool.errors import Infeasible, InputError
 from ddltool.graph import natural_key
