@@ -32,7 +32,7 @@ from ddltool.analyzers.job.goodput.throughput import StepTime
 from ddltool.arrays import Floats
 from ddltool.arrays import Ints as Counts
 from ddltool.errors import InputError
-from ddltool.search import search
+from ddltool.search import search_counts
 
 _UNLIMITED = 2**40
 """Samples: more than any batch has."""
@@ -487,24 +487,11 @@ def shortest(
             state = later_state
         return state
 
-    def rank(number: int) -> tuple[float, int]:
+    def cost(number: int) -> tuple[float, int]:
         return finish(earliest_with_exactly(number).at_s, number), -number
 
-    smallest_number, largest_number = fewest(most), largest(most)
-    best = min(smallest_number, largest_number, key=rank)
-
-    def bound(interval: tuple[int, int]) -> tuple[float, int]:
-        low, high = interval
+    def bound(low: int, high: int) -> tuple[float, int]:
         return finish(earliest_with_at_most(high).at_s, low), -high
 
-    def split(interval: tuple[int, int]) -> list[tuple[int, int]]:
-        nonlocal best
-        low, high = interval
-        if high - low < 2:  # both ends were looked at
-            return []
-        middle = (low + high) // 2
-        best = min(best, middle, key=rank)
-        return [(low, middle), (middle, high)]
-
-    search([(smallest_number, largest_number)], bound, split, lambda: rank(best))
+    best, _ = search_counts(fewest(most), largest(most), cost, bound)
     return Shortest(sizes=earliest_with_exactly(best).sizes, number=best)
