@@ -28,7 +28,7 @@ from ddltool.analyzers.job.balancing.algorithm2 import Algorithm2, Algorithm2Set
 from ddltool.analyzers.job.balancing.minmax import Curves, DeviceCurves
 from ddltool.analyzers.job.balancing.replay import Clock
 from ddltool.analyzers.job.balancing.sizing import equal
-from ddltool.analyzers.step.measured.balance_trace import SpeedTrace
+from ddltool.analyzers.step.measured.worker_tables import SpeedTrace
 from ddltool.errors import InputError
 
 Floats = NDArray[np.float64]

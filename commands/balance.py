@@ -22,8 +22,7 @@ from ddltool.analyzers.job.balancing.replay import (
 )
 from ddltool.analyzers.job.balancing.sizing import MOST_SAMPLES
 from ddltool.analyzers.job.balancing.trained import PredictorSettings
-from ddltool.analyzers.step.measured.balance_trace import SpeedTrace, default_warm_up
-from ddltool.analyzers.step.measured.worker_tables import read_speeds
+from ddltool.analyzers.step.measured.worker_tables import SpeedTrace, default_warm_up, read_speeds
 from ddltool.commands.options import Seed, one_of, within
 from ddltool.commands.output import finish
 from ddltool.commands.verbs import VerbCall, verb

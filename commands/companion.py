@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,14 +19,12 @@ from ddltool.analyzers.job.planning.job_inputs import capabilities_of, graph_of,
 from ddltool.artifacts import write_text
 from ddltool.commands.options import device_counts, number, within
 from ddltool.commands.output import note, out, print_json, say, table
-from ddltool.companion import Companion, CompanionPlan, is_companion, write_companion
+from ddltool.companion import Companion, CompanionMeta, CompanionPlan, is_companion, write_companion
 from ddltool.device import DEVICES_PER_NODE
 from ddltool.errors import Infeasible, InputError
 from ddltool.tables import read_table
 from ddltool.telemetry import check_rows
 from ddltool.units import show_seconds
-
-_Text = str | None
 
 
 def companion(
@@ -59,10 +59,10 @@ def companion(
     elif output is not None or devices_file is not None:
         option = "--devices-file" if output is None else "--output"
         raise InputError(option, "is for making a database from a job", "leave it out")
+    show: Callable[[], None] | None = None
     with Companion(source) as database:
         if measured is not None:
             document["recalibrated"] = _recalibrate(database, measured, threshold, remarks)
-        sentences = [*remarks]
         if lookup is not None:
             devices = device_counts(lookup, "--lookup")
             plan = _plan_on_devices(database, devices)
@@ -71,28 +71,22 @@ def companion(
             offered = None if free is None else device_counts(free, "--free")
             scale_outs = None if offered is None else _scale_outs(database, plan, devices, offered, top_k)
             document |= _plan_document(plan, scale_outs)
+            show = partial(_print_plan, database.meta.job, lookup, plan, scale_outs, free)
             if patch is not None:
                 requested = None if resource == "none" else resource
-                document["patch"], summary = _train_job_patch(database, devices, per_node, requested)
-                write_text(patch, json.dumps(document["patch"], indent=1) + "\n")
-                sentences += [summary, f"wrote {patch}: kubectl patch trainjob NAME --type merge --patch-file {patch}"]
+                document["patch"] = _write_patch(patch, database, devices, per_node, requested, remarks)
         elif not document:
             fresh_count, vector_count = database.counts()
             about = database.meta.model_dump(mode="json")
             document["about"] = {"up_to_date": fresh_count, "vectors": vector_count, **about}
-        if as_json:
-            print_json(document)
-            return
-        for line in sentences:
-            say(line)
-        if lookup is not None:
-            _print_plan(database, lookup, plan, scale_outs, free)
-        elif "about" in document:
-            meta = database.meta
-            rows = [(device.type, str(device.count), f"{device.capability_per_s:.4g}") for device in meta.devices]
-            title = f"{meta.job}: plans for {meta.max_workers} logical workers"
-            out().print(table(title, ("device", "up to", "mini-batches/s of one EST"), rows))
-            out().print(f"{fresh_count:,} of {vector_count:,} vectors up to date (generation {meta.generation})")
+            show = partial(_print_about, database.meta, fresh_count, vector_count)
+    if as_json:
+        print_json(document)
+        return
+    for line in remarks:
+        say(line)
+    if show is not None:
+        show()
 
 
 def _build_database(
@@ -144,15 +138,21 @@ def _plan_on_devices(database: Companion, devices: dict[str, int]) -> CompanionP
     return plan
 
 
-def _train_job_patch(
-    database: Companion, held_devices: dict[str, int], per_node: int, resource: str | None
-) -> tuple[dict[str, Any], str]:
-    """Return a TrainJob patch for the fastest plan on one device type in equal nodes, and a sentence about this plan.
+def _write_patch(
+    output: Path,
+    database: Companion,
+    held_devices: dict[str, int],
+    per_node: int,
+    resource: str | None,
+    remarks: list[str],
+) -> dict[str, Any]:
+    """Write and return a TrainJob patch for the fastest plan on one device type in equal nodes.
 
     Args:
         held_devices: available devices by type; the plan may leave some idle.
         per_node: devices of one node; a count above it is a multiple of it.
         resource: the resource name that the patch requests, None for no request.
+        remarks: receives the sentences to print.
     """
     candidates: list[tuple[float, int, str]] = []
     types = [device.type for device in database.meta.devices]
@@ -176,8 +176,11 @@ def _train_job_patch(
         "local-batch-sizes": ",".join(map(str, batches)),
         "step-seconds": f"{best_plan.step_s:.4g}",
     }
-    text = f"TrainJob: {nodes} x {processes} {name}, {-negative_rate:.4g} logical mini-batches/s (predicted)"
-    return train_job_patch(group, resource, notes), text
+    document = train_job_patch(group, resource, notes)
+    write_text(output, json.dumps(document, indent=1) + "\n")
+    remarks.append(f"TrainJob: {nodes} x {processes} {name}, {-negative_rate:.4g} logical mini-batches/s (predicted)")
+    remarks.append(f"wrote {output}: kubectl patch trainjob NAME --type merge --patch-file {output}")
+    return document
 
 
 def _scale_outs(
@@ -208,15 +211,23 @@ def _plan_document(plan: CompanionPlan, scale_outs: list[Proposal] | None) -> di
     return {**document, "proposals": [dataclasses.asdict(proposal) for proposal in scale_outs]}
 
 
+def _print_about(meta: CompanionMeta, fresh_count: int, vector_count: int) -> None:
+    """Print whose plans a database keeps, and for how many vectors of devices."""
+    rows = [(device.type, str(device.count), f"{device.capability_per_s:.4g}") for device in meta.devices]
+    title = f"{meta.job}: plans for {meta.max_workers} logical workers"
+    out().print(table(title, ("device", "up to", "mini-batches/s of one EST"), rows))
+    out().print(f"{fresh_count:,} of {vector_count:,} vectors up to date (generation {meta.generation})")
+
+
 def _print_plan(
-    database: Companion, lookup: str, plan: CompanionPlan, scale_outs: list[Proposal] | None, free: str | None
+    job: str, lookup: str, plan: CompanionPlan, scale_outs: list[Proposal] | None, free: str | None
 ) -> None:
     """Print a plan and its proposals as tables; ``scale_outs``: None when none were asked for, empty when none help."""
     rows = [(name, str(devices), str(ests)) for name, entries in plan.ests.items() for devices, ests in entries]
     if not rows:
-        out().print(f"{database.meta.job} cannot run on {lookup}")
+        out().print(f"{job} cannot run on {lookup}")
     else:
-        out().print(table(f"{database.meta.job} on {lookup} (predicted)", ("device", "devices", "ESTs each"), rows))
+        out().print(table(f"{job} on {lookup} (predicted)", ("device", "devices", "ESTs each"), rows))
         out().print(f"step time {show_seconds(plan.step_s)}, {plan.throughput:.4g} logical mini-batches/s (predicted)")
     if scale_outs == []:
         out().print("no number of the free devices makes the job faster")

@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args
 
 from ddltool.analyzers.answers.reporting.command_section import command_section
 from ddltool.analyzers.answers.reporting.plan_section import joint_section, layouts_table, plan_section
 from ddltool.analyzers.answers.reporting.section import Section
 from ddltool.analyzers.job.planning.candidates import STRATEGIES
 from ddltool.analyzers.job.planning.commands import Node, knobs_of, plan_command, plan_recorded
-from ddltool.analyzers.job.planning.goal import Failures, Goal
 from ddltool.analyzers.job.planning.job_inputs import (
     Offered,
     graph_of,
@@ -26,7 +25,7 @@ from ddltool.analyzers.job.planning.job_inputs import (
     samples_of,
     scanned,
 )
-from ddltool.analyzers.job.planning.options import PlanOptions
+from ddltool.analyzers.job.planning.options import Failures, Goal, PlanOptions
 from ddltool.analyzers.job.planning.planning import SHARING, complete, plan_together, solve
 from ddltool.analyzers.step.communication.collectives import parse_compression
 from ddltool.analyzers.step.communication.fabrics import fabric_of
@@ -174,28 +173,11 @@ def plan(
             raise InputError("--devices", "is missing", "name those of a node, such as 8xH100")
         check_outputs([str(job)] if isinstance(job, str) else [], {"-o": output})
         table, offers = _priced(known_devices(devices_file), offered(devices))
-
-        def costs(node: Node) -> tuple[CostModel, Fabric]:
-            device = table.device(node.device)
-            fabric = fabric_of(
-                device, gpus_per_node=node.count, link=link, nic=nic, bandwidth=bandwidth,
-                latency=latency if is_given("latency") else None, nccl_tests=nccl_tests,
-            )  # fmt: skip
-            return cost_model(device, calibration()), fabric
-
+        network: dict[str, Any] = {"link": link, "nic": nic, "bandwidth": bandwidth, "nccl_tests": nccl_tests}
+        costs = partial(_costs, table, latency=latency if is_given("latency") else None, **network)
         if is_command(job):
-            knobs = knobs_of(vary)
-            tried = plan_command(
-                job,
-                offers,
-                knobs,
-                table=table,
-                costs=costs,
-                limit_s=limit,
-                keep_files=keep_files,
-                tell=tell,
-                stage=stage,
-            )
+            run: dict[str, Any] = {"limit_s": limit, "keep_files": keep_files, "tell": tell, "stage": stage}
+            tried = plan_command(job, offers, knobs_of(vary), table=table, costs=costs, **run)
         else:
             assert recorded is not None
             tried = plan_recorded(recorded, offers, table=table, costs=costs)
@@ -298,6 +280,12 @@ def show_plan(
     if result.best is None:
         least = result.tried[0]
         raise Infeasible(f"memory: {least.command} fits on none of these devices, nor does any of its variants")
+
+
+def _costs(table: DeviceTable, node: Node, **network: Any) -> tuple[CostModel, Fabric]:
+    """Return what times steps on a node's devices, and their network as the options say."""
+    device = table.device(node.device)
+    return cost_model(device, calibration()), fabric_of(device, gpus_per_node=node.count, **network)
 
 
 def _recorded(job: str | Path | Job | list[str]) -> Graph | None:

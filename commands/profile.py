@@ -272,7 +272,7 @@ def watch_workers(request: WatchRequest, output: Path | None, as_json: bool) -> 
         _show_watched(found, output)
 
 
-def _show_watched(found: WatchResult, output: Path | None) -> None:
+def _show_watched(result: WatchResult, output: Path | None) -> None:
     """Print a row per worker and what balancing could gain."""
     rows = [
         (
@@ -282,14 +282,14 @@ def _show_watched(found: WatchResult, output: Path | None) -> None:
             f"{one.cpu:.0%}",
             f"{one.memory:.0%}",
         )
-        for one in found.workers
+        for one in result.workers
     ]
-    title = f"{found.iterations} iterations with {found.batch} samples per worker, measured"
+    title = f"{result.iterations} iterations with {result.batch} samples per worker, measured"
     columns = ("worker", "samples/s", "10 to 90 %", "CPU", "memory")
     caption = "samples/s: median without waiting; CPU and memory: mean shares that the worker could expect"
     console = out()
     console.print(table(title, columns, rows, caption=caption))
-    equal_s, known_s = found.equal_split_s, found.speeds_known_s
+    equal_s, known_s = result.equal_split_s, result.speeds_known_s
     console.print(
         f"Computing takes {show_seconds(equal_s)} with equal batches, {show_seconds(known_s)} with batches by known "
         f"speeds ({1 - known_s / equal_s:.0%} less)."

@@ -152,11 +152,11 @@ def declared(function: Callable[..., Any], name: str, panels: Mapping[str, str])
     show, shown = None, set[str]()
     if "as_json" not in parameters:
         show = getattr(sys.modules[function.__module__], f"show_{function.__name__}")
-        _, *own = inspect.signature(show, eval_str=True).parameters.values()
-        shown = {parameter.name for parameter in own}
+        _call, *of_show = inspect.signature(show, eval_str=True).parameters.values()
+        shown = {parameter.name for parameter in of_show}
         # What both have stands where the showing function has it, as the verb says it.
         verb_alone = {key: parameters[key] for key in parameters if key in taken - shown}
-        parameters = verb_alone | {parameter.name: parameters.get(parameter.name, parameter) for parameter in own}
+        parameters = verb_alone | {parameter.name: parameters.get(parameter.name, parameter) for parameter in of_show}
     remarks: dict[str, Remark] = {
         key: {"help": said} if isinstance(said := words[key], str) else said for key in parameters
     }
@@ -165,6 +165,7 @@ def declared(function: Callable[..., Any], name: str, panels: Mapping[str, str])
     fields = {field: flag for key, flag in flags.items() for field in (key, key.removesuffix("_s").replace("_", " "))}
 
     def command(context: typer.Context, **values: Any) -> Any:
+        """Run the function, or show what the verb returns, with the options that the user gave."""
         if is_follower():
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal tells rank 0 as well, and it ends all
         _check_files(values, remarks)

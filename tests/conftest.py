@@ -60,6 +60,20 @@ class Result:
         assert self.err.rstrip().endswith(lines[0])
         return lines[0].removeprefix("error: ")
 
+    def done(self) -> Result:
+        """Return this; fails when the command did."""
+        assert self.code == 0, self.err
+        return self
+
+    def refuses(self, *words: str, code: int = 2) -> None:
+        """Fail unless the command ended with this code, by default that of bad input, and one line that has these words."""
+        assert self.code == code, self.out
+        for each in words:
+            assert each in self.error_line
+
+
+Cli = Callable[..., Result]
+
 
 def throughput(**changes: float) -> ThroughputParams:
     """A fitted model in which nothing takes time but what is given."""
@@ -92,7 +106,7 @@ def write_lines(path: Path, rows: Iterable[Mapping[str, Any]], tail: str = "") -
 
 
 @pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Result]]:
+def cli(capsys: pytest.CaptureFixture[str]) -> Iterator[Cli]:
     """Run ``ddltool ARGUMENTS`` in this process, which says nothing of how long it takes, however busy the machine is."""
     from ddltool.commands import output
     from ddltool.commands.main import run

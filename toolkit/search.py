@@ -48,3 +48,30 @@ def search(
             if (least := bound(part)) < to_beat():
                 heapq.heappush(waiting, (least, next(order), part))
     return waiting[0][0] if waiting else None
+
+
+def search_counts(
+    least: int,
+    most: int,
+    cost: Callable[[int], Bound],
+    bound: Callable[[int, int], Bound],
+    out_of_time: Callable[[], bool] = lambda: False,
+) -> tuple[int, Bound | None]:
+    """Return the best whole number from ``least`` to ``most``, and what :func:`search` returns of those not looked at.
+
+    Intervals are halved; their ends have been looked at. ``cost`` should be cached. ``bound`` returns a lower bound on the
+    costs between two numbers.
+    """
+    best = min(least, most, key=cost)
+
+    def halves(interval: tuple[int, int]) -> list[tuple[int, int]]:
+        nonlocal best
+        low, high = interval
+        if high - low < 2:
+            return []
+        middle = (low + high) // 2
+        best = min(best, middle, key=cost)
+        return [(low, middle), (middle, high)]
+
+    unopened = search([(least, most)], lambda ends: bound(*ends), halves, lambda: cost(best), out_of_time)
+    return best, unopened

@@ -85,10 +85,8 @@ def scale(speeds: NodeSpeeds, rule: str, *, restart_delay_s: float = 30.0) -> Sc
         now_s += seconds
         node_seconds += nodes * (now_s - begin_s)
         efficiency = gain * application.init_batch_size / batch
-        processed_samples, useful_samples = (
-            processed_samples + seconds * batch,
-            useful_samples + seconds * batch * efficiency,
-        )
+        processed_samples += seconds * batch
+        useful_samples += seconds * batch * efficiency
         epochs.append(
             ScaledEpoch(begin_s=begin_s, seconds=seconds, nodes=nodes, batch_size=batch, efficiency=efficiency)
         )

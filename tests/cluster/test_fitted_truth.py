@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,10 +16,9 @@ from ddltool.analyzers.cluster.simulator import simulate
 from ddltool.analyzers.cluster.truth import FittedJob, fitted_application
 from ddltool.analyzers.job.goodput.throughput import ThroughputParams, efficiency, iteration_time_s, throughput_per_s
 from ddltool.errors import InputError
-from tests.conftest import Result
+from tests.conftest import Cli
 from tests.helpers.workloads import FITTED, FOLDER, write_goodput
 
-Cli = Callable[..., Result]
 JOB = FittedJob(noise_scale=900.0, total_samples=2e5, batch_size=64, max_batch_size=4096, max_local_batch_size=256)
 
 
@@ -78,8 +76,7 @@ def test_the_command_replays_fitted_jobs_and_says_what_it_assumes(cli: Cli, tmp_
     workload.write_text("name,time,application,num_replicas,batch_size\nj,0,mine,4,512\nk,50,vision,1,128\n")
     model = f"mine={fitted},noise=900,samples=2e5,batch=64,max-batch=4096,max-local=256"
     base = ("simulate", workload, "--cluster", FOLDER / "cluster.yaml", "--policy", "fifo")
-    result = cli(*base, "--traces", FOLDER / "traces", "--goodput", model, "--json", "--price", "2")
-    assert result.code == 0, result.err
+    result = cli(*base, "--traces", FOLDER / "traces", "--goodput", model, "--json", "--price", "2").done()
     assert "its errors are not replayed" in result.document["assumptions"][0]
     assert "constant noise scale 900" in result.err
     speed = float(throughput_per_s(FITTED, 1, 4, 128)) * float(efficiency(900.0, 512, 64))
@@ -95,9 +92,7 @@ def test_the_command_replays_fitted_jobs_and_says_what_it_assumes(cli: Cli, tmp_
         (f"mine={tmp_path / 'none.json'},noise=1,samples=2e5,batch=64", "none.json"),
         ("mine", "--goodput: is 'mine'; APP=FILE"),
     ]:
-        failed = cli(*base, "--traces", FOLDER / "traces", "--goodput", bad)
-        assert failed.code == 2
-        assert message in failed.error_line
+        cli(*base, "--traces", FOLDER / "traces", "--goodput", bad).refuses(message)
     assert "--traces: are missing for application 'vision'" in cli(*base, "--goodput", model).error_line
 
 
@@ -106,8 +101,7 @@ def test_failures_and_tables_through_the_command(cli: Cli, tmp_path: Path) -> No
     events.write_text("time,node,event\n600,0,fail\n1500,0,join\n2000,1,leave\n")
     base = ("simulate", FOLDER / "synthetic.csv", "--cluster", FOLDER / "cluster.yaml", "--traces", FOLDER / "traces")
     lost = ("--failures", events, "--mtbf", "2h", "--repair", "10m", "--checkpoint-interval", "5m")
-    result = cli(*base, *lost, "--json")
-    assert result.code == 0, result.err
+    result = cli(*base, *lost, "--json").done()
     assert result.document["failures"] == {
         "mtbf_s": 7200.0,
         "repair_s": 600.0,
@@ -129,9 +123,7 @@ def test_failures_and_tables_through_the_command(cli: Cli, tmp_path: Path) -> No
         ("--price", "V100=1", "--price: unknown price 'V100'"),
         ("--failures", FOLDER / "synthetic.csv", "node: no such column"),
     ]:
-        failed = cli(*base, option, value)
-        assert failed.code == 2
-        assert message in failed.error_line
+        cli(*base, option, value).refuses(message)
     events.write_text("time,node,event\n600,0,fial\n")
     assert "row 1:event: is fial; one of fail, leave, join" in cli(*base, "--failures", events).error_line
     events.write_text("time,node,event\n600,99,fail\n")

@@ -24,9 +24,8 @@ from ddltool.analyzers.cluster.inputs import (
     to_workload,
 )
 from ddltool.errors import InputError
-from tests.conftest import Result
+from tests.conftest import Cli
 
-Cli = Callable[..., Result]
 HELIOS = """job_id,user,vc,gpu_num,cpu_num,node_num,state,submit_time,start_time,end_time,duration,queue
 1,u1,v1,8,16,1,COMPLETED,2020-06-09 19:00:00,2020-06-09 19:00:10,2020-06-10 07:00:10,43200,10
 2,u1,v1,1,4,1,FAILED,2020-06-09 18:00:00,2020-06-09 18:00:00,2020-06-09 18:30:00,1800,0
@@ -243,8 +242,7 @@ def test_the_command_reads_samples_and_converts_both_formats(cli: Cli, tmp_path:
     table.write_text(HELIOS)
     log.write_text(json.dumps(philly()))
     for path, count in ((table, 3), (log, 2)):
-        result = cli("simulate", "convert", path, "--pollux", "-o", made)
-        assert result.code == 0, result.err
+        result = cli("simulate", "convert", path, "--pollux", "-o", made).done()
         assert f"{count} of {count} jobs" in result.err
         jobs = read_workload(made)
         assert len(jobs) == count
@@ -258,21 +256,15 @@ def test_the_command_reads_samples_and_converts_both_formats(cli: Cli, tmp_path:
         ((table, "--pollux", "--traces", tmp_path), "--pollux: has no part beside --traces"),
         ((), "Missing argument 'TRACE'"),
     ]:
-        bad = cli("simulate", "convert", *arguments)
-        assert bad.code == 2
-        assert message in bad.error_line
+        cli("simulate", "convert", *arguments).refuses(message)
     for old, new, message in [
         ("5,u2,v2,4", "5,,u2,v2,4", "helios.csv:row 5: has 13 fields; the header has 12"),
         ("3600,0", "nan,0", "helios.csv:row 5:duration: is nan; a number, or nothing"),
     ]:
         table.write_text(HELIOS.replace(old, new))
-        bad = cli("simulate", "convert", table)
-        assert bad.code == 2
-        assert message in bad.error_line
+        cli("simulate", "convert", table).refuses(message)
     log.write_text(json.dumps(philly())[:-40])
-    broken = cli("simulate", "convert", log)
-    assert broken.code == 2
-    assert "philly.json: is no JSON" in broken.error_line
+    cli("simulate", "convert", log).refuses("philly.json: is no JSON")
 
 
 def test_phillys_log_is_told_by_how_it_begins_and_a_job_without_an_end_is_counted(cli: Cli, tmp_path: Path) -> None:
@@ -280,8 +272,7 @@ def test_phillys_log_is_told_by_how_it_begins_and_a_job_without_an_end_is_counte
     jobs[2]["attempts"][0]["end_time"] = "None"
     log = tmp_path / "cluster_job_log"  # as it is released
     log.write_text(json.dumps(jobs, indent=1))
-    made = cli("simulate", "convert", log, "-o", tmp_path / "w.csv")
-    assert made.code == 0, made.err
+    made = cli("simulate", "convert", log, "-o", tmp_path / "w.csv").done()
     assert "2 of 2 jobs" in made.err
     assert "left out: 1 never started; 1 still ran at the log's end and count until then" in made.err
     lines = HELIOS.replace(",43200,10", ",,10").replace("2020-06-10 07:00:10", "")

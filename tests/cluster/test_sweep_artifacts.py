@@ -1,8 +1,11 @@
-"""Sweeps in the report and in the gate: means over the seeds, the comparison, what failed, and documents that are none."""
+"""Sweeps in the report and in the gate: means over the seeds, the comparison, what failed, and documents that are none.
+Sweeps with fitted models and prices: the bits of single replays, and no file of two truths.
+"""
 
 from __future__ import annotations
 
 import copy
+import csv
 import json
 import math
 import re
@@ -16,9 +19,9 @@ import pytest
 from ddltool.analyzers.answers.gating.metrics import extract
 from ddltool.shipped import folder
 from ddltool.simulation_results import SweepFigures
-from tests.conftest import Result
+from tests.conftest import Cli
+from tests.helpers.workloads import FOLDER, write_goodput
 
-Cli = Callable[..., Result]
 FIGURES = tuple(name for name in SweepFigures.model_fields if name != "cost")
 
 
@@ -60,8 +63,7 @@ def drawn(seed: int = 0, *, workloads: int = 2, policies: int = 2, seeds: int = 
 
 def page_of(cli: Cli, place: Path, document: dict[str, Any]) -> str:
     (place / "sweep.json").write_text(json.dumps(document))
-    result = cli("report", place / "sweep.json", "-o", place / "page.html")
-    assert result.code == 0, result.err
+    cli("report", place / "sweep.json", "-o", place / "page.html").done()
     return (place / "page.html").read_text()
 
 
@@ -98,11 +100,9 @@ def test_a_failed_replay_has_no_part_in_the_means_and_fails_the_gate(cli: Cli, t
     assert metrics(now)["avg_jct_s/p0/w0"] == pytest.approx(sum(rest) / 2)
     for name, document in (("before", before), ("now", now)):
         (tmp_path / f"{name}.json").write_text(json.dumps(document))
-    result = cli(
+    cli(
         "gate", tmp_path / "now.json", "--baseline", tmp_path / "before.json", "--rule", "failed increase <= 0"
-    )
-    assert result.code == 1
-    assert "failed increase <= 0: 1 (baseline 0" in result.error_line
+    ).refuses("failed increase <= 0: 1 (baseline 0", code=1)
     page = page_of(cli, tmp_path, now)
     assert ["w0", "p0", "0", "no room for job 3"] in rows_of(page)
 
@@ -197,3 +197,143 @@ def test_what_is_no_sweep(
     assert result.error_line.startswith("sweep.json")
     assert message in result.error_line
     assert not Path("page.html").exists()
+
+
+TRACES = ("--traces", FOLDER / "traces")
+FIELDS = "noise=900,samples=2e5,batch=64,max-batch=4096,max-local=256"
+MIXED = """kind: ddltool.cluster
+name: mixed
+nodes:
+  - {name: slow, count: 2, devices: {type: gpu, count: 4}}
+  - {name: fast, count: 1, devices: {type: other, count: 4}}
+"""
+
+
+@pytest.fixture
+def working(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working working, with what separates the parts of ``--goodput`` in its name: a workload, a cluster, a model."""
+    made = tmp_path / "a,b=c"
+    made.mkdir()
+    lines = (FOLDER / "synthetic.csv").read_text().splitlines()
+    (made / "small.csv").write_text("\n".join(lines[:9]) + "\n")
+    (made / "cluster.yaml").write_text(MIXED)
+    write_goodput(made / "goodput.json")
+    monkeypatch.chdir(made)
+    return made
+
+
+def goodput(noise: int = 900) -> tuple[str, str]:
+    return "--goodput", f"vision=goodput.json,{FIELDS.replace('900', str(noise))}"
+
+
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_sweep_has_the_bits_of_single_replays(cli: Cli, working: Path, jobs: int) -> None:
+    base = ("small.csv", "--cluster", "cluster.yaml", *TRACES, *goodput(), "--price", "gpu=1,other=3")
+    swept = cli(
+        "simulate", "sweep", *base, "--policy", "fifo,ours", "--seeds", 2, "--jobs", jobs, "--csv", "rows.csv", "--json"
+    ).done()
+    assert swept.err.count("constant noise scale 900") == 1
+    assert "constant noise scale 900" in swept.document["settings"]["assumptions"]["vision"]
+    cells = {(cell["policy"], cell["seed"]): cell["figures"] for cell in swept.document["cells"]}
+    assert len(cells) == 4
+    for seed in range(2):
+        alone = cli("simulate", *base, "--policy", "fifo,ours", "--seed", seed, "--json").document["policies"]
+        for policy, record in alone.items():
+            found = cells[policy, seed]
+            assert found["cost"] == record["cost"]["jobs"] > 0
+            assert found["gpu_seconds"] == sum(job["gpu_seconds"] for job in record["jobs"])
+            assert found["worst_fairness"] == record["finish_time_fairness"]["max"]
+            for name in ("avg_jct_s", "median_jct_s", "p99_jct_s", "makespan_s", "avg_queueing_s", "restarts"):
+                assert found[name] == record[name]
+    with (working / "rows.csv").open() as rows:
+        assert [float(row["cost"]) for row in csv.DictReader(rows)] == [one["cost"] for one in cells.values()]
+    measured = cli("simulate", *base[:3], *TRACES, "--policy", "fifo", "--json").document["policies"]["fifo"]
+    assert measured["avg_jct_s"] != cells["fifo", 0]["avg_jct_s"]  # the model was in use
+
+
+def test_a_seed_of_a_sweep_draws_failures_as_a_single_replay_does(cli: Cli, working: Path) -> None:
+    base = ("small.csv", "--cluster", "cluster.yaml", *TRACES, "--policy", "fifo", "--mtbf", "1h")
+    swept = cli("simulate", "sweep", *base, "--failure-seed", 5, "--seeds", 2, "--json").document["cells"]
+    averages = [
+        cli("simulate", *base, "--failure-seed", 5 + seed, "--seed", seed, "--json").document["policies"]["fifo"][
+            "avg_jct_s"
+        ]
+        for seed in range(2)
+    ]
+    assert [one["figures"]["avg_jct_s"] for one in swept] == averages
+    assert averages[0] != averages[1]
+
+
+def test_costs_are_compared_where_all_have_one(cli: Cli, working: Path) -> None:
+    base = ("simulate", "sweep", "small.csv", "--cluster", "cluster.yaml", *TRACES, "--policy", "fifo,ours")
+    plain = cli(*base, "--compare", "ours,fifo", "--json").document["comparison"]["comparisons"]
+    assert "cost" not in {row["measure"] for row in plain}
+    priced = cli(*base, "--compare", "ours,fifo", "--price", "gpu=1,other=3", "--json").document
+    rows = {row["measure"]: row["ratio"] for row in priced["comparison"]["comparisons"]}
+    fifo, ours = (cell["figures"]["cost"] for cell in priced["cells"])
+    assert rows.pop("cost") == pytest.approx(ours / fifo)
+    assert rows["gpu_seconds"] != pytest.approx(ours / fifo, rel=1e-6)
+    assert rows == {row["measure"]: row["ratio"] for row in plain}
+    free = cli(*base, "--compare", "ours,fifo", "--price", "0", "--json").done()
+    assert "cost" not in {row["measure"] for row in free.document["comparison"]["comparisons"]}
+    shown = cli(*base, "--compare", "ours,fifo", "--price", "gpu=1,other=3").out
+    assert "cost (price)" in shown
+    assert f"{ours:,.2f}" in shown
+
+
+def test_a_file_is_of_one_truth(cli: Cli, working: Path) -> None:
+    base = ("simulate", "sweep", "small.csv", "--cluster", "cluster.yaml", *TRACES, "--policy", "fifo", "-o", "s.json")
+    prices = ("--price", "1")
+    assert cli(*base, *goodput(), *prices, "--seeds", 1).code == 0
+    kept = (working / "s.json").read_bytes()
+    again = cli(*base, *goodput(), *prices, "--seeds", 1)
+    assert "1 of 1 replays are there already" in again.err
+    assert (working / "s.json").read_bytes() == kept
+    for arguments, words in [
+        (goodput(), "settings.prices_per_gpu_hour: is not that of this sweep"),
+        ((*goodput(), "--price", "2"), "settings.prices_per_gpu_hour: is not that of this sweep"),
+        (prices, "settings.traces.vision: has changed since"),
+        ((*goodput(800), *prices), "settings.traces.vision: has changed since"),
+    ]:
+        cli(*base, *arguments, "--seeds", 2).refuses(words)
+    text = (working / "goodput.json").read_text()
+    (working / "goodput.json").write_text(text.replace("0.05", "0.06", 1))
+    assert "settings.traces.vision" in cli(*base, *goodput(), *prices, "--seeds", 2).error_line
+    (working / "goodput.json").write_text(text)
+    assert (working / "s.json").read_bytes() == kept
+    more = cli(*base, *goodput(), *prices, "--seeds", 2)
+    assert "1 of 2 replays are there already" in more.err
+    # A file without models and prices has no such keys and goes on without.
+    for seeds in (1, 2):
+        assert cli(*base[:-1], "plain.json", "--seeds", seeds).code == 0
+    settings = json.loads((working / "plain.json").read_text())["settings"]
+    assert {"assumptions", "prices_per_gpu_hour"} & set(settings) == set()
+    settings_gone = json.loads((working / "plain.json").read_text())
+    settings_gone["settings"] = None
+    (working / "plain.json").write_text(json.dumps(settings_gone))
+    assert "plain.json:settings: is null" in cli(*base[:-1], "plain.json", "--seeds", 2).error_line
+
+
+def test_all_applications_may_be_fitted_and_none_may_be_missing(cli: Cli, working: Path) -> None:
+    rows = (working / "small.csv").read_text().splitlines()
+    kept = [row for row in rows if row.startswith("name") or ",vision," in row]
+    (working / "vision.csv").write_text("\n".join(kept) + "\n")
+    base = ("--cluster", "cluster.yaml", "--policy", "fifo", *goodput())
+    assert cli("simulate", "sweep", "vision.csv", *base).code == 0
+    cli("simulate", "sweep", "vision.csv", "small.csv", *base).refuses(
+        "--traces: are missing for application 'language'"
+    )
+
+
+def test_a_clusters_trace_is_no_workload_of_a_sweep(cli: Cli, working: Path) -> None:
+    (working / "helios.csv").write_text('"job_id",gpu_num,submit_time,duration\na,1,0,100\n')
+    (working / "philly.json").write_text("[]")
+    base = ("--cluster", "cluster.yaml", *TRACES, "--policy", "fifo", "-o", "s.json")
+    for name in ("helios.csv", "philly.json"):
+        refused = cli("simulate", "sweep", "small.csv", name, *base)
+        assert refused.code == 2
+        assert (
+            f"{name}: is a cluster's trace; make a workload of it with ddltool simulate convert first"
+            in refused.error_line
+        )
+    assert not (working / "s.json").exists()

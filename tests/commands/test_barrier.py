@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ddltool.analyzers.job.barriers.zipline import zipline
-from tests.conftest import Result, write
+from tests.conftest import Cli, write
 
-Cli = Callable[..., Result]
 HEADER = "worker,iteration,end_s"
 EXAMPLE = Path(__file__).resolve().parents[2] / "fixtures" / "barrier" / "times.csv"
 FIGURES = {"waiting_time_s", "barrier_s", "total_waiting_s", "waiting_per_iteration_s", "iteration_gap"}
@@ -82,8 +80,7 @@ def test_the_gap_is_kept(cli: Cli) -> None:
 
 def test_tables_fit_80_columns_and_files_are_written(cli: Cli, tmp_path: Path) -> None:
     output = tmp_path / "barrier.json"
-    result = cli("barrier", EXAMPLE, "--algorithm", "all", "-o", output)
-    assert result.code == 0
+    result = cli("barrier", EXAMPLE, "--algorithm", "all", "-o", output).done()
     assert max(map(len, result.out.replace(str(tmp_path), "").splitlines())) <= 80
     assert "fullgridscan" in result.out
     assert json.loads(output.read_text(encoding="utf-8"))["kind"] == "ddltool.barrier"
@@ -91,8 +88,7 @@ def test_tables_fit_80_columns_and_files_are_written(cli: Cli, tmp_path: Path) -
 
 def test_many_workers_are_summed_up(cli: Cli, tmp_path: Path) -> None:
     rows = [f"{w},{i},{i * (1 + w / 7):.6f}" for w in range(30) for i in range(1, 40)]
-    result = cli("barrier", write(tmp_path / "times.csv", HEADER, *rows), "--lookahead", 40)
-    assert result.code == 0
+    result = cli("barrier", write(tmp_path / "times.csv", HEADER, *rows), "--lookahead", 40).done()
     assert "Iterations of 30 workers" in result.out
     assert "median" in result.out
     assert "stop more than two of their iterations before the newest row" in result.err

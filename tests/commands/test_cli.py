@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -23,9 +22,8 @@ from ddltool.commands import output
 from ddltool.commands.main import COMMANDS, MOVED, load, run
 from ddltool.graph import read_graph, to_document
 from ddltool.profiles import read_profile
-from tests.conftest import Result
+from tests.conftest import Cli
 
-Cli = Callable[..., Result]
 GRAPH = {
     "kind": "ddltool.graph",
     "schema_version": 1,
@@ -59,8 +57,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_trace_json(cli: Cli, folder: Path) -> None:
-    result = cli("trace", "zoo:cifarnet", "--batch-size", 4, "--samples", 5, "-o", folder / "out.json.gz", "--json")
-    assert result.code == 0
+    result = cli(
+        "trace", "zoo:cifarnet", "--batch-size", 4, "--samples", 5, "-o", folder / "out.json.gz", "--json"
+    ).done()
     document = result.document
     assert set(document["graph"]) >= {"name", "mode", "parameters", "parameter_bytes", "ops", "recvs", "sends"}
     assert document["graph"]["mode"] == "training"
@@ -89,8 +88,7 @@ def test_trace_uses_a_files_times_unless_told_otherwise(cli: Cli, folder: Path) 
 
 
 def test_trace_for_people_and_perfetto(cli: Cli, folder: Path) -> None:
-    result = cli("trace", folder / "graph.json", "--perfetto", folder / "trace.json")
-    assert result.code == 0
+    result = cli("trace", folder / "graph.json", "--perfetto", folder / "trace.json").done()
     assert "Verdict: " in result.out
     assert all(len(line) <= 80 for line in result.out.splitlines() if not line.startswith("wrote"))
     shipped = Path(__file__).parents[2] / "fixtures" / "graphs" / "resnet32-training.graph.json.gz"
@@ -156,8 +154,7 @@ def test_profile_command(cli: Cli, folder: Path) -> None:
         "-o",
         folder / "p.csv",
         "--json",
-    )
-    assert result.code == 0
+    ).done()
     assert [row["local_batch_size"] for row in result.document["rows"]] == [1, 2]
     assert set(result.document["devices"]["cpu"]) >= {"saturation_batch", "memory_limit_batch", "launch_overhead_s"}
     assert len(read_profile(folder / "p.csv")) == 2
@@ -177,8 +174,7 @@ def test_capability_from_a_profile_and_from_the_model(cli: Cli, folder: Path) ->
     (folder / "job.yaml").write_text(
         JOB.replace(", capability_per_s: 1.0", "").replace("name: mixed", "name: m\nmodel: zoo:cifarnet")
     )
-    result = cli("plan", folder / "job.yaml", "--json")
-    assert result.code == 0
+    result = cli("plan", folder / "job.yaml", "--json").done()
     assert "predicted capabilities (zoo:cifarnet; fp32: 16 bytes a parameter with adam): T4" in result.err
     (folder / "job.yaml").write_text(JOB.replace(", capability_per_s: 1.0", ""))
     assert "T4 has neither capability_per_s nor profile" in cli("plan", folder / "job.yaml").error_line
@@ -286,9 +282,7 @@ def test_every_mistake_is_one_line(cli: Cli, folder: Path, arguments: tuple[str,
 
 
 def test_unwritable_output_is_told_before_any_work(cli: Cli, folder: Path) -> None:
-    result = cli("profile", "zoo:cifarnet", "-o", folder / "no" / "p.csv")
-    assert result.code == 2
-    assert "cannot be written (no folder" in result.error_line
+    cli("profile", "zoo:cifarnet", "-o", folder / "no" / "p.csv").refuses("cannot be written (no folder")
 
 
 def test_version_and_schema(cli: Cli, folder: Path) -> None:
@@ -601,9 +595,9 @@ def test_what_no_check_foresees_is_one_line_too(cli: Cli, tmp_path: Path, monkey
     assert (
         "holds a value that cannot be read" in cli("emit", tmp_path / "big.json", "-o", tmp_path / "o.json").error_line
     )
-    huge = cli("trace", folder_graph(tmp_path, 1.7e308))
-    assert huge.code == 2
-    assert "huge.json:ops[0].duration_s: is 1.7e+308, the sum up to it more than 1e+150" in huge.error_line
+    cli("trace", folder_graph(tmp_path, 1.7e308)).refuses(
+        "huge.json:ops[0].duration_s: is 1.7e+308, the sum up to it more than 1e+150"
+    )
     graph, same = folder_graph(tmp_path, 1.0), tmp_path / "same.json"
     assert "is written by -o too" in cli("trace", graph, "-o", same, "--perfetto", same).error_line
 
@@ -611,9 +605,7 @@ def test_what_no_check_foresees_is_one_line_too(cli: Cli, tmp_path: Path, monkey
         raise OverflowError("too large")
 
     monkeypatch.setattr("ddltool.commands.trace.trace_section", overflows)
-    result = cli("trace", graph)
-    assert result.code == 2
-    assert "beyond what can be computed with" in result.error_line
+    cli("trace", graph).refuses("beyond what can be computed with")
 
 
 def folder_graph(folder: Path, seconds: float) -> Path:
@@ -628,8 +620,7 @@ def folder_graph(folder: Path, seconds: float) -> Path:
 
 
 def test_profile_network(cli: Cli, tmp_path: Path) -> None:
-    result = cli("network", "-o", tmp_path / "network.json", "--json")
-    assert result.code == 0
+    result = cli("network", "-o", tmp_path / "network.json", "--json").done()
     document = result.document
     assert document == json.loads((tmp_path / "network.json").read_text())
     assert document["local"] is True

@@ -1,19 +1,26 @@
-"""No command writes over what it reads: the check itself, and the commands that use it."""
+"""No command writes over what it reads: the check itself, and the commands that use it.
+The texts of options as numbers: what is read, and which option an error names.
+The table of commands: what it says of each is what the command says, and its examples can be run.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ddltool.artifacts import check_outputs
+from ddltool.commands.main import COMMANDS, load
+from ddltool.commands.options import as_options, budget, integers, number, share
 from ddltool.errors import InputError
-from tests.conftest import Result, write_lines
+from ddltool.units import parse_bytes
+from tests.conftest import Cli, write_lines
+from tests.house.test_docs import check_options
 from tests.job.diagnosing.test_verification import JOB, rows
 
-Cli = Callable[..., Result]
 FIGURES = '{"kind": "ddltool.figures", "figures": {"a": 1.0}}'
 
 
@@ -113,13 +120,88 @@ def test_commands_keep_their_inputs(
     ],
 )
 def test_no_command_overwrites_what_it_reads(
-    cli: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], option: str
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], option: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("a.yaml", "t.jsonl", "p.csv", "g.json"):
         (tmp_path / name).write_text("kept")
-    refused = cli(*arguments)
-    assert refused.code == 2
-    assert f"{option}: " in refused.error_line
-    assert "is one of the inputs" in refused.error_line
+    cli(*arguments).refuses(f"{option}: ", "is one of the inputs")
     assert {path.read_text() for path in tmp_path.iterdir()} == {"kept"}
+
+
+@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=20))
+def test_integers_come_sorted_and_once(numbers: list[int]) -> None:
+    text = ",".join(map(str, numbers))
+    assert integers(text, "--replicas") == tuple(sorted(set(numbers)))
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "message"),
+    [
+        (integers, "1,x", "'1,x' is not a list of whole numbers; write for example 1,2,4"),
+        (integers, "0", "0 is below 1; write whole numbers >= 1"),
+        (integers, ",".join(map(str, range(1, 1002))), "holds 1001 numbers; give at most 1000"),
+        (share, "100%", "'100%' is not a share"),
+        (budget, "0s", "'0s' is not a usable time"),
+        (budget, "721h", "'721h' is not a usable time"),
+        (parse_bytes, "0GiB", "'0GiB' is not a size"),
+        (parse_bytes, "much", "'much' is not a size"),
+        *(
+            (number(0.5, 1e9), text, message)
+            for text, message in (
+                ("nan", "is nan; give a number"),
+                ("many", "'many' is no number; give a number"),
+                ("inf", "is inf; give a number from 0.5 to 1000000000"),
+                ("0.4999", "is 0.4999; give a number from 0.5 to 1000000000"),
+            )
+        ),
+        (number(1), "-inf", "is -inf; give a number of at least 1"),
+    ],
+)
+def test_errors_name_the_option_and_the_text(read: object, text: str, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        read(text, "--option")  # type: ignore[operator]
+    assert str(caught.value).startswith(f"--option: {message}")
+
+
+def test_an_error_names_the_option_and_keeps_what_was_added() -> None:
+    @as_options({"restart delay": "--restart-delay"})
+    def fail(where: str, added: str = "") -> None:
+        error = InputError(where, "is -1", "at least 0")
+        error.args = (f"{error}{added}",)
+        raise error
+
+    for where, option in (("restart delay", "--restart-delay"), ("delay", "delay")):
+        with pytest.raises(InputError, match=f"^{option}: is -1; at least 0; 3 rows are kept$") as caught:
+            fail(where, "; 3 rows are kept")
+        assert caught.value.where == option
+
+
+def test_sizes_and_shares_in_their_units() -> None:
+    assert number(0.5)("0.5", "--horizon") == 0.5
+    assert parse_bytes("2GiB", "--memory") == 2 * 2**30
+    assert parse_bytes("500 MB", "--memory") == 500e6
+    assert share("5%", "--precision") == share("0.05", "--precision") == pytest.approx(0.05)
+    assert budget("5min", "--budget") == 300.0
+
+
+@pytest.mark.parametrize(
+    ("command", "option"), [(("report", "none.json"), "--noise-scale"), (("trace", "zoo:mlp"), "--time-limit")]
+)
+def test_commands_say_that_nan_is_no_number(cli: Cli, command: tuple[str, ...], option: str) -> None:
+    refused = cli(*command, option, "nan")
+    assert refused.code == 2
+    assert refused.error_line == f"{option}: is nan; give a number"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_its_own_summary_and_one_example_that_it_understands(name: str) -> None:
+    summary, example = COMMANDS[name]["summary"], COMMANDS[name].get("example")
+    command = load(name)
+    text = command.help or ""
+    assert command.get_short_help_str(200) == summary
+    assert (example is None) == ("Example: ddltool" in text)
+    if example is not None:
+        assert f"ddltool {name}" in example
+        for part in example.replace("; then: ", "; ").replace("; or: ", "; ").split("; "):
+            check_options(part)

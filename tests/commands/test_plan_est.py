@@ -1,4 +1,7 @@
-"""``ddltool plan --strategy est`` with an order of objectives, nodes, and several jobs."""
+"""``ddltool plan --strategy est`` with an order of objectives, nodes, and several jobs.
+What jobs name: fitted models and fields that no plan can be made of are told with the file that they stand in.
+``ddltool plan SOURCE --devices``: a job without a file, the whole run in time and money, and what is refused.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from ddltool.analyzers.job.planning.job_inputs import job_of
 from ddltool.commands.main import run
+from ddltool.errors import InputError
+from ddltool.goodput_model import ThroughputParams
+from ddltool.job import Job
+from tests.conftest import Cli
 
 JOB = """
 name: mixed
@@ -210,3 +218,200 @@ def test_prices_have_a_limit(folder: Path, capsys: pytest.CaptureFixture[str]) -
     dear = limited(folder, "dear.yaml", "max_price_per_hour: 12", JOB.replace("2.5", "1.0e13"))
     assert run(["plan", str(dear), "--strategy", "est"]) == 2
     assert "devices[0].price_per_hour: is 10000000000000.0; give a number of at most 1e+09" in capsys.readouterr().err
+
+
+SOURCE_JOB = """\
+name: same
+max_workers: 4
+batch_size: 8
+devices:
+  - {type: V100, count: 2, capability_per_s: 3.0}
+  - {type: T4, count: 2, capability_per_s: 1.0}
+"""
+FITTED_JOB = """\
+name: fitted
+max_workers: 4
+batch_size: 8
+devices: [{type: V100, count: 4, goodput: fit.json}]
+goodput: {max_batch_size: 256, max_local_batch_size: 64}
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text(SOURCE_JOB)
+    Path("fitted.yaml").write_text(FITTED_JOB)
+    return tmp_path
+
+
+def write_fit(**changed: float) -> None:
+    params = {**dict.fromkeys(ThroughputParams.model_fields, 0.01), "gamma": 1.0, **changed}
+    document = {
+        "kind": "ddltool.goodput",
+        "schema_version": 1,
+        "sources": [],
+        "undetermined": [],
+        "params": params,
+        "rmsle": 0.0,
+        "samples": 8,
+    }
+    Path("fit.json").write_text(json.dumps({**document, "fit_seconds": 0.1, "mape": 0.0}))
+
+
+@pytest.mark.parametrize("strategy", ["auto", "est", "bsp", "lb-bsp", "elastic-bsp", "goodput"])
+def test_a_model_whose_passes_take_no_time(here: Path, cli: Cli, strategy: str) -> None:
+    write_fit()
+    assert cli("plan", "fitted.yaml", "--strategy", strategy).code == 0
+    write_fit(alpha_grad_s=0.0, beta_grad_s=0.0)
+    result = cli("plan", "fitted.yaml", "--strategy", strategy)
+    wanted = "fit.json:params: say that a pass takes no time; alpha_grad_s or beta_grad_s must be above 0"
+    assert (result.code, result.out, result.error_line) == (2, "", wanted)
+
+
+@pytest.mark.parametrize("changed", [{"beta_grad_s": 1e308}, {"alpha_grad_s": 5e-324, "beta_grad_s": 0.0}])
+@pytest.mark.parametrize("strategy", ["auto", "lb-bsp", "goodput"])
+def test_a_model_whose_passes_take_no_number(here: Path, cli: Cli, strategy: str, changed: dict[str, float]) -> None:
+    write_fit(**changed)
+    result = cli("plan", "fitted.yaml", "--strategy", strategy)
+    assert result.code == 2
+    assert result.error_line.startswith("fit.json:params: say that a pass over 8 samples takes ")
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "message"),
+    [
+        ("weight: 1e308", 2, "b.yaml:weight: is 1e+308; give a number of at most 1e+09"),
+        ("weight: 0", 2, "b.yaml:weight: is 0; give a number above 0"),
+        ("constraints: {min_throughput: 1e6}", 3, "b.yaml: min_throughput: at least 1e+06"),
+        ("constraints: {memory_per_worker_gib: 4}", 2, "b.yaml:devices.T4.memory_gib: is missing"),
+        (
+            "constraints: {max_price_per_hour: 1e12}",
+            2,
+            "b.yaml:constraints.max_price_per_hour: is 1000000000000.0; give a",
+        ),
+    ],
+)
+def test_a_joint_plan_names_the_file_at_fault(here: Path, cli: Cli, lines: str, code: int, message: str) -> None:
+    """Both jobs are of one name: only the file tells them apart."""
+    Path("b.yaml").write_text(f"{SOURCE_JOB}{lines}\n")
+    result = cli("plan", "a.yaml", "--strategy", "est", "--with", "b.yaml")
+    assert result.code == code
+    assert result.error_line.startswith(message)
+
+
+def test_a_joint_plan_keeps_the_names_of_the_jobs(here: Path, cli: Cli) -> None:
+    Path("b.yaml").write_text(SOURCE_JOB.replace("same", "other"))
+    result = cli("plan", "a.yaml", "--strategy", "est", "--with", "b.yaml", "--json")
+    assert [each["plan"]["job"] for each in result.document["jobs"]] == ["same", "other"]
+
+
+@pytest.mark.parametrize("strategy", ["auto", "est", "bsp"])
+def test_a_plan_of_one_job_names_its_file_too(here: Path, cli: Cli, strategy: str) -> None:
+    Path("b.yaml").write_text(f"{SOURCE_JOB}constraints: {{memory_per_worker_gib: 4}}\n")
+    result = cli("plan", "b.yaml", "--strategy", strategy)
+    assert result.code == 2
+    assert result.error_line.startswith("b.yaml:devices.T4.memory_gib: is missing; ")
+
+
+def test_an_objective_in_the_place_of_a_strategy_is_told_where_it_belongs(cli: Cli) -> None:
+    result = cli("plan", "any.yaml", "--strategy", "fastest")
+    assert (result.code, result.err) == (2, "error: --strategy: fastest is an objective; give --objective fastest\n")
+
+
+GRAPH = Path(__file__).parents[2] / "fixtures" / "graphs" / "resnet32-training.graph.json.gz"
+
+
+def test_nodes_are_shared_in_proportion_and_workers_divide_the_batch() -> None:
+    made = job_of("zoo:resnet32", "A100=8,V100=4@1.5", nodes=3, batch_size=32, precision="bf16", optimizer=None)
+    assert [(it.type, it.count, it.per_node, it.price_per_hour) for it in made.devices] == [
+        ("A100", 8, 4, None),
+        ("V100", 4, 4, 1.5),
+    ]
+    assert (made.max_workers, made.batch_size, made.precision, made.name) == (8, 4, "bf16", "resnet32")
+    assert [it.per_node for it in job_of("m", "A100=20,L4=3").devices] == [8, 3]
+    assert job_of("m", "L4=2,L4=3").devices[0].count == 5  # two lines of one type
+
+
+def test_what_is_said_of_the_job_reaches_it(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Job] = []
+
+    def planned(job: Job, *rest: object, **more: object) -> None:
+        seen.append(job)
+        raise InputError("job", "was seen", "that is all")
+
+    monkeypatch.setattr("ddltool.commands.plan.read_with_specs", planned)
+    said = ("--precision", "amp", "--optimizer", "sgd", "--sequence-length", 512, "--batch-size", 16)
+    assert cli("plan", "timm:resnet18", "--devices", "A100=8", *said).code == 2
+    job = seen[0]
+    assert (job.precision, job.optimizer, job.sequence_length, job.max_workers * job.batch_size) == (
+        "fp16",
+        "sgd",
+        512,
+        16,
+    )
+
+
+@pytest.mark.parametrize(
+    ("devices", "more", "error"),
+    [
+        ("A100", {}, "--devices: 'A100' is not TYPE=N"),
+        ("A100=0", {}, "--devices: 'A100=0' offers none"),
+        ("A1000=8", {}, "--devices: unknown device 'A1000'; did you mean \"A100\""),
+        ("A100=8,V100=4", {"nodes": 1}, "--nodes: is 1, for 12 devices of 2 types"),
+        ("A100=8", {"nodes": 9}, "--nodes: is 9, for 8 devices of 1 type"),
+        ("A100=8", {"precision": "fp4"}, "--precision: "),
+        ("A100=8", {"nic": "fast"}, "--nic: "),
+    ],
+)
+def test_what_is_wrong_names_its_option(devices: str, more: dict[str, object], error: str) -> None:
+    with pytest.raises(InputError) as told:
+        job_of("m", devices, **more)  # type: ignore[arg-type]
+    assert str(told.value).startswith(error)
+
+
+def test_a_run_in_hours_and_money_from_a_graph(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(GRAPH.parent)  # a long path's name would take lines of its own
+    asked = ("plan", GRAPH.name, "--devices", "V100=4@2,T4=4@0.5", "--batch-size", 256, "--bandwidth", "10Gbit")
+    run = ("--samples", "50k", "--epochs", 90)
+    found = cli(*asked, *run, "--json").document
+    assert found["devices_per_node"] == dict.fromkeys({row["device_type"] for row in found["assignments"]}, 4)
+    took = found["decision"]["run"]
+    assert took["samples"] == 50_000 * 90
+    assert took["hours"] == pytest.approx(took["samples"] / 256 * found["iteration_s"] / 3600)
+    shown = cli(*asked, *run, "--mtbf", "50h,30s")
+    first = shown.out.splitlines()[1]
+    assert first.startswith("Use ")
+    assert "The whole run takes" in shown.out
+    assert "a checkpoint every" in " ".join(shown.out.split())
+    assert max(len(line) for line in shown.out.splitlines()) <= 80
+    cheap = cli(*asked, *run, "--objective", "cheapest", "--json").document
+    assert cheap["decision"]["run"]["price"] <= took["price"] * (1 + 1e-9)
+    cli(*asked, *run, "--deadline", "1s").refuses("deadline: the whole run takes", code=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (("--samples", "many"), "--samples: 'many' is no number of them"),
+        (("--epochs", 3), "--epochs: of how many samples is not said"),
+        (("--tokens", "1B"), "--tokens: nothing says how many tokens a sample has"),
+        (("--samples", "1M", "--epochs", 1e300), "--epochs: makes 1e+306 samples; give a run of up to 1e+30"),
+        (("--deadline", "1h"), "--deadline: limits a whole run, and how long that is nobody says; give --samples or"),
+        (("--budget", 5), "--budget: limits a whole run"),
+        (("--samples", 5, "--tokens", 5), "--samples: has no part beside --tokens"),
+        (("--mtbf", "0s"), "--mtbf: is '0s'"),
+        (("--objective", "fewest-devices"), "--objective: fewest-devices needs something to keep"),
+        (("--samples", 5, "--budget", 1), "devices.V100.price_per_hour: is missing"),
+    ],
+)
+def test_what_a_run_lacks_is_said(cli: Cli, options: tuple[object, ...], error: str) -> None:
+    cli("plan", GRAPH, "--devices", "V100=4", "--bandwidth", "10Gbit", *options).refuses(error)
+
+
+def test_options_of_a_short_job_have_no_part_beside_a_file(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(
+        "name: a\nmax_workers: 2\ndevices: [{type: V100, count: 2, capability_per_s: 1}]\n"
+    )
+    found = cli("plan", tmp_path / "job.yaml", "--batch-size", 4)
+    assert (found.code, "--batch-size: has no part in a plan of a job.yaml" in found.error_line) == (2, True)

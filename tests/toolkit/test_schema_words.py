@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,9 +13,7 @@ from ddltool.errors import InputError, naming
 from ddltool.graph import from_document
 from ddltool.schema_words import in_words
 from ddltool.tables import read_table
-from tests.conftest import Result
-
-Cli = Callable[..., Result]
+from tests.conftest import Cli
 
 
 class Everything(BaseModel):

@@ -281,48 +281,33 @@ def _x_of(figure: Lines, values: np.ndarray[Any, Any]) -> tuple[alt.Scale, alt.A
 
 def _lines(figure: Lines, slots: Slots) -> Chart:
     """Return lines, steps, points or stacked areas with bands, dots and lines at fixed values."""
-    drawn_lines, areas = figure.lines[:LINES_DRAWN], figure.draw == "areas"
+    drawn_lines = figure.lines[:LINES_DRAWN]
     labels = _names([line.label for line in drawn_lines])
-    fixed_names = [] if areas else _names([name for name, _ in (*figure.levels, *figure.marks)])
-    names, places = [*labels, *fixed_names], _places(labels, figure.family, slots)
-    highest_values = [
-        top for line in drawn_lines for top in (line.y if line.high is None else line.high, *(line.dots or ())[1:])
-    ]
-    highest = max(
-        [float(top.max()) for top in highest_values if top.size] + [value for _, value in figure.levels], default=0.0
-    )
-    scale, unit = time_unit(highest) if figure.seconds else (1.0, "")
-    ylabel, colours = _titled(figure.ylabel, unit), AREAS if areas else SERIES
-    # a line that stands for a fixed value is of the text's colour, as the fifth series is, with a dash of its own
-    line_colours = [colours[position % len(colours)] for position in places] + [INK] * len(fixed_names)
-    dashes = [_DASHES[position % len(_DASHES)] for position in places] + [[4, 4], [2, 3], [8, 3]][: len(fixed_names)]
-    legend = _legend(names, symbolType="square" if areas else "stroke", symbolSize=260)
-    colour = alt.Color("name:N", scale=alt.Scale(domain=names, range=line_colours), legend=legend)
-    dash = alt.StrokeDash("name:N", scale=alt.Scale(domain=names, range=dashes), legend=legend)
-    all_x = np.concatenate([*(line.x for line in drawn_lines), *(line.dots[0] for line in drawn_lines if line.dots)])
-    x_scale, x_axis = _x_of(figure, all_x)
-    x = alt.X("x:Q", scale=x_scale, axis=x_axis, title=figure.xlabel)
-    y_scale = alt.Scale(type="log", nice=False) if figure.log_y else alt.Scale(zero=True)
-    y_axis = alt.Axis(tickCount=6, gridOpacity=0.6, **_whole("y" in figure.whole))
-    y = alt.Y("y:Q", scale=y_scale, axis=y_axis, title=ylabel)
+    named_lines = list(zip(labels, drawn_lines, strict=True))
+    fixed_names = [] if figure.draw == "areas" else _names([name for name, _ in (*figure.levels, *figure.marks)])
+    colour, dash = _colour_and_dash(figure, labels, fixed_names, slots)
+    scale, unit = time_unit(_highest(figure, drawn_lines)) if figure.seconds else (1.0, "")
+    x, y = _line_axes(figure, drawn_lines, unit)
     tips = _tips({"name:N": "line", "x:Q": "x", "y:Q": "y"})
-    rows = [row for line, name in zip(drawn_lines, labels, strict=True) for row in _line_rows(line, name, scale)]
-    if areas:
+    rows = [row for name, line in named_lines for row in _line_rows(line, name, scale)]
+    if figure.draw == "areas":
         area = _chart(rows).mark_area(interpolate="step-after", stroke=PAPER, strokeWidth=0.3)
         y["stack"] = "zero"
         return _layered([area.encode(x=x, y=y, color=colour, tooltip=tips)], 260, labels)
+
     interpolate: Any = "step-after" if figure.draw == "steps" else "linear"
     curves = _chart(rows).encode(x=x, y=y, color=colour)
     layers: list[alt.Chart] = []
-    if any("low" in row for row in rows):
-        band = _chart([row for row in rows if "low" in row]).mark_area(opacity=0.2, interpolate=interpolate)
-        layers.append(band.encode(x=x, y=alt.Y("low:Q", title=ylabel, scale=y_scale), y2="high:Q", color=colour))
-        tips = [*tips, *_tips({"low:Q": "low", "high:Q": "high"})]
+    line_tips = tips
+    if band_rows := [row for row in rows if "low" in row]:
+        band = _chart(band_rows).mark_area(opacity=0.2, interpolate=interpolate)
+        low = alt.Y("low:Q", title=y["title"], scale=y["scale"])
+        layers.append(band.encode(x=x, y=low, y2="high:Q", color=colour))
+        line_tips = [*tips, *_tips({"low:Q": "low", "high:Q": "high"})]
     layers.append(curves.mark_line(interpolate=interpolate, strokeWidth=2).encode(strokeDash=dash))
-    single = {line.label for line in drawn_lines if line.x.size == 1}
-    point_opacity = 1.0 if figure.draw == "points" or single else 0.0
-    points = curves.mark_point(filled=True, size=45 if point_opacity else 120, opacity=point_opacity)
-    layers.append(points.encode(tooltip=tips))
+    is_seen = figure.draw == "points" or any(line.x.size == 1 for line in drawn_lines)
+    points = curves.mark_point(filled=True, size=45 if is_seen else 120, opacity=float(is_seen))
+    layers.append(points.encode(tooltip=line_tips))
     text_rows = [
         {"x": float(x_at), "y": float(value) * scale, "text": name_of(text)}
         for line in drawn_lines
@@ -332,18 +317,51 @@ def _lines(figure: Lines, slots: Slots) -> Chart:
         layers.append(_chart(text_rows).mark_text(align="left", dx=7, dy=-7, color=INK).encode(x=x, y=y, text="text:N"))
     dots = [
         {"name": name, "x": float(x_at), "y": float(value) * scale}
-        for line, name in zip(drawn_lines, labels, strict=True)
+        for name, line in named_lines
         for x_at, value in zip(*(line.dots or ((), ())), strict=True)
     ]
     if dots:
         size, opacity = (36, 0.85) if len(dots) < 1000 else (10, 0.4)
         cloud = _chart(dots).mark_point(filled=True, size=size, opacity=opacity)
-        layers.append(cloud.encode(x=x, y=y, color=colour, tooltip=tips[:3]))
+        layers.append(cloud.encode(x=x, y=y, color=colour, tooltip=tips))
     fixed_values = [value * scale for _, value in figure.levels] + [value for _, value in figure.marks]
     named_values = list(zip(fixed_names, fixed_values, strict=True))
     layers += _rule("y", named_values[: len(figure.levels)], colour, dash)
     layers += _rule("x", named_values[len(figure.levels) :], colour, dash)
-    return _layered(layers, 230, names)
+    return _layered(layers, 230, [*labels, *fixed_names])
+
+
+def _highest(figure: Lines, lines: Sequence[Line]) -> float:
+    """Return the largest y of the lines, their bands and dots, and the fixed values; 0 where there is none."""
+    tops = [top for line in lines for top in (line.y if line.high is None else line.high, *(line.dots or ())[1:])]
+    return max([float(top.max()) for top in tops if top.size] + [value for _, value in figure.levels], default=0.0)
+
+
+def _colour_and_dash(
+    figure: Lines, labels: Sequence[str], fixed_names: Sequence[str], slots: Slots
+) -> tuple[alt.Color, alt.StrokeDash]:
+    """Return what tells the lines apart, and those that stand for fixed values: these are of the text's colour."""
+    areas, names, places = figure.draw == "areas", [*labels, *fixed_names], _places(labels, figure.family, slots)
+    colours = AREAS if areas else SERIES
+    line_colours = [colours[position % len(colours)] for position in places] + [INK] * len(fixed_names)
+    dashes = [_DASHES[position % len(_DASHES)] for position in places] + [[4, 4], [2, 3], [8, 3]][: len(fixed_names)]
+    legend = _legend(names, symbolType="square" if areas else "stroke", symbolSize=260)
+    return (
+        alt.Color("name:N", scale=alt.Scale(domain=names, range=line_colours), legend=legend),
+        alt.StrokeDash("name:N", scale=alt.Scale(domain=names, range=dashes), legend=legend),
+    )
+
+
+def _line_axes(figure: Lines, lines: Sequence[Line], unit: str) -> tuple[alt.X, alt.Y]:
+    """Return x and y of lines; ``unit``: of y, "" for none."""
+    all_x = np.concatenate([*(line.x for line in lines), *(line.dots[0] for line in lines if line.dots)])
+    x_scale, x_axis = _x_of(figure, all_x)
+    y_scale = alt.Scale(type="log", nice=False) if figure.log_y else alt.Scale(zero=True)
+    y_axis = alt.Axis(tickCount=6, gridOpacity=0.6, **_whole("y" in figure.whole))
+    return (
+        alt.X("x:Q", scale=x_scale, axis=x_axis, title=figure.xlabel),
+        alt.Y("y:Q", scale=y_scale, axis=y_axis, title=_titled(figure.ylabel, unit)),
+    )
 
 
 def _line_rows(line: Line, name: str, scale: float) -> list[Row]:

@@ -28,11 +28,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ddltool.analyzers.job.goodput.step_time import StepTime
+from ddltool.analyzers.job.goodput.throughput import StepTime
 from ddltool.arrays import Floats
 from ddltool.arrays import Ints as Counts
 from ddltool.errors import InputError
-from ddltool.search import search
+from ddltool.search import search_counts
 
 _UNLIMITED = 2**40
 """Samples: more than any batch has."""
@@ -185,11 +185,15 @@ def choose(curves: Curves, offer: Offer, total: int, finish: Finish | None = Non
         offers = [replace(offer, counts=tuple(counts)) for counts in single_type_counts]
     choices = []
     for single_offer in offers:
-        numbers = _shortest_step_counts(curves, single_offer, total, finish)
+        chooser = _Chooser(single_offer, total)
+        most_sizes = np.where(chooser.counts > 0, np.minimum(curves.limits, total), 0)
+        state = shortest(chooser.fewest, chooser.most, finish, curves, most_sizes)
+        numbers = None if state is None else chooser.best(state.sizes, state.number)
         if numbers is not None:
-            rows = spread(curves, numbers.tolist(), total)
+            used_counts = tuple(numbers.tolist())
+            rows = spread(curves, used_counts, total)
             assert rows is not None  # what they make by the best time reaches the total
-            slowest_s, used_counts = slowest_of(curves, rows), tuple(numbers.tolist())
+            slowest_s = slowest_of(curves, rows)
             iteration_s = slowest_s if finish is None else finish(slowest_s, sum(used_counts))
             choices.append(Chosen(rows=rows, numbers=used_counts, slowest_s=slowest_s, iteration_s=iteration_s))
     return min(choices, key=lambda choice: choice.iteration_s, default=None)
@@ -262,92 +266,87 @@ def _type_samples(numbers: Counts, sizes: Counts, total: int) -> Counts:
     return samples
 
 
-def _shortest_step_counts(curves: Curves, offer: Offer, total: int, finish: Finish | None) -> Counts | None:
-    """Return (K,) devices in use in the shortest step; None where all offered devices together cannot make ``total``."""
-    counts = np.asarray(offer.counts, dtype=np.int64)
-    limit = min(total, int(counts.sum()), total if offer.max_devices is None else offer.max_devices)
-    prices = None if offer.prices is None else np.asarray(offer.prices, dtype=object)
-    same_counts = prices is None and counts.min() == counts.max()
+class _Chooser:
+    """Chooses devices of K types by the most samples ``sizes`` (K,) that one device of each type makes in a given time."""
 
-    def largest_capacity_counts(sizes: Counts, order: Counts, devices: int) -> Counts | None:
-        """Return (K,) counts of the ``devices`` devices of largest ``sizes``; None where they exceed the budget.
+    def __init__(self, offer: Offer, total: int) -> None:
+        self.offer, self.total = offer, total
+        self.counts = np.asarray(offer.counts, dtype=np.int64)
+        self.most_devices = min(
+            total, int(self.counts.sum()), total if offer.max_devices is None else offer.max_devices
+        )
+        self._prices = None if offer.prices is None else np.asarray(offer.prices, dtype=object)
+        self._all_alike = offer.prices is None and self.counts.min() == self.counts.max()
+
+    def fewest(self, sizes: Counts) -> int:
+        """Return the fewest devices that make the whole batch; 0 where all that may be used together do not."""
+        if self._all_alike:  # sorting alone is many times faster than finding the order
+            ordered_sizes, ordered_counts = np.sort(sizes)[::-1], self.counts
+        else:
+            order = np.argsort(sizes)[::-1]
+            ordered_sizes, ordered_counts = sizes[order], self.counts[order]
+        samples = np.cumsum(_type_samples(ordered_counts, ordered_sizes, self.total))
+        if samples[-1] < self.total:
+            return 0
+        last_type = int(np.searchsorted(samples, self.total))
+        missing_samples = self.total - (int(samples[last_type - 1]) if last_type else 0)
+        devices = int(ordered_counts[:last_type].sum()) - (-missing_samples // int(ordered_sizes[last_type]))
+        if devices > self.most_devices:
+            return 0
+        if self._prices is None or self._largest(sizes, order, devices) is not None:
+            return devices
+        numbers = self._knapsack(sizes, self.most_devices, whole_batch=True)
+        return 0 if numbers is None else int(numbers.sum())
+
+    def most(self, sizes: Counts) -> int:
+        """Return the most devices that can take part, each with a sample at least; with prices an upper bound."""
+        if self._prices is not None:
+            return self.most_devices
+        return min(self.most_devices, int(self.counts[sizes > 0].sum()))
+
+    def best(self, sizes: Counts, devices: int) -> Counts | None:
+        """Return the (K,) numbers of at most ``devices`` devices that make most samples within the budget."""
+        numbers = self._largest(sizes, np.argsort(-sizes, kind="stable"), devices)
+        return self._knapsack(sizes, devices, whole_batch=False) if numbers is None else numbers
+
+    def _largest(self, sizes: Counts, order: Counts, devices: int) -> Counts | None:
+        """Return the (K,) numbers of the ``devices`` devices of largest sizes; None where they exceed the budget.
 
         ``order`` (K,) holds the type indices by falling sizes.
         """
-        ordered_counts = np.diff(
-            np.minimum(np.cumsum(np.where(sizes[order] > 0, counts[order], 0)), devices), prepend=0
-        )
-        numbers = np.zeros_like(counts)
-        numbers[order] = ordered_counts
-        return numbers if prices is None or int(prices @ numbers) <= offer.budget else None
+        usable = np.where(sizes[order] > 0, self.counts[order], 0)
+        numbers = np.zeros_like(self.counts)
+        numbers[order] = np.diff(np.minimum(np.cumsum(usable), devices), prepend=0)
+        return numbers if self._prices is None or int(self._prices @ numbers) <= self.offer.budget else None
 
-    def fewest_devices(sizes: Counts) -> int:
-        if same_counts:  # sorting alone is many times faster than finding the order
-            ordered_sizes, ordered_counts = np.sort(sizes)[::-1], counts
+    def _knapsack(self, sizes: Counts, devices: int, *, whole_batch: bool) -> Counts | None:
+        """Return (K,) numbers of at most ``devices`` devices within the budget by CP-SAT; None where none are possible.
+
+        They are the fewest devices that make the ``whole_batch``, else those that make the most samples.
+        """
+        from ortools.sat.python import cp_model
+
+        assert self.offer.prices is not None
+        model = cp_model.CpModel()
+        # More devices of one type than make the whole batch are not needed, and products stay within 64 bits.
+        max_numbers = [
+            min(count, devices, self.offer.budget // price if price else devices, -(-self.total // size)) if size else 0
+            for count, price, size in zip(self.offer.counts, self.offer.prices, sizes.tolist(), strict=True)
+        ]
+        used = [model.new_int_var(0, number, "") for number in max_numbers]
+        model.add(cp_model.LinearExpr.sum(used) <= devices)
+        model.add(cp_model.LinearExpr.weighted_sum(used, list(self.offer.prices)) <= self.offer.budget)
+        samples = cp_model.LinearExpr.weighted_sum(used, sizes.tolist())
+        if whole_batch:
+            model.add(samples >= self.total)
+            model.minimize(cp_model.LinearExpr.sum(used))
         else:
-            order = np.argsort(sizes)[::-1]
-            ordered_sizes, ordered_counts = sizes[order], counts[order]
-        cumulative_samples = np.cumsum(_type_samples(ordered_counts, ordered_sizes, total))
-        if cumulative_samples[-1] < total:
-            return 0
-        last_type = int(np.searchsorted(cumulative_samples, total))
-        missing_samples = total - (int(cumulative_samples[last_type - 1]) if last_type else 0)
-        devices = int(ordered_counts[:last_type].sum()) - (-missing_samples // int(ordered_sizes[last_type]))
-        if devices > limit:
-            return 0
-        if prices is None or largest_capacity_counts(sizes, order, devices) is not None:
-            return devices
-        numbers = _solve_knapsack(sizes, offer, total, limit, total)
-        return 0 if numbers is None else int(numbers.sum())
-
-    def most_devices(sizes: Counts) -> int:
-        return limit if prices is not None else min(limit, int(counts[sizes > 0].sum()))
-
-    shortest_iteration = shortest(
-        fewest_devices, most_devices, finish, curves, np.where(counts > 0, np.minimum(curves.limits, total), 0)
-    )
-    if shortest_iteration is None:
-        return None
-    numbers = largest_capacity_counts(
-        shortest_iteration.sizes, np.argsort(-shortest_iteration.sizes, kind="stable"), shortest_iteration.number
-    )
-    return (
-        _solve_knapsack(shortest_iteration.sizes, offer, None, shortest_iteration.number, total)
-        if numbers is None
-        else numbers
-    )
-
-
-def _solve_knapsack(
-    sizes: Counts, offer: Offer, required_samples: int | None, devices: int, total: int
-) -> Counts | None:
-    """Return (K,) counts within the budget by CP-SAT; None where no counts are possible.
-
-    They are the fewest devices that make ``required_samples`` or, with None, the devices that make the most samples.
-    """
-    from ortools.sat.python import cp_model
-
-    assert offer.prices is not None
-    model = cp_model.CpModel()
-    # More devices of one type than make the whole batch are not needed, and products stay within 64 bits.
-    max_counts = [
-        min(count, devices, offer.budget // price if price else devices, -(-total // size)) if size else 0
-        for count, price, size in zip(offer.counts, offer.prices, sizes.tolist(), strict=True)
-    ]
-    used = [model.new_int_var(0, number, "") for number in max_counts]
-    model.add(cp_model.LinearExpr.sum(used) <= devices)
-    model.add(cp_model.LinearExpr.weighted_sum(used, list(offer.prices)) <= offer.budget)
-    samples = cp_model.LinearExpr.weighted_sum(used, sizes.tolist())
-    if required_samples is None:
-        model.maximize(samples)
-    else:
-        model.add(samples >= required_samples)
-        model.minimize(cp_model.LinearExpr.sum(used))
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return None
-    return np.array([solver.value(variable) for variable in used], dtype=np.int64)
+            model.maximize(samples)
+        solver = cp_model.CpSolver()
+        solver.parameters.num_workers = 1
+        if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            return None
+        return np.array([solver.value(variable) for variable in used], dtype=np.int64)
 
 
 def capacities(curves: Curves, within_s: float, least: int | Counts, most: Counts) -> Counts:
@@ -488,24 +487,11 @@ def shortest(
             state = later_state
         return state
 
-    def rank(number: int) -> tuple[float, int]:
+    def cost(number: int) -> tuple[float, int]:
         return finish(earliest_with_exactly(number).at_s, number), -number
 
-    smallest_number, largest_number = fewest(most), largest(most)
-    best = min(smallest_number, largest_number, key=rank)
-
-    def bound(interval: tuple[int, int]) -> tuple[float, int]:
-        low, high = interval
+    def bound(low: int, high: int) -> tuple[float, int]:
         return finish(earliest_with_at_most(high).at_s, low), -high
 
-    def split(interval: tuple[int, int]) -> list[tuple[int, int]]:
-        nonlocal best
-        low, high = interval
-        if high - low < 2:  # both ends were looked at
-            return []
-        middle = (low + high) // 2
-        best = min(best, middle, key=rank)
-        return [(low, middle), (middle, high)]
-
-    search([(smallest_number, largest_number)], bound, split, lambda: rank(best))
+    best, _ = search_counts(fewest(most), largest(most), cost, bound)
     return Shortest(sizes=earliest_with_exactly(best).sizes, number=best)

@@ -20,7 +20,7 @@ import numpy as np
 
 from ddltool.analyzers.job.balancing.predict import SpeedPredictor
 from ddltool.analyzers.job.balancing.sizing import equal, proportional
-from ddltool.analyzers.step.measured.balance_trace import MOST_SPEED, SpeedTrace
+from ddltool.analyzers.step.measured.worker_tables import MOST_SPEED, SpeedTrace
 from ddltool.arrays import Floats, Ints
 from ddltool.errors import InputError
 
@@ -134,10 +134,11 @@ class Clock:
         # lies beyond anything the worker before it gets done.
         self._base = np.concatenate(([0.0], np.cumsum(self.done[-1] + 1.0)[:-1]))
         self._line = (self.done + self._base).T.ravel()
+        self._together = self.done.sum(axis=1)
 
     def row(self, at_s: float) -> int:
         """Return the row at a time."""
-        return int(np.clip(np.searchsorted(self.ends_s, at_s, side="right") - 1, 0, len(self.rates) - 1))
+        return min(max(int(np.searchsorted(self.ends_s, at_s, side="right")) - 1, 0), len(self.rates) - 1)
 
     def done_by(self, at_s: Floats | float) -> Floats:
         """Return (n,) work done by the given time, one for all or (n,)."""
@@ -153,6 +154,11 @@ class Clock:
         row = np.where(is_past_end, rows - 1, np.clip(flat_index - self._every * (rows + 1), 0, rows - 1))
         times: Floats = self.ends_s[row] + (work - self.done[row, self._every]) / self.rates[row, self._every]
         return times
+
+    def when_together(self, work: float) -> float:
+        """Return the time by which all workers together have done ``work``, counted from time 0."""
+        row = min(max(int(np.searchsorted(self._together, work, side="right")) - 1, 0), len(self.rates) - 1)
+        return float(self.ends_s[row] + (work - self._together[row]) / self.rates[row].sum())
 
 
 def check_ratio(trace: SpeedTrace) -> None:
@@ -286,18 +292,9 @@ def lb_bsp_oracle(clock: Clock, total: int) -> SchemeResult:
     """Return LB-BSP on CPU workers that know what each will get done: the least whole batches allow, to a sample."""
 
     def need(at: float) -> Floats:
-        """Return the (n,) samples that each worker gets done until all together have done ``total``, by bisection."""
+        """Return the (n,) samples that each worker gets done until all together have done ``total``."""
         begun = clock.done_by(at)
-        low, high = 0.0, float(((total / len(begun)) / clock.rates[clock.row(at)]).max()) * 4 + 1e-9
-        while float((clock.done_by(at + high) - begun).sum()) < total:
-            high *= 2
-        for _ in range(50):
-            middle = (low + high) / 2
-            if float((clock.done_by(at + middle) - begun).sum()) < total:
-                low = middle
-            else:
-                high = middle
-        done = clock.done_by(at + high) - begun
+        done = clock.done_by(clock.when_together(float(begun.sum()) + total)) - begun
         # Far into a trace the little that a slow worker gets done can be lost to rounding.
         return proportional(np.maximum(done, 1e-12 * done.max()), total).astype(np.float64)
 

@@ -108,10 +108,6 @@ class EndTimes:
         """Return (n,) how many of each worker's ends ``mask`` (N,) takes."""
         return np.add.reduceat(mask, self.pointers[:-1], dtype=np.int64)
 
-    def latest(self, barrier_s: float) -> Barrier:
-        """Return the barrier at ``barrier_s`` to which each worker brings as many iterations as it can."""
-        return self.barrier(self.count(self.end_s <= barrier_s))
-
     def barrier(self, iterations: Ints) -> Barrier:
         """Return the barrier after ``iterations`` (n,) of each worker, each at least 1."""
         chosen = self.end_s[self.pointers[:-1] + iterations - 1]

@@ -1,7 +1,8 @@
 """ZipLine, the barrier with the least waiting time, and the published heuristics beside it (ElasticBSP, Algorithms 1 and 2).
 
 ZipLine's problem is the smallest range that covers one element of each of n sorted lists. For a barrier at time T the best
-any worker can do is its latest end up to T, so only the choice of T is left, and T is one of the ends: one sort, one scan.
+any worker can do is its latest end up to T, so only the choice of T is left, and T is one of the ends: one sort, one scan
+(:mod:`~.tradeoff`, without a bound on the gap).
 
 For GridScan and FullGridScan every worker brings the end nearest to a pivot: an end of one worker, or of any. The nearest
 end of a worker changes halfway between two of its ends, so over a moving pivot both the latest and the earliest chosen end
@@ -13,39 +14,20 @@ from __future__ import annotations
 import numpy as np
 
 from ddltool.analyzers.job.barriers.ends import Barrier, EndTimes, Times
+from ddltool.analyzers.job.barriers.tradeoff import best_barrier
 from ddltool.arrays import Floats
 
 
 def zipline(times: Times) -> Barrier:
-    """Return the barrier with the least waiting time ``max(Z) - min(Z)``.
+    """Return the barrier with the least waiting time ``max(Z) - min(Z)``, of several the earliest.
 
-    Of several the earliest wins, and every worker brings its latest end up to the barrier; so the answer does not
-    depend on the order of the workers. Waiting times that differ by rounding alone (``EndTimes.rounding_s``) are equal.
-
-    ``times``: per worker its (R_p,) iteration ends in seconds, ascending; lengths may differ. O(N log N) for N ends in
-    all, where the published list handling takes O(N n).
+    Every worker brings its latest end up to the barrier; so the answer does not depend on the order of the workers. Waiting
+    times that differ by rounding alone (``EndTimes.rounding_s``) are equal. ``times``: per worker its (R_p,) iteration ends
+    in seconds, ascending; lengths may differ. O(N log N) for N ends in all, where the published list handling takes O(N n).
 
     Raises InputError for ends that are missing, not finite or not ascending.
     """
-    ends = EndTimes.of(times)
-    count = len(ends.end_s)
-    order = np.argsort(ends.end_s)
-    sorted_s = ends.end_s[order]
-    # The end at place k in time is the latest of its worker until the worker's next end, at place ``following[order][k]``.
-    place = np.empty(count, dtype=np.int32 if count < 2**31 else np.int64)
-    place[order] = np.arange(count, dtype=place.dtype)
-    following = np.empty_like(place)
-    following[:-1] = place[1:]
-    following[ends.pointers[1:] - 1] = count
-    last_until = np.maximum.accumulate(following[order])
-    # The earliest of the workers' latest ends at place k is the first one that lasts beyond k: as many places lie
-    # before it as there are running maxima up to k. Within a tie this sees ends that are about to be replaced, and so
-    # too long a waiting; the tie's last place, whose barrier is the same, corrects it.
-    first_place = int(np.searchsorted(sorted_s, ends.first_s.max()))
-    earliest = np.cumsum(np.bincount(last_until, minlength=count + 1)[:count])[first_place:]
-    waiting = sorted_s[first_place:] - sorted_s[earliest]
-    best_index = int(np.argmax(waiting <= waiting.min() + ends.rounding_s))
-    return ends.latest(float(sorted_s[first_place + best_index]))
+    return best_barrier(times, objective="waiting")
 
 
 def gridscan(times: Times) -> Barrier:

@@ -15,8 +15,8 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 
-from ddltool.analyzers.step.measured.balance_trace import default_warm_up
 from ddltool.analyzers.step.measured.ranks import COMPUTE, RankSteps
+from ddltool.analyzers.step.measured.worker_tables import default_warm_up
 from ddltool.arrays import Flags, Floats
 from ddltool.results import Drawn, RankSplit, StragglerFinding, StragglersResult
 from ddltool.telemetry import TelemetryRow

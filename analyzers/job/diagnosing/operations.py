@@ -379,11 +379,9 @@ def _finding(
     if m_w >= _LEAST_EXPLAINED:
         replica, stage = worst
         rows = [row for kind in _COMPUTE for row in compute[kind] if operations.ops[row][2] == stage]
-        own_s, peers_s = (
-            operations.duration_s[rows, replica].mean(),
-            np.delete(operations.duration_s[rows], replica, axis=1),
-        )
-        ratio = float(own_s / peers_s.mean()) if peers_s.size else None
+        worker_s = operations.duration_s[rows, replica].mean()
+        peers_s = np.delete(operations.duration_s[rows], replica, axis=1)
+        ratio = float(worker_s / peers_s.mean()) if peers_s.size else None
         rank, pace = int(operations.rank[worst]), ""
         if ratio is not None:
             pace = f" computes {ratio:.2f}x slower than its peers and"

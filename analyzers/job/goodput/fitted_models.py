@@ -8,11 +8,10 @@ from pathlib import Path
 
 from threadpoolctl import threadpool_limits
 
-from ddltool.analyzers.job.goodput.fit import FitResult, evaluate
+from ddltool.analyzers.job.goodput.fit import FitResult, Uncertainty, evaluate, parameter_intervals
 from ddltool.analyzers.job.goodput.fit import fit as fit_device
 from ddltool.analyzers.job.goodput.observations import Observations, concatenate, from_frame
 from ddltool.analyzers.job.goodput.throughput import NAMES
-from ddltool.analyzers.job.goodput.uncertainty import Uncertainty, parameter_intervals
 from ddltool.errors import InputError, did_you_mean
 from ddltool.goodput_model import DeviceGoodput, FitError, Goodput
 from ddltool.tables import read_table

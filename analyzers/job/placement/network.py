@@ -30,7 +30,7 @@ from ddltool.analyzers.job.placement.steps import (
 from ddltool.errors import Infeasible, InputError
 from ddltool.job import NodeGroup
 from ddltool.plans import Alternative, Choice, NetworkCost, Plan
-from ddltool.search import search
+from ddltool.search import search_counts
 
 # Relative difference to the best step below which a bound is equal to it.
 _ROUNDING = 1e-12
@@ -186,44 +186,32 @@ def _across_nodes(
     compute_times = cache(partial(_compute_time, problem, seed))
     if compute_times(max_devices) is None:
         return None, math.inf
-    best_devices, best_step_s, unproven_s = max_devices, math.inf, math.inf
+    unproven_s = math.inf
 
-    def evaluate_devices(devices: int) -> None:
-        nonlocal best_devices, best_step_s, unproven_s
+    def step_s(devices: int) -> float:
+        nonlocal unproven_s
         if (times := compute_times(devices)) is None:
-            return
-        if (step := steps.step_s(float(times[0]), 2, devices)) < best_step_s:
-            best_devices, best_step_s = devices, step
+            return math.inf
         if times[1] < times[0]:
             unproven_s = min(unproven_s, steps.step_s(float(times[1]), 2, devices))
+        return steps.step_s(float(times[0]), 2, devices)
 
-    def bound(interval: tuple[int, int]) -> float:
-        low, high = interval
+    def bound(low: int, high: int) -> float:
         times = compute_times(high)
-        return math.inf if times is None else steps.step_s(float(times[1]), 2, low)
+        if times is None or times == compute_times(low):
+            return math.inf  # none holds every EST; or none computes sooner than the low end, which was looked at
+        return steps.step_s(float(times[1]), 2, low)
 
-    def split(interval: tuple[int, int]) -> list[tuple[int, int]]:
-        low, high = interval
-        if high - low <= 1 or compute_times(low) == compute_times(high):
-            return []  # both ends were looked at; with equal computing times the lower end is the best
-        middle = (low + high) // 2
-        evaluate_devices(middle)
-        return [(low, middle), (middle, high)]
-
-    evaluate_devices(2)
-    evaluate_devices(max_devices)
-    unopened = search(
-        [(2, max_devices)], bound, split, lambda: best_step_s * (1 - _ROUNDING), lambda: time.perf_counter() >= deadline
-    )
-    bound_s = min(best_step_s, unproven_s, math.inf if unopened is None else unopened)
+    best_devices, unopened_s = search_counts(2, max_devices, step_s, bound, lambda: time.perf_counter() >= deadline)
+    best_step_s = step_s(best_devices)
+    bound_s = min(best_step_s, unproven_s, math.inf if unopened_s is None else unopened_s)
     plan = solve_est(replace(problem, max_devices=best_devices), seed=seed)
     counts = counts_of(problem, plan)
     needed, compute_s = nodes_needed(device_counts(plan), nodes), step_time_of(problem, counts)
-    step = steps.step_s(float(compute_s), needed, sum(counts))
+    plan_step_s = steps.step_s(float(compute_s), needed, sum(counts))
     proven = plan.status == "optimal"
-    return _NodePlan(step_s=step, counts=counts, compute_s=compute_s, nodes=needed, proven=proven), min(
-        bound_s, limit_s, step
-    )
+    best = _NodePlan(step_s=plan_step_s, counts=counts, compute_s=compute_s, nodes=needed, proven=proven)
+    return best, min(bound_s, limit_s, plan_step_s)
 
 
 def _compute_time(problem: Problem, seed: int, devices: int) -> _ComputeTimes | None:

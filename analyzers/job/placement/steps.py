@@ -9,11 +9,12 @@ time on given devices is the smallest of the numbers ``k / C_i`` in which they h
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -88,12 +89,7 @@ def smallest_step(
             high = min(high, -(-best[0] * weight // weights[best[1]]))
         if low > high or not (is_floor_sum or has_capacity(high, weight)):
             continue
-        while low < high:
-            middle = (low + high) // 2
-            if has_capacity(middle, weight):
-                high = middle
-            else:
-                low = middle + 1
+        low = bisect_left(range(high), True, lo=low, key=partial(has_capacity, weight=weight))
         if best is None or low * weights[best[1]] < best[0] * weight:
             best = low, type_index
     return best

@@ -15,16 +15,14 @@ from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Literal, cast
 
-from ddltool.analyzers.job.goodput.step_time import StepTime
-from ddltool.analyzers.job.goodput.throughput import efficiency, grad_time_s
+from ddltool.analyzers.job.goodput.throughput import StepTime, efficiency, grad_time_s
 from ddltool.analyzers.job.placement.problem import Problem, demand_throughput
 from ddltool.analyzers.job.placement.steps import Counts, best_step, counts_of, device_counts, evaluate, plan_of
 from ddltool.analyzers.job.planning.device_search import Best, best_devices
 from ddltool.analyzers.job.planning.exposed import FITTED, Exposed
-from ddltool.analyzers.job.planning.goal import HOUR_S, Goal
 from ddltool.analyzers.job.planning.goodput_plan import plan_goodput
 from ddltool.analyzers.job.planning.job_model import Bounds, JobModel
-from ddltool.analyzers.job.planning.options import PlanOptions
+from ddltool.analyzers.job.planning.options import HOUR_S, Goal, PlanOptions
 from ddltool.analyzers.job.planning.split import plan_bsp, plan_lb_bsp
 from ddltool.analyzers.job.planning.superstep import plan_elastic_bsp
 from ddltool.decision import Kept, Layout, NothingFits, Option

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from ddltool.analyzers.job.goodput.step_time import StepTime
-from ddltool.analyzers.job.goodput.throughput import ThroughputParams
+from ddltool.analyzers.job.goodput.throughput import StepTime, ThroughputParams
 from ddltool.analyzers.job.placement.problem import capability_from_graph, capability_from_profile
 from ddltool.analyzers.job.planning.exposed import (
     Communication,

@@ -8,12 +8,13 @@ different types take shares of the batch with which all end together (LB-BSP, Eq
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, cast
 
 from ddltool.analyzers.job.balancing.minmax import DeviceCurves, Row, spread
-from ddltool.analyzers.job.goodput.step_time import StepTime
+from ddltool.analyzers.job.goodput.throughput import StepTime
 from ddltool.analyzers.job.placement.problem import Problem
 from ddltool.analyzers.job.planning.split import equal_rows
 from ddltool.analyzers.step.communication.collectives import (
@@ -465,20 +466,20 @@ class LayoutFigures:
 
     def _most_samples(self, sharding: Sharding, recompute: str, name: str, upper: int) -> int:
         """Return the most samples of a pass, up to ``most``, that a device of a type holds, by bisection; 0: not even one."""
-        usable, largest = self.kinds[name].usable_bytes, self.work.traced.largest
+        largest = self.work.traced.largest
         upper = upper if largest is None else min(upper, largest)
-        if self._peak(sharding, recompute, upper) <= usable:
+
+        def is_too_large(samples: int) -> bool:
+            return self._peak(sharding, recompute, samples) > self.kinds[name].usable_bytes
+
+        if not is_too_large(upper):
             return upper
-        if self._peak(sharding, recompute, 1) > usable:
+        if is_too_large(1):
             return 0
         low, high = 1, 2
-        while high <= upper and self._peak(sharding, recompute, high) <= usable:
+        while high <= upper and not is_too_large(high):
             low, high = high, 2 * high
-        high = min(high, upper + 1)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self._peak(sharding, recompute, middle) <= usable else (low, middle)
-        return low
+        return bisect_left(range(min(high, upper)), True, lo=low + 1, key=is_too_large) - 1
 
     def _peak(self, sharding: Sharding, recompute: str, size: int) -> float:
         """Return the peak bytes of a process in a pass of ``size`` samples."""

@@ -18,7 +18,6 @@ import numpy as np
 from ddltool.analyzers.job.placement.problem import Problem
 from ddltool.analyzers.job.placement.steps import Counts
 from ddltool.analyzers.job.planning.device_search import best_devices
-from ddltool.analyzers.job.planning.goal import Goal
 from ddltool.analyzers.job.planning.layout_figures import (
     GIB,
     SURE,
@@ -28,6 +27,7 @@ from ddltool.analyzers.job.planning.layout_figures import (
     LayoutFigures,
     gib,
 )
+from ddltool.analyzers.job.planning.options import Goal
 from ddltool.analyzers.step.communication.nccl import Fabric
 from ddltool.analyzers.step.costs.memory import Sharding
 from ddltool.analyzers.step.costs.model import cost_model

@@ -1,15 +1,175 @@
-"""The options of a plan beside the job. Start at :class:`PlanOptions`."""
+"""What a plan is asked for beside the job: its objective and limits (:class:`Goal`), and all else (:class:`PlanOptions`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ddltool.analyzers.job.planning.goal import Goal
 from ddltool.analyzers.job.planning.superstep import DEFAULT_LOOKAHEAD
 from ddltool.analyzers.step.communication.collectives import Compression
+from ddltool.decision import Objective, Option, RunFigures
+from ddltool.errors import Infeasible
 from ddltool.graph import Graph
+from ddltool.units import show_hours, show_money
+
+HOUR_S = 3600.0
+
+
+class Missed(Infeasible):
+    """Says that the best plan breaks a limit of the goal; ``by``: the plan's figure over the limit."""
+
+    def __init__(self, text: str, by: float) -> None:
+        super().__init__(text)
+        self.by = by
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failures:
+    """Machines that go away: mean seconds between failures of one device, seconds of a checkpoint and of a restart."""
+
+    mtbf_s: float
+    checkpoint_s: float = 60.0
+    restart_s: float = 300.0
+
+    def interval_s(self, devices: int) -> float:
+        """Return the seconds between checkpoints that lose least (Daly 2006, Equation 37; Young's is its first term)."""
+        job_mtbf_s, checkpoint_s = self.mtbf_s / devices, self.checkpoint_s
+        if checkpoint_s >= 2 * job_mtbf_s:
+            return job_mtbf_s
+        ratio = math.sqrt(checkpoint_s / (2 * job_mtbf_s))
+        return math.sqrt(2 * checkpoint_s * job_mtbf_s) * (1 + ratio / 3 + ratio * ratio / 9) - checkpoint_s
+
+    def factor(self, devices: int) -> float:
+        """Return how many times as long a run takes as without failures and checkpoints; grows with the devices.
+
+        Exponential failures: ``M e^(R/M) (e^((t + w)/M) - 1) / t`` (Daly 2006, Equation 13).
+        """
+        job_mtbf_s, interval_s = self.mtbf_s / devices, self.interval_s(devices)
+        exponent = (interval_s + self.checkpoint_s) / job_mtbf_s
+        if exponent > 500 or self.restart_s / job_mtbf_s > 500:
+            return math.inf
+        return job_mtbf_s * math.exp(self.restart_s / job_mtbf_s) * math.expm1(exponent) / interval_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Goal:
+    """The objective, the samples of the whole run, and limits on it. Values are compared least first."""
+
+    objective: Objective = "fastest"
+    samples: float | None = None
+    """Of the whole run; None: only steps are planned."""
+    step_samples: int = 1
+    deadline_s: float = math.inf
+    budget: float = math.inf
+    slowest_step_s: float = math.inf
+    """Seconds of a step at the least throughput that the job demands; infinite: none is demanded."""
+    failures: Failures | None = None
+    power_w: Mapping[str, float] = field(default_factory=dict)
+    """Watts of one device by type, where they are known."""
+
+    @property
+    def limited(self) -> bool:
+        """Whether a plan may be too slow or too dear."""
+        return min(self.deadline_s, self.budget, self.slowest_step_s) < math.inf
+
+    def unlimited(self, objective: Objective = "fastest") -> Goal:
+        """Return the same run's goal with this objective and no limits."""
+        return Goal(objective=objective, samples=self.samples, step_samples=self.step_samples, failures=self.failures)
+
+    def slowdown(self, devices: int) -> float:
+        """Return how many times as long a run on so many devices takes with failures and checkpoints as without."""
+        return 1.0 if self.failures is None else self.failures.factor(max(devices, 1))
+
+    def value(self, option: Option) -> float:
+        """Return what an option is compared by, the least first; infinite where a limit is broken."""
+        samples = self.step_samples if option.step_samples is None else option.step_samples
+        price = None if option.price_per_sample is None else option.price_per_sample * samples
+        return self.of(option.iteration_s, sum(option.devices.values()), price, samples)
+
+    def of(self, step_s: float, devices: int, price: float | None, samples: int | None = None) -> float:
+        """Return what a step is compared by, the least first; a longer one, or one on more devices, has no smaller value.
+
+        Args:
+            step_s: seconds of the step.
+            devices: how many it takes.
+            price: of the step; None: not known.
+            samples: of the step; None: the job's.
+
+        Infinite where a limit is broken, and where the cheapest is looked for and the price is not known.
+        """
+        step_samples = samples or self.step_samples
+        slowdown = self.slowdown(devices)
+        if not self._keeps_limits(step_s, price, step_samples, slowdown):
+            return math.inf
+        if self.objective == "cheapest":
+            return math.inf if price is None else price / step_samples * slowdown
+        if self.objective == "fewest-devices":
+            # of as many devices the fastest: the share that a step's time adds is less than a device
+            return devices + step_s / (step_s + 1)
+        return step_s * slowdown
+
+    def _keeps_limits(self, step_s: float, price: float | None, step_samples: int, slowdown: float) -> bool:
+        """Return whether steps like this keep throughput, deadline and budget; a price that is not known keeps any budget."""
+        slack = 1 + 1e-9  # for rounding
+        steps = 0.0 if self.samples is None else self.samples / step_samples  # of the whole run
+        return (
+            step_s <= self.slowest_step_s * slack
+            and steps * step_s * slowdown <= self.deadline_s * slack
+            and (price is None or steps * price * slowdown <= self.budget * slack)
+        )
+
+    def demand(self, option: Option) -> None:
+        """Raise Missed, with the option's figure, where its whole run breaks the deadline or the budget."""
+        run = self.run(option)
+        if run is None:
+            return
+        used_text = f"by {option.strategy} on {' + '.join(f'{count} {name}' for name, count in option.devices.items())}"
+        if run.hours * HOUR_S > self.deadline_s * (1 + 1e-9):
+            allowed_hours = self.deadline_s / HOUR_S
+            raise Missed(
+                f"deadline: the whole run takes {show_hours(run.hours)} {used_text}, {show_hours(allowed_hours)} allowed",
+                run.hours / max(allowed_hours, 1e-9),
+            )
+        if run.price is not None and run.price > self.budget * (1 + 1e-9):
+            raise Missed(
+                f"budget: the whole run costs {show_money(run.price)} {used_text}, {show_money(self.budget)} allowed",
+                run.price / max(self.budget, 1e-9),
+            )
+
+    def demand_both(self, fastest: Option, cheapest: Option) -> None:
+        """Raise Missed where the fastest plan is too dear and the cheapest too slow."""
+        fastest_run, cheapest_run = self.run(fastest), self.run(cheapest)
+        if fastest_run is None or cheapest_run is None or fastest_run.price is None or fastest_run.price <= self.budget:
+            return
+        text = f"the fastest plan costs {show_money(fastest_run.price)}, {show_money(self.budget)} allowed"
+        text += f"; the cheapest takes {show_hours(cheapest_run.hours)}, {show_hours(self.deadline_s / HOUR_S)} allowed"
+        raise Missed(f"budget and deadline: no plan keeps both: {text}", fastest_run.price / self.budget)
+
+    def run(self, option: Option) -> RunFigures | None:
+        """Return the figures of the whole run; None where its number of samples is not known."""
+        if self.samples is None:
+            return None
+        devices = sum(option.devices.values())
+        slowdown = self.slowdown(devices)
+        steps = self.samples / (self.step_samples if option.step_samples is None else option.step_samples)
+        hours = steps * option.iteration_s * slowdown / HOUR_S
+        ends = [None if end is None else steps * end * slowdown / HOUR_S for end in (option.low_s, option.high_s)]
+        failures, used = self.failures, option.devices
+        watts = sum(self.power_w[name] * n for name, n in used.items()) if used.keys() <= self.power_w.keys() else None
+        return RunFigures(
+            samples=self.samples,
+            steps=steps,
+            hours=hours,
+            low_hours=ends[0],
+            high_hours=ends[1],
+            price=None if option.price_per_sample is None else option.price_per_sample * self.samples * slowdown,
+            energy_kwh=None if watts is None else hours * watts / 1000,
+            checkpoint_interval_s=None if failures is None else failures.interval_s(devices),
+            failures=None if failures is None else hours * HOUR_S * devices / failures.mtbf_s,
+        )
+
 
 Tell = Callable[[str], None]
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-from ddltool.analyzers.job.goodput.step_time import StepTime
-from ddltool.analyzers.job.goodput.throughput import ThroughputParams
+from ddltool.analyzers.job.goodput.throughput import StepTime, ThroughputParams
 from ddltool.analyzers.job.placement.problem import Problem, demand_throughput, from_job
 from ddltool.analyzers.job.placement.steps import device_counts
 from ddltool.analyzers.job.planning import job_inputs
@@ -16,8 +15,8 @@ from ddltool.analyzers.job.planning.candidates import plan_by
 from ddltool.analyzers.job.planning.compare import decide
 from ddltool.analyzers.job.planning.exposed import GraphCommunication, LinkedSteps
 from ddltool.analyzers.job.planning.goodput_plan import plan_goodput
+from ddltool.analyzers.job.planning.job_model import combine, measured_speeds, with_run
 from ddltool.analyzers.job.planning.options import PlanOptions, Tell
-from ddltool.analyzers.job.planning.rescaling import combine, measured_speeds, with_run
 from ddltool.analyzers.step.communication.collectives import (
     Compression,
     plan_collectives,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 from ddltool.analyzers.job.balancing.minmax import (
@@ -21,8 +22,7 @@ from ddltool.analyzers.job.balancing.minmax import (
     spread,
 )
 from ddltool.analyzers.job.balancing.sizing import MOST_SAMPLES
-from ddltool.analyzers.job.goodput.step_time import StepTime
-from ddltool.analyzers.job.goodput.throughput import ThroughputParams, overlapped, sync_time_s
+from ddltool.analyzers.job.goodput.throughput import StepTime, ThroughputParams, overlapped, sync_time_s
 from ddltool.analyzers.job.placement.problem import Problem, check_affordable, exact
 from ddltool.errors import Infeasible, InputError
 from ddltool.graph import natural_key
@@ -92,36 +92,33 @@ def plan_lb_bsp(problem: Problem, curves: Mapping[str, StepTime] | None = None, 
         budget=problem.max_price_micro or 0,
         single_type=problem.single_type,
     )
-    finish = _synchronised_finish(step_times, False) if synchronise else None
-    device_curves = DeviceCurves.of_types(step_times)
-    best = choose(device_curves, offer, total, finish)
-    accumulating_curves = DeviceCurves.of_types(step_times, accumulate=True)
-    finish_parts = _synchronised_finish(step_times, True) if synchronise else None
-    is_memory_bound = any(curve.memory_limit is not None and curve.memory_limit < total for curve in step_times)
-    accumulated = choose(accumulating_curves, offer, total, finish_parts) if is_memory_bound else None
-    equal = _equal_rows(problem, total)
-    equal_s = None
-    if best is not None and all(row.size <= int(device_curves.limits[row.kind]) for row in equal):
-        equal_s = _step_s(device_curves, equal, finish)
+    timing = _Timing.of(step_times, synchronise=synchronise)
+    best = timing.choose(offer, total)
+    equal, equal_s = _equal_rows(problem, total), None
+    if best is not None and all(row.size <= int(timing.curves.limits[row.kind]) for row in equal):
+        equal_s = timing.step_s(equal)
     accumulated_s = None
-    if best is None:
-        device_curves, best, finish = accumulating_curves, accumulated, finish_parts
-    elif accumulated is not None and accumulated.iteration_s < best.iteration_s:
-        accumulated_s = accumulated.iteration_s
+    if any(curve.memory_limit is not None and curve.memory_limit < total for curve in step_times):
+        accumulating = _Timing.of(step_times, synchronise=synchronise, accumulate=True)
+        accumulated = accumulating.choose(offer, total)
+        if best is None:
+            timing, best = accumulating, accumulated
+        elif accumulated is not None and accumulated.iteration_s < best.iteration_s:
+            accumulated_s = accumulated.iteration_s
     if best is None:
         raise Infeasible(f"no device holds a single sample: {_limits_text(problem, step_times)}")
-    plan = _plan(problem, "lb-bsp", device_curves, best.rows, best.iteration_s, time.perf_counter() - started)
-    numbers, kept_s = _with_all_usable(problem, device_curves, best, total, finish)
+    plan = _plan(problem, "lb-bsp", timing.curves, best.rows, best.iteration_s, time.perf_counter() - started)
+    numbers, kept_s = _with_all_usable(problem, timing, best, total)
     device_numbers = zip(problem.devices, numbers, best.numbers, strict=True)
     record = BatchSplit(
         total_batch_size=total,
         equal_s=equal_s,
         kept_s=kept_s,
-        idle_s=sum(row.devices * (best.slowest_s - slowest_of(device_curves, [row])) for row in best.rows),
+        idle_s=sum(row.devices * (best.slowest_s - slowest_of(timing.curves, [row])) for row in best.rows),
         dropped={device.name: keeping - used for device, keeping, used in device_numbers if keeping > used},
         accumulated_s=accumulated_s,
     )
-    communication_s = None if finish is None else max(0.0, best.iteration_s - best.slowest_s)
+    communication_s = None if timing.finish is None else max(0.0, best.iteration_s - best.slowest_s)
     update = {"split": record, "communication_s": communication_s, "overload_factor": best.slowest_s}
     return plan.model_copy(update=update)
 
@@ -192,10 +189,28 @@ def _passes(curves: DeviceCurves, row: Row) -> int:
     return max(1, -(-row.size // max(1, int(curves.memory_limit[row.kind])))) if curves.accumulate else 1
 
 
-def _step_s(curves: DeviceCurves, rows: Sequence[Row], finish: Finish | None) -> float:
-    """Return the seconds of a step, synchronisation included where ``finish`` is given."""
-    slowest = slowest_of(curves, rows)
-    return slowest if finish is None else finish(slowest, sum(row.devices for row in rows))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Timing:
+    """How long a step takes, where devices hold their samples at once or make them in passes (accumulation)."""
+
+    curves: DeviceCurves
+    finish: Finish | None
+    """Adds synchronisation; None: a step takes as long as its slowest device."""
+
+    @classmethod
+    def of(cls, step_times: Sequence[StepTime], *, synchronise: bool, accumulate: bool = False) -> _Timing:
+        """Return the timing of a step on the types of these step times."""
+        curves = DeviceCurves.of_types(step_times, accumulate=accumulate)
+        return cls(curves=curves, finish=_synchronised_finish(step_times, accumulate) if synchronise else None)
+
+    def choose(self, offer: Offer, total: int) -> Chosen | None:
+        """Return the devices and sizes of the shortest step; None where none fits."""
+        return choose(self.curves, offer, total, self.finish)
+
+    def step_s(self, rows: Sequence[Row]) -> float:
+        """Return the seconds of a step of these rows."""
+        slowest_s = slowest_of(self.curves, rows)
+        return slowest_s if self.finish is None else self.finish(slowest_s, sum(row.devices for row in rows))
 
 
 def _equal_rows(problem: Problem, total: int) -> list[Row]:
@@ -218,17 +233,15 @@ def equal_rows(numbers: Mapping[int, int], total: int) -> list[Row]:
     return rows
 
 
-def _with_all_usable(
-    problem: Problem, curves: DeviceCurves, best: Chosen, total: int, finish: Finish | None
-) -> tuple[list[int], float | None]:
+def _with_all_usable(problem: Problem, timing: _Timing, best: Chosen, total: int) -> tuple[list[int], float | None]:
     """Return the numbers of devices with all usable ones added, and the step in seconds with them; None: they do not fit."""
-    room = [kind for kind in problem.fastest_first if int(curves.limits[kind]) >= 1]
+    room = [kind for kind in problem.fastest_first if int(timing.curves.limits[kind]) >= 1]
     usable = [kind for kind in room if best.numbers[kind] or not problem.single_type]
     numbers = problem.filled(usable, total, best.numbers)
     if numbers == list(best.numbers):
         return numbers, best.iteration_s
-    rows = spread(curves, numbers, total)
-    return numbers, None if rows is None else _step_s(curves, rows, finish)
+    rows = spread(timing.curves, numbers, total)
+    return numbers, None if rows is None else timing.step_s(rows)
 
 
 def _limits_text(problem: Problem, known: Sequence[StepTime]) -> str:

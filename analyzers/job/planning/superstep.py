@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
@@ -41,16 +41,16 @@ MOST_ENDS = 100_000_000
 _INT64 = 2**62
 
 
-class Met(NamedTuple):
+class BestSuperstep(NamedTuple):
     """The best superstep of given devices, in exact numbers."""
 
-    kinds: list[int]
-    """Indices of the used device types in ``problem.devices``, fastest first."""
-    barrier: Fraction
-    """Length of the superstep in seconds."""
+    type_indices: list[int]
+    """Of the used device types in ``problem.devices``, fastest first."""
+    barrier_s: Fraction
+    """Length of the superstep."""
     iterations: list[int]
     """Iterations in a superstep of a worker of each used type."""
-    rate: Fraction
+    rate_per_s: Fraction
     """Mini-batches per second."""
 
 
@@ -73,87 +73,102 @@ def plan_elastic_bsp(
     started = time.perf_counter()
     check_affordable(problem)
     counts, gap = tuple(device.count for device in problem.devices), 0.0
-    met = superstep_of(problem, counts, lookahead, max_gap) if all_devices else None
-    if met is None:
-        best = choose(problem, lookahead, max_gap, limit_s)
-        counts, met, gap = best.counts, best.evaluation, best.gap
-    rows = [(problem.devices[kind], counts[kind]) for kind in met.kinds]
-    waits = [met.barrier - k / it.capability_per_s for k, (it, _) in zip(met.iterations, rows, strict=True)]
-    throughput = float(met.rate)
+    if all_devices:
+        best = superstep_of(problem, counts, lookahead, max_gap)
+    else:
+        choice = choose(problem, lookahead, max_gap, limit_s)
+        counts, best, gap = choice.counts, choice.evaluation, choice.gap
+    used = [(problem.devices[index], counts[index]) for index in best.type_indices]
+    iterations = {device.name: count for (device, _), count in zip(used, best.iterations, strict=True)}
+    waits_s = [best.barrier_s - iterations[device.name] / device.capability_per_s for device, _ in used]
+    throughput = float(best.rate_per_s)
     return problem.plan(
         "elastic-bsp",
         problem.max_workers / throughput,
         [
             Assignment(device_type=device.name, devices=count, ests_per_device=0, local_batch_size=problem.batch_size)
-            for device, count in sorted(rows, key=lambda row: natural_key(row[0].name))
+            for device, count in sorted(used, key=lambda row: natural_key(row[0].name))
         ],
         throughput=throughput,
-        waste=float(sum(device.capability_per_s * count for device, count in rows)) - throughput,
+        waste=float(sum(device.capability_per_s * count for device, count in used)) - throughput,
         status="feasible" if gap else "optimal",
         gap=gap,
         solve_seconds=time.perf_counter() - started,
         superstep=Superstep(
             lookahead=lookahead,
-            superstep_s=float(met.barrier),
-            iterations={device.name: k for (device, _), k in zip(rows, met.iterations, strict=True)},
-            mini_batches=int(met.rate * met.barrier),
-            waiting_s=float(max(waits)),
-            total_waiting_s=float(sum(wait * count for wait, (_, count) in zip(waits, rows, strict=True))),
-            iteration_gap=max(met.iterations) - min(met.iterations),
+            superstep_s=float(best.barrier_s),
+            iterations=iterations,
+            mini_batches=int(best.rate_per_s * best.barrier_s),
+            waiting_s=float(max(waits_s)),
+            total_waiting_s=float(sum(wait_s * count for wait_s, (_, count) in zip(waits_s, used, strict=True))),
+            iteration_gap=max(best.iterations) - min(best.iterations),
             left_out={} if gap or problem.single_type else problem.spare(counts),
         ),
     )
 
 
-def superstep_of(problem: Problem, counts: Counts, lookahead: int, max_gap: int | None) -> Met:
-    """Return the best superstep of exactly ``counts`` devices per type."""
-    kinds = [kind for kind in problem.fastest_first if counts[kind]]
-    workers = [(problem.devices[kind].capability_per_s, counts[kind]) for kind in kinds]
-    barrier, iterations = best_superstep(workers, lookahead, max_gap)
+def superstep_of(problem: Problem, counts: Counts, lookahead: int, max_gap: int | None) -> BestSuperstep:
+    """Return the best superstep of exactly ``counts`` (T,) devices, at least one."""
+    type_indices = [index for index in problem.fastest_first if counts[index]]
+    workers = [(problem.devices[index].capability_per_s, counts[index]) for index in type_indices]
+    barrier_s, iterations = best_superstep(workers, lookahead, max_gap)
     mini_batches = sum(k * count for k, (_, count) in zip(iterations, workers, strict=True))
-    return Met(kinds, barrier, iterations, mini_batches / barrier)
+    return BestSuperstep(type_indices, barrier_s, iterations, mini_batches / barrier_s)
 
 
-def choose(problem: Problem, lookahead: int, max_gap: int | None, limit_s: float) -> Best[Met]:
+def choose(problem: Problem, lookahead: int, max_gap: int | None, limit_s: float) -> Best[BestSuperstep]:
     """Return the devices whose best superstep makes most mini-batches per second; of equal ones the fewest.
 
     At least one device must be affordable (:func:`~ddltool.analyzers.job.placement.problem.check_affordable`).
     """
-    order = problem.fastest_first
-    groups = [[kind] for kind in order] if problem.single_type else [order]
-    firsts = [group[:last] for group in groups for last in range(1, len(group) + 1)]
-    # With a limit on the price: types one after the other while money lasts, the fastest and the cheapest first.
-    parts = [] if problem.max_price_micro is None else list(itertools.combinations(range(len(order) + 1), 2))
-    guesses = (kinds[first:last] for kinds in (order, problem.cheapest_first) for first, last in parts)
 
     @cache
-    def of(counts: Counts) -> tuple[float, Met]:
-        met = superstep_of(problem, counts, lookahead, max_gap)
-        return float(1 / met.rate), met
+    def on_devices(counts: Counts) -> tuple[float, BestSuperstep]:
+        """Return the seconds per mini-batch on exactly ``counts`` (T,) devices, and their superstep."""
+        best = superstep_of(problem, counts, lookahead, max_gap)
+        return float(1 / best.rate_per_s), best
 
     @cache
-    def least(high: Counts) -> float:
-        """Return a lower bound of the seconds per mini-batch on at most ``high`` devices, without price limit or waits."""
-        if not any(high):
+    def least_s(most: Counts) -> float:
+        """Return a lower bound of the seconds per mini-batch on up to ``most`` (T,) devices; infinite for none.
+
+        Were they free, the best would be the fastest ones down to some type. And no devices make more than the money buys.
+        """
+        if not any(most):
             return math.inf
-        offered = problem.offering(high)
-        unpriced = replace(offered, max_price_micro=None)
-        fastest = {tuple(unpriced.filled(first, unpriced.device_limit)) for first in firsts}
-        seconds = min((of(counts)[0] for counts in fastest if any(counts)), default=math.inf)
+        offered = problem.offering(most)
+        seconds = min(on_devices(counts)[0] for counts in _fastest_down_to_each_type(offered))
         if problem.max_price_micro is None or not offered.bought:
             return seconds
         return max(seconds, float(1 / offered.bought) * (1 - 1e-12))
 
     best = best_devices(
         problem,
-        lambda counts, _: of(counts),
-        lambda _, high: least(high),
+        lambda counts, _: on_devices(counts),
+        lambda _, most: least_s(most),
         most=problem.max_workers,
         limit_s=limit_s,
-        first=(tuple(problem.filled(kinds, problem.device_limit)) for kinds in guesses),
+        first=_first_guesses(problem),
     )
     assert best is not None  # a device can be afforded
     return best
+
+
+def _fastest_down_to_each_type(problem: Problem) -> set[Counts]:
+    """Return the largest (T,) counts of the fastest one, two, ... types, whatever they cost; or of each, where none may mix."""
+    order, unpriced = problem.fastest_first, replace(problem, max_price_micro=None)
+    type_sets = [[index] for index in order] if problem.single_type else [order[: n + 1] for n in range(len(order))]
+    largest = {tuple(unpriced.filled(type_set, unpriced.device_limit)) for type_set in type_sets}
+    return {counts for counts in largest if any(counts)}
+
+
+def _first_guesses(problem: Problem) -> Iterator[Counts]:
+    """Yield (T,) counts to try first under a price limit: neighbouring types, fastest or cheapest first, while money lasts."""
+    if problem.max_price_micro is None:
+        return
+    for order in (problem.fastest_first, problem.cheapest_first):
+        for first, last in itertools.combinations(range(len(order) + 1), 2):
+            yield tuple(problem.filled(order[first:last], problem.device_limit))
 
 
 def best_superstep(

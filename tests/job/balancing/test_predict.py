@@ -1,8 +1,16 @@
-"""Speed predictors online, their replay, weights that travel, and the schemes they are compared with."""
+"""Speed predictors online, their replay, weights that travel, and the schemes they are compared with.
+Every figure of ``ddltool balance`` that needs no training, from the trace by hand: exact fractions, loops, definitions.
+Both ways to choose batch sizes keep the least that every worker gets, and notice a speed that changes for good.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import random
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.synthetic import cpu_cluster, gpu_clock, gpu_curves, jitter, least_longest
+from ddltool.analyzers.job.balancing.algorithm2 import Algorithm2, Algorithm2Settings, Phase
+from ddltool.analyzers.job.balancing.control import Policy, Report, SpeedPolicy, TrialPolicy
 from ddltool.analyzers.job.balancing.networks import NeuralNetwork
 from ddltool.analyzers.job.balancing.predict import PREDICTORS, Arima, make_predictor
 from ddltool.analyzers.job.balancing.replay import (
@@ -26,9 +36,11 @@ from ddltool.analyzers.job.balancing.replay import (
     replay_oracle,
     work_shifting,
 )
-from ddltool.analyzers.job.balancing.sizing import equal
-from ddltool.analyzers.job.balancing.trained import PredictorSettings
-from ddltool.analyzers.step.measured.balance_trace import SpeedTrace
+from ddltool.analyzers.job.balancing.sizing import equal, proportional
+from ddltool.analyzers.job.balancing.trained import Ema, PredictorSettings
+from ddltool.analyzers.step.measured.worker_tables import SpeedTrace
+from ddltool.errors import Infeasible, InputError
+from tests.conftest import Cli, write
 
 QUICK = PredictorSettings(warm_up=150, refit_every=150, window=300, most_steps=400, own_steps=20)
 
@@ -275,3 +287,341 @@ def test_narx_is_first_where_resources_drive_the_speed() -> None:
         trace = cpu_cluster(1200, seed, workers=16)
         errors = {name: replay(trace, make_predictor(name, 16), 2048, since=500).rmse for name in PREDICTORS}
         assert min(errors, key=lambda name: errors[name] or 0) == "narx", errors
+
+
+Speeds = list[list[Fraction]]
+ALPHA, BOUND = Fraction(1, 5), 5
+
+
+def shares(speeds: list[Fraction], total: int) -> list[int]:
+    """Return whole batches in proportion to speeds, at least 1, the largest remainders rounded up (the first of equal ones)."""
+    fixed: set[int] = set()
+    while True:
+        left = total - len(fixed)
+        moving = sum((v for w, v in enumerate(speeds) if w not in fixed), Fraction(0))
+        exact = [Fraction(1) if w in fixed else v * left / moving for w, v in enumerate(speeds)]
+        below = {w for w, share in enumerate(exact) if share < 1}
+        if not below:
+            break
+        fixed |= below
+    sizes = [math.floor(share) for share in exact]
+    order = sorted(range(len(speeds)), key=lambda w: (-(exact[w] - sizes[w]), w))
+    for worker in order[: total - sum(sizes)]:
+        sizes[worker] += 1
+    return sizes
+
+
+def equal_shares(workers: int, total: int) -> list[int]:
+    return [total // workers + (worker < total % workers) for worker in range(workers)]
+
+
+def slowest(sizes: list[int], speeds: list[Fraction]) -> Fraction:
+    return max(size / speed for size, speed in zip(sizes, speeds, strict=True))
+
+
+class Memory:
+    """``last`` or ``ema`` of the speeds seen so far; None before the first."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.state: list[Fraction] | None = None
+
+    def see(self, speeds: list[Fraction]) -> None:
+        if self.state is None or self.kind == "last":
+            self.state = speeds
+        else:
+            self.state = [ALPHA * new + (1 - ALPHA) * old for new, old in zip(speeds, self.state, strict=True)]
+
+    def sizes(self, workers: int, total: int) -> list[int]:
+        return equal_shares(workers, total) if self.state is None else shares(self.state, total)
+
+
+def random_trace(chance: random.Random) -> tuple[Speeds, int]:
+    """Return speeds of a few workers, far apart or close, and a batch that can be as small as one sample each."""
+    workers = chance.randint(1, 5)
+    base = [chance.choice((1, 10, 100)) * chance.uniform(1, 9) for _ in range(workers)]
+    trace = [
+        [Fraction(f"{speed * chance.uniform(0.3, 1.7):.6f}") for speed in base] for _ in range(chance.randint(21, 40))
+    ]
+    return trace, chance.choice((workers, workers + 1, 7 * workers, 129 * workers + 5))
+
+
+def saved(path: Path, trace: Speeds, chance: random.Random) -> Path:
+    rows = [
+        f"{k},w{worker},{float(speed)!r},{chance.random():.3f},{chance.random():.3f}"
+        for k, row in enumerate(trace)
+        for worker, speed in enumerate(row)
+    ]
+    chance.shuffle(rows)
+    return write(path, "iteration,worker,speed,cpu,memory", *rows)
+
+
+def replayed(trace: Speeds, total: int, kind: str, since: int) -> dict[str, float]:
+    """Return mean iteration time and errors of batches by the ``last`` or ``ema`` of earlier speeds."""
+    workers, memory = len(trace[0]), Memory(kind)
+    times, errors = [], [Fraction(0)] * workers
+    for k, speeds in enumerate(trace):
+        if k >= since:
+            assert memory.state is not None
+            times.append(slowest(memory.sizes(workers, total), speeds))
+            errors = [e + (p - v) ** 2 for e, p, v in zip(errors, memory.state, speeds, strict=True)]
+        memory.see(speeds)
+    judged = len(trace) - since
+    roots = [math.sqrt(error / judged) for error in errors]
+    means = [float(sum(row[worker] for row in trace[since:])) / judged for worker in range(workers)]
+    return {
+        "iteration_s": float(sum(times) / judged),
+        "rmse": sum(roots) / workers,
+        "rmse_relative": sum(root / mean for root, mean in zip(roots, means, strict=True)) / workers,
+    }
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_replay_by_hand(cli: Cli, tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    trace, total = random_trace(chance)
+    workers, kind, since = len(trace[0]), chance.choice(("last", "ema")), 20
+    path = saved(tmp_path / "trace.csv", trace, chance)
+    result = cli("balance", path, "--predictor", kind, "--total-batch", total, "--warm-up", 20, "--json").done()
+    document = result.document
+    judged = trace[since:]
+    equal_s = float(sum(slowest(equal_shares(workers, total), row) for row in judged) / len(judged))
+    oracle_s = float(sum(slowest(shares(row, total), row) for row in judged) / len(judged))
+    made = document["predictors"][kind]
+    expected = replayed(trace, total, kind, since)
+    for name, value in expected.items():
+        assert made[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
+    assert made["iteration_time_ratio"] == pytest.approx(expected["iteration_s"] / equal_s, rel=1e-9)
+    assert document["equal_split"] == pytest.approx({"iteration_s": equal_s, "iteration_time_ratio": 1.0}, rel=1e-9)
+    assert document["oracle"] == pytest.approx(
+        {"iteration_s": oracle_s, "iteration_time_ratio": oracle_s / equal_s}, rel=1e-9
+    )
+    gain = (equal_s - expected["iteration_s"]) / (equal_s - oracle_s) if equal_s - oracle_s > 1e-12 else 1.0
+    assert made["gain_kept"] == pytest.approx(gain, rel=1e-6)
+
+
+class WallClock:
+    """Rates that change from row to row of wall-clock time, the last one's going on for ever."""
+
+    def __init__(self, trace: Speeds, total: int) -> None:
+        self.trace = trace
+        self.ends = []
+        at = Fraction(0)
+        for row in trace:
+            at += slowest(equal_shares(len(row), total), row)
+            self.ends.append(at)
+
+    def row(self, at: Fraction) -> int:
+        return next((k for k, end in enumerate(self.ends) if at < end), len(self.ends) - 1)
+
+    def end(self, worker: int, begin: Fraction, samples: Fraction | int) -> Fraction:
+        """Return when the worker has made so many samples."""
+        at, left = begin, Fraction(samples)
+        while True:
+            k = self.row(at)
+            rate = self.trace[k][worker]
+            until = self.ends[k] if at < self.ends[k] else None
+            if until is None or left <= rate * (until - at):
+                return at + left / rate
+            left -= rate * (until - at)
+            at = until
+
+
+def together(clock: WallClock, total: int, memory: Memory | None) -> float:
+    """Return the mean iteration of workers that begin together: BSP, or LB-BSP by a memory of the speeds met."""
+    at, count = Fraction(0), 0
+    workers = len(clock.trace[0])
+    while at < clock.ends[-1]:
+        sizes = equal_shares(workers, total) if memory is None else memory.sizes(workers, total)
+        ends = [clock.end(worker, at, size) for worker, size in enumerate(sizes)]
+        if memory is not None:
+            memory.see([size / (end - at) for size, end in zip(sizes, ends, strict=True)])
+        at, count = max(ends), count + 1
+    return float(at / count)
+
+
+def apart(clock: WallClock, total: int, bound: int | None) -> dict[str, Any]:
+    """Return ASP's or SSP's figures, from a list of all iterations."""
+    workers, horizon = len(clock.trace[0]), clock.ends[-1]
+    sizes = equal_shares(workers, total)
+    begins: list[list[Fraction]] = [[] for _ in range(workers)]
+    ends: list[list[Fraction]] = [[] for _ in range(workers)]
+    while min(row[-1] if row else Fraction(0) for row in ends) < horizon:
+        made = len(ends[0])
+        for worker in range(workers):
+            begin = ends[worker][-1] if made else Fraction(0)
+            if bound is not None and made >= bound:
+                begin = max(begin, *(row[made - bound] for row in ends))
+            begins[worker].append(begin)
+        for worker in range(workers):
+            ends[worker].append(clock.end(worker, begins[worker][-1], sizes[worker]))
+    counted, unseen, widest = 0, 0, 0
+    for worker in range(workers):
+        for begin, end in zip(begins[worker], ends[worker], strict=True):
+            if end > horizon:
+                continue
+            counted += 1
+            unseen += sum(begin < other < end for w, row in enumerate(ends) if w != worker for other in row)
+            widest = max(widest, *(made_by(ends[worker], end) - made_by(row, end) for row in ends))
+    return {
+        "iteration_s": float(horizon * workers / max(1, counted)),
+        "staleness": unseen / max(1, counted),
+        "iteration_gap": widest,
+    }
+
+
+def made_by(ends: list[Fraction], at: Fraction) -> int:
+    return sum(end <= at for end in ends)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_schemes_by_hand(cli: Cli, tmp_path: Path, seed: int) -> None:
+    chance = random.Random(500 + seed)
+    trace, total = random_trace(chance)
+    trace = [[speed / 20 + row[0] for speed in row] for row in trace[:24]]  # close to each other: iterations stay few
+    total = max(total, 7 * len(trace[0]))
+    path = saved(tmp_path / "trace.csv", trace, chance)
+    trace = [[Fraction(float(speed)) for speed in row] for row in trace]
+    options = ("--predictor", "last", "--total-batch", total, "--warm-up", 20, "--schemes", "--json")
+    result = cli("balance", path, *options).done()
+    made = result.document["schemes"]
+    clock = WallClock(trace, total)
+    bsp_s = together(clock, total, None)
+    assert bsp_s == pytest.approx(float(clock.ends[-1] / len(trace)))
+    assert made["bsp"]["iteration_s"] == pytest.approx(bsp_s, rel=1e-9)
+    assert made["lb_bsp"]["iteration_s"] == pytest.approx(together(clock, total, Memory("last")), rel=1e-9)
+    for name, bound in (("asp", None), ("ssp", BOUND)):
+        expected = apart(clock, total, bound)
+        assert {key: made[name][key] for key in expected} == pytest.approx(expected, rel=1e-9), name
+    for record in (value for key, value in made.items() if key != "predictor"):
+        assert record["iteration_time_ratio"] == pytest.approx(record["iteration_s"] / bsp_s, rel=1e-9)
+
+
+NOTHING = np.zeros(2)
+
+
+@given(
+    st.lists(st.tuples(st.floats(1e-3, 1e3), st.integers(0, 40)), min_size=1, max_size=6),
+    st.integers(1, 9),
+    st.integers(0, 100),
+)
+@settings(max_examples=200, deadline=None)
+def test_shares_are_cut_off_below_at_the_least(workers: list[tuple[float, int]], least: int, extra: int) -> None:
+    """Against the factor that bisection finds."""
+    speeds = np.array([speed for speed, _ in workers])
+    limits = np.array([least + room for _, room in workers])
+    total = min(len(workers) * least + extra, int(limits.sum()))
+    sizes = proportional(speeds, total, limits, least)
+    assert sizes.sum() == total
+    assert (sizes >= least).all()
+    assert (sizes <= limits).all()
+    low, high = 0.0, 1e6
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if np.clip(middle * speeds, least, limits).sum() < total else (low, middle)
+    assert np.abs(sizes - np.clip(high * speeds, least, limits)).max() < 1 + 1e-6
+
+
+def test_sizes_below_the_least_have_no_solution() -> None:
+    assert proportional([1.0, 15.0], 16, least=3).tolist() == [3, 13]
+    with pytest.raises(Infeasible, match="total batch 5 is less than 3 samples for each of 2 workers"):
+        proportional([1.0, 1.0], 5, least=3)
+    with pytest.raises(Infeasible, match="limit of worker 1 admits 2 of at least 3 samples"):
+        proportional([1.0, 1.0], 8, [9, 2], least=3)
+    with pytest.raises(InputError, match="least: is 0"):
+        proportional([1.0, 1.0], 8, least=0)
+    for made in (SpeedPolicy, TrialPolicy):
+        with pytest.raises(InputError, match=r"sizes: is \[2, 14\]; give every worker 3 samples or more"):
+            made([2, 14], least=3)
+    with pytest.raises(InputError, match="2 workers and 16 samples, 3 or more each"):
+        Algorithm2([8, 8], least=3).load_state_dict(Algorithm2([2, 14]).state_dict())
+
+
+@given(st.integers(0, 10**6), st.sampled_from(["speeds", "trial"]))
+@settings(max_examples=60, deadline=None)
+def test_both_ways_keep_the_least_and_the_total(seed: int, way: str) -> None:
+    chance = np.random.default_rng(seed)
+    workers, least = int(chance.integers(2, 5)), int(chance.integers(1, 5))
+    start = (least + chance.integers(0, 12, workers)).tolist()
+    trial = Algorithm2Settings(step=3, window=1, fine_window=2, renew=True)
+    policy: Policy = (
+        SpeedPolicy(start, predictor="last", least=least) if way == "speeds" else TrialPolicy(start, None, trial, least)
+    )
+    speeds = 10.0 ** chance.uniform(-2, 2, workers)
+    for step in range(60):
+        if step == 30:
+            speeds = speeds[::-1]
+        sizes = policy.sizes
+        assert sizes.min() >= least
+        assert sizes.sum() == sum(start)
+        seconds = sizes / speeds * chance.uniform(0.9, 1.1, workers)
+        spare = np.full(workers, 0.1)
+        report = Report(samples=sizes.copy(), seconds=seconds, memory=spare, cpu=spare, available=spare)
+        policy.choose(report)
+
+
+@pytest.mark.parametrize("renew", [False, True])
+def test_a_hopeless_straggler_ends_at_the_least_and_is_told_to_go(renew: bool) -> None:
+    algorithm = Algorithm2([16, 16], settings=Algorithm2Settings(window=1, fine_window=1, renew=renew), least=4)
+    told = [algorithm.observe([1.0, 1000.0]) for _ in range(12)]
+    assert [decision.sizes[1] for decision in told] == [11, 6, 6, 5, *[4] * 8]
+    assert [decision.remove for decision in told] == [False] * 5 + [True] * 7
+    assert told[2].phase is Phase.FINE
+
+
+def predicted(speeds: list[list[float]], restart_after: int) -> list[float]:
+    ema = Ema(2, restart_after=restart_after)
+    for speed in speeds:
+        ema.observe(np.array(speed))
+    return ema.predict(NOTHING, NOTHING).tolist()
+
+
+def test_the_average_begins_anew_after_a_lasting_change_and_only_for_who_changed() -> None:
+    before = [[30.0, 20.0]] * 5
+    assert predicted([*before, *[[10.0, 20.0]] * 3], 3) == [10.0, 20.0]
+    assert predicted([*before, *[[90.0, 20.0]] * 3], 3) == [90.0, 20.0]
+    assert predicted([*before, [10.0, 20.0], [8.0, 20.0], [12.0, 20.0]], 3)[0] == 10.0
+    assert predicted([*before, *[[10.0, 20.0]] * 3], 0)[0] == pytest.approx(10 + 20 * 0.8**3)
+
+
+def test_what_passes_is_no_change() -> None:
+    """Two far-off speeds and a usual one, or far off on either side in turns, leave the plain average."""
+    for after in ([10.0, 10.0, 30.0], [10.0, 90.0, 10.0, 90.0]):
+        speeds = [[30.0, 20.0]] * 5 + [[speed, 20.0] for speed in after]
+        assert predicted(speeds, 3) == predicted(speeds, 0)
+
+
+@given(st.lists(st.tuples(st.floats(90, 110), st.floats(4.5, 5.5)), min_size=1, max_size=30))
+def test_noise_of_a_tenth_is_no_change(speeds: list[tuple[float, float]]) -> None:
+    rows = [list(row) for row in speeds]
+    assert predicted(rows, 3) == predicted(rows, 0)
+
+
+def steps_until_level(renew: bool) -> int:
+    """Return the iterations that Algorithm 2 needs once speeds of 3 and 1 have changed places, until times differ by 15 %."""
+    algorithm, speeds = Algorithm2([64, 64], settings=Algorithm2Settings(renew=renew)), np.array([3.0, 1.0])
+    for _ in range(150):
+        algorithm.observe(algorithm.sizes / speeds)
+    assert algorithm.phase is Phase.FINE
+    assert abs(algorithm.sizes[0] - 96) <= 1
+    for step in range(200):
+        seconds = algorithm.sizes / speeds[::-1]
+        if seconds.max() < 1.15 * seconds.min():
+            return step
+        algorithm.observe(seconds)
+    raise AssertionError("never level again")
+
+
+def test_the_fast_approach_comes_back_after_a_change() -> None:
+    """64 samples have to move: 13 iterations of 5 and a window, or one at a time after a long window."""
+    assert steps_until_level(renew=True) <= 20
+    assert steps_until_level(renew=False) >= 60
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_does_not_end_fine_tuning(seed: int) -> None:
+    chance, algorithm = np.random.default_rng(seed), Algorithm2([32] * 4, settings=Algorithm2Settings(renew=True))
+    speeds = np.array([8.0, 3.0, 2.0, 1.0])
+    for step in range(600):
+        algorithm.observe(algorithm.sizes / speeds * chance.uniform(0.95, 1.05, 4))
+        assert step < 100 or algorithm.phase is Phase.FINE

@@ -1,14 +1,19 @@
-"""Barriers against brute force, against other algorithms for the same problem, and against the published lists."""
+"""Barriers against brute force, against other algorithms for the same problem, and against the published lists.
+Every figure of ``ddltool barrier`` against all choices of one end per worker, in exact fractions from the file's digits.
+What ``plan --strategy auto`` says of ElasticBSP's transfers: those of the devices that take part, and of no others.
+"""
 
 from __future__ import annotations
 
 import heapq
 import importlib.util
 import itertools
-from collections.abc import Sequence
+import random
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +24,14 @@ from ddltool.analyzers.job.barriers.ends import EndTimes, bsp
 from ddltool.analyzers.job.barriers.predict import PREDICTORS, ema, predict_ends
 from ddltool.analyzers.job.barriers.tradeoff import OBJECTIVES, best_barrier, tradeoff
 from ddltool.analyzers.job.barriers.zipline import full_gridscan, gridscan, zipline
+from ddltool.analyzers.job.placement.problem import Problem, from_job
+from ddltool.analyzers.job.planning.candidates import Candidate, Candidates
+from ddltool.analyzers.job.planning.exposed import Communication, Exposed
+from ddltool.analyzers.job.planning.job_model import JobModel
+from ddltool.analyzers.job.planning.superstep import DEFAULT_LOOKAHEAD, best_superstep
 from ddltool.errors import InputError
+from ddltool.job import Job
+from tests.conftest import Cli, write, write_lines
 
 ROOT = Path(__file__).resolve().parents[3]
 Rows = list[list[int]]
@@ -265,3 +277,215 @@ def test_the_shipped_example_is_what_the_generator_makes() -> None:
     shipped = (ROOT / "fixtures" / "barrier" / "times.csv").read_text(encoding="utf-8")
     assert shipped == benchmark_module("bench_barriers").example()
     assert all(line.endswith(",synthetic") for line in shipped.splitlines()[1:])
+
+
+Ends = dict[str, list[Fraction]]
+Record = dict[str, Any]
+ALPHA = Fraction(1, 5)
+
+
+class Choice:
+    """One end per worker, by its number from 1, and what the choice comes to."""
+
+    def __init__(self, ends: Ends, counts: tuple[int, ...]) -> None:
+        chosen = {name: row[count - 1] for (name, row), count in zip(ends.items(), counts, strict=True)}
+        self.counts = counts
+        self.barrier = max(chosen.values())
+        self.waiting = self.barrier - min(chosen.values())
+        self.total = sum((self.barrier - end for end in chosen.values()), Fraction(0))
+        self.gap = max(counts) - min(counts)
+
+    def value(self, objective: str) -> Fraction:
+        """Return what the objective minimises."""
+        return {"waiting": self.waiting, "total": self.total, "per_iteration": self.total / sum(self.counts)}[objective]
+
+
+def best(choices: Iterable[Choice], objective: str) -> Choice:
+    """Return the least, of these the earliest, of these the one with most iterations."""
+    return min(choices, key=lambda each: (each.value(objective), each.barrier, -sum(each.counts)))
+
+
+def check(record: Record, expected: Choice) -> None:
+    """Compare all figures of a record."""
+    figures = {
+        "waiting_time_s": expected.waiting,
+        "barrier_s": expected.barrier,
+        "total_waiting_s": expected.total,
+        "waiting_per_iteration_s": expected.total / sum(expected.counts),
+    }
+    for name, value in figures.items():
+        assert record[name] == pytest.approx(float(value), rel=1e-9, abs=1e-9), name
+    assert record["iteration_gap"] == expected.gap
+    if "iterations" in record:
+        assert tuple(record["iterations"].values()) == expected.counts
+
+
+def check_document(document: Record, ends: Ends, max_gap: int | None) -> None:
+    every = [Choice(ends, counts) for counts in itertools.product(*(range(1, len(row) + 1) for row in ends.values()))]
+    check(document["algorithms"]["zipline"], best(every, "waiting"))
+    check(document["bsp"], next(each for each in every if set(each.counts) == {1}))
+
+    def bounded(gap: int | None) -> list[Choice]:
+        return [each for each in every if gap is None or each.gap <= gap]
+
+    for objective, record in document["objectives"].items():
+        check(record, best(bounded(max_gap), objective))
+    for point in document["tradeoff"]:
+        for objective in ("waiting", "total", "per_iteration"):
+            check(point[objective], best(bounded(point["max_gap"]), objective))
+    # The curve begins at a gap of 0 and ends where the last of the objectives has come to its optimum.
+    gaps = [point["max_gap"] for point in document["tradeoff"]]
+    assert gaps == list(range(len(gaps)))
+    assert gaps[-1] == max(best(every, objective).gap for objective in ("waiting", "total", "per_iteration"))
+
+
+def ends_of_choices(chance: random.Random, workers: int, iterations: int) -> Ends:
+    """Return ends in tenths or thousandths of a second, or near 1e9 (a clock that began long ago), with many ties."""
+    unit = Fraction(1, chance.choice((1, 10, 1000)))
+    origin = chance.choice((0, 0, 10**6, -50))
+    longest = chance.choice((3, 30, 3000))
+    ends = {}
+    for worker in range(workers):
+        at = Fraction(origin)
+        row = []
+        for _ in range(iterations):
+            at += chance.randint(1, longest) * unit
+            row.append(at)
+        ends[f"w{worker}"] = row
+    return ends
+
+
+def saved(path: Path, ends: Ends, chance: random.Random) -> Path:
+    rows = [f"{name},{place},{float(end)!r}" for name, row in ends.items() for place, end in enumerate(row, start=1)]
+    chance.shuffle(rows)
+    return write(path, "worker,iteration,end_s", *rows)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_barriers_of_given_predictions(cli: Cli, tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    ends = ends_of_choices(chance, chance.randint(1, 4), chance.randint(1, 5))
+    max_gap = chance.choice((None, 0, 1, 2))
+    options = [] if max_gap is None else ["--max-gap", str(max_gap)]
+    result = cli("barrier", saved(tmp_path / "times.csv", ends, chance), "--predicted", *options, "--json").done()
+    check_document(result.document, ends, max_gap)
+
+
+def predicted(lengths: list[Fraction], predictor: str) -> Fraction:
+    """Return the next iteration's length as the predictor's definition has it."""
+    if predictor == "last":
+        return lengths[-1]
+    if predictor == "mean":
+        return sum(lengths[-10:], Fraction(0)) / len(lengths[-10:])
+    smooth = lengths[0]
+    for length in lengths[1:]:
+        smooth = ALPHA * length + (1 - ALPHA) * smooth
+    return smooth
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_barriers_of_recorded_ends(cli: Cli, tmp_path: Path, seed: int) -> None:
+    """Predicted by hand from recorded ends or from telemetry; lengths that no two workers' sums share."""
+    chance = random.Random(1000 + seed)
+    workers, lookahead = chance.randint(1, 4), chance.randint(1, 5)
+    predictor = chance.choice(("last", "ema", "mean"))
+    ends: Ends = {}
+    if seed % 3:
+        recorded = {}
+        for worker in range(workers):
+            at, row = Fraction(chance.randint(0, 10**4), 1000), []
+            for _ in range(chance.randint(2, 15)):
+                at += Fraction(chance.randint(100, 9999), 1000)
+                row.append(at)
+            recorded[f"w{worker}"] = row
+            lengths = [later - earlier for earlier, later in itertools.pairwise(row)]
+            step = predicted(lengths, predictor)
+            ends[f"w{worker}"] = [at + step * place for place in range(1, lookahead + 1)]
+        path = saved(tmp_path / "times.csv", recorded, chance)
+    else:
+        path = tmp_path / "telemetry.jsonl"
+        rows = []
+        for worker in range(workers):
+            lengths = []
+            for number in range(chance.randint(1, 12)):
+                alone, wait = Fraction(chance.randint(100, 9999), 1000), Fraction(chance.randint(0, 500), 1000)
+                lengths.append(alone)
+                rows.append({"rank": worker, "step": number, "step_s": float(alone + wait), "wait_s": float(wait)})
+            step = predicted(lengths, predictor)
+            ends[str(worker)] = [step * place for place in range(1, lookahead + 1)]
+        write_lines(path, rows)
+    options = ["--lookahead", str(lookahead), "--predictor", predictor]
+    result = cli("barrier", path, *options, "--json").done()
+    check_document(result.document, ends, None)
+
+
+class Shared(Communication):
+    """One link for all: each device more adds its time to everybody's iteration."""
+
+    source = "a shared link"
+
+    def __init__(self, each_s: float) -> None:
+        self.each_s = each_s
+
+    def synchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
+        return self.asynchronous(devices, pass_s)
+
+    def asynchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
+        assert all(count >= 0 for count in devices.values())
+        seconds = self.each_s * sum(devices.values())
+        return Exposed(default_s=seconds, best_s=seconds, setting="as it comes")
+
+
+def elastic(
+    offers: Mapping[str, tuple[int, float]], each_s: float, workers: int = 16, **constraints: object
+) -> tuple[Candidate, Problem]:
+    listed = [{"type": name, "count": count, "capability_per_s": rate} for name, (count, rate) in offers.items()]
+    made = Job.model_validate({"name": "test", "max_workers": workers, "devices": listed, "constraints": constraints})
+    problem = from_job(made, {name: rate for name, (_, rate) in offers.items()})
+    knowledge = JobModel(communication=Shared(each_s))
+    left_out: dict[str, str] = {}
+    found = Candidates(job=made, model=knowledge).of(problem, left_out, "elastic-bsp")
+    return found[0], problem
+
+
+def rate_of(offers: Mapping[str, tuple[int, float]], devices: Mapping[str, int], each_s: float) -> float:
+    """Return mini-batches per second of the best superstep of exactly these devices, slowed by each other."""
+    transfer = Fraction(each_s * sum(devices.values()))
+    speeds = [(1 / (1 / Fraction(repr(offers[name][1])) + transfer), count) for name, count in devices.items()]
+    barrier, iterations = best_superstep(speeds, DEFAULT_LOOKAHEAD)
+    return float(sum(k * count for k, (_, count) in zip(iterations, speeds, strict=True)) / barrier)
+
+
+def test_devices_that_stay_out_slow_nobody() -> None:
+    """The slow ones make no iteration within the lookahead of the fast ones; only those share the link."""
+    offers = {"fast": (3, 4.0), "slow": (8, 0.004)}
+    made, _ = elastic(offers, 0.05)
+    assert made.option.devices == {"fast": 3}
+    assert made.option.throughput == pytest.approx(3 / (0.25 + 3 * 0.05))
+    assert made.plan.superstep is not None
+    assert made.plan.superstep.left_out == {"slow": 8}
+    assert made.plan.status == "optimal"
+
+
+def test_one_type_only_has_the_link_to_itself() -> None:
+    """Behind the transfers of all twelve, the ten slow ones would look better; they come to 3.3 a second."""
+    made, _ = elastic({"fast": (2, 4.0), "slow": (10, 0.5)}, 0.1, homogeneous=True)
+    assert made.option.devices == {"fast": 2}
+    assert made.option.throughput == pytest.approx(2 / (0.25 + 0.2))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.sampled_from([0.01, 0.5, 1.0, 2.5, 4.0, 10.0])), min_size=1, max_size=4),
+    st.sampled_from([0.0, 0.003, 0.05, 1.0]),
+    st.integers(1, 12),
+)
+@settings(max_examples=80, deadline=None)
+def test_the_figure_is_that_of_the_chosen_devices(shapes: list[tuple[int, float]], each_s: float, workers: int) -> None:
+    offers = {f"T{place}": shape for place, shape in enumerate(shapes)}
+    made, problem = elastic(offers, each_s, workers)
+    option = made.option
+    assert sum(option.devices.values()) <= workers
+    assert option.throughput == pytest.approx(rate_of(offers, option.devices, each_s), rel=1e-9)
+    assert option.iteration_s == pytest.approx(problem.max_workers / option.throughput, rel=1e-9)
+    assert option.communication_s is not None
+    assert option.communication_s >= -1e-12

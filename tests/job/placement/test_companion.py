@@ -6,7 +6,6 @@ import json
 import math
 import os
 import sqlite3
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,9 +20,8 @@ from ddltool.analyzers.job.placement.proposals import best_throughput
 from ddltool.companion import Companion, CompanionDevice, CompanionMeta, is_companion, write_companion
 from ddltool.errors import InputError
 from ddltool.job import Constraints, DeviceOffer, Job
-from tests.conftest import Result
+from tests.conftest import Cli
 
-Cli = Callable[..., Result]
 CAPABILITY = {"T4": 1.0, "P100": 2.4, "V100": 3.1}
 
 
@@ -217,8 +215,7 @@ devices:
 def test_the_command_makes_looks_up_and_corrects(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     base = tmp_path / "plans.db"
-    made = cli("companion", tmp_path / "job.yaml", "-o", base, "--json")
-    assert made.code == 0, made.err
+    made = cli("companion", tmp_path / "job.yaml", "-o", base, "--json").done()
     assert made.document["built"]["vectors"] == 25
     assert is_companion(base)
     held = {"V100": 2, "T4": 1}

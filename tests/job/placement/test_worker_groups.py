@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from ddltool.analyzers.job.planning.job_inputs import read_job
 from ddltool.artifacts import save
 from ddltool.commands.plan import plan
 from ddltool.errors import InputError
-from tests.conftest import Result
+from tests.conftest import Cli
 
 HEAD = "kind: ddltool.job\nname: big\nmax_workers: 6\nbatch_size: 8\n"
 CARDS = "nic: 8x400Gbit"
@@ -82,14 +81,14 @@ def test_what_makes_no_group_is_refused(tmp_path: Path, group: str, devices: str
         plan(written(tmp_path, f"model: zoo:bert_small\ngroup: {group}\ndevices: [{devices}]\n"))
 
 
-def test_no_script_follows_a_plan_over_groups(cli: Callable[..., Result], tmp_path: Path) -> None:
+def test_no_script_follows_a_plan_over_groups(cli: Cli, tmp_path: Path) -> None:
     save(plan(written(tmp_path, GROUPS), "bsp"), tmp_path / "plan.json")
     told = cli("emit", tmp_path / "plan.json", "-o", tmp_path / "enforce.json")
     assert told.code == 2
     assert "plan.json:group: each device is a group of 8 devices" in told.err
 
 
-def test_a_step_that_sends_to_other_ranks_is_named(cli: Callable[..., Result], tmp_path: Path) -> None:
+def test_a_step_that_sends_to_other_ranks_is_named(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "moe.py").write_text(
         textwrap.dedent("""
             import torch, torch.distributed as dist

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -14,9 +13,7 @@ from ddltool.artifacts import save
 from ddltool.errors import Infeasible
 from ddltool.goodput_model import Goodput
 from ddltool.job import Constraints, GoodputSection
-from tests.conftest import Result, job
-
-Cli = Callable[..., Result]
+from tests.conftest import Cli, job
 
 SLOW = ThroughputParams(
     alpha_grad_s=0.02,

@@ -13,9 +13,9 @@ import torch
 from torch.nn import functional as F
 
 from ddltool.analyzers.job.placement.problem import DeviceType, Problem
-from ddltool.analyzers.job.planning.goal import Goal
 from ddltool.analyzers.job.planning.layout_figures import DeviceKind, LayoutCandidate
 from ddltool.analyzers.job.planning.layouts import Layouts
+from ddltool.analyzers.job.planning.options import Goal
 from ddltool.analyzers.step.communication.nccl import Fabric
 from ddltool.analyzers.step.costs.memory import Sharding
 from ddltool.analyzers.step.costs.model import cost_model

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddltool.analyzers.answers.reporting.plan_section import _device_spans, _optimality_words
-from ddltool.analyzers.job.goodput.step_time import StepTime
-from ddltool.analyzers.job.goodput.throughput import iteration_time_s
+from ddltool.analyzers.job.goodput.throughput import StepTime, iteration_time_s
 from ddltool.analyzers.job.placement.problem import DeviceType, Problem
-from ddltool.analyzers.job.planning.rescaling import measured_speeds, scaled_model
+from ddltool.analyzers.job.planning.job_model import measured_speeds, scaled_model
 from ddltool.analyzers.job.planning.split import plan_bsp
 from ddltool.analyzers.step.measured.feedback import RankRun, Run, drift, read_run
 from ddltool.artifacts import load
 from ddltool.commands.plan import plan
 from ddltool.plans import Plan
-from tests.conftest import Result, throughput, write_lines
+from tests.conftest import Cli, throughput, write_lines
 from tests.job.diagnosing.test_verification import rows
-
-Cli = Callable[..., Result]
 
 LAUNCH_S, SAMPLE_S, SYNC_S = 0.01, 0.001, 0.02
 MAPE, SPREAD = 0.395, 0.28

@@ -1,11 +1,16 @@
-"""ElasticBSP as a plan: the best superstep against enumeration, and what the plan says about it."""
+"""ElasticBSP as a plan: the best superstep against enumeration, and what the plan says about it.
+Every figure of ``ddltool plan --strategy elastic-bsp`` against all devices and all numbers of iterations.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
+import random
 import time
 from fractions import Fraction
 from functools import partial
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -15,20 +20,23 @@ from ddltool.analyzers.answers.emitting.enforcement import to_enforcement
 from ddltool.analyzers.job.placement.problem import Problem, from_job
 from ddltool.analyzers.job.planning.split import plan_bsp
 from ddltool.analyzers.job.planning.superstep import best_superstep, choose, plan_elastic_bsp
-from ddltool.errors import InputError
-from ddltool.job import Constraints, DeviceOffer
-from tests.conftest import job
+from ddltool.errors import Infeasible, InputError
+from ddltool.job import Constraints, DeviceOffer, read_job
+from tests.conftest import Cli, job
+
+Best = tuple[Fraction, int, Fraction]
+"""Mini-batches per second, negated; devices; the barrier: the least is the plan that is preferred."""
 
 
-def by_enumeration(workers: list[tuple[Fraction, int]], lookahead: int, max_gap: int | None) -> Fraction:
-    """The best rate over every choice of iterations: the barrier is when the last worker ends."""
-    best = Fraction(0)
+def by_enumeration(workers: list[tuple[Fraction, int]], lookahead: int, max_gap: int | None) -> Best:
+    """The best over every choice of iterations: the barrier is when the last worker ends."""
+    rows = []
     for chosen in itertools.product(range(1, lookahead + 1), repeat=len(workers)):
-        if max_gap is not None and max(chosen) - min(chosen) > max_gap:
-            continue
-        at = max(k / speed for k, (speed, _) in zip(chosen, workers, strict=True))
-        best = max(best, sum(k * count for k, (_, count) in zip(chosen, workers, strict=True)) / at)
-    return best
+        if max_gap is None or max(chosen) - min(chosen) <= max_gap:
+            at = max(k / speed for k, (speed, _) in zip(chosen, workers, strict=True))
+            made = sum(k * count for k, (_, count) in zip(chosen, workers, strict=True))
+            rows.append((-made / at, sum(count for _, count in workers), at))
+    return min(rows)
 
 
 def one_end_at_a_time(
@@ -63,7 +71,7 @@ def test_the_best_superstep_equals_enumeration(
 ) -> None:
     barrier, iterations = best_superstep(workers, lookahead, max_gap)
     rate = sum(k * count for k, (_, count) in zip(iterations, workers, strict=True)) / barrier
-    assert rate == by_enumeration(workers, lookahead, max_gap)
+    assert rate == -by_enumeration(workers, lookahead, max_gap)[0]
     assert barrier >= max(k / speed for k, (speed, _) in zip(iterations, workers, strict=True))
     assert max_gap is None or max(iterations) - min(iterations) <= max_gap
 
@@ -153,19 +161,18 @@ def test_a_device_that_costs_throughput_is_left_out() -> None:
     assert long.superstep.left_out == {}
 
 
-def by_all_devices(problem: Problem, lookahead: int, max_gap: int | None) -> Fraction:
-    """The best rate over every choice of counts and, for each, of iterations."""
-    best = Fraction(0)
+def by_all_devices(problem: Problem, lookahead: int, max_gap: int | None) -> Best | None:
+    """The best over every choice of counts and, for each, of iterations; None: no devices are allowed."""
+    rows = []
     for counts in itertools.product(*(range(device.count + 1) for device in problem.devices)):
         used = [(device, count) for device, count in zip(problem.devices, counts, strict=True) if count]
         price = sum(count * (device.price_micro or 0) for device, count in used)
         if not used or sum(counts) > problem.device_limit or (problem.single_type and len(used) > 1):
             continue
-        if problem.max_price_micro is not None and price > problem.max_price_micro:
-            continue
-        workers = [(device.capability_per_s, count) for device, count in used]
-        best = max(best, by_enumeration(workers, lookahead, max_gap))
-    return best
+        if problem.max_price_micro is None or price <= problem.max_price_micro:
+            workers = [(device.capability_per_s, count) for device, count in used]
+            rows.append(by_enumeration(workers, lookahead, max_gap))
+    return min(rows, default=None)
 
 
 @given(
@@ -193,12 +200,12 @@ def test_no_other_devices_make_more(
     limits = Constraints(max_price_per_hour=price, homogeneous=homogeneous)
     problem = from_job(asked(devices=devices, max_workers=most, constraints=limits), capabilities)
     found = choose(problem, lookahead, max_gap, limit_s)
-    best, made = by_all_devices(problem, lookahead, max_gap), found.evaluation
-    assert made.rate <= best <= 1 / found.bound * (1 + 1e-9)
+    best, made = -(by_all_devices(problem, lookahead, max_gap) or (0,))[0], found.evaluation
+    assert made.rate_per_s <= best <= 1 / found.bound * (1 + 1e-9)
     if limit_s:
-        assert (made.rate, found.gap) == (best, 0.0)
-    assert sum(k * found.counts[kind] for k, kind in zip(made.iterations, made.kinds, strict=True)) / made.barrier == (
-        made.rate
+        assert (made.rate_per_s, found.gap) == (best, 0.0)
+    assert sum(k * found.counts[kind] for k, kind in zip(made.iterations, made.type_indices, strict=True)) == (
+        made.rate_per_s * made.barrier_s
     )
 
 
@@ -224,3 +231,57 @@ def test_the_server_is_told_the_superstep() -> None:
     assert to_enforcement(made).superstep == made.superstep
     with pytest.raises(InputError, match="look 1 iteration ahead"):
         best_superstep([(Fraction(1), 1)], 0)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_every_figure_of_the_plan(cli: Cli, tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    devices = [
+        {
+            "type": f"T{kind}",
+            "count": chance.randint(1, 2),
+            "capability_per_s": chance.choice((chance.randint(1, 6), chance.randint(1, 60) / 10)),
+            "price_per_hour": chance.choice((0, 1, 2.5, 3.1)),
+        }
+        for kind in range(chance.randint(1, 3))
+    ]
+    limits: dict[str, object] = {}
+    if chance.random() < 0.3:
+        limits["max_devices"] = chance.randint(1, 3)
+    if chance.random() < 0.3:
+        limits["max_price_per_hour"] = chance.choice((1, 2, 4.5, 6))
+    if chance.random() < 0.2:
+        limits["homogeneous"] = True
+    workers, lookahead, gap = chance.randint(1, 4), chance.randint(1, 4), chance.choice((None, None, 0, 1, 2))
+    job = {"kind": "ddltool.job", "name": "numbers", "max_workers": workers, "devices": devices, "constraints": limits}
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps(job), encoding="utf-8")
+    options = ["--lookahead", lookahead, *(() if gap is None else ("--max-gap", gap))]
+    result = cli("plan", path, "--strategy", "elastic-bsp", *options, "--json")
+    speeds = {str(device["type"]): float(device["capability_per_s"]) for device in devices}
+    try:
+        best = by_all_devices(from_job(read_job(path), speeds), lookahead, gap)
+    except Infeasible:  # nothing can be paid for
+        best = None
+    if best is None:
+        assert result.code == 3
+        return
+    assert result.code == 0, result.err
+    plan, made_of = result.document, result.document["superstep"]
+    rate, number, barrier = best
+    assert plan["status"] == "optimal"
+    assert plan["throughput"] == pytest.approx(float(-rate), rel=1e-12)
+    assert plan["iteration_s"] == pytest.approx(float(workers / -rate), rel=1e-12)
+    assert made_of["superstep_s"] == pytest.approx(float(barrier), rel=1e-12)
+    rows = {row["device_type"]: row["devices"] for row in plan["assignments"]}
+    assert sum(rows.values()) == number
+    iterations = made_of["iterations"]
+    assert set(iterations) == set(rows)
+    waits = {name: barrier - count / Fraction(repr(speeds[name])) for name, count in iterations.items()}
+    assert min(waits.values()) == 0
+    assert made_of["mini_batches"] == sum(count * rows[name] for name, count in iterations.items())
+    assert made_of["mini_batches"] / barrier == -rate
+    assert made_of["waiting_s"] == pytest.approx(float(max(waits.values())), rel=1e-9)
+    total = sum(wait * rows[name] for name, wait in waits.items())
+    assert made_of["total_waiting_s"] == pytest.approx(float(total), rel=1e-9)
+    assert made_of["iteration_gap"] == max(iterations.values()) - min(iterations.values())
