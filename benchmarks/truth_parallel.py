@@ -28,7 +28,7 @@ from ddltool.analyzers.step.costs.predict import Layout, Placement, Setting, Wor
 from ddltool.analyzers.step.tracing.factories import imported
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.step import TrainingStep
-from ddltool.analyzers.step.tracing.transformers_models import configured_step
+from ddltool.analyzers.step.tracing.transformers_models import NamedConfig, configured_step
 from ddltool.artifacts import read_text, write_text
 from ddltool.links import parse_nic
 from ddltool.shipped import calibration, devices
@@ -106,7 +106,9 @@ def _llama(length: int, layers: int, name: str) -> WorkCurve:
         vocab_size=128256,
         max_position_embeddings=length,
     )
-    return _traced(lambda: configured_step(config, "llama", length), precision="bf16")
+    return _traced(
+        lambda: configured_step(NamedConfig(config, "llama", "llama", "llama", ""), length), precision="bf16"
+    )
 
 
 @cache

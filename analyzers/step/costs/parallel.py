@@ -20,7 +20,7 @@ import numpy as np
 from ddltool.analyzers.step.communication.fsdp import Unit, simulate_fsdp
 from ddltool.analyzers.step.communication.nccl import Communicator, Fabric
 from ddltool.analyzers.step.communication.program import Program
-from ddltool.analyzers.step.costs.kernels import compiled
+from ddltool.analyzers.step.costs.compiling import compiled
 from ddltool.analyzers.step.costs.memory import (
     ACTIVATION,
     GRADIENT,
@@ -115,8 +115,8 @@ class ParallelCurve(WorkCurve):
         ranks = _Ranks(curve, layout)
         return cls(traced=ranks.rank(curve.traced).traced, whole=curve, ranks=ranks, layout=layout, passes=passes)
 
-    def under(self, sharding: Sharding) -> WorkCurve:
-        """Return this work: nothing is cast between its ops under any sharding."""
+    def under(self, sharding: Sharding, compile: bool = False) -> WorkCurve:
+        """Return this work: nothing is cast between its ops under any sharding, and its tensors live as they are traced."""
         return self
 
     def lifetimes(self, batch_size: int) -> TensorLifetimes:

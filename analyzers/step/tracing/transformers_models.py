@@ -57,7 +57,11 @@ def transformers_step(name: str, sequence_length: int | None = None) -> Training
     Raises InputError for an unknown name, for a model that cannot be built here or takes inputs that ddltool cannot make,
     and for a length beyond the model's positions, where it has learned them.
     """
-    named = named_config(name)
+    return configured_step(named_config(name), sequence_length)
+
+
+def configured_step(named: NamedConfig, sequence_length: int | None = None) -> TrainingStep:
+    """Return one training step of a configuration; ``sequence_length`` and errors are those of :func:`transformers_step`."""
     head, module = build_model(named)
     inputs = example_inputs(module, named.config, named.source, sequence_length)
     loss = language_model_loss if head in _TABLES["token_heads"] else _prediction_loss

@@ -29,7 +29,7 @@ from ddltool.analyzers.step.costs.tensor_parallel import Rank, _Divider, rank_of
 from ddltool.analyzers.step.tracing.factories import imported
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.step import TrainingStep, default_loss
-from ddltool.analyzers.step.tracing.transformers_models import configured_step
+from ddltool.analyzers.step.tracing.transformers_models import NamedConfig, configured_step
 from ddltool.errors import InputError
 from ddltool.links import parse_link, parse_nic
 from ddltool.shipped import calibration, devices
@@ -195,7 +195,7 @@ SMALL = {
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mixtral"])
 def test_split_weights_are_those_of_transformers_own_plan(name: str) -> None:
     config = imported("transformers", name).AutoConfig.for_model(name, **SMALL, head_dim=16)
-    curve = measure_work(lambda: configured_step(config, name, 32), Numerics("bf16-pure"))
+    curve = measure_work(lambda: configured_step(NamedConfig(config, name, name, name, ""), 32), Numerics("bf16-pure"))
     divider = _Divider(curve.traced, curve.lifetimes(2).blocks, 2, False)
     divider.rank()
     ways = {"columns": ("colwise", "packed_colwise"), "rows": ("rowwise",)}
