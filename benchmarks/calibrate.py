@@ -31,6 +31,7 @@ from truth_ops import (
     write_operations,
 )
 from truth_page import write_page
+from truth_parallel import write_section as write_parallel_section
 
 from ddltool.analyzers.step.costs.fitting import Belief, Case, fit, host_bound, library_bound, steps_s
 from ddltool.analyzers.step.costs.kernel_times import ARITHMETIC, FEED, TRAFFIC, UNITS, Constants, demand_of
@@ -420,6 +421,7 @@ def main() -> None:
     write_operations(given.data, table)
     write_section(given.data)
     write_compiled(compiled, given.cache, table)
+    write_parallel_section(given.data)
     write_memory(given.data)
 
 

@@ -15,8 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 from truth_models import gpt
 
 from ddltool.analyzers.step.communication.fabrics import own_link
@@ -85,12 +88,43 @@ def _traced(build: Callable[[], TrainingStep], precision: str) -> WorkCurve:
     return measure_work(build, Numerics(precision, gathered=True))  # type: ignore[arg-type]
 
 
+class _CrossEntropy(torch.autograd.Function):
+    """Megatron-LM's cross entropy in its own kernels, in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return a loss for each token; keeps what the logits' softmax is."""
+        shifted = logits.float()
+        shifted = shifted - shifted.max(-1, keepdim=True)[0]
+        chosen = shifted.gather(-1, labels[:, None])[:, 0]
+        shares = shifted.exp()
+        total = shares.sum(-1, keepdim=True)
+        ctx.save_for_backward(shares / total, labels)
+        return total[:, 0].log() - chosen
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of the logits."""
+        shares, labels = ctx.saved_tensors
+        shares = shares.scatter_add(-1, labels[:, None], -torch.ones_like(shares[:, :1]))
+        return (shares * gradients[0][:, None]).half(), None
+
+
+def _token_loss(output: Any) -> Tensor:
+    logits = output.logits.flatten(0, 1)
+    labels = torch.zeros(logits.shape[0], dtype=torch.long, device=logits.device)
+    return _CrossEntropy.apply(logits, labels).mean()
+
+
 @cache
 def _gpt(length: int, layers: int, width: int, heads: int) -> WorkCurve:
-    """Return the work of a GPT with attention of several kernels, as it was before 2023."""
-    return _traced(
-        lambda: gpt(length, layers, width, heads, "eager", vocabulary=50304, activation="gelu"), precision="fp16"
-    )
+    """Return the work of a GPT with attention and loss of several kernels each, as they were before 2023."""
+
+    def build() -> TrainingStep:
+        step = gpt(length, layers, width, heads, "eager", vocabulary=50304, activation="gelu")
+        return replace(step, loss=_token_loss)
+
+    return _traced(build, precision="fp16")
 
 
 @cache

@@ -175,7 +175,8 @@ class ParallelCurve(WorkCurve):
             passes = _NORM_AND_CAST / sharding.shard + _ZEROED
             update_s = update_s + passes * stages.by_stage(trained_bytes) / bytes_per_s
         if placement.num_replicas == 1:
-            return StepTime(step_s=alone_s + float(update_s.max()), passes_s=alone_s, update_s=float(update_s.max()))
+            step_s = alone_s + float(update_s.max())
+            return StepTime(step_s=step_s, passes_s=alone_s, update_s=step_s - alone_s)
         group = replica_group(setting.fabric, layout, placement.num_replicas, sharding)
         after_s = np.zeros(layout.pipeline)
         if sharding.gathers:
