@@ -27,21 +27,23 @@ def init(
     there = [output / name for name in ("job.yaml", "cluster.yaml") if (output / name).exists()]
     if there and not force:
         raise InputError(str(there[0]), "is there already", "give --force to write over it, or -o another folder")
-    found = read_nodes(nodes) if nodes else machine_nodes()
-    texts, remarks = first_files(found, model, output)
+    inventory = read_nodes(nodes) if nodes else machine_nodes()
+    texts, remarks = first_files(inventory, model, output)
     make_folder(output)
     paths = {name: output / name for name in texts}
     check_outputs(nodes or [], paths)
     for name, text in texts.items():
         write_text(paths[name], text)
-    seen = len({node.name for node in found.nodes})
+    seen = len({node.name for node in inventory.nodes})
     if as_json:
-        named = [str(path) for path in paths.values()]
-        print_json(InitResult(paths=named, devices=found.counts, nodes=seen, unknown=found.unknown, remarks=remarks))
+        names = [str(path) for path in paths.values()]
+        print_json(
+            InitResult(paths=names, devices=inventory.counts, nodes=seen, unknown=inventory.unknown, remarks=remarks)
+        )
         return
     for remark in remarks:
         note(f"note: {remark}")
-    devices = ", ".join(f"{count} {name}" for name, count in found.counts.items())
+    devices = ", ".join(f"{count} {name}" for name, count in inventory.counts.items())
     say(f"{devices} on {counted(seen, 'node')}")
     say(f"wrote {' and '.join(map(str, paths.values()))}")
     code = " --allow-code" if model is not None and is_code(model) else ""

@@ -20,9 +20,9 @@ def network(
 ) -> None:
     """Measure latency and bandwidth between processes here, or between those of a torchrun job."""
     with progress("measuring the network") as advance:
-        found = measure_network(replicas, progress=lambda done, total: advance(done, f"pair {done} of {total}"))
+        result = measure_network(replicas, progress=lambda done, total: advance(done, f"pair {done} of {total}"))
     if is_follower():
         return
     together = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE", "-")
-    told = found.model_copy(update={"local": found.local or together})
-    finish(found, lambda: network_section(told, "this job"), output, as_json)
+    shown = result.model_copy(update={"local": result.local or together})
+    finish(result, lambda: network_section(shown, "this job"), output, as_json)

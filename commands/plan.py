@@ -300,12 +300,12 @@ def _recorded(job: str | Path | Job | list[str]) -> Graph | None:
 
 def _priced(table: DeviceTable, offers: Sequence[Offered]) -> tuple[DeviceTable, list[Offered]]:
     """Return the table with the prices that an option gives."""
-    own = [
+    priced = [
         table.device(one.type, "--devices").model_copy(update={"price_per_hour": one.price_per_hour})
         for one in offers
         if one.price_per_hour is not None
     ]
-    return table.with_devices(own), list(offers)
+    return table.with_devices(priced), list(offers)
 
 
 def _demand_length(goal: Goal) -> None:

@@ -183,9 +183,9 @@ def _budget(memory: str | float, device: str) -> float:
     return device_memory("cuda")
 
 
-def _show(found: ProfileResult) -> None:
+def _show(result: ProfileResult) -> None:
     """Print the measured rows and what they say about the device."""
-    accumulates = any(row["accumulation_steps"] for row in found.rows)
+    accumulates = any(row["accumulation_steps"] for row in result.rows)
     rows = [
         (
             str(row["device"]),
@@ -198,28 +198,28 @@ def _show(found: ProfileResult) -> None:
             show_seconds(row["sync_time_s"]),
             show_bytes(row["peak_memory_bytes"]),
         )
-        for row in found.rows
+        for row in result.rows
     ]
     extra = ("accum",) if accumulates else ()
     columns = ("device", "replicas", *extra, "batch", "step", "+-", "steps", "sync", "memory")
     console = out()
     console.print(table("Step times (median, half its 95 % interval) and peak memory, measured", columns, rows))
-    for item in found.skipped:
+    for item in result.skipped:
         passes = f", {item.accumulation_steps} accumulation steps" if item.accumulation_steps else ""
         guess = f": {show_seconds(item.predicted_step_time_s)}" if item.predicted_step_time_s else ""
         where = f"batch {item.local_batch_size} on {counted(item.num_replicas, 'replica')}{passes}"
         console.print(f"not measured: {where}{guess} ({item.reason})")
-    for name, curve in found.devices.items():
+    for name, curve in result.devices.items():
         overhead = show_seconds(curve.launch_overhead_s)
         console.print(f"{name}: launch overhead {overhead}, saturates at batch {curve.saturation_batch}")
         if curve.linear_from_batch is not None:
             slope = show_seconds(curve.seconds_per_sample)
             console.print(f"{name}: linear from batch {curve.linear_from_batch} on, {slope} per sample")
         how = "predicted by extrapolation"
-        if found.memory is not None:
-            how = f"measured, {len(found.memory.tries)} tries within {show_bytes(found.memory.budget_bytes)}"
+        if result.memory is not None:
+            how = f"measured, {len(result.memory.tries)} tries within {show_bytes(result.memory.budget_bytes)}"
         if curve.memory_limit_batch is not None:
-            most = curve.memory_limit_batch if found.memory is not None else float(f"{curve.memory_limit_batch:.3g}")
+            most = curve.memory_limit_batch if result.memory is not None else float(f"{curve.memory_limit_batch:.3g}")
             limit = f"at batch {most:,.0f} ({how})"
         else:
             limit = "unknown: the peaks do not grow with the batch; search it with --memory SIZE"
@@ -265,11 +265,11 @@ def watch_workers(request: WatchRequest, output: Path | None, as_json: bool) -> 
         raise DdlToolError(f"{request.source}: {lost}; {kept}") from None
     if output is not None:
         write_rows(rows, output)
-    found = summarise(rows, request.batch)
+    result = summarise(rows, request.batch)
     if as_json:
-        print_json(found)
+        print_json(result)
     else:
-        _show_watched(found, output)
+        _show_watched(result, output)
 
 
 def _show_watched(result: WatchResult, output: Path | None) -> None:

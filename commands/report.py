@@ -46,21 +46,21 @@ def report(
         for place, one in enumerate(given):
             read.append(found_in(one))
             advance(place + 1, read[-1].name)
-    found = told_apart(read)
-    noise = noise_of(found) if noise_scale is None else noise_scale
+    inputs = told_apart(read)
+    noise = noise_of(inputs) if noise_scale is None else noise_scale
     counts: Counter[str] = Counter()
     sections, listed = [], []
-    with stage("drawing", len(found)) as advance:
-        for place, one in enumerate(sorted(found, key=lambda one: ORDER.index(one.kind))):
+    with stage("drawing", len(inputs)) as advance:
+        for place, one in enumerate(sorted(inputs, key=lambda one: ORDER.index(one.kind))):
             advance(place, one.name)
             counts[one.kind] += 1
-            section = section_of(one, found, noise)
+            section = section_of(one, inputs, noise)
             section = replace(section, anchor=f"{one.kind}-{counts[one.kind]}")
             sections.append(section)
             kind, file = f"ddltool.{one.kind}", str(one.path)
             listed.append(ReportedSection(section=section.anchor, title=section.title, kind=kind, file=file))
-    said, by = [*summary, summary_of(found)], f"ddltool {__version__}"
-    page = render(title, sections, summary=said, generated_by=by, first=headline(sections))
+    sentences, by = [*summary, summary_of(inputs)], f"ddltool {__version__}"
+    page = render(title, sections, summary=sentences, generated_by=by, first=headline(sections))
     write_text(output, page)
     return ReportResult(report=str(output), bytes=len(page.encode()), sections=listed)
 

@@ -79,16 +79,16 @@ def also_takes(
     """
 
     def widened(function: Callable[..., Result]) -> Callable[..., Result]:
-        own = dict(inspect.signature(function, eval_str=True).parameters)
-        rest = own.popitem()
+        parameters = dict(inspect.signature(function, eval_str=True).parameters)
+        rest = parameters.popitem()
         assert rest[1].kind is inspect.Parameter.VAR_KEYWORD, f"{function.__name__} takes no other parameters"
         more = [
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
             for name, parameter in inspect.signature(other, eval_str=True).parameters.items()
-            if name not in own and name not in without
+            if name not in parameters and name not in without
         ]
         signature = inspect.signature(function, eval_str=True)
-        function.__signature__ = signature.replace(parameters=[*own.values(), *more])  # type: ignore[attr-defined]
+        function.__signature__ = signature.replace(parameters=[*parameters.values(), *more])  # type: ignore[attr-defined]
         return function
 
     return widened
@@ -233,10 +233,10 @@ def _option(parameter: inspect.Parameter, said: Remark, panel: str | None) -> in
     if get_origin(kind) is list and not default:
         default = None  # typer's own word for no value at all
     if argument:
-        made: Any = Annotated[kind, typer.Argument(**{"metavar": argument, **settings})]
+        declaration: Any = Annotated[kind, typer.Argument(**{"metavar": argument, **settings})]
     else:
-        made = Annotated[kind, typer.Option(*flags, rich_help_panel=panel, **settings)]
-    return parameter.replace(annotation=made, default=default, kind=inspect.Parameter.KEYWORD_ONLY)
+        declaration = Annotated[kind, typer.Option(*flags, rich_help_panel=panel, **settings)]
+    return parameter.replace(annotation=declaration, default=default, kind=inspect.Parameter.KEYWORD_ONLY)
 
 
 def _typed(annotation: Any) -> Any:
@@ -245,8 +245,8 @@ def _typed(annotation: Any) -> Any:
     A path is a path, and several of them a repeated option; of the other types that a verb takes, text is what a command
     line has.
     """
-    alone = get_origin(annotation) in (list, Sequence, None)
-    members = [annotation] if alone else [one for one in get_args(annotation) if one is not NoneType]
+    is_single = get_origin(annotation) in (list, Sequence, None)
+    members = [annotation] if is_single else [one for one in get_args(annotation) if one is not NoneType]
     several = [one for one in members if get_origin(one) in (list, Sequence)]
     for one in several:
         if Path in (get_args(one)[0], *get_args(get_args(one)[0])):

@@ -70,14 +70,14 @@ class CompanionMeta(Artifact):
                 raise InputError(f"devices.{name}", "is not in the database", did_you_mean(name, known))
             if count < 0:
                 raise InputError(f"devices.{name}", f"is {count}", "a number of devices is 0 or more")
-        found = []
+        kept_counts = []
         for device in self.devices:
             count = counts.get(device.type, 0)
             if count > device.count and device.count < self.max_workers:
                 problem = f"is {count}, and plans are kept for at most {device.count}"
                 raise InputError(f"devices.{device.type}", problem, "make the database again with more")
-            found.append(min(count, device.count))
-        return tuple(found)
+            kept_counts.append(min(count, device.count))
+        return tuple(kept_counts)
 
     def key(self, counts: Sequence[int]) -> int:
         """Return the number of a vector of counts in the order of ``devices``: digits in mixed base, first type first."""
@@ -198,10 +198,10 @@ class Companion:
         with self._explained(), contextlib.suppress(sqlite3.OperationalError), self._writing():
             if self._stored().generation != self.meta.generation:
                 return  # made with capabilities that have changed since
-            made = self._base.execute("INSERT INTO plans (document) VALUES (?)", (plan.model_dump_json(),))
+            inserted = self._base.execute("INSERT INTO plans (document) VALUES (?)", (plan.model_dump_json(),))
             self._base.execute(
                 "INSERT OR REPLACE INTO vectors VALUES (?, ?, ?)",
-                (self.meta.key(counts), made.lastrowid, self.meta.generation),
+                (self.meta.key(counts), inserted.lastrowid, self.meta.generation),
             )
 
     def recalibrate(self, capability: Mapping[str, float]) -> None:

@@ -49,11 +49,11 @@ def input_lists(graph: Graph) -> list[list[int]]:
 
 def reversed_edges(edges: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return for every op those whose edges name it, ascending."""
-    found: list[list[int]] = [[] for _ in edges]
+    sources: list[list[int]] = [[] for _ in edges]
     for op, others in enumerate(edges):
         for other in others:
-            found[other].append(op)
-    return found
+            sources[other].append(op)
+    return sources
 
 
 def first_ready_first(inputs: Sequence[Sequence[int]]) -> list[int]:
@@ -76,15 +76,15 @@ def collected(edges: Sequence[Sequence[int]], order: Iterable[int], marked: Iter
 
     ``order`` has every op after those that its edges name. O((n + e) marked / 64).
     """
-    found = [0] * len(edges)
+    sets = [0] * len(edges)
     for number, op in enumerate(marked):
-        found[op] = 1 << number
+        sets[op] = 1 << number
     for op in order:
-        bits = found[op]
+        bits = sets[op]
         for other in edges[op]:
-            bits |= found[other]
-        found[op] = bits
-    return found
+            bits |= sets[other]
+        sets[op] = bits
+    return sets
 
 
 def bits_of(bits: int) -> Iterator[int]:

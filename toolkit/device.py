@@ -123,12 +123,12 @@ class DeviceTable(Artifact):
 
     def device(self, name: str, where: str = "--device") -> Device:
         """Return the device of that name; see :meth:`find`. Raises InputError naming the nearest."""
-        found = self.find(name)
-        if found is None:
+        device = self.find(name)
+        if device is None:
             raise InputError(
                 where, f"unknown device {name!r}", did_you_mean(name, [each.name for each in self.devices])
             )
-        return found
+        return device
 
     def gpu(self, name: str, where: str = "--device") -> Device:
         """Return the device of that name; see :meth:`find`. Raises InputError naming the nearest, and for a CPU."""

@@ -88,7 +88,9 @@ class Goodput(Artifact):
 
     @model_serializer(mode="wrap")
     def _without_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        made: dict[str, Any] = handler(self)
+        document: dict[str, Any] = handler(self)
         return {
-            name: value for name, value in made.items() if name not in _OCCASIONAL or value not in (None, "", [], {})
+            name: value
+            for name, value in document.items()
+            if name not in _OCCASIONAL or value not in (None, "", [], {})
         }

@@ -197,16 +197,18 @@ class Job(Artifact):
     @classmethod
     def _added_up(cls, offers: list[DeviceOffer]) -> list[DeviceOffer]:
         """Add up the counts of lines that say the same of one device type, however spelt; refuse one name for two."""
-        found: dict[tuple[str, str], DeviceOffer] = {}
+        offer_by_identity: dict[tuple[str, str], DeviceOffer] = {}
         for offer in offers:
-            said = name_key(offer.type), offer.model_dump_json(exclude={"type", "count"})
-            known = found.get(said)
-            found[said] = offer if known is None else known.model_copy(update={"count": known.count + offer.count})
-        names = [offer.type for offer in found.values()]
+            identity = name_key(offer.type), offer.model_dump_json(exclude={"type", "count"})
+            known = offer_by_identity.get(identity)
+            offer_by_identity[identity] = (
+                offer if known is None else known.model_copy(update={"count": known.count + offer.count})
+            )
+        names = [offer.type for offer in offer_by_identity.values()]
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"device type {name!r} stands twice with other figures; give one another name")
-        return list(found.values())
+        return list(offer_by_identity.values())
 
     @model_validator(mode="after")
     def _has_devices(self) -> Self:

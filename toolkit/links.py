@@ -71,8 +71,8 @@ def kind_of(text: str) -> Kind | None:
     >>> kind_of("NVLink 3, 12 links"), kind_of("PCIe 4.0 x16")
     ('nvlink3', 'pcie4')
     """
-    found = _NAME.search(text)
-    name = (f"{found[1].lower()}{found[2]}" if found[1] else "infinity") if found else ""
+    match = _NAME.search(text)
+    name = (f"{match[1].lower()}{match[2]}" if match[1] else "infinity") if match else ""
     return name if name in DATASHEET else None  # type: ignore[return-value]  # its keys are kinds
 
 
@@ -109,6 +109,6 @@ def parse_nic(text: str, where: str = "--nic") -> Link:
     >>> parse_nic("8x200Gbit").bytes_per_s == 0.92 * 200e9
     True
     """
-    found = _CARDS.fullmatch(text.strip())
-    count, rate = (found[1], found[2]) if found else (None, text)
+    match = _CARDS.fullmatch(text.strip())
+    count, rate = (match[1], match[2]) if match else (None, text)
     return datasheet_link("nic", int(count or 1) * parse_bandwidth(rate, where))

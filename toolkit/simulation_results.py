@@ -245,12 +245,12 @@ class SweepDocument(Result):
 
 
 def _mean(values: list[SweepFigures]) -> SweepFigures:
-    made: dict[str, float | None] = {}
+    means: dict[str, float | None] = {}
     for name in SweepFigures.model_fields:
         each = [getattr(one, name) for one in values]
         # Divided first: a sum of large numbers may be none.
-        made[name] = None if None in each else min(sum(value / len(each) for value in each), sys.float_info.max)
-    return SweepFigures.model_validate(made)
+        means[name] = None if None in each else min(sum(value / len(each) for value in each), sys.float_info.max)
+    return SweepFigures.model_validate(means)
 
 
 class JobNow(Part):

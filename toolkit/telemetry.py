@@ -77,21 +77,21 @@ def runs_of(frame: pd.DataFrame) -> pd.Series[Any]:
     step, rank = (pd.to_numeric(frame[name], errors="coerce") for name in ("step", "rank"))
     begins = step.groupby(rank, dropna=False).diff() < 0
     after = begins.groupby(rank, dropna=False).cumsum()
-    found: pd.Series[Any] = after - after.groupby(rank, dropna=False).transform("max")
+    number: pd.Series[Any] = after - after.groupby(rank, dropna=False).transform("max")
     if "world_size" in frame.columns:
         size = pd.to_numeric(frame["world_size"], errors="coerce")
-        found -= size != size.iloc[-1]
-    return found.sub(found.min())
+        number -= size != size.iloc[-1]
+    return number.sub(number.min())
 
 
 def last_run(frame: pd.DataFrame, where: str, tell: Tell) -> pd.DataFrame:
     """Return the rows of a table's last run, at their places in the table; ``tell`` hears which of several it is."""
     runs = runs_of(frame)
-    found: pd.DataFrame = frame[runs == runs.max()]
-    if len(found) < len(frame):
-        steps = f", of {found['step'].nunique():,} steps" if "step" in found.columns else ""
+    rows: pd.DataFrame = frame[runs == runs.max()]
+    if len(rows) < len(frame):
+        steps = f", of {rows['step'].nunique():,} steps" if "step" in rows.columns else ""
         tell(f"{where}: run {runs.nunique()} of {runs.nunique()}{steps}")
-    return found
+    return rows
 
 
 class SyncEvent(Record, extra="ignore"):
@@ -213,7 +213,7 @@ def rows_of_runs(frame: pd.DataFrame, where: str) -> pd.DataFrame:
     for name in _NEEDED:
         if name not in frame.columns:
             raise InputError(where, f"has no column {name!r}", "give the telemetry.jsonl that the hook wrote")
-    made: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for name in filter(frame.columns.__contains__, _MOST):
         needed, unit = name in _NEEDED, " s" if name in _TIMES else ""
         remedy = f"it must be <= {_MOST[name]:g}{unit}"
@@ -227,22 +227,24 @@ def rows_of_runs(frame: pd.DataFrame, where: str) -> pd.DataFrame:
             remedy=remedy,
             unit="line",
         )
-        made |= {name: values} if needed else {}
-    demand(made["rank"] < made["world_size"], made["rank"], "rank", where, "below the number of processes", unit="line")
+        columns |= {name: values} if needed else {}
+    ranks = columns["rank"]
+    demand(ranks < columns["world_size"], ranks, "rank", where, "below the number of processes", unit="line")
     for name in ("step_s", "compute_s"):
         remedy = "a step takes at least 1 ns; the run did not measure"
-        demand((made["batch"] == 0) | (made[name] >= _SHORTEST_S), made[name], name, where, remedy, unit="line")
-    made |= {"device": frame["device"].astype(str).to_numpy(), "passes": 1.0}
+        seconds = columns[name]
+        demand((columns["batch"] == 0) | (seconds >= _SHORTEST_S), seconds, name, where, remedy, unit="line")
+    columns |= {"device": frame["device"].astype(str).to_numpy(), "passes": 1.0}
     if "passes" in frame.columns:
-        made["passes"] = pd.to_numeric(frame["passes"]).fillna(1.0).clip(lower=1.0).to_numpy(dtype=float)
+        columns["passes"] = pd.to_numeric(frame["passes"]).fillna(1.0).clip(lower=1.0).to_numpy(dtype=float)
     if "run" in frame.columns:
-        made["run"] = frame["run"].to_numpy()
-    return pd.DataFrame(made)
+        columns["run"] = frame["run"].to_numpy()
+    return pd.DataFrame(columns)
 
 
 def last_with_samples(rows: pd.DataFrame, where: str, tell: Tell) -> pd.DataFrame:
     """Return the rows of the last run, as :func:`last_run`. Raises InputError where no step of it has samples."""
-    found = last_run(rows, where, tell)
-    if not (found["batch"] > 0).any():
+    last = last_run(rows, where, tell)
+    if not (last["batch"] > 0).any():
         raise InputError(where, "holds no step with samples", "let the job train for more steps")
-    return found
+    return last

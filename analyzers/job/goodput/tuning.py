@@ -129,15 +129,15 @@ def tune_one(
     params: ThroughputParams, num_nodes: int, num_replicas: int, limits: BatchLimits, *, noise_scale: float
 ) -> TunedOne:
     """Return the batch of highest goodput for one allocation. Raises Infeasible, naming the limits, when none is allowed."""
-    found = tune(params, num_nodes, num_replicas, limits, noise_scale=noise_scale)
-    if not found.feasible[0]:
+    tuned = tune(params, num_nodes, num_replicas, limits, noise_scale=noise_scale)
+    if not tuned.feasible[0]:
         steps = "any" if limits.max_accumulation_steps is None else f"at most {limits.max_accumulation_steps}"
         raise Infeasible(
             f"no batch fits {num_replicas} replicas: no multiple of {num_replicas} from {limits.initial_batch_size} to "
             f"{limits.max_batch_size} samples has local batches of {limits.min_local_batch_size} to "
             f"{limits.max_local_batch_size} with {steps} accumulation steps"
         )
-    return TunedOne(**{item.name: getattr(found, item.name)[0].item() for item in fields(TunedOne)})
+    return TunedOne(**{item.name: getattr(tuned, item.name)[0].item() for item in fields(TunedOne)})
 
 
 def _integers(name: str, values: ArrayLike) -> Ints:

@@ -228,29 +228,29 @@ def _on_node(
     Raises InputError where the two disagree.
     """
     device = table.gpu(offer.type, "--devices").name
-    found = launched(words, offer.count or DEVICES_PER_NODE)
-    if (place := _open_torchrun(words, found)) is not None and offer.count is not None:
+    launch = launched(words, offer.count or DEVICES_PER_NODE)
+    if (place := _open_torchrun(words, launch)) is not None and offer.count is not None:
         remarks[f"note: torchrun says no --nproc-per-node: {offer.count} processes, one on each GPU of a node"] = None
         words = [*words[: place + 1], "--nproc-per-node", str(offer.count), *words[place + 1 :]]
         return Node(device, offer.count), words
-    if found.processes is None:
+    if launch.processes is None:
         if (offer.count or 1) > 1:
             remarks[
                 f"note: {words[0]} starts one process: recorded on 1 of the {offer.count} GPUs; torchrun starts more"
             ] = None
         return Node(device, offer.count or 1), words
-    count = offer.count or found.per_node
-    if found.per_node > count or (found.per_node < count and not may_leave):
-        problem = f"{count}x{device} is a node of {count}, and the command starts {found.per_node} processes on each"
-        raise InputError("--devices", problem, f"write {found.per_node}x{device}, or --nproc-per-node {count}")
+    count = offer.count or launch.per_node
+    if launch.per_node > count or (launch.per_node < count and not may_leave):
+        problem = f"{count}x{device} is a node of {count}, and the command starts {launch.per_node} processes on each"
+        raise InputError("--devices", problem, f"write {launch.per_node}x{device}, or --nproc-per-node {count}")
     return Node(device, count), words
 
 
-def _open_torchrun(words: Sequence[str], found: Launched) -> int | None:
+def _open_torchrun(words: Sequence[str], launch: Launched) -> int | None:
     """Return the place of a torchrun that leaves open how many processes a node has; None: it says so, or is none."""
-    for place in range(len(words) - len(found.script)):
+    for place in range(len(words) - len(launch.script)):
         if os.path.basename(words[place]) == "torchrun" or words[place] == "torch.distributed.run":
-            options = words[place + 1 : len(words) - len(found.script)]
+            options = words[place + 1 : len(words) - len(launch.script)]
             return None if any(_key(word).startswith("nproc_per_node") for word in options) else place
     return None
 
@@ -258,15 +258,15 @@ def _open_torchrun(words: Sequence[str], found: Launched) -> int | None:
 def _variants(words: list[str], knobs: Sequence[Knob]) -> list[_Variant]:
     """Return the command as it is and with each combination of values, each command once."""
     standing = {knob.name: value for knob in knobs if (value := knob.of(words)) is not None}
-    found = {tuple(words): _Variant(tuple(words), standing, is_given=True)}
+    variants = {tuple(words): _Variant(tuple(words), standing, is_given=True)}
     for values in product(*(knob.values for knob in knobs)):
         changed = words
         for knob, value in zip(knobs, values, strict=True):
             changed = knob.put(changed, value)
         named = dict(zip((knob.name for knob in knobs), values, strict=True))
-        is_given = tuple(changed) in found
-        found[tuple(changed)] = _Variant(tuple(changed), named, is_given)
-    return list(found.values())
+        is_given = tuple(changed) in variants
+        variants[tuple(changed)] = _Variant(tuple(changed), named, is_given)
+    return list(variants.values())
 
 
 def _memory_bytes() -> int:

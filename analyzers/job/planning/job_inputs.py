@@ -451,7 +451,7 @@ class Offered:
 
 def offered(devices: str) -> list[Offered]:
     """Return the devices in ``8xH100,A100=4@2.5,L4``: count, type, price. Raises InputError for anything else."""
-    found = []
+    offers = []
     for part in devices.split(","):
         match = _OFFER.fullmatch(part.strip())
         if match is None or (match["times"] and match["count"]):
@@ -461,8 +461,8 @@ def offered(devices: str) -> list[Offered]:
             )
         count = match["count"] or match["times"]
         price = float(match["price"]) if match["price"] else None
-        found.append(Offered(match["type"].strip(), int(count) if count else None, price))
-    return found
+        offers.append(Offered(match["type"].strip(), int(count) if count else None, price))
+    return offers
 
 
 _FIELDS = {"batch_size": "--batch-size", "max_workers": "--batch-size", "devices": "--devices"}

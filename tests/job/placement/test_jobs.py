@@ -210,7 +210,7 @@ def many(number: int, devices: dict[str, int], workers: tuple[int, ...]) -> list
 def test_hundreds_of_jobs_all_get_something() -> None:
     devices = {"a": 100, "b": 100, "c": 100}
     jobs = many(120, devices, (4, 8, 16, 32))
-    made = solve_jobs(jobs, devices, objective="max-min", time_limit_s=60)  # ends long before
+    made = solve_jobs(jobs, devices, objective="max-min", time_limit_s=600)  # ends long before
     check(jobs, devices, made)
     assert min(relative(made)) > 0
     assert made.gap < 0.03
