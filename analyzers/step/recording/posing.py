@@ -851,6 +851,9 @@ def _swap(first: Tensor, second: Tensor) -> None:
     names[0].update(names[1])
     names[1].clear()
     names[1].update(kept)
+    for name, value in kept.items():  # what a script notes on a parameter stays on it when the parameter moves
+        if not name.startswith("_ddltool"):
+            names[0].setdefault(name, value)
     if type(first) is type(second):
         for slot in copyreg._slotnames(type(first)):  # type: ignore[attr-defined]
             one, other = getattr(first, slot), getattr(second, slot)

@@ -160,8 +160,15 @@ def _follow_parent(parent: int) -> None:
 
 def _raised(error: Exception, window: StepWindow) -> int:
     traceback.print_exception(error)
-    said = str(error).splitlines()[0].replace(";", ",") if str(error) else ""
+    said = str(error).strip().splitlines()[0].replace(";", ",") if str(error).strip() else _place(error)
     return _failed(f"the script raised {type(error).__name__}: {said}", window, _remedy(error))
+
+
+def _place(error: BaseException) -> str:
+    """Return where an error without words came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    said = f"at {Path(frames[-1].filename).name}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
+    return said.replace(";", ",")
 
 
 _NETWORK = re.compile(

@@ -254,7 +254,10 @@ try:
 except ImportError:  # a package that a script can do without stays away
     flash_attn_func = None
 assert flash_attn_func is None
-net = nn.Linear(8, 4).cuda()
+net = nn.Linear(8, 4)
+net.weight.label = "first"
+net = net.cuda().double().float()
+assert net.weight.label == "first" and net.weight.is_cuda
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1, foreach=False)
 x, cuda_graph = torch.randn(2, 8).cuda(), torch.cuda.CUDAGraph()
 with torch.cuda.graph(cuda_graph):
