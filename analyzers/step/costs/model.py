@@ -183,14 +183,14 @@ def time_step(
     issue_s = np.where(is_compute, np.where(op_s > 0, launch_s, view_s), 0.0)
     issue_s = issue_s if exchanges is None else issue_s + constants.issue_s * (exchanges.seconds > 0)
     update_op_s = seconds(demand_of(update_kernels(graph, optimizer), device), constants)
-    tensors_s = constants.update_s * len(graph.of_kind(SEND))
+    # The time per tensor counts in the first op of the update, a recorded one or the one that follows.
     recorded_update = next((op for op, name in enumerate(graph.names) if name.startswith(UPDATE)), None)
+    has_update = recorded_update is not None or len(update_op_s) > 0
+    tensors_s = constants.update_s * len(graph.of_kind(SEND)) * has_update
     if recorded_update is not None:
         op_s[recorded_update] += tensors_s
-    elif len(update_op_s):
-        update_op_s[0] += tensors_s
     else:
-        tensors_s = 0.0
+        update_op_s[:1] += tensors_s
     all_issue_s = np.concatenate([issue_s, np.full(len(update_op_s), constants.issue_s)])
     all_op_s = np.concatenate([op_s, update_op_s])
     bounds = [0, *(exchanges.restarts if exchanges is not None else ()), len(all_op_s)]
