@@ -11,7 +11,7 @@ import ast
 import importlib
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -144,8 +144,10 @@ class _Distribution(Distribution):
 class _StandIns(MetaPathFinder, Loader):
     """Finds the packages of some names, after all that are installed."""
 
-    def __init__(self, names: Sequence[str], known: Mapping[str, Mapping[str, Any]]) -> None:
-        self._names, self._known = tuple(names), known
+    def __init__(
+        self, names: Sequence[str], known: Mapping[str, Mapping[str, Any]], used: Callable[[str], None]
+    ) -> None:
+        self._names, self._known, self._used = tuple(names), known, used
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Return what makes a module of a stood-in package, None for another's."""
@@ -156,6 +158,7 @@ class _StandIns(MetaPathFinder, Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return the stand-in. Raises ImportError for a module that a package with arithmetic has not."""
         known = self._known.get(spec.name.partition(".")[0])
+        self._used(next(name for name in self._names if f"{spec.name}.".startswith(f"{name}.")))
         if known is not None and REST not in known and not any(key.startswith(f"{spec.name}.") for key in known):
             raise ImportError(f"{spec.name} has no stand-in here", name=spec.name)
         return _Package(spec.name, known)
@@ -170,10 +173,16 @@ class _StandIns(MetaPathFinder, Loader):
             yield _Distribution(plain)
 
 
-def stand_in_packages(names: Sequence[str], packages: Mapping[str, Callable[[], Mapping[str, Any]]]) -> None:
-    """Let the process find packages of these names that are not installed; ``packages``: what those hold that are not inert."""
+def stand_in_packages(
+    names: Sequence[str], packages: Mapping[str, Callable[[], Mapping[str, Any]]], used: Callable[[str], None]
+) -> None:
+    """Let the process find packages of these names that are not installed, and tell ``used`` which are imported.
+
+    ``packages``: what those hold that are not inert.
+    """
     if names:
-        sys.meta_path.append(_StandIns(names, {name: packages[name]() for name in names if name in packages}))
+        known = {name: packages[name]() for name in names if name in packages}
+        sys.meta_path.append(_StandIns(names, known, used))
 
 
 def missing(error: BaseException) -> list[str]:
@@ -218,11 +227,16 @@ def _absent(name: str) -> str | None:
 
 def _needed_beside(error: BaseException) -> list[str]:
     """Return absent packages that the files of an error's traceback import at their top, where nothing catches that."""
-    names: list[str] = []
     trace, files = error.__traceback__, set()
     while trace is not None:
         files.add(trace.tb_frame.f_code.co_filename)
         trace = trace.tb_next
+    return needed_by(files)
+
+
+def needed_by(files: Iterable[str]) -> list[str]:
+    """Return absent packages that files of Python import at their top, where nothing catches that."""
+    names: list[str] = []
     for file in files:
         if "site-packages" in file or not file.endswith(".py"):
             continue
@@ -232,4 +246,4 @@ def _needed_beside(error: BaseException) -> list[str]:
                     names += [alias.name for alias in statement.names]
                 elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
                     names.append(statement.module)
-    return [absent for absent in map(_absent, names) if absent]
+    return list(dict.fromkeys(absent for absent in map(_absent, names) if absent))

@@ -31,7 +31,7 @@ from ddltool.analyzers.step.recording.groups import stand_in_groups, world_size
 from ddltool.analyzers.step.recording.kernels import PACKAGES
 from ddltool.analyzers.step.recording.launchers import launched
 from ddltool.analyzers.step.recording.libraries import change_libraries
-from ddltool.analyzers.step.recording.packages import ABSENT, INSTEAD, missing, stand_in_packages
+from ddltool.analyzers.step.recording.packages import ABSENT, INSTEAD, missing, needed_by, stand_in_packages
 from ddltool.analyzers.step.recording.posing import posed, recording_modules, register_device
 from ddltool.analyzers.step.recording.recorder import Recorder
 from ddltool.analyzers.step.recording.vision import declare_torchvision
@@ -85,13 +85,19 @@ def main(arguments: list[str]) -> int:
             os._exit(status)
 
     window = StepWindow(recorder, write)
-    window.absent = again.absent
-    stand_in_groups(recorder)
     random.seed(0)
-    stand_in_packages(again.absent, PACKAGES)
+    stand_in_groups(recorder)
+    sys.path.insert(0, os.getcwd() if found.is_module else str(Path(script[0]).resolve().parent))
+    if not again.absent and not found.is_module:
+        request["absent"] = needed_by(script[:1])  # what fails for sure need not fail first
+
+    def stood_in(name: str) -> None:
+        if name not in window.absent:
+            window.absent.append(name)
+            recorder.step.assumed[f"{ABSENT}{name}"] = 1
+
+    stand_in_packages(again.absent, PACKAGES, stood_in)
     change_libraries(recorder, torchvision_ops)
-    for name in again.absent:
-        recorder.step.assumed[f"{ABSENT}{name}"] = 1
     sys.argv = script
     try:
         with (
@@ -105,10 +111,8 @@ def main(arguments: list[str]) -> int:
             recording_modules(recorder),
         ):
             if found.is_module:
-                sys.path.insert(0, os.getcwd())
                 runpy.run_module(script[0], run_name="__main__", alter_sys=True)
             else:
-                sys.path.insert(0, str(Path(script[0]).resolve().parent))
                 runpy.run_path(script[0], run_name="__main__")
     except SystemExit as error:
         again.without_what_is_missing(error)
