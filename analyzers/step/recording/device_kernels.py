@@ -1,0 +1,195 @@
+"""What CUDA has and a registered device lacks: kernels of its own for some operators, and autocast by its lists.
+
+Start at :func:`kernels_of`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ddltool.analyzers.step.recording.op_rules import names_in
+from ddltool.analyzers.step.recording.recurrent import declare_cells, recurrent_layers
+
+# CUDA's lists, from ATen/autocast_mode.h of torch 2.13 (pytorch.org/docs/stable/amp.html names most of them).
+_IN_HALF = names_in(
+    "_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input conv_transpose3d.input "
+    "convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul "
+    "linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell "
+    "scaled_dot_product_attention"
+)
+_IN_FLOAT32 = names_in(
+    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar "
+    "pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim "
+    "nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d "
+    "hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss "
+    "multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits "
+    "dist pdist cdist renorm logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d "
+    "_upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d "
+    "_upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa norm.Scalar "
+    "norm.ScalarOpt_dim"
+)
+_FLOAT32_UNLESS_TYPED = names_in(
+    "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm sum "
+    "sum.dim_IntList"
+)
+_WIDEST = names_in("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add")
+_AUTOCAST: Any = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
+_CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class Autocast:
+    """CUDA's autocast for the registered device: kernels under its dispatch key, and the cache of parameters' casts."""
+
+    def __init__(self, device_type: str) -> None:
+        self.type = device_type
+        self.cache: dict[int, tuple[Tensor, Tensor]] = {}
+        self.libraries = [
+            torch.library.Library("aten", "IMPL"),
+            torch.library.Library("_", "IMPL", "AutocastPrivateUse1"),
+        ]
+        self.libraries[1].fallback(torch.library.fallthrough_kernel)
+        for names, kernel in (
+            (_IN_HALF, self._half),
+            (_IN_FLOAT32, self._float32),
+            (_FLOAT32_UNLESS_TYPED, self._unless_typed),
+            (_WIDEST, self._widest),
+        ):
+            for name in names:
+                packet, _, overload = name.partition(".")
+                op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+                if op is not None:
+                    self.libraries[0].impl(name, kernel(op), "AutocastPrivateUse1")
+
+    def clear(self) -> None:
+        """Forget the casts: the outermost block has ended."""
+        self.cache.clear()
+
+    def _half(self, op: Any) -> Callable[..., Any]:
+        return self._casting(op, lambda _tensors: torch.get_autocast_dtype(self.type))
+
+    def _float32(self, op: Any) -> Callable[..., Any]:
+        return self._casting(op, lambda _tensors: torch.float32)
+
+    def _widest(self, op: Any) -> Callable[..., Any]:
+        return self._casting(op, lambda tensors: torch.float32 if torch.float32 in {t.dtype for t in tensors} else None)
+
+    def _unless_typed(self, op: Any) -> Callable[..., Any]:
+        """Return the kernel of an op that takes the type of its result: float32 where the call says none."""
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            with self._off():
+                if kwargs.get("dtype") is None and args[0].dtype in _CASTABLE:
+                    args, kwargs["dtype"] = (
+                        tuple(arg for arg in args if not isinstance(arg, torch.dtype)),
+                        torch.float32,
+                    )
+                return op(*args, **kwargs)
+
+        return kernel
+
+    def _off(self) -> Any:
+        return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_AUTOCAST))
+
+    def _casting(self, op: Any, wanted: Callable[..., torch.dtype | None]) -> Callable[..., Any]:
+        """Return the kernel of an op that casts its floating-point tensors, then calls the op without autocast."""
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            dtype = wanted([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
+            with self._off():
+                if dtype is not None:  # the last argument first, as torch's builds for Linux do
+                    kwargs = {name: self.cast_all(value, dtype) for name, value in reversed(kwargs.items())}
+                    args = tuple(self.cast_all(value, dtype) for value in reversed(args))[::-1]
+                return op(*args, **kwargs)
+
+        return kernel
+
+    def cast_all(self, values: Any, dtype: torch.dtype) -> Any:
+        """Return an argument, a tensor or a list of them, cast."""
+        return tree_map(lambda leaf: self.cast(leaf, dtype), values)
+
+    def cast(self, value: Any, dtype: torch.dtype) -> Any:
+        """Return a castable tensor of the device in a type; a trained float32 leaf is cast once."""
+        if not isinstance(value, Tensor) or value.dtype not in _CASTABLE or value.dtype == dtype:
+            return value
+        if value.device.type != self.type:
+            return value
+        kept = (
+            torch.is_autocast_cache_enabled() and value.is_leaf and value.requires_grad and value.dtype == torch.float32
+        )
+        if not kept or dtype == torch.float32:
+            return value.to(dtype)
+        known = self.cache.get(id(value))
+        if known is None:
+            known = self.cache[id(value)] = (value, value.to(dtype))
+        return known[1]
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return attention from the kernel that CUDA takes: flash in half precision without a mask, else the efficient one."""
+    ops = torch.ops.aten
+    if query.dim() != 4 or query.dtype == torch.float64:
+        return ops._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+    if enable_gqa:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (part.repeat_interleave(groups, 1) if groups > 1 else part for part in (key, value))
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    if half and attn_mask is None and query.shape[-1] <= 256 and query.shape[-1] == value.shape[-1]:
+        return ops._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), float("-inf"))
+    if attn_mask is not None:
+        attn_mask = attn_mask.to(query.dtype).expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    needs_gradient = torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value))
+    return ops._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
+        query, key, value, attn_mask, needs_gradient, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+def _recurrent(autocast: Autocast) -> Callable[..., Any]:
+    """Return the kernel of ``lstm.input``, ``gru.input`` and their kin: cuDNN's, one op for all layers."""
+
+    def run(x: Tensor, hidden: Any, weights: list[Tensor], bias: bool, layers: int, dropout: float, training: bool,
+            bidirectional: bool, batch_first: bool) -> tuple[Tensor, ...]:  # fmt: skip
+        if torch.is_autocast_enabled(autocast.type):
+            half = torch.get_autocast_dtype(autocast.type)
+            x, weights = autocast.cast(x, half), [autocast.cast(weight, half) for weight in weights]
+        return recurrent_layers(x, hidden, weights, bidirectional, batch_first)
+
+    return run
+
+
+@cache
+def kernels_of(device_type: str) -> Autocast:
+    """Return the device's autocast, with the kernels that CUDA has and a device without kernels has not; once in a process."""
+    autocast = Autocast(device_type)
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
+    for layer in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        library.impl(f"{layer}.input", _recurrent(autocast), "AutogradPrivateUse1")
+    for name in ("silu_backward", "mish_backward", "native_channel_shuffle"):
+        # Composed of others where a device has no kernel. Nothing calls this one: fake tensors run no kernels.
+        library.impl(name, getattr(torch.ops.aten, name).default, "PrivateUse1")
+    declare_cells(library)
+    for name in ("_fused_sgd_", "_fused_adagrad_"):  # torch knows the sizes of fused Adam alone
+        for overload in ("", ".tensor_lr"):
+            library.impl(name + overload, lambda *_args, **_kwargs: None, "Meta")
+    autocast.libraries.append(library)
+    return autocast
