@@ -27,7 +27,7 @@ from ddltool.analyzers.step.communication.nccl import Fabric
 from ddltool.analyzers.step.communication.program import program_of
 from ddltool.analyzers.step.costs.model import CostModel, cost_model
 from ddltool.analyzers.step.costs.parallel import ParallelCurve
-from ddltool.analyzers.step.costs.predict import Layout, Placement, Setting, WorkCurve, measure_work, predict
+from ddltool.analyzers.step.costs.predict import ParallelDegrees, Placement, Setting, WorkCurve, measure_work, predict
 from ddltool.analyzers.step.tracing.factories import imported
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.step import TrainingStep
@@ -146,7 +146,7 @@ def _llama(length: int, layers: int, name: str) -> WorkCurve:
 
 
 @cache
-def _on(curve: WorkCurve, layout: Layout) -> ParallelCurve:
+def _on(curve: WorkCurve, layout: ParallelDegrees) -> ParallelCurve:
     return ParallelCurve.of(curve, layout, 1)
 
 
@@ -191,7 +191,7 @@ def vtrain(data: Path) -> Iterator[Pair]:
             optimizer="adam",
             accumulation=int(float(cells["grad_accum"])),
             checkpointing="none" if one else "full",
-            layout=Layout(tensor=parts["TP"], pipeline=parts["PP"]),
+            layout=ParallelDegrees(tensor=parts["TP"], pipeline=parts["PP"]),
         )
         curve = _gpt(int(cells["seq_len_or_img"]), layers, width, heads)
         seconds = [
@@ -218,7 +218,7 @@ def simumax(data: Path) -> Iterator[Pair]:
             optimizer="adamw",
             accumulation=int(cells["grad_accum"]),
             sharding="zero1",
-            layout=Layout(tensor=parts["TP"], pipeline=parts["PP"], sequence=parts["TP"] > 1),
+            layout=ParallelDegrees(tensor=parts["TP"], pipeline=parts["PP"], sequence=parts["TP"] > 1),
         )
         curve = replace(
             _on(_llama(int(cells["seq_len_or_img"]), int(named[2]), named[1]), setting.layout),
@@ -266,7 +266,7 @@ def nemo(data: Path) -> Iterator[Pair]:
         device = cells["gpu"].removeprefix("DGX-")
         virtual = degrees(cells["strategy"]).get("VP", 1)
         gpus, fsdp = int(float(cells["gpus"])), parts.get("FSDP", 0) > 1
-        layout = Layout(
+        layout = ParallelDegrees(
             tensor=parts["TP"],
             pipeline=parts["PP"],
             sequence=parts["TP"] > 1,

@@ -14,7 +14,7 @@ from ddltool.analyzers.answers.reporting.command_section import command_section
 from ddltool.analyzers.answers.reporting.plan_section import joint_section, layouts_table, plan_section
 from ddltool.analyzers.answers.reporting.section import Section
 from ddltool.analyzers.job.planning.candidates import STRATEGIES
-from ddltool.analyzers.job.planning.commands import Node, knobs_of, plan_command, plan_recorded
+from ddltool.analyzers.job.planning.commands import NodeOfDevices, knobs_of, plan_command, plan_recorded
 from ddltool.analyzers.job.planning.job_inputs import (
     Offered,
     graph_of,
@@ -282,7 +282,7 @@ def show_plan(
         raise Infeasible(f"memory: {least.command} fits on none of these devices, nor does any of its variants")
 
 
-def _costs(table: DeviceTable, node: Node, **network: Any) -> tuple[CostModel, Fabric]:
+def _costs(table: DeviceTable, node: NodeOfDevices, **network: Any) -> tuple[CostModel, Fabric]:
     """Return what times steps on a node's devices, and their network as the options say."""
     device = table.device(node.device)
     return cost_model(device, calibration()), fabric_of(device, gpus_per_node=node.count, **network)

@@ -10,7 +10,7 @@ from ddltool.analyzers.answers.reporting.predict_section import predict_section
 from ddltool.analyzers.step.communication.fabrics import fabric_of
 from ddltool.analyzers.step.costs.model import cost_model
 from ddltool.analyzers.step.costs.parallel import parallel_curve
-from ddltool.analyzers.step.costs.predict import Layout, Setting, predict_on, predicted_profile, work_of
+from ddltool.analyzers.step.costs.predict import ParallelDegrees, Setting, predict_on, predicted_profile, work_of
 from ddltool.analyzers.step.costs.recorded import predict_recorded
 from ddltool.analyzers.step.recording.command import LIMIT_S, assumed, is_command, record, words_of
 from ddltool.analyzers.step.tracing.numerics import Numerics
@@ -114,7 +114,7 @@ def predict(
         graph = _recorded_step(source, devices[0], gpus_per_node, limit, keep_files, tell, stage)
         return predict_recorded(graph, list(zip(models, fabrics, strict=True)), graph.name)
     refuse("a step that is traced", _RECORDED)
-    layout = Layout(
+    layout = ParallelDegrees(
         tensor=tensor_parallel, pipeline=pipeline_parallel, sequence=sequence_parallel, virtual=virtual_stages
     )
     settings = [
@@ -130,7 +130,7 @@ def predict(
         for fabric in fabrics
     ]
     # Several GPUs compute with parameters of the half type; nothing is cast between the ops.
-    numerics = Numerics(precision, channels_last, gathered=layout != Layout())  # type: ignore[arg-type]  # Numerics checks it
+    numerics = Numerics(precision, channels_last, gathered=layout != ParallelDegrees())  # type: ignore[arg-type]  # Numerics checks it
     with stage(f"tracing {name_of(source)}"):
         curve = work_of(cast(Source, source), numerics, sequence_length)
     if remark := curve.traced.graph.meta.get("note"):

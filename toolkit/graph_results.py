@@ -138,7 +138,7 @@ class CommandPlan(Result):
         return next((one for one in self.tried if (one.given, one.device, one.devices_per_node) == wanted), None)
 
 
-class PublishedModel(Part):
+class Table1Row(Part):
     """A model's row in TicTac's Table 1."""
 
     parameters: Count
@@ -159,7 +159,7 @@ class ZooModel(Part):
     parameter_mib: NonNegative
     ops_inference: Count
     ops_training: Count
-    published: PublishedModel | None
+    published: Table1Row | None
 
 
 class ZooResult(Result):

@@ -37,7 +37,7 @@ from ddltool.runtime.processes.random_streams import RandomStreams
 T = TypeVar("T")
 
 
-class Recorder:
+class TurnRecorder:
     """Takes the fingerprints of this process's turns; process 0 writes a line per step.
 
     Module outputs are those of the modules that have no children, in the order in which they ran. A step that is made
@@ -199,7 +199,7 @@ class RunRecorder:
         self._device = next(bare.parameters()).device
         self._job = DistributedJob.this()
         known = environment(self._device) | {"processes": self._job.world_size} | dict(settings or {})
-        self._recorder = Recorder(bare, self._job, path, known)
+        self._recorder = TurnRecorder(bare, self._job, path, known)
         self._modules = modules_of(bare, None)
         self._gradients: dict[str, Tensor] = {}
         self._epoch = 0

@@ -36,7 +36,7 @@ from ddltool.runtime.elastic import checkpoint
 from ddltool.runtime.elastic.contexts import LOSS, Contexts, modules_of, named_buffers, plain_name
 from ddltool.runtime.elastic.ordered_mean import MIB, OrderedMean
 from ddltool.runtime.elastic.processes import Processes, broadcast, collectives, moved
-from ddltool.runtime.elastic.recording import Recorder
+from ddltool.runtime.elastic.recording import TurnRecorder
 from ddltool.runtime.elastic.sample_feed import BatchTask, SampleFeed
 from ddltool.runtime.elastic.settings import check_model, check_optimizer, check_parameters, settings_of, workers_of
 from ddltool.runtime.hook.job import bare_optimizer, planned_for
@@ -175,7 +175,7 @@ class ElasticTrainer:
         self._open_telemetry(None, self.device.type)
         self._recorder = None
         if record is not None:
-            self._recorder = Recorder(model, self.processes.job, record, self.settings.model_dump() | environment)
+            self._recorder = TurnRecorder(model, self.processes.job, record, self.settings.model_dump() | environment)
         self._extras = dict(extras or {})
         self._stamps: dict[Path, checkpoint.Stamp | None] = {}  # of what this run has read and written
         self._stops: list[StopSignals] = []

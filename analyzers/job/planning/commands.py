@@ -31,7 +31,7 @@ _RECORDING_BYTES = 2 * 2**30
 # Launchers' options that say how many processes there are, as Knob.key has them.
 _PROCESSES = {"nproc_per_node", "num_processes"}
 _NUMBER = re.compile(r"-?[0-9.]+(e-?[0-9]+)?")
-Costs = Callable[["Node"], tuple[CostModel, Fabric]]
+Costs = Callable[["NodeOfDevices"], tuple[CostModel, Fabric]]
 """Returns what times the steps of a node's devices."""
 
 
@@ -105,7 +105,7 @@ def knobs_of(texts: Sequence[str]) -> list[Knob]:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class NodeOfDevices:
     """The devices of one node: their type as the table has it, and how many."""
 
     device: str
@@ -120,7 +120,7 @@ class _Variant:
     values: Mapping[str, str]
     is_given: bool
 
-    def tried(self, node: Node, row: PredictedRow | None = None, failure: str | None = None) -> TriedCommand:
+    def tried(self, node: NodeOfDevices, row: PredictedRow | None = None, failure: str | None = None) -> TriedCommand:
         return TriedCommand(
             command=shlex.join(self.words),
             values=dict(self.values),
@@ -152,14 +152,14 @@ def plan_command(
     """
     words = words_of(source)
     many = any(knob.key in _PROCESSES for knob in knobs)
-    commands: dict[Node, list[str]] = {}
+    commands: dict[NodeOfDevices, list[str]] = {}
     remarks: dict[str, None] = {}
     for offer in devices:
         node, on_node = _on_node(words, offer, table, remarks, may_leave=many)
         commands[node] = on_node
     for line in remarks:
         tell(line)
-    jobs: dict[tuple[tuple[str, ...], int], list[tuple[Node, _Variant]]] = {}
+    jobs: dict[tuple[tuple[str, ...], int], list[tuple[NodeOfDevices, _Variant]]] = {}
     for node, on_node in commands.items():
         for variant in _variants(on_node, knobs):
             jobs.setdefault((variant.words, node.count), []).append((node, variant))
@@ -210,7 +210,9 @@ def plan_recorded(graph: Graph, devices: Sequence[Offered], *, table: DeviceTabl
     assert graph.recorded is not None
     whole = _Variant(tuple(shlex.split(graph.name)), {}, is_given=True)
     per_node = min(graph.recorded.world_size, DEVICES_PER_NODE)
-    nodes = dict.fromkeys(Node(table.gpu(one.type, "--devices").name, one.count or per_node) for one in devices)
+    nodes = dict.fromkeys(
+        NodeOfDevices(table.gpu(one.type, "--devices").name, one.count or per_node) for one in devices
+    )
     return _ranked(graph.name, (), [whole.tried(node, row_of(graph, costs(node))) for node in nodes])
 
 
@@ -221,7 +223,7 @@ def row_of(graph: Graph, cost: tuple[CostModel, Fabric]) -> PredictedRow:
 
 def _on_node(
     words: list[str], offer: Offered, table: DeviceTable, remarks: dict[str, None], *, may_leave: bool
-) -> tuple[Node, list[str]]:
+) -> tuple[NodeOfDevices, list[str]]:
     """Return the node that is meant, and the command with as many processes on it where a launcher leaves that open.
 
     ``may_leave``: the processes are a knob, so that some devices may stay idle. ``remarks`` takes what is said of it.
@@ -232,18 +234,18 @@ def _on_node(
     if (place := _open_torchrun(words, launch)) is not None and offer.count is not None:
         remarks[f"note: torchrun says no --nproc-per-node: {offer.count} processes, one on each GPU of a node"] = None
         words = [*words[: place + 1], "--nproc-per-node", str(offer.count), *words[place + 1 :]]
-        return Node(device, offer.count), words
+        return NodeOfDevices(device, offer.count), words
     if launch.processes is None:
         if (offer.count or 1) > 1:
             remarks[
                 f"note: {words[0]} starts one process: recorded on 1 of the {offer.count} GPUs; torchrun starts more"
             ] = None
-        return Node(device, offer.count or 1), words
+        return NodeOfDevices(device, offer.count or 1), words
     count = offer.count or launch.per_node
     if launch.per_node > count or (launch.per_node < count and not may_leave):
         problem = f"{count}x{device} is a node of {count}, and the command starts {launch.per_node} processes on each"
         raise InputError("--devices", problem, f"write {launch.per_node}x{device}, or --nproc-per-node {count}")
-    return Node(device, count), words
+    return NodeOfDevices(device, count), words
 
 
 def _open_torchrun(words: Sequence[str], launch: Launched) -> int | None:

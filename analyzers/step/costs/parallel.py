@@ -35,7 +35,14 @@ from ddltool.analyzers.step.costs.memory import (
     TensorLifetimes,
 )
 from ddltool.analyzers.step.costs.model import OPTIMIZERS, CostModel, Exchanges, estimate
-from ddltool.analyzers.step.costs.predict import Layout, Placement, Setting, StepTime, WorkCurve, own_update_s
+from ddltool.analyzers.step.costs.predict import (
+    ParallelDegrees,
+    Placement,
+    Setting,
+    StepSeconds,
+    WorkCurve,
+    own_update_s,
+)
 from ddltool.analyzers.step.costs.tensor_parallel import Rank, rank_of
 from ddltool.analyzers.step.recording.torch_costs import tensors_of, value_of
 from ddltool.analyzers.step.tracing.torch_adapter import TracedStep
@@ -57,7 +64,7 @@ def parallel_curve(curve: WorkCurve, setting: Setting) -> WorkCurve:
     Raises InputError for what :func:`rank_of` refuses, for blocks that the stages do not divide, and for a budget of memory.
     """
     layout = setting.layout
-    if layout == Layout():
+    if layout == ParallelDegrees():
         return curve
     if layout.sequence and layout.tensor == 1:
         raise InputError(
@@ -77,7 +84,7 @@ def parallel_curve(curve: WorkCurve, setting: Setting) -> WorkCurve:
 class _Ranks:
     """The ranks' steps of the traces of a curve."""
 
-    def __init__(self, curve: WorkCurve, layout: Layout) -> None:
+    def __init__(self, curve: WorkCurve, layout: ParallelDegrees) -> None:
         self.curve, self.layout = curve, layout
         self._known: dict[int | None, Rank] = {}
 
@@ -103,13 +110,13 @@ class ParallelCurve(WorkCurve):
 
     whole: WorkCurve
     ranks: _Ranks
-    layout: Layout
+    layout: ParallelDegrees
     passes: int
     """Of a step: as many micro-batches go through the pipeline."""
     _stages: dict[int, Stages] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, curve: WorkCurve, layout: Layout, passes: int) -> ParallelCurve:
+    def of(cls, curve: WorkCurve, layout: ParallelDegrees, passes: int) -> ParallelCurve:
         """Return the work of a GPU of a layout; with one of one GPU, a step as Megatron-LM runs it there."""
         curve = curve.under(Sharding(kind="fsdp"))  # computes in the half type, without casts between the ops
         ranks = _Ranks(curve, layout)
@@ -158,7 +165,7 @@ class ParallelCurve(WorkCurve):
 
     def step_time(
         self, graph: Graph, program: Program, model: CostModel, setting: Setting, placement: Placement, batch_size: int
-    ) -> StepTime:
+    ) -> StepSeconds:
         """Return the time of a step: the schedule's end on each GPU, what its replicas exchange, and its update."""
         stages, layout = self._stages_at(batch_size), self.layout
         size = stages.lifetimes.sizes(self.scaled(batch_size))
@@ -176,7 +183,7 @@ class ParallelCurve(WorkCurve):
             update_s = update_s + passes * stages.by_stage(trained_bytes) / bytes_per_s
         if placement.num_replicas == 1:
             step_s = alone_s + float(update_s.max())
-            return StepTime(step_s=step_s, passes_s=alone_s, update_s=step_s - alone_s)
+            return StepSeconds(step_s=step_s, passes_s=alone_s, update_s=step_s - alone_s)
         group = replica_group(setting.fabric, layout, placement.num_replicas, sharding)
         after_s = np.zeros(layout.pipeline)
         if sharding.gathers:
@@ -198,7 +205,7 @@ class ParallelCurve(WorkCurve):
             )
         ends_s = play(forward_s, backward_s, layout.pipeline, self.passes, transfer_s)
         step_s = float((ends_s + after_s + update_s).max())
-        return StepTime(step_s=step_s, passes_s=alone_s, update_s=float(update_s.max()))
+        return StepSeconds(step_s=step_s, passes_s=alone_s, update_s=float(update_s.max()))
 
     def _stages_at(self, batch_size: int) -> Stages:
         whole = self.whole.lifetimes(batch_size)
@@ -214,7 +221,7 @@ class Stages:
     Arrays by piece are (pipeline x virtual,): piece ``i`` is of GPU ``i % pipeline``.
     """
 
-    def __init__(self, whole: TensorLifetimes, rank: Rank, layout: Layout) -> None:
+    def __init__(self, whole: TensorLifetimes, rank: Rank, layout: ParallelDegrees) -> None:
         self.rank, self.layout = rank, layout
         self.pieces = layout.pipeline * layout.virtual
         blocks = whole.blocks
@@ -406,7 +413,7 @@ class Stages:
         held.add("optimizer", 0, held.places, copies * trained_bytes / shard)
 
 
-def replica_group(fabric: Fabric, layout: Layout, replicas: int, sharding: Sharding) -> Communicator:
+def replica_group(fabric: Fabric, layout: ParallelDegrees, replicas: int, sharding: Sharding) -> Communicator:
     """Return the group that holds the same part of every replica, on nodes whose cards all such groups share."""
     per_node = max(1, fabric.gpus_per_node // layout.tensor)
     sharing = fabric.gpus_per_node // per_node
@@ -415,10 +422,10 @@ def replica_group(fabric: Fabric, layout: Layout, replicas: int, sharding: Shard
     return spread.sharded(replicas, sharding.shard) if sharding.gathers else spread.over(replicas)
 
 
-def in_flight_passes(stage: int, layout: Layout, passes: int) -> float:
+def in_flight_passes(stage: int, layout: ParallelDegrees, passes: int) -> float:
     """Return of how many micro-batches a stage holds activations at a time.
 
-    >>> [in_flight_passes(stage, Layout(pipeline=4), 8) for stage in range(4)]
+    >>> [in_flight_passes(stage, ParallelDegrees(pipeline=4), 8) for stage in range(4)]
     [4.0, 3.0, 2.0, 1.0]
     """
     warm_up = _warm_up(stage, layout.pipeline, layout.virtual, passes)

@@ -178,12 +178,12 @@ class WorkCurve:
 
     def step_time(
         self, graph: Graph, program: Program, model: CostModel, setting: Setting, placement: Placement, batch_size: int
-    ) -> StepTime:
+    ) -> StepSeconds:
         """Return the time of a step whose passes are those of a timed ``graph`` and its ``program``."""
         sharding = setting.sharded(placement.num_replicas)
         update_s = own_update_s(graph, sharding)
         step_s = step_of(program, setting, placement, sharding, update_s)
-        return StepTime(step_s=step_s, passes_s=setting.accumulation * program.compute_s, update_s=update_s)
+        return StepSeconds(step_s=step_s, passes_s=setting.accumulation * program.compute_s, update_s=update_s)
 
     def runs_at(self, batch_size: int) -> bool:
         """Return whether the step runs at a batch size; only a step whose shapes do not scale has to be traced for it."""
@@ -205,7 +205,7 @@ def measure_work(build: Callable[[], TrainingStep], numerics: Numerics = AS_DEFA
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepTime:
+class StepSeconds:
     """The seconds of a step, and of its passes and its update without what replicas exchange."""
 
     step_s: float
@@ -214,7 +214,7 @@ class StepTime:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class ParallelDegrees:
     """How the GPUs of one replica share its model."""
 
     tensor: int = 1
@@ -260,7 +260,7 @@ class Setting:
     """A text for :meth:`Sharding.named`; one replica is never sharded."""
     checkpointing: str = "none"
     """Of every block (none, selective, full), or the budget in bytes of a step's tensors, such as 40GiB."""
-    layout: Layout = Layout()
+    layout: ParallelDegrees = ParallelDegrees()
 
     def sharded(self, replicas: int) -> Sharding:
         """Return how ``replicas`` share the step's state."""
@@ -641,7 +641,7 @@ def memory_range(
     sharding: Sharding,
     replicas: int,
     workspace_bytes: float,
-    layout: Layout = Layout(),
+    layout: ParallelDegrees = ParallelDegrees(),
 ) -> tuple[float, float]:
     """Return the least and the most bytes that a process is likely to take of a device.
 

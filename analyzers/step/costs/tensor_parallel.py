@@ -64,7 +64,7 @@ _LOSS_EXCHANGES, _LOSS_WIDTH = 3, 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exchange:
+class TensorExchange:
     """A collective of a rank's step."""
 
     op: str
@@ -81,7 +81,7 @@ class Rank:
 
     traced: TracedStep
     """With the work that is left to the rank: the traced program, whose fake tensors are whole."""
-    exchanges: Sequence[Exchange]
+    exchanges: Sequence[TensorExchange]
     divided: Mapping[int, float]
     """By the address of a torch storage, the share of it that the rank holds, where that is less than all."""
 
@@ -128,7 +128,7 @@ class _Divider:
         """What the ranks have to divide, in words."""
         self.divided: set[Node] = set()
         self.partial: set[Node] = set()
-        self.exchanges: list[Exchange] = []
+        self.exchanges: list[TensorExchange] = []
 
     def rank(self) -> Rank:
         """Return the rank's step."""
@@ -330,13 +330,13 @@ class _Divider:
         maker = node
         while maker not in self.names:  # one of several results
             maker = maker.all_input_nodes[0]
-        self.exchanges.append(Exchange(op=self.names[maker], tensor=_sized(tensors_of(value_of(node))[0])))
+        self.exchanges.append(TensorExchange(op=self.names[maker], tensor=_sized(tensors_of(value_of(node))[0])))
 
     def _exchange_loss(self, node: Node) -> None:
         """Add the exchanges of a loss whose logits are divided: numbers for every token."""
         tokens = value_of(node.all_input_nodes[0]).shape[:-1]
         each = _sized(torch.empty(tokens, dtype=torch.float32, device="meta"))
-        self.exchanges += [Exchange(op=self.names[node], tensor=each, whole=True)] * _LOSS_EXCHANGES
+        self.exchanges += [TensorExchange(op=self.names[node], tensor=each, whole=True)] * _LOSS_EXCHANGES
 
     # The rank's step -----------------------------------------------------------------------------------------------------
 

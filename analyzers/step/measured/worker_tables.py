@@ -80,7 +80,7 @@ def _tell_gaps(iterations: Floats, path: Path, tell: Tell) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Recorded:
+class WorkerIterations:
     """The recorded iterations of n workers."""
 
     names: tuple[str, ...]
@@ -92,7 +92,7 @@ class Recorded:
     """Workers whose rows stop more than two of their iterations before the newest row."""
 
 
-def read_recorded(path: Path, tell: Tell) -> Recorded:
+def read_recorded(path: Path, tell: Tell) -> WorkerIterations:
     """Return the recorded iterations of a CSV (``worker,iteration,end_s``) or of telemetry.jsonl.
 
     Telemetry is the training hook's, or that of a server of :mod:`ddltool.runtime.servers`. From ends, an iteration's
@@ -117,7 +117,7 @@ def read_recorded(path: Path, tell: Tell) -> Recorded:
         for last_end_s, lengths_s in zip(last_ends_s, lengths, strict=True)
     ]
     lagging = tuple(name for name, lags in zip(names, is_lagging, strict=True) if lags)
-    return Recorded(names=tuple(names), lengths_s=lengths, origins_s=last_ends_s, lagging=lagging)
+    return WorkerIterations(names=tuple(names), lengths_s=lengths, origins_s=last_ends_s, lagging=lagging)
 
 
 def read_predicted(path: Path, lookahead: int | None) -> tuple[tuple[str, ...], Floats]:
@@ -137,7 +137,7 @@ def read_predicted(path: Path, lookahead: int | None) -> tuple[tuple[str, ...], 
     return tuple(names), np.array([worker_ends[:prediction_count] for worker_ends in ends])
 
 
-def _from_telemetry(frame: pd.DataFrame, where: str) -> Recorded:
+def _from_telemetry(frame: pd.DataFrame, where: str) -> WorkerIterations:
     """Return each rank's step times without waiting. Raises InputError for a step that consists of waiting."""
     names, steps, _ = _rows_by_worker(frame, ("rank", "step", "step_s"), where, ascending=False)
     _, waits, _ = _rows_by_worker(frame, ("rank", "step", "wait_s"), where, least=0.0, ascending=False)
@@ -147,10 +147,10 @@ def _from_telemetry(frame: pd.DataFrame, where: str) -> Recorded:
         problem, remedy = f"is {frame['wait_s'].iloc[row]}", "it must be less than the row's step_s"
         raise InputError(f"{where}:row {frame.index[row] + 1}:wait_s", problem, remedy)
     lengths = [steps_s - waits_s for steps_s, waits_s in zip(steps, waits, strict=True)]
-    return Recorded(names=tuple(names), lengths_s=lengths, origins_s=np.zeros(len(names)))
+    return WorkerIterations(names=tuple(names), lengths_s=lengths, origins_s=np.zeros(len(names)))
 
 
-def _from_sync(frame: pd.DataFrame, where: str) -> Recorded:
+def _from_sync(frame: pd.DataFrame, where: str) -> WorkerIterations:
     """Return each worker's step times without waiting, from the rows of one parameter server.
 
     A step begins when the server has the gradients of the step before, so the first step has no known length. Workers that
@@ -173,7 +173,7 @@ def _from_sync(frame: pd.DataFrame, where: str) -> Recorded:
             raise InputError(
                 f"{where}:worker {name}", problem, "give two or more steps of each, as the server wrote them"
             )
-    return Recorded(names=tuple(names), lengths_s=lengths, origins_s=np.zeros(len(names)))
+    return WorkerIterations(names=tuple(names), lengths_s=lengths, origins_s=np.zeros(len(names)))
 
 
 def _rows_by_worker(

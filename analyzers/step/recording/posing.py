@@ -35,7 +35,7 @@ _IMAGE_DIMENSIONS = 3
 """Of a sample in a list of them, as detectors take their images."""
 
 
-class Device(ModuleType):
+class PosedBackend(ModuleType):
     """The module of the registered device, ``torch.gpu``: what torch asks of any backend."""
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ class Stream:
         Stream.recorder.host_waits()
 
 
-Device.Event, Device.Stream = Event, Stream  # type: ignore[attr-defined]
+PosedBackend.Event, PosedBackend.Stream = Event, Stream  # type: ignore[attr-defined]
 
 
 @cache
@@ -182,7 +182,7 @@ def register_device() -> torch.device:
     """Register the device with torch, under the name ``gpu``; once in a process."""
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-    _setup_privateuseone_for_python_backend(rename="gpu", backend_module=Device())
+    _setup_privateuseone_for_python_backend(rename="gpu", backend_module=PosedBackend())
     return torch.device("gpu", 0)
 
 
@@ -327,7 +327,7 @@ def posed(
 
 def _stand_in_cuda(stand_ins: _StandIns, name: str, memory_bytes: int, capability: tuple[int, int], count: int) -> None:
     """Let ``torch.cuda`` and ``torch.accelerator`` answer for the device."""
-    device = Device()
+    device = PosedBackend()
     major, minor = capability
     properties = SimpleNamespace(
         name=name, total_memory=memory_bytes, major=major, minor=minor, multi_processor_count=132, is_integrated=False,

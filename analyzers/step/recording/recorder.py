@@ -85,7 +85,7 @@ class Shadow:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class Collective:
     """What a collective moves, and between which ranks."""
 
     name: str
@@ -108,7 +108,7 @@ class RecordedCall:
     stream: int
     waits: tuple[int, ...] = ()
     """Places of calls of other streams that end before this one starts."""
-    exchange: Exchange | None = None
+    exchange: Collective | None = None
 
 
 @dataclass(slots=True)
@@ -394,13 +394,13 @@ class Recorder(TorchDispatchMode):
         place = None
         if any(self._is_on_gpu(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)):
             size_bytes = sum(leaf.numel() * leaf.element_size() for leaf in moved)
-            place = self._note_exchange(Exchange(_plain_name(name), size_bytes, ranks), func, args, None)
+            place = self._note_exchange(Collective(_plain_name(name), size_bytes, ranks), func, args, None)
         work = _RecordedWork(self, place)
         self._works.append(work)
         boxed = work.boxed()
         return (args[0], boxed) if len(func._schema.returns) == 2 else boxed
 
-    def _note_exchange(self, exchange: Exchange, func: Any, args: Any, output: Any) -> int | None:
+    def _note_exchange(self, exchange: Collective, func: Any, args: Any, output: Any) -> int | None:
         """Record a collective on the stream of its group, after what its own stream has issued; return its place."""
         if not self.recording:
             return None
@@ -457,12 +457,12 @@ class Recorder(TorchDispatchMode):
         whole = output if name == "all_gather" else args[0]
         size_bytes = sum(t.numel() * t.element_size() for t in tree_leaves(whole) if isinstance(t, Tensor))
         ranks = tuple(get_process_group_ranks(_resolve_process_group(bound["group_name"])))
-        place = self._note_exchange(Exchange(name, size_bytes, ranks), func, args, output)
+        place = self._note_exchange(Collective(name, size_bytes, ranks), func, args, output)
         for leaf in tree_leaves(output):
             if place is not None and isinstance(leaf, Tensor):
                 self._made_by[self._storage(leaf).number] = place
 
-    def _append(self, func: Any, values: Any, stream: int, exchange: Exchange | None = None) -> int:
+    def _append(self, func: Any, values: Any, stream: int, exchange: Collective | None = None) -> int:
         """Append a call and return its place. Raises MemoryError beyond the limit."""
         place = len(self.step.calls)
         if place >= _MAX_CALLS:

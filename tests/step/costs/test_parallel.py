@@ -24,7 +24,7 @@ from ddltool.analyzers.step.costs.parallel import (
     play,
     replica_group,
 )
-from ddltool.analyzers.step.costs.predict import Layout, Placement, Setting, WorkCurve, measure_work, predict
+from ddltool.analyzers.step.costs.predict import ParallelDegrees, Placement, Setting, WorkCurve, measure_work, predict
 from ddltool.analyzers.step.costs.tensor_parallel import Rank, _Divider, rank_of
 from ddltool.analyzers.step.tracing.factories import imported
 from ddltool.analyzers.step.tracing.numerics import Numerics
@@ -82,11 +82,11 @@ def curve_of(precision: str = "bf16-pure") -> WorkCurve:
 
 @cache
 def parallel(precision: str = "bf16-pure", **layout: Any) -> ParallelCurve:
-    return ParallelCurve.of(curve_of(precision), Layout(**layout), 1)
+    return ParallelCurve.of(curve_of(precision), ParallelDegrees(**layout), 1)
 
 
 def setting(passes: int = 1, **changed: Any) -> Setting:
-    layout = Layout(
+    layout = ParallelDegrees(
         **{name: changed.pop(name) for name in ("tensor", "pipeline", "sequence", "virtual") if name in changed}
     )
     return Setting(fabric=FABRIC, accumulation=passes, layout=layout, optimizer="adamw", **changed)
@@ -137,7 +137,7 @@ def test_every_gpu_runs_each_pass_of_its_pieces_once_and_forward_first(
         assert set(order) == expected
         assert all(order.index((True, *each[1:])) < order.index(each) for each in order if not each[0])
         running = np.cumsum([1 if is_forward else -1 for is_forward, _, _ in order]).max()
-        assert in_flight_passes(stage, Layout(pipeline=pipeline, virtual=virtual), passes) == running / virtual
+        assert in_flight_passes(stage, ParallelDegrees(pipeline=pipeline, virtual=virtual), passes) == running / virtual
 
 
 # The work of a rank -----------------------------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ def test_more_of_anything_takes_no_less_and_a_faster_network_no_more() -> None:
 
 def test_replicas_of_a_tensor_group_share_the_cards_of_a_node() -> None:
     # Four replicas of tensor groups of 8 lie on four nodes, and eight groups use a node's cards at once.
-    group = replica_group(FABRIC, Layout(tensor=8), 4, Sharding(kind="ddp"))
+    group = replica_group(FABRIC, ParallelDegrees(tensor=8), 4, Sharding(kind="ddp"))
     assert group.nodes == 4  # type: ignore[attr-defined]
     size = 2.0**30
     one_card = replace(
@@ -321,7 +321,7 @@ def test_replicas_of_a_tensor_group_share_the_cards_of_a_node() -> None:
     )
     assert group.all_reduce_s(size) == one_card.over(4).all_reduce_s(size)
     # Two replicas of groups of 4 are on one node, where nothing is shared.
-    inside = replica_group(FABRIC, Layout(tensor=4), 2, Sharding(kind="ddp"))
+    inside = replica_group(FABRIC, ParallelDegrees(tensor=4), 2, Sharding(kind="ddp"))
     assert inside.all_reduce_s(size) == pytest.approx(FABRIC.over(2).all_reduce_s(size))
 
 
@@ -359,6 +359,9 @@ def test_a_model_without_blocks_cannot_be_spread() -> None:
     plain = measure_work(
         lambda: TrainingStep(name="plain", module=nn.Linear(8, 2), inputs=(torch.zeros(2, 8),), loss=default_loss)
     )
-    for layout, where in ((Layout(tensor=2), "--tensor-parallel"), (Layout(pipeline=2), "--pipeline-parallel")):
+    for layout, where in (
+        (ParallelDegrees(tensor=2), "--tensor-parallel"),
+        (ParallelDegrees(pipeline=2), "--pipeline-parallel"),
+    ):
         with pytest.raises(InputError, match=f"{where}: .*no list of blocks"):
             parallel_curve(plain, replace(setting(), layout=layout))
