@@ -238,7 +238,8 @@ def words(text: str, option: str) -> list[str]:
 Seed = Annotated[int, within(0)]
 DEVICES = after_comma(_device_names)
 Precision = Annotated[str, {**one_of(*NAMES), "reader": precision_name}]
-OPTIMIZER = one_of("none", "sgd", "momentum", "adam", "adamw")
+_FOREACH = ("foreach-sgd", "foreach-momentum", "foreach-adam", "foreach-adamw")
+OPTIMIZER = one_of("none", "sgd", "momentum", "adam", "adamw", *_FOREACH)
 LocalLink = Annotated[str | None, completed(DATASHEET)]
 
 

@@ -173,6 +173,8 @@ def plan(
             raise InputError("--devices", "is missing", "name those of a node, such as 8xH100")
         check_outputs([str(job)] if isinstance(job, str) else [], {"-o": output})
         table, offers = _priced(known_devices(devices_file), offered(devices))
+        if none := [offer.type for offer in offers if offer.count == 0]:
+            raise InputError("--devices", f"offers no {none[0]}", "give at least one, or leave it out")
         network: dict[str, Any] = {"link": link, "nic": nic, "bandwidth": bandwidth, "nccl_tests": nccl_tests}
         costs = partial(_costs, table, latency=latency if is_given("latency") else None, **network)
         if is_command(job):

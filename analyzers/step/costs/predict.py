@@ -284,6 +284,8 @@ class Setting:
             suggestion = did_you_mean(self.checkpointing, (*get_args(Checkpointing), "40GiB"))
             raise InputError("--checkpointing", f"unknown {self.checkpointing!r}", suggestion)
         _ = self.budget_bytes
+        shard = self.sharding.partition(":")[2]
+        Sharding.named(self.sharding, int(shard) if shard.isdecimal() else 1)  # one replica is checked, too
         if self.optimizer not in OPTIMIZERS:
             raise InputError("--optimizer", f"unknown {self.optimizer!r}", did_you_mean(self.optimizer, OPTIMIZERS))
 

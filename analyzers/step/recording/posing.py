@@ -10,6 +10,7 @@ import contextlib
 import copyreg
 import inspect
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, wraps
@@ -27,16 +28,22 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ddltool.analyzers.step.recording.device_kernels import Autocast, kernels_of
 from ddltool.analyzers.step.recording.legacy import converted
 from ddltool.analyzers.step.recording.recorder import Recorder
+from ddltool.errors import InputError
 
 CUDA = torch.device("cuda", 0)
 # What a torch without CUDA says of its version: that of the wheels of torch 2.13, which torchvision compares with its own.
 _CUDA = "13.0"
+# One thread at a time, which may pose once more within its block.
+_TURN, _TURN_S = threading.RLock(), 600.0
 _IMAGE_DIMENSIONS = 3
 """Of a sample in a list of them, as detectors take their images."""
 
 
 class PosedBackend(ModuleType):
-    """The module of the registered device, ``torch.gpu``: what torch asks of any backend."""
+    """The module of the registered device, ``torch.gpu``: what torch asks of any backend. It is there while one is posed."""
+
+    posed: ClassVar[int] = 0
+    """Blocks of :func:`posed` that are open; torch cannot forget a backend."""
 
     def __init__(self) -> None:
         super().__init__("gpu")
@@ -46,16 +53,16 @@ class PosedBackend(ModuleType):
         return True
 
     def is_available(self) -> bool:
-        """The device is there."""
-        return True
+        """Return whether the device is there."""
+        return PosedBackend.posed > 0
 
     def current_device(self) -> int:
         """There is one."""
         return 0
 
     def device_count(self) -> int:
-        """There is one: the process's own."""
-        return 1
+        """Return one while it is there: the process's own."""
+        return int(PosedBackend.posed > 0)
 
     def _is_in_bad_fork(self) -> bool:
         return False
@@ -307,10 +314,16 @@ def posed(
     capability: tuple[int, int] = (9, 0),
     count: int = 1,
 ) -> Iterator[Pose]:
-    """Run the block where CUDA seems to be there: ``count`` GPUs of a name, a memory and a compute capability."""
+    """Run the block where CUDA seems to be there: ``count`` GPUs of a name, a memory and a compute capability.
+
+    Other threads wait until the block ends: what it stands in for is the process's. Raises InputError after ``_TURN_S``.
+    """
+    if not _TURN.acquire(timeout=_TURN_S):
+        raise InputError("record", f"another thread has recorded for {_TURN_S:g} s", "let it end first")
     autocast = kernels_of(recorder.gpu.type)
-    pose, stand_ins = Pose(recorder), _StandIns()
+    pose, stand_ins, before = Pose(recorder), _StandIns(), getattr(Stream, "recorder", recorder)
     Stream.recorder = recorder
+    PosedBackend.posed += 1
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     try:
         _stand_in_cuda(stand_ins, name, memory_bytes, capability, count)
@@ -323,6 +336,9 @@ def posed(
         stand_ins.restore()
         autocast.clear()
         torch.__future__.set_swap_module_params_on_conversion(swaps)
+        PosedBackend.posed -= 1
+        Stream.recorder = before
+        _TURN.release()
 
 
 def _stand_in_cuda(stand_ins: _StandIns, name: str, memory_bytes: int, capability: tuple[int, int], count: int) -> None:

@@ -155,12 +155,12 @@ def record(name: str = "step") -> Iterator[RecordedBlock]:
             if recorder.step.calls:
                 block._graph = graph_of(recorder.step, name)
 
-    window = StepWindow(recorder, read)
-    try:
-        with posed(recorder), recording_modules(recorder):
+    with posed(recorder), recording_modules(recorder):
+        window = StepWindow(recorder, read)  # watches once it is this thread's turn
+        try:
             yield block
-    finally:
-        window.close()
+        finally:
+            window.close()
     if block._graph is None:
         problem = "runs nothing on cuda" if window.is_over else f"has {window.updates} of the 2 updates that are needed"
         raise InputError(name, problem, "let it train a model on cuda for two updates")

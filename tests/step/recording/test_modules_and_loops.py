@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ from torch.nn.functional import cross_entropy
 import ddltool as dt
 from ddltool.analyzers.step.costs.model import OPTIMIZERS, update_kernels
 from ddltool.analyzers.step.recording.window import RecordedBlock, record
+from ddltool.commands.options import OPTIMIZER
 from ddltool.errors import InputError
 from ddltool.graph_results import PredictedRow
+from ddltool.job import OptimizerName
 
 DEVICE = "A100"
 LOOP = """
@@ -97,7 +101,7 @@ def test_an_optimizer_has_the_kernels_that_torch_runs(optimizer: str) -> None:
     graph = looped(rows, optimizer, half=False).graph
     recorded = [size for name, size in zip(graph.names, graph.size_bytes, strict=True) if name.startswith("update/")]
     assert update_kernels(graph, optimizer).moved_bytes.tolist() == recorded
-    assert set(UPDATES) | {"none"} == set(OPTIMIZERS)
+    assert set(UPDATES) | {"none"} == set(OPTIMIZERS) == set(get_args(OptimizerName)) == set(OPTIMIZER["choices"])
 
 
 def test_a_module_is_the_same_step_as_its_script(tmp_path: Path) -> None:
@@ -119,6 +123,22 @@ def test_a_loop_leaves_torch_as_it_was_and_runs_after_a_real_backward_pass() -> 
     assert not torch.zeros(2).is_cuda
     assert weight.grad is not None
     assert weight.grad.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_threads_record_one_after_another() -> None:
+    with ThreadPoolExecutor(3) as pool:
+        graphs = [block.graph for block in pool.map(lambda _: looped(rows, "adamw", half=False), range(6))]
+    assert all(graph == graphs[0] for graph in graphs)
+    assert not torch.cuda.is_available()
+    assert torch.accelerator.current_accelerator(check_available=True) is None
+    loader = torch.utils.data.DataLoader(torch.zeros(8, 2), 4, pin_memory=True)  # type: ignore[arg-type, var-annotated]
+    assert len(list(loader)) == 2
+
+
+@pytest.mark.parametrize("sharding", ["banana", "fsdp:0", "tp:2", "ddp:4"])
+def test_a_sharding_is_checked_on_one_replica_too(sharding: str) -> None:
+    with pytest.raises(InputError, match=f"--sharding: .*{sharding}"):
+        dt.predict(rows, DEVICE, batch_sizes=[4], sharding=sharding)
 
 
 def train_on_the_cpu() -> None:
