@@ -296,12 +296,17 @@ def section(data: Path) -> str:
     return "\n\n".join(parts) + "\n\n"
 
 
-def write_section(data: Path) -> None:
-    """Put the section into docs/truth.md, in place of the one that is there."""
+def put_section(title: str, text: str) -> None:
+    """Put a section into docs/truth.md before that on intervals, in place of the one of its title."""
     page = ROOT / "docs" / "truth.md"
-    text = re.sub(rf"{TITLE}\n.*?(?=^## )", "", read_text(page), flags=re.DOTALL | re.MULTILINE)
-    before, after, rest = text.partition("## Intervals\n")
-    write_text(page, before + section(data) + after + rest)
+    others = re.sub(rf"{title}\n.*?(?=^## )", "", read_text(page), flags=re.DOTALL | re.MULTILINE)
+    before, heading, rest = others.partition("## Intervals\n")
+    write_text(page, before + text + heading + rest)
+
+
+def write_section(data: Path) -> None:
+    """Write the section on networks."""
+    put_section(TITLE, section(data))
 
 
 def main() -> None:

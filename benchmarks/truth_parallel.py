@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from truth_models import gpt
+from truth_networks import put_section
 
 from ddltool.analyzers.step.communication.fabrics import own_link
 from ddltool.analyzers.step.communication.nccl import Fabric
@@ -32,7 +33,6 @@ from ddltool.analyzers.step.tracing.factories import imported
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.step import TrainingStep
 from ddltool.analyzers.step.tracing.transformers_models import NamedConfig, configured_step
-from ddltool.artifacts import read_text, write_text
 from ddltool.links import parse_nic
 from ddltool.shipped import calibration, devices
 
@@ -344,11 +344,8 @@ def section(data: Path) -> str:
 
 
 def write_section(data: Path) -> None:
-    """Put the section into docs/truth.md, in place of the one that is there."""
-    page = ROOT / "docs" / "truth.md"
-    text = re.sub(rf"{TITLE}\n.*?(?=^## )", "", read_text(page), flags=re.DOTALL | re.MULTILINE)
-    before, after, rest = text.partition("## Intervals\n")
-    write_text(page, before + section(data) + after + rest)
+    """Write the section on parallel steps."""
+    put_section(TITLE, section(data))
 
 
 def main() -> None:

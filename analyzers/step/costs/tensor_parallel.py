@@ -113,10 +113,7 @@ class _Divider:
         self.names = {node: name for name, node in traced.nodes.items()}
         starts = (place for place, node in enumerate(self.nodes) if self.names.get(node, "").startswith("backward"))
         self.backward = next(starts, len(self.nodes))
-        graph = traced.graph
-        received = [graph.parameter[op] or "" for op in np.flatnonzero(graph.kind == RECV).tolist()]
-        placeholders = (node for node in self.nodes if node.op == "placeholder")
-        self.parameters = dict(zip(placeholders, received, strict=False))
+        self.parameters = {node: name for name, node in traced.parameters.items()}
         self.place_of = {node: place for place, node in enumerate(self.nodes)}
         self.block_at = [-1] * len(self.nodes)
         for number, block in enumerate(blocks):
@@ -310,16 +307,17 @@ class _Divider:
 
     def _whole_gradients(self) -> set[Node]:
         """Return the products that make the gradients of weights that are not split."""
-        returned = self.nodes[-1].args[0]
-        gradients = returned[1:] if isinstance(returned, (list, tuple)) else ()
-        gradients = gradients[0] if len(gradients) == 1 and isinstance(gradients[0], (list, tuple)) else gradients
-        trained = [node for node in self.parameters if value_of(node).requires_grad]
+        made_by = {
+            tensor.untyped_storage()._cdata: node for node in self.nodes for tensor in tensors_of(value_of(node))
+        }
+        split = {self.parameters[node] for node in self.split if node in self.parameters}
         products = set()
-        for weight, gradient in zip(trained, gradients, strict=False):
-            while isinstance(gradient, Node) and base_name(gradient.target) in _PASSING:
-                gradient = gradient.all_input_nodes[0]
-            if weight not in self.split and isinstance(gradient, Node):
-                products.add(gradient)
+        for name, gradient in self.traced.gradients.items():
+            node = made_by[gradient.untyped_storage()._cdata]
+            while base_name(node.target) in _PASSING and node.all_input_nodes:
+                node = node.all_input_nodes[0]
+            if name not in split:
+                products.add(node)
         return products
 
     def _is_batch_product(self, node: Node) -> bool:

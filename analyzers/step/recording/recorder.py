@@ -10,7 +10,6 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
@@ -302,15 +301,6 @@ class Recorder(TorchDispatchMode):
         whole = torch.empty(0, dtype=tensor.dtype, device="meta")
         whole.set_(record.shadow.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
         return Shadow(record.number, whole)
-
-    @contextmanager
-    def in_module(self, name: str) -> Any:
-        """Give the calls of the block the name of a module."""
-        self.modules.append(name)
-        try:
-            yield
-        finally:
-            self.modules.pop()
 
     def last_place(self, stream: int) -> int | None:
         """Return the place of a stream's last call: what an event that is recorded now stands for."""
