@@ -9,6 +9,7 @@ from pydantic import Field
 
 from ddltool.artifacts import AtLeastOne, NonNegative, Record
 from ddltool.errors import Infeasible
+from ddltool.job import WorkerGroup
 
 Objective = Literal["fastest", "cheapest", "same-bits", "least-memory", "fewest-devices"]
 Kept = Literal["none", "D0", "D1", "D2"]
@@ -21,6 +22,7 @@ class Option(Record):
 
     strategy: str
     devices: dict[str, int] = Field(description="how many devices of each type it uses")
+    group: WorkerGroup | None = Field(default=None, description="devices that hold a replica between them; null: one")
     compute_s: NonNegative = Field(description="seconds per global step without communication")
     communication_s: NonNegative | None = Field(
         default=None, description="communication left exposed per step; null: not predicted"
@@ -84,6 +86,8 @@ class Layout(Record):
     replicate: AtLeastOne = Field(default=1, description="groups that hold the whole state each")
     shard: AtLeastOne = Field(default=1, description="processes of such a group")
     reshard_after_forward: bool = Field(default=True, description="false: what is gathered stays for the backward pass")
+    tensor_parallel: AtLeastOne = Field(default=1, description="devices that share every block's products")
+    pipeline_parallel: AtLeastOne = Field(default=1, description="devices that have some of the blocks each")
     checkpointing: Literal["none", "selective", "full", "chosen"] = Field(
         description="of every block; chosen: of the blocks and products that cost least time for the memory there is"
     )
@@ -111,7 +115,16 @@ class Layout(Record):
             "fsdp": "FSDP2" if self.reshard_after_forward else "FSDP2 without resharding",
             "hsdp": f"HSDP {self.replicate} x {self.shard}",
         }[self.sharding]
-        return shared if self.checkpointing == "none" else f"{shared}, {self.checkpointing} checkpointing"
+        parts = [] if self.gpus > 1 and self.sharding == "none" else [shared]
+        parts += [f"tensor parallel {self.tensor_parallel}"] if self.tensor_parallel > 1 else []
+        parts += [f"pipeline of {self.pipeline_parallel}"] if self.pipeline_parallel > 1 else []
+        parts += [f"{self.checkpointing} checkpointing"] if self.checkpointing != "none" else []
+        return ", ".join(parts)
+
+    @property
+    def gpus(self) -> int:
+        """Return how many devices hold a replica between them, or its share of what replicas share."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def devices_text(self) -> str:

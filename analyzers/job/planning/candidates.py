@@ -27,16 +27,19 @@ from ddltool.analyzers.job.planning.split import plan_bsp, plan_lb_bsp
 from ddltool.analyzers.job.planning.superstep import plan_elastic_bsp
 from ddltool.decision import Kept, Layout, NothingFits, Option
 from ddltool.errors import Infeasible
-from ddltool.job import Job
+from ddltool.job import Job, WorkerGroup
 from ddltool.plans import Plan
 
 if TYPE_CHECKING:  # it loads torch
     from ddltool.analyzers.job.planning.layout_figures import LayoutCandidate
+    from ddltool.analyzers.step.costs.predict import ParallelDegrees
 
 # From the least change to a training script to the most.
 STRATEGIES = ("bsp", "lb-bsp", "est", "goodput", "elastic-bsp")
 # A device type counts among the slowest from this share of the slowest one's compute time on.
 _NEAR_SLOWEST = 0.98
+# Up to this share of a step in exposed communication, nothing is gained by less of it.
+_EXPOSED = 0.1
 # The gap reported in place of infinity, where no lower bound is known.
 _UNKNOWN_GAP = 1e9
 Split = Literal["bsp", "lb-bsp"]
@@ -117,6 +120,8 @@ class Candidates:
             except Infeasible as error:
                 # lb-bsp has searched all layouts on all mixes of devices.
                 if isinstance(error, NothingFits) and strategy == "lb-bsp":
+                    if grouped := self._in_groups(problem):
+                        return grouped
                     raise
                 left_out[strategy] = error
                 continue
@@ -126,6 +131,8 @@ class Candidates:
                 if len(overall.option.devices) > 1 or self.goal.objective != "fastest":
                     with suppress(Infeasible):
                         candidates.append(self.best(strategy, single_type))
+        if only in (None, "bsp") and candidates and _leaves_room(candidates[0]):
+            candidates += self._in_groups(problem)
         # On one type an lb-bsp layout has equal shares, so it is a bsp candidate too, which the bsp search may have missed.
         return [
             *candidates,
@@ -135,6 +142,66 @@ class Candidates:
                 if candidate.layouts and len(candidate.option.devices) == 1 and only is None
             ),
         ]
+
+    def _in_groups(self, problem: Problem) -> list[Candidate]:
+        """Return the best plan of each size of tensor groups; where none fits, of the fewest stages of them that do."""
+        layouts = self.model.layouts
+        if layouts is None:
+            return []
+        from ddltool.analyzers.step.costs.predict import ParallelDegrees  # it loads torch
+
+        most = max(kind.fabric.gpus_per_node for kind in layouts.kinds.values())
+        tensors = [2**power for power in range(1, most.bit_length()) if 2**power <= most]
+        found = [each for tensor in tensors if (each := self._by(ParallelDegrees(tensor=tensor, sequence=True), problem))]
+        if found:
+            return found
+        devices = max(device.count for device in problem.devices)
+        for pipeline in (2**power for power in range(1, devices.bit_length())):
+            for tensor in (1, *tensors):
+                degrees = ParallelDegrees(tensor=tensor, pipeline=pipeline, sequence=tensor > 1)
+                if (each := self._by(degrees, problem)) is not None:
+                    found.append(each)
+            if found:
+                return found
+        return []
+
+    def _by(self, degrees: ParallelDegrees, problem: Problem) -> Candidate | None:
+        """Return the best plan of groups of devices that hold a replica between them; None where there is none."""
+        assert self.model.layouts is not None  # the caller checked it
+        layouts, size = self.model.layouts.in_groups(degrees), degrees.gpus
+        if layouts is None:
+            return None
+        groups = [
+            replace(
+                device,
+                count=device.count // size,
+                capability_per_s=Fraction(layouts.capability(device.name, problem.batch_size)),
+                memory_gib=None,
+                price_micro=None if device.price_micro is None else device.price_micro * size,
+            )
+            for device in problem.devices
+            if device.name in layouts.kinds and device.count >= size
+        ]
+        if not groups or problem.device_limit < size:
+            return None
+        most = None if problem.max_devices is None else problem.max_devices // size
+        problem = replace(problem, devices=tuple(groups), max_devices=most)
+        try:
+            candidate = replace(self, model=replace(self.model, layouts=layouts))._search_layouts("bsp", problem)
+            self.goal.demand(candidate.option)
+        except Infeasible:
+            return None
+        devices = {name: count * size for name, count in candidate.option.devices.items()}
+        group = WorkerGroup(tensor=degrees.tensor, pipeline=degrees.pipeline)
+        return replace(
+            candidate,
+            plan=candidate.plan.model_copy(update={"group": group}),
+            option=candidate.option.model_copy(update={"devices": devices, "group": group}),
+            layouts=tuple(
+                layout.model_copy(update={"devices": {name: n * size for name, n in layout.devices.items()}})
+                for layout in candidate.layouts
+            ),
+        )
 
     def best(self, name: str, problem: Problem) -> Candidate:
         """Return a strategy's candidate on its best devices. Raises Infeasible, with the reason, where it has none."""
@@ -539,6 +606,18 @@ class Candidates:
             efficiency(section.noise_scale, total_batch, section.initial_batch_size or total_batch)
         )
         return throughput * self.job.batch_size * statistical_efficiency
+
+
+def _leaves_room(candidate: Candidate) -> bool:
+    """Return whether groups that hold a replica between them could be faster than a layout of single devices.
+
+    They could not where a device holds the whole state and all activations, and little communication is exposed.
+    """
+    if not candidate.layouts:
+        return False
+    layout, option = candidate.layouts[0], candidate.option
+    is_whole = layout.sharding in ("none", "ddp") and layout.checkpointing == "none" and layout.passes == 1
+    return not is_whole or (option.communication_s or 0.0) > _EXPOSED * option.iteration_s
 
 
 def _renamed_bsp(candidate: Candidate) -> Candidate:

@@ -100,8 +100,8 @@ def _compared(
 ) -> Decision:
     """Return the comparison of the picked candidate with the best of each strategy and with what one would do otherwise."""
     candidates, model = choice.candidates, choice.candidates.model
-    # One candidate per strategy: the best one, or the picked one.
-    best_per_strategy = list({other.option.strategy: other for other in (*reversed(ranked), picked)}.values())
+    # One candidate per strategy, and size of groups: the best one, or the picked one.
+    best_per_strategy = list({_way(other.option): other for other in (*reversed(ranked), picked)}.values())
     best_per_strategy.sort(key=ranked.index)
     others = [other for other in best_per_strategy if other is not picked]
     baselines = candidates.usual(problem) or {"the plan itself": picked.option}
@@ -131,6 +131,11 @@ def _compared(
         error_source=model.error_source,
         communication_source="" if model.communication is None else model.communication.source,
     )
+
+
+def _way(option: Option) -> tuple[str, str]:
+    """Return what an option is one of several for: its strategy and its groups."""
+    return option.strategy, "" if option.group is None else option.group.text
 
 
 def _demand_inputs(goal: Goal, problem: Problem, model: JobModel) -> None:
@@ -193,6 +198,7 @@ class _Choice:
             unbeaten,
             key=lambda candidate: (
                 STRATEGIES.index(candidate.option.strategy),
+                0 if candidate.option.group is None else candidate.option.group.size,
                 len(candidate.option.devices),
                 -self.value(candidate.option),
                 sum(candidate.option.devices.values()),

@@ -29,7 +29,8 @@ from ddltool.analyzers.step.communication.nccl import Communicator, Fabric
 from ddltool.analyzers.step.communication.program import Program, program_of
 from ddltool.analyzers.step.costs.memory import Checkpointing, Kind, SavedOps, Sharding
 from ddltool.analyzers.step.costs.model import CostModel
-from ddltool.analyzers.step.costs.predict import Placement, Setting, WorkCurve, own_update_s, step_of, timed_step
+from ddltool.analyzers.step.costs.parallel import between_replicas
+from ddltool.analyzers.step.costs.predict import ParallelDegrees, Placement, Setting, WorkCurve, own_update_s
 from ddltool.decision import Layout
 from ddltool.errors import Infeasible
 from ddltool.graph import Graph
@@ -58,6 +59,7 @@ class DeviceKind:
     slower: float = 1.0
     """Factor on the predicted times, from the capability that the job gives."""
     price_per_hour: float | None = None
+    """Of what takes a share of the batch: a device, or a group of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,30 +82,34 @@ class _Timed:
 
     program: Program
     graph: Graph
-    slower: float
-    host_share: float
-    library_share: float
 
     def own_update_s(self, sharding: Sharding) -> float:
         """Return the seconds of the optimizer on the parameters that a process of the sharding updates itself."""
-        return own_update_s(self.graph, sharding) * self.slower
+        return own_update_s(self.graph, sharding)
+
+    def share(self, name: str) -> float:
+        """Return the host's or the library's share of the time (``host_share``, ``library_share``)."""
+        return float(self.graph.meta.get(name) or 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutFigures:
     """Costs the layouts of one job. ``kinds``: offered devices by type; ``total``: samples per step.
 
-    The private fields cache by: ``_timed`` (device type, samples, recomputation, whether FSDP computes alike), ``_graphs``
-    (samples, whether FSDP computes alike), ``_reserved_bytes`` and ``_peaks`` (sharding, recomputation, samples) in bytes,
-    ``_settings`` the layout as JSON, ``_saved_ops`` recomputation key.
+    Where ``degrees`` say that several devices hold a replica between them, such a group takes a device's place: in counts, in
+    shares of samples, in prices.
+
+    The private fields cache by: ``_timed`` (device type, samples, recomputation, work), ``_reserved_bytes`` and ``_peaks``
+    (sharding, recomputation, samples) in bytes, ``_settings`` the layout as JSON, ``_saved_ops`` recomputation key.
     """
 
     work: WorkCurve
     kinds: Mapping[str, DeviceKind]
     total: int
     optimizer: str
-    _timed: dict[tuple[str, int, str, bool], _Timed] = field(default_factory=dict)
-    _graphs: dict[tuple[int, bool], Graph] = field(default_factory=dict)
+    degrees: ParallelDegrees = field(default_factory=ParallelDegrees)
+    compile: bool = False
+    _timed: dict[tuple[str, int, str, WorkCurve], _Timed] = field(default_factory=dict)
     _reserved_bytes: dict[tuple[Sharding, str, int], float] = field(default_factory=dict)
     _peaks: dict[tuple[Sharding, str, int], float] = field(default_factory=dict)
     _settings: dict[str, tuple[BucketSetting | None, PrefetchSetting | None]] = field(default_factory=dict)
@@ -116,7 +122,7 @@ class LayoutFigures:
             _, prefetch = self.communication(candidate)
             if prefetch is not None:
                 saved_s = max(0.0, prefetch.default_step_s - prefetch.step_s) * layout.passes
-        elif candidate.sharding.kind == "ddp":
+        elif candidate.sharding.kind == "ddp" and self.degrees.gpus == 1:
             program, group = self._last_pass(candidate), self._process_group(layout.devices, candidate.sharding)
             default_s = finish_s(program, group, default_cuts(program))
             best_s = min(default_s, finish_s(program, group, best_cuts(program, group)))
@@ -134,11 +140,11 @@ class LayoutFigures:
     def _exchanged_bytes(self, name: str, sharding: Sharding) -> float:
         """Return the bytes of all gradients in the smaller of their sent and their stored size."""
         program = self._timed_pass(name, self.work.traced.graph.batch_size or 1, "none", sharding).program
-        return float(min(program.size_bytes.sum(), program.held_bytes.sum()))
+        return float(min(program.size_bytes.sum(), program.held_bytes.sum())) / self.degrees.pipeline
 
     def _missing_bytes(self, candidate: LayoutCandidate) -> float:
         """Return by how many bytes torch's allocator exceeds device memory, the worst type's; 0.0: the layout fits."""
-        most_missing, work = 0.0, self.work.under(candidate.sharding)
+        most_missing, work = 0.0, self._work(candidate.sharding)
         for name, size in candidate.layout.local_batch_sizes.items():
             usable, pass_samples = self.kinds[name].usable_bytes, -(-size // candidate.layout.passes)
             key = candidate.sharding, candidate.recompute, pass_samples
@@ -166,10 +172,22 @@ class LayoutFigures:
         """Return these figures scaled to measured capabilities: mini-batches of ``batch_size`` samples per second, by type."""
         kinds = dict(self.kinds)
         for name, capability in capabilities.items():
-            predicted = self._timed_pass(name, batch_size, "none", WHOLE)
-            seconds = predicted.program.compute_s + predicted.own_update_s(WHOLE)
-            kinds[name] = replace(kinds[name], slower=1 / (capability * seconds) if seconds else 1.0)
-        return type(self)(work=self.work, kinds=kinds, total=self.total, optimizer=self.optimizer)
+            kinds[name] = replace(kinds[name], slower=self.capability(name, batch_size) / capability)
+        return replace(self, kinds=kinds, _timed={}, _settings={})
+
+    def capability(self, name: str, batch_size: int) -> float:
+        """Return the mini-batches of ``batch_size`` samples that one device of a type (or group) makes in a second, alone."""
+        timed = self._timed_pass(name, batch_size, "none", WHOLE)
+        seconds = self._busy_s(timed, WHOLE, 1)
+        return 1 / seconds if seconds else math.inf
+
+    def _busy_s(self, timed: _Timed, sharding: Sharding, passes: int) -> float:
+        """Return the seconds for which a device of each stage computes in a step, its update included, on average."""
+        return (passes * timed.program.compute_s + timed.own_update_s(sharding)) / self.degrees.pipeline
+
+    def _work(self, sharding: Sharding) -> WorkCurve:
+        """Return the work of a step under a sharding."""
+        return self.work.under(sharding, self.compile)
 
     def whole_bytes(self, devices: Mapping[str, int], batch_size: int) -> float:
         """Return the peak bytes of a process with a whole model and ``batch_size`` samples.
@@ -197,7 +215,7 @@ class LayoutFigures:
         for row in candidate.rows:
             name = names[row.kind]
             timed = self._timed_pass(name, -(-row.size // layout.passes), candidate.recompute, candidate.sharding)
-            seconds = layout.passes * timed.program.compute_s + timed.own_update_s(candidate.sharding)
+            seconds = self._busy_s(timed, candidate.sharding, layout.passes)
             rows.append(
                 Assignment(
                     device_type=name,
@@ -230,9 +248,12 @@ class LayoutFigures:
         return self._settings[key]
 
     def _communication(self, candidate: LayoutCandidate) -> tuple[BucketSetting | None, PrefetchSetting | None]:
-        """Return the uncached result of :meth:`communication`; also (None, None) where FSDP2 finds no units to shard."""
+        """Return the uncached result of :meth:`communication`; also (None, None) where FSDP2 finds no units to shard.
+
+        What groups set is theirs: nothing is known of the settings that suit them best.
+        """
         layout, counts = candidate.layout, candidate.layout.devices
-        if layout.sharding == "none":
+        if layout.sharding == "none" or self.degrees.gpus > 1:
             return None, None
         program, group = self._last_pass(candidate), self._process_group(counts, candidate.sharding)
         if not candidate.sharding.gathers:
@@ -257,7 +278,8 @@ class LayoutFigures:
         least_s = math.inf
         for sharding in (WHOLE, Sharding(kind="fsdp")):
             shorter_s, longer_s = (
-                self._timed_pass(name, samples, "none", sharding).program.compute_s for samples in sizes
+                self._timed_pass(name, samples, "none", sharding).program.compute_s / self.degrees.pipeline
+                for samples in sizes
             )
             least_s = min(least_s, (longer_s - shorter_s) / (sizes[1] - sizes[0]), shorter_s / sizes[0])
         return max(least_s, 1e-12)
@@ -293,9 +315,7 @@ class LayoutFigures:
         fewest_passes = max(least_passes, -(-self.total // samples_per_pass))
         if equal or len(used) == 1:
             fewest_passes = max(fewest_passes, math.ceil(math.ceil(self.total / devices) / min(limits.values())))
-        for passes in dict.fromkeys(
-            (fewest_passes, fewest_passes + 1, 2 * fewest_passes) if len(used) > 1 and not equal else (fewest_passes,)
-        ):
+        for passes in self._passes(fewest_passes, devices, len(used) > 1 and not equal):
             rows = self._shares(used, limits, sharding, recompute, passes, equal)
             if rows is None or min(row.size for row in rows) < passes:
                 continue
@@ -305,6 +325,14 @@ class LayoutFigures:
             if candidate is not None and (best is None or (candidate.layout.step_s or 0) < (best.layout.step_s or 0)):
                 best = candidate
         return best
+
+    def _passes(self, fewest: int, devices: int, unequal: bool) -> list[int]:
+        """Return the numbers of passes to try; stages of a pipeline wait the less for each other the more there are."""
+        tried = [fewest, fewest + 1, 2 * fewest] if unequal else [fewest]
+        if self.degrees.pipeline > 1:
+            most = self.total // devices
+            tried += [2**power for power in range(most.bit_length()) if fewest < 2**power <= most]
+        return list(dict.fromkeys(tried))
 
     def _shares(
         self,
@@ -352,7 +380,7 @@ class LayoutFigures:
         group, name = self._process_group(used, sharding), names[rows[0].kind]
         program = self._timed_pass(name, self.work.traced.graph.batch_size or 1, "none", sharding).program
         reduce_s = group.reduce_scatter_s if sharding.gathers else group.all_reduce_s
-        first_ready_share = float(program.ready_s[0]) / program.compute_s
+        first_ready_share = float(program.ready_s[0]) / program.compute_s if self.degrees.pipeline == 1 else 0.0
         exchanged_s = 0.0 if group.replicas < 2 else reduce_s(self._exchanged_bytes(name, sharding))
         return SURE * ((passes - 1) * compute_s + max(compute_s, first_ready_share * compute_s + exchanged_s))
 
@@ -371,17 +399,14 @@ class LayoutFigures:
         timed_passes = {
             name: self._timed_pass(name, -(-size // passes), recompute, sharding) for name, size in sizes.items()
         }
-        computes_s = {
-            name: passes * timed.program.compute_s + timed.own_update_s(sharding)
-            for name, timed in timed_passes.items()
-        }
+        computes_s = {name: self._busy_s(timed, sharding, passes) for name, timed in timed_passes.items()}
         prices = [self.kinds[name].price_per_hour for name in used]
         hourly_price = sum(count * (price or 0.0) for count, price in zip(used.values(), prices, strict=True))
 
         def make_layout(step_s: float, **fields: Any) -> Layout:
             return Layout(
                 devices=dict(used),
-                **_shape(sharding, sum(used.values())),
+                **self._shape(sharding, sum(used.values())),
                 checkpointing=recompute if recompute in WAYS else "chosen",
                 local_batch_sizes=sizes,
                 passes=passes,
@@ -396,20 +421,29 @@ class LayoutFigures:
 
         if not accept(make_layout(max(computes_s.values()))):
             return None
-        longest_s, slowest = 0.0, ""
+        longest_s, slowest, gpus = 0.0, "", {name: count * self.degrees.gpus for name, count in used.items()}
+        group = Fabric.joined({name: self.kinds[name].fabric for name in used}, gpus)
+        place = Placement(num_nodes=group.nodes, num_replicas=sum(used.values()), gpus=self.degrees.gpus)
         for name, timed in timed_passes.items():
-            group = Fabric.joined({other_name: self.kinds[other_name].fabric for other_name in used}, used)
-            setting = Setting(fabric=group.fabric, optimizer=self.optimizer, accumulation=passes)
-            place = Placement(num_nodes=group.nodes, num_replicas=group.replicas)
-            seconds = step_of(timed.program, setting, place, sharding, timed.own_update_s(sharding))
-            if seconds > longest_s:
-                longest_s, slowest = seconds, name
+            seconds = self._work(sharding).step_time(
+                timed.graph,
+                timed.program,
+                self.kinds[name].model,
+                self._setting(group.fabric, sharding, passes),
+                place,
+                -(-sizes[name] // passes),
+            )
+            if seconds.step_s > longest_s:
+                longest_s, slowest = seconds.step_s, name
         timed = timed_passes[slowest]
         low_s, high_s = self.kinds[slowest].model.interval(
-            longest_s, host_share=timed.host_share, library_share=timed.library_share
+            longest_s,
+            host_share=timed.share("host_share"),
+            library_share=timed.share("library_share"),
+            compiled=self.compile,
         )
         # A host-bound type takes as long for a smaller share of the batch, so its time does not follow the device.
-        host_bound = any(timed.host_share > _HOST_NEAR for timed in timed_passes.values())
+        host_bound = any(timed.share("host_share") > _HOST_NEAR for timed in timed_passes.values())
         layout = make_layout(longest_s, low_s=low_s, high_s=high_s, host_bound=host_bound)
         return LayoutCandidate(layout=layout, sharding=sharding, recompute=recompute, rows=rows, slowest=slowest)
 
@@ -423,7 +457,7 @@ class LayoutFigures:
             key=lambda device_type: self.kinds[device_type].usable_bytes - layout.memory_bytes[device_type],
         )
         size = -(-layout.local_batch_sizes[tightest] // layout.passes)
-        work = self.work.under(candidate.sharding)
+        work = self._work(candidate.sharding)
         lifetimes = work.lifetimes(size)
         budget_bytes = min(self.kinds[device_type].usable_bytes for device_type in layout.memory_bytes)
         timed_graph = self._timed_pass(tightest, size, "none", candidate.sharding).graph
@@ -455,7 +489,7 @@ class LayoutFigures:
         needed_bytes = self._peak(sharding, recompute, 1)
         layout = Layout(
             devices=dict(used),
-            **_shape(sharding, sum(used.values())),
+            **self._shape(sharding, sum(used.values())),
             checkpointing=cast(Checkpointing, recompute),
             local_batch_sizes=dict.fromkeys(used, 1),
             passes=1,
@@ -485,60 +519,73 @@ class LayoutFigures:
         """Return the peak bytes of a process in a pass of ``size`` samples."""
         key = sharding, recompute, size
         if key not in self._peaks:
-            work = self.work.under(sharding)
-            lifetimes = work.lifetimes(size)
-            scaled = size if lifetimes.traced is work.traced else None
-            peak = lifetimes.peak(sharding, self.optimizer, self._saved_per_module(recompute, size, sharding), scaled)
-            self._peaks[key] = peak.total_bytes
+            saved_ops = self._saved_per_module(recompute, size, sharding)
+            held = self._work(sharding).held(size, sharding, self.optimizer, saved_ops)
+            self._peaks[key] = math.inf if held is None else held.peak().total_bytes
         return self._peaks[key]
 
     def _saved_per_module(self, recompute: str, size: int, sharding: Sharding) -> SavedOps:
         """Return, by recomputed module, the operations whose outputs are kept; empty where nothing is recomputed."""
         if recompute in self._saved_ops:
             return self._saved_ops[recompute]
-        return self.work.under(sharding).lifetimes(size).every_block(cast(Checkpointing, recompute))
+        return self._work(sharding).lifetimes(size).every_block(cast(Checkpointing, recompute))
 
     def _timed_pass(self, name: str, size: int, recompute: str, sharding: Sharding) -> _Timed:
         """Return a pass of ``size`` samples on a device type, recomputation included."""
-        work = self.work.under(sharding)
-        key = name, size, recompute, work is self.work
+        work = self._work(sharding)
+        key = name, size, recompute, work
         if key not in self._timed:
-            graph_key = size, work is self.work
-            if graph_key not in self._graphs:
-                self._graphs[graph_key] = work.traced.at(size)
             device = self.kinds[name]
-            timed = timed_step(
-                self._graphs[graph_key], device.model, Setting(fabric=device.fabric, optimizer=self.optimizer)
-            )
-            timed = timed.with_durations(timed.duration_s * device.slower, timed.estimate)
             if saved_ops := self._saved_per_module(recompute, size, sharding):
-                timed = work.lifetimes(size).lengthened(saved_ops, timed)
-            self._timed[key] = _Timed(
-                program=program_of(timed),
-                graph=timed,
-                slower=device.slower,
-                host_share=float(timed.meta.get("host_share") or 0.0),
-                library_share=float(timed.meta.get("library_share") or 0.0),
-            )
+                timed = work.lifetimes(size).lengthened(saved_ops, self._timed_pass(name, size, "none", sharding).graph)
+            else:
+                timed = work.timed(size, device.model, self._setting(device.fabric, sharding, 1))
+                timed = _slowed(timed, device.slower)
+            self._timed[key] = _Timed(program=program_of(timed), graph=timed)
         return self._timed[key]
+
+    def _setting(self, fabric: Fabric, sharding: Sharding, passes: int) -> Setting:
+        """Return how a step is trained on a fabric of single devices."""
+        return Setting(
+            fabric=fabric,
+            optimizer=self.optimizer,
+            accumulation=passes,
+            compile=self.compile,
+            sharding=sharding,
+            layout=self.degrees,
+        )
+
+    def _between(self, name: str) -> Fabric:
+        """Return the network over which what a device (or group) of a type computes is reduced."""
+        return between_replicas(self.kinds[name].fabric, self.degrees)
+
+    def _shape(self, sharding: Sharding, replicas: int) -> dict[str, Any]:
+        """Return the fields of :class:`Layout` that the sharding and the degrees decide."""
+        kinds: dict[Kind, str] = {"none": "none", "ddp": "ddp", "fsdp": "fsdp", "zero2": "fsdp", "hsdp": "hsdp"}
+        return {
+            "sharding": kinds[sharding.kind],
+            "replicate": replicas // sharding.shard,
+            "shard": sharding.shard,
+            "reshard_after_forward": sharding.kind != "zero2",
+            "tensor_parallel": self.degrees.tensor,
+            "pipeline_parallel": self.degrees.pipeline,
+        }
 
     def _process_group(self, devices: Mapping[str, int], sharding: Sharding) -> Communicator:
         """Return the process group on the devices; of a sharded model, the group of one shard."""
-        group = Fabric.joined({name: self.kinds[name].fabric for name in devices}, devices)
+        group = Fabric.joined({name: self._between(name) for name in devices}, devices)
         return group.fabric.sharded(group.replicas, sharding.shard, group.nodes) if sharding.gathers else group
+
+
+def _slowed(timed: Graph, factor: float) -> Graph:
+    """Return a timed graph with all times, its update's too, multiplied by a factor."""
+    if factor == 1.0:
+        return timed
+    update = {name: factor * float(timed.meta.get(name) or 0.0) for name in ("update_s", "update_host_s")}
+    slowed = timed.with_durations(timed.duration_s * factor, timed.estimate)
+    return replace(slowed, meta={**timed.meta, **update})
 
 
 def gib(size_bytes: float) -> str:
     """Return a size as text in GiB, also where it is small."""
     return f"{size_bytes / GIB:.3g} GiB"
-
-
-def _shape(sharding: Sharding, processes: int) -> dict[str, Any]:
-    """Return the fields of :class:`Layout` that a sharding decides."""
-    kinds: dict[Kind, str] = {"none": "none", "ddp": "ddp", "fsdp": "fsdp", "zero2": "fsdp", "hsdp": "hsdp"}
-    return {
-        "sharding": kinds[sharding.kind],
-        "replicate": processes // sharding.shard,
-        "shard": sharding.shard,
-        "reshard_after_forward": sharding.kind != "zero2",
-    }

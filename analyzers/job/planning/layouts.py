@@ -31,11 +31,12 @@ from ddltool.analyzers.job.planning.options import Goal
 from ddltool.analyzers.step.communication.nccl import Fabric
 from ddltool.analyzers.step.costs.memory import Sharding
 from ddltool.analyzers.step.costs.model import cost_model
-from ddltool.analyzers.step.costs.predict import WorkCurve, usable_bytes, work_of
+from ddltool.analyzers.step.costs.parallel import parallel_curve
+from ddltool.analyzers.step.costs.predict import ParallelDegrees, Setting, WorkCurve, usable_bytes, work_of
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.decision import LEAST_GAIN, Layout, NothingFits
 from ddltool.device import GIVEN, DeviceTable
-from ddltool.errors import Infeasible
+from ddltool.errors import Infeasible, InputError
 from ddltool.job import Job
 from ddltool.shipped import calibration
 from ddltool.units import show_bytes
@@ -52,6 +53,25 @@ _MOST_SOUGHT = 4096
 @dataclass(frozen=True, kw_only=True)
 class Layouts(LayoutFigures):
     """Searches the layouts of one job for the best one."""
+
+    def in_groups(self, degrees: ParallelDegrees) -> Layouts | None:
+        """Return the layouts of groups of devices that hold a replica between them; None where the model is not divided so.
+
+        Only types of which a node holds a whole tensor group are left.
+        """
+        kinds = {
+            name: replace(kind, price_per_hour=kind.price_per_hour and kind.price_per_hour * degrees.gpus)
+            for name, kind in self.kinds.items()
+            if kind.fabric.gpus_per_node >= degrees.tensor
+        }
+        if not kinds:
+            return None
+        fabric = next(iter(kinds.values())).fabric
+        try:  # as many passes as stages are in flight at a time at most
+            work = parallel_curve(self.work, Setting(fabric=fabric, accumulation=degrees.pipeline, layout=degrees))
+        except InputError:
+            return None
+        return Layouts(work=work, kinds=kinds, total=self.total, optimizer=self.optimizer, degrees=degrees)
 
     def search(
         self,
@@ -74,7 +94,7 @@ class Layouts(LayoutFigures):
         start_counts = _largest_counts(problem, self.total)
         all_counts = start_counts[0]
         # One node of each type: nothing leaves it.
-        node_sizes = [min(self.kinds[device.name].fabric.gpus_per_node, device.count) for device in problem.devices]
+        node_sizes = [min(self._between(device.name).gpus_per_node, device.count) for device in problem.devices]
         start_counts += [tuple(row) for row in np.diag(node_sizes).tolist()]
 
         def best_on(counts: Counts, best_value: float) -> tuple[float, list[LayoutCandidate]] | None:
@@ -231,7 +251,8 @@ class Layouts(LayoutFigures):
 
         def value_of(layout: Layout) -> float:
             price = None if layout.price_per_sample is None else layout.price_per_sample * self.total
-            goal_value = goal.of(layout.step_s or math.inf, sum(layout.devices.values()), price)
+            devices = sum(layout.devices.values()) * self.degrees.gpus
+            goal_value = goal.of(layout.step_s or math.inf, devices, price)
             by_memory = goal.objective == "least-memory" and goal_value < math.inf
             return max(layout.memory_bytes.values()) if by_memory else goal_value
 
@@ -256,7 +277,7 @@ class Layouts(LayoutFigures):
             low_count = low_counts.get(name, 0)
             device_per_s = 1 / self._sample_s(name, mean_samples)
             least_sample_s = min(least_sample_s, 1 / device_per_s)
-            price_per_hour, fabric = self.kinds[name].price_per_hour or 0.0, self.kinds[name].fabric
+            price_per_hour, fabric = self.kinds[name].price_per_hour or 0.0, self._between(name)
             if low_count and (spans_types or low_count > fabric.gpus_per_node):
                 card_bytes_per_s = min(card_bytes_per_s, math.inf if fabric.measured else fabric.between.bytes_per_s)
             samples_per_s += count * device_per_s
@@ -274,7 +295,7 @@ class Layouts(LayoutFigures):
         if devices == 1:
             return [Sharding(kind="none")]
         used_counts = [count for count in counts if count]
-        per_node = [self.kinds[device.name].fabric.gpus_per_node for device in problem.devices]
+        per_node = [self._between(device.name).gpus_per_node for device in problem.devices]
         common_divisor = math.gcd(*used_counts)
         sizes = {2**power for power in range(1, devices.bit_length())} | {*used_counts, *per_node}
         kinds: list[Sharding] = [Sharding(kind="ddp")]

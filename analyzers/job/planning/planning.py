@@ -126,7 +126,9 @@ def complete(plan: Plan, job: Job, job_file: Path, options: PlanOptions) -> Plan
         plan = plan.model_copy(update={"compressed": figures})
     has_single_device_nodes = job.group is not None and job.cluster is not None  # whose nodes count single devices
     devices_per_node = None if has_single_device_nodes else _devices_per_node(job, job_file, plan, options)
-    return plan.model_copy(update={"devices_per_node": devices_per_node, "group": job.group})
+    if plan.group is not None and devices_per_node is not None:
+        devices_per_node = {name: max(count // plan.group.size, 1) for name, count in devices_per_node.items()}
+    return plan.model_copy(update={"devices_per_node": devices_per_node, "group": job.group or plan.group})
 
 
 def _compression_figures(

@@ -112,7 +112,7 @@ class ParallelCurve(WorkCurve):
     ranks: _Ranks
     layout: ParallelDegrees
     passes: int
-    """Of a step: as many micro-batches go through the pipeline."""
+    """Of a step whose memory is asked for: as many micro-batches go through the pipeline."""
     _stages: dict[int, Stages] = field(default_factory=dict)
 
     @classmethod
@@ -175,7 +175,7 @@ class ParallelCurve(WorkCurve):
             backward_s + 2.0 * stages.summed_share * trained_bytes / bytes_per_s
         )  # each sum is read and written
         transfer_s = stages.transfer_s(size, setting.fabric, placement)
-        alone_s = float(play(forward_s, backward_s, layout.pipeline, self.passes, transfer_s).max())
+        alone_s = float(play(forward_s, backward_s, layout.pipeline, setting.accumulation, transfer_s).max())
         sharding = setting.sharded(placement.num_replicas)
         update_s = own_update_s(graph, sharding) * stages.trained_share(size)
         if stages.has_copies and not sharding.gathers:
@@ -203,7 +203,7 @@ class ParallelCurve(WorkCurve):
                 if sharding.kind == "zero1"
                 else group.all_reduce_s(gradients)
             )
-        ends_s = play(forward_s, backward_s, layout.pipeline, self.passes, transfer_s)
+        ends_s = play(forward_s, backward_s, layout.pipeline, setting.accumulation, transfer_s)
         step_s = float((ends_s + after_s + update_s).max())
         return StepSeconds(step_s=step_s, passes_s=alone_s, update_s=float(update_s.max()))
 
@@ -414,12 +414,17 @@ class Stages:
 
 
 def replica_group(fabric: Fabric, layout: ParallelDegrees, replicas: int, sharding: Sharding) -> Communicator:
-    """Return the group that holds the same part of every replica, on nodes whose cards all such groups share."""
+    """Return the group that holds the same part of every replica."""
+    spread = between_replicas(fabric, layout)
+    return spread.sharded(replicas, sharding.shard) if sharding.gathers else spread.over(replicas)
+
+
+def between_replicas(fabric: Fabric, layout: ParallelDegrees) -> Fabric:
+    """Return the fabric of those that hold the same part of every replica, on nodes whose cards all such groups share."""
     per_node = max(1, fabric.gpus_per_node // layout.tensor)
     sharing = fabric.gpus_per_node // per_node
     between = replace(fabric.between, bytes_per_s=fabric.between.bytes_per_s / sharing)
-    spread = replace(fabric, between=between, gpus_per_node=per_node)
-    return spread.sharded(replicas, sharding.shard) if sharding.gathers else spread.over(replicas)
+    return replace(fabric, between=between, gpus_per_node=per_node)
 
 
 def in_flight_passes(stage: int, layout: ParallelDegrees, passes: int) -> float:

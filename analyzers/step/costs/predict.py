@@ -256,14 +256,16 @@ class Setting:
     accumulation: int = 1
     """Passes in a step."""
     compile: bool = False
-    sharding: str = "ddp"
-    """A text for :meth:`Sharding.named`; one replica is never sharded."""
+    sharding: str | Sharding = "ddp"
+    """Of any number of replicas by a text for :meth:`Sharding.named`, or of so many; one replica is never sharded."""
     checkpointing: str = "none"
     """Of every block (none, selective, full), or the budget in bytes of a step's tensors, such as 40GiB."""
     layout: ParallelDegrees = ParallelDegrees()
 
     def sharded(self, replicas: int) -> Sharding:
         """Return how ``replicas`` share the step's state."""
+        if isinstance(self.sharding, Sharding):
+            return self.sharding
         return Sharding.named(self.sharding if replicas > 1 else "none", replicas)
 
     @property
@@ -284,8 +286,9 @@ class Setting:
             suggestion = did_you_mean(self.checkpointing, (*get_args(Checkpointing), "40GiB"))
             raise InputError("--checkpointing", f"unknown {self.checkpointing!r}", suggestion)
         _ = self.budget_bytes
-        shard = self.sharding.partition(":")[2]
-        Sharding.named(self.sharding, int(shard) if shard.isdecimal() else 1)  # one replica is checked, too
+        if isinstance(self.sharding, str):
+            shard = self.sharding.partition(":")[2]
+            Sharding.named(self.sharding, int(shard) if shard.isdecimal() else 1)  # one replica is checked, too
         if self.optimizer not in OPTIMIZERS:
             raise InputError("--optimizer", f"unknown {self.optimizer!r}", did_you_mean(self.optimizer, OPTIMIZERS))
 
