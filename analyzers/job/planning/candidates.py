@@ -32,7 +32,6 @@ from ddltool.plans import Plan
 
 if TYPE_CHECKING:  # it loads torch
     from ddltool.analyzers.job.planning.layout_figures import LayoutCandidate
-    from ddltool.analyzers.step.costs.predict import ParallelDegrees
 
 # From the least change to a training script to the most.
 STRATEGIES = ("bsp", "lb-bsp", "est", "goodput", "elastic-bsp")
@@ -132,7 +131,7 @@ class Candidates:
                     with suppress(Infeasible):
                         candidates.append(self.best(strategy, single_type))
         if only in (None, "bsp") and candidates and _leaves_room(candidates[0]):
-            candidates += self._in_groups(problem)
+            candidates += self._in_groups(problem, candidates[0])
         # On one type an lb-bsp layout has equal shares, so it is a bsp candidate too, which the bsp search may have missed.
         return [
             *candidates,
@@ -143,31 +142,37 @@ class Candidates:
             ),
         ]
 
-    def _in_groups(self, problem: Problem) -> list[Candidate]:
-        """Return the best plan of each size of tensor groups; where none fits, of the fewest stages of them that do."""
+    def _in_groups(self, problem: Problem, base: Candidate | None = None) -> list[Candidate]:
+        """Return the best plan of each size of groups of devices that hold a replica between them.
+
+        Groups by tensors lie within a node. Stages of a pipeline are tried where ``base``, the best plan of single devices,
+        waits for the network or leaves devices out, and where nothing else fits: then of the fewest stages that do.
+        """
         layouts = self.model.layouts
         if layouts is None:
             return []
+        per_node = max(kind.fabric.gpus_per_node for kind in layouts.kinds.values())
+        devices = max(device.count for device in problem.devices)
+        tensors = [2**power for power in range(1, per_node.bit_length()) if 2**power <= per_node]
+        nodes = -(-devices // per_node)
+        tried = [(tensor, 1) for tensor in tensors]
+        if base is not None and (_waits(base.option) or sum(base.option.devices.values()) < devices):
+            tried += [(t, 2**power) for power in range(1, nodes.bit_length()) for t in {1, *tensors[-1:]}]
+        found = [each for degrees in tried if (each := self._by(*degrees, problem))]
+        if found or base is not None:
+            return found
+        for pipeline in (2**power for power in range(1, devices.bit_length())):
+            found = [each for tensor in (1, *tensors) if (each := self._by(tensor, pipeline, problem))]
+            if found:
+                break
+        return found
+
+    def _by(self, tensor: int, pipeline: int, problem: Problem) -> Candidate | None:
+        """Return the best plan of groups of devices that hold a replica between them; None where there is none."""
         from ddltool.analyzers.step.costs.predict import ParallelDegrees  # it loads torch
 
-        most = max(kind.fabric.gpus_per_node for kind in layouts.kinds.values())
-        tensors = [2**power for power in range(1, most.bit_length()) if 2**power <= most]
-        found = [each for tensor in tensors if (each := self._by(ParallelDegrees(tensor=tensor, sequence=True), problem))]
-        if found:
-            return found
-        devices = max(device.count for device in problem.devices)
-        for pipeline in (2**power for power in range(1, devices.bit_length())):
-            for tensor in (1, *tensors):
-                degrees = ParallelDegrees(tensor=tensor, pipeline=pipeline, sequence=tensor > 1)
-                if (each := self._by(degrees, problem)) is not None:
-                    found.append(each)
-            if found:
-                return found
-        return []
-
-    def _by(self, degrees: ParallelDegrees, problem: Problem) -> Candidate | None:
-        """Return the best plan of groups of devices that hold a replica between them; None where there is none."""
         assert self.model.layouts is not None  # the caller checked it
+        degrees = ParallelDegrees(tensor=tensor, pipeline=pipeline, sequence=tensor > 1)
         layouts, size = self.model.layouts.in_groups(degrees), degrees.gpus
         if layouts is None:
             return None
@@ -617,7 +622,12 @@ def _leaves_room(candidate: Candidate) -> bool:
         return False
     layout, option = candidate.layouts[0], candidate.option
     is_whole = layout.sharding in ("none", "ddp") and layout.checkpointing == "none" and layout.passes == 1
-    return not is_whole or (option.communication_s or 0.0) > _EXPOSED * option.iteration_s
+    return not is_whole or _waits(option)
+
+
+def _waits(option: Option) -> bool:
+    """Return whether a step has much exposed communication."""
+    return (option.communication_s or 0.0) > _EXPOSED * option.iteration_s
 
 
 def _renamed_bsp(candidate: Candidate) -> Candidate:
