@@ -98,12 +98,18 @@ _ROWS_SHOWN = 32
 
 
 def show(section: Section, *written: Path | None) -> None:
-    """Print a result: its sentences, its tables, and which files it was written to. Pictures are for the report."""
+    """Print a result: its sentences, its tables, and which files it was written to. Pictures are for the report.
+
+    Details follow with ``-v`` alone.
+    """
     console = out()
     console.print(section.title)
-    for line in section.lead:
+    lead, blocks = [*section.lead], [*section.blocks]
+    if VOICE.verbose:
+        lead, blocks = [*lead, *section.details], [*blocks, *section.more]
+    for line in lead:
         console.print(line)
-    for block in section.blocks:
+    for block in blocks:
         if (figures := block if isinstance(block, Table) else block.table) is None:
             continue
         grid = _grid_of(figures)

@@ -160,6 +160,9 @@ class Decision(Record):
     next_step: str = Field(default="", description="the command that would settle what is open, or carry the plan out")
     options: list[Option] = Field(description="best first for the objective")
     left_out: dict[str, str] = Field(default_factory=dict, description="strategy to why it is not compared")
+    step_tokens: AtLeastOne | None = Field(
+        default=None, description="of all samples of a step; null: not known, or no text"
+    )
     layouts: list[Layout] = Field(
         default_factory=list,
         description="ways to shard and checkpoint the model: the picked one, the others, what does not fit",

@@ -61,7 +61,7 @@ class Device(Record):
         default=0.0, description="what one device can send to its neighbours within a node, one way, all links together"
     )
     link: str = Field(default="", description="what that connection is")
-    price_per_hour: NonNegative | None = Field(default=None, description="of one device, in any one currency")
+    price_per_hour: NonNegative | None = Field(default=None, description="of one device, in US dollars")
     source: str = Field(default=GIVEN, description="the datasheet")
     note: str = ""
     fitted: DeviceFit | None = Field(default=None, description="what `ddltool calibrate` found from measured rows")

@@ -126,12 +126,12 @@ def show_hours(hours: float) -> str:
 
 
 def show_money(amount: float) -> str:
-    """Return a price with three significant digits, large ones in whole units.
+    """Return an amount of US dollars to the cent; less than a cent with two significant digits.
 
-    >>> show_money(0.8912), show_money(26.54), show_money(12345.6)
-    ('0.891', '26.5', '12,346')
+    >>> show_money(0.8912), show_money(12345.6), show_money(0.00321)
+    ('$0.89', '$12,345.60', '$0.0032')
     """
-    return f"{amount:,.0f}" if amount >= 100 else f"{amount:.3g}"
+    return f"${amount:,.2f}" if amount >= 0.01 or amount == 0 else f"${amount:.2g}"
 
 
 def show_span(low_s: float, high_s: float) -> str:

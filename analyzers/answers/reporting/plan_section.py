@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Literal
 
@@ -39,7 +41,7 @@ from ddltool.plans import (
     Superstep,
 )
 from ddltool.results import JointJob, JointPlan
-from ddltool.units import counted, show_bytes, show_hours, show_money, show_seconds
+from ddltool.units import counted, show_bytes, show_hours, show_money, show_rate, show_seconds
 
 _LANES_DRAWN = 16
 # Times so many apart are drawn on a logarithmic axis.
@@ -49,6 +51,15 @@ _UNPROVEN_GAP = 10.0
 _ITERATIONS_DRAWN = 80
 # A smaller gain reads as +0.0%.
 _LEAST_SHOWN_GAIN = 0.0005
+# What a person would consider is at most so many choices, and of layouts alone those within so many times the picked step.
+_CHOICES, _OTHERS = 10, 2.0
+_HOW = {
+    "bsp": "equal batches (bsp)",
+    "lb-bsp": "batches by speed (lb-bsp)",
+    "est": "logical workers (est)",
+    "goodput": "tuned batch (goodput)",
+    "elastic-bsp": "own pace to barriers (elastic-bsp)",
+}
 # Choices between time and price that are listed.
 _PARETO_ROWS = 6
 
@@ -58,20 +69,21 @@ def plan_section(plan: Plan, name: str, others: Sequence[Plan] = ()) -> Section:
 
     ``others``: plans beside it, of which one of the same job may be its rival.
     """
-    full_throughput, decision = plan.waste + plan.throughput, plan.decision
-    summary = (
+    decision = plan.decision
+    details = [
         f"Job {shortened(plan.job, 60)}, strategy {plan.strategy}: {show_seconds(plan.iteration_s)} per step, "
         f"{plan.throughput:.4g} mini-batches/s of {counted(plan.batch_size, 'sample')} "
-        f"on {counted(plan.world_size, 'device')}; {_optimality_words(plan)} ({show_seconds(plan.solve_seconds)})."
-    )
-    lead = [*([] if decision is None else decision.words), summary]
-    lead.append(f"Waste: {plan.waste:.4g} mini-batches/s of {full_throughput:.4g} on the used devices.")
+        f"on {counted(plan.world_size, 'device')}; {_optimality_words(plan)} ({show_seconds(plan.solve_seconds)}).",
+        f"Waste: {plan.waste:.4g} mini-batches/s of {plan.waste + plan.throughput:.4g} on the used devices.",
+    ]
+    lead = list(decision.words) if decision is not None else _plain_words(plan)
     if plan.group is not None:
-        lead.append(f"Each device of this plan is a group of {plan.group.text}.")
+        details.append(f"Each device of this plan is a group of {plan.group.text}.")
     accumulating = [row for row in plan.assignments if row.accumulation_steps]
     if passes := [f"{row.device_type} {row.local_batch_size} in {row.accumulation_steps + 1}" for row in accumulating]:
-        lead.append(f"In several passes, for memory does not hold them at once: {', '.join(passes)}.")
+        details.append(f"In several passes, for memory does not hold them at once: {', '.join(passes)}.")
     blocks: Blocks = [_placement_picture(plan)]
+    more: Blocks = []
     if plan.superstep is not None:
         lead += [
             f"Left out: {count} {name}; the others make more without."
@@ -79,25 +91,42 @@ def plan_section(plan: Plan, name: str, others: Sequence[Plan] = ()) -> Section:
         ]
         blocks.append(_superstep_table(plan.superstep))
     if plan.split is not None:
-        lead.append(_split_words(plan, plan.split))
+        details.append(_split_words(plan, plan.split))
     if plan.goodput is not None:
         blocks += _goodput_blocks(plan.goodput)
     if decision is not None:
-        lead += _provenance_words(decision)
-        blocks.insert(0, _strategies_picture(decision))
+        details += _provenance_words(decision)
+        more = [_strategies_table(decision)]
+        if decision.layouts:  # which say what each device does
+            more += [layouts_table(decision.layouts), blocks.pop(0)]
+        blocks.insert(0, _choices_picture(plan, decision))
         if len(decision.pareto) > 1:
-            blocks.insert(1, _pareto_picture(decision, plan))
-        if decision.layouts:
-            blocks.insert(1, layouts_table(decision.layouts))
+            more.insert(0, _pareto_picture(decision, plan))
     if plan.alternatives:
         blocks.append(_alternatives_table(plan))
     if plan.network is not None:
         blocks.append(_network_table(plan.network))
     lead += [plan.compressed.verdict] if plan.compressed is not None else []
-    blocks += communication_blocks(plan.ddp, plan.fsdp2, plan.parameters)
+    more += communication_blocks(plan.ddp, plan.fsdp2, plan.parameters)
     return Section(
-        title=f"Plan ({plan.strategy}): {name}", lead=lead, blocks=blocks, verdict=_plan_verdict(plan, name, others)
+        title=f"Plan: {name}",
+        lead=lead,
+        blocks=blocks,
+        verdict=_plan_verdict(plan, name, others),
+        details=details,
+        more=more,
     )
+
+
+def _plain_words(plan: Plan) -> list[str]:
+    """Return the answer of a plan by one strategy: the devices, what each does, and the step."""
+    parts = [
+        f"{row.devices} {shortened(row.device_type, 30)}"
+        + (f" with {counted(row.ests_per_device, 'logical worker')} each" if row.ests_per_device else "")
+        for row in plan.assignments
+    ]
+    rate = f"{plan.throughput:.4g} mini-batches/s of {counted(plan.batch_size, 'sample')}"
+    return [f"Use {', '.join(parts)}: {show_seconds(plan.iteration_s)} a step, {rate}; {_optimality_words(plan)}."]
 
 
 def _optimality_words(plan: Plan) -> str:
@@ -265,15 +294,170 @@ def layouts_table(layouts: Sequence[Layout]) -> Table:
     return filled(tabled(caption, "predicted", layouts, columns, names=names, text_columns=3, spare=("price/1e6",)))
 
 
-def _strategies_picture(decision: Decision) -> Picture:
-    usual_options = {
-        name: option
-        for name, option in decision.baselines.items()
-        if name.startswith("all ") or name == decision.baseline_name
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Choice:
+    """What a person would consider: devices, what each does, and what that takes."""
+
+    how: str
+    checkpointing: str
+    devices: Mapping[str, int]
+    each: str | None
+    memory_bytes: float | None
+    missing_bytes: float = 0.0
+    step_s: float | None
+    samples: float
+    """Of a step."""
+    price_per_sample: float | None
+    remark: str = ""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Return what two choices differ in."""
+        return self.how, self.checkpointing, *sorted(self.devices.items())
+
+
+def _choices(plan: Plan, decision: Decision) -> list[_Choice]:
+    """Return the picked choice, what else was compared, what is usual, other layouts, and plain DDP where it does not fit."""
+    samples = float(plan.max_workers * plan.batch_size)
+    layouts = {(layout.text, *sorted(layout.devices.items())): layout for layout in reversed(decision.layouts)}
+
+    def of_option(option: Option, remark: str) -> _Choice:
+        layout = layouts.get((option.order, *sorted(option.devices.items())))
+        is_uneven = layout is not None and len(set(layout.local_batch_sizes.values())) > 1
+        how, checkpointing = _short(option.order) if decision.layouts and option.order else (_HOW[option.strategy], "")
+        return _Choice(
+            how=f"{how}, uneven" if is_uneven else how,
+            checkpointing=checkpointing,
+            devices=option.devices,
+            each=None if layout is None else _each(layout),
+            memory_bytes=option.memory_bytes,
+            step_s=option.iteration_s,
+            samples=float(option.step_samples or samples),
+            price_per_sample=option.price_per_sample,
+            remark=remark,
+        )
+
+    picked = next(option for option in decision.options if not option.why_not)
+    listed_choices = [of_option(picked, "this plan")]
+    listed_choices += [of_option(option, option.why_not) for option in decision.options if option is not picked]
+    listed_choices += [of_option(option, "usual") for name, option in decision.baselines.items()]
+    front = decision.pareto
+    listed_choices += [of_option(option, "cheapest") for option in front[-1:]] if len(front) > 1 else []
+    slowest = _OTHERS * picked.iteration_s
+    others = [
+        layout
+        for layout in decision.layouts
+        if (layout.step_s or slowest + 1) <= slowest
+        or (layout.missing_bytes and layout.sharding == "ddp" and layout.checkpointing == "none" and layout.gpus == 1)
+    ]
+    kinds = {
+        (layout.sharding, layout.checkpointing, layout.gpus, *sorted(layout.devices)): layout for layout in others[::-1]
     }
-    options = [*decision.options, *usual_options.values()]
+    listed_choices += [
+        _Choice(
+            how=_short(layout.text)[0],
+            checkpointing=_short(layout.text)[1],
+            devices=layout.devices,
+            each=_each(layout),
+            memory_bytes=max(layout.memory_bytes.values()),
+            missing_bytes=layout.missing_bytes,
+            step_s=layout.step_s,
+            samples=samples,
+            price_per_sample=layout.price_per_sample,
+            remark="does not fit" if layout.missing_bytes else "",
+        )
+        for layout in reversed(kinds.values())
+    ]
+    distinct = dict[tuple[object, ...], _Choice]()
+    for choice in listed_choices:
+        distinct.setdefault(choice.key, choice)
+    first, *rest = distinct.values()
+    kept = rest[: _CHOICES - 1]
+    plain = [choice for choice in rest if choice.missing_bytes and choice not in kept][:1]
+    kept = [*kept[: _CHOICES - 1 - len(plain)], *plain]
+    if decision.objective == "cheapest":
+        kept.sort(key=lambda choice: choice.price_per_sample or math.inf)
+    else:
+        kept.sort(key=lambda choice: math.inf if choice.step_s is None else choice.step_s / choice.samples)
+    return [first, *kept]
+
+
+def _short(text: str) -> tuple[str, str]:
+    """Return a layout's words as short as a table needs them, and its checkpointing."""
+    for long, short in (("FSDP2 without resharding", "ZeRO-2"), ("tensor parallel", "TP"), ("pipeline of", "PP")):
+        text = text.replace(long, short)
+    how, comma, last = text.rpartition(", ")
+    return (how, last.removesuffix(" checkpointing")) if comma and last.endswith(" checkpointing") else (text, "")
+
+
+def _each(layout: Layout) -> str:
+    """Return the samples per step of each device, or group of them, by type, and in how many passes."""
+    sizes = "/".join(dict.fromkeys(map(str, layout.local_batch_sizes.values())))
+    return f"{sizes} in {layout.passes}" if layout.passes > 1 else sizes
+
+
+def _choices_picture(plan: Plan, decision: Decision) -> Picture:
+    """Return the table of what a person would consider, over its bars."""
+    choices, tokens = _choices(plan, decision), decision.step_tokens
+    samples = plan.max_workers * plan.batch_size
+    run, picked_s = decision.run, choices[0].step_s or math.inf
+    has_goodput = any(option.goodput_per_s is not None for option in decision.options)
+
+    def rate(row: _Choice) -> float | None:
+        return None if not row.step_s else row.samples / row.step_s * (tokens / samples if tokens else 1.0)
+
+    def hours(row: _Choice) -> str | None:
+        if run is None or not row.step_s:
+            return None
+        return show_hours(run.hours * (row.step_s / row.samples) / (picked_s / choices[0].samples))
+
+    def price(row: _Choice) -> str | None:
+        if row.price_per_sample is None or not row.step_s:
+            return None
+        return show_money(row.price_per_sample * (1e6 if run is None else run.samples))
+
+    columns: dict[str, Column[_Choice]] = {
+        "recompute": lambda row: row.checkpointing or None,
+        "on": lambda row: " + ".join(f"{count} {name}" for name, count in row.devices.items()),
+        "each": "each",
+        "GiB": lambda row: None if row.memory_bytes is None else f"{row.memory_bytes / 2**30:.1f}",
+        "step": lambda row: "no room" if row.missing_bytes else show_seconds(row.step_s),
+        "tokens/s" if tokens else "samples/s": lambda row: None if (found := rate(row)) is None else show_rate(found),
+        "hours": hours,
+        "cost" if run is not None else "per 1M": price,
+        "remark": lambda row: row.remark or None,
+    }
+    captioned = ["What was compared; the first is this plan"]
+    captioned += ["each: samples per step of each (in passes)"] if any(row.each for row in choices) else []
+    captioned += ["per 1M: cost of a million samples"] if run is None and any(price(row) for row in choices) else []
+    captioned += ["with a noise scale, plans are ranked by useful samples per second (-v)"] if has_goodput else []
+    table = filled(
+        tabled(
+            "; ".join(captioned),
+            "predicted",
+            choices,
+            columns,
+            names=("how", [row.how for row in choices]),
+            text_columns=3 if any(row.checkpointing for row in choices) else 2,
+            spare=("remark", "hours", "each"),
+        )
+    )
+    drawn = [row for row in choices if row.step_s]
+    usual = next((row for row in drawn if row.remark == "usual"), None)
+    figure = Bars(
+        rows=[(f"{row.how} on {columns['on'](row)}", rate(row) or 0.0) for row in drawn],  # type: ignore[operator]
+        xlabel="tokens per second" if tokens else "samples per second",
+        title="Throughput by choice",
+        level=None if usual is None else ("usual", rate(usual) or 0.0),
+    )
+    return pictured("What was compared; the first is this plan.", table, figure)
+
+
+def _strategies_table(decision: Decision) -> Table:
+    """Return the strategies with the figures that are theirs: the parts of a step, staleness, bits."""
+    options = [*decision.options, *decision.baselines.values()]
     names = [f"{row.strategy} (picked)" if not row.why_not else row.strategy for row in decision.options]
-    names += [f"usual: {name.removesuffix(', equally')}" for name in usual_options]
+    names += [f"usual: {name}" for name in decision.baselines]
     has_goodput = any(option.goodput_per_s is not None for option in options)
     columns: dict[str, Column[Option]] = {
         "devices": lambda row: ", ".join(f"{count} {device}" for device, count in row.devices.items()),
@@ -293,18 +477,8 @@ def _strategies_picture(decision: Decision) -> Picture:
         "split, communication as it comes"
     )
     spare = ("compute", "exposed", "bits")
-    table = filled(
+    return filled(
         tabled(caption, "predicted", options, columns, names=("strategy", names), text_columns=2, spare=spare)
-    )
-    figure = Bars(
-        rows=[(name, row.throughput) for name, row in zip(names, options, strict=True)],
-        xlabel="logical mini-batches per second",
-        title="Throughput by strategy",
-        level=(decision.baseline_name, decision.baseline.throughput),
-        intervals=[_throughput_interval(row) for row in options],
-    )
-    return pictured(
-        f"Strategies for this job, {decision.picked} picked: the words above say why.", filled(table), figure
     )
 
 
@@ -342,14 +516,6 @@ def _pareto_picture(decision: Decision, plan: Plan) -> Picture:
     title = "Time against price"
     figure = Lines(lines=lines, xlabel="hours", ylabel="price", title=title, draw="points", x_axis=axis)
     return pictured(f"{caption}.", table, figure)
-
-
-def _throughput_interval(row: Option) -> tuple[float, float] | None:
-    """Return between which throughputs a strategy lies, where its error is known."""
-    if not row.low_s or not row.high_s:
-        return None
-    batches_per_step = row.throughput * row.iteration_s
-    return batches_per_step / row.high_s, batches_per_step / row.low_s
 
 
 def _goodput_text(row: Option) -> str | None:

@@ -67,11 +67,13 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
-    """One result: plain sentences, pictures, tables."""
+    """One result: plain sentences, pictures, tables; and what only who asks for more reads (``-v``, the end of a page's section)."""
 
     title: str
     lead: Sequence[str]
     blocks: Sequence[Picture | Table] = field(default_factory=tuple)
+    details: Sequence[str] = ()
+    more: Sequence[Picture | Table] = ()
     anchor: str = ""
     """Its place on a page."""
     verdict: Verdict | None = None

@@ -331,7 +331,8 @@ class Candidates:
                 mix_name = " + ".join(f"{count} {name}" for name, count in option.devices.items())
                 if len(problem.devices) > 1 and len(option.devices) == len(problem.devices):
                     mix_name = f"all {sum(option.devices.values())}"
-                baselines.setdefault(f"{mix_name}, equally", option)
+                how = option.order if self.model.layouts is not None and option.order else "equal batches"
+                baselines.setdefault(f"{mix_name} with {how}", option)
         return baselines
 
     def _baseline(self, problem: Problem) -> Option:

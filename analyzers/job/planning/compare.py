@@ -18,7 +18,7 @@ from ddltool.decision import LEAST_GAIN, Decision, Layout, Option, RunFigures
 from ddltool.errors import Infeasible, InputError
 from ddltool.job import Job
 from ddltool.plans import BucketSetting, Plan, PrefetchSetting
-from ddltool.units import counted, faster_than, show_bytes, show_hours, show_money, show_seconds
+from ddltool.units import counted, faster_than, show_bytes, show_hours, show_money, show_rate, show_seconds
 
 # Stale updates cost progress that no prediction shows: asynchrony must be faster by this much to be taken.
 STALENESS_MARGIN = 0.10
@@ -122,6 +122,7 @@ def _compared(
         ],
         left_out=left_out,
         words=[],
+        step_tokens=None if model.layouts is None else model.layouts.step_tokens,
         error=model.error(picked.option.devices),
         gain_error=model.gain_error(picked.option, baselines[baseline_name]),
         too_close=[other.option.strategy for other in others if choice.unsure(other, picked)],
@@ -273,12 +274,16 @@ _BETTER = {
     "fewest-devices": ("fewer devices", "more devices"),
 }
 _WHY = {
-    "bsp": "every device takes the same share, which is as good as anything else here",
+    "bsp": "equal shares are as good as anything else here",
     "lb-bsp": "every device gets the share of the batch that lets all end together",
-    "est": "logical workers (EasyScaleThreads) keep their data, random numbers and order of sums on any number of devices",
+    "est": "logical workers keep their data, random numbers and order of sums on any number of devices",
     "goodput": "this number of devices and this batch make most progress per second by the fitted model",
     "elastic-bsp": "devices make iterations of their own between barriers, so none waits for a slower one",
 }
+
+
+_WHY_TENSORS = "devices of a node share every product, so each holds less and gradients are exchanged among fewer"
+_WHY_STAGES = "stages of a pipeline exchange little over the network that gradients would wait for"
 
 
 def explained(
@@ -351,7 +356,9 @@ def _answer(decision: Decision, plan: Plan, picked: Option, problem: Problem, va
     unused = [f"the {_type_name(name, count)}" for name, count in offered.items() if name not in picked.devices]
     work = _work_per_device(decision, plan, picked)
     unused_clause = f"{',' if work else ''} and leave {_joined(unused)} out" if unused else ""
-    return f"Use {used_text}{work}{unused_clause}: {_rate(picked)}, {_gain(decision, picked, value, gain)}.{_run(decision.run)}"
+    rate = _rate(picked, (decision.step_tokens or picked.step_samples or problem.max_workers * problem.batch_size))
+    unit = "tokens" if decision.step_tokens else "samples"
+    return f"Use {used_text}{work}{unused_clause}: {rate} {unit}/s, {_gain(decision, picked, value, gain)}.{_run(decision.run)}"
 
 
 def _joined(parts: list[str]) -> str:
@@ -370,7 +377,9 @@ def _type_name(name: str, count: int, *, numbered: bool = False) -> str:
     return f"{count} {text}" if count > 1 else f"one {text}" if numbered else text
 
 
-def _each_of_type(name: str, count: int) -> str:
+def _each_of_type(name: str, count: int, together: int = 1) -> str:
+    if together > 1:
+        return f"each {together} {_type_name(name, together).partition(' ')[2]}"
     return f"each {name}" if count > 1 else f"the {name}"
 
 
@@ -379,11 +388,13 @@ def _work_per_device(decision: Decision, plan: Plan, picked: Option) -> str:
     if decision.layouts and decision.layouts[0].text == picked.order:
         layout = decision.layouts[0]
         sizes_by_type = layout.local_batch_sizes.items()
-        if layout.sharding == "none" and layout.checkpointing == "none":
+        if layout.sharding == "none" and layout.checkpointing == "none" and layout.gpus == 1:
             size = counted(next(iter(layout.local_batch_sizes.values())), "sample")
             passes = f" in {layout.passes} passes" if layout.passes > 1 else ""
             return f", {size} a step{passes}, {show_bytes(max(layout.memory_bytes.values()))}"
-        sizes = _joined([f"{size} on {_each_of_type(name, picked.devices[name])}" for name, size in sizes_by_type])
+        sizes = _joined(
+            [f"{size} on {_each_of_type(name, picked.devices[name], layout.gpus)}" for name, size in sizes_by_type]
+        )
         passes = f" in {layout.passes} passes" if layout.passes > 1 else ""
         return f" with {layout.text}, {sizes}{passes}, {show_bytes(max(layout.memory_bytes.values()))} a process"
     if plan.est_count:
@@ -400,14 +411,12 @@ def _work_per_device(decision: Decision, plan: Plan, picked: Option) -> str:
     return f", {_joined(shares)}"
 
 
-def _rate(option: Option) -> str:
-    """Return steps per second, or seconds per step from 1 s on, with the interval where it is known."""
-    has_interval = option.low_s is not None and option.high_s is not None and option.low_s > 0
-    if option.iteration_s < 1:
-        interval = f" ({1 / (option.high_s or 1):.3g} to {1 / (option.low_s or 1):.3g})" if has_interval else ""
-        return f"{1 / option.iteration_s:.3g} steps/s{interval}"
-    interval = f" ({show_seconds(option.low_s)} to {show_seconds(option.high_s)})" if has_interval else ""
-    return f"{show_seconds(option.iteration_s)} a step{interval}"
+def _rate(option: Option, step_items: float) -> str:
+    """Return the seconds of a step, with the interval where it is known, and the samples or tokens in a second."""
+    interval = ""
+    if option.low_s is not None and option.high_s is not None and option.low_s > 0:
+        interval = f" ({show_seconds(option.low_s)} to {show_seconds(option.high_s)})"
+    return f"{show_seconds(option.iteration_s)} a step{interval}, {show_rate(step_items / option.iteration_s)}"
 
 
 def _run(run: RunFigures | None) -> str:
@@ -432,9 +441,6 @@ def _gain(decision: Decision, picked: Option, value: Value, gain: float) -> str:
     else:
         has_same_devices = picked.devices == decision.baseline.devices
         text = "what one would do anyway" if has_same_devices else f"as good as {decision.baseline_name}"
-    all_name = next((name for name in decision.baselines if name.startswith("all ")), None)
-    if all_name is not None and all_name != decision.baseline_name and value(decision.baselines[all_name]):
-        text += f", and {_ahead(value(picked) / value(decision.baselines[all_name]) - 1, decision.objective)}{all_name}"
     return text
 
 
@@ -450,15 +456,15 @@ def _ahead(gain: float, objective: str) -> str:
 def _why(decision: Decision, picked: Option, first: Option, value: Value) -> str:
     """Return the sentence that says why the picked strategy wins, and how much communication is exposed."""
     is_single = sum(picked.devices.values()) == 1
-    text = f"{picked.strategy}: " + (
-        "one device has nothing to share or to exchange" if is_single else _WHY[picked.strategy]
-    )
+    grouped = None if picked.group is None else _WHY_STAGES if picked.group.pipeline > 1 else _WHY_TENSORS
+    alone = "one device has nothing to share or to exchange" if is_single else _WHY[picked.strategy]
+    text = f"Why: {grouped or alone}"
     overall = next((option for name, option in decision.baselines.items() if name.startswith("all ")), None)
     if overall is not None and overall.devices != picked.devices and overall.iteration_s > picked.iteration_s:
         exposed_s = overall.communication_s
         parts = f"{show_seconds(overall.compute_s)} until the slowest has computed its share"
         parts += "" if exposed_s is None else f", then {show_seconds(exposed_s)} of communication"
-        text += f"; on all {sum(overall.devices.values())}, equally, a step takes {show_seconds(overall.iteration_s)}: {parts}"
+        text += f"; on all {sum(overall.devices.values())} with equal shares a step takes {show_seconds(overall.iteration_s)}: {parts}"
     if first.strategy != picked.strategy and value(picked):
         stale_clause = f", but with updates up to {first.staleness} iterations stale" if first.staleness else ""
         lead = value(first) / value(picked) - 1
@@ -482,7 +488,7 @@ def _why(decision: Decision, picked: Option, first: Option, value: Value) -> str
     exposed_text = f"{show_seconds(picked.communication_s)} of each step is exposed communication{starved_clause}"
     if share < 5e-5:
         exposed_text = "no communication worth mentioning is exposed"
-    return f"{text}; {exposed_text}{order} ({picked.order if is_fitted_or_measured else 'predicted'}, its error is not known)."
+    return f"{text}; {exposed_text}{order} ({picked.order if is_fitted_or_measured else 'predicted'})."
 
 
 def _certainty(

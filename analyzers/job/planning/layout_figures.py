@@ -175,6 +175,12 @@ class LayoutFigures:
             kinds[name] = replace(kinds[name], slower=self.capability(name, batch_size) / capability)
         return replace(self, kinds=kinds, _timed={}, _settings={})
 
+    @property
+    def step_tokens(self) -> int | None:
+        """Return the tokens of a step; None where its samples are no texts."""
+        tokens = self.work.traced.graph.meta.get("tokens_per_sample")
+        return tokens * self.total if isinstance(tokens, int) else None
+
     def capability(self, name: str, batch_size: int) -> float:
         """Return the mini-batches of ``batch_size`` samples that one device of a type (or group) makes in a second, alone."""
         timed = self._timed_pass(name, batch_size, "none", WHOLE)

@@ -41,6 +41,8 @@ from ddltool.job import Job
 from ddltool.shipped import calibration
 from ddltool.units import show_bytes
 
+# What people run without a tool.
+_PLAIN = ("none", "ddp", "fsdp")
 _SIMPLER = {"none": 0, "ddp": 1, "fsdp": 2, "hsdp": 3, "zero2": 4}
 # How many layouts get their best buckets or prefetch before one is picked, and up to how many times the best default step.
 _SETTLED, _SETTINGS_GAIN = 8, 1.5
@@ -217,7 +219,7 @@ class Layouts(LayoutFigures):
         return goal.of(step_s, sum(devices.values()), price_per_hour * step_s / 3600) > limit
 
     def plainest(self, problem: Problem) -> LayoutCandidate:
-        """Return an equal split over all devices, sharded and checkpointed as little as need be: what a person would try first.
+        """Return what a careful engineer would run: an equal split over all devices, the fastest of DDP and FSDP2.
 
         Where none fits, the fastest of those on a single type; at last, the best layout.
         """
@@ -236,11 +238,12 @@ class Layouts(LayoutFigures):
         return _simplest(fits, self.value(Goal()))
 
     def _plainest_fitting(self, problem: Problem) -> list[LayoutCandidate]:
-        """Return the layout of least checkpointing, then sharding, that the allocator holds; empty where none fits."""
+        """Return the simplest of the fastest plain layouts that the allocator holds; empty where none fits."""
         most = _largest_counts(problem, self.total)
         fitting = [candidate for counts in most for candidate in self._layouts_on(problem, counts, True, Goal())[0]]
+        fitting = [candidate for candidate in fitting if candidate.sharding.kind in _PLAIN] or fitting
         while fitting:
-            plainest = min(fitting, key=lambda candidate: simplicity(candidate.layout)[1::-1])
+            plainest = _simplest(fitting, self.value(Goal()))
             if not self._missing_bytes(plainest):
                 return [plainest]
             fitting.remove(plainest)
