@@ -24,6 +24,7 @@ from ddltool.analyzers.job.planning.job_inputs import (
     read_with_specs,
     samples_of,
     scanned,
+    with_prices,
 )
 from ddltool.analyzers.job.planning.options import Failures, Goal, PlanOptions
 from ddltool.analyzers.job.planning.planning import SHARING, complete, plan_together, solve
@@ -33,7 +34,7 @@ from ddltool.analyzers.step.communication.nccl import Fabric
 from ddltool.analyzers.step.costs.model import CostModel, cost_model
 from ddltool.analyzers.step.recording.command import LIMIT_S, is_command
 from ddltool.analyzers.step.tracing.sources import is_graph_file
-from ddltool.artifacts import check_outputs, read_document, save
+from ddltool.artifacts import check_outputs, read_document, save, to_yaml, write_text
 from ddltool.commands.options import AS_TEXT, OPTIMIZER, LocalLink, Precision, Seed, number, one_of, within
 from ddltool.commands.output import answer, note, progress, show
 from ddltool.commands.verbs import VerbCall, demand_part, is_given, refuse, verb
@@ -48,10 +49,21 @@ from ddltool.shipped import calibration, known_devices
 from ddltool.stages import Stage, Tell, log_remark, quietly
 from ddltool.units import counted, parse_duration
 
-_ALL = {"job", "strategy", "graph", "time_limit_s", "devices_file", "allow_code", "output", "seed", "as_json"}
+_ALL = {"job", "strategy", "graph", "time_limit_s", "devices_file", "allow_code", "output", "seed", "as_json", "price"}
 _BARRIERS = {"lookahead", "max_gap"}
 # What a job without a file reads beside its devices.
-_MODEL = {"devices", "nodes", "batch_size", "precision", "sequence_length", "optimizer", "link", "nic"}
+_MODEL = {
+    "devices",
+    "nodes",
+    "batch_size",
+    "precision",
+    "sequence_length",
+    "optimizer",
+    "compile",
+    "link",
+    "nic",
+    "save_job",
+}
 _MOST_SAMPLES = 1e30
 _RUN = {"tokens", "samples", "epochs", "deadline_s", "budget", "failures"}
 _AUTO = {"objective", "telemetry", "bandwidth", "latency", "nccl_tests", "compress", *_RUN}
@@ -118,11 +130,13 @@ def plan(
     *,
     objective: Annotated[Objective, one_of(*get_args(Objective))] = "fastest",
     devices: str | None = None,
+    price: str | None = None,
     nodes: Annotated[int | None, within(1)] = None,
     batch_size: Annotated[int | None, within(1)] = None,
     precision: Precision = "fp32",
     sequence_length: Annotated[int | None, within(1)] = None,
     optimizer: Annotated[str | None, OPTIMIZER] = None,
+    compile: bool = False,
     link: LocalLink = None,
     nic: str | None = None,
     vary: Sequence[str] = (),
@@ -147,6 +161,7 @@ def plan(
     prefer: Annotated[Sequence[str] | None, _names] = None,
     devices_file: Path | None = None,
     allow_code: bool = False,
+    save_job: str | Path | None = None,
     output: str | Path | None = None,
     seed: Seed = 0,
     tell: Tell = log_remark,
@@ -156,9 +171,8 @@ def plan(
 
     ``job``: a job.yaml, a Job, or with ``devices`` (``A100=8,V100=4``) the name of a model. ``strategy``: auto, bsp, lb-bsp,
     elastic-bsp, est or goodput; ``samples`` (an epoch's, where ``epochs`` are given) or ``tokens``: of the whole run, which
-    takes at most ``deadline_s`` and costs at most ``budget``; the rest as the options of ``ddltool plan``. ``output``: a place
-    for the plan, which must be none of the files that the job names. Raises InputError, and Infeasible, which names the job's
-    file and the constraint.
+    takes at most ``deadline_s`` and costs at most ``budget``; the rest as the options of ``ddltool plan``. ``save_job``: where
+    the job that the options describe is written as YAML; ``output``: where the plan is; neither is a file that the job names. Raises InputError, and Infeasible, which names the job's file and the constraint.
 
     With ``devices`` (those of a node: ``8xH100,4xA100``) ``job`` may be the words of a command that trains: it and, where
     options of its own ``vary`` (``["--batch-size 4,8"]``), each combination of their values is recorded and predicted; or a
@@ -208,13 +222,17 @@ def plan(
             precision=precision if is_given("precision") else None,
             optimizer=optimizer,
             sequence_length=sequence_length,
+            compile=compile,
         )
         split = f"{counted(job.max_workers * job.batch_size, 'sample')} a step, {job.max_workers} x {job.batch_size}"
         tell(f"note: {split} for logical workers" + ("; --batch-size says otherwise" if batch_size is None else ""))
     run_samples = _samples(samples, epochs, tokens)
     job_file = Path(job.name) if isinstance(job, Job) else Path(job)
     known_job = read_with_specs(job if isinstance(job, Job) else job_file, devices_file, allow_code=allow_code)
-    check_outputs(_named(known_job, job_file.parent), {"-o": output})
+    known_job = known_job if price is None else with_prices(known_job, price)
+    check_outputs(_named(known_job, job_file.parent), {"-o": output, "--save": save_job})
+    if save_job is not None:
+        write_text(save_job, to_yaml(known_job))
     traced = graph_of(known_job, job_file.parent, None if graph is None else Path(graph))
     known_job = scanned(known_job, traced, tell)
     goal = Goal(

@@ -428,6 +428,15 @@ def to_json(artifact: BaseModel | dict[str, Any], *, indent: int | None = 1) -> 
     return json.dumps(document, indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
 
 
+def to_yaml(artifact: Artifact) -> str:
+    """Return an artifact as people write it: what is not the default, in the order of its fields."""
+    import yaml  # who writes JSON needs none
+
+    document = artifact.model_dump(mode="json", exclude_defaults=True)
+    kind = type(artifact).model_fields["kind"].default
+    return str(yaml.safe_dump({"kind": kind, **document}, sort_keys=False, allow_unicode=True))
+
+
 def save(artifact: BaseModel | dict[str, Any], path: str | Path) -> None:
     """Write an artifact atomically. Raises InputError when the place cannot be written."""
     write_text(path, to_json(artifact))

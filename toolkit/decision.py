@@ -70,7 +70,7 @@ class RunFigures(Record):
     hours: NonNegative = Field(description="failures, checkpoints and restarts included where they are known")
     low_hours: NonNegative | None = None
     high_hours: NonNegative | None = None
-    price: NonNegative | None = Field(default=None, description="in the currency of price_per_hour")
+    price: NonNegative | None = Field(default=None, description="in US dollars")
     energy_kwh: NonNegative | None = Field(
         default=None, description="of the devices at their datasheets' power; an upper end"
     )
@@ -167,7 +167,13 @@ class Decision(Record):
         default_factory=list,
         description="ways to shard and checkpoint the model: the picked one, the others, what does not fit",
     )
-    words: list[str] = Field(description="the answer; why; how sure; what next")
+    words: list[str] = Field(
+        description="the answer; why; how sure; what next; what else would save time, where something does"
+    )
+    would_save: dict[str, NonNegative] = Field(
+        default_factory=dict,
+        description="what nobody asked for to the share of a step that it would save: torch.compile",
+    )
     error: NonNegative | None = Field(
         default=None, description="relative error of the predicted compute times; null: given without one"
     )

@@ -72,9 +72,7 @@ class DeviceOffer(Linked):
     per_node: Annotated[int, Field(ge=1, le=1024)] | None = Field(
         default=None, description="how many stand on a node, where no cluster says it"
     )
-    price_per_hour: Price | None = Field(
-        default=None, description="price of one device for an hour, in any one currency"
-    )
+    price_per_hour: Price | None = Field(default=None, description="price of one device for an hour, in US dollars")
     spec: dict[str, Any] | None = Field(
         default=None, description="a ddltool.devices entry without its name, for a type that ddltool does not know"
     )
@@ -171,6 +169,7 @@ class Job(Artifact):
     )
     channels_last: bool = Field(default=False, description="images in channels_last")
     optimizer: OptimizerName = "adam"
+    compile: bool = Field(default=False, description="the step runs under torch.compile")
     sequence_length: AtLeastOne | None = Field(default=None, description="tokens of a sample; null: the source's own")
     devices: list[DeviceOffer] = Field(default_factory=list, max_length=1000)
     cluster: str | None = Field(default=None, description="cluster.yaml that gives the device counts")

@@ -493,6 +493,9 @@ def test_the_options_are_a_decision() -> None:
         "fit": sorted(["--holdout", *common]),
         "plan": sorted(
             [
+                "--price",
+                "--compile",
+                "--save",
                 *("--vary", "--limit", "--keep-files"),
                 "--compress",
                 "--nccl-tests",

@@ -347,8 +347,8 @@ def _choices(plan: Plan, decision: Decision) -> list[_Choice]:
     others = [
         layout
         for layout in decision.layouts
-        if (layout.step_s or slowest + 1) <= slowest
-        or (layout.missing_bytes and layout.sharding == "ddp" and layout.checkpointing == "none" and layout.gpus == 1)
+        if (not layout.missing_bytes and (layout.step_s or math.inf) <= slowest)
+        or (layout.sharding == "ddp" and layout.gpus == 1)  # what people ask for first
     ]
     kinds = {
         (layout.sharding, layout.checkpointing, layout.gpus, *sorted(layout.devices)): layout for layout in others[::-1]
@@ -373,7 +373,8 @@ def _choices(plan: Plan, decision: Decision) -> list[_Choice]:
         distinct.setdefault(choice.key, choice)
     first, *rest = distinct.values()
     kept = rest[: _CHOICES - 1]
-    plain = [choice for choice in rest if choice.missing_bytes and choice not in kept][:1]
+    plain = [choice for choice in rest if choice.how == "DDP" and choice.devices == picked.devices]
+    plain = [] if first.how == "DDP" or any(choice in kept for choice in plain) else plain[:1]
     kept = [*kept[: _CHOICES - 1 - len(plain)], *plain]
     if decision.objective == "cheapest":
         kept.sort(key=lambda choice: choice.price_per_sample or math.inf)

@@ -67,7 +67,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
-    """One result: plain sentences, pictures, tables; and what only who asks for more reads (``-v``, the end of a page's section)."""
+    """One result: plain sentences, pictures, tables. ``details`` and ``more`` are for who asks (``-v``); a page ends with them."""
 
     title: str
     lead: Sequence[str]

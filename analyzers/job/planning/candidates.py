@@ -32,6 +32,7 @@ from ddltool.plans import Plan
 
 if TYPE_CHECKING:  # it loads torch
     from ddltool.analyzers.job.planning.layout_figures import LayoutCandidate
+    from ddltool.analyzers.job.planning.layouts import Layouts
 
 # From the least change to a training script to the most.
 STRATEGIES = ("bsp", "lb-bsp", "est", "goodput", "elastic-bsp")
@@ -53,6 +54,17 @@ class Candidate:
     exposed: Exposed | None
     layouts: tuple[Layout, ...] = ()
     """The layout of the plan first, then the next best; empty where the plan was not searched among layouts."""
+    laid_out: LayoutCandidate | None = None
+    """What the plan's layout is derived from, and by which figures."""
+    figures: Layouts | None = None
+
+    def would_save(self) -> dict[str, float]:
+        """Return what nobody asked for to the share of a step that it would save in the plan's layout."""
+        if self.laid_out is None or self.figures is None:
+            return {}
+        now_s = self.laid_out.layout.step_s or 0.0
+        steps_s = {name: other.step_s(self.laid_out) for name, other in self.figures.alternatives().items()}
+        return {name: 1 - step_s / now_s for name, step_s in steps_s.items() if step_s is not None and step_s < now_s}
 
 
 def plan_by(
@@ -418,7 +430,11 @@ class Candidates:
         }
         option = candidate.option.model_copy(update={**interval, **figures})
         return replace(
-            candidate, option=option, layouts=(layout.model_copy(update={"step_s": option.iteration_s, **interval}),)
+            candidate,
+            option=option,
+            laid_out=laid_out,
+            figures=layouts,
+            layouts=(layout.model_copy(update={"step_s": option.iteration_s, **interval}),),
         )
 
     def _est_by_determinism(self, problem: Problem) -> Candidate:

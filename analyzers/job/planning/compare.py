@@ -61,6 +61,7 @@ def decide(
     unsure_options = (other.option for other in ranked if not other.option.staleness and choice.unsure(other, picked))
     clear_value = choice.value(picked.option) * (1 + LEAST_GAIN)
     rival = next((option for option in unsure_options if choice.value(option) > clear_value), None)
+    decision = decision.model_copy(update={"would_save": picked.would_save()})
     words, following = explained(
         decision, picked.plan, picked.option, job, problem, choice.value, model, rival=rival, first=ranked[0].option
     )
@@ -326,6 +327,10 @@ def explained(
         certainty,
         next_step,
     ]
+    gains = {name: share for name, share in decision.would_save.items() if share >= LEAST_GAIN}
+    if gains:
+        texts = [f"{name} would save {share:.0%} of a step" for name, share in gains.items()]
+        sentences.append(f"Beside this: {_joined(texts)} (predicted).")
     return sentences, next_command
 
 
@@ -464,7 +469,8 @@ def _why(decision: Decision, picked: Option, first: Option, value: Value) -> str
         exposed_s = overall.communication_s
         parts = f"{show_seconds(overall.compute_s)} until the slowest has computed its share"
         parts += "" if exposed_s is None else f", then {show_seconds(exposed_s)} of communication"
-        text += f"; on all {sum(overall.devices.values())} with equal shares a step takes {show_seconds(overall.iteration_s)}: {parts}"
+        everyone = f"on all {sum(overall.devices.values())} with equal shares"
+        text += f"; {everyone} a step takes {show_seconds(overall.iteration_s)}: {parts}"
     if first.strategy != picked.strategy and value(picked):
         stale_clause = f", but with updates up to {first.staleness} iterations stale" if first.staleness else ""
         lead = value(first) / value(picked) - 1

@@ -33,7 +33,7 @@ from ddltool.analyzers.step.measured.feedback import Run, read_run
 from ddltool.analyzers.step.tracing.determinism import scan
 from ddltool.analyzers.step.tracing.sources import is_graph_file, is_onnx_file, load_graph, scan_source
 from ddltool.artifacts import load
-from ddltool.device import DEVICES_PER_NODE, Network
+from ddltool.device import DEVICES_PER_NODE, Network, name_key
 from ddltool.errors import InputError, naming
 from ddltool.goodput_model import Goodput
 from ddltool.graph import SEND, Graph, read_graph
@@ -465,6 +465,26 @@ def offered(devices: str) -> list[Offered]:
     return offers
 
 
+def with_prices(job: Job, prices: str) -> Job:
+    """Return the job with prices per hour as ``H100=2.5,A100=1.2`` says them. Raises InputError for anything else."""
+    by_type: dict[str, float] = {}
+    types = {name_key(offer.type): offer.type for offer in job.devices}
+    for part in prices.split(","):
+        match = re.fullmatch(r"\s*([^=]+?)\s*=\s*\$?([0-9]{1,9}(?:\.[0-9]{1,6})?)\s*", part)
+        if match is None:
+            raise InputError("--price", f"{part.strip()!r} is not TYPE=PRICE", "for example H100=2.5,A100=1.2")
+        if name_key(match[1]) not in types:
+            raise InputError(
+                "--price", f"{match[1]} is not among the devices", f"there are {', '.join(types.values())}"
+            )
+        by_type[types[name_key(match[1])]] = float(match[2])
+    offers = [
+        offer.model_copy(update={"price_per_hour": by_type.get(offer.type, offer.price_per_hour)})
+        for offer in job.devices
+    ]
+    return job.model_copy(update={"devices": offers})
+
+
 _FIELDS = {"batch_size": "--batch-size", "max_workers": "--batch-size", "devices": "--devices"}
 
 
@@ -480,6 +500,7 @@ def job_of(
     precision: str | None = None,
     optimizer: str | None = None,
     sequence_length: int | None = None,
+    compile: bool = False,
 ) -> Job:
     """Return the job of a model on devices that options describe. Raises InputError, which names the option.
 
@@ -505,6 +526,7 @@ def job_of(
     workers = max(size for size in range(1, min(total, samples) + 1) if samples % size == 0)
     optional_fields = {"precision": precision, "optimizer": optimizer, "sequence_length": sequence_length}
     given_fields: dict[str, Any] = {name: value for name, value in optional_fields.items() if value is not None}
+    given_fields |= {"compile": True} if compile else {}
     try:
         job = Job(
             name=re.sub(r"[^\w.-]+", "-", source.rpartition(":")[2] or source).strip("-") or "job",

@@ -32,7 +32,7 @@ from ddltool.analyzers.step.costs.model import CostModel
 from ddltool.analyzers.step.costs.parallel import between_replicas
 from ddltool.analyzers.step.costs.predict import ParallelDegrees, Placement, Setting, WorkCurve, own_update_s
 from ddltool.decision import Layout
-from ddltool.errors import Infeasible
+from ddltool.errors import Infeasible, InputError
 from ddltool.graph import Graph
 from ddltool.plans import Assignment, BucketSetting, Plan, PrefetchSetting, Recomputed, ShardingSetting
 from ddltool.units import counted, show_bytes
@@ -174,6 +174,20 @@ class LayoutFigures:
         for name, capability in capabilities.items():
             kinds[name] = replace(kinds[name], slower=self.capability(name, batch_size) / capability)
         return replace(self, kinds=kinds, _timed={}, _settings={})
+
+    def alternatives(self) -> dict[str, Self]:
+        """Return what the user may change of the script beside the layout, by name; nothing is traced again for it."""
+        compiled = replace(self, compile=True, _timed={}, _reserved_bytes={}, _peaks={}, _settings={})
+        return {} if self.compile else {"torch.compile": compiled}
+
+    def step_s(self, candidate: LayoutCandidate) -> float | None:
+        """Return the seconds of a step in a candidate's layout by these figures; None where they have no such step."""
+        layout = candidate.layout
+        try:
+            costed = self._cost(layout.devices, candidate.sharding, candidate.recompute, layout.passes, candidate.rows)
+        except InputError:
+            return None
+        return None if costed is None else costed.layout.step_s
 
     @property
     def step_tokens(self) -> int | None:

@@ -73,7 +73,8 @@ class Layouts(LayoutFigures):
             work = parallel_curve(self.work, Setting(fabric=fabric, accumulation=degrees.pipeline, layout=degrees))
         except InputError:
             return None
-        return Layouts(work=work, kinds=kinds, total=self.total, optimizer=self.optimizer, degrees=degrees)
+        fields = {"total": self.total, "optimizer": self.optimizer, "compile": self.compile}
+        return Layouts(work=work, kinds=kinds, degrees=degrees, **fields)  # type: ignore[arg-type]
 
     def search(
         self,
@@ -396,4 +397,5 @@ def layouts_of(job: Job, table: DeviceTable, fabrics: Mapping[str, Fabric]) -> L
                 usable_bytes=usable_bytes(limited_device),
                 price_per_hour=offer.price_per_hour,
             )
-    return Layouts(work=work, kinds=kinds, total=job.max_workers * job.batch_size, optimizer=job.optimizer)
+    total = job.max_workers * job.batch_size
+    return Layouts(work=work, kinds=kinds, total=total, optimizer=job.optimizer, compile=job.compile)
