@@ -172,7 +172,7 @@ def plan(
     ``job``: a job.yaml, a Job, or with ``devices`` (``A100=8,V100=4``) the name of a model. ``strategy``: auto, bsp, lb-bsp,
     elastic-bsp, est or goodput; ``samples`` (an epoch's, where ``epochs`` are given) or ``tokens``: of the whole run, which
     takes at most ``deadline_s`` and costs at most ``budget``; the rest as the options of ``ddltool plan``. ``save_job``: where
-    the job that the options describe is written as YAML; ``output``: where the plan is; neither is a file that the job names. Raises
+    the job that the options describe is written as YAML; ``output``: where the plan is; neither is a file of the job's. Raises
     InputError, and Infeasible, which names the job's file and the constraint.
 
     With ``devices`` (those of a node: ``8xH100,4xA100``) ``job`` may be the words of a command that trains: it and, where

@@ -67,7 +67,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
-    """One result: plain sentences, pictures, tables. ``details`` and ``more`` are for who asks (``-v``); pages end with them."""
+    """One result: plain sentences, pictures, tables. ``details`` and ``more`` are for who asks (``-v``), last."""
 
     title: str
     lead: Sequence[str]
