@@ -323,10 +323,11 @@ def _choices(plan: Plan, decision: Decision) -> list[_Choice]:
 
     def of_option(option: Option, remark: str) -> _Choice:
         layout = layouts.get((option.order, *sorted(option.devices.items())))
-        is_uneven = layout is not None and len(set(layout.local_batch_sizes.values())) > 1
-        how, checkpointing = _short(option.order) if decision.layouts and option.order else (_HOW[option.strategy], "")
+        how, checkpointing = _HOW[option.strategy], ""
+        if decision.layouts and option.order and option.strategy in ("bsp", "lb-bsp"):
+            how, checkpointing = _short(option.order) if layout is None else _short_layout(layout)
         return _Choice(
-            how=f"{how}, uneven" if is_uneven else how,
+            how=how,
             checkpointing=checkpointing,
             devices=option.devices,
             each=None if layout is None else _each(layout),
@@ -355,8 +356,8 @@ def _choices(plan: Plan, decision: Decision) -> list[_Choice]:
     }
     listed_choices += [
         _Choice(
-            how=_short(layout.text)[0],
-            checkpointing=_short(layout.text)[1],
+            how=_short_layout(layout)[0],
+            checkpointing=_short_layout(layout)[1],
             devices=layout.devices,
             each=_each(layout),
             memory_bytes=max(layout.memory_bytes.values()),
@@ -389,6 +390,12 @@ def _short(text: str) -> tuple[str, str]:
         text = text.replace(long, short)
     how, comma, last = text.rpartition(", ")
     return (how, last.removesuffix(" checkpointing")) if comma and last.endswith(" checkpointing") else (text, "")
+
+
+def _short_layout(layout: Layout) -> tuple[str, str]:
+    """Return :func:`_short` of a layout, with a word where devices take unequal shares."""
+    how, checkpointing = _short(layout.text)
+    return f"{how}, uneven" if len(set(layout.local_batch_sizes.values())) > 1 else how, checkpointing
 
 
 def _each(layout: Layout) -> str:
