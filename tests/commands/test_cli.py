@@ -452,6 +452,7 @@ def test_the_options_are_a_decision() -> None:
         ),
         "predict": sorted(
             [
+                "--lora",
                 "--limit",
                 "--keep-files",
                 "--link",
@@ -493,6 +494,7 @@ def test_the_options_are_a_decision() -> None:
         "fit": sorted(["--holdout", *common]),
         "plan": sorted(
             [
+                "--lora",
                 "--price",
                 "--compile",
                 "--save",

@@ -58,7 +58,7 @@ _HOW = {
     "lb-bsp": "batches by speed (lb-bsp)",
     "est": "logical workers (est)",
     "goodput": "tuned batch (goodput)",
-    "elastic-bsp": "own pace to barriers (elastic-bsp)",
+    "elastic-bsp": "own pace (elastic-bsp)",
 }
 # Choices between time and price that are listed.
 _PARETO_ROWS = 6

@@ -35,6 +35,7 @@ from ddltool.analyzers.step.costs.memory import (
     lifetimes_of,
 )
 from ddltool.analyzers.step.costs.model import HOST_BOUND, OPTIMIZER, OPTIMIZERS, CostModel, estimate
+from ddltool.analyzers.step.tracing.adapters import with_lora
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.sources import Source, demand_whole, is_graph_file, is_onnx_file, resolve_step
 from ddltool.analyzers.step.tracing.step import TrainingStep
@@ -346,6 +347,7 @@ def predict_on(
         **{name: meta.get(name) for name in ("precision", "channels_last")},
         **{name: getattr(first_setting, name) for name in _ASSUMED},
         "sequence_length": meta.get("tokens_per_sample"),
+        "lora": meta.get("lora"),
         "bandwidth_bytes_per_s": first_setting.fabric.between.bytes_per_s,
         "gpus_per_node": first_setting.fabric.gpus_per_node,
         "sequence_parallel": first_setting.layout.sequence,
@@ -712,17 +714,23 @@ def timeline(curve: WorkCurve, model: CostModel, setting: Setting, row: Predicte
     )
 
 
-def work_of(source: Source, numerics: Numerics, sequence_length: int | None) -> WorkCurve:
-    """Return the work of SOURCE's training step at any batch size.
+def work_of(source: Source, numerics: Numerics, sequence_length: int | None, lora: int | None = None) -> WorkCurve:
+    """Return the work of SOURCE's training step at any batch size; ``lora``: of adapters of this rank alone.
 
     Raises InputError for a graph or ONNX file, and for a library's model of which the example inputs miss a part.
     """
     if is_graph_file(source) or is_onnx_file(source):
         remedy = "give a torch source: zoo:NAME, timm:NAME, transformers:NAME, file.py:factory"
         raise InputError(str(source), "holds one batch size only and cannot be traced at others", remedy)
+
+    def build() -> TrainingStep:
+        step = resolve_step(source, sequence_length)
+        return step if lora is None else with_lora(step, lora, numerics)
+
     with contextlib.redirect_stdout(sys.stderr):  # what the user's forward prints must not mix with the result
-        curve = measure_work(lambda: resolve_step(source, sequence_length), numerics)
-    return replace(curve, traced=replace(curve.traced, graph=demand_whole(curve.traced.graph, source)))
+        curve = measure_work(build, numerics)
+    graph = demand_whole(curve.traced.graph, source)
+    return replace(curve, traced=replace(curve.traced, graph=replace(graph, meta={**graph.meta, "lora": lora})))
 
 
 def predicted_profile(result: PredictResult) -> pd.DataFrame:
