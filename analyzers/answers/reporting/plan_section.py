@@ -324,6 +324,7 @@ def _choices(plan: Plan, decision: Decision) -> list[_Choice]:
     def of_option(option: Option, remark: str) -> _Choice:
         layout = layouts.get((option.order, *sorted(option.devices.items())))
         how, checkpointing = _HOW[option.strategy], ""
+        how = how.partition(" (")[0] if decision.layouts else how
         if decision.layouts and option.order and option.strategy in ("bsp", "lb-bsp"):
             how, checkpointing = _short(option.order) if layout is None else _short_layout(layout)
         return _Choice(
@@ -409,6 +410,7 @@ def _choices_picture(plan: Plan, decision: Decision) -> Picture:
     choices, tokens = _choices(plan, decision), decision.step_tokens
     samples = plan.max_workers * plan.batch_size
     run, picked_s = decision.run, choices[0].step_s or math.inf
+    restarts = 1.0 if run is None else run.hours * 3600 / (run.steps * picked_s)  # with failures and checkpoints
     has_goodput = any(option.goodput_per_s is not None for option in decision.options)
 
     def rate(row: _Choice) -> float | None:
@@ -422,7 +424,7 @@ def _choices_picture(plan: Plan, decision: Decision) -> Picture:
     def price(row: _Choice) -> str | None:
         if row.price_per_sample is None or not row.step_s:
             return None
-        return show_money(row.price_per_sample * (1e6 if run is None else run.samples))
+        return show_money(row.price_per_sample * (1e6 if run is None else restarts * run.samples))
 
     columns: dict[str, Column[_Choice]] = {
         "recompute": lambda row: row.checkpointing or None,

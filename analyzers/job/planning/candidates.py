@@ -158,7 +158,7 @@ class Candidates:
         """Return the best plan of each size of groups of devices that hold a replica between them.
 
         Groups by tensors lie within a node. Stages of a pipeline are tried where ``base``, the best plan of single devices,
-        waits for the network or leaves devices out, and where nothing else fits: then of the fewest stages that do.
+        waits for the network or leaves devices of its types out, and where nothing else fits: then of the fewest stages that do.
         """
         layouts = self.model.layouts
         if layouts is None:
@@ -168,7 +168,10 @@ class Candidates:
         tensors = [2**power for power in range(1, per_node.bit_length()) if 2**power <= per_node]
         nodes = -(-devices // per_node)
         tried = [(tensor, 1) for tensor in tensors]
-        if base is not None and (_waits(base.option) or sum(base.option.devices.values()) < devices):
+        offered = {device.name: device.count for device in problem.devices}
+        if base is not None and (
+            _waits(base.option) or any(count < offered[name] for name, count in base.option.devices.items())
+        ):
             tried += [(t, 2**power) for power in range(1, nodes.bit_length()) for t in {1, *tensors[-1:]}]
         found = [each for degrees in tried if (each := self._by(*degrees, problem))]
         if found or base is not None:
