@@ -158,7 +158,7 @@ class Candidates:
         """Return the best plan of each size of groups of devices that hold a replica between them.
 
         Groups by tensors lie within a node. Stages of a pipeline are tried where ``base``, the best plan of single devices,
-        waits for the network or leaves devices of its types out, and where nothing else fits: then of the fewest stages that do.
+        waits for the network or leaves devices of its types out, and where nothing else fits: of the fewest stages then.
         """
         layouts = self.model.layouts
         if layouts is None:

@@ -197,12 +197,17 @@ class WorkCurve:
         return True
 
 
-def measure_work(build: Callable[[], TrainingStep], numerics: Numerics = AS_DEFAULT) -> WorkCurve:
-    """Return the work of the training step that ``build`` makes. Raises InputError when it cannot be traced."""
-    traced = trace_any_batch(build, mode="training", numerics=numerics)
+def measure_work(
+    build: Callable[[], TrainingStep], numerics: Numerics = AS_DEFAULT, like: TracedStep | None = None
+) -> WorkCurve:
+    """Return the work of the training step that ``build`` makes; ``like`` as of :func:`trace_any_batch`.
+
+    Raises InputError when it cannot be traced.
+    """
+    traced = trace_any_batch(build, mode="training", numerics=numerics, like=like)
     if not numerics.autocasts:
         return WorkCurve(traced=traced)
-    return WorkCurve(traced=traced, gathered=lambda: measure_work(build, replace(numerics, gathered=True)))
+    return WorkCurve(traced=traced, gathered=lambda: measure_work(build, replace(numerics, gathered=True), traced))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -159,8 +159,12 @@ def trace_step(
     return _trace_at(_build(build, mode), batch_size, mode, numerics)
 
 
-def trace_any_batch(build: Callable[[], TrainingStep], *, mode: Mode, numerics: Numerics = AS_DEFAULT) -> TracedStep:
+def trace_any_batch(
+    build: Callable[[], TrainingStep], *, mode: Mode, numerics: Numerics = AS_DEFAULT, like: TracedStep | None = None
+) -> TracedStep:
     """Return a trace whose :meth:`TracedStep.at` gives the graph at any batch size.
+
+    ``like``: a trace of the same step in other numerics, which do not change what grows with the batch.
 
     The step is traced at a prime that divides no other dimension: the multiples of the prime are the dimensions that grow
     with the batch (at a multiple of the prime, for a module that takes no odd batch). Models may halve the batch, loop over
@@ -169,6 +173,8 @@ def trace_any_batch(build: Callable[[], TrainingStep], *, mode: Mode, numerics: 
     Raises InputError as :func:`trace_torch` does.
     """
     step = _build(build, mode)
+    if like is not None and like.prime is not None:
+        return replace(_trace_at(step, like.graph.batch_size, mode, numerics), prime=like.prime, sizes=like.sizes)
     small, small_outputs = _SMALL, _forward_outputs(step, _SMALL, mode, numerics)
     if small_outputs is None:
         small, small_outputs = _MULTIPLE, _forward_outputs(step, _MULTIPLE, mode, numerics)
