@@ -61,6 +61,7 @@ class Kernels:
 _ARRAYS = ("op", "kind", "direction", "flops", "moved_bytes", "gemm", "width")
 _WIDTH = {"complex128": 16, "complex64": 8, "float64": 8, "int64": 8}
 _WIDTH |= {"float16": 2, "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
+_WIDTH |= {"float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
 def product_kernels(gemm: Array, dtype: str, width: int, result_width: int) -> Kernels:

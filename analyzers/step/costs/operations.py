@@ -52,9 +52,7 @@ def time_product(model: CostModel, text: str, precision: str) -> OperationTime:
     dtype, width, result_width = _TYPES[name]
     rate = "tf32" if name == "tf32" else dtype.partition("_")[0]
     device = model.device
-    if rate not in device.peak_flops:
-        rates = ", ".join(device.peak_flops)
-        raise InputError("--precision", f"{device.name} has no rate for {name}", f"its datasheet has {rates}")
+    device.demand_rate(rate, name)
     sizes = [float(size) for size in text.split("x")]
     kernels = product_kernels(np.array([[1.0, *sizes][-4:]]), dtype, width, result_width)
     demand = warm_demand(kernels, device, "tf32" if name == "tf32" else "fp32")
