@@ -367,7 +367,7 @@ def section(pairs: Sequence[Pair], cache: Path, table: CalibrationTable) -> str:
         "Gains are of time; in brackets the middle 80 % of models.",
         "\n".join(_gain_lines(pairs, cache, table)),
         "- Gains of FSDP are of compute alone, without the collectives; torchtitan's step checkpoints every second layer.\n"
-        "- A fused optimizer (build-nanogpt: 1.03) and float8 (torchtitan: 1.28) are no options of a prediction.",
+        "- What float8 gains has a [section](#float8) of its own. A fused optimizer (build-nanogpt: 1.03) is in no row.",
     ]
     return "\n\n".join(parts)
 

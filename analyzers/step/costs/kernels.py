@@ -64,7 +64,7 @@ _WIDTH |= {"float16": 2, "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1, "bool
 _WIDTH |= {"float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
-def product_kernels(gemm: Array, dtype: str, width: int, result_width: int) -> Kernels:
+def product_kernels(gemm: Array, dtype: str, width: float, result_width: int) -> Kernels:
     """Return one matrix product per row of ``gemm`` (k, 4): count, m, n, k, as operations of their own.
 
     ``width``, ``result_width``: bytes of an element of the operands, which are of type ``dtype``, and of the result.

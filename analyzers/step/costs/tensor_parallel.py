@@ -41,7 +41,14 @@ from ddltool.errors import InputError
 from ddltool.graph import RECV, SEND
 
 # Products, by the places of their factors.
-_FACTORS = {"mm": (0, 1), "_scaled_mm": (0, 1), "bmm": (0, 1), "_grouped_mm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
+_FACTORS = {
+    "mm": (0, 1),
+    "_scaled_mm": (0, 1),
+    "bmm": (0, 1),
+    "_grouped_mm": (0, 1),
+    "addmm": (1, 2),
+    "baddbmm": (1, 2),
+}
 _BATCHED = names_in("bmm baddbmm")
 # What gives on the tensor that it gets: a view, or a copy of it.
 _PASSING = names_in(

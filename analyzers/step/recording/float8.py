@@ -60,9 +60,9 @@ class Float8Linears(TorchFunctionMode):
         """Run one function of torch's."""
         given = dict(kwargs or {})
         if func is functional.linear:
-            x, weight, bias = (*args, *(given.get(name) for name in ("input", "weight", "bias")[len(args) :]))
-            if id(weight) in self.weights:
-                return self._linear(x, weight, bias)
+            named = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **given}
+            if id(named["weight"]) in self.weights:
+                return self._linear(named["input"], named["weight"], named.get("bias"))
         return func(*args, **given)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

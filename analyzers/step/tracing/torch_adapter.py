@@ -296,7 +296,9 @@ def _float8_note(step: TrainingStep) -> str:
     every, chosen = linear_layers(step.module), float8_layers(step.module)
     if not chosen:
         problem = f"has no linear layer for float8 among {len(every)}"
-        remedy = "give bf16: widths must divide by 16 and be 256 or more, and a head over a vocabulary stays in bfloat16"
+        remedy = (
+            "give bf16: widths must divide by 16 and be 256 or more, and a head over a vocabulary stays in bfloat16"
+        )
         raise InputError(step.name, problem, remedy)
     rest = [f"{name}.weight" for name in every if name not in chosen]
     kept = f", in bfloat16: {module_names(rest)}" if rest else ""
