@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from ddltool.analyzers.step.costs.memory import ACTIVATION, TensorLifetimes, lif
 from ddltool.analyzers.step.costs.model import cost_model
 from ddltool.analyzers.step.costs.predict import products_s
 from ddltool.analyzers.step.costs.tensor_parallel import rank_of
+from ddltool.analyzers.step.recording.command import record
 from ddltool.analyzers.step.recording.float8 import float8_layers
 from ddltool.analyzers.step.recording.torch_costs import base_name
 from ddltool.analyzers.step.tracing.numerics import Numerics
@@ -275,6 +277,44 @@ def test_a_device_without_float8_refuses(cli: Cli, verb: str) -> None:
     result = cli(verb, "zoo:bert_small", "--device", "A100", "--precision", "fp8")
     assert result.code == 2
     assert result.error_line.startswith("--precision: A100 has no rate for fp8; its datasheet has float32, tf32")
+
+
+SCRIPT = """
+import torch
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return product(x, weight.t())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return product(gradient, weight), product(gradient.t(), x)
+
+def product(left, right):
+    left, right = left.to(torch.float8_e4m3fn).contiguous(), right.to(torch.float8_e4m3fn).t().contiguous().t()
+    one = torch.ones((), device="cuda")
+    return torch._scaled_mm(left, right, one, one, out_dtype=torch.bfloat16)
+
+net = torch.nn.Linear(512, 512, bias=False).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+while True:
+    Product.apply(torch.randn(64, 512).cuda(), net.weight).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_script_that_multiplies_in_float8_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    graph = record(["python", "train.py"])
+    assert graph.meta["precision"] == "fp8"
+    assert {graph.dtype[op] for op in range(len(graph)) if graph.gemm[op, 1] > 0} == {"float8_e4m3fn"}
+    with pytest.raises(InputError, match="A100 has no rate for fp8"):
+        cost_model(devices().device("A100"), calibration()).step(graph)
 
 
 def test_a_graph_in_float8_is_not_timed_on_such_a_device() -> None:
