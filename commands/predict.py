@@ -8,7 +8,7 @@ from typing import Annotated, cast
 
 from ddltool.analyzers.answers.reporting.predict_section import predict_section
 from ddltool.analyzers.step.communication.fabrics import fabric_of
-from ddltool.analyzers.step.costs.model import cost_model
+from ddltool.analyzers.step.costs.model import cost_model, demand_float8
 from ddltool.analyzers.step.costs.parallel import parallel_curve
 from ddltool.analyzers.step.costs.predict import ParallelDegrees, Setting, predict_on, predicted_profile, work_of
 from ddltool.analyzers.step.costs.recorded import predict_recorded
@@ -130,6 +130,8 @@ def predict(
         )
         for fabric in fabrics
     ]
+    for each in devices:
+        demand_float8(each, precision)
     # Several GPUs compute with parameters of the half type; nothing is cast between the ops.
     numerics = Numerics(precision, channels_last, gathered=layout != ParallelDegrees())  # type: ignore[arg-type]  # Numerics checks it
     with stage(f"tracing {name_of(source)}"):

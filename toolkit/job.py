@@ -167,7 +167,7 @@ class Job(Artifact):
     precision: PrecisionName = Field(
         default="fp32",
         description="what predicted times are for; fp32: as torch runs it by default; bf16, fp16 (or amp): autocast over "
-        "float32 parameters; bf16-pure, fp16-pure: everything in it",
+        "float32 parameters; bf16-pure, fp16-pure: everything in it; fp8: bf16 with linear layers in float8",
         json_schema_extra={"enum": [*NAMES, *ALIASES]},
     )
     channels_last: bool = Field(default=False, description="images in channels_last")

@@ -597,7 +597,7 @@ def timed_step(graph: Graph, model: CostModel, setting: Setting) -> Graph:
 def products_s(graph: Graph, device: Device) -> float:
     """Return the seconds of all matrix products, convolutions and attention at the device's dense peak: what MFU counts.
 
-    In ``fp32`` convolutions and recurrent layers may use TF32, so its peak is theirs.
+    In ``fp32`` convolutions and recurrent layers may use TF32, so its peak is theirs; products in float8 have their own.
     """
     computes = precision_of(graph.meta.get("precision")).computes
     peak = device.peak_for(computes)
@@ -607,9 +607,9 @@ def products_s(graph: Graph, device: Device) -> float:
     is_convolution = is_product & np.array(
         [name.startswith(("convolution", "recurrent")) for name in op_kinds], dtype=bool
     )
-    return float(
-        graph.flops[is_convolution].sum() / convolution_peak + graph.flops[is_product & ~is_convolution].sum() / peak
-    )
+    is_narrow = is_product & np.array([dtype.startswith("float8") for dtype in graph.dtype], dtype=bool)
+    peaks = np.select([is_convolution, is_narrow], [convolution_peak, device.peak_for("float8")], peak)
+    return float((graph.flops / peaks)[is_product].sum())
 
 
 def usable_bytes(device: Device) -> float:
