@@ -375,7 +375,9 @@ def _choices(plan: Plan, decision: Decision) -> list[_Choice]:
         distinct.setdefault(choice.key, choice)
     first, *rest = distinct.values()
     kept = rest[: _CHOICES - 1]
-    plain = [choice for choice in rest if (choice.how, choice.checkpointing, choice.devices) == ("DDP", "", picked.devices)]
+    plain = [
+        choice for choice in rest if (choice.how, choice.checkpointing, choice.devices) == ("DDP", "", picked.devices)
+    ]
     plain = [] if first.how == "DDP" or any(choice in kept for choice in plain) else plain[:1]
     kept = [*kept[: _CHOICES - 1 - len(plain)], *plain]
     if decision.objective == "cheapest":

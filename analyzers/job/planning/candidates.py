@@ -63,7 +63,9 @@ class Candidate:
         if self.laid_out is None or self.figures is None:
             return {}
         now_s = self.laid_out.layout.step_s or 0.0
-        steps_s = {name: other.step_s(self.laid_out) for name, other in self.figures.alternatives().items()}
+        steps_s = {
+            name: other.step_s(self.laid_out) for name, other in self.figures.alternatives(self.laid_out).items()
+        }
         return {name: 1 - step_s / now_s for name, step_s in steps_s.items() if step_s is not None and step_s < now_s}
 
 

@@ -13,7 +13,8 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, get_args
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
@@ -85,6 +86,8 @@ class WorkCurve:
     gathered: Callable[[], WorkCurve] | None = None
     """Makes the work of the step as ``fully_shard`` computes it, where that differs: its parameters come in a half type, and
     nothing is cast between the ops."""
+    eighth: Callable[[], WorkCurve] | None = None
+    """Makes the work of the step with its wide linear layers in float8, where it runs in bfloat16."""
     compile: Literal["", "blocks", "whole"] = ""
     """Whether its tensors live as under ``torch.compile``: of each of its blocks, as torchtitan and torchtune compile, or of
     the whole step. A model without blocks is compiled as a whole."""
@@ -205,9 +208,14 @@ def measure_work(
     Raises InputError when it cannot be traced.
     """
     traced = trace_any_batch(build, mode="training", numerics=numerics, like=like)
+
+    def again(**changed: Any) -> WorkCurve:
+        return measure_work(build, replace(numerics, **changed), traced)
+
+    eighth = partial(again, precision="fp8") if numerics.precision == "bf16" else None
     if not numerics.autocasts:
-        return WorkCurve(traced=traced)
-    return WorkCurve(traced=traced, gathered=lambda: measure_work(build, replace(numerics, gathered=True), traced))
+        return WorkCurve(traced=traced, eighth=eighth)
+    return WorkCurve(traced=traced, gathered=partial(again, gathered=True), eighth=eighth)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
