@@ -66,7 +66,9 @@ def balance(
     warm_up: Annotated[int, within(20)] = 500,
     schemes: bool = False,
     replicas: Annotated[int, within(1, _MOST_RANKS)] = 8,
-    speeds: Annotated[Sequence[float] | None, {"reader": numbers(1, _MOST_RANKS, above=0.0), "metavar": "V,V,..."}] = None,
+    speeds: Annotated[
+        Sequence[float] | None, {"reader": numbers(1, _MOST_RANKS, above=0.0), "metavar": "V,V,..."}
+    ] = None,
     accumulation: Annotated[int, within(1, 1000)] = 1,
     max_tokens: Annotated[int | None, within(1)] = None,
     sharded: bool = False,
@@ -98,7 +100,9 @@ def balance(
     if (lengths := lengths_of(frame, path)) is not None:
         refuse("a table of lengths", _OF_SPEEDS)
         if cost is not None or model is None:
-            refuse("a cost that is not a model's", ("model", "device", "precision"), instead="give --model without --cost")
+            refuse(
+                "a cost that is not a model's", ("model", "device", "precision"), instead="give --model without --cost"
+            )
         if max_tokens is not None:
             refuse("--max-tokens", ("accumulation",), instead="give one of the two")
         if speeds is not None and len(speeds) != replicas:

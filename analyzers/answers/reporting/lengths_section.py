@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ddltool.analyzers.answers.reporting.figures import Bars
-from ddltool.analyzers.answers.reporting.section import Section, Verdict, pictured, tabled
+from ddltool.analyzers.answers.reporting.section import Column, Section, Verdict, pictured, tabled
 from ddltool.results import LengthsResult, RankLengths, RemedyFigures
 from ddltool.units import counted, show_seconds
 
@@ -20,14 +20,15 @@ WORDS = {
     "cut_masked": "cut to one length, masks",
 }
 """What each way to share out global batches is called."""
-_PADDED = ("padded", "grouped", "sorted")
 _RANKS_SHOWN = 16
 
 
 def lengths_section(result: LengthsResult, name: str) -> Section:
     """Return the section of lengths: speed-ups by remedy, and the first batch as it is shared out."""
     of, cost = result.lengths, result.cost
-    passes = f"at most {result.max_tokens:,} tokens in a pass" if result.max_tokens else counted(result.accumulation, "pass")
+    passes = (
+        f"at most {result.max_tokens:,} tokens in a pass" if result.max_tokens else counted(result.accumulation, "pass")
+    )
     lead = [
         f"{of.samples:,} samples: median {of.median:,.0f} tokens, mean {of.mean:,.0f}, 99 % up to {of.p99:,.0f}, longest "
         f"{of.longest:,}.",
@@ -42,7 +43,7 @@ def lengths_section(result: LengthsResult, name: str) -> Section:
     def step(remedy: RemedyFigures) -> str:
         return show_seconds(remedy.step) if cost.unit == "s" else f"{remedy.step:,.0f}"
 
-    columns = {
+    columns: dict[str, Column[RemedyFigures]] = {
         "step": step,
         "speed-up": "speedup:.2f",
         "low": "speedup_low:.2f",
@@ -52,7 +53,9 @@ def lengths_section(result: LengthsResult, name: str) -> Section:
         "tokens in a pass": "most_tokens",
     }
     caption = f"Tokens per second over those of {WORDS[result.today]}, with the 95 % interval over batches"
-    table = tabled(caption, "simulated", labelled.values(), columns, names=("way", labelled), spare=("step", "high", "low"))
+    table = tabled(
+        caption, "simulated", labelled.values(), columns, names=("way", labelled), spare=("step", "high", "low")
+    )
     figure = Bars(
         rows=[(label, remedy.speedup) for label, remedy in labelled.items()],
         xlabel="speed-up",
@@ -60,10 +63,19 @@ def lengths_section(result: LengthsResult, name: str) -> Section:
         level=("today", 1.0),
         intervals=[(remedy.speedup_low, remedy.speedup_high) for remedy in labelled.values()],
     )
-    rank_columns = {"samples": "samples", "tokens": "tokens", "cost": "cost:,.4g", "longest": _longest}
+    rank_columns: dict[str, Column[RankLengths]] = {
+        "samples": "samples",
+        "tokens": "tokens",
+        "cost": "cost:,.4g",
+        "longest": _longest,
+    }
     ranks = result.assignments[:_RANKS_SHOWN]
     shown = tabled(
-        "The first global batch, by rank", "simulated", ranks, rank_columns, names=("rank", [str(each.rank) for each in ranks])
+        "The first global batch, by rank",
+        "simulated",
+        ranks,
+        rank_columns,
+        names=("rank", [str(each.rank) for each in ranks]),
     )
     picture = pictured("Speed-up by the way global batches are shared out.", table, figure)
     return Section(title=f"Lengths: {name}", lead=lead, blocks=[picture, shown], verdict=_verdict(result))
@@ -82,16 +94,14 @@ def _order(result: LengthsResult) -> str:
 
 def _verdict(result: LengthsResult) -> Verdict:
     """Return what sharing out by length gains, with padding and without."""
-    best = min(("sorted", "cp_sat"), key=lambda way: -result.remedies[way].speedup)
+    best = max(("sorted", "cp_sat"), key=lambda way: result.remedies[way].speedup)
     remedy, today = result.remedies[best], result.remedies[result.today]
     is_faster = remedy.speedup > 1
-    then = "hook.dataloader(..., lengths=lengths) shares out a plan's batches so"
-    if best in _PADDED:
-        then = "hook.dataloader(..., lengths=Lengths(lengths, padded=True)) shares out a plan's batches so"
+    said = "Lengths(lengths, padded=True)" if best == "sorted" else "lengths"
     return Verdict(
-        answer=f"{WORDS[best].capitalize()}: {remedy.speedup:.2f} times the tokens per second of {WORDS[result.today]} (simulated).",
-        sure=f"{remedy.speedup_low:.2f} to {remedy.speedup_high:.2f} over batches; today {today.padding_share:.0%} of the tokens "
-        f"are padding and ranks wait {today.waiting_share:.0%} of the time",
-        then=then if is_faster else "leave the batches as they are",
+        answer=f"{WORDS[best].capitalize()}: {remedy.speedup:.2f} times the tokens per second of {WORDS[result.today]}.",
+        sure=f"simulated, {remedy.speedup_low:.2f} to {remedy.speedup_high:.2f} over batches; today {today.padding_share:.0%} "
+        f"of the tokens are padding, and ranks wait {today.waiting_share:.0%} of the time",
+        then=f"hook.dataloader(..., lengths={said}) does it" if is_faster else "leave the batches as they are",
         good=is_faster,
     )

@@ -184,8 +184,8 @@ class Proven:
 def solve(costs: Floats, speeds: Floats, limit_s: float, seed: int = 0, gap: float = 0.0) -> Proven:
     """Return the best assignment of samples to ranks within ``limit_s`` seconds, and a proven bound.
 
-    The search begins at :func:`balanced`, and is left out where that is within ``gap`` of :func:`lower_bound`. Costs are rounded down to
-    billionths of the least possible time, so that the bound holds for the exact ones.
+    The search begins at :func:`balanced`, and is left out where that is within ``gap`` of :func:`lower_bound`. Costs are
+    rounded down to billionths of the least possible time, so that the bound holds for the exact ones.
     """
     from ortools.sat.python import cp_model
 
@@ -204,7 +204,9 @@ def solve(costs: Floats, speeds: Floats, limit_s: float, seed: int = 0, gap: flo
     chosen = [[model.new_bool_var("") for _ in speeds] for _ in costs]
     for position, sample in enumerate(order):
         model.add_exactly_one(chosen[sample])
-        for rank in range(position + 1, len(speeds) if are_alike else 0):  # ranks are alike: the k-th opens at most the k-th
+        for rank in range(
+            position + 1, len(speeds) if are_alike else 0
+        ):  # ranks are alike: the k-th opens at most the k-th
             model.add(chosen[sample][rank] == 0)
     for rank in range(len(speeds)):
         model.add(sum(int(times[sample, rank]) * chosen[sample][rank] for sample in range(len(costs))) <= end)

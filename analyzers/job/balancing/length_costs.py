@@ -39,7 +39,9 @@ def cost_of_model(
     found = known_devices().gpu(device)
     model = cost_model(found, calibration())
     setting = Setting(
-        fabric=fabric_of(found, gpus_per_node=DEVICES_PER_NODE), sharding="fsdp" if sharded else "ddp", optimizer="adamw"
+        fabric=fabric_of(found, gpus_per_node=DEVICES_PER_NODE),
+        sharding="fsdp" if sharded else "ddp",
+        optimizer="adamw",
     )
     numerics, lengths = Numerics(precision), lengths_tried(longest)  # type: ignore[arg-type]  # Numerics checks it
     steps = [_added_and_once(work_of(source, numerics, length), model, setting, replicas) for length in lengths]

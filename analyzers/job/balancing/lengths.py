@@ -16,7 +16,7 @@ from dataclasses import astuple, dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ddltool.analyzers.job.balancing.assigning import balanced, by_length, karmarkar_karp, in_passes, lpt, solve
+from ddltool.analyzers.job.balancing.assigning import balanced, by_length, in_passes, karmarkar_karp, lpt, solve
 from ddltool.arrays import Floats, Ints
 from ddltool.errors import InputError
 
@@ -39,7 +39,7 @@ IN_THE_BATCH = ("padded", "sorted", "unpadded", "lpt", "karmarkar_karp", "cp_sat
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleCost:
-    """What a sample of L tokens costs, ``per_token L + per_square L^2 + per_sample``, and what passes and steps cost besides."""
+    """What a sample of L tokens costs, ``per_token L + per_square L^2 + per_sample``; what passes and steps cost besides."""
 
     per_token: float = 1.0
     per_square: float = DEFAULT_PER_SQUARE
@@ -51,7 +51,9 @@ class SampleCost:
         values = astuple(self)
         if not all(math.isfinite(value) and value >= 0 for value in values) or not sum(values[:3]) > 0:
             given = ",".join(f"{value:g}" for value in values)
-            raise InputError("--cost", f"is {given}", "give finite numbers of 0 or more, one of the first three above 0")
+            raise InputError(
+                "--cost", f"is {given}", "give finite numbers of 0 or more, one of the first three above 0"
+            )
 
     def of(self, lengths: ArrayLike) -> Floats:
         """Return (n,) costs of samples of (n,) ``lengths`` tokens."""
@@ -210,10 +212,11 @@ def regrouped(costs: Floats, ranks: int, total: int, window: int) -> Ints:
         for position, sample in enumerate(ranked.tolist()):
             batch = position // ranks
             if position >= outliers:
-                added = np.maximum((loads + own[sample]) / ranks - longest, 0.0) - np.maximum(loads / ranks - longest, 0.0)
-                batch = int(np.lexsort((loads, np.round(added / own[sample], 6)))[0])
+                before, after = (np.maximum(load / ranks - longest, 0.0) for load in (loads, loads + own[sample]))
+                is_full = np.array([len(batch) == total for batch in members])
+                batch = int(np.lexsort((loads, np.round((after - before) / own[sample], 6), is_full))[0])
             members[batch].append(sample)
-            loads[batch] += own[sample] if len(members[batch]) < total else math.inf
+            loads[batch] += own[sample]
             longest[batch] = max(longest[batch], own[sample])
         order[begin : begin + stretch] = begin + np.concatenate([np.sort(batch) for batch in members])
     return order
@@ -299,7 +302,8 @@ def _packed(job: LengthsJob, lengths: Ints, pack: int) -> dict[str, Steps]:
     if not steps:
         return {}
     masked = [
-        [by_sequence[step * ranks * passes + rank * passes :][:passes] for rank in range(ranks)] for step in range(steps)
+        [by_sequence[step * ranks * passes + rank * passes :][:passes] for rank in range(ranks)]
+        for step in range(steps)
     ]
     whole = [[[np.array([pack])] * passes] * ranks] * steps
     return {"cut": timed(job, whole, padded=False), "cut_masked": timed(job, masked, padded=False)}
