@@ -1,13 +1,13 @@
 """What sharing out samples by length gains: predicted, and measured in four gloo processes that compute real attention.
 
-    python benchmarks/bench_lengths.py [--steps 10] [--repeats 2] [--picture docs/lengths.png]
+    python benchmarks/bench_lengths.py [--steps 10] [--repeats 4] [--picture docs/lengths.png]
 
 Lengths are drawn from the shares below 1K, 4K, 8K and 32K tokens that Skrull (arXiv 2505.19609, table 1) publishes of three
-datasets, evenly by their logarithm within each class, from 64 tokens up and cut at 32K; all are divided by 32, so that a
-CPU computes them. A pass is two causal transformer blocks of width 64: padded batches, or documents behind one another whose
-attention stays within each. The cost of a sample is fitted to passes that are timed first; the batches are those of the
-hook's loaders, without lengths and with. A rank's seconds are those of its thread on a core, the least of all repeats, so
-that a busy machine takes part as little as it can; a step lasts as long as its slowest rank.
+datasets, evenly by their logarithm within each class, from 64 tokens up and cut at 32K; all are divided by 8, those of
+ChatQA2 by 32, so that a CPU computes them. A pass is two causal transformer blocks of width 64: padded batches, or documents
+behind one another whose attention stays within each. The cost of a sample is fitted to passes that are timed first; the
+batches are those of the hook's loaders, without lengths and with. A rank's seconds are those of its thread on a core, the
+least of all repeats, so that a busy machine takes part as little as it can; a step lasts as long as its slowest rank.
 """
 
 from __future__ import annotations
@@ -44,17 +44,18 @@ SHARES = {
     "ChatQA2-Long-SFT": (0.2192, 0.3148, 0.4043, 1.0),
 }
 """Of the samples, up to each edge after the first."""
+SCALES = {"Wikipedia": 8, "LMSYS-Chat-1M": 8, "ChatQA2-Long-SFT": 32}
 WAYS = {"padded": "padded", "sorted": "padded, lengths=", "unpadded": "unpadded", "balanced": "unpadded, lengths="}
-SCALE, RANKS, OWN, WIDTH, BLOCKS, WORDS = 32, 4, 8, 64, 2, 97
+RANKS, OWN, WIDTH, BLOCKS, WORDS = 4, 8, 64, 2, 97
 Row = dict[str, float]
 
 
 def lengths_like(name: str, samples: int, seed: int = 0) -> np.ndarray:
-    """Return (samples,) lengths with a dataset's published shares, divided by SCALE."""
+    """Return (samples,) lengths with a dataset's published shares, divided by its scale."""
     chance = np.random.default_rng(seed)
     classes = np.searchsorted(SHARES[name], chance.random(samples), side="right").clip(max=len(EDGES) - 2)
     low, high = np.log(np.array(EDGES)[classes]), np.log(np.array(EDGES)[classes + 1])
-    return np.maximum(np.exp(chance.uniform(low, high)) / SCALE, 2).astype(np.int64)
+    return np.maximum(np.exp(chance.uniform(low, high)) / SCALES[name], 2).astype(np.int64)
 
 
 class Block(nn.Module):
@@ -129,12 +130,19 @@ def pass_s(model: nn.Module, lengths: list[int], padded: bool, hook: runtime.Hoo
     return forward_s + time.thread_time() - begin_s
 
 
-def fitted_cost(longest: int, repeats: int = 5) -> SampleCost:
-    """Return the cost of samples in seconds, of timed passes of one to eight documents."""
-    model, chance = Model(), np.random.default_rng(1)
+def fitted_cost(model: DistributedDataParallel, longest: int, repeats: int = 5) -> SampleCost:
+    """Return the cost of samples in seconds, the mean over ranks, of timed passes of one to eight documents.
+
+    All ranks time theirs together, for they share the machine in training, too.
+    """
+    chance = np.random.default_rng(1)
     passes = [[length] * count for length in (2, 8, 32, 128, 512) if length <= longest for count in (1, 4, 8)]
     passes += [[longest], chance.integers(2, max(longest // 4, 3), 8).tolist()]
-    times = [min(pass_s(model, each, False) for _ in range(repeats)) for each in passes]
+    with model.no_sync():
+        own_s = torch.tensor([min(pass_s(model, each, False) for _ in range(repeats)) for each in passes])
+    model.zero_grad()
+    dist.all_reduce(own_s)
+    times = (own_s / RANKS).tolist()
     rows = [(sum(each), sum(length**2 for length in each), len(each), 1.0) for each in passes]
     terms = np.array(rows, dtype=np.float64) / np.array(times)[:, None]
     scale = terms.max(axis=0)
@@ -147,14 +155,10 @@ def rank_main(rank: int, folder: str, name: str, steps: int, repeats: int, answe
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     lengths = lengths_like(name, steps * RANKS * OWN)
-    cost = fitted_cost(int(lengths.max())) if rank == 0 else None
-    said = [cost]
-    dist.broadcast_object_list(said)
-    cost = said[0]
-    assert cost is not None
-    coefficients = (cost.per_token, cost.per_square, cost.per_sample)
     model = DistributedDataParallel(Model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    cost = fitted_cost(model, int(lengths.max()))
+    coefficients = (cost.per_token, cost.per_square, cost.per_sample)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     hook = runtime.attach(f"{folder}/enforce.json", model=model, optimizer=optimizer, dataset=Texts(lengths))
     shared = {
         "balanced": runtime.Lengths(lengths, cost=coefficients),
@@ -232,7 +236,7 @@ def main() -> None:
     """Print the table and, where asked for, write its picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--picture", type=Path)
     arguments = parser.parse_args()
     rows = table([*SHARES], arguments.steps, arguments.repeats)

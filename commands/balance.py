@@ -48,7 +48,7 @@ from ddltool.tables import read_table
 
 _OF_SPEEDS = ("predictor", "warm_up", "schemes")
 _OF_LENGTHS = (
-    "replicas", "speeds", "accumulation", "max_tokens", "sharded", "window", "pack", "cost", "model", "device",
+    "replicas", "rank_speeds", "accumulation", "max_tokens", "sharded", "window", "pack", "cost", "model", "device",
     "precision", "today", "batches", "limit",
 )  # fmt: skip
 _COEFFICIENTS = ("per_token", "per_square", "per_sample", "per_pass", "per_step")
@@ -66,7 +66,7 @@ def balance(
     warm_up: Annotated[int, within(20)] = 500,
     schemes: bool = False,
     replicas: Annotated[int, within(1, _MOST_RANKS)] = 8,
-    speeds: Annotated[
+    rank_speeds: Annotated[
         Sequence[float] | None, {"reader": numbers(1, _MOST_RANKS, above=0.0), "metavar": "V,V,..."}
     ] = None,
     accumulation: Annotated[int, within(1, 1000)] = 1,
@@ -96,7 +96,7 @@ def balance(
     """
     path = Path(trace)
     lines = read_length_lines(path)
-    frame = read_table(path, SPEED_COLUMNS) if lines is None else lines
+    frame = read_table(path, (*SPEED_COLUMNS, "or length alone")) if lines is None else lines
     if (lengths := lengths_of(frame, path)) is not None:
         refuse("a table of lengths", _OF_SPEEDS)
         if cost is not None or model is None:
@@ -105,9 +105,9 @@ def balance(
             )
         if max_tokens is not None:
             refuse("--max-tokens", ("accumulation",), instead="give one of the two")
-        if speeds is not None and len(speeds) != replicas:
-            refuse("--speeds", ("replicas",), instead=f"{len(speeds)} are given, one for each rank")
-        ranks = (1.0,) * replicas if speeds is None else tuple(speeds)
+        if rank_speeds is not None and len(rank_speeds) != replicas:
+            refuse("--rank-speeds", ("replicas",), instead=f"{len(rank_speeds)} are given, one for each rank")
+        ranks = (1.0,) * replicas if rank_speeds is None else tuple(rank_speeds)
         total = total_batch if total_batch is not None else _OWN_SAMPLES * len(ranks) * accumulation
         drawn = draw(*lengths, _checked_total(total, len(ranks) * accumulation), batches, seed)
         sample_cost, source = SampleCost(), "assumed, a decoder of width 4096"
@@ -134,13 +134,13 @@ def balance(
             found = compare(drawn, job, limit, seed, advance)
         unit: Literal["s", "tokens"] = "tokens" if model is None else "s"
         return lengths_result(job, lengths, found, today=today, seed=seed, unit=unit, source=source)
-    refuse("recorded speeds", _OF_LENGTHS, instead="give a table with a column length or tokens")
     predictor = known("--predictor", predictor, (*PREDICTORS, "all"))
     chosen: tuple[str, ...] = PREDICTORS if predictor == "all" else (predictor,)
     if predictor == "all" and importlib.util.find_spec("statsmodels") is None:
         tell("arima is left out: pip install statsmodels")
         chosen = tuple(name for name in chosen if name != "arima")
     recorded = read_speeds(path, tell, frame)
+    refuse("recorded speeds", _OF_LENGTHS, instead="give a table with a column length or tokens")
     if schemes:
         check_ratio(recorded)
         if recorded.workers < WORKERS_PER_BACKUP:

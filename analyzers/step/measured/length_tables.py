@@ -9,6 +9,7 @@ import pandas as pd
 
 from ddltool.arrays import Ints
 from ddltool.artifacts import ending, read_text
+from ddltool.errors import InputError
 from ddltool.tables import numbers
 
 LENGTH_COLUMNS = ("length", "tokens", "num_tokens", "input_ids")
@@ -19,7 +20,10 @@ MOST_COUNT = 10**12
 
 
 def read_length_lines(path: Path) -> pd.DataFrame | None:
-    """Return the lengths in a file of one number per line (``.txt``, or a ``.csv`` without a header), else None."""
+    """Return the lengths in a file of one number per line (``.txt``, or a ``.csv`` without a header), else None.
+
+    Raises InputError for a file that is empty or cannot be read.
+    """
     if ending(path) not in (".txt", ".csv"):
         return None
     lines = [line.strip() for line in read_text(path).splitlines()]
@@ -42,4 +46,7 @@ def lengths_of(frame: pd.DataFrame, path: Path) -> tuple[Ints, Ints] | None:
     lengths = numbers(frame, name, path, minimum=1, maximum=MOST_TOKENS, whole=True).astype(np.int64)
     if "count" not in frame.columns:
         return lengths, np.ones_like(lengths)
-    return lengths, numbers(frame, "count", path, maximum=MOST_COUNT, whole=True).astype(np.int64)
+    counts = numbers(frame, "count", path, maximum=MOST_COUNT, whole=True).astype(np.int64)
+    if not counts.any():
+        raise InputError(f"{path}:count", "is 0 in all rows", "give the samples of each length")
+    return lengths, counts
