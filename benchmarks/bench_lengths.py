@@ -130,14 +130,14 @@ def pass_s(model: nn.Module, lengths: list[int], padded: bool, hook: runtime.Hoo
     return forward_s + time.thread_time() - begin_s
 
 
-def fitted_cost(model: DistributedDataParallel, longest: int, repeats: int = 5) -> SampleCost:
-    """Return the cost of samples in seconds, the mean over ranks, of timed passes of one to eight documents.
+def fitted_cost(model: DistributedDataParallel, lengths: np.ndarray, repeats: int = 5) -> SampleCost:
+    """Return the cost of samples in seconds, the mean over ranks, of timed passes of documents: alike ones, and a batch's.
 
     All ranks time theirs together, for they share the machine in training, too.
     """
-    chance = np.random.default_rng(1)
+    chance, longest = np.random.default_rng(1), int(lengths.max())
     passes = [[length] * count for length in (2, 8, 32, 128, 512) if length <= longest for count in (1, 4, 8)]
-    passes += [[longest], chance.integers(2, max(longest // 4, 3), 8).tolist()]
+    passes += [[longest], *(chance.choice(lengths, count).tolist() for count in (4, 8, 8, 12, 16))]
     with model.no_sync():
         own_s = torch.tensor([min(pass_s(model, each, False) for _ in range(repeats)) for each in passes])
     model.zero_grad()
@@ -156,7 +156,7 @@ def rank_main(rank: int, folder: str, name: str, steps: int, repeats: int, answe
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     lengths = lengths_like(name, steps * RANKS * OWN)
     model = DistributedDataParallel(Model())
-    cost = fitted_cost(model, int(lengths.max()))
+    cost = fitted_cost(model, lengths)
     coefficients = (cost.per_token, cost.per_square, cost.per_sample)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     hook = runtime.attach(f"{folder}/enforce.json", model=model, optimizer=optimizer, dataset=Texts(lengths))

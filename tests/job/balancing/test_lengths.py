@@ -167,20 +167,21 @@ def test_remedies_never_lose_to_the_order_that_they_share_out() -> None:
 def test_wlb_llms_own_figures() -> None:
     """WLB-LLM (OSDI 2025), 7B with a context of 128K, four micro-batches of it in a step, table 2 and figure 13.
 
-    Their lengths are not published. A lognormal of median 1,000 and sigma 1.8, cut at the context, has what the paper says of
-    them (documents below half of the context hold over 75 % of the tokens) and their imbalance of packing to the context
-    (maximum over mean, 1.44). From these two follow: what sharing out within the batch leaves (1.24 to 1.41), what moving
-    outliers leaves (1.05, ours over eight batches), and what both gain (1.28 measured).
+    Their lengths are not published. Lognormals cut at the context whose documents below half of it hold over 75 % of the
+    tokens, as the paper says of theirs, with attention at 4e-5 of a token's products (twice that in operations), have their
+    imbalance of packing to the context (maximum over mean): 1.44. From that follow what sharing out within one batch leaves
+    (1.40 by their solver), what moving outliers leaves (1.05; ours over eight batches), and what that gains: 1.23 on the
+    average of their models, 1.28 on this one.
     """
     context, chance = 131072, np.random.default_rng(0)
-    lengths = np.clip(chance.lognormal(np.log(1000), 1.8, 400_000), 1, context).astype(np.int64)
-    assert 0.75 < lengths[lengths < context // 2].sum() / lengths.sum() < 0.80
-    total = round(4 * context / lengths.mean())
-    cost = SampleCost(per_square=DEFAULT_PER_SQUARE)
-    job = LengthsJob(speeds=np.ones(4), total_batch=total, cost=cost, pack=context, window=8)
-    steps = compare(draw(lengths, np.ones_like(lengths), total, 80, 0), job, 0.0).steps
-    imbalance = {way: float((each.seconds / each.busy).mean()) for way, each in steps.items()}
-    assert imbalance["cut_masked"] == pytest.approx(1.44, rel=0.05)
-    assert 1.20 < imbalance["cp_sat"] < 1.45
-    assert imbalance["window"] == pytest.approx(1.05, abs=0.03)
-    assert speedup(steps["cut_masked"], steps["window"], False, 0)[0] == pytest.approx(1.28, rel=0.06)
+    for median, sigma in ((1000, 1.8), (500, 2.0)):
+        lengths = np.clip(chance.lognormal(np.log(median), sigma, 400_000), 1, context).astype(np.int64)
+        assert 0.75 < lengths[lengths < context // 2].sum() / lengths.sum() < 0.79
+        total = round(4 * context / lengths.mean())
+        job = LengthsJob(speeds=np.ones(4), total_batch=total, cost=SampleCost(per_square=4e-5), pack=context, window=8)
+        steps = compare(draw(lengths, np.ones_like(lengths), total, 320, 0), job, 0.0).steps
+        imbalance = {way: float((each.seconds / each.busy).mean()) for way, each in steps.items()}
+        assert imbalance["cut_masked"] == pytest.approx(1.44, rel=0.05)
+        assert imbalance["cp_sat"] == pytest.approx(1.40, rel=0.08)
+        assert imbalance["window"] == pytest.approx(1.05, abs=0.02)
+        assert 1.15 < speedup(steps["cut_masked"], steps["window"], False, 0)[0] < 1.31
