@@ -31,6 +31,7 @@ from torch.utils.data import Dataset
 from ddltool import runtime
 from ddltool.analyzers.answers.reporting.charts import drawn
 from ddltool.analyzers.answers.reporting.figures import Line, Lines
+from ddltool.analyzers.job.balancing.assigning import balanced
 from ddltool.analyzers.job.balancing.lengths import LengthsJob, SampleCost, Steps, compare
 from ddltool.artifacts import save
 from ddltool.plans import Enforcement, RankEnforcement
@@ -232,6 +233,12 @@ def table(names: list[str], steps: int, repeats: int) -> dict[str, dict[str, tup
     return rows
 
 
+def _sharing_s(ranks: int) -> float:
+    costs, begin_s = np.random.default_rng(0).lognormal(6, 1, 512), time.thread_time()
+    balanced(costs, np.ones(ranks))
+    return time.thread_time() - begin_s
+
+
 def main() -> None:
     """Print the table and, where asked for, write its picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -245,6 +252,10 @@ def main() -> None:
     for name, ways in rows.items():
         for way, (expected, found) in ways.items():
             print(f"| {name} | {WAYS[way]} | {expected:.2f} | {found:.2f} | {expected / found - 1:+.1%} |", flush=True)
+    times = {ranks: _sharing_s(ranks) for ranks in (8, 64)}
+    print(
+        "512 samples are shared out in", ", ".join(f"{1e3 * s:.0f} ms on {ranks} ranks" for ranks, s in times.items())
+    )
     if arguments.picture:
         points = {name: np.array([*ways.values()]) for name, ways in rows.items()}
         ends = np.array([1.0, max(float(each.max()) for each in points.values())])
