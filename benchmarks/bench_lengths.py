@@ -1,13 +1,13 @@
 """What sharing out samples by length gains: predicted, and measured in four gloo processes that compute real attention.
 
-    python benchmarks/bench_lengths.py [--steps 10] [--repeats 4] [--picture docs/lengths.png]
+    python benchmarks/bench_lengths.py [--steps 10] [--repeats 3] [--picture docs/lengths.png]
 
 Lengths are drawn from the shares below 1K, 4K, 8K and 32K tokens that Skrull (arXiv 2505.19609, table 1) publishes of three
 datasets, evenly by their logarithm within each class, from 64 tokens up and cut at 32K; all are divided by 8, those of
 ChatQA2 by 32, so that a CPU computes them. A pass is two causal transformer blocks of width 64: padded batches, or documents
-behind one another whose attention stays within each. The cost of a sample is fitted to passes that are timed first; the
-batches are those of the hook's loaders, without lengths and with. A rank's seconds are those of its thread on a core, the
-least of all repeats, so that a busy machine takes part as little as it can; a step lasts as long as its slowest rank.
+behind one another whose attention stays within each. The cost of a sample, padded and not, is fitted to passes that are timed
+first; the batches are those of the hook's loaders, without lengths and with. A rank's seconds are those of its thread on a
+core, the least of all repeats, so that a busy machine takes part as little as it can; a step lasts as long as its slowest rank.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ SHARES = {
 SCALES = {"Wikipedia": 8, "LMSYS-Chat-1M": 8, "ChatQA2-Long-SFT": 32}
 WAYS = {"padded": "padded", "sorted": "padded, lengths=", "unpadded": "unpadded", "balanced": "unpadded, lengths="}
 RANKS, OWN, WIDTH, BLOCKS, WORDS = 4, 8, 64, 2, 97
-Row = dict[str, float]
+Costs = dict[bool, SampleCost]
+"""Of samples in padded passes, and in others."""
 
 
 def lengths_like(name: str, samples: int, seed: int = 0) -> np.ndarray:
@@ -131,20 +132,21 @@ def pass_s(model: nn.Module, lengths: list[int], padded: bool, hook: runtime.Hoo
     return forward_s + time.thread_time() - begin_s
 
 
-def fitted_cost(model: DistributedDataParallel, lengths: np.ndarray, repeats: int = 5) -> SampleCost:
-    """Return the cost of samples in seconds, the mean over ranks, of timed passes of documents: alike ones, and a batch's.
+def fitted_cost(model: DistributedDataParallel, lengths: np.ndarray, padded: bool, repeats: int = 3) -> SampleCost:
+    """Return the cost of samples in seconds, the mean over ranks, of timed passes: of samples alike, and of a batch's.
 
     All ranks time theirs together, for they share the machine in training, too.
     """
     chance, longest = np.random.default_rng(1), int(lengths.max())
     passes = [[length] * count for length in (2, 8, 32, 128, 512) if length <= longest for count in (1, 4, 8)]
-    passes += [[longest], *(chance.choice(lengths, count).tolist() for count in (4, 8, 8, 12, 16))]
+    passes += [[longest], *(chance.choice(lengths, count).tolist() for count in (4, *[8] * 8, 12, 16))]
     with model.no_sync():
-        own_s = torch.tensor([min(pass_s(model, each, False) for _ in range(repeats)) for each in passes])
+        own_s = torch.tensor([min(pass_s(model, each, padded) for _ in range(repeats)) for each in passes])
     model.zero_grad()
     dist.all_reduce(own_s)
     times = (own_s / RANKS).tolist()
-    rows = [(sum(each), sum(length**2 for length in each), len(each), 1.0) for each in passes]
+    computed = [[max(each)] * len(each) if padded else each for each in passes]
+    rows = [(sum(each), sum(length**2 for length in each), len(each), 1.0) for each in computed]
     terms = np.array(rows, dtype=np.float64) / np.array(times)[:, None]
     scale = terms.max(axis=0)
     found = (nnls(terms / scale, np.ones(len(times)))[0] / scale).tolist()
@@ -152,18 +154,17 @@ def fitted_cost(model: DistributedDataParallel, lengths: np.ndarray, repeats: in
 
 
 def rank_main(rank: int, folder: str, name: str, steps: int, repeats: int, answers: Any) -> None:
-    """One rank: time an epoch of each way, ``repeats`` times; rank 0 answers with the cost and (ways, steps) seconds."""
+    """One rank: time an epoch of each way, ``repeats`` times; rank 0 answers with costs and (ranks, ways, steps) seconds."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     lengths = lengths_like(name, steps * RANKS * OWN)
     model = DistributedDataParallel(Model())
-    cost = fitted_cost(model, lengths)
-    coefficients = (cost.per_token, cost.per_square, cost.per_sample)
+    costs = {padded: fitted_cost(model, lengths, padded) for padded in (False, True)}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     hook = runtime.attach(f"{folder}/enforce.json", model=model, optimizer=optimizer, dataset=Texts(lengths))
     shared = {
-        "balanced": runtime.Lengths(lengths, cost=coefficients),
-        "sorted": runtime.Lengths(lengths, cost=coefficients, padded=True),
+        way: runtime.Lengths(lengths, cost=(each.per_token, each.per_square, each.per_sample), padded=padded)
+        for way, (padded, each) in zip(("balanced", "sorted"), costs.items(), strict=True)
     }
     seconds = np.full((len(WAYS), steps), np.inf)
     for _, (row, way) in itertools.product(range(repeats), enumerate(WAYS)):
@@ -176,12 +177,12 @@ def rank_main(rank: int, folder: str, name: str, steps: int, repeats: int, answe
     everybody: list[Any] = [None] * RANKS
     dist.all_gather_object(everybody, seconds)
     if rank == 0:
-        answers.put((cost, np.max(everybody, axis=0)))
+        answers.put((costs, np.array(everybody)))
     dist.destroy_process_group()
 
 
-def measured(name: str, steps: int, repeats: int) -> tuple[SampleCost, dict[str, float]]:
-    """Return the fitted cost and the mean seconds of a step, by way."""
+def measured(name: str, steps: int, repeats: int) -> tuple[Costs, np.ndarray]:
+    """Return the fitted costs and the (ranks, ways, steps) seconds of computing."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         ranks = [RankEnforcement(rank=rank, device_type="cpu", ests=1, local_batch_size=OWN) for rank in range(RANKS)]
@@ -197,34 +198,34 @@ def measured(name: str, steps: int, repeats: int) -> tuple[SampleCost, dict[str,
         for process in processes:
             process.start()
         try:
-            cost, seconds = answers.get(timeout=1800)
+            costs, seconds = answers.get(timeout=1800)
         finally:
             for process in processes:
                 process.join(30)
                 process.kill()
-    return cost, dict(zip(WAYS, seconds.mean(axis=1).tolist(), strict=True))
+    return costs, seconds
 
 
-def predicted(name: str, steps: int, cost: SampleCost) -> dict[str, Steps]:
+def predicted(name: str, steps: int, costs: Costs) -> dict[str, Steps]:
     """Return the steps of every way over the batches that the hook's loaders hand out."""
     lengths = lengths_like(name, steps * RANKS * OWN)
     batches = lengths[epoch_order(len(lengths), True, 0).numpy()].reshape(steps, -1)
-    job = LengthsJob(speeds=np.ones(RANKS), total_batch=RANKS * OWN, cost=cost)
-    found = compare(batches, job, 0.0).steps
-    return {
-        "padded": found["padded"],
-        "sorted": found["sorted"],
-        "unpadded": found["unpadded"],
-        "balanced": found["cp_sat"],
-    }
+    found = {}
+    for padded, cost in costs.items():
+        job = LengthsJob(speeds=np.ones(RANKS), total_batch=RANKS * OWN, cost=cost)
+        ways = ("padded", "sorted") if padded else ("unpadded", "cp_sat")
+        steps_of = compare(batches, job, 0.0).steps
+        found |= {"balanced" if way == "cp_sat" else way: steps_of[way] for way in ways}
+    return found
 
 
 def table(names: list[str], steps: int, repeats: int) -> dict[str, dict[str, tuple[float, float]]]:
     """Return (predicted, measured) speed-ups over padded batches in random order, by dataset and way."""
     rows = {}
     for name in names:
-        cost, seconds = measured(name, steps, repeats)
-        expected = predicted(name, steps, cost)
+        costs, of_ranks = measured(name, steps, repeats)
+        seconds = dict(zip(WAYS, of_ranks.max(axis=0).mean(axis=1).tolist(), strict=True))
+        expected = predicted(name, steps, costs)
         rows[name] = {
             way: (expected["padded"].per_token / expected[way].per_token, seconds["padded"] / seconds[way])
             for way in WAYS
@@ -243,7 +244,7 @@ def main() -> None:
     """Print the table and, where asked for, write its picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--picture", type=Path)
     arguments = parser.parse_args()
     rows = table([*SHARES], arguments.steps, arguments.repeats)

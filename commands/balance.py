@@ -201,7 +201,7 @@ def show_balance(
 def _checked_total(total: int, least: int) -> int:
     """Return the samples of a global batch. Raises InputError for fewer than passes, and for too many to share out."""
     if not least <= total <= _MOST_IN_BATCH:
-        raise InputError("--total-batch", f"is {total}", f"give {least} (one in each pass) to {_MOST_IN_BATCH} samples")
+        raise InputError("total_batch", f"is {total}", f"give {least} (one in each pass) to {_MOST_IN_BATCH} samples")
     return total
 
 

@@ -21,6 +21,8 @@ from ddltool.errors import InputError
 # Whole units of the least possible time in CP-SAT's model.
 _UNITS = 10**9
 _HALVINGS = 60
+# Samples times ranks: beyond these, differencing takes more than a quarter of a second, and CP-SAT's model too long to make.
+_MOST_DIFFERENCED, _MOST_SOLVED = 1 << 18, 1 << 16
 _SAME = 1e-9
 
 
@@ -89,13 +91,18 @@ def karmarkar_karp(costs: Floats, ranks: int) -> Ints:
     return places
 
 
+def is_differenced(costs: Floats, speeds: Floats) -> bool:
+    """Return whether :func:`karmarkar_karp` is tried: speeds are equal, and samples and ranks few enough."""
+    return bool(np.ptp(speeds) == 0) and len(costs) * len(speeds) <= _MOST_DIFFERENCED
+
+
 def balanced(costs: Floats, speeds: Floats, passes: int = 1) -> Ints:
     """Return (n,) places, ``rank * passes + pass``, of samples with (n,) ``costs`` on ranks with (m,) ``speeds``.
 
     The same on every machine; each place has a sample where there are so many.
     """
     ranks, choices = len(speeds), [lpt(costs, speeds)]
-    if np.ptp(speeds) == 0:
+    if is_differenced(costs, speeds):
         choices.append(karmarkar_karp(costs, ranks))
     best = min(choices, key=lambda places: float(seconds_of(costs, places, speeds).max()))
     return in_passes(costs, filled(costs, best, ranks, passes), ranks, passes)
@@ -184,8 +191,9 @@ class Proven:
 def solve(costs: Floats, speeds: Floats, limit_s: float, seed: int = 0, gap: float = 0.0) -> Proven:
     """Return the best assignment of samples to ranks within ``limit_s`` seconds, and a proven bound.
 
-    The search begins at :func:`balanced`, and is left out where that is within ``gap`` of :func:`lower_bound`. Costs are
-    rounded down to billionths of the least possible time, so that the bound holds for the exact ones.
+    The search begins at :func:`balanced`, and is left out where that is within ``gap`` of :func:`lower_bound`, and for more
+    than 65,536 samples times ranks. Costs are rounded down to billionths of the least possible time, so that the bound holds
+    for the exact ones.
     """
     from ortools.sat.python import cp_model
 
@@ -194,7 +202,7 @@ def solve(costs: Floats, speeds: Floats, limit_s: float, seed: int = 0, gap: flo
     start = balanced(costs, speeds)
     seconds, bound = float(seconds_of(costs, start, speeds).max()), lower_bound(costs, speeds)
     known = Proven(places=start, seconds=seconds, bound=bound)
-    if known.is_optimal or seconds <= bound * (1 + gap) or limit_s <= 0:
+    if known.is_optimal or seconds <= bound * (1 + gap) or limit_s <= 0 or len(costs) * len(speeds) > _MOST_SOLVED:
         return known
     times = np.floor(costs[:, None] / speeds * (_UNITS / bound)).astype(np.int64)
     model = cp_model.CpModel()

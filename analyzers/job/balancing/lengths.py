@@ -16,7 +16,15 @@ from dataclasses import astuple, dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ddltool.analyzers.job.balancing.assigning import balanced, by_length, in_passes, karmarkar_karp, lpt, solve
+from ddltool.analyzers.job.balancing.assigning import (
+    balanced,
+    by_length,
+    in_passes,
+    is_differenced,
+    karmarkar_karp,
+    lpt,
+    solve,
+)
 from ddltool.arrays import Floats, Ints
 from ddltool.errors import InputError
 
@@ -30,8 +38,8 @@ _MEGABATCH = 50
 WORTH_SOLVING = 1e-3
 _RESAMPLES = 1000
 _RANGE = (2.5, 97.5)
-# Rows of a histogram that are drawn from in place of being laid out.
-_MOST_LAID_OUT = 10**7
+# Samples: beyond these, those of a histogram are not laid out, and no more are drawn.
+_MOST_LAID_OUT = _MOST_DRAWN = 10**7
 WAYS = ("padded", "grouped", "sorted", "unpadded", "lpt", "karmarkar_karp", "cp_sat", "window", "cut", "cut_masked")
 IN_THE_BATCH = ("padded", "sorted", "unpadded", "lpt", "karmarkar_karp", "cp_sat")
 """Ways that share out the same global batches, step by step."""
@@ -51,9 +59,7 @@ class SampleCost:
         values = astuple(self)
         if not all(math.isfinite(value) and value >= 0 for value in values) or not sum(values[:3]) > 0:
             given = ",".join(f"{value:g}" for value in values)
-            raise InputError(
-                "--cost", f"is {given}", "give finite numbers of 0 or more, one of the first three above 0"
-            )
+            raise InputError("cost", f"is {given}", "give finite numbers of 0 or more, one of the first three above 0")
 
     def of(self, lengths: ArrayLike) -> Floats:
         """Return (n,) costs of samples of (n,) ``lengths`` tokens."""
@@ -119,9 +125,9 @@ def draw(lengths: Ints, counts: Ints, total: int, batches: int, seed: int) -> In
     ``counts``: (n,) samples of each of the (n,) lengths. Raises InputError where there are too few for one batch.
     """
     chance, samples = np.random.default_rng(seed), int(counts.sum())
-    wanted = total * min(batches, samples // total)
+    wanted = total * min(batches, samples // total, max(_MOST_DRAWN // total, 1))
     if not wanted:
-        raise InputError("--total-batch", f"is {total}", f"the file has {samples} samples: give at most so many")
+        raise InputError("total_batch", f"is {total}", f"the file has {samples} samples: give at most so many")
     if samples <= _MOST_LAID_OUT:
         drawn = chance.permutation(np.repeat(lengths, counts))[:wanted]
     else:
@@ -137,7 +143,7 @@ def compare(
     Raises InputError for a sample longer than ``job.max_tokens``.
     """
     if job.max_tokens is not None and (longest := int(batches.max())) > job.max_tokens:
-        raise InputError("--max-tokens", f"is {job.max_tokens}", f"the longest sample has {longest}: give that or more")
+        raise InputError("max_tokens", f"is {job.max_tokens}", f"the longest sample has {longest}: give that or more")
     gaps, left_s, best = [], limit_s, []
     costs = job.cost.of(batches)
     for index, batch_costs in enumerate(costs):
@@ -160,7 +166,7 @@ def compare(
     cut = [_by_place(job, row, by_length(job.cost.of(row), job.speeds, _passes(job)), padded=True) for row in batches]
     found["sorted"] = timed(job, cut, padded=True)
     found["lpt"] = assigned(lambda row: in_passes(row, lpt(row, job.speeds), ranks, _passes(job)))
-    if np.ptp(job.speeds) == 0:
+    if is_differenced(costs[0], job.speeds):
         found["karmarkar_karp"] = assigned(lambda row: in_passes(row, karmarkar_karp(row, ranks), ranks, _passes(job)))
     proven_places = iter(best)
     found["cp_sat"] = assigned(lambda row: in_passes(row, next(proven_places), ranks, _passes(job)))

@@ -30,7 +30,7 @@ def lengths_result(
         today: the way whose tokens per second are 1. Raises InputError where it was not tried.
         unit, source: of the cost of a sample, and where that comes from.
     """
-    today = known("--today", today, [*found.steps])
+    today = known("today", today, [*found.steps])
 
     def remedy(way: str, steps: Steps) -> RemedyFigures:
         paired = {way, today} <= {*IN_THE_BATCH}

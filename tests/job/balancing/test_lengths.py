@@ -75,7 +75,7 @@ def test_a_limit_on_tokens_makes_as_few_passes_as_fit() -> None:
     assert found["cp_sat"].seconds.tolist() == [16 + 2]  # 5 3 and 4 2 2
     assert found["padded"].seconds.tolist() == [5 + 2 * 3 + 2 * 4 + 3]
     assert max(each.most_tokens for each in found.values()) <= 8
-    with pytest.raises(InputError, match=r"^--max-tokens: is 4; the longest sample has 5: give that or more$"):
+    with pytest.raises(InputError, match=r"^max_tokens: is 4; the longest sample has 5: give that or more$"):
         compare(ints(5, 1)[None], LengthsJob(speeds=np.ones(1), total_batch=2, max_tokens=4), 5.0)
 
 
@@ -126,7 +126,7 @@ def test_draws_are_random_batches_of_the_dataset_at_most_once() -> None:
     many = draw(lengths, ints(10**11, 0, 10**11), 4, 50, 0)
     assert many.shape == (50, 4)
     assert 60 < (many == 1).sum() < 140
-    with pytest.raises(InputError, match=r"^--total-batch: is 10; the file has 9 samples: give at most so many$"):
+    with pytest.raises(InputError, match=r"^total_batch: is 10; the file has 9 samples: give at most so many$"):
         draw(lengths, counts, 10, 1, 0)
 
 
@@ -146,7 +146,7 @@ def test_the_fit_finds_a_cost_that_is_there() -> None:
 def test_costs_that_are_none_are_refused(values: tuple[float, ...]) -> None:
     names = ("per_token", "per_square", "per_sample")
     with pytest.raises(
-        InputError, match=r"^--cost: is .*; give finite numbers of 0 or more, one of the first three above 0$"
+        InputError, match=r"^cost: is .*; give finite numbers of 0 or more, one of the first three above 0$"
     ):
         SampleCost(**dict(zip(names, values, strict=True)))
 
