@@ -99,7 +99,7 @@ def _verdict(result: LengthsResult) -> Verdict:
     is_faster = remedy.speedup > 1
     said = "Lengths(lengths, padded=True)" if best == "sorted" else "lengths"
     return Verdict(
-        answer=f"{WORDS[best].capitalize()}: {remedy.speedup:.2f} times the tokens per second of {WORDS[result.today]}.",
+        answer=f"{WORDS[best][0].upper()}{WORDS[best][1:]}: {remedy.speedup:.2f} times the tokens per second of {WORDS[result.today]}.",
         sure=f"simulated, {remedy.speedup_low:.2f} to {remedy.speedup_high:.2f} over batches; today {today.padding_share:.0%} "
         f"of the tokens are padding, and ranks wait {today.waiting_share:.0%} of the time",
         then=f"hook.dataloader(..., lengths={said}) does it" if is_faster else "leave the batches as they are",
