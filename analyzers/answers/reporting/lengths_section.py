@@ -97,9 +97,10 @@ def _verdict(result: LengthsResult) -> Verdict:
     best = max(("sorted", "cp_sat"), key=lambda way: result.remedies[way].speedup)
     remedy, today = result.remedies[best], result.remedies[result.today]
     is_faster = remedy.speedup > 1
+    words = WORDS[best][0].upper() + WORDS[best][1:]
     said = "Lengths(lengths, padded=True)" if best == "sorted" else "lengths"
     return Verdict(
-        answer=f"{WORDS[best][0].upper()}{WORDS[best][1:]}: {remedy.speedup:.2f} times the tokens per second of {WORDS[result.today]}.",
+        answer=f"{words}: {remedy.speedup:.2f} times the tokens per second of {WORDS[result.today]}.",
         sure=f"simulated, {remedy.speedup_low:.2f} to {remedy.speedup_high:.2f} over batches; today {today.padding_share:.0%} "
         f"of the tokens are padding, and ranks wait {today.waiting_share:.0%} of the time",
         then=f"hook.dataloader(..., lengths={said}) does it" if is_faster else "leave the batches as they are",
