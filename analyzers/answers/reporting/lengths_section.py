@@ -35,7 +35,7 @@ def lengths_section(result: LengthsResult, name: str) -> Section:
         f"{result.batches:,} global batches of {result.total_batch:,} on {counted(result.replicas, 'rank')}, {passes}; "
         f"a sample of L tokens costs {cost.per_token:.3g} L + {cost.per_square:.3g} L^2 + {cost.per_sample:.3g} "
         f"{'s' if cost.unit == 's' else 'tokens'} ({cost.source}).",
-        f"Assignments are within {result.gap:.2%} of the best on average, {result.largest_gap:.2%} at worst (proven). "
+        f"Ranks' shares are within {result.gap:.2%} of the best on average, {result.largest_gap:.2%} at worst (proven). "
         f"{_order(result)}",
     ]
     labelled = {WORDS[way]: remedy for way, remedy in result.remedies.items()}
