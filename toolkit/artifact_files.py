@@ -17,7 +17,15 @@ from ddltool.graph import from_document
 from ddltool.graph_results import CommandPlan, MemoryTimeline, TraceResult
 from ddltool.plans import Enforcement, Plan
 from ddltool.profiles import check_profile, read_profile
-from ddltool.results import BalanceResult, BarrierResult, GateResult, NetworkResult, StragglersResult, Verification
+from ddltool.results import (
+    BalanceResult,
+    BarrierResult,
+    GateResult,
+    LengthsResult,
+    NetworkResult,
+    StragglersResult,
+    Verification,
+)
 from ddltool.schema_words import in_words
 from ddltool.simulation_results import SimulationDocument, SweepDocument
 from ddltool.tables import read_table
@@ -32,7 +40,7 @@ _TABLE_SUFFIXES = (".csv", ".jsonl", ".ndjson")
 ORDER = (
     *("graph", "profile", "network", "goodput", "plan", "command_plan", "enforcement", "telemetry"),
     *("verification", "stragglers"),
-    *("sync", "barrier", "balance", "simulation", "sweep", "gate"),
+    *("sync", "barrier", "balance", "lengths", "simulation", "sweep", "gate"),
 )
 RECORDS: dict[str, type[Artifact]] = {
     kind_of(model): model
@@ -46,6 +54,7 @@ RECORDS: dict[str, type[Artifact]] = {
             NetworkResult,
             BarrierResult,
             BalanceResult,
+            LengthsResult,
             Verification,
         ),
         *(SimulationDocument, SweepDocument, GateResult, StragglersResult),

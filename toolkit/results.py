@@ -141,6 +141,74 @@ class BalanceResult(Result):
     )
 
 
+class LengthStatistics(Part):
+    """Lengths of a dataset's samples, in tokens."""
+
+    samples: Count
+    mean: NonNegative
+    median: NonNegative
+    p90: NonNegative
+    p99: NonNegative
+    longest: Count
+
+
+class LengthCost(Part):
+    """What a sample of L tokens costs: per_token L + per_square L^2 + per_sample; and what passes and steps cost besides."""
+
+    per_token: NonNegative
+    per_square: NonNegative
+    per_sample: NonNegative
+    per_pass: NonNegative
+    per_step: NonNegative
+    unit: Literal["s", "tokens"] = Field(description="tokens: what a token costs without attention")
+    source: str
+
+
+class RemedyFigures(Part):
+    """A way to share out global batches; speedup: tokens per second over those of today."""
+
+    step: NonNegative = Field(description="mean over steps, in the cost's unit")
+    speedup: NonNegative
+    speedup_low: NonNegative = Field(description="95 % interval over batches")
+    speedup_high: NonNegative
+    padding_share: NonNegative = Field(description="of the computed tokens")
+    waiting_share: NonNegative = Field(description="of the ranks' time")
+    most_tokens: Count = Field(description="in one pass, padding included")
+
+
+class RankLengths(Part):
+    """What one rank has of a global batch: the lengths in each of its passes."""
+
+    rank: Count
+    samples: Count
+    tokens: Count
+    cost: NonNegative
+    passes: list[list[Count]]
+
+
+class LengthsResult(Result):
+    """``ddltool balance`` of lengths."""
+
+    kind: Literal["ddltool.lengths"] = "ddltool.lengths"
+    lengths: LengthStatistics
+    replicas: Count
+    speeds: list[NonNegative]
+    total_batch: Count
+    accumulation: Count
+    max_tokens: Count | None = None
+    sharded: bool
+    window: Count
+    batches: Count
+    seed: Count
+    cost: LengthCost
+    today: str
+    remedies: dict[str, RemedyFigures]
+    gap: NonNegative = Field(description="mean over batches: how far cp_sat may be above the best")
+    largest_gap: NonNegative
+    solver_seconds: NonNegative
+    assignments: list[RankLengths] = Field(description="of the first batch, by cp_sat")
+
+
 class VerifiedTime(Part):
     """A part of the step, predicted and measured; null: the plan says nothing about it."""
 

@@ -582,7 +582,13 @@ def test_the_options_are_a_decision() -> None:
                 "--seed",
             ]
         ),
-        "balance": sorted(["--json", "--output", "--predictor", "--schemes", "--seed", "--total-batch", "--warm-up"]),
+        "balance": sorted(
+            [
+                *("--json", "--output", "--predictor", "--schemes", "--seed", "--total-batch", "--warm-up"),
+                *("--replicas", "--rank-speeds", "--accumulation", "--max-tokens", "--sharded", "--window", "--pack"),
+                *("--cost", "--model", "--device", "--precision", "--today", "--batches", "--limit"),
+            ]
+        ),
         "demo": sorted(common),
         "stragglers": ["--batch-size", "--feed", "--json", "--output"],
         "devices": ["--collective", "--devices-file", "--json", "--precision", "--product"],

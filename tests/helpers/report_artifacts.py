@@ -80,6 +80,8 @@ def write_all(place: Path) -> list[Path]:
             header, *rows = file
         Path("speeds.csv").write_text(header + "".join(row for row in rows if int(row.split(",")[0]) < 150))
         _do("balance", "speeds.csv", "--predictor", "last", "--schemes", "-o", "balance.json")
+        Path("lengths.txt").write_text("".join(f"{1 + 37 * index % 900}\n" for index in range(400)))
+        _do("balance", "lengths.txt", "--replicas", "2", "--window", "2", "-o", "lengths.json")
         loads = folder() / "workloads"
         where = ["--cluster", str(loads / "cluster.yaml"), "--traces", str(loads / "traces")]
         _do("simulate", str(loads / "synthetic.csv"), *where, "--policy", "fifo,srtf", "-o", "simulation.json")
@@ -93,7 +95,7 @@ def write_all(place: Path) -> list[Path]:
             contextlib.redirect_stderr(nowhere),
         ):
             run(["gate", "plan-est.json", "--baseline", "plan-bsp.json", "--json"])  # exit 1: the checks fail
-    left_out = {"job.yaml", "tuned.yaml", "speeds.csv", "knobs.py"}
+    left_out = {"job.yaml", "tuned.yaml", "speeds.csv", "lengths.txt", "knobs.py"}
     return sorted(path for path in place.iterdir() if path.name not in left_out)
 
 

@@ -28,14 +28,14 @@ MOST_S = 1e15
 MOST_ITERATIONS = 2**53 - 1
 
 
-def read_speeds(path: Path, tell: Tell) -> SpeedTrace:
+def read_speeds(path: Path, tell: Tell, frame: pd.DataFrame | None = None) -> SpeedTrace:
     """Return the trace in a CSV (``.gz`` is accepted), rows in any order; workers come in natural order of their names.
 
     Telemetry of the training hook is accepted as well: its speed is the samples per second of the rank's own compute, and
     its CPU and memory readings are 1. Every worker needs a row for every iteration; ``tell`` receives a remark about
-    iterations that no worker has. Raises InputError naming row and column.
+    iterations that no worker has; ``frame``: the table, where it has been read. Raises InputError naming row and column.
     """
-    frame = read_table(path, SPEED_COLUMNS)
+    frame = read_table(path, SPEED_COLUMNS) if frame is None else frame
     if "compute_s" in frame.columns:
         run = of_telemetry(frame, str(path), tell)
         speed = run.speed().T
