@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import math
 import tomllib
 from collections.abc import Mapping
@@ -27,7 +26,7 @@ from ddltool.analyzers.step.tracing.factories import REMEDY, imported, least_bat
 from ddltool.analyzers.step.tracing.known_values import bind, refusal, tried
 from ddltool.analyzers.step.tracing.step import TrainingStep, default_loss, language_model_loss, resized
 from ddltool.analyzers.step.tracing.torch_adapter import joined
-from ddltool.artifacts import read_text
+from ddltool.artifacts import from_json, read_text
 from ddltool.errors import DdlToolError, InputError, one_line
 from ddltool.published_models import check_hub_name, find_model, unknown_model
 
@@ -111,10 +110,7 @@ def named_config(name: str) -> NamedConfig:
 
 def _read_config(path: Path) -> dict[str, Any]:
     """Return a published configuration: a mapping with ``model_type``. Raises InputError for another file."""
-    try:
-        document = json.loads(read_text(path))
-    except ValueError as error:
-        raise InputError(str(path), f"is no JSON ({one_line(str(error))})", "give a model's config.json") from None
+    document = from_json(read_text(path), str(path))
     if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
         raise InputError(f"{path}:model_type", "is missing", "give a model's config.json, as transformers writes it")
     unused_fields = {"auto_map", "quantization_config", "torch_dtype", "dtype", "transformers_version", "_name_or_path"}
