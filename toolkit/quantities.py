@@ -15,7 +15,7 @@ LONGEST_S = 1e12
 """Thirty thousand years."""
 MOST = 2**53
 """Above it, floats skip whole numbers."""
-MOST_DEVICES = 10_000_000
+MOST_DEVICES, MOST_PASSES = 10_000_000, 10_000
 
 Finite = Annotated[float, Strict(), Field(ge=-sys.float_info.max, le=sys.float_info.max, allow_inf_nan=False)]
 """Somebody else's figure, which is compared and no more."""
@@ -39,7 +39,7 @@ Count = Annotated[int, Strict(), Field(ge=0, le=MOST)]
 AtLeastOne = Annotated[int, Strict(), Field(ge=1, le=MOST)]
 Devices = Annotated[int, Strict(), Field(ge=0, le=MOST_DEVICES)]
 Processes = Annotated[int, Strict(), Field(ge=1, le=MOST_DEVICES)]
-Passes = Annotated[int, Strict(), Field(ge=0, le=10_000)]
+Passes = Annotated[int, Strict(), Field(ge=0, le=MOST_PASSES)]
 """Forward and backward passes of a step before its last one."""
 Name = Annotated[str, Field(min_length=1, pattern=r"\S")]
 """A text that is more than blanks."""

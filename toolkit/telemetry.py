@@ -12,7 +12,18 @@ from pydantic import Field
 
 from ddltool.artifacts import SCHEMA_VERSION, Record
 from ddltool.errors import InputError
-from ddltool.quantities import AtLeastOne, Change, Count, Duration, Name, NonNegative, Processes, Seconds, StepTime
+from ddltool.quantities import (
+    AtLeastOne,
+    Change,
+    Count,
+    Duration,
+    Name,
+    NonNegative,
+    Processes,
+    Seconds,
+    StepTime,
+    Whole,
+)
 from ddltool.stages import Tell, log_remark
 from ddltool.tables import checked_columns, demand
 
@@ -115,7 +126,7 @@ class StepRow(SyncEvent):
     """How long its pull waited for other workers."""
     staleness: Count
     """Updates that others made to a parameter between its pull and the use of its gradient; the most of any."""
-    gap: Count
+    gap: Whole
     """Steps that it was ahead of the slowest member when it had pushed."""
 
 

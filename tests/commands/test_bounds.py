@@ -78,11 +78,11 @@ READERS: dict[str, tuple[tuple[str, ...], ...]] = {
     **dict.fromkeys(("network", "barrier", "balance", "stragglers", "simulation"), ANY),
     "verification": REPORT,
     "gate": REPORT,
-    "sweep": REPORT,
+    "sweep": (("simulate", "sweep", *SIMULATE[1:], "--cluster", str(LOADS / "cluster.yaml"), "-o", "FILE"), *ANY),
     "trace": ANY[:1],
 }
 """By kind, the commands that read a file of it."""
-SPELT = {"advise": "simulate", "hook": "the hook", "--measured": "companion"}
+SPELT = {"advise": "simulate", "hook": "the hook", "--measured": "companion", "sweep": "simulate"}
 """What kinds.toml calls otherwise than READERS."""
 UNREAD = ("calibration", "balance_event", "figures", "demo", "enforcement")
 """Kinds that no command takes from a user, or without a schema of their fields; an enforcement is also read by a program."""
@@ -173,15 +173,14 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "telemetry": ("telemetry.jsonl", "agent.jsonl"),
     "companion": ("plans.db",),
     "sync": ("sync.jsonl",),
-    "command_plan": (),
 }
 
 
 @functools.cache
 def _document(kind: str, example: str) -> Any:
     """The document of an example; of tables their rows."""
-    if kind in DOCUMENTS:
-        return DOCUMENTS[kind]
+    if not example:
+        return DOCUMENTS.get(kind) or schemas.least(schema_of(kind), schema_of(kind))
     path = Path(example)
     if path.suffix == ".csv":
         return [{key: _number(value) for key, value in row.items()} for row in csv.DictReader(path.open())]
@@ -200,7 +199,7 @@ def _number(text: str) -> Any:
 
 
 def _examples(kind: str) -> tuple[str, ...]:
-    return ("",) if kind in DOCUMENTS else EXAMPLES.get(kind, (f"{kind}.json",))
+    return ("",) if kind in (*DOCUMENTS, "command_plan") else EXAMPLES.get(kind, (f"{kind}.json",))
 
 
 def _written(case: Case) -> str | None:
@@ -320,7 +319,8 @@ def test_a_value_outside_is_refused_by_name(place: Path, case: Case) -> None:
 def test_every_command_that_reads_a_kind_is_tried() -> None:
     for kind, listed in KINDS.items():
         readers = [one.strip().removeprefix("the ").partition(" ")[0] for one in listed.read_by.split(",")]
-        missing = {SPELT.get(one, one) for one in readers} - {command[0] for command in READERS.get(kind, ())}
+        named = {SPELT.get(one, one) for one in readers} - {"people"}
+        missing = named - {command[0] for command in READERS.get(kind, ())}
         assert not missing or kind in UNREAD, (kind, missing)
 
 
@@ -331,6 +331,47 @@ def test_every_number_of_every_kind_has_two_limits() -> None:
                 if schemas.type_of(option) not in ("number", "integer") or "const" in option or leaf.way[0] == "meta":
                     continue  # what a graph was made from is free-form
                 assert {"minimum", "maximum"} <= set(option), (kind, leaf.way)
+
+
+NONSENSE: tuple[tuple[str, schemas.Path, Any, str], ...] = (
+    ("plan-est", ("est_count",), 9, "est_count is 9, but the assignments have 8"),
+    ("plan-est", ("assignments", 0, "devices"), 3, "est_count is 8, but the assignments have 6"),
+    ("plan-est", ("max_workers",), 9, "est_count is 8, too few for max_workers, 9"),
+    ("plan-est", ("assignments", 0, "local_batch_size"), 63, "local_batch_size is 63, but the ESTs of a V100 take 64"),
+    ("plan-est", ("parameters", 1, "name"), "features.0.bias", "parameters: 'features.0.bias' stands twice"),
+    ("plan-est", ("ddp", "buckets", 0, 0), "nobody", "ddp.buckets: 'nobody' is not known"),
+    ("plan-est", ("ddp", "buckets", 0, 0), "head.5.weight", "ddp: buckets: 'head.5.weight' stands twice"),
+    ("plan-est", ("fsdp2", "units", 0), "head.3", "fsdp2: units: 'head.3' stands twice"),
+    ("plan-est", ("fsdp2", "backward"), {"head.5": ["x"]}, "fsdp2: backward.head.5: 'x' is not known"),
+    ("plan-est", ("fsdp2", "forward"), {"x": []}, "fsdp2: forward: 'x' is not known"),
+    ("plan-est", ("gap",), 0.5, "gap is 0.5 and status optimal"),
+    ("plan-lb-bsp", ("split", "total_batch_size"), 255, "split.total_batch_size is 255, but the assignments have 256"),
+    ("plan-bsp", ("assignments", 0, "accumulation_steps"), 42, "accumulation_steps are 42, too many for 42 samples"),
+    ("plan-bsp", ("strategy",), "elastic-bsp", "superstep is that of strategy elastic-bsp"),
+    ("plan-elastic-bsp", ("strategy",), "bsp", "superstep is that of strategy elastic-bsp"),
+    ("plan-elastic-bsp", ("superstep", "mini_batches"), 71, "superstep.mini_batches is 71, but the iterations"),
+    ("plan-elastic-bsp", ("superstep", "iterations"), {"V100": 13}, "superstep.iterations are of V100"),
+    ("plan-goodput", ("goodput", "total_batch_size"), 1121, "total_batch_size is 1121, but the passes of all replicas"),
+    ("plan-goodput", ("assignments", 0, "devices"), 7, "goodput.num_replicas is 8, but the assignments have 7"),
+    ("plan-goodput", ("assignments", 0, "local_batch_size"), 70, "goodput.total_batch_size is 1120, but the"),
+    ("plan-goodput", ("goodput", "device_type"), "K80", "goodput.device_type: 'K80' is not known"),
+    ("plan-goodput", ("goodput", "scaling", 1, "num_nodes"), 3, "num_nodes is 3, more than num_replicas, 2"),
+    ("enforce", ("ranks", 0, "local_batch_size"), 63, "total_batch_size is 256 but the ranks' batches add up to 255"),
+    ("enforce", ("ranks", 0, "rank"), 1, "ranks must be 0 to 3 in order"),
+    ("enforce", ("plan_sha256",), "f" * 63, "plan_sha256: is 'ffff"),
+    ("enforce", ("ddp", "buckets", 0, 0), "nobody", "ddp.buckets: 'nobody' is not known"),
+)
+
+
+@pytest.mark.parametrize(("example", "path", "value", "problem"), NONSENSE)
+def test_parts_that_do_not_agree(place: Path, example: str, path: schemas.Path, value: Any, problem: str) -> None:
+    kind = "enforcement" if example == "enforce" else "plan"
+    Path("case.json").write_text(json.dumps(schemas.with_value(_document(kind, f"{example}.json"), path, value)))
+    for command in READERS[kind]:
+        code, told = _ended(*(word.replace("FILE", "case.json") for word in command))
+        assert code == 2, (command, told)
+        assert told.startswith("error: case.json:"), told
+        assert problem in told
 
 
 @pytest.mark.slow

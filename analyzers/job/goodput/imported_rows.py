@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-
 def import_files(
     files: Sequence[Path],
     *,
