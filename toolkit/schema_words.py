@@ -80,6 +80,8 @@ def _wanted(kind: str, context: Mapping[str, Any]) -> str:
             return f"give a number {words} {_number(context[key])}"
     if kind == "finite_number":
         return "give a finite number"
+    if kind == "string_unicode":
+        return "give a text"
     if kind == "string_pattern_mismatch":
         return {r"\S": "give a name", "^[0-9a-f]{64}$": "give 64 hexadecimal digits"}.get(context["pattern"], "")
     if kind == "literal_error":

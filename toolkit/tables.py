@@ -18,7 +18,6 @@ from pydantic import BaseModel
 from ddltool.arrays import Flags, Floats
 from ddltool.artifacts import read_lines, read_text
 from ddltool.errors import InputError, did_you_mean, shortened
-from ddltool.units import parse_share
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -159,6 +158,7 @@ def numbers(
         # Of a CSV such a column has texts, one of them no number; what is a text or true in JSON is none.
         quoted = cells.map(lambda cell: isinstance(cell, (str, bool))).to_numpy(dtype=bool)
         if not (quoted | cells.isna().to_numpy()).all() or np.isfinite(values[quoted]).all():
+            cells = cells.where(~(quoted & np.isfinite(values)), cells.map(repr))
             values[quoted] = np.nan
     is_valid = is_empty | np.isfinite(values) & (values >= minimum) & (values <= maximum) & (
         (values == np.round(values)) | (not whole)
@@ -208,7 +208,7 @@ def checked_columns(
         fits = cells.isin([const]) if const is not None else cells.map(str).str.contains(kind.get("pattern", ""))
         is_valid = (is_text & fits.to_numpy(dtype=bool)) | (cells.isna().to_numpy() & (name not in always))
         remedy = "give a text" if const is None else f"give {const!r}"
-        demand(is_valid, cells.fillna("empty"), name, where, remedy, unit=unit)
+        demand(is_valid, cells.map(repr).where(cells.notna(), "empty"), name, where, remedy, unit=unit)
     return columns
 
 
@@ -228,9 +228,8 @@ def demand(
     first_index = int(np.argmin(is_valid))
     # A series picked from a table keeps the table's row numbers as its index.
     row = first_index if isinstance(cells, np.ndarray) else int(cells.index[first_index])
-    cell = np.asarray(cells)[first_index]
-    cell_text = repr(cell) if isinstance(cell, str) and not math.isnan(parse_share(cell)) else str(cell)
-    raise InputError(f"{where}:{unit} {row + 1}:{name}", f"{said}{shortened(cell_text.removesuffix('.0'), 40)}", remedy)
+    cell_text = str(np.asarray(cells)[first_index]).removesuffix(".0")
+    raise InputError(f"{where}:{unit} {row + 1}:{name}", f"{said}{shortened(cell_text, 40)}", remedy)
 
 
 def texts(frame: pd.DataFrame, column: str, where: str | Path) -> list[str]:

@@ -228,6 +228,8 @@ def _written(case: Case) -> str | None:
             )
             Path("case.csv").write_text(text.getvalue())
             return "case.csv"
+        if case.kind == "telemetry" and case.value is None and case.leaf.name not in schema_of(case.kind)["required"]:
+            return None  # in a table a null is the default, as where it is missing
         Path("case.jsonl").write_text("".join(json.dumps(row) + "\n" for row in document))
         return "case.jsonl"
     document = schemas.with_parents(document, case.leaf.way, _schemas_of(case.kind)[""])

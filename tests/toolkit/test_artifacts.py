@@ -194,7 +194,7 @@ def enforcements(draw: st.DrawFn) -> Enforcement:
         world_size=len(ranks),
         total_batch_size=sum(sizes),
         ranks=ranks,
-        parameters=draw(st.lists(parameters, max_size=3)),
+        parameters=draw(st.lists(parameters, max_size=3, unique_by=lambda parameter: parameter.name)),
         telemetry=draw(st.none() | st.text(min_size=1)),
     )
 

@@ -114,7 +114,7 @@ def kind_of(columns: list[str], where: str) -> Kind:
         raise InputError(where, mixed, "give one kind per file")
     if "placement" in names and names & {"num_nodes", "num_replicas"}:
         raise InputError(where, "has both placement and num_nodes or num_replicas", "keep one of them")
-    if names >= set(_TELEMETRY):
+    if "rank" in names and names & {"compute_s", "sync_s"}:
         return "telemetry"
     needed_by_kind: dict[Kind, set[str]] = {
         "profile": {*_COUNTS, "step_time_s", "sync_time_s"},
@@ -218,7 +218,7 @@ def import_steps(
         raise InputError(steps.where, f"does not say on how many nodes its {replicas} ranks ran", "give --nodes N")
     lower_s, upper_s = np.percentile(steps.step_time_s, [25, 75])
     row = {
-        "device": steps.device or "",
+        **({"device": steps.device} if steps.device else {}),
         "num_nodes": num_nodes or 1,
         "num_replicas": replicas,
         "local_batch_size": local_batch_size,

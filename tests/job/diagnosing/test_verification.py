@@ -312,7 +312,7 @@ IMPOSSIBLE = [
     ({"batch": 23}, "line 5:total_batch: is 32; the samples of all ranks in the step"),
     ({"step_s": "0.5"}, "line 5:step_s: is '0.5'; a number from 0 to 1000000000"),
     ({"rank": False}, "line 5:rank: is False; a whole number from 0"),
-    ({"device": ""}, "line 5:device: is ; give a text"),
+    ({"device": ""}, "line 5:device: is ''; give a text"),
     ({"device": None}, "line 5:device: is empty; give a text"),
 ]
 
