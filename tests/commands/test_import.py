@@ -201,9 +201,6 @@ JSONL_MISTAKES = {
         telemetry() + telemetry(kind="ddltool.goodput"),
         ":line 2:kind: is 'ddltool.goodput'; give 'ddltool.telemetry'",
     ),
-        telemetry() + telemetry(kind="ddltool.goodput"),
-        ":line 2:kind: is 'ddltool.goodput'; give 'ddltool.telemetry'",
-    ),
     "list": (telemetry() + "[1]\n", ":line 2: is not an object"),
     "key twice": (
         telemetry() + telemetry().replace('"rank": 0', '"rank": 0, "rank": 1'),
