@@ -45,10 +45,11 @@ from ddltool.analyzers.cluster.truth import (
 )
 from ddltool.analyzers.job.goodput.observations import split_placements
 from ddltool.arrays import Floats
-from ddltool.artifacts import from_json, load, opened, read_text
+from ddltool.artifacts import load, opened, read_text
 from ddltool.errors import InputError, did_you_mean
 from ddltool.goodput_model import Goodput
 from ddltool.job import Cluster
+from ddltool.plain_values import from_json
 from ddltool.simulation_results import JobSpec, WorkloadResult
 from ddltool.tables import demand, demand_distinct_jobs, numbers, read_columns, read_table, texts
 

@@ -17,9 +17,10 @@ from typing import Any
 from xml.etree.ElementTree import Element, ParseError, fromstring
 
 from ddltool.analyzers.step.tracing.sources import is_graph_file
-from ddltool.artifacts import from_json, from_yaml, parse, read_bytes
+from ddltool.artifacts import parse, read_bytes
 from ddltool.errors import InputError, shortened
 from ddltool.job import Cluster, Job, is_code
+from ddltool.plain_values import from_json, from_yaml
 from ddltool.shipped import devices
 from ddltool.units import show_bytes
 

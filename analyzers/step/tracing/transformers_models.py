@@ -26,8 +26,9 @@ from ddltool.analyzers.step.tracing.factories import REMEDY, imported, least_bat
 from ddltool.analyzers.step.tracing.known_values import bind, refusal, tried
 from ddltool.analyzers.step.tracing.step import TrainingStep, default_loss, language_model_loss, resized
 from ddltool.analyzers.step.tracing.torch_adapter import joined
-from ddltool.artifacts import from_json, read_text
+from ddltool.artifacts import read_text
 from ddltool.errors import DdlToolError, InputError, one_line
+from ddltool.plain_values import from_json
 from ddltool.published_models import check_hub_name, find_model, unknown_model
 
 _TABLES: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("transformers.toml").read_text(encoding="utf-8"))
