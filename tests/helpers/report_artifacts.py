@@ -50,8 +50,8 @@ while True:
 """
 
 
-def write_all(place: Path) -> list[Path]:
-    """Write one artifact of every kind, and plans of every strategy, and return their paths."""
+def write_all(place: Path, *, recorded: bool = True) -> list[Path]:
+    """Write an artifact of every kind, plans of every strategy, and where ``recorded`` of a command; return their paths."""
     with _inside(place):
         shutil.copy(folder() / "graphs" / "toy-figure1.graph.json.gz", "toy.json.gz")
         shutil.copy(folder() / "graphs" / "cifarnet-training.graph.json.gz", "graph.json.gz")
@@ -64,9 +64,10 @@ def write_all(place: Path) -> list[Path]:
             extra += ["--top-k", "2"] if strategy == "est" else []
             _do("plan", "job.yaml", "--strategy", strategy, *extra, "-o", f"plan-{strategy}.json")
         _do("plan", "tuned.yaml", "--strategy", "goodput", "-o", "plan-goodput.json")
-        Path("knobs.py").write_text(KNOBS)
-        tried = ["--devices", "1xH100", "--vary", "--batch-size 4,8"]
-        _do("plan", *tried, "-o", "command-plan.json", "--", "python", "knobs.py")
+        if recorded:
+            Path("knobs.py").write_text(KNOBS)
+            tried = ["--devices", "1xH100", "--vary", "--batch-size 4,8"]
+            _do("plan", *tried, "-o", "command-plan.json", "--", "python", "knobs.py")
         _do("emit", "plan-est.json", "-o", "enforce.json")
         ranks = len(json.loads(Path("enforce.json").read_text())["ranks"])
         write_telemetry(Path("telemetry.jsonl"), ranks=ranks)

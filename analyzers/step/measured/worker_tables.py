@@ -14,11 +14,13 @@ import pandas as pd
 
 from ddltool.analyzers.step.measured.ranks import of_telemetry
 from ddltool.arrays import Floats
+from ddltool.artifact_files import read_any
+from ddltool.artifacts import ending
 from ddltool.errors import InputError
 from ddltool.graph import natural_key
 from ddltool.stages import Tell
 from ddltool.tables import demand_columns, numbers, read_table, texts
-from ddltool.telemetry import last_run
+from ddltool.telemetry import check_rows
 
 SPEED_COLUMNS = ("iteration", "worker", "speed", "cpu", "memory")
 END_COLUMNS = ("worker", "iteration", "end_s")
@@ -100,11 +102,19 @@ def read_recorded(path: Path, tell: Tell) -> WorkerIterations:
     all next iterations begin at 0. ``tell`` receives the remark which of several runs is taken. Raises InputError naming
     row and column.
     """
+    if ending(path) in (".jsonl", ".ndjson"):
+        read = read_any(path)
+        if read.remark:
+            tell(f"{path}: {read.remark}")
+        if read.kind == "sync":
+            return _from_sync(
+                pd.DataFrame(read.content, columns=["event", "worker", "step", "time_s", "wait_s"]), str(path)
+            )
+        if read.kind == "telemetry":
+            return _from_telemetry(read.content, str(path))
     frame = read_table(path, END_COLUMNS)
-    if {"event", "worker", "wait_s"} <= set(map(str, frame.columns)):
-        return _from_sync(last_run(frame, str(path), tell), str(path))
     if {"rank", "step_s"} <= set(map(str, frame.columns)):
-        return _from_telemetry(last_run(frame, str(path), tell), str(path))
+        return _from_telemetry(check_rows(frame, str(path), tell), str(path))
     names, ends, _ = _rows_by_worker(frame, END_COLUMNS, str(path))
     for name, worker_ends in zip(names, ends, strict=True):
         if len(worker_ends) < 2:
