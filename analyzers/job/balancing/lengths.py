@@ -161,8 +161,8 @@ def compare(
     blocks = np.array_split(np.arange(count), ranks)
     in_order = np.repeat(np.arange(ranks), [len(block) for block in blocks])
     found = {
-        way: timed(job, (_in_order(job, row, in_order, way) for row in batches), way == "padded")
-        for way in ("padded", "unpadded")
+        way: timed(job, (_in_order(job, row, in_order, padded) for row in batches), padded)
+        for way, padded in (("padded", True), ("unpadded", False))
     }
     found["grouped"] = timed(job, _grouped(job, batches), padded=True)
     found["sorted"] = assigned(lambda row: by_length(row, job.speeds, passes), padded=True)
@@ -254,12 +254,12 @@ def _passes(job: LengthsJob) -> int:
     return job.passes if job.max_tokens is None else 1
 
 
-def _in_order(job: LengthsJob, lengths: Ints, ranks: Ints, way: str) -> list[list[Ints]]:
+def _in_order(job: LengthsJob, lengths: Ints, ranks: Ints, padded: bool) -> list[list[Ints]]:
     """Return each rank's passes in the order of its samples."""
     mine = [lengths[ranks == rank] for rank in range(len(job.speeds))]
     if job.max_tokens is None:
         return [np.array_split(each, job.passes) for each in mine]
-    return [_fitting(each, job.max_tokens, way == "padded") for each in mine]
+    return [_fitting(each, job.max_tokens, padded) for each in mine]
 
 
 def _by_place(job: LengthsJob, lengths: Ints, places: Ints, padded: bool = False) -> list[list[Ints]]:
