@@ -8,12 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import numpy as np
-
 from ddltool.analyzers.answers.reporting.lengths_section import lengths_section
 from ddltool.analyzers.answers.reporting.result_sections import balance_section
 from ddltool.analyzers.answers.reporting.section import Section
-from ddltool.analyzers.job.balancing.length_costs import cost_of_model
+from ddltool.analyzers.job.balancing.assigning import checked_costs
 from ddltool.analyzers.job.balancing.lengths import WAYS, LengthsJob, SampleCost, compare, draw
 from ddltool.analyzers.job.balancing.lengths_result import lengths_result
 from ddltool.analyzers.job.balancing.predict import PREDICTORS, make_predictor
@@ -110,18 +108,17 @@ def balance(
         ranks = (1.0,) * replicas if rank_speeds is None else tuple(rank_speeds)
         total = total_batch if total_batch is not None else _OWN_SAMPLES * len(ranks) * accumulation
         drawn = draw(*lengths, _checked_total(total, len(ranks) * accumulation), batches, seed)
-        sample_cost, source = SampleCost(), "assumed, a decoder of width 4096"
-        if cost is not None:
-            sample_cost, source = SampleCost(**dict(zip(_COEFFICIENTS, cost, strict=False))), "given"
-        elif model is not None:
-            source = f"{name_of(model)} on {device}, {precision}"
+        sample_cost, source = _given_cost(cost)
+        if model is not None:
+            from ddltool.analyzers.job.balancing.length_costs import cost_of_model  # nothing else here needs torch
+
+            source, longest = f"{name_of(model)} on {device}, {precision}", int(lengths[0].max())
             with stage(f"tracing {name_of(model)} at three lengths"):
-                longest = int(lengths[0].max())
                 sample_cost = cost_of_model(
                     model, device, precision, longest=longest, replicas=len(ranks), sharded=sharded
                 )
         job = LengthsJob(
-            speeds=np.array(ranks),
+            speeds=checked_costs(ranks, "rank_speeds"),
             total_batch=total,
             cost=sample_cost,
             passes=accumulation,
@@ -196,6 +193,15 @@ def show_balance(
         return lengths_section(result, name) if isinstance(result, LengthsResult) else balance_section(result, name)
 
     finish(result, section, output, as_json)
+
+
+def _given_cost(cost: Sequence[float] | None) -> tuple[SampleCost, str]:
+    """Return the cost by its coefficients, and where it comes from. Raises InputError for another number of them."""
+    if cost is None:
+        return SampleCost(), "assumed, a decoder of width 4096"
+    if not 3 <= len(cost) <= len(_COEFFICIENTS):
+        raise InputError("cost", f"has {len(cost)} numbers", "give a, b, c, and those of a pass and of a step")
+    return SampleCost(**dict(zip(_COEFFICIENTS, cost, strict=False))), "given"
 
 
 def _checked_total(total: int, least: int) -> int:

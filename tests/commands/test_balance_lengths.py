@@ -5,11 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import ddltool as dt
+from ddltool.errors import InputError
 from ddltool.results import LengthsResult
 from tests.conftest import Cli
 
@@ -153,3 +155,17 @@ def test_a_trace_of_speeds_takes_no_options_of_lengths(cli: Cli, tmp_path: Path)
     failed = cli("balance", trace, "--replicas", 2)
     assert failed.code == 2
     assert "--replicas: has no part in recorded speeds; give a table with a column length or tokens" in failed.err
+
+
+def test_the_function_refuses_as_the_command_does(tmp_path: Path) -> None:
+    path = written(tmp_path, "a.txt", "\n".join(map(str, LENGTHS)))
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"rank_speeds": (1.0, 0.0)}, r"^rank_speeds\[1\]: is 0; give finite numbers above 0$"),
+        ({"cost": (1.0,)}, r"^cost: has 1 numbers; give a, b, c, and those of a pass and of a step$"),
+        ({"cost": (0.0, 0.0, 0.0)}, r"^cost: is 0,0,0,0,0; give finite numbers of 0 or more"),
+        ({"predictor": "ema"}, r"^predictor: has no part in a table of lengths; leave it out$"),
+    ]
+    for given, problem in cases:
+        with pytest.raises(InputError, match=problem):
+            dt.balance(path, **{"total_batch": 8, **given})
+    assert dt.balance(path, total_batch=8, limit=0.0).remedies["padded"].speedup == 1

@@ -144,8 +144,8 @@ def compare(
     """
     if job.max_tokens is not None and (longest := int(batches.max())) > job.max_tokens:
         raise InputError("max_tokens", f"is {job.max_tokens}", f"the longest sample has {longest}: give that or more")
-    gaps, left_s, best = [], limit_s, []
-    costs = job.cost.of(batches)
+    ranks, count, passes = len(job.speeds), batches.shape[1], _passes(job)
+    costs, gaps, best, left_s = job.cost.of(batches), list[float](), list[Ints](), limit_s
     for index, batch_costs in enumerate(costs):
         advance(index, "cp_sat")
         begun_s = time.perf_counter()
@@ -154,34 +154,35 @@ def compare(
         gaps.append(proven.seconds / proven.bound - 1)
         best.append(proven.places)
 
-    def assigned(choose: Callable[[Floats], Ints], lengths: Ints = batches) -> Steps:
-        return timed(job, (_by_place(job, row, choose(job.cost.of(row))) for row in lengths), padded=False)
+    def assigned(choose: Callable[[Floats], Ints], lengths: Ints = batches, padded: bool = False) -> Steps:
+        shared = (_by_place(job, row, choose(job.cost.of(row)), padded) for row in lengths)
+        return timed(job, shared, padded)
 
-    ranks, count = len(job.speeds), batches.shape[1]
     blocks = np.array_split(np.arange(count), ranks)
-    in_order = np.concatenate([np.full(len(block), rank) for rank, block in enumerate(blocks)])
-    found = {way: timed(job, (_in_order(job, row, in_order, way) for row in batches), way == "padded")
-             for way in ("padded", "unpadded")}  # fmt: skip
+    in_order = np.repeat(np.arange(ranks), [len(block) for block in blocks])
+    found = {
+        way: timed(job, (_in_order(job, row, in_order, padded) for row in batches), padded)
+        for way, padded in (("padded", True), ("unpadded", False))
+    }
     found["grouped"] = timed(job, _grouped(job, batches), padded=True)
-    cut = [_by_place(job, row, by_length(job.cost.of(row), job.speeds, _passes(job)), padded=True) for row in batches]
-    found["sorted"] = timed(job, cut, padded=True)
-    found["lpt"] = assigned(lambda row: in_passes(row, lpt(row, job.speeds), ranks, _passes(job)))
+    found["sorted"] = assigned(lambda row: by_length(row, job.speeds, passes), padded=True)
+    found["lpt"] = assigned(lambda row: in_passes(row, lpt(row, job.speeds), ranks, passes))
     if is_differenced(costs[0], job.speeds):
-        found["karmarkar_karp"] = assigned(lambda row: in_passes(row, karmarkar_karp(row, ranks), ranks, _passes(job)))
-    proven_places = iter(best)
-    found["cp_sat"] = assigned(lambda row: in_passes(row, next(proven_places), ranks, _passes(job)))
+        found["karmarkar_karp"] = assigned(lambda row: in_passes(row, karmarkar_karp(row, ranks), ranks, passes))
+    places = [in_passes(row, proven, ranks, passes) for row, proven in zip(costs, best, strict=True)]
+    shared = [_by_place(job, row, each) for row, each in zip(batches, places, strict=True)]
+    found["cp_sat"] = timed(job, shared, padded=False)
     if job.window > 1:
         order = regrouped(costs.ravel(), ranks, count, job.window)
         moved = batches.ravel()[order].reshape(batches.shape)
-        found["window"] = assigned(lambda row: balanced(row, job.speeds, _passes(job)), moved)
+        found["window"] = assigned(lambda row: balanced(row, job.speeds, passes), moved)
     if job.pack is not None:
         found |= _packed(job, batches.ravel(), job.pack)
-    places = in_passes(costs[0], best[0], ranks, _passes(job))
     return Comparison(
         steps={way: found[way] for way in WAYS if way in found},
         gaps=gaps,
         solver_s=limit_s - left_s,
-        first=_by_place(job, batches[0], places),
+        first=shared[0],
     )
 
 
@@ -253,12 +254,12 @@ def _passes(job: LengthsJob) -> int:
     return job.passes if job.max_tokens is None else 1
 
 
-def _in_order(job: LengthsJob, lengths: Ints, ranks: Ints, way: str) -> list[list[Ints]]:
+def _in_order(job: LengthsJob, lengths: Ints, ranks: Ints, padded: bool) -> list[list[Ints]]:
     """Return each rank's passes in the order of its samples."""
     mine = [lengths[ranks == rank] for rank in range(len(job.speeds))]
     if job.max_tokens is None:
         return [np.array_split(each, job.passes) for each in mine]
-    return [_fitting(each, job.max_tokens, way == "padded") for each in mine]
+    return [_fitting(each, job.max_tokens, padded) for each in mine]
 
 
 def _by_place(job: LengthsJob, lengths: Ints, places: Ints, padded: bool = False) -> list[list[Ints]]:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from ddltool.artifacts import save
 from ddltool.errors import InputError
-from ddltool.runtime import Lengths
+from ddltool.runtime import Lengths, attach
 from ddltool.runtime.processes.batches import Sizes, VariableBatchSampler
-from tests.helpers.length_workers import Sentences, counted, mean_error, refusals, trained
+from tests.helpers.length_workers import Sentences, counted, mean_error, padded, refusals, trained
 from tests.helpers.runtime_workers import crew, enforcement
 
 
@@ -37,13 +37,13 @@ def samplers(
 @given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 3), st.integers(0, 60), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_steps_have_the_samples_that_they_have_without_lengths(
-    seed: int, ranks: int, passes: int, extra: int, padded: bool
+    seed: int, ranks: int, passes: int, extra: int, is_padded: bool
 ) -> None:
     """Each once, in any pass of any rank; half-way the state goes on in other samplers."""
     chance = np.random.default_rng(seed)
     sizes = tuple((passes * chance.integers(1, 5, ranks)).tolist())
     samples = sum(sizes) * 2 + extra
-    lengths = Lengths(chance.lognormal(5, 1.5, samples), padded=padded)
+    lengths = Lengths(chance.lognormal(5, 1.5, samples), padded=is_padded)
     plain = samplers(None, sizes, samples, passes=passes, least=passes)
     ours = samplers(lengths, sizes, samples, passes=passes, least=passes)
     assert [len(each) for each in ours] == [len(each) for each in plain]
@@ -117,3 +117,14 @@ def test_lengths_that_are_none_are_refused_on_every_rank(config: str) -> None:
         assert answers[-1].startswith("lengths: differs between rank 0 (")
     with pytest.raises(InputError, match=r"^cost: has 1 numbers; give a, b and c of a L \+ b L\^2 \+ c$"):
         Lengths(Sentences(4).lengths, cost=[1.0])
+
+
+def test_without_a_plan_lengths_change_nothing() -> None:
+    data = Sentences(20)
+    hook = attach(None, dataset=data)
+    plain, given = (
+        [batch.tolist() for batch, _ in hook.dataloader(batch_size=4, collate_fn=padded, **more)]
+        for more in ({}, {"lengths": data.lengths})
+    )
+    assert given == plain
+    assert len(plain) == 5
