@@ -104,7 +104,12 @@ def test_an_optimizer_has_the_kernels_that_torch_runs(optimizer: str) -> None:
     graph = looped(rows, optimizer, half=False).graph
     recorded = [size for name, size in zip(graph.names, graph.size_bytes, strict=True) if name.startswith("update/")]
     assert update_kernels(graph, optimizer).moved_bytes.tolist() == recorded
-    assert set(UPDATES) | {"none", "adamw-8bit"} == set(OPTIMIZERS) == set(get_args(OptimizerName)) == set(OPTIMIZER["choices"])
+    assert (
+        set(UPDATES) | {"none", "adamw-8bit"}
+        == set(OPTIMIZERS)
+        == set(get_args(OptimizerName))
+        == set(OPTIMIZER["choices"])
+    )
 
 
 def test_a_module_is_the_same_step_as_its_script(tmp_path: Path) -> None:
