@@ -341,7 +341,7 @@ def append_text(path: str | Path, text: str) -> None:
     """Write ``text`` at the end of a file, or into a pipe or a device. Raises InputError when it cannot be written."""
     path = Path(path)
     with _name_write_errors(path):
-        if path.exists() and not path.is_file():
+        if is_stream(path):
             _fill_stream(path, text.encode())
         else:
             with path.open("a", encoding="utf-8") as file:
@@ -412,6 +412,11 @@ def _read_umask() -> int:
     mask = os.umask(0o022)
     os.umask(mask)
     return mask
+
+
+def is_stream(path: str | Path) -> bool:
+    """Return whether what is written there goes on to somebody else: standard output, a pipe, a device."""
+    return str(path) in _STDOUT or (Path(path).exists() and not Path(path).is_file())
 
 
 def check_writable(path: str | Path) -> None:

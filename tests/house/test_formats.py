@@ -75,7 +75,9 @@ def limits_of(kind: str) -> list[str]:
         items = [f"{most:,} {what}"]
     by_hand = "YAML" in KINDS[kind].form
     size = (
-        f"{plain_values._LONGEST_YAML >> 20} MiB of YAML" if by_hand else f"{artifacts.LONGEST_TEXT >> 20} MiB a document"
+        f"{plain_values._LONGEST_YAML >> 20} MiB of YAML"
+        if by_hand
+        else f"{artifacts.LONGEST_TEXT >> 20} MiB a document"
     )
     return [size, *items]
 
