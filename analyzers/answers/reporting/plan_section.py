@@ -455,7 +455,10 @@ def _choices_picture(plan: Plan, decision: Decision) -> Picture:
     drawn = [row for row in choices if row.step_s]
     usual = next((row for row in drawn if row.remark == "usual"), None)
     figure = Bars(
-        rows=[(f"{row.how} on {columns['on'](row)}", rate(row) or 0.0) for row in drawn],  # type: ignore[operator]
+        rows=[
+            (f"{', '.join(filter(None, (row.how, row.checkpointing)))} on {columns['on'](row)}", rate(row) or 0.0)  # type: ignore[operator]
+            for row in drawn
+        ],
         xlabel="tokens per second" if tokens else "samples per second",
         title="Throughput by choice",
         level=None if usual is None else ("usual", rate(usual) or 0.0),

@@ -337,7 +337,9 @@ class Layouts(LayoutFigures):
         layouts = [candidate.layout for candidate in closest[:_LISTED]]
         graph = self.work.traced.graph
         half_bytes = 2.0 * graph.parameter_bytes / precision_of(graph.meta.get("precision")).width
-        adapters = "" if graph.meta.get("lora") or _FROZEN * half_bytes > usable else "; adapters alone may fit: --lora 16"
+        adapters = (
+            "" if graph.meta.get("lora") or _FROZEN * half_bytes > usable else "; adapters alone may fit: --lora 16"
+        )
         return NothingFits(f"{text}; it would fit on {' or '.join(ways)}{adapters}", layouts)
 
 
