@@ -96,7 +96,9 @@ def _script_parts(made: Shares, layout: ProcessLayout, checkpoints: bool, precis
     if made.passes > 1:
         parts.append(f"accumulation: Accelerator(gradient_accumulation_steps={made.passes}) in the script")
     if made.tensor > 1:
-        parts.append('tensor parallelism: load the model with from_pretrained(..., tp_plan="auto", device_mesh=accelerator.torch_device_mesh)')
+        parts.append(
+            'tensor parallelism: from_pretrained(..., tp_plan="auto", device_mesh=accelerator.torch_device_mesh) in the script'
+        )
     if checkpoints:
         parts.append("activation checkpointing: model.gradient_checkpointing_enable() in the script")
     if layout.nodes > 1:

@@ -42,7 +42,8 @@ def deepspeed_config(plan: Plan) -> tuple[dict[str, Any], list[str]]:
     recomputed, left_out = recomputation(plan)
     stage = (3 if made.reshard else 2) if made.sharded else 0
     config: dict[str, Any] = {
-        "train_batch_size": made.total_batch_size,
+        # DeepSpeed counts every GPU of a tensor group in it, which would be another number than the plan's.
+        **({"train_batch_size": made.total_batch_size} if made.tensor == 1 else {}),
         "train_micro_batch_size_per_gpu": made.micro_batch_size,
         "gradient_accumulation_steps": made.passes,
         "zero_optimization": {"stage": stage, **_partition(made, stage)},
@@ -52,6 +53,9 @@ def deepspeed_config(plan: Plan) -> tuple[dict[str, Any], list[str]]:
         config["bf16"] = {"enabled": True, **_ALL_HALF}
     if made.tensor > 1:
         config["tensor_parallel"] = {"autotp_size": made.tensor}
+        gaps.append(
+            f"total batch: DeepSpeed counts all {made.processes} GPUs in it; {made.total_batch_size} samples train"
+        )
     if run.optimizer in _OPTIMIZERS:
         config["optimizer"] = {"type": _OPTIMIZERS[run.optimizer]}
         gaps.append("learning rate: DeepSpeed's own, 0.001, where optimizer.params.lr does not say another")

@@ -72,7 +72,8 @@ def fsdp2_module(plan: Plan, *, gaps: Sequence[str]) -> str:
     if not units:
         problem = "is missing: the plan knew no list of blocks"
         raise InputError("plan:fsdp2", problem, "plan with --graph and a training graph of a model with blocks")
-    shape, tensor = plan.sharding, {} if plan.group is None else {"tensor": plan.group.tensor}
+    shape = plan.sharding
+    tensor = {"tensor": plan.group.tensor} if plan.group is not None and plan.group.tensor > 1 else {}
     if shape is not None and (shape.kind == "hsdp" or (tensor and shape.kind == "ddp")):
         replicas = shape.replicate if shape.kind == "hsdp" else plan.world_size
         mesh = {"replicate": replicas, "shard": plan.world_size // replicas}

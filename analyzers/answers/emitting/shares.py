@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +10,6 @@ from ddltool.errors import InputError
 from ddltool.plans import Plan, RunSettings
 
 Checkpointing = Literal["none", "selective", "full"]
-_UNEVEN = "an uneven split runs with --target hook, torchrun, slurm or kubernetes, and in the script with accelerate"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,8 +62,8 @@ def shares(plan: Plan, target: str) -> tuple[Shares, list[str]]:
     """
     sizes = sorted({row.local_batch_size for row in plan.assignments})
     if len(sizes) > 1:
-        problem = f"has one batch size for all, and the plan's devices {_listed(sizes)} samples a step"
-        raise InputError(f"--target {target}", problem, _UNEVEN)
+        problem = f"has one batch size for all, and the plan gives its devices {sizes[0]} to {sizes[-1]} samples a step"
+        raise InputError(f"--target {target}", problem, "give --target hook, torchrun, slurm or kubernetes")
     if sizes[0] < 1:
         raise InputError("plan:assignments", "give a device no samples", "a used device needs at least one")
     planned = planned_passes(plan)
@@ -148,8 +146,3 @@ def _picked_layout(plan: Plan) -> Layout | None:
     if not layouts or plan.sharding is None or layouts[0].sharding not in ("none", plan.sharding.kind):
         return None
     return layouts[0]
-
-
-def _listed(sizes: Sequence[int]) -> str:
-    """Return "4 to 12", "4"."""
-    return f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"

@@ -91,16 +91,17 @@ def job_config(plan: Plan) -> tuple[Settings, list[str]]:
 
 def torchtitan_text(settings: Settings, head: str) -> str:
     """Return the sections as TOML under ``head``, comment lines; they end with the options that torchtitan 0.3 takes."""
-    options = " ".join(
-        f"--{section}.{key}={_option(value)}"
+    options = [
+        _option(f"{section}.{key}", value)
         for section in ("training", "parallelism", "compile")
         for key, value in settings[section].items()
         if not isinstance(value, list)
-    )
+    ]
     lines = [
         head.rstrip("\n"),
-        "# torchtitan up to 0.2: CONFIG_FILE=THIS_FILE ./run_train.sh; 0.3 reads no TOML, and takes all but checkpointing and float8 as options:",
-        f"# ./run_train.sh {options}",
+        "# Up to torchtitan 0.2: CONFIG_FILE=THIS_FILE ./run_train.sh",
+        "# From 0.3 on, which reads no TOML, options say all but checkpointing and float8:",
+        f"# ./run_train.sh {' '.join(options)}",
     ]
     for section, values in settings.items():
         lines += ["", f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
@@ -144,6 +145,8 @@ def _model(source: str | None) -> tuple[dict[str, object], list[str]]:
     return {}, [f"model: set name and flavor in [model]; of {source or 'an unnamed model'} nothing is known in {known}"]
 
 
-def _option(value: object) -> str:
-    """Return a value as a word of a command line."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _option(name: str, value: object) -> str:
+    """Return a setting as a word of torchtitan's command line, whose switches take no value."""
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--{name.replace('.', '.no-')}"
+    return f"--{name}={value}"
