@@ -53,7 +53,7 @@ def emitted_tensor(rank: int, module: str, kind: str, texts: Tensor) -> Any:
             made["shard"](tiny("llama"))
         except ValueError as error:
             return str(error)
-    groups, tensor = len(made["LOCAL_BATCH_SIZES"]), made["MESH"]["tensor"]
+    groups, tensor = len(made["LOCAL_BATCH_SIZES"]), made["MESH"].get("tensor", 1)
     model = made["shard"](tiny(kind))
     own = texts.chunk(groups)[rank // tensor]
 
