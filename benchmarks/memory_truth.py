@@ -38,6 +38,7 @@ from ddltool.analyzers.step.recording.torch_costs import value_of
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.torch_adapter import trace_step
 from ddltool.artifacts import write_text
+from ddltool.precision import PrecisionName
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2.0**30
@@ -70,6 +71,8 @@ _8B = {
     **{"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
     **{"num_attention_heads": 32, "num_key_value_heads": 8},
 }
+
+_TITAN: dict[str, PrecisionName] = {"bf16": "bf16", "float8": "fp8"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,19 +107,18 @@ def every_second(lifetimes: TensorLifetimes) -> SavedOps:
 def torchtitan(path: Path) -> Iterator[Row]:
     """Yield the rows of Llama-3.1-8B under FSDP2 on 8 H100: what torch's allocator reserved at most.
 
-    Context parallel groups split the sequence, not the state. Float8 rows are predicted as bfloat16.
+    Context parallel groups split the sequence, not the state.
     """
-    known_lifetimes: dict[tuple[int, int, bool], TensorLifetimes] = {}
+    known_lifetimes: dict[tuple[int, int, str, bool], TensorLifetimes] = {}
     for cells in csv.DictReader(path.read_text(encoding="utf-8").splitlines()):
         parallel = int(cells["strategy"].rpartition("CP ")[2]) if "CP " in cells["strategy"] else 1
         shape = int(cells["batch_per_gpu"]), int(float(cells["seq_len_or_img"])) // parallel
-        is_compiled = float(cells["compiled"]) > 0
-        if (*shape, False) not in known_lifetimes:
-            eager = lifetimes_of(
-                trace_step(partial(llama, *shape, **_8B), mode="training", numerics=Numerics("bf16", gathered=True))
-            )
-            known_lifetimes |= {(*shape, False): eager, (*shape, True): compiled_lifetimes(eager, blocks_only=True)}
-        lifetimes = known_lifetimes[*shape, is_compiled]
+        is_compiled, numerics = float(cells["compiled"]) > 0, Numerics(_TITAN[cells["precision"]], gathered=True)
+        key = (*shape, numerics.precision)
+        if (*key, False) not in known_lifetimes:
+            eager = lifetimes_of(trace_step(partial(llama, *shape, **_8B), mode="training", numerics=numerics))
+            known_lifetimes |= {(*key, False): eager, (*key, True): compiled_lifetimes(eager, blocks_only=True)}
+        lifetimes = known_lifetimes[*key, is_compiled]
         saved_ops = lifetimes.every_block("full") if cells["act_ckpt"] == "full" else every_second(lifetimes)
         sharding = Sharding(kind="fsdp", shard=int(cells["gpus"]))
         held = lifetimes.held(Recomputation(lifetimes, saved_ops), sharding, "adamw", lifetimes.sizes())
@@ -240,7 +242,7 @@ def section(data: Path) -> str:
         "tensors (`reserved_bytes`); the only fitted constant is the context of Lucid's CUDA, 2.0 GiB.",
         "<!-- run: parse (the measured rows) -->\n```sh\n" + COMMAND + "\n```",
         "\n".join(table(rows)),
-        "- torchtitan: what torch's allocator reserved on 8 H100; float8 steps are predicted as bfloat16.\n"
+        "- torchtitan: what torch's allocator reserved on 8 H100, in bfloat16 and float8.\n"
         "- Lucid: what nvidia-smi showed in the mean, with a torch before 1.11, whose autograd kept more.\n"
         f"- The {len(far)} rows that are more than 20 % off have 512 channels on small images and `cudnn.benchmark`, whose "
         "search seems to keep a workspace of 1.2 to 1.6 GiB; `memory_high_bytes` counts it.\n"

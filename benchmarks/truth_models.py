@@ -26,6 +26,7 @@ from ddltool.analyzers.step.tracing.factories import imported, timm_step
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.step import TrainingStep, default_loss, language_model_loss
 from ddltool.analyzers.step.tracing.torch_adapter import trace_any_batch
+from ddltool.analyzers.step.tracing.transformers_models import NamedConfig, configured_step
 from ddltool.errors import DdlToolError
 from ddltool.graph import COMPUTE, SEND, Graph
 
@@ -105,15 +106,9 @@ def gpt(
 
 
 def llama(batch: int, length: int, **shape: Any) -> TrainingStep:
-    """Return a Llama of a shape (fields of transformers' configuration); its loss is taken in float32."""
-    transformers = imported("transformers", "llama")
-    config = transformers.LlamaConfig(
-        max_position_embeddings=2**17, use_cache=False, attn_implementation="sdpa", **shape
-    )
-    with torch.device("meta"):
-        module = transformers.LlamaForCausalLM(config)
-    inputs = (torch.zeros(batch, length, dtype=torch.long),)
-    return TrainingStep(name="llama", module=module, inputs=inputs, loss=language_model_loss)
+    """Return a Llama of a shape (fields of transformers' configuration) as the product has it, its loss in float32."""
+    config = imported("transformers", "llama").LlamaConfig(max_position_embeddings=2**17, use_cache=False, **shape)
+    return configured_step(NamedConfig(config, "llama", "llama", "llama", ""), length).at_batch(batch)
 
 
 def cifar_resnet18() -> TrainingStep:

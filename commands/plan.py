@@ -60,6 +60,7 @@ _MODEL = {
     "sequence_length",
     "optimizer",
     "compile",
+    "lora",
     "link",
     "nic",
     "save_job",
@@ -137,6 +138,7 @@ def plan(
     sequence_length: Annotated[int | None, within(1)] = None,
     optimizer: Annotated[str | None, OPTIMIZER] = None,
     compile: bool = False,
+    lora: Annotated[int | None, within(1, 4096)] = None,
     link: LocalLink = None,
     nic: str | None = None,
     vary: Sequence[str] = (),
@@ -224,6 +226,7 @@ def plan(
             optimizer=optimizer,
             sequence_length=sequence_length,
             compile=compile,
+            lora=lora,
         )
         split = f"{counted(job.max_workers * job.batch_size, 'sample')} a step, {job.max_workers} x {job.batch_size}"
         tell(f"note: {split} for logical workers" + ("; --batch-size says otherwise" if batch_size is None else ""))

@@ -8,7 +8,7 @@ from typing import Annotated, cast
 
 from ddltool.analyzers.answers.reporting.predict_section import predict_section
 from ddltool.analyzers.step.communication.fabrics import fabric_of
-from ddltool.analyzers.step.costs.model import cost_model
+from ddltool.analyzers.step.costs.model import cost_model, demand_float8
 from ddltool.analyzers.step.costs.parallel import parallel_curve
 from ddltool.analyzers.step.costs.predict import ParallelDegrees, Setting, predict_on, predicted_profile, work_of
 from ddltool.analyzers.step.costs.recorded import predict_recorded
@@ -41,7 +41,7 @@ _LARGEST = 2**31
 # What a script says itself, and what only a script has.
 _MODELLED = (
     "batch_sizes", "replicas", "precision", "channels_last", "compile", "optimizer", "accumulation", "sharding",
-    "checkpointing", "sequence_length", "tensor_parallel", "pipeline_parallel", "sequence_parallel", "virtual_stages",
+    "checkpointing", "sequence_length", "tensor_parallel", "pipeline_parallel", "sequence_parallel", "virtual_stages", "lora",
 )  # fmt: skip
 _RECORDED = ("limit", "keep_files")
 
@@ -66,6 +66,7 @@ def predict(
     channels_last: bool = False,
     compile: bool = False,
     optimizer: Annotated[str, OPTIMIZER] = "adam",
+    lora: Annotated[int | None, within(1, 4096)] = None,
     accumulation: Annotated[int, within(1, 1_000_000)] = 1,
     sharding: Annotated[str, {"choices": SHARDINGS, **completed(SHARDINGS)}] = "ddp",
     checkpointing: str = "none",
@@ -129,10 +130,12 @@ def predict(
         )
         for fabric in fabrics
     ]
+    for each in devices:
+        demand_float8(each, precision)
     # Several GPUs compute with parameters of the half type; nothing is cast between the ops.
     numerics = Numerics(precision, channels_last, gathered=layout != ParallelDegrees())  # type: ignore[arg-type]  # Numerics checks it
     with stage(f"tracing {name_of(source)}"):
-        curve = work_of(cast(Source, source), numerics, sequence_length)
+        curve = work_of(cast(Source, source), numerics, sequence_length, lora)
     if remark := curve.traced.graph.meta.get("note"):
         tell(f"note: {remark}")
     curve = parallel_curve(curve, settings[0])

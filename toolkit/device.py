@@ -102,6 +102,12 @@ class Device(Record):
         )
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
+    def demand_rate(self, dtype: str, precision: str) -> None:
+        """Raise InputError where the datasheet has no rate of a type that a ``precision`` computes in."""
+        if dtype not in self.peak_flops:
+            rates = ", ".join(self.peak_flops)
+            raise InputError("--precision", f"{self.name} has no rate for {precision}", f"its datasheet has {rates}")
+
     def peak_for(self, dtype: str) -> float:
         """Return FLOP/s for a dtype name; types without a figure of their own run at the float32 rate."""
         name = "float8" if dtype.startswith("float8_") else dtype

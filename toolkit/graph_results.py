@@ -87,6 +87,9 @@ class PredictionAssumptions(Part):
     checkpointing: str = "none"
     sequence_parallel: bool = False
     virtual_stages: Count = 1
+    lora: Count | None = Field(
+        default=None, description="rank of the adapters that are trained alone; null: all is trained"
+    )
 
 
 class PredictResult(Result):

@@ -127,6 +127,9 @@ class Constraints(Record):
     )
 
 
+LoraRank = Annotated[int, Field(ge=1, le=4096)]
+
+
 class WorkerGroup(Record):
     """Devices that hold one model between them: one logical worker, whose step is measured or given."""
 
@@ -164,13 +167,16 @@ class Job(Artifact):
     precision: PrecisionName = Field(
         default="fp32",
         description="what predicted times are for; fp32: as torch runs it by default; bf16, fp16 (or amp): autocast over "
-        "float32 parameters; bf16-pure, fp16-pure: everything in it",
+        "float32 parameters; bf16-pure, fp16-pure: everything in it; fp8: bf16 with linear layers in float8",
         json_schema_extra={"enum": [*NAMES, *ALIASES]},
     )
     channels_last: bool = Field(default=False, description="images in channels_last")
     optimizer: OptimizerName = "adam"
     compile: bool = Field(default=False, description="the step runs under torch.compile")
     sequence_length: AtLeastOne | None = Field(default=None, description="tokens of a sample; null: the source's own")
+    lora: LoraRank | None = Field(
+        default=None, description="rank of the adapters that are trained while all else is frozen; null: all is trained"
+    )
     devices: list[DeviceOffer] = Field(default_factory=list, max_length=1000)
     cluster: str | None = Field(default=None, description="cluster.yaml that gives the device counts")
     group: WorkerGroup | None = Field(

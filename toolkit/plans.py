@@ -11,7 +11,7 @@ from ddltool.decision import Decision
 from ddltool.job import WorkerGroup
 
 Strategy = Literal["bsp", "est", "elastic-bsp", "lb-bsp", "goodput"]
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
+PRODUCTS = ("mm", "_scaled_mm", "addmm", "bmm", "baddbmm", "convolution")
 Choice = Literal["one device", "one node", "several nodes"]
 
 

@@ -1,6 +1,7 @@
 """Precisions of training: the type in which a step computes, and the type in which its parameters are kept.
 
-``bf16`` and ``fp16`` are what trainers mean by them: autocast over float32 parameters. Start at :data:`PRECISIONS`.
+``bf16`` and ``fp16`` are what trainers mean by them: autocast over float32 parameters; ``fp8`` is ``bf16`` with the products
+of linear layers in float8. Start at :data:`PRECISIONS`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Literal, get_args
 
 from ddltool.errors import InputError, did_you_mean
 
-PrecisionName = Literal["fp32", "tf32", "bf16", "fp16", "bf16-pure", "fp16-pure"]
+PrecisionName = Literal["fp32", "tf32", "bf16", "fp16", "bf16-pure", "fp16-pure", "fp8"]
 NAMES: tuple[PrecisionName, ...] = get_args(PrecisionName)
 # Other names that are accepted: autocast to float16 is what amp once meant.
 ALIASES: dict[str, PrecisionName] = {"amp": "fp16"}
@@ -26,6 +27,8 @@ class Precision:
     """Of parameters, gradients and optimizer states."""
     width: float
     """Bytes of one number that is kept."""
+    linears: str = ""
+    """Of the products of linear layers, where that is a narrower type than ``computes``."""
 
     @property
     def is_autocast(self) -> bool:
@@ -36,7 +39,7 @@ class Precision:
     def words(self) -> str:
         """Return what the name stands for, "" where nothing is to be said."""
         if self.is_autocast:
-            return "autocast over float32 parameters"
+            return f"autocast over float32 parameters{f', linear layers in {self.linears}' if self.linears else ''}"
         return f"everything in {self.keeps}" if self.keeps != "float32" else ""
 
 
@@ -47,6 +50,7 @@ PRECISIONS: dict[str, Precision] = {
     "fp16": Precision("float16", "float32", 4.0),
     "bf16-pure": Precision("bfloat16", "bfloat16", 2.0),
     "fp16-pure": Precision("float16", "float16", 2.0),
+    "fp8": Precision("bfloat16", "float32", 4.0, linears="float8"),
 }
 
 

@@ -343,7 +343,7 @@ def test_help_groups_commands_and_options(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("command", "option", "begun", "wanted"),
     [
-        ("trace", "precision", "", ["fp32", "tf32", "bf16", "fp16", "bf16-pure", "fp16-pure"]),
+        ("trace", "precision", "", ["fp32", "tf32", "bf16", "fp16", "bf16-pure", "fp16-pure", "fp8"]),
         ("plan", "strategy", "e", ["est", "elastic-bsp"]),
         ("barrier", "algorithm", "zip", ["zipline"]),
         ("simulate", "policy", "fifo,sr", ["fifo,srtf"]),
@@ -452,6 +452,7 @@ def test_the_options_are_a_decision() -> None:
         ),
         "predict": sorted(
             [
+                "--lora",
                 "--limit",
                 "--keep-files",
                 "--link",
@@ -493,6 +494,7 @@ def test_the_options_are_a_decision() -> None:
         "fit": sorted(["--holdout", *common]),
         "plan": sorted(
             [
+                "--lora",
                 "--price",
                 "--compile",
                 "--save",

@@ -58,7 +58,7 @@ _HOW = {
     "lb-bsp": "batches by speed (lb-bsp)",
     "est": "logical workers (est)",
     "goodput": "tuned batch (goodput)",
-    "elastic-bsp": "own pace to barriers (elastic-bsp)",
+    "elastic-bsp": "own pace (elastic-bsp)",
 }
 # Choices between time and price that are listed.
 _PARETO_ROWS = 6
@@ -323,10 +323,12 @@ def _choices(plan: Plan, decision: Decision) -> list[_Choice]:
 
     def of_option(option: Option, remark: str) -> _Choice:
         layout = layouts.get((option.order, *sorted(option.devices.items())))
-        is_uneven = layout is not None and len(set(layout.local_batch_sizes.values())) > 1
-        how, checkpointing = _short(option.order) if decision.layouts and option.order else (_HOW[option.strategy], "")
+        how, checkpointing = _HOW[option.strategy], ""
+        how = how.partition(" (")[0] if decision.layouts else how
+        if decision.layouts and option.order and option.strategy in ("bsp", "lb-bsp"):
+            how, checkpointing = _short(option.order) if layout is None else _short_layout(layout)
         return _Choice(
-            how=f"{how}, uneven" if is_uneven else how,
+            how=how,
             checkpointing=checkpointing,
             devices=option.devices,
             each=None if layout is None else _each(layout),
@@ -355,8 +357,8 @@ def _choices(plan: Plan, decision: Decision) -> list[_Choice]:
     }
     listed_choices += [
         _Choice(
-            how=_short(layout.text)[0],
-            checkpointing=_short(layout.text)[1],
+            how=_short_layout(layout)[0],
+            checkpointing=_short_layout(layout)[1],
             devices=layout.devices,
             each=_each(layout),
             memory_bytes=max(layout.memory_bytes.values()),
@@ -373,7 +375,9 @@ def _choices(plan: Plan, decision: Decision) -> list[_Choice]:
         distinct.setdefault(choice.key, choice)
     first, *rest = distinct.values()
     kept = rest[: _CHOICES - 1]
-    plain = [choice for choice in rest if choice.how == "DDP" and choice.devices == picked.devices]
+    plain = [
+        choice for choice in rest if (choice.how, choice.checkpointing, choice.devices) == ("DDP", "", picked.devices)
+    ]
     plain = [] if first.how == "DDP" or any(choice in kept for choice in plain) else plain[:1]
     kept = [*kept[: _CHOICES - 1 - len(plain)], *plain]
     if decision.objective == "cheapest":
@@ -391,6 +395,12 @@ def _short(text: str) -> tuple[str, str]:
     return (how, last.removesuffix(" checkpointing")) if comma and last.endswith(" checkpointing") else (text, "")
 
 
+def _short_layout(layout: Layout) -> tuple[str, str]:
+    """Return :func:`_short` of a layout, with a word where devices take unequal shares."""
+    how, checkpointing = _short(layout.text)
+    return f"{how}, uneven" if len(set(layout.local_batch_sizes.values())) > 1 else how, checkpointing
+
+
 def _each(layout: Layout) -> str:
     """Return the samples per step of each device, or group of them, by type, and in how many passes."""
     sizes = "/".join(dict.fromkeys(map(str, layout.local_batch_sizes.values())))
@@ -402,6 +412,7 @@ def _choices_picture(plan: Plan, decision: Decision) -> Picture:
     choices, tokens = _choices(plan, decision), decision.step_tokens
     samples = plan.max_workers * plan.batch_size
     run, picked_s = decision.run, choices[0].step_s or math.inf
+    restarts = 1.0 if run is None else run.hours * 3600 / (run.steps * picked_s)  # with failures and checkpoints
     has_goodput = any(option.goodput_per_s is not None for option in decision.options)
 
     def rate(row: _Choice) -> float | None:
@@ -415,7 +426,7 @@ def _choices_picture(plan: Plan, decision: Decision) -> Picture:
     def price(row: _Choice) -> str | None:
         if row.price_per_sample is None or not row.step_s:
             return None
-        return show_money(row.price_per_sample * (1e6 if run is None else run.samples))
+        return show_money(row.price_per_sample * (1e6 if run is None else restarts * run.samples))
 
     columns: dict[str, Column[_Choice]] = {
         "recompute": lambda row: row.checkpointing or None,

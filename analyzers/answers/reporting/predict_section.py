@@ -89,7 +89,10 @@ def _remarks(result: PredictResult) -> list[str]:
         ]
     else:
         spread = any(row.num_gpus > row.num_replicas for row in rows)
-        lines = [f"Assumed: {memory_words(assumed.precision, assumed.optimizer, spread)}; {', '.join(settings)}."]
+        trained = memory_words(assumed.precision, assumed.optimizer, spread)
+        if assumed.lora:
+            trained = f"LoRA of rank {assumed.lora}, all else frozen; {assumed.precision}, {assumed.optimizer}"
+        lines = [f"Assumed: {trained}; {', '.join(settings)}."]
     if any(not row.fits for row in rows):
         lines.append("! needs more memory than the device has, by estimate.")
     lines += [_repeated(row) for row in rows if row.recompute is not None and row.recompute.budget_bytes is not None][

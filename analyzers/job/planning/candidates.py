@@ -63,7 +63,9 @@ class Candidate:
         if self.laid_out is None or self.figures is None:
             return {}
         now_s = self.laid_out.layout.step_s or 0.0
-        steps_s = {name: other.step_s(self.laid_out) for name, other in self.figures.alternatives().items()}
+        steps_s = {
+            name: other.step_s(self.laid_out) for name, other in self.figures.alternatives(self.laid_out).items()
+        }
         return {name: 1 - step_s / now_s for name, step_s in steps_s.items() if step_s is not None and step_s < now_s}
 
 
@@ -158,7 +160,7 @@ class Candidates:
         """Return the best plan of each size of groups of devices that hold a replica between them.
 
         Groups by tensors lie within a node. Stages of a pipeline are tried where ``base``, the best plan of single devices,
-        waits for the network or leaves devices out, and where nothing else fits: then of the fewest stages that do.
+        waits for the network or leaves devices of its types out, and where nothing else fits: of the fewest stages then.
         """
         layouts = self.model.layouts
         if layouts is None:
@@ -168,7 +170,10 @@ class Candidates:
         tensors = [2**power for power in range(1, per_node.bit_length()) if 2**power <= per_node]
         nodes = -(-devices // per_node)
         tried = [(tensor, 1) for tensor in tensors]
-        if base is not None and (_waits(base.option) or sum(base.option.devices.values()) < devices):
+        offered = {device.name: device.count for device in problem.devices}
+        if base is not None and (
+            _waits(base.option) or any(count < offered[name] for name, count in base.option.devices.items())
+        ):
             tried += [(t, 2**power) for power in range(1, nodes.bit_length()) for t in {1, *tensors[-1:]}]
         found = [each for degrees in tried if (each := self._by(*degrees, problem))]
         if found or base is not None:

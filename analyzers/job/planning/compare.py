@@ -330,7 +330,8 @@ def explained(
     gains = {name: share for name, share in decision.would_save.items() if share >= LEAST_GAIN}
     if gains:
         texts = [f"{name} would save {share:.0%} of a step" for name, share in gains.items()]
-        sentences.append(f"Beside this: {_joined(texts)} (predicted).")
+        remark = ", if your loss bears fp8" if any("fp8" in name for name in gains) else ""
+        sentences.append(f"Beside this: {_joined(texts)}{remark} (predicted).")
     return sentences, next_command
 
 

@@ -501,6 +501,7 @@ def job_of(
     optimizer: str | None = None,
     sequence_length: int | None = None,
     compile: bool = False,
+    lora: int | None = None,
 ) -> Job:
     """Return the job of a model on devices that options describe. Raises InputError, which names the option.
 
@@ -524,7 +525,12 @@ def job_of(
     per_node = _per_node(counts, nodes)
     samples = batch_size or 8 * total
     workers = max(size for size in range(1, min(total, samples) + 1) if samples % size == 0)
-    optional_fields = {"precision": precision, "optimizer": optimizer, "sequence_length": sequence_length}
+    optional_fields = {
+        "precision": precision,
+        "optimizer": optimizer,
+        "sequence_length": sequence_length,
+        "lora": lora,
+    }
     given_fields: dict[str, Any] = {name: value for name, value in optional_fields.items() if value is not None}
     given_fields |= {"compile": True} if compile else {}
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, cast
 
@@ -175,10 +176,16 @@ class LayoutFigures:
             kinds[name] = replace(kinds[name], slower=self.capability(name, batch_size) / capability)
         return replace(self, kinds=kinds, _timed={}, _settings={})
 
-    def alternatives(self) -> dict[str, Self]:
-        """Return what the user may change of the script beside the layout, by name; nothing is traced again for it."""
-        compiled = replace(self, compile=True, _timed={}, _reserved_bytes={}, _peaks={}, _settings={})
-        return {} if self.compile else {"torch.compile": compiled}
+    def alternatives(self, candidate: LayoutCandidate) -> dict[str, Self]:
+        """Return what the user may change of the script beside the layout, by name: torch.compile, and float8 with it."""
+        fresh: dict[str, Any] = {"compile": True, "_timed": {}, "_reserved_bytes": {}, "_peaks": {}, "_settings": {}}
+        found = {} if self.compile else {"torch.compile": replace(self, **fresh)}
+        work = self.work.under(candidate.sharding)
+        has_units = all("float8" in self.kinds[name].model.device.peak_flops for name in candidate.layout.devices)
+        if has_units and work.eighth is not None and self.degrees.gpus == 1:
+            with suppress(InputError):
+                found["fp8" if self.compile else "torch.compile with fp8"] = replace(self, work=work.eighth(), **fresh)
+        return found
 
     def step_s(self, candidate: LayoutCandidate) -> float | None:
         """Return the seconds of a step in a candidate's layout by these figures; None where they have no such step."""

@@ -32,6 +32,7 @@ _READ_TWICE = ("native_batch_norm", "native_group_norm", "batch_norm_with_update
 # An op that makes a quarter of what it reads is a reduction, and one that reads a quarter of what it makes is made again
 # wherever it is read.
 _QUARTER = 4.0
+_ONE_NUMBER = 8.0
 # The partitioner's price of a byte: twice for what no kernel would write otherwise, and a tenth more for each op between it
 # and the backward pass, of which it sees about three where a trace has one.
 _UNWRITTEN, _AWAY, _FARTHEST = 2.0, 1.1**3, 8
@@ -204,6 +205,8 @@ class _Fuser:
         for op in np.flatnonzero(shrinks & self.is_backward).tolist():
             self.is_read_twice[op] |= bool(sent[op] or any(sent[reader] for reader in self.readers[op]))
         is_small = self.is_fusible & (_QUARTER * read_bytes < graph.written_bytes) & ~self.is_random
+        self.ends = self.is_fusible & (graph.written_bytes <= _ONE_NUMBER) & (read_bytes > _ONE_NUMBER)
+        """(n,) ops that make one number of a whole tensor: what reads it is another kernel."""
         self.is_inlined = is_small & ~self.is_norm
         """(n,) ops that are made again in each kernel that reads them."""
         self.saved = self._cut()
@@ -264,7 +267,8 @@ class _Fuser:
         stage = np.zeros(count, dtype=np.int64)
         for op in self.order:
             for source in effective[op]:
-                stage[op] = max(stage[op], stage[source] + int(self.is_op[source] and not fusible[source]))
+                ends = self.ends[source] or (self.is_op[source] and not fusible[source])
+                stage[op] = max(stage[op], stage[source] + int(ends))
         for op in reversed(self.order):  # what is only read later is made where it is read
             if fusible[op] and not self.is_norm[op] and not self.saved[op]:
                 readers = [reader for reader in self.readers[op] if self.is_backward[reader] == self.is_backward[op]]

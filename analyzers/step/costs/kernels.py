@@ -61,9 +61,10 @@ class Kernels:
 _ARRAYS = ("op", "kind", "direction", "flops", "moved_bytes", "gemm", "width")
 _WIDTH = {"complex128": 16, "complex64": 8, "float64": 8, "int64": 8}
 _WIDTH |= {"float16": 2, "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
+_WIDTH |= {"float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
-def product_kernels(gemm: Array, dtype: str, width: int, result_width: int) -> Kernels:
+def product_kernels(gemm: Array, dtype: str, width: float, result_width: int) -> Kernels:
     """Return one matrix product per row of ``gemm`` (k, 4): count, m, n, k, as operations of their own.
 
     ``width``, ``result_width``: bytes of an element of the operands, which are of type ``dtype``, and of the result.

@@ -166,8 +166,10 @@ def time_step(
 ) -> PredictedStep:
     """Return the predicted time of one step of a traced graph. O(n).
 
-    Precision and layout are those that the graph was traced in (``meta``). ``exchanges``: of a step on several devices.
+    Precision and layout are those that the graph was traced in (``meta``). ``exchanges``: of a step on several devices. Raises
+    InputError for float8 on a device without.
     """
+    demand_float8(device, graph.meta.get("precision"))
     kernels = kernels_of(graph)
     precision, channels_last = str(graph.meta.get("precision", "fp32")), bool(graph.meta.get("channels_last", False))
     demand = demand_of(kernels, device, precision=precision, channels_last=channels_last)
@@ -209,6 +211,12 @@ def time_step(
         update_host_s=tensors_s,
         library_s=float(kernels_s[by_library(demand)].sum()),
     )
+
+
+def demand_float8(device: Device, precision: object) -> None:
+    """Raise InputError for a precision with linear layers in float8 on a device whose datasheet has no such rate."""
+    if linears := precision_of(precision).linears:
+        device.demand_rate(linears, str(precision))
 
 
 def _ends_s(issue_s: Array, op_s: Array) -> Array:

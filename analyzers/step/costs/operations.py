@@ -23,15 +23,17 @@ from ddltool.errors import InputError, known
 from ddltool.graph_results import OperationTime
 from ddltool.units import parse_bytes, show_bytes
 
-ProductPrecision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
+ProductPrecision = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "nvfp4"]
 # The type of the operands, and the bytes of their elements and of the result's.
-_TYPES: dict[ProductPrecision, tuple[str, int, int]] = {
+_TYPES: dict[ProductPrecision, tuple[str, float, int]] = {
     "fp32": ("float32", 4, 4),
     "tf32": ("float32", 4, 4),
     "bf16": ("bfloat16", 2, 2),
     "fp16": ("float16", 2, 2),
     "fp8": ("float8_e4m3fn", 1, 2),
+    "nvfp4": ("float4", 0.5 + 1 / 16, 2),  # sixteen numbers share a scale of a byte
 }
+_UNMEASURED = "; by the datasheet alone, no product in four bits was measured"
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 # Operands that a loop of one operation finds in the last cache move so much less than from memory.
 _CACHED = 0.5
@@ -43,8 +45,8 @@ _RACK, _RACK_GPUS = "NVL72", 72
 def time_product(model: CostModel, text: str, precision: str) -> OperationTime:
     """Return the time of a product ``MxNxK`` or ``COUNTxMxNxK`` on a device, run again and again by itself.
 
-    ``precision``: of the operands, see ``ProductPrecision``; the result of ``fp8`` is bfloat16. Raises InputError for another
-    text, and for a precision that the device's datasheet has no rate for.
+    ``precision``: of the operands, see ``ProductPrecision``; the result of ``fp8`` and ``nvfp4`` is bfloat16. Raises
+    InputError for another text, and for a precision that the device's datasheet has no rate for.
     """
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2,3}", text) or max(map(int, text.split("x"))) > _MOST:
         raise InputError("--product", f"{text!r} is no product", "give MxNxK, such as 8192x8192x4096")
@@ -52,9 +54,7 @@ def time_product(model: CostModel, text: str, precision: str) -> OperationTime:
     dtype, width, result_width = _TYPES[name]
     rate = "tf32" if name == "tf32" else dtype.partition("_")[0]
     device = model.device
-    if rate not in device.peak_flops:
-        rates = ", ".join(device.peak_flops)
-        raise InputError("--precision", f"{device.name} has no rate for {name}", f"its datasheet has {rates}")
+    device.demand_rate(rate, name)
     sizes = [float(size) for size in text.split("x")]
     kernels = product_kernels(np.array([[1.0, *sizes][-4:]]), dtype, width, result_width)
     demand = warm_demand(kernels, device, "tf32" if name == "tf32" else "fp32")
@@ -76,7 +76,7 @@ def time_product(model: CostModel, text: str, precision: str) -> OperationTime:
         f"{text} {name}",
         time_s,
         model.product_residuals,
-        f"{limit}: {rate_per_s / 1e12:.4g} x 10^12/s, {share:.0%} of peak",
+        f"{limit}: {rate_per_s / 1e12:.4g} x 10^12/s, {share:.0%} of peak{_UNMEASURED if name == 'nvfp4' else ''}",
     )
 
 

@@ -13,7 +13,8 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, get_args
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
@@ -35,6 +36,7 @@ from ddltool.analyzers.step.costs.memory import (
     lifetimes_of,
 )
 from ddltool.analyzers.step.costs.model import HOST_BOUND, OPTIMIZER, OPTIMIZERS, CostModel, estimate
+from ddltool.analyzers.step.tracing.adapters import with_lora
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.sources import Source, demand_whole, is_graph_file, is_onnx_file, resolve_step
 from ddltool.analyzers.step.tracing.step import TrainingStep
@@ -84,6 +86,8 @@ class WorkCurve:
     gathered: Callable[[], WorkCurve] | None = None
     """Makes the work of the step as ``fully_shard`` computes it, where that differs: its parameters come in a half type, and
     nothing is cast between the ops."""
+    eighth: Callable[[], WorkCurve] | None = None
+    """Makes the work of the step with its wide linear layers in float8, where it runs in bfloat16."""
     compile: Literal["", "blocks", "whole"] = ""
     """Whether its tensors live as under ``torch.compile``: of each of its blocks, as torchtitan and torchtune compile, or of
     the whole step. A model without blocks is compiled as a whole."""
@@ -196,12 +200,22 @@ class WorkCurve:
         return True
 
 
-def measure_work(build: Callable[[], TrainingStep], numerics: Numerics = AS_DEFAULT) -> WorkCurve:
-    """Return the work of the training step that ``build`` makes. Raises InputError when it cannot be traced."""
-    traced = trace_any_batch(build, mode="training", numerics=numerics)
+def measure_work(
+    build: Callable[[], TrainingStep], numerics: Numerics = AS_DEFAULT, like: TracedStep | None = None
+) -> WorkCurve:
+    """Return the work of the training step that ``build`` makes; ``like`` as of :func:`trace_any_batch`.
+
+    Raises InputError when it cannot be traced.
+    """
+    traced = trace_any_batch(build, mode="training", numerics=numerics, like=like)
+
+    def again(**changed: Any) -> WorkCurve:
+        return measure_work(build, replace(numerics, **changed), traced)
+
+    eighth = partial(again, precision="fp8") if numerics.precision == "bf16" else None
     if not numerics.autocasts:
-        return WorkCurve(traced=traced)
-    return WorkCurve(traced=traced, gathered=lambda: measure_work(build, replace(numerics, gathered=True)))
+        return WorkCurve(traced=traced, eighth=eighth)
+    return WorkCurve(traced=traced, gathered=partial(again, gathered=True), eighth=eighth)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -346,6 +360,7 @@ def predict_on(
         **{name: meta.get(name) for name in ("precision", "channels_last")},
         **{name: getattr(first_setting, name) for name in _ASSUMED},
         "sequence_length": meta.get("tokens_per_sample"),
+        "lora": meta.get("lora"),
         "bandwidth_bytes_per_s": first_setting.fabric.between.bytes_per_s,
         "gpus_per_node": first_setting.fabric.gpus_per_node,
         "sequence_parallel": first_setting.layout.sequence,
@@ -590,7 +605,7 @@ def timed_step(graph: Graph, model: CostModel, setting: Setting) -> Graph:
 def products_s(graph: Graph, device: Device) -> float:
     """Return the seconds of all matrix products, convolutions and attention at the device's dense peak: what MFU counts.
 
-    In ``fp32`` convolutions and recurrent layers may use TF32, so its peak is theirs.
+    In ``fp32`` convolutions and recurrent layers may use TF32, so its peak is theirs; products in float8 have their own.
     """
     computes = precision_of(graph.meta.get("precision")).computes
     peak = device.peak_for(computes)
@@ -600,9 +615,9 @@ def products_s(graph: Graph, device: Device) -> float:
     is_convolution = is_product & np.array(
         [name.startswith(("convolution", "recurrent")) for name in op_kinds], dtype=bool
     )
-    return float(
-        graph.flops[is_convolution].sum() / convolution_peak + graph.flops[is_product & ~is_convolution].sum() / peak
-    )
+    is_narrow = is_product & np.array([dtype.startswith("float8") for dtype in graph.dtype], dtype=bool)
+    peaks = np.select([is_convolution, is_narrow], [convolution_peak, device.peak_for("float8")], peak)
+    return float((graph.flops / peaks)[is_product].sum())
 
 
 def usable_bytes(device: Device) -> float:
@@ -712,17 +727,23 @@ def timeline(curve: WorkCurve, model: CostModel, setting: Setting, row: Predicte
     )
 
 
-def work_of(source: Source, numerics: Numerics, sequence_length: int | None) -> WorkCurve:
-    """Return the work of SOURCE's training step at any batch size.
+def work_of(source: Source, numerics: Numerics, sequence_length: int | None, lora: int | None = None) -> WorkCurve:
+    """Return the work of SOURCE's training step at any batch size; ``lora``: of adapters of this rank alone.
 
     Raises InputError for a graph or ONNX file, and for a library's model of which the example inputs miss a part.
     """
     if is_graph_file(source) or is_onnx_file(source):
         remedy = "give a torch source: zoo:NAME, timm:NAME, transformers:NAME, file.py:factory"
         raise InputError(str(source), "holds one batch size only and cannot be traced at others", remedy)
+
+    def build() -> TrainingStep:
+        step = resolve_step(source, sequence_length)
+        return step if lora is None else with_lora(step, lora, numerics)
+
     with contextlib.redirect_stdout(sys.stderr):  # what the user's forward prints must not mix with the result
-        curve = measure_work(lambda: resolve_step(source, sequence_length), numerics)
-    return replace(curve, traced=replace(curve.traced, graph=demand_whole(curve.traced.graph, source)))
+        curve = measure_work(build, numerics)
+    graph = demand_whole(curve.traced.graph, source)
+    return replace(curve, traced=replace(curve.traced, graph=replace(graph, meta={**graph.meta, "lora": lora})))
 
 
 def predicted_profile(result: PredictResult) -> pd.DataFrame:

@@ -41,11 +41,18 @@ from ddltool.errors import InputError
 from ddltool.graph import RECV, SEND
 
 # Products, by the places of their factors.
-_FACTORS = {"mm": (0, 1), "bmm": (0, 1), "_grouped_mm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
+_FACTORS = {
+    "mm": (0, 1),
+    "_scaled_mm": (0, 1),
+    "bmm": (0, 1),
+    "_grouped_mm": (0, 1),
+    "addmm": (1, 2),
+    "baddbmm": (1, 2),
+}
 _BATCHED = names_in("bmm baddbmm")
 # What gives on the tensor that it gets: a view, or a copy of it.
 _PASSING = names_in(
-    "t transpose permute view _unsafe_view reshape expand unsqueeze squeeze _to_copy clone detach alias slice"
+    "t transpose permute view _unsafe_view reshape expand unsqueeze squeeze _to_copy to_float8 clone detach alias slice"
 )
 # What needs all of a dimension at once.
 _NEEDS_WHOLE = names_in(

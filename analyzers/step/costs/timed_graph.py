@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import cast
 
-from ddltool.analyzers.step.costs.model import cost_model, estimate
+from ddltool.analyzers.step.costs.model import cost_model, demand_float8, estimate
 from ddltool.analyzers.step.recording.command import assumed, is_command, record
 from ddltool.analyzers.step.tracing.sources import Source, is_graph_file, is_onnx_file, load_graph, resolve_step
 from ddltool.device import Network
@@ -60,6 +60,8 @@ def timed_graph(
         parameter_servers=parameter_servers,
     )
     model = cost_model(known_devices(devices_file).device(device), calibration())
+    if not is_command(source) and not is_graph_file(source):
+        demand_float8(model.device, precision)
     numerics = Numerics(precision, channels_last)  # type: ignore[arg-type]  # Numerics checks it
     if oracle == "measured":
         return _time_on_this_machine(cast("Source", source), mode, batch_size, sequence_length, network, progress)

@@ -331,6 +331,8 @@ def _precision(ops: list[Op], kept: str, of_float32: str) -> str:
         if op.gemm[1] > 0:
             work[op.dtype] += int(op.flops)
     [(main, _)] = work.most_common(1) or [("float32", 0)]
+    if main.startswith("float8"):
+        return "fp8"
     half = {"bfloat16": "bf16", "float16": "fp16"}.get(main)
     if half is None:
         return of_float32

@@ -102,7 +102,8 @@ _FACTORS: Mapping[float, str] = {
     "Add Sub Mul Div Neg Abs Sqrt Reciprocal Floor Ceil Round Sign Min Max Sum Mean Clip Relu LeakyRelu PRelu "
     "ThresholdedRelu Equal Greater GreaterOrEqual Less LessOrEqual And Or Xor Not IsNaN IsInf Mod BitShift "
     "Pow Exp Log Erf Sin Cos Tan Atan Sinh Cosh ReduceSum ReduceMean ReduceMax ReduceMin ReduceProd ReduceL1 "
-    "ArgMax ArgMin CumSum TopK GlobalAveragePool GlobalMaxPool GlobalLpPool RandomNormalLike RandomUniformLike Bernoulli",
+    "ArgMax ArgMin CumSum TopK GlobalAveragePool GlobalMaxPool GlobalLpPool RandomNormalLike RandomUniformLike Bernoulli "
+    "float8_scale to_float8",
     2.0: "nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward mse_loss "
     "ReduceL2 ReduceSumSquare ReduceLogSum ReduceLogSumExp QuantizeLinear DequantizeLinear",
     3.0: "var var_mean std std_mean logsumexp native_dropout native_dropout_backward",
@@ -396,7 +397,8 @@ _CLASS_OF = {
     ),
     "reduction": (
         "sum mean var var_mean std std_mean amax amin max min argmax argmin norm linalg_vector_norm prod cumsum cumprod "
-        "logsumexp any all nll_loss_forward nll_loss2d_forward nll_loss_backward nll_loss2d_backward reducemean reducesum"
+        "logsumexp any all nll_loss_forward nll_loss2d_forward nll_loss_backward nll_loss2d_backward reducemean reducesum "
+        "float8_scale"
     ),
     "copy": (
         "to_copy copy clone contiguous cat stack constant_pad_nd pad roll repeat flip slice_backward select_backward fill "

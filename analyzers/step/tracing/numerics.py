@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ddltool.analyzers.step.recording.float8 import Float8Linears, float8_layers, linear_layers
 from ddltool.precision import PRECISIONS, Precision, PrecisionName, precision_name
 
 
@@ -17,7 +19,8 @@ class Numerics:
 
     ``fp32``: float32 as torch runs it by default (convolutions may use TF32 where the device has it). ``tf32``: float32
     with TF32 in matrix products too. ``bf16``, ``fp16``: autocast over float32 parameters; ``amp`` is read as ``fp16``.
-    ``bf16-pure``, ``fp16-pure``: parameters and activations in that type. Raises InputError for another name.
+    ``bf16-pure``, ``fp16-pure``: parameters and activations in that type. ``fp8``: ``bf16``, and wide linear layers in
+    float8 (:mod:`ddltool.analyzers.step.recording.float8`). Raises InputError for another name.
     """
 
     precision: PrecisionName = "fp32"
@@ -60,3 +63,14 @@ class Numerics:
         if not self.autocasts:
             return nullcontext()
         return torch.autocast("cuda" if self.cuda else "cpu", dtype=getattr(torch, self.format.computes))
+
+    def narrowed(self, module: nn.Module, parameters: Mapping[str, Tensor]) -> AbstractContextManager[object]:
+        """Return the block in which a module's linear layers run in float8, an empty one for any other precision.
+
+        ``parameters``: what takes the place of the module's own, by name.
+        """
+        if not self.format.linears:
+            return nullcontext()
+        layers, names = linear_layers(module), {id(value): name for name, value in module.named_parameters()}
+        weights = [parameters[names[id(layers[name].weight)]] for name in float8_layers(module)]
+        return Float8Linears(weights, getattr(torch, self.format.computes))

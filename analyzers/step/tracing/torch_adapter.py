@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from ddltool.analyzers.step.recording.command import assumption_line
+from ddltool.analyzers.step.recording.float8 import float8_layers, linear_layers
 from ddltool.analyzers.step.recording.graph_of import ops_of, transfer
 from ddltool.analyzers.step.recording.posing import posed, recording_modules, register_device
 from ddltool.analyzers.step.recording.recorder import Recorder, Recording, Shadow
@@ -156,11 +157,15 @@ def trace_step(
     build: Callable[[], TrainingStep], *, mode: Mode, batch_size: int | None = None, numerics: Numerics = AS_DEFAULT
 ) -> TracedStep:
     """Return the graph of :func:`trace_torch` together with its recording. Raises as :func:`trace_torch` does."""
-    return _trace_at(_build(build, mode), batch_size, mode, numerics)
+    return _trace_at(_build(build, mode, numerics), batch_size, mode, numerics)
 
 
-def trace_any_batch(build: Callable[[], TrainingStep], *, mode: Mode, numerics: Numerics = AS_DEFAULT) -> TracedStep:
+def trace_any_batch(
+    build: Callable[[], TrainingStep], *, mode: Mode, numerics: Numerics = AS_DEFAULT, like: TracedStep | None = None
+) -> TracedStep:
     """Return a trace whose :meth:`TracedStep.at` gives the graph at any batch size.
+
+    ``like``: a trace of the same step in other numerics, which do not change what grows with the batch.
 
     The step is traced at a prime that divides no other dimension: the multiples of the prime are the dimensions that grow
     with the batch (at a multiple of the prime, for a module that takes no odd batch). Models may halve the batch, loop over
@@ -168,7 +173,9 @@ def trace_any_batch(build: Callable[[], TrainingStep], *, mode: Mode, numerics: 
     equal or in the ratio of the batches. A step that fails this is traced at every batch size asked for.
     Raises InputError as :func:`trace_torch` does.
     """
-    step = _build(build, mode)
+    step = _build(build, mode, numerics)
+    if like is not None and like.prime is not None:
+        return replace(_trace_at(step, like.graph.batch_size, mode, numerics), prime=like.prime, sizes=like.sizes)
     small, small_outputs = _SMALL, _forward_outputs(step, _SMALL, mode, numerics)
     if small_outputs is None:
         small, small_outputs = _MULTIPLE, _forward_outputs(step, _MULTIPLE, mode, numerics)
@@ -272,8 +279,11 @@ def _trace_at(step: TrainingStep, batch_size: int | None, mode: Mode, numerics: 
     return _to_graph(_recorded(sized_step, mode, numerics), sized_step, mode, numerics, trace_again)
 
 
-def _build(build: Callable[[], TrainingStep], mode: Mode) -> TrainingStep:
-    """Return the step that ``build`` makes, in the mode's train or eval state. Raises InputError without trained parameter."""
+def _build(build: Callable[[], TrainingStep], mode: Mode, numerics: Numerics) -> TrainingStep:
+    """Return the step that ``build`` makes, in the mode's train or eval state, with a note on what is float8.
+
+    Raises InputError without a parameter that is trained, and without a layer for float8.
+    """
     try:
         with torch.device("meta"):
             step = build()
@@ -284,7 +294,21 @@ def _build(build: Callable[[], TrainingStep], mode: Mode) -> TrainingStep:
     step = replace(step, module=step.module.train(mode == "training"))
     if mode == "training" and not any(value.requires_grad for value in step.module.parameters()):
         raise InputError(step.name, "has no parameter that is trained", "trace it with --mode inference")
-    return step
+    return replace(step, note=joined(step.note, _float8_note(step))) if numerics.format.linears else step
+
+
+def _float8_note(step: TrainingStep) -> str:
+    """Return which linear layers of a step run in float8 and which do not. Raises InputError where none does."""
+    every, chosen = linear_layers(step.module), float8_layers(step.module)
+    if not chosen:
+        problem = f"has no linear layer for float8 among {len(every)}"
+        remedy = (
+            "give bf16: widths must divide by 16 and be 256 or more, and a head over a vocabulary stays in bfloat16"
+        )
+        raise InputError(step.name, problem, remedy)
+    rest = [f"{name}.weight" for name in every if name not in chosen]
+    kept = f", in bfloat16: {module_names(rest)}" if rest else ""
+    return f"float8: {len(chosen)} of {len(every)} linear layers{kept}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -346,7 +370,7 @@ def _record(
             torch.set_grad_enabled(mode == "training"),
         ):
             recorder.start()
-            with numerics.autocast():
+            with numerics.autocast(), numerics.narrowed(step.module, parameters):
                 result = called(step.module, inputs, step.keywords)
                 if mode == "training":
                     result = step.loss(result)

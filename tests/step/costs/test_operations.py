@@ -61,6 +61,16 @@ def test_batches_types_and_odd_rows() -> None:
     assert seconds("16384x50304x768") < 0.9 * seconds("16384x50257x768")
 
 
+def test_four_bits_are_the_datasheets_and_say_so() -> None:
+    gb200 = model_of("GB200")
+    narrow, eight = (time_product(gb200, "16384x16384x16384", precision) for precision in ("nvfp4", "fp8"))
+    assert 0.5 <= narrow.time_s / eight.time_s < 0.75
+    assert narrow.limit.endswith("; by the datasheet alone, no product in four bits was measured")
+    assert "datasheet" not in eight.limit
+    with pytest.raises(InputError, match="H100 has no rate for nvfp4; its datasheet has float32"):
+        time_product(model_of("H100"), "64x64x64", "nvfp4")
+
+
 @pytest.mark.parametrize(
     ("name", "gpus", "size_bytes", "least_gb_per_s", "most_gb_per_s"),
     [

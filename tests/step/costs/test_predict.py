@@ -885,7 +885,7 @@ def test_batches_beyond_the_memory_are_shown_and_marked(cli: Cli) -> None:
         (("--device", "T44"), 'unknown device .T44.; did you mean "T4"'),
         (("--device", "cpu-core"), "is no GPU"),
         (("--device", ","), "names no device"),
-        (("--precision", "fp8"), "--precision: unknown precision 'fp8'"),
+        (("--precision", "fp6"), "--precision: unknown precision 'fp6'"),
         (("--optimizer", "adamx"), "--optimizer: unknown optimizer 'adamx'"),
         (("--batch-sizes", "0"), "--batch-sizes"),
         (("--batch-sizes", "1000000000000"), "--batch-sizes: 1000000000000 is out of range"),

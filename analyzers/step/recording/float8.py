@@ -1,0 +1,143 @@
+"""Linear layers in float8 in traces: which layers of a model, and what one runs forward and backward.
+
+As ``torchao.float8.convert_to_float8_training`` (dynamic scaling, one scale a tensor) and Transformer Engine's current scaling
+do it: input and weight in e4m3, the output's gradient in e5m2, all three products on the float8 units, results in the half
+type. Each tensor is read for its largest value, then read and cast; the gradient's two products need the other layout of
+input, weight and gradient, a copy in float8, because Hopper multiplies rows by columns only. The weight is kept in high
+precision and cast again for the backward pass, the input is kept in float8. Eager, these are Transformer Engine's kernels
+(torchao's own are more); under ``torch.compile`` they fuse as any other. Start at :func:`float8_layers`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+# Matrix units read rows of 16 bytes: torch refuses other widths. Below so many columns casts cost more than products gain:
+# routers, adapters and small heads stay as they are.
+_ALIGNED, _LEAST = 16, 256
+_VALUES, _GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def float8_layers(module: nn.Module) -> list[str]:
+    """Return the names of a module's linear layers that are converted.
+
+    Those whose two widths are at least 256 and divisible by 16, but for a language model's head: a layer with an output for
+    each row of an embedding. (Attention is no linear layer, nor is transformers' ``Conv1D``.)
+    """
+    rows = {each.num_embeddings for each in module.modules() if isinstance(each, nn.Embedding)}
+    return [name for name, each in linear_layers(module).items() if _is_wide(each) and each.out_features not in rows]
+
+
+def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
+    """Return all linear layers of a module by name."""
+    return {name: each for name, each in module.named_modules() if isinstance(each, nn.Linear)}
+
+
+def _is_wide(layer: nn.Linear) -> bool:
+    widths = layer.in_features, layer.out_features
+    return min(widths) >= _LEAST and not any(width % _ALIGNED for width in widths)
+
+
+class Float8Linears(TorchFunctionMode):
+    """Under it ``functional.linear`` of chosen weights runs in float8, with results in ``dtype``."""
+
+    def __init__(self, weights: Collection[Tensor], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weights, self.dtype = {id(weight) for weight in weights}, dtype
+        self._cast: Callable[[], tuple[Tensor | None, ...]] = lambda: (None, None, None)
+        """The last input, and what it was cast to, where they live: layers side by side read the same one."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run one function of torch's."""
+        given = dict(kwargs or {})
+        if func is functional.linear:
+            named = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **given}
+            if id(named["weight"]) in self.weights:
+                return self._linear(named["input"], named["weight"], named.get("bias"))
+        return func(*args, **given)
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        known, values, scale = self._cast()
+        if known is not x or values is None or scale is None:
+            with torch.no_grad():
+                values, scale = _scaled(rows, _VALUES)
+            references = weakref.ref(x), weakref.ref(values), weakref.ref(scale)
+            self._cast = lambda: tuple(reference() for reference in references)
+        result: Tensor = _Linear.apply(rows, values, scale, weight, bias, self.dtype)  # type: ignore[no-untyped-call]
+        return result.reshape(*x.shape[:-1], weight.shape[0])
+
+
+class _Linear(torch.autograd.Function):
+    """One layer: rows (t, k) in some type and as cast, weight (n, k), bias (n,) or None -> (t, n)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        values: Tensor,
+        scale: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Return the product, and keep the input as cast and the weight as it is."""
+        weight_values, weight_scale = _scaled(weight, _VALUES)
+        ctx.save_for_backward(values, scale, weight, weight_scale)
+        ctx.dtype, ctx.has_bias = dtype, bias is not None
+        half_bias = None if bias is None else bias.to(dtype)
+        return torch._scaled_mm(values, weight_values.t(), scale, weight_scale, half_bias, out_dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        """Return the gradients of input, weight and bias."""
+        values, scale, weight, weight_scale = ctx.saved_tensors
+        gradient = gradients[0].contiguous()
+        cast, cast_scale = _scaled(gradient, _GRADIENTS)
+        of_input, _, _, of_weight, of_bias, _ = ctx.needs_input_grad
+        input_gradient = weight_gradient = None
+        if of_input:
+            columns = torch.ops.ddltool.to_float8(weight, weight_scale, _VALUES, True)
+            input_gradient = torch._scaled_mm(cast, columns, cast_scale, weight_scale, out_dtype=ctx.dtype)
+        if of_weight:
+            rows, columns = cast.t().contiguous(), values.t().contiguous().t()
+            weight_gradient = torch._scaled_mm(rows, columns, cast_scale, scale, out_dtype=ctx.dtype)
+        bias_gradient = gradient.sum(0) if of_bias else None
+        return input_gradient, None, None, weight_gradient, bias_gradient, None
+
+
+def _scaled(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return a tensor cast to a type of float8, and its scale."""
+    scale = torch.ops.ddltool.float8_scale(tensor)
+    return torch.ops.ddltool.to_float8(tensor, scale, dtype), scale
+
+
+@torch.library.custom_op("ddltool::float8_scale", mutates_args=())
+def float8_scale(x: Tensor) -> Tensor:
+    """Stand for the search of a tensor's largest value and the scale made of it: () in float32. Only ever traced."""
+    raise NotImplementedError("ddltool::float8_scale stands for a kernel in traces; it computes nothing")
+
+
+@torch.library.custom_op("ddltool::to_float8", mutates_args=())
+def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype, columns: bool = False) -> Tensor:
+    """Stand for the cast of a scaled tensor to a type of float8, ``columns``: of a matrix by columns. Only ever traced."""
+    raise NotImplementedError("ddltool::to_float8 stands for a kernel in traces; it computes nothing")
+
+
+@float8_scale.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty((), dtype=torch.float32)
+
+
+@to_float8.register_fake
+def _(x: Tensor, scale: Tensor, dtype: torch.dtype, columns: bool = False) -> Tensor:
+    return x.new_empty(x.shape[::-1], dtype=dtype).t() if columns else x.new_empty(x.shape, dtype=dtype)

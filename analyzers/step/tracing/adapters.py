@@ -1,0 +1,70 @@
+"""LoRA: a model whose weights are frozen, and two small trained matrices beside each of its linear layers.
+
+As peft builds it for ``target_modules="all-linear"`` (Hu et al., arXiv:2106.09685): every linear layer but the one that makes
+the logits; the input is cast to the adapters' float32 first; no dropout. Frozen weights are held as fine-tuning loads them, in
+the half type that the step computes in. Start at :func:`with_lora`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ddltool.analyzers.step.tracing.numerics import Numerics
+from ddltool.analyzers.step.tracing.step import TrainingStep
+from ddltool.errors import InputError
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer ``base`` beside a product of rank ``rank``: ``base(x) + (x A') B'``."""
+
+    def __init__(self, base: nn.Module, inputs: int, outputs: int, rank: int) -> None:
+        super().__init__()
+        device = next(base.parameters()).device
+        self.base = base
+        self.lora_a = nn.Parameter(torch.empty(rank, inputs, device=device))
+        self.lora_b = nn.Parameter(torch.empty(outputs, rank, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's output with the adapter's added, in the layer's type."""
+        result = self.base(x)
+        adapted = F.linear(F.linear(x.to(self.lora_a.dtype), self.lora_a), self.lora_b)
+        return (result + adapted * 2.0).to(result.dtype)  # type: ignore[no-any-return]
+
+
+def with_lora(step: TrainingStep, rank: int, numerics: Numerics) -> TrainingStep:
+    """Return a step that trains adapters of a rank alone. Raises InputError for a model without linear layers."""
+    module = step.module
+    module.requires_grad_(False)
+    if numerics.format.is_autocast:
+        module.to(getattr(torch, numerics.format.computes))
+    heads = {id(head) for each in module.modules() if (head := _head_of(each)) is not None}
+    replaced = 0
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            sizes = _sizes_of(child)
+            if sizes is not None and id(child) not in heads:
+                setattr(parent, name, LoraLinear(child, *sizes, rank))
+                replaced += 1
+    if not replaced:
+        raise InputError("--lora", f"{step.name} has no linear layers beside its head", "leave it out")
+    return replace(step, module=module)
+
+
+def _head_of(module: nn.Module) -> nn.Module | None:
+    """Return what makes the logits of a transformers model; None for another module."""
+    get_head = getattr(module, "get_output_embeddings", None)
+    head = get_head() if callable(get_head) else None
+    return head if isinstance(head, nn.Module) else None
+
+
+def _sizes_of(module: nn.Module) -> tuple[int, int] | None:
+    """Return (inputs, outputs) of a linear layer, transformers' ``Conv1D`` included; None for another module."""
+    if type(module) is nn.Linear:
+        return module.in_features, module.out_features
+    if type(module).__name__ == "Conv1D" and isinstance(weight := getattr(module, "weight", None), Tensor):
+        return int(weight.shape[0]), int(weight.shape[1])
+    return None

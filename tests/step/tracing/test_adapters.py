@@ -1,0 +1,96 @@
+"""LoRA: which parameters are trained, what a step computes and holds, counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import ddltool as dt
+from ddltool.analyzers.step.costs.memory import Sharding
+from ddltool.analyzers.step.costs.predict import work_of
+from ddltool.analyzers.step.tracing.adapters import LoraLinear, with_lora
+from ddltool.analyzers.step.tracing.numerics import Numerics
+from ddltool.analyzers.step.tracing.sources import resolve_step
+from ddltool.analyzers.step.tracing.step import TrainingStep
+from ddltool.errors import InputError
+from ddltool.graph import SEND
+
+RANK, WIDTH, HIDDEN = 8, 64, 256
+
+
+class Block(nn.Module):
+    """Two linear layers of (WIDTH, HIDDEN) and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+def make() -> tuple[nn.Module, torch.Tensor]:
+    return Block(), torch.zeros(4, WIDTH)
+
+
+def test_adapters_alone_are_trained_and_nothing_else_has_a_gradient() -> None:
+    traced = work_of(make, Numerics("bf16"), None, RANK).traced
+    sent = {traced.graph.parameter[op]: traced.graph.size_bytes[op] for op in traced.graph.of_kind(SEND).tolist()}
+    assert sorted(name or "" for name in sent) == ["down.lora_a", "down.lora_b", "up.lora_a", "up.lora_b"]
+    assert sum(sent.values()) == 4 * 2 * RANK * (WIDTH + HIDDEN)  # float32
+    assert traced.graph.parameter_bytes == 2 * 2 * WIDTH * HIDDEN + sum(sent.values())  # frozen ones in bfloat16
+
+
+def test_the_products_are_those_that_freezing_leaves() -> None:
+    """Forward: base and adapter. Backward: of the base its input alone, which the first layer does not need."""
+    graph = work_of(make, Numerics("bf16"), None, RANK).traced.at(4)
+    base, adapter = 2.0 * 4 * WIDTH * HIDDEN, 2.0 * 4 * RANK * (WIDTH + HIDDEN)
+    products = graph.flops[graph.gemm[:, 1] > 0].sum()
+    forward = 2 * base + 2 * adapter
+    backward = base + 2 * 2 * adapter - 2.0 * 4 * RANK * WIDTH  # the input of the first layer has no gradient
+    assert products == pytest.approx(forward + backward)
+
+
+def test_frozen_weights_have_no_state_in_memory() -> None:
+    curve = work_of(make, Numerics("bf16"), None, RANK)
+    peak = curve.peak(4, Sharding(kind="none"), "adam")
+    assert peak is not None
+    trained = 4 * 2 * RANK * (WIDTH + HIDDEN)
+    assert peak.parts["optimizer"] == pytest.approx(2 * trained, rel=0.01)  # and a counter of each
+    assert peak.parts["parameters"] == 2 * 2 * WIDTH * HIDDEN + trained
+
+
+def test_the_output_is_the_formula() -> None:
+    torch.manual_seed(0)
+    base = nn.Linear(6, 5)
+    layer = LoraLinear(base, 6, 5, 2)
+    nn.init.normal_(layer.lora_a)
+    nn.init.normal_(layer.lora_b)
+    x = torch.randn(3, 6)
+    expected = x @ (base.weight + 2 * layer.lora_b @ layer.lora_a).T + base.bias
+    torch.testing.assert_close(layer(x), expected)
+
+
+def test_the_head_of_a_language_model_stays_as_it_is() -> None:
+    with torch.device("meta"):
+        step = with_lora(resolve_step("transformers:gpt2", 64), RANK, Numerics("bf16"))
+    adapted = [name for name, module in step.module.named_modules() if isinstance(module, LoraLinear)]
+    assert len(adapted) == 12 * 4
+    assert not any("lm_head" in name for name in adapted)
+    # GPT-2's layers: 768 to 2,304, 768 to 768, 768 to 3,072 and back.
+    trained = sum(weight.numel() for weight in step.module.parameters() if weight.requires_grad)
+    assert trained == 12 * RANK * ((768 + 2304) + 2 * 768 + 2 * (768 + 3072))
+
+
+def test_a_model_without_linear_layers_is_refused() -> None:
+    step = TrainingStep(name="conv", module=nn.Conv2d(3, 3, 1), inputs=(torch.zeros(1, 3, 4, 4),), loss=torch.sum)
+    with pytest.raises(InputError, match="--lora: conv has no linear layers beside its head"):
+        with_lora(step, RANK, Numerics("bf16"))
+
+
+def test_predict_says_what_is_trained() -> None:
+    found = dt.predict(make, "A100", batch_sizes=4, precision="bf16", lora=RANK)
+    whole = dt.predict(make, "A100", batch_sizes=4, precision="bf16")
+    assert found.assumptions.lora == RANK
+    assert found.rows[0].peak_memory_bytes < whole.rows[0].peak_memory_bytes
