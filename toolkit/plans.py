@@ -8,7 +8,8 @@ from pydantic import Field, model_validator
 
 from ddltool.artifacts import Artifact, AtLeastOne, Count, NonNegative, Number, Positive, Record
 from ddltool.decision import Decision
-from ddltool.job import WorkerGroup
+from ddltool.job import OptimizerName, WorkerGroup
+from ddltool.precision import PrecisionName
 
 Strategy = Literal["bsp", "est", "elastic-bsp", "lb-bsp", "goodput"]
 PRODUCTS = ("mm", "_scaled_mm", "addmm", "bmm", "baddbmm", "convolution")
@@ -220,8 +221,8 @@ class RunSettings(Record):
     """How the job runs its step: what a framework's own settings name beside the layout."""
 
     model: str | None = Field(default=None, description="SOURCE of the model, as in job.yaml")
-    precision: str = Field(default="fp32", description="as in job.yaml")
-    optimizer: str = Field(default="adam", description="as in job.yaml")
+    precision: PrecisionName = "fp32"
+    optimizer: OptimizerName = "adam"
     compile: bool = Field(default=False, description="the step runs under torch.compile")
     sequence_length: AtLeastOne | None = Field(
         default=None, description="tokens of a sample; null: not known, or no text"

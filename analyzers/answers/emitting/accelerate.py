@@ -51,7 +51,7 @@ def accelerate_config(plan: Plan, layout: ProcessLayout) -> tuple[dict[str, Any]
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP" if is_fsdp else "NO" if single else "MULTI_GPU",
-        "mixed_precision": _MIXED.get(run.precision, "no"),
+        "mixed_precision": _MIXED[run.precision],
         "num_machines": layout.nodes,
         "num_processes": made.processes,
         "machine_rank": 0,
@@ -60,6 +60,8 @@ def accelerate_config(plan: Plan, layout: ProcessLayout) -> tuple[dict[str, Any]
         "same_network": True,
         "use_cpu": False,
     }
+    if run.precision == "fp8":
+        config["fp8_config"] = {"backend": "AO", "enable_fsdp_float8_all_gather": False}
     if is_fsdp:
         config["fsdp_config"] = {
             "fsdp_version": 2,

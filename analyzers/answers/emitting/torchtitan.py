@@ -18,16 +18,9 @@ from ddltool.analyzers.answers.emitting.shares import (
 )
 from ddltool.errors import InputError
 from ddltool.plans import Plan
+from ddltool.precision import PRECISIONS
 
 Settings = dict[str, dict[str, object]]
-# Types of parameters and optimizer states, and of products.
-_TYPES = {
-    "fp32": ("float32", "float32"),
-    "tf32": ("float32", "float32"),
-    "bf16": ("float32", "bfloat16"),
-    "bf16-pure": ("bfloat16", "bfloat16"),
-    "fp8": ("float32", "bfloat16"),
-}
 _OPTIMIZERS = {"adam": "Adam", "adamw": "AdamW"}
 # A hub's name to torchtitan's model, and to its flavor.
 _MODELS = (
@@ -45,7 +38,8 @@ def job_config(plan: Plan) -> tuple[Settings, list[str]]:
     """Return torchtitan's sections, and what they leave out. Raises InputError for a plan that they cannot say at all."""
     made, gaps = shares(plan, "torchtitan")
     run, unknown = run_settings(plan)
-    if run.precision not in _TYPES:
+    precision = PRECISIONS[run.precision]
+    if precision.computes == "float16":
         problem = f"has no precision {run.precision}"
         raise InputError(
             "--target torchtitan", problem, "give --target accelerate, deepspeed or hook, or plan with bf16"
@@ -56,35 +50,31 @@ def job_config(plan: Plan) -> tuple[Settings, list[str]]:
             "--target torchtitan", problem, "give --target fsdp2, or --target torchrun with a script of yours"
         )
     recomputed, left_out = recomputation(plan)
-    kept, computed = _TYPES[run.precision]
     name, model_gaps = _model(run.model)
     settings: Settings = {
-        "model": {**name, **({"converters": ["float8"]} if run.precision == "fp8" else {})},
-        "optimizer": {"name": _OPTIMIZERS[run.optimizer]} if run.optimizer in _OPTIMIZERS else {},
+        "model": {**name, **({"converters": ["float8"]} if precision.linears else {})},
+        "optimizer": _optimizer(run.optimizer),
         "training": {
             "local_batch_size": made.batch_size if made.pipeline > 1 else made.micro_batch_size,
             "global_batch_size": made.total_batch_size,
             **({} if run.sequence_length is None else {"seq_len": run.sequence_length}),
-            "dtype": kept,
-            "mixed_precision_param": computed,
+            "dtype": precision.keeps,
+            "mixed_precision_param": precision.computes.replace("tf32", "float32"),
             "mixed_precision_reduce": "float32",
         },
         "parallelism": _parallelism(made),
         "activation_checkpoint": _checkpointing(recomputed, plan),
         "compile": {"enable": run.compile, "components": ["model", "loss"]},
     }
-    if run.precision == "fp8":
-        settings["quantize.linear.float8"] = {
-            "enable_fsdp_float8_all_gather": made.sharded,
-            "precompute_float8_dynamic_scale_for_fsdp": made.sharded,
-            "filter_fqns": ["output"],
-        }
+    if precision.linears:
+        settings["quantize.linear.float8"] = {"enable_fsdp_float8_all_gather": False, "filter_fqns": ["output"]}
+        gaps.append("all-gathers in float8: the plan counts on none; enable_fsdp_float8_all_gather sends less")
     gaps += [*unknown, *model_gaps, *left_out]
     if run.sequence_length is None:
         gaps.append("sequence length: set seq_len in [training]; the plan does not say it")
     if run.precision == "tf32":
         gaps.append('tf32: torch.set_float32_matmul_precision("high") in the script')
-    if run.optimizer not in _OPTIMIZERS:
+    if not settings["optimizer"]:
         gaps.append(f"optimizer: torchtitan has no {run.optimizer}; its AdamW takes more memory and time than planned")
     return {section: values for section, values in settings.items() if values}, gaps
 
@@ -106,6 +96,14 @@ def torchtitan_text(settings: Settings, head: str) -> str:
     for section, values in settings.items():
         lines += ["", f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
     return "\n".join(lines) + "\n"
+
+
+def _optimizer(name: str) -> dict[str, object]:
+    """Return the section of a job's optimizer; empty where torchtitan has none of the name."""
+    family = name.removeprefix("foreach-")
+    if family not in _OPTIMIZERS:
+        return {}
+    return {"name": _OPTIMIZERS[family], "implementation": "fused" if family == name else "foreach"}
 
 
 def _parallelism(made: Shares) -> dict[str, object]:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from ddltool.analyzers.answers.emitting.accelerate import accelerate_config
+from ddltool.analyzers.answers.emitting.accelerate import accelerate_config, accelerate_text
 from ddltool.analyzers.answers.emitting.deepspeed import deepspeed_config
 from ddltool.analyzers.answers.emitting.layout import layout, plan_hash
 from ddltool.analyzers.answers.emitting.shares import block_names, recomputation, reshards, shares
@@ -28,7 +29,7 @@ BLOCKS = [f"model.layers.{n}" for n in range(4)]
 # Sections and keys of torchtitan 0.2.2's JobConfig that a plan fills, with the type of their values.
 TORCHTITAN: dict[str, dict[str, type]] = {
     "model": {"name": str, "flavor": str, "converters": list},
-    "optimizer": {"name": str},
+    "optimizer": {"name": str, "implementation": str},
     "training": {
         "local_batch_size": int, "global_batch_size": int, "seq_len": int, "dtype": str,
         "mixed_precision_param": str, "mixed_precision_reduce": str,
@@ -80,6 +81,7 @@ PLANS = {
     "tensor": made_plan(group=WorkerGroup(tensor=2)),
     "one": made_plan("ddp", (1, 1)),
 }
+FLOAT8 = made_plan(run={"precision": "fp8", "compile": True})
 ALL = {**PLANS, "pipeline": made_plan(passes=4, group=GROUP)}
 
 
@@ -126,9 +128,9 @@ def test_torchtitan_is_told_the_layout() -> None:
 
 
 def test_float8_brings_its_converter_and_section() -> None:
-    sections, _ = job_config(made_plan(run={"precision": "fp8", "compile": True}))
+    sections, _ = job_config(FLOAT8)
     assert sections["model"]["converters"] == ["float8"]
-    assert sections["quantize.linear.float8"]["enable_fsdp_float8_all_gather"] is True
+    assert sections["quantize.linear.float8"]["enable_fsdp_float8_all_gather"] is False  # as planned
 
 
 @pytest.mark.parametrize(
@@ -163,23 +165,27 @@ def test_torchtitan_03_takes_the_same_as_options(cli: Cli, tmp_path: Path) -> No
 # -- Accelerate
 
 
+def launched(file: Path) -> dict[str, str]:
+    """The environment that ``accelerate launch`` gives its processes; it refuses keys that it does not know."""
+    pytest.importorskip("accelerate")
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    arguments = launch_command_parser().parse_args(["--config_file", str(file), "train.py"])
+    variables: dict[str, str] = prepare_multi_gpu_env(_validate_launch_command(arguments)[0])
+    return variables
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_accelerates_own_parser_takes_the_config(
     cli: Cli, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through the class behind its file, and through what ``accelerate launch`` makes of it."""
-    pytest.importorskip("accelerate")
-    from accelerate.commands.config.config_args import load_config_from_file
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.parallelism_config import ParallelismConfig
-    from accelerate.utils.launch import prepare_multi_gpu_env
-
+    accelerate = pytest.importorskip("accelerate")
     save(PLANS[name], tmp_path / "plan.json")
     cli("emit", tmp_path / "plan.json", "--target", "accelerate", "-o", tmp_path / "a.yaml").done()
-    config = load_config_from_file(str(tmp_path / "a.yaml"))
-    assert config.num_processes == PLANS[name].processes
-    arguments = launch_command_parser().parse_args(["--config_file", str(tmp_path / "a.yaml"), "train.py"])
-    variables = prepare_multi_gpu_env(_validate_launch_command(arguments)[0])
+    variables = launched(tmp_path / "a.yaml")
+    assert yaml.safe_load((tmp_path / "a.yaml").read_text())["num_processes"] == PLANS[name].processes
     is_fsdp = name not in ("ddp", "one")
     assert variables.get("ACCELERATE_USE_FSDP", "false") == str(is_fsdp).lower()
     if is_fsdp:
@@ -190,12 +196,25 @@ def test_accelerates_own_parser_takes_the_config(
         for key, value in variables.items():
             if key.startswith("PARALLELISM_CONFIG"):
                 monkeypatch.setenv(key, value)
-        mesh = ParallelismConfig()
+        mesh = accelerate.ParallelismConfig()
         sizes = (mesh.dp_replicate_size, mesh.dp_shard_size, mesh.tp_size)
         assert sizes == ((2, 4, 1) if name == "hsdp" else (1, 8, 2))
         assert mesh.total_size == PLANS[name].processes
     assert variables["ACCELERATE_MIXED_PRECISION"] == ("no" if name in ("ddp", "pure") else "bf16")
     assert variables["ACCELERATE_DYNAMO_BACKEND"] == ("INDUCTOR" if name == "hsdp" else "NO")
+
+
+def test_accelerate_trains_in_float8(tmp_path: Path) -> None:
+    """``accelerate launch`` itself asks for torchao: its class and the names of its options tell."""
+    pytest.importorskip("accelerate")
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
+    (tmp_path / "a.yaml").write_text(accelerate_text(accelerate_config(FLOAT8, layout(FLOAT8))[0], "# a head"))
+    config = load_config_from_file(str(tmp_path / "a.yaml"))
+    assert (config.mixed_precision, config.fp8_config["backend"]) == ("fp8", "AO")
+    known = vars(launch_command_parser().parse_args(["train.py"]))
+    assert {f"fp8_{key}" for key in config.fp8_config} <= set(known)
 
 
 def test_accelerate_leaves_to_the_script_what_its_file_has_no_key_for() -> None:
@@ -288,6 +307,23 @@ def test_what_a_framework_cannot_say_at_all_is_refused(
     save(made, tmp_path / "plan.json")
     cli("emit", tmp_path / "plan.json", "--target", target, "-o", tmp_path / "out").refuses(line)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_says_how_its_step_is_run(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(
+        "kind: ddltool.job\nname: j\nmax_workers: 4\nbatch_size: 2\nprecision: bf16\noptimizer: adamw\ncompile: true\n"
+        "sequence_length: 512\ndevices: [{type: H100, count: 4, capability_per_s: 1.0}]\n"
+    )
+    cli("plan", tmp_path / "job.yaml", "--strategy", "lb-bsp", "-o", tmp_path / "plan.json").done()
+    run = RunSettings(precision="bf16", optimizer="adamw", compile=True, sequence_length=512)
+    assert load(tmp_path / "plan.json", Plan).run == run
+    cli("emit", tmp_path / "plan.json", "--target", "torchtitan", "-o", tmp_path / "t.toml").done()
+    written = tomllib.loads((tmp_path / "t.toml").read_text())
+    assert (written["training"]["seq_len"], written["optimizer"]["name"], written["compile"]["enable"]) == (
+        512,
+        "AdamW",
+        True,
+    )
 
 
 def test_plans_of_earlier_versions_are_written_with_what_they_lack(cli: Cli, tmp_path: Path) -> None:
