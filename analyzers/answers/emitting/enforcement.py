@@ -16,8 +16,8 @@ _ENFORCED: tuple[Target, ...] = ("hook", "torchrun", "slurm", "kubernetes")
 # Frameworks with settings of their own, whose modules say what they lack of batches, passes and checkpointing.
 _FRAMEWORKS: tuple[Target, ...] = ("torchtitan", "accelerate", "deepspeed")
 # What runs groups of devices: with tensor parallelism alone, and with stages of a pipeline.
-_TENSOR: tuple[Target, ...] = ("torchtitan", "accelerate", "deepspeed", "fsdp2", "torchrun", "slurm")
-_PIPELINE: tuple[Target, ...] = ("torchtitan", "torchrun", "slurm")
+_TENSOR: tuple[Target, ...] = ("torchtitan", "accelerate", "deepspeed", "fsdp2", "torchrun", "slurm", "kubernetes")
+_PIPELINE: tuple[Target, ...] = ("torchtitan", "torchrun", "slurm", "kubernetes")
 # What, whether a plan has it, who expresses it, and where to go with the others. The order is that of the output.
 _CONTENTS: tuple[tuple[str, Callable[[Plan], object], tuple[Target, ...], str], ...] = (
     # Of one sample each, whatever script runs makes the only step there is.

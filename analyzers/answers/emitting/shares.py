@@ -73,13 +73,14 @@ def shares(plan: Plan, target: str) -> tuple[Shares, list[str]]:
         gaps.append(
             f"passes: {sizes[0]} samples in {planned} passes are unequal ones; here {passes} of {sizes[0] // passes}"
         )
-    if plan.sharding is None:
-        gaps.append("sharding: the plan knows nothing of memory; DDP is written")
     sharding = plan.sharding
-    is_sharded = sharding is not None and sharding.kind != "ddp"
+    is_sharded = plan.group is not None if sharding is None else sharding.kind != "ddp"
+    if sharding is None:
+        gaps.append(f"sharding: the plan knows nothing of memory; {'FSDP2' if is_sharded else 'DDP'} is written")
+    replicate = plan.world_size if not is_sharded else 1 if sharding is None else sharding.replicate
     made = Shares(
-        replicate=sharding.replicate if sharding is not None and is_sharded else plan.world_size,
-        shard=sharding.shard if sharding is not None and is_sharded else 1,
+        replicate=replicate,
+        shard=plan.world_size // replicate,
         tensor=1 if plan.group is None else plan.group.tensor,
         pipeline=1 if plan.group is None else plan.group.pipeline,
         reshard=reshards(plan),

@@ -91,7 +91,7 @@ def torchtitan_text(settings: Settings, head: str) -> str:
         head.rstrip("\n"),
         "# Up to torchtitan 0.2: CONFIG_FILE=THIS_FILE ./run_train.sh",
         "# From 0.3 on, which reads no TOML, options say all but checkpointing and float8:",
-        f"# ./run_train.sh {' '.join(options)}",
+        f"# MODULE=... CONFIG=... ./run_train.sh {' '.join(options)}",
     ]
     for section, values in settings.items():
         lines += ["", f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
@@ -107,8 +107,10 @@ def _optimizer(name: str) -> dict[str, object]:
 
 
 def _parallelism(made: Shares) -> dict[str, object]:
-    """Return the degrees; a pipeline's micro-batches are the plan's passes."""
-    pipeline = {"pipeline_parallel_schedule": "1F1B", "pipeline_parallel_microbatch_size": made.micro_batch_size}
+    """Return the degrees; a pipeline's micro-batches are the plan's passes, where it has several, or torchtitan's own."""
+    pipeline: dict[str, object] = {"pipeline_parallel_schedule": "1F1B"}
+    if made.passes > 1:
+        pipeline["pipeline_parallel_microbatch_size"] = made.micro_batch_size
     return {
         "data_parallel_replicate_degree": made.replicate,
         "data_parallel_shard_degree": made.shard,
@@ -139,8 +141,7 @@ def _model(source: str | None) -> tuple[dict[str, object], list[str]]:
         if found := re.search(rf"/{pattern}(?![\w.])", source or "", re.IGNORECASE):
             flavor = found.group(1)
             return {"name": name, "flavor": _FLAVORS.get(flavor.upper(), flavor)}, []
-    known = "llama3, llama4, qwen3, gpt_oss and deepseek_v3"
-    return {}, [f"model: set name and flavor in [model]; of {source or 'an unnamed model'} nothing is known in {known}"]
+    return {}, ["model: set name and flavor in [model]; torchtitan has llama3, llama4, qwen3, gpt_oss and deepseek_v3"]
 
 
 def _option(name: str, value: object) -> str:

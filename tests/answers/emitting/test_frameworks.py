@@ -154,7 +154,11 @@ def test_the_models_that_torchtitan_knows(model: str, named: dict[str, str] | No
 def test_torchtitan_03_takes_the_same_as_options(cli: Cli, tmp_path: Path) -> None:
     save(ALL["pipeline"], tmp_path / "plan.json")
     cli("emit", tmp_path / "plan.json", "--target", "torchtitan", "-o", tmp_path / "t.toml").done()
-    line = next(line for line in (tmp_path / "t.toml").read_text().splitlines() if line.startswith("# ./run_train.sh"))
+    line = next(
+        line
+        for line in (tmp_path / "t.toml").read_text().splitlines()
+        if line.startswith("# MODULE=... CONFIG=... ./run_train.sh --")
+    )
     document = tomllib.loads((tmp_path / "t.toml").read_text())
     said = re.findall(r"--(\w+)\.(\w+)=(\S+)", line)
     assert said == [(s, k, str(v)) for s in ("training", "parallelism") for k, v in document[s].items()]
@@ -226,6 +230,8 @@ def test_accelerate_leaves_to_the_script_what_its_file_has_no_key_for() -> None:
     config, gaps = accelerate_config(PLANS["tensor"], layout(PLANS["tensor"]))
     assert (config["num_machines"], config["num_processes"]) == (1, 16) == (layout(PLANS["tensor"]).nodes, 16)
     assert any(gap.startswith("tensor parallelism: from_pretrained") for gap in gaps)
+    _, gaps = accelerate_config(made := made_plan(run={"model": "train.py:net"}), layout(made))
+    assert any(gap.startswith("blocks: fsdp_transformer_layer_cls_to_wrap names") for gap in gaps)
 
 
 def test_accelerate_starts_alike_on_all_nodes() -> None:

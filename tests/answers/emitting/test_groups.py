@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from ddltool.analyzers.answers.emitting.layout import layout
 from ddltool.artifacts import save
@@ -93,6 +94,18 @@ def test_launchers_start_every_gpu_of_the_groups(cli: Cli, tmp_path: Path, shims
     assert "DDLTOOL_ENFORCE" not in (tmp_path / "l.sh").read_text()
 
 
+def test_a_train_job_has_a_process_for_every_gpu(cli: Cli, tmp_path: Path) -> None:
+    made = grouped(4, 4, devices_per_node={"A": 2})
+    save(made, tmp_path / "plan.json")
+    cli("emit", tmp_path / "plan.json", "--target", "kubernetes", "-o", tmp_path / "k.yaml").done()
+    config, job = [document for document in yaml.safe_load_all((tmp_path / "k.yaml").read_text()) if document]
+    trainer = job["spec"]["trainer"]
+    assert (job["kind"], trainer["numNodes"], trainer["numProcPerNode"]) == ("TrainJob", 2, 8)
+    assert trainer["resourcesPerNode"]["limits"] == {"nvidia.com/gpu": "8"}
+    assert [variable["name"] for variable in trainer["env"]] == ["DDLTOOL_PLAN_SHA256", "DDLTOOL_JOB"]
+    assert Plan.model_validate_json(config["data"]["plan.json"]) == made
+
+
 def test_nodes_hold_whole_tensor_groups() -> None:
     made = grouped(4, 4, devices_per_node={"A": 2})
     assert [(g.nodes, g.processes_per_node) for g in layout(made).groups] == [(2, 8)]
@@ -106,10 +119,10 @@ def test_nodes_hold_whole_tensor_groups() -> None:
 @pytest.mark.parametrize(
     ("target", "pipeline", "able"),
     [
-        ("hook", 1, "torchtitan, accelerate, deepspeed, fsdp2, torchrun or slurm"),
-        ("kubernetes", 1, "torchtitan, accelerate, deepspeed, fsdp2, torchrun or slurm"),
+        ("hook", 1, "torchtitan, accelerate, deepspeed, fsdp2, torchrun, slurm or kubernetes"),
+        ("ddp", 1, "torchtitan, accelerate, deepspeed, fsdp2, torchrun, slurm or kubernetes"),
         *(
-            (target, 2, "torchtitan, torchrun or slurm")
+            (target, 2, "torchtitan, torchrun, slurm or kubernetes")
             for target in ("hook", "fsdp2", "ddp", "accelerate", "deepspeed")
         ),
     ],
