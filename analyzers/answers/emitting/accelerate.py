@@ -73,12 +73,12 @@ def accelerate_config(plan: Plan, layout: ProcessLayout) -> tuple[dict[str, Any]
         config["parallelism_config"] = _parallelism(made)
     if run.compile:
         config["dynamo_config"] = {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": is_fsdp}
-    return config, [
-        *gaps,
-        *unknown,
-        *left_out,
-        *_script_parts(made, layout, recomputed != "none" and not is_fsdp, run.precision),
-    ]
+    if is_fsdp and not (run.model or "").startswith("transformers:"):
+        gaps.append(
+            "blocks: fsdp_transformer_layer_cls_to_wrap names their class, which only a transformers model says"
+        )
+    checkpoints = recomputed != "none" and not is_fsdp  # FSDP2's own key does it
+    return config, [*gaps, *unknown, *left_out, *_script_parts(made, layout, checkpoints, run.precision)]
 
 
 def accelerate_text(config: dict[str, Any], head: str) -> str:
