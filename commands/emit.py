@@ -54,6 +54,9 @@ def emit(
     as_json: bool = False,
 ) -> None:
     """Write the enforcement config, launch script, manifest or settings that make a job follow a plan."""
+    plan = load(plan_file, Plan)
+    if plan.group is not None and output is None and not is_given("target"):
+        target = "torchtitan"  # the hook runs no groups
     demand_part(f"--target {target}", _COMMON_OPTIONS | _TARGET_OPTIONS.get(target, set()))
     path = output or Path(DEFAULT_FILES[target])
     if as_json and str(path) == "-":
@@ -61,7 +64,6 @@ def emit(
     if not (telemetry.strip() and telemetry.isprintable()):
         problem = f"is {telemetry!r}, which is no name of a file"
         raise InputError("--telemetry", problem, "give a file such as telemetry.jsonl, or none")
-    plan = load(plan_file, Plan)
     demand_words_for_groups(plan, target, str(plan_file))
     # A manifest embeds enforce.json; for the hook it is the output itself, and it has no words for groups.
     brings = target in ("torchrun", "slurm") and str(path) != "-" and plan.group is None

@@ -71,9 +71,10 @@ def deepspeed_config(plan: Plan) -> tuple[dict[str, Any], list[str]]:
     if (run.precision == "bf16-pure" and not stage) or run.precision == "fp16-pure":
         gaps.append(f"{run.precision}: DeepSpeed keeps a float32 copy of the parameters beside")
     if made.sharded and made.replicate > 1:
+        kept = f"hpZ keeps parameters in each {made.shard} processes, and shards" if stage == 3 else "ZeRO-2 shards"
         gaps.append(
-            f"HSDP {made.replicate} x {made.shard}: hpZ keeps parameters in each {made.shard} processes, and shards gradients "
-            f"and optimizer states over all {made.ranks}, with other traffic than planned"
+            f"HSDP {made.replicate} x {made.shard}: {kept} gradients and optimizer states over all {made.ranks}, "
+            "with other traffic than planned"
         )
     return config, [*gaps, *unknown, *left_out]
 

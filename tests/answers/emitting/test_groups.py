@@ -106,6 +106,14 @@ def test_a_train_job_has_a_process_for_every_gpu(cli: Cli, tmp_path: Path) -> No
     assert Plan.model_validate_json(config["data"]["plan.json"]) == made
 
 
+def test_torchtitan_is_the_default_of_groups(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What plan says to do next works; -o names a file for the hook, which refuses."""
+    monkeypatch.chdir(tmp_path)
+    save(grouped(2, 2, 2), tmp_path / "plan.json")
+    assert cli("emit", "plan.json", "--json").document["paths"] == ["torchtitan.toml"]
+    cli("emit", "plan.json", "-o", "enforce.json").refuses("for which --target hook has no words")
+
+
 def test_nodes_hold_whole_tensor_groups() -> None:
     made = grouped(4, 4, devices_per_node={"A": 2})
     assert [(g.nodes, g.processes_per_node) for g in layout(made).groups] == [(2, 8)]
