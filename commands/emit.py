@@ -73,7 +73,6 @@ def emit(
         problem = f"has no parameter server, which {plan_file}, an elastic-bsp plan, needs"
         raise InputError(f"--target {target}", problem, f"give --target {' or '.join(_PARAMETER_SERVER_TARGETS)}")
     enforcement = to_enforcement(plan, telemetry=None if telemetry == "none" else telemetry)
-    process_layout = layout(plan, devices_per_node)
     if target in _LAUNCHERS:
         resource_name = _checked_cluster_name(
             "--resource", resource or ("gpu" if target == "slurm" else "nvidia.com/gpu"), target
@@ -92,9 +91,9 @@ def emit(
         script_gaps = (
             [] if is_script_there else [f"script: {script} is started, and there is none here (--script names yours)"]
         )
-        text, gaps = launcher_text(plan, target, process_layout, enforcement, settings, script_gaps)
+        text, gaps = launcher_text(plan, target, layout(plan, devices_per_node), enforcement, settings, script_gaps)
     else:
-        text, gaps = target_text(plan, target, process_layout, enforcement)
+        text, gaps = target_text(plan, target, enforcement, devices_per_node)
     for enforcement_path in paths[1:]:
         write_text(enforcement_path, to_json(enforcement))
     write_text(path, text)

@@ -65,6 +65,15 @@ def emitted_tensor(rank: int, module: str, kind: str, texts: Tensor) -> Any:
     return learned(model, own, mean), list(weight.to_local().shape)
 
 
+def emitted_compiled(rank: int, module: str) -> list[bool]:
+    """Return of the model and of each of its planned units whether an emitted module has told it to compile."""
+    made = runpy.run_path(module)
+    if "shard" in made:
+        sharded = made["shard"](Blocks(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        return [sharded.get_submodule(name)._compiled_call_impl is not None for name in ["", *made["UNITS"]]]
+    return [made["wrap"](Blocks()).module._compiled_call_impl is not None]
+
+
 def emitted_ddp(rank: int, module: str, changes: dict[str, Any]) -> tuple[str, list[int], int]:
     """Return the hash and batches of an emitted module, and how many buckets DDP forms with it."""
     made = runpy.run_path(module)
