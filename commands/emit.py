@@ -7,37 +7,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, get_args
 
-from ddltool.analyzers.answers.emitting.enforcement import Target, not_expressed, to_enforcement
-from ddltool.analyzers.answers.emitting.kubernetes import assumptions, manifest_text, manifests
-from ddltool.analyzers.answers.emitting.layout import Kind, LaunchSettings, ProcessLayout, layout, plan_hash
-from ddltool.analyzers.answers.emitting.scripts import (
-    CORES,
-    ddp_module,
-    fsdp2_module,
-    gres_type,
-    slurm_script,
-    torchrun_script,
-)
+from ddltool.analyzers.answers.emitting.enforcement import Target, demand_words_for_groups, to_enforcement
+from ddltool.analyzers.answers.emitting.layout import Kind, LaunchSettings, layout, plan_hash
+from ddltool.analyzers.answers.emitting.targets import DEFAULT_FILES, launcher_text, target_text
 from ddltool.artifacts import check_outputs, load, to_json, write_text
 from ddltool.commands.options import device_counts, integers, one_of, pairs, words
 from ddltool.commands.output import note, print_json, say
 from ddltool.commands.verbs import demand_part, is_given
 from ddltool.errors import InputError, known, shortened
-from ddltool.plans import Enforcement, Plan
+from ddltool.plans import Plan
 from ddltool.results import EmitResult
 
 _Text = str | None
-_DEFAULT_FILES = {
-    **{"hook": "enforce.json", "torchrun": "launch.sh", "kubernetes": "kubernetes.yaml", "slurm": "slurm.sh"},
-    **{"fsdp2": "fsdp2_plan.py", "ddp": "ddp_plan.py"},
-}
 _PARAMETER_SERVER_TARGETS = ("hook", "torchrun")
 _COMMON_OPTIONS = {"plan_file", "output", "target", "telemetry", "script", "as_json"}
+_LAUNCHERS = ("torchrun", "slurm", "kubernetes")
 # Options that only these targets read.
 _TARGET_OPTIONS = {
     "torchrun": {"devices_per_node"},
     "slurm": {"devices_per_node", "queue", "resource"},
     "kubernetes": {"devices_per_node", "queue", "resource", "image", "kind", "node_label", "label_value"},
+    "accelerate": {"devices_per_node"},
+    "torchtitan": {"devices_per_node"},
 }
 _LABEL_KEY = r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 _NODE_VALUE = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
@@ -50,7 +41,7 @@ _SLURM_NAME = r"[A-Za-z0-9_.,/-]+"
 def emit(
     plan_file: Path,
     output: Path | None = None,
-    target: Annotated[Target, one_of(*_DEFAULT_FILES)] = "hook",
+    target: Annotated[Target, one_of(*DEFAULT_FILES)] = "hook",
     telemetry: str = "telemetry.jsonl",
     script: str = "train.py",
     devices_per_node: Annotated[dict[str, int] | int | None, _read_devices_per_node] = None,
@@ -63,28 +54,26 @@ def emit(
     as_json: bool = False,
 ) -> None:
     """Write the enforcement config, launch script, manifest or settings that make a job follow a plan."""
+    plan = load(plan_file, Plan)
+    if plan.group is not None and output is None and not is_given("target"):
+        target = "torchtitan"  # the hook runs no groups
     demand_part(f"--target {target}", _COMMON_OPTIONS | _TARGET_OPTIONS.get(target, set()))
-    path = output or Path(_DEFAULT_FILES[target])
+    path = output or Path(DEFAULT_FILES[target])
     if as_json and str(path) == "-":
         raise InputError("--json", "cannot share stdout with -o -", "give -o a file name")
     if not (telemetry.strip() and telemetry.isprintable()):
         problem = f"is {telemetry!r}, which is no name of a file"
         raise InputError("--telemetry", problem, "give a file such as telemetry.jsonl, or none")
-    paths = [path]
-    if (
-        target in ("torchrun", "slurm") and str(path) != "-"
-    ):  # a manifest embeds enforce.json; for the hook, enforce.json is the output itself
-        paths.append(path.with_name("enforce.json"))
+    demand_words_for_groups(plan, target, str(plan_file))
+    # A manifest embeds enforce.json; for the hook it is the output itself, and it has no words for groups.
+    brings = target in ("torchrun", "slurm") and str(path) != "-" and plan.group is None
+    paths = [path, path.with_name("enforce.json")] if brings else [path]
     check_outputs([plan_file], dict(zip(("-o", "enforce.json"), paths, strict=False)))
-    plan = load(plan_file, Plan)
-    if plan.group is not None:
-        problem = f"each device is a group of {plan.group.text}, whose own processes no plan starts"
-        raise InputError(f"{plan_file}:group", problem, "take each group's batch and passes from the plan")
     if plan.strategy == "elastic-bsp" and target not in _PARAMETER_SERVER_TARGETS:
         problem = f"has no parameter server, which {plan_file}, an elastic-bsp plan, needs"
         raise InputError(f"--target {target}", problem, f"give --target {' or '.join(_PARAMETER_SERVER_TARGETS)}")
     enforcement = to_enforcement(plan, telemetry=None if telemetry == "none" else telemetry)
-    if target in _TARGET_OPTIONS:
+    if target in _LAUNCHERS:
         resource_name = _checked_cluster_name(
             "--resource", resource or ("gpu" if target == "slurm" else "nvidia.com/gpu"), target
         )
@@ -97,23 +86,20 @@ def emit(
             queue=None if queue is None else _checked_cluster_name("--queue", queue, target),
             kind=kind,
         )
-        process_layout = layout(plan, devices_per_node)
         is_script_there = is_given("script") or target == "kubernetes"
         is_script_there = is_script_there or any((folder / script).exists() for folder in (Path(), path.parent))
         script_gaps = (
             [] if is_script_there else [f"script: {script} is started, and there is none here (--script names yours)"]
         )
-        text, gaps = _launcher_text(plan, enforcement, target, process_layout, settings, script_gaps)
+        text, gaps = launcher_text(plan, target, layout(plan, devices_per_node), enforcement, settings, script_gaps)
     else:
-        gaps = not_expressed(plan, target)
-        modules = {"ddp": ddp_module, "fsdp2": fsdp2_module}
-        text = to_json(enforcement) if target == "hook" else modules[target](plan, gaps=gaps)
+        text, gaps = target_text(plan, target, enforcement, devices_per_node)
     for enforcement_path in paths[1:]:
         write_text(enforcement_path, to_json(enforcement))
     write_text(path, text)
     if as_json:
         names = [str(written) for written in paths]
-        sha, size = plan_hash(plan), plan.world_size
+        sha, size = plan_hash(plan), plan.processes
         print_json(EmitResult(target=target, paths=names, world_size=size, plan_sha256=sha, not_expressed=gaps))
         return
     for gap in gaps:
@@ -121,30 +107,8 @@ def emit(
     if str(path) != "-":
         sizes = [str(rank.local_batch_size) for rank in enforcement.ranks]
         batches = ", ".join([*sizes[:16], *(["..."] if len(sizes) > 16 else [])])
-        say(f"wrote {' and '.join(map(str, paths))}: {len(sizes)} processes, local batch sizes {batches}")
-
-
-def _launcher_text(
-    plan: Plan,
-    enforcement: Enforcement,
-    target: Target,
-    process_layout: ProcessLayout,
-    settings: LaunchSettings,
-    script_gaps: Sequence[str],
-) -> tuple[str, list[str]]:
-    """Return the script or manifest that starts the plan, and its gaps: fields that it lacks, and its assumptions."""
-    gaps = [*not_expressed(plan, target, process_layout), *script_gaps]
-    if target == "torchrun":
-        return torchrun_script(plan, process_layout, settings, gaps=gaps), gaps
-    if target == "slurm":
-        if settings.resource is not None:
-            types = ", ".join(sorted({gres_type(group.device_type) for group in process_layout.groups}))
-            gaps.append(f"GRES types: the site must name its devices {types} (--resource none asks for none)")
-        limits = "the partition's own time limit (sbatch options override)"
-        gaps.append(f"cores and time: {CORES} cores a process, {limits}")
-        return slurm_script(plan, process_layout, settings, gaps=gaps), gaps
-    gaps += assumptions(settings, plan)
-    return manifest_text(plan, manifests(plan, enforcement, process_layout, settings), process_layout, gaps), gaps
+        groups = "" if plan.group is None else f" in {len(sizes)} groups of {plan.group.text}"
+        say(f"wrote {' and '.join(map(str, paths))}: {plan.processes} processes{groups}, local batch sizes {batches}")
 
 
 def _label_values(text: str, device_types: Sequence[str]) -> dict[str, str]:

@@ -12,7 +12,8 @@ from pydantic import Field, model_validator
 from ddltool.artifacts import Artifact, Record
 from ddltool.decision import Decision
 from ddltool.errors import did_you_mean
-from ddltool.job import WorkerGroup
+from ddltool.job import OptimizerName, WorkerGroup
+from ddltool.precision import PrecisionName
 from ddltool.quantities import (
     AtLeastOne,
     Count,
@@ -284,6 +285,21 @@ class NetworkCost(Record):
     best_steps: dict[Choice, NonNegative] = Field(description="the best step time of each choice that is possible")
 
 
+class RunSettings(Record):
+    """How the job runs its step: what a framework's own settings name beside the layout."""
+
+    model: str | None = Field(default=None, description="SOURCE of the model, as in job.yaml")
+    precision: PrecisionName = "fp32"
+    optimizer: OptimizerName = "adam"
+    compile: bool = Field(default=False, description="the step runs under torch.compile")
+    sequence_length: AtLeastOne | None = Field(
+        default=None, description="tokens of a sample; null: not known, or no text"
+    )
+    gpus_per_node: dict[str, AtLeastOne] | None = Field(
+        default=None, description="single devices of each used type on a node, where those of the plan are groups"
+    )
+
+
 class Plan(Artifact):
     """A predicted way to run a job (kind ``ddltool.plan``). Every figure in it is predicted, none measured."""
 
@@ -321,6 +337,7 @@ class Plan(Artifact):
         description="devices of each used type on a node: of the job, its cluster, or as assumed; null: nothing says it",
     )
     group: WorkerGroup | None = Field(default=None, description="what a device of this plan stands for; null: itself")
+    run: RunSettings | None = Field(default=None, description="how a step is run; null: a plan of an earlier version")
     predicted: Literal[True] = True
 
     @model_validator(mode="after")
@@ -353,8 +370,13 @@ class Plan(Artifact):
 
     @property
     def world_size(self) -> int:
-        """Number of processes: one per used device."""
+        """Number of used devices: of processes, or of groups of them."""
         return sum(assignment.devices for assignment in self.assignments)
+
+    @property
+    def processes(self) -> int:
+        """Number of processes: one per GPU, those of groups included."""
+        return self.world_size * (1 if self.group is None else self.group.size)
 
     @property
     def other_s(self) -> float | None:

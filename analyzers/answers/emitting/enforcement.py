@@ -9,22 +9,42 @@ from ddltool.analyzers.answers.emitting.layout import ProcessLayout, plan_hash
 from ddltool.errors import InputError
 from ddltool.plans import Enforcement, Plan, RankEnforcement
 
-Target = Literal["hook", "torchrun", "kubernetes", "slurm", "fsdp2", "ddp"]
+Target = Literal["hook", "torchrun", "kubernetes", "slurm", "fsdp2", "ddp", "torchtitan", "accelerate", "deepspeed"]
 _HOOK = "emit --target hook and ddltool.runtime.attach do it"
 # Launchers bring enforce.json along and tell the hook where it lies.
 _ENFORCED: tuple[Target, ...] = ("hook", "torchrun", "slurm", "kubernetes")
+# Frameworks with settings of their own, whose modules say what they lack of batches, passes and checkpointing.
+_FRAMEWORKS: tuple[Target, ...] = ("torchtitan", "accelerate", "deepspeed")
+# What runs groups of devices: with tensor parallelism alone, and with stages of a pipeline.
+_TENSOR: tuple[Target, ...] = ("torchtitan", "accelerate", "deepspeed", "fsdp2", "torchrun", "slurm", "kubernetes")
+_PIPELINE: tuple[Target, ...] = ("torchtitan", "torchrun", "slurm", "kubernetes")
 # What, whether a plan has it, who expresses it, and where to go with the others. The order is that of the output.
 _CONTENTS: tuple[tuple[str, Callable[[Plan], object], tuple[Target, ...], str], ...] = (
     # Of one sample each, whatever script runs makes the only step there is.
-    ("local batch sizes", lambda plan: _batch_sizes(plan) - {1}, (*_ENFORCED, "ddp", "fsdp2"), _HOOK),
+    (
+        "local batch sizes",
+        lambda plan: _batch_sizes(plan) - {1},
+        (*_ENFORCED, *_FRAMEWORKS, "ddp", "fsdp2"),
+        _HOOK,
+    ),
     ("weights of uneven gradients", lambda plan: len(_batch_sizes(plan)) > 1, _ENFORCED, _HOOK),
     ("order of parameters", lambda plan: any(p.priority is not None for p in plan.parameters), _ENFORCED, _HOOK),
-    ("DDP buckets", lambda plan: plan.ddp, (*_ENFORCED, "ddp"), "emit --target ddp"),
-    ("FSDP2 units and prefetch", lambda plan: plan.fsdp2, (*_ENFORCED, "fsdp2"), "emit --target fsdp2"),
+    (
+        "DDP buckets",
+        lambda plan: plan.ddp and (plan.sharding is None or plan.sharding.kind == "ddp"),
+        (*_ENFORCED, "ddp"),
+        "emit --target ddp",
+    ),
+    (
+        "FSDP2 units and prefetch",
+        lambda plan: plan.fsdp2 and (plan.sharding is None or plan.sharding.kind != "ddp"),
+        (*_ENFORCED, "fsdp2"),
+        "emit --target fsdp2",
+    ),
     (
         "activation checkpointing",
         lambda plan: plan.sharding and plan.sharding.checkpointing,
-        (*_ENFORCED, "ddp", "fsdp2"),
+        (*_ENFORCED, *_FRAMEWORKS, "ddp", "fsdp2"),
         "emit --target hook and ddltool.runtime.shard do it",
     ),
     (
@@ -32,8 +52,14 @@ _CONTENTS: tuple[tuple[str, Callable[[Plan], object], tuple[Target, ...], str], 
         lambda plan: (
             (plan.goodput and plan.goodput.accumulation_steps) or any(r.accumulation_steps for r in plan.assignments)
         ),
-        ("ddp", "fsdp2"),
+        (*_FRAMEWORKS, "ddp", "fsdp2"),
         "accumulate in the script: the local batch size holds all passes",
+    ),
+    (
+        "sequence parallelism",
+        lambda plan: plan.group is not None and plan.group.tensor > 1,
+        ("torchtitan", *_ENFORCED),
+        "each GPU of a tensor group norms all tokens, which takes more memory than planned; torchtitan splits them",
     ),
     (
         "logical workers",
@@ -57,6 +83,16 @@ _CONTENTS: tuple[tuple[str, Callable[[Plan], object], tuple[Target, ...], str], 
 
 
 _MOST_RANKS = 100_000
+
+
+def demand_words_for_groups(plan: Plan, target: Target, where: str) -> None:
+    """Raise InputError for a plan of groups of devices that the target does not run; it names those that do."""
+    if plan.group is None:
+        return
+    able = _PIPELINE if plan.group.pipeline > 1 else _TENSOR
+    if target not in able:
+        problem = f"each device is a group of {plan.group.text}, for which --target {target} has no words"
+        raise InputError(f"{where}:group", problem, f"give --target {', '.join(able[:-1])} or {able[-1]}")
 
 
 def to_enforcement(plan: Plan, *, telemetry: str | None = "telemetry.jsonl") -> Enforcement:
@@ -102,6 +138,9 @@ def not_expressed(plan: Plan, target: Target, layout: ProcessLayout | None = Non
         for content, has_content, targets, remedy in _CONTENTS
         if has_content(plan) and target not in targets
     ]
+    if plan.group is not None and target in _ENFORCED:
+        able = "torchtitan" if plan.group.pipeline > 1 else "torchtitan, accelerate, deepspeed or fsdp2"
+        gaps = [f"parts of the model, batches and passes: the script's, as --target {able} writes them"]
     if layout is not None and layout.assumed:
         gaps.append(
             "nodes: the plan does not say how many devices a node has; one node per device type is assumed (--devices-per-node)"

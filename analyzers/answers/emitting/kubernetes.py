@@ -42,16 +42,16 @@ def manifests(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the ConfigMap with enforce.json and the job that mounts it as ``/etc/ddltool/enforce.json``.
 
+    Of groups of devices, which the hook does not run, it holds the plan itself, plan.json.
+
     Raises InputError for a TrainJob of unlike nodes, of which it has one kind, and for a config that no ConfigMap can hold.
     """
-    config = to_json(enforcement)
+    file, config = ("enforce.json", to_json(enforcement)) if plan.group is None else ("plan.json", to_json(plan))
     if len(config.encode("utf-8")) > _CONFIG_BYTES:
         problem = f"is larger than {_CONFIG_BYTES} bytes"
-        raise InputError(
-            "enforce.json", problem, "mount it from a volume; --target slurm or torchrun read it as a file"
-        )
+        raise InputError(file, problem, "mount it from a volume; --target slurm or torchrun read it as a file")
     metadata = {"name": f"{cluster_name(plan.job)}-plan", **_marks(plan)}
-    config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"enforce.json": config}}
+    config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {file: config}}
     kind = settings.kind or ("TrainJob" if len(layout.groups) == 1 else "JobSet")
     return config_map, (_train_job if kind == "TrainJob" else _job_set)(plan, layout, settings)
 
@@ -188,7 +188,7 @@ def _variables(plan: Plan) -> list[dict[str, str]]:
     values = {
         "DDLTOOL_PLAN_SHA256": plan_hash(plan),
         "DDLTOOL_JOB": cluster_name(plan.job),
-        "DDLTOOL_ENFORCE": f"{_FOLDER}/enforce.json",
+        **({"DDLTOOL_ENFORCE": f"{_FOLDER}/enforce.json"} if plan.group is None else {}),
     }
     return [{"name": name, "value": value} for name, value in values.items()]
 

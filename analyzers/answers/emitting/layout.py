@@ -134,17 +134,24 @@ def one_word(text: str) -> str:
 def layout(plan: Plan, devices_per_node: Mapping[str, int] | int | None = None) -> ProcessLayout:
     """Return the nodes that run a plan: per device type as many full nodes as there are, and one for the rest.
 
-    The parameter server of an elastic-bsp plan is one more process on the last node.
+    The parameter server of an elastic-bsp plan is one more process on the last node. Of groups every single device gets
+    its process, those of a tensor group one after another.
 
-    ``devices_per_node`` counts devices of a node, for all types or by type. Without it the plan's own are taken, and a
-    plan that says its number of nodes is spread evenly over them; otherwise each device type is taken to stand on one
-    node (``assumed``). Raises InputError for a type that the plan does not use and for counts below one.
+    ``devices_per_node`` counts single devices of a node, for all types or by type. Without it the plan's own are taken, and
+    a plan that says its number of nodes is spread evenly over them; otherwise each device type is taken to stand on one
+    node (``assumed``). Raises InputError for a type that the plan does not use, for counts below one, and for nodes that
+    hold no whole number of tensor groups.
     """
+    size = plan.processes // plan.world_size
     device_runs = [
-        (name, sum(row.devices for row in rows))
+        (name, size * sum(row.devices for row in rows))
         for name, rows in groupby(plan.assignments, key=lambda row: row.device_type)
     ]
     devices_by_type = _per_node(plan, [name for name, _ in device_runs], devices_per_node)
+    for name, count in devices_by_type.items():
+        if plan.group is not None and count % plan.group.tensor:
+            problem = f"a node of {count} {name} holds no whole number of tensor groups of {plan.group.tensor}"
+            raise InputError("--devices-per-node", problem, f"give a multiple of {plan.group.tensor}")
     groups: list[EqualNodes] = []
     node = rank = 0
     for name, devices in device_runs:
@@ -173,10 +180,13 @@ def layout(plan: Plan, devices_per_node: Mapping[str, int] | int | None = None) 
 def _per_node(plan: Plan, types: list[str], devices_per_node: Mapping[str, int] | int | None) -> dict[str, int]:
     """Return the devices per node by type, for the types where they are known."""
     if devices_per_node is None:
+        if plan.run is not None and plan.run.gpus_per_node is not None:
+            return {name: count for name, count in plan.run.gpus_per_node.items() if name in types}
         if plan.devices_per_node is not None:
-            return {name: count for name, count in plan.devices_per_node.items() if name in types}
+            size = plan.processes // plan.world_size
+            return {name: count * size for name, count in plan.devices_per_node.items() if name in types}
         node_count = plan.goodput.num_nodes if plan.goodput else plan.network.num_nodes if plan.network else None
-        return {types[0]: math.ceil(plan.world_size / node_count)} if node_count and len(set(types)) == 1 else {}
+        return {types[0]: math.ceil(plan.processes / node_count)} if node_count and len(set(types)) == 1 else {}
     counts = dict.fromkeys(types, devices_per_node) if isinstance(devices_per_node, int) else dict(devices_per_node)
     for name, count in counts.items():
         if name not in types:

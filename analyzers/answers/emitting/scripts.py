@@ -18,6 +18,7 @@ from ddltool.analyzers.answers.emitting.layout import (
     one_word,
     plan_hash,
 )
+from ddltool.analyzers.answers.emitting.shares import block_names, planned_passes, reshards
 from ddltool.errors import InputError
 from ddltool.plans import PRODUCTS, Plan
 
@@ -63,14 +64,23 @@ def ddp_module(plan: Plan, *, gaps: Sequence[str]) -> str:
 
 
 def fsdp2_module(plan: Plan, *, gaps: Sequence[str]) -> str:
-    """Return a module with the units, the prefetch lists and ``shard(model)``. Raises InputError for a plan without."""
-    if plan.fsdp2 is None:
+    """Return a module with the units, the prefetch lists and ``shard(model)``; of groups, with tensor parallelism first.
+
+    Raises InputError for a plan without a list of blocks.
+    """
+    units = block_names(plan) if plan.group is not None or plan.fsdp2 is not None else []
+    if not units:
         problem = "is missing: the plan knew no list of blocks"
         raise InputError("plan:fsdp2", problem, "plan with --graph and a training graph of a model with blocks")
     shape = plan.sharding
-    grouped = shape is not None and shape.kind == "hsdp"
-    mesh = {"replicate": shape.replicate, "shard": shape.shard} if shape and grouped else {"shard": plan.world_size}
-    return _filled("fsdp2.txt", plan, gaps, setting=plan.fsdp2, mesh=mesh)
+    tensor = {"tensor": plan.group.tensor} if plan.group is not None and plan.group.tensor > 1 else {}
+    if shape is not None and (shape.kind == "hsdp" or (tensor and shape.kind == "ddp")):
+        replicas = shape.replicate if shape.kind == "hsdp" else plan.world_size
+        mesh = {"replicate": replicas, "shard": plan.world_size // replicas}
+    else:
+        mesh = {"shard": plan.world_size}
+    ahead = {"forward": {}, "backward": {}} if plan.fsdp2 is None else plan.fsdp2.model_dump()
+    return _filled("fsdp2.txt", plan, gaps, units=units, ahead=ahead, reshard=reshards(plan), mesh={**mesh, **tensor})
 
 
 def remarks(plan: Plan, layout: ProcessLayout | None, gaps: Sequence[str]) -> str:
@@ -101,7 +111,6 @@ def _filled(
         title += "; needs torch alone"
     else:
         title += f": {layout.processes} process(es) on {layout.nodes} node(s)"
-    steps = 0 if plan.goodput is None else plan.goodput.accumulation_steps
     recomputed_modules = [] if plan.sharding is None else plan.sharding.checkpointing
     return environment.get_template(name).render(
         sharding=plan.sharding,
@@ -112,7 +121,10 @@ def _filled(
         name=cluster_name(plan.job),
         sha=plan_hash(plan),
         sizes=[row.local_batch_size for row in plan.assignments for _ in range(row.devices)],
-        passes=1 + max(steps, *(row.accumulation_steps for row in plan.assignments)),
+        passes=planned_passes(plan),
+        tensor=1 if plan.group is None else plan.group.tensor,
+        run=plan.run,
+        enforced=plan.group is None,
         layout=layout,
         groups=() if layout is None else layout.groups,
         gaps=gaps,

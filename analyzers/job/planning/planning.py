@@ -31,7 +31,7 @@ from ddltool.errors import Infeasible, InputError, naming
 from ddltool.goodput_model import Goodput
 from ddltool.graph import RECV, Graph
 from ddltool.job import LINKS, Cluster, Job
-from ddltool.plans import Assignment, CompressionFigures, ParameterRecord, Plan
+from ddltool.plans import Assignment, CompressionFigures, ParameterRecord, Plan, RunSettings
 from ddltool.results import JointPlan, Sharing
 
 if TYPE_CHECKING:
@@ -126,9 +126,29 @@ def complete(plan: Plan, job: Job, job_file: Path, options: PlanOptions) -> Plan
         plan = plan.model_copy(update={"compressed": figures})
     has_single_device_nodes = job.group is not None and job.cluster is not None  # whose nodes count single devices
     devices_per_node = None if has_single_device_nodes else _devices_per_node(job, job_file, plan, options)
+    gpus_per_node = None
     if plan.group is not None and devices_per_node is not None:
+        gpus_per_node = devices_per_node
         devices_per_node = {name: max(count // plan.group.size, 1) for name, count in devices_per_node.items()}
-    return plan.model_copy(update={"devices_per_node": devices_per_node, "group": job.group or plan.group})
+    update = {"devices_per_node": devices_per_node, "group": job.group or plan.group}
+    return plan.model_copy(update={**update, "run": _run_settings(plan, job, gpus_per_node)})
+
+
+def _run_settings(plan: Plan, job: Job, gpus_per_node: Mapping[str, int] | None) -> RunSettings:
+    """Return how the job runs its step; tokens of a sample by the comparison's, where the job leaves them to its model."""
+    tokens = job.sequence_length
+    if tokens is None and plan.decision is not None and plan.decision.step_tokens is not None:
+        tokens = (
+            plan.decision.step_tokens // sum(row.devices * row.local_batch_size for row in plan.assignments) or None
+        )
+    return RunSettings(
+        model=job.model,
+        precision=job.precision,
+        optimizer=job.optimizer,
+        compile=job.compile,
+        sequence_length=tokens,
+        gpus_per_node=None if gpus_per_node is None else dict(gpus_per_node),
+    )
 
 
 def _compression_figures(

@@ -24,10 +24,10 @@ from ddltool.analyzers.answers.emitting.kubernetes import manifests
 from ddltool.analyzers.answers.emitting.layout import LaunchSettings, cluster_name, label_value, layout, plan_hash
 from ddltool.artifacts import load, save
 from ddltool.errors import InputError
-from ddltool.plans import Assignment, BucketSetting, Enforcement, Plan, PrefetchSetting, Superstep
+from ddltool.plans import Assignment, BucketSetting, Enforcement, Plan, PrefetchSetting, RunSettings, Superstep
 from ddltool.runtime.hook.job import loaded
 from tests.conftest import Cli
-from tests.helpers.emit_workers import emitted_ddp, emitted_fsdp2
+from tests.helpers.emit_workers import emitted_compiled, emitted_ddp, emitted_fsdp2
 from tests.helpers.processes import free_port
 from tests.helpers.runtime_workers import crew
 
@@ -393,6 +393,17 @@ def test_the_fsdp2_module_gathers_in_the_planned_order(cli: Cli, tmp_path: Path)
     for order in crew().run(emitted_fsdp2, str(tmp_path / "f.py")):
         gathers = [name for name in order if name.startswith("layers.")]
         assert gathers[:3] == ["layers.0", "layers.2", "layers.1"]
+
+
+def test_the_modules_compile_as_planned(cli: Cli, tmp_path: Path) -> None:
+    """Block by block under FSDP2, whose hooks stay outside; the model as a whole under DDP."""
+    setting = PrefetchSetting(units=BLOCKS, forward={}, backward={}, step_s=1.0, default_step_s=2.0)
+    ddp = BucketSetting(bucket_cap_mb=25.0, buckets=[["x"]], step_s=1.0, default_step_s=2.0)
+    for compiles in (True, False):
+        save(plan(("A", 2, 8), fsdp2=setting, ddp=ddp, run=RunSettings(compile=compiles)), tmp_path / "plan.json")
+        for target, found in (("fsdp2", [False, *[compiles] * 4]), ("ddp", [compiles])):
+            cli("emit", tmp_path / "plan.json", "--target", target, "-o", tmp_path / f"{target}.py").done()
+            assert crew().run(emitted_compiled, str(tmp_path / f"{target}.py")) == [found] * 2
 
 
 # -- what is left out, what is refused

@@ -28,8 +28,10 @@
 set -euo pipefail
 export DDLTOOL_PLAN_SHA256={{ sha }}
 export DDLTOOL_JOB={{ name }}
+{% if enforced %}
 # sbatch runs a copy of this file: enforce.json lies in the folder in which sbatch was called.
 export DDLTOOL_ENFORCE="${DDLTOOL_ENFORCE-${SLURM_SUBMIT_DIR:-$PWD}/enforce.json}"
+{% endif %}
 {% set mixed = groups|length > 1 %}
 {% for group in groups %}
 hosts_{{ loop.index0 }}=$(scontrol show hostnames "$SLURM_JOB_NODELIST{{ "_HET_GROUP_%d" % loop.index0 if mixed else "" }}")

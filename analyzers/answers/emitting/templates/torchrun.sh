@@ -3,7 +3,9 @@
 set -euo pipefail
 export DDLTOOL_PLAN_SHA256={{ sha }}
 export DDLTOOL_JOB={{ name }}
+{% if enforced %}
 export DDLTOOL_ENFORCE="${DDLTOOL_ENFORCE-$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/enforce.json}"
+{% endif %}
 {% if layout.nodes == 1 %}
 exec torchrun --standalone --nproc-per-node {{ groups[0].processes_per_node }} {{ script }} "$@"
 {% else %}

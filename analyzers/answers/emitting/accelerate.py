@@ -1,0 +1,112 @@
+"""A plan as the YAML file of ``accelerate config``: FSDP2 or DDP, how many processes, precision and compilation.
+
+Keys after Accelerate's ``commands/config/config_args.py`` and ``parallelism_config.py`` (1.15), which read them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from ddltool.analyzers.answers.emitting.layout import ProcessLayout
+from ddltool.analyzers.answers.emitting.shares import Shares, recomputation, run_settings, shares
+from ddltool.errors import InputError
+from ddltool.plans import Plan
+
+_MIXED = {
+    "fp32": "no",
+    "tf32": "no",
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "bf16-pure": "no",
+    "fp16-pure": "no",
+    "fp8": "fp8",
+}
+_IN_SCRIPT = {
+    "tf32": 'tf32: torch.set_float32_matmul_precision("high") in the script',
+    "bf16-pure": "bf16-pure: load the model in torch.bfloat16",
+    "fp16-pure": "fp16-pure: load the model in torch.float16",
+}
+
+
+def accelerate_config(plan: Plan, layout: ProcessLayout) -> tuple[dict[str, Any], list[str]]:
+    """Return what ``accelerate launch --config_file`` reads, and what of the plan it leaves to the script.
+
+    Raises InputError for unlike nodes, DDP beside tensor parallelism and unequal batches.
+    """
+    made, gaps = shares(plan, "accelerate")
+    run, unknown = run_settings(plan)
+    if not made.sharded and made.tensor > 1 and made.ranks > 1:
+        problem = "has no DDP beside tensor parallelism"
+        raise InputError("--target accelerate", problem, "give --target deepspeed or fsdp2")
+    sizes = {group.processes_per_node for group in layout.groups}
+    if len(sizes) > 1:
+        nodes = "; ".join(group.text for group in layout.groups)
+        problem = f"starts as many processes on every node, and the plan needs {nodes}"
+        raise InputError("--target accelerate", problem, "give --target torchrun or slurm")
+    recomputed, left_out = recomputation(plan)
+    is_fsdp = made.sharded or made.tensor > 1
+    single = made.processes == 1
+    config: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP" if is_fsdp else "NO" if single else "MULTI_GPU",
+        "mixed_precision": _MIXED[run.precision],
+        "num_machines": layout.nodes,
+        "num_processes": made.processes,
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "rdzv_backend": "static",
+        "same_network": True,
+        "use_cpu": False,
+    }
+    if run.precision == "fp8":
+        config["fp8_config"] = {"backend": "AO", "enable_fsdp_float8_all_gather": False}
+    if is_fsdp:
+        config["fsdp_config"] = {
+            "fsdp_version": 2,
+            "fsdp_reshard_after_forward": made.reshard,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_activation_checkpointing": recomputed != "none",
+        }
+    if made.tensor > 1 or (made.sharded and made.replicate > 1):
+        config["parallelism_config"] = _parallelism(made)
+    if run.compile:
+        config["dynamo_config"] = {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": is_fsdp}
+    if is_fsdp and not (run.model or "").startswith("transformers:"):
+        gaps.append(
+            "blocks: fsdp_transformer_layer_cls_to_wrap names their class, which only a transformers model says"
+        )
+    checkpoints = recomputed != "none" and not is_fsdp  # FSDP2's own key does it
+    return config, [*gaps, *unknown, *left_out, *_script_parts(made, layout, checkpoints, run.precision)]
+
+
+def accelerate_text(config: dict[str, Any], head: str) -> str:
+    """Return the config as YAML under ``head``, comment lines."""
+    return f"{head.rstrip()}\n{yaml.safe_dump(config, sort_keys=False)}"
+
+
+def _parallelism(made: Shares) -> dict[str, int]:
+    """Return the degrees of a mesh that is more than one set of shards."""
+    degrees = {"dp_replicate": made.replicate, "dp_shard": made.shard, "tp": made.tensor, "cp": 1}
+    return {f"parallelism_config_{name}_size": size for name, size in degrees.items()}
+
+
+def _script_parts(made: Shares, layout: ProcessLayout, checkpoints: bool, precision: str) -> list[str]:
+    """Return what the script says in place of the file."""
+    parts = [f"batch size: {made.micro_batch_size} a pass, in the script's DataLoader"]
+    if made.passes > 1:
+        parts.append(f"accumulation: Accelerator(gradient_accumulation_steps={made.passes}) in the script")
+    if made.tensor > 1:
+        parts.append(
+            'tensor parallelism: from_pretrained(..., tp_plan="auto", device_mesh=accelerator.torch_device_mesh) in the script'
+        )
+    if checkpoints:
+        parts.append("activation checkpointing: model.gradient_checkpointing_enable() in the script")
+    if layout.nodes > 1:
+        parts.append("machine_rank, main_process_ip, main_process_port: give them to accelerate launch on every node")
+    if layout.assumed:
+        parts.append(
+            "nodes: the plan does not say how many devices a node has; one node is assumed (--devices-per-node)"
+        )
+    return [*parts, *([_IN_SCRIPT[precision]] if precision in _IN_SCRIPT else [])]

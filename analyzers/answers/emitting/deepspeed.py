@@ -1,0 +1,91 @@
+"""A plan as DeepSpeed's JSON config: ZeRO's stage, batch sizes, precision, AutoTP.
+
+Keys after https://www.deepspeed.ai/docs/config-json/ and DeepSpeed's ``runtime/config.py`` (0.19), which reads them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from ddltool.analyzers.answers.emitting.layout import plan_hash
+from ddltool.analyzers.answers.emitting.shares import Shares, recomputation, run_settings, shares
+from ddltool.errors import InputError
+from ddltool.plans import Plan
+
+# What DeepSpeed builds by a name; others the script hands to deepspeed.initialize.
+_OPTIMIZERS = {"adam": "Adam", "adamw": "AdamW"}
+_ALL_HALF = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+# autocast over float32 parameters, which "bf16" and "fp16" of DeepSpeed's own are not
+_PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "tf32": {},
+    "bf16": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    "fp16": {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+    "bf16-pure": {"bf16": {"enabled": True}},
+    "fp16-pure": {"fp16": {"enabled": True}},
+}
+
+
+def deepspeed_config(plan: Plan) -> tuple[dict[str, Any], list[str]]:
+    """Return ``ds_config.json``, and what of the plan it leaves out.
+
+    Raises InputError for a precision that DeepSpeed does not have and for unequal batches.
+    """
+    made, gaps = shares(plan, "deepspeed")
+    run, unknown = run_settings(plan)
+    if run.precision not in _PRECISIONS:
+        raise InputError(
+            "--target deepspeed", f"has no precision {run.precision}", "give --target torchtitan or accelerate"
+        )
+    recomputed, left_out = recomputation(plan)
+    stage = (3 if made.reshard else 2) if made.sharded else 0
+    config: dict[str, Any] = {
+        # DeepSpeed counts every GPU of a tensor group in it, which would be another number than the plan's.
+        **({"train_batch_size": made.total_batch_size} if made.tensor == 1 else {}),
+        "train_micro_batch_size_per_gpu": made.micro_batch_size,
+        "gradient_accumulation_steps": made.passes,
+        "zero_optimization": {"stage": stage, **_partition(made, stage)},
+        **_PRECISIONS[run.precision],
+    }
+    if run.precision == "bf16-pure" and stage:
+        config["bf16"] = {"enabled": True, **_ALL_HALF}
+    if made.tensor > 1:
+        config["tensor_parallel"] = {"autotp_size": made.tensor}
+        gaps.append(
+            f"total batch: DeepSpeed counts all {made.processes} GPUs in it; {made.total_batch_size} samples train"
+        )
+    if run.optimizer in _OPTIMIZERS:
+        config["optimizer"] = {"type": _OPTIMIZERS[run.optimizer]}
+        gaps.append("learning rate: DeepSpeed's own, 0.001, where optimizer.params.lr does not say another")
+    elif run.optimizer != "none":
+        gaps.append(f"optimizer: hand torch.optim's {run.optimizer} to deepspeed.initialize")
+    if recomputed != "none":
+        config["activation_checkpointing"] = {"partition_activations": False, "cpu_checkpointing": False}
+        gaps.append("modules that are computed again: model.gradient_checkpointing_enable() in the script chooses them")
+    if run.compile:
+        gaps.append("compile: engine.compile() in the script")
+    if run.precision == "tf32":
+        gaps.append('tf32: torch.set_float32_matmul_precision("high") in the script')
+    if (run.precision == "bf16-pure" and not stage) or run.precision == "fp16-pure":
+        gaps.append(f"{run.precision}: DeepSpeed keeps a float32 copy of the parameters beside")
+    if made.sharded and made.replicate > 1:
+        kept = f"hpZ keeps parameters in each {made.shard} processes, and shards" if stage == 3 else "ZeRO-2 shards"
+        gaps.append(
+            f"HSDP {made.replicate} x {made.shard}: {kept} gradients and optimizer states over all {made.ranks}, "
+            "with other traffic than planned"
+        )
+    return config, [*gaps, *unknown, *left_out]
+
+
+def deepspeed_text(plan: Plan, config: dict[str, Any], gaps: Sequence[str]) -> str:
+    """Return the config as JSON; JSON has no comments, and DeepSpeed passes over the entry that names the plan and the gaps."""
+    marks = {"plan_sha256": plan_hash(plan), "not_expressed": list(gaps)}
+    return json.dumps({**config, "ddltool": marks}, indent=2) + "\n"
+
+
+def _partition(made: Shares, stage: int) -> dict[str, Any]:
+    """Return ZeRO's options of a stage: the secondary partition of parameters that stands nearest to HSDP."""
+    hybrid = {"zero_hpz_partition_size": made.shard} if stage == 3 and made.replicate > 1 else {}
+    return {"overlap_comm": True, **hybrid} if stage else {}

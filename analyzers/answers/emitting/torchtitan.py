@@ -1,0 +1,151 @@
+"""A plan as a job config of torchtitan: its TOML up to 0.2, and the options of the same names that 0.3 takes.
+
+Keys after torchtitan's ``config/job_config.py`` (0.2.2) and ``config/configs.py`` (0.3.0).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from ddltool.analyzers.answers.emitting.shares import (
+    Checkpointing,
+    Shares,
+    block_names,
+    recomputation,
+    run_settings,
+    shares,
+)
+from ddltool.errors import InputError
+from ddltool.plans import Plan
+from ddltool.precision import PRECISIONS
+
+Settings = dict[str, dict[str, object]]
+_OPTIMIZERS = {"adam": "Adam", "adamw": "AdamW"}
+# A hub's name to torchtitan's model, and to its flavor.
+_MODELS = (
+    (r"Llama-3(?:\.[13])?-(8B|70B|405B)", "llama3"),
+    (r"Llama-4-Scout-(17B-16E)", "llama4"),
+    (r"Llama-4-Maverick-(17B-128E)", "llama4"),
+    (r"Qwen3-(0\.6B|1\.7B|4B|8B|14B|32B|30B-A3B|235B-A22B)", "qwen3"),
+    (r"gpt-oss-(20b|120b)", "gpt_oss"),
+    (r"DeepSeek-V3()", "deepseek_v3"),
+)
+_FLAVORS = {"17B-16E": "17bx16e", "17B-128E": "17bx128e", "": "671B"}
+
+
+def job_config(plan: Plan) -> tuple[Settings, list[str]]:
+    """Return torchtitan's sections, and what they leave out. Raises InputError for a plan that they cannot say at all."""
+    made, gaps = shares(plan, "torchtitan")
+    run, unknown = run_settings(plan)
+    precision = PRECISIONS[run.precision]
+    if precision.computes == "float16":
+        problem = f"has no precision {run.precision}"
+        raise InputError(
+            "--target torchtitan", problem, "give --target accelerate, deepspeed or hook, or plan with bf16"
+        )
+    if not made.sharded and made.ranks > 1 and made.tensor * made.pipeline > 1:
+        problem = "has no DDP beside tensor or pipeline parallelism"
+        raise InputError(
+            "--target torchtitan", problem, "give --target fsdp2, or --target torchrun with a script of yours"
+        )
+    recomputed, left_out = recomputation(plan)
+    name, model_gaps = _model(run.model)
+    settings: Settings = {
+        "model": {**name, **({"converters": ["float8"]} if precision.linears else {})},
+        "optimizer": _optimizer(run.optimizer),
+        "training": {
+            "local_batch_size": made.batch_size if made.pipeline > 1 else made.micro_batch_size,
+            "global_batch_size": made.total_batch_size,
+            **({} if run.sequence_length is None else {"seq_len": run.sequence_length}),
+            "dtype": precision.keeps,
+            "mixed_precision_param": precision.computes.replace("tf32", "float32"),
+            "mixed_precision_reduce": "float32",
+        },
+        "parallelism": _parallelism(made),
+        "activation_checkpoint": _checkpointing(recomputed, plan),
+        "compile": {"enable": run.compile, "components": ["model", "loss"]},
+    }
+    if precision.linears:
+        settings["quantize.linear.float8"] = {"enable_fsdp_float8_all_gather": False, "filter_fqns": ["output"]}
+        gaps.append("all-gathers in float8: the plan counts on none; enable_fsdp_float8_all_gather sends less")
+    gaps += [*unknown, *model_gaps, *left_out]
+    if run.sequence_length is None:
+        gaps.append("sequence length: set seq_len in [training]; the plan does not say it")
+    if run.precision == "tf32":
+        gaps.append('tf32: torch.set_float32_matmul_precision("high") in the script')
+    if not settings["optimizer"]:
+        gaps.append(f"optimizer: torchtitan has no {run.optimizer}; its AdamW takes more memory and time than planned")
+    return {section: values for section, values in settings.items() if values}, gaps
+
+
+def torchtitan_text(settings: Settings, head: str) -> str:
+    """Return the sections as TOML under ``head``, comment lines; they end with the options that torchtitan 0.3 takes."""
+    options = [
+        _option(f"{section}.{key}", value)
+        for section in ("training", "parallelism", "compile")
+        for key, value in settings[section].items()
+        if not isinstance(value, list)
+    ]
+    lines = [
+        head.rstrip("\n"),
+        "# Up to torchtitan 0.2: CONFIG_FILE=THIS_FILE ./run_train.sh",
+        "# From 0.3 on, which reads no TOML, options say all but checkpointing and float8:",
+        f"# MODULE=... CONFIG=... ./run_train.sh {' '.join(options)}",
+    ]
+    for section, values in settings.items():
+        lines += ["", f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _optimizer(name: str) -> dict[str, object]:
+    """Return the section of a job's optimizer; empty where torchtitan has none of the name."""
+    family = name.removeprefix("foreach-")
+    if family not in _OPTIMIZERS:
+        return {}
+    return {"name": _OPTIMIZERS[family], "implementation": "fused" if family == name else "foreach"}
+
+
+def _parallelism(made: Shares) -> dict[str, object]:
+    """Return the degrees; a pipeline's micro-batches are the plan's passes, where it has several, or torchtitan's own."""
+    pipeline: dict[str, object] = {"pipeline_parallel_schedule": "1F1B"}
+    if made.passes > 1:
+        pipeline["pipeline_parallel_microbatch_size"] = made.micro_batch_size
+    return {
+        "data_parallel_replicate_degree": made.replicate,
+        "data_parallel_shard_degree": made.shard,
+        "fsdp_reshard_after_forward": "always" if made.reshard else "never",
+        "tensor_parallel_degree": made.tensor,
+        "pipeline_parallel_degree": made.pipeline,
+        **(pipeline if made.pipeline > 1 else {}),
+    }
+
+
+def _checkpointing(recomputed: Checkpointing, plan: Plan) -> dict[str, object]:
+    """Return the section. What it can only say roughly it says so that no more memory is taken than planned.
+
+    "op" keeps every second product of all blocks; "n" computes every n-th block again.
+    """
+    entries = [] if plan.sharding is None else plan.sharding.checkpointing
+    if recomputed != "selective":
+        return {"mode": recomputed}
+    if any(entry.keeps for entry in entries):
+        return {"mode": recomputed, "selective_ac_option": "op"}
+    every = len(block_names(plan)) // len(entries)
+    return {"mode": recomputed, "selective_ac_option": str(every)} if every > 1 else {"mode": "full"}
+
+
+def _model(source: str | None) -> tuple[dict[str, object], list[str]]:
+    """Return torchtitan's name and flavor of a model, none where it has no such model."""
+    for pattern, name in _MODELS:
+        if found := re.search(rf"/{pattern}(?![\w.])", source or "", re.IGNORECASE):
+            flavor = found.group(1)
+            return {"name": name, "flavor": _FLAVORS.get(flavor.upper(), flavor)}, []
+    return {}, ["model: set name and flavor in [model]; torchtitan has llama3, llama4, qwen3, gpt_oss and deepseek_v3"]
+
+
+def _option(name: str, value: object) -> str:
+    """Return a setting as a word of torchtitan's command line, whose switches take no value."""
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--{name.replace('.', '.no-')}"
+    return f"--{name}={value}"
