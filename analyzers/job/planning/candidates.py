@@ -204,21 +204,22 @@ class Candidates:
             for device in problem.devices
             if device.name in layouts.kinds and device.count >= size
         ]
-        if not groups or problem.device_limit < size:
-            return None
         most = None if problem.max_devices is None else problem.max_devices // size
+        if not groups or most == 0:
+            return None
         problem = replace(problem, devices=tuple(groups), max_devices=most)
         try:
             candidate = replace(self, model=replace(self.model, layouts=layouts))._search_layouts("bsp", problem)
-            self.goal.demand(candidate.option)
+            devices = {name: count * size for name, count in candidate.option.devices.items()}
+            group = WorkerGroup(tensor=degrees.tensor, pipeline=degrees.pipeline)
+            option = candidate.option.model_copy(update={"devices": devices, "group": group})
+            self.goal.demand(option)
         except Infeasible:
             return None
-        devices = {name: count * size for name, count in candidate.option.devices.items()}
-        group = WorkerGroup(tensor=degrees.tensor, pipeline=degrees.pipeline)
         return replace(
             candidate,
             plan=candidate.plan.model_copy(update={"group": group}),
-            option=candidate.option.model_copy(update={"devices": devices, "group": group}),
+            option=option,
             layouts=tuple(
                 layout.model_copy(update={"devices": {name: n * size for name, n in layout.devices.items()}})
                 for layout in candidate.layouts

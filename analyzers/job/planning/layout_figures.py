@@ -174,17 +174,22 @@ class LayoutFigures:
         kinds = dict(self.kinds)
         for name, capability in capabilities.items():
             kinds[name] = replace(kinds[name], slower=self.capability(name, batch_size) / capability)
-        return replace(self, kinds=kinds, _timed={}, _settings={})
+        return self.changed(kinds=kinds)
+
+    def changed(self, **fields: Any) -> Self:
+        """Return the figures of the same job with other fields."""
+        return replace(self, _timed={}, _reserved_bytes={}, _peaks={}, _settings={}, **fields)
 
     def alternatives(self, candidate: LayoutCandidate) -> dict[str, Self]:
         """Return what the user may change of the script beside the layout, by name: torch.compile, and float8 with it."""
-        fresh: dict[str, Any] = {"compile": True, "_timed": {}, "_reserved_bytes": {}, "_peaks": {}, "_settings": {}}
-        found = {} if self.compile else {"torch.compile": replace(self, **fresh)}
+        found = {} if self.compile else {"torch.compile": self.changed(compile=True)}
         work = self.work.under(candidate.sharding)
         has_units = all("float8" in self.kinds[name].model.device.peak_flops for name in candidate.layout.devices)
         if has_units and work.eighth is not None and self.degrees.gpus == 1:
             with suppress(InputError):
-                found["fp8" if self.compile else "torch.compile with fp8"] = replace(self, work=work.eighth(), **fresh)
+                found["fp8" if self.compile else "torch.compile with fp8"] = self.changed(
+                    compile=True, work=work.eighth()
+                )
         return found
 
     def step_s(self, candidate: LayoutCandidate) -> float | None:

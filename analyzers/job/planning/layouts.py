@@ -76,8 +76,7 @@ class Layouts(LayoutFigures):
             work = parallel_curve(self.work, Setting(fabric=fabric, accumulation=degrees.pipeline, layout=degrees))
         except InputError:
             return None
-        fields = {"total": self.total, "optimizer": self.optimizer, "compile": self.compile}
-        return Layouts(work=work, kinds=kinds, degrees=degrees, **fields)  # type: ignore[arg-type]
+        return self.changed(work=work, kinds=kinds, degrees=degrees)
 
     def search(
         self,
