@@ -1,34 +1,58 @@
-"""``ddltool balance TRACE.csv``: what load balancing by predicted speeds would have gained."""
+"""``ddltool balance FILE``: what batches by predicted speeds would have gained, or samples shared out by their lengths."""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+from ddltool.analyzers.answers.reporting.lengths_section import lengths_section
 from ddltool.analyzers.answers.reporting.result_sections import balance_section
+from ddltool.analyzers.answers.reporting.section import Section
+from ddltool.analyzers.job.balancing.assigning import checked_costs
+from ddltool.analyzers.job.balancing.lengths import WAYS, LengthsJob, SampleCost, compare, draw
+from ddltool.analyzers.job.balancing.lengths_result import lengths_result
 from ddltool.analyzers.job.balancing.predict import PREDICTORS, make_predictor
 from ddltool.analyzers.job.balancing.replay import (
     BATCH_PER_WORKER,
     WORKERS_PER_BACKUP,
     Outcome,
     check_ratio,
-    compare,
     gain_kept,
     replay,
     replay_equal,
     replay_oracle,
 )
+from ddltool.analyzers.job.balancing.replay import compare as compare_schemes
 from ddltool.analyzers.job.balancing.sizing import MOST_SAMPLES
 from ddltool.analyzers.job.balancing.trained import PredictorSettings
-from ddltool.analyzers.step.measured.worker_tables import SpeedTrace, default_warm_up, read_speeds
-from ddltool.commands.options import Seed, one_of, within
+from ddltool.analyzers.step.measured.length_tables import lengths_of, read_length_lines
+from ddltool.analyzers.step.measured.worker_tables import (
+    SPEED_COLUMNS,
+    SpeedTrace,
+    default_warm_up,
+    read_speeds,
+)
+from ddltool.analyzers.step.tracing.sources import Source, name_of
+from ddltool.commands.options import AS_TEXT, DEVICES, Precision, Seed, number, numbers, one_of, within
 from ddltool.commands.output import finish
-from ddltool.commands.verbs import VerbCall, verb
+from ddltool.commands.verbs import VerbCall, refuse, verb
 from ddltool.errors import InputError, known
-from ddltool.results import BalanceResult, PredictorFigures, SchemeFigures, SplitTime
+from ddltool.results import BalanceResult, LengthsResult, PredictorFigures, SchemeFigures, SplitTime
 from ddltool.stages import Stage, Tell, log_remark, quietly
+from ddltool.tables import read_table
+
+_OF_SPEEDS = ("predictor", "warm_up", "schemes")
+_OF_LENGTHS = (
+    "replicas", "rank_speeds", "accumulation", "max_tokens", "sharded", "window", "pack", "cost", "model", "device",
+    "precision", "today", "batches", "limit",
+)  # fmt: skip
+_COEFFICIENTS = ("per_token", "per_square", "per_sample", "per_pass", "per_step")
+# Samples of a rank in a pass where nothing is said.
+_OWN_SAMPLES = 8
+_MOST_RANKS, _MOST_IN_BATCH = 4096, 100_000
 
 
 @verb
@@ -36,32 +60,90 @@ def balance(
     trace: str | Path,
     predictor: Annotated[str, one_of(*PREDICTORS, "all")] = "all",
     *,
-    total_batch: Annotated[int | None, {"show_default": f"{BATCH_PER_WORKER} each"}] = None,
+    total_batch: Annotated[int | None, {"show_default": f"{BATCH_PER_WORKER} each; {_OWN_SAMPLES} in a pass"}] = None,
     warm_up: Annotated[int, within(20)] = 500,
     schemes: bool = False,
+    replicas: Annotated[int, within(1, _MOST_RANKS)] = 8,
+    rank_speeds: Annotated[
+        Sequence[float] | None, {"reader": numbers(1, _MOST_RANKS, above=0.0), "metavar": "V,V,..."}
+    ] = None,
+    accumulation: Annotated[int, within(1, 1000)] = 1,
+    max_tokens: Annotated[int | None, within(1)] = None,
+    sharded: bool = False,
+    window: Annotated[int, within(1, 1000)] = 1,
+    pack: Annotated[int | None, within(1)] = None,
+    cost: Annotated[Sequence[float] | None, {"reader": numbers(3, 5), "metavar": "A,B,C[,PASS[,STEP]]"}] = None,
+    model: Annotated[Source | None, AS_TEXT] = None,
+    device: Annotated[str, DEVICES] = "H100",
+    precision: Precision = "bf16",
+    today: Annotated[str, one_of(*WAYS)] = "padded",
+    batches: Annotated[int, within(1, 10_000)] = 100,
+    limit: Annotated[float, number(0, 3600)] = 5.0,
     seed: Seed = 0,
     tell: Tell = log_remark,
     stage: Stage = quietly,
-) -> BalanceResult:
-    """Replay recorded worker speeds: predict each next one, size the batches by it, and time the iterations.
+) -> BalanceResult | LengthsResult:
+    """Say what batches by predicted speeds, or samples shared out by their lengths, would gain.
 
-    LB-BSP, sections 3 and 4. ``trace``: a CSV, or the hook's telemetry. ``predictor``: last, ema, arima, rnn, lstm, narx or
-    all. ``total_batch``: samples of all workers, 128 each by default; ``warm_up`` iterations come before the first training;
-    ``schemes`` adds BSP, ASP, SSP and others. Raises InputError for what cannot be read and for more warm-up than the trace
-    has.
+    ``trace``: recorded speeds (a CSV, or the hook's telemetry), replayed as in LB-BSP, sections 3 and 4; or a dataset's
+    lengths, one of each sample or a histogram. Of speeds, ``predictor``: last, ema, arima, rnn, lstm, narx or all;
+    ``total_batch``: samples of all workers; ``warm_up`` iterations come before the first training; ``schemes`` adds BSP,
+    ASP, SSP and others. Of lengths, ``cost``: a, b, c of a sample's a L + b L^2 + c, of a pass and of a step; ``model``: a
+    source whose steps on ``device`` give them; the other settings are those of ``ddltool balance``. Raises InputError for
+    what cannot be read, and for more warm-up than the trace has.
     """
+    path = Path(trace)
+    lines = read_length_lines(path)
+    frame = read_table(path, (*SPEED_COLUMNS, "or length alone")) if lines is None else lines
+    if (lengths := lengths_of(frame, path)) is not None:
+        refuse("a table of lengths", _OF_SPEEDS)
+        if cost is not None or model is None:
+            refuse(
+                "a cost that is not a model's", ("model", "device", "precision"), instead="give --model without --cost"
+            )
+        if max_tokens is not None:
+            refuse("--max-tokens", ("accumulation",), instead="give one of the two")
+        if rank_speeds is not None and len(rank_speeds) != replicas:
+            refuse("--rank-speeds", ("replicas",), instead=f"{len(rank_speeds)} are given, one for each rank")
+        ranks = (1.0,) * replicas if rank_speeds is None else tuple(rank_speeds)
+        total = total_batch if total_batch is not None else _OWN_SAMPLES * len(ranks) * accumulation
+        drawn = draw(*lengths, _checked_total(total, len(ranks) * accumulation), batches, seed)
+        sample_cost, source = _given_cost(cost)
+        if model is not None:
+            from ddltool.analyzers.job.balancing.length_costs import cost_of_model  # nothing else here needs torch
+
+            source, longest = f"{name_of(model)} on {device}, {precision}", int(lengths[0].max())
+            with stage(f"tracing {name_of(model)} at three lengths"):
+                sample_cost = cost_of_model(
+                    model, device, precision, longest=longest, replicas=len(ranks), sharded=sharded
+                )
+        job = LengthsJob(
+            speeds=checked_costs(ranks, "rank_speeds"),
+            total_batch=total,
+            cost=sample_cost,
+            passes=accumulation,
+            max_tokens=max_tokens,
+            sharded=sharded,
+            window=window,
+            pack=pack,
+        )
+        with stage("sharing out batches", len(drawn)) as advance:
+            found = compare(drawn, job, limit, seed, advance)
+        unit: Literal["s", "tokens"] = "tokens" if model is None else "s"
+        return lengths_result(job, lengths, found, today=today, seed=seed, unit=unit, source=source)
     predictor = known("--predictor", predictor, (*PREDICTORS, "all"))
     chosen: tuple[str, ...] = PREDICTORS if predictor == "all" else (predictor,)
     if predictor == "all" and importlib.util.find_spec("statsmodels") is None:
         tell("arima is left out: pip install statsmodels")
         chosen = tuple(name for name in chosen if name != "arima")
-    recorded = read_speeds(Path(trace), tell)
+    recorded = read_speeds(path, tell, frame)
+    refuse("recorded speeds", _OF_LENGTHS, instead="give a table with a column length or tokens")
     if schemes:
         check_ratio(recorded)
         if recorded.workers < WORKERS_PER_BACKUP:
             few = f"one worker in {WORKERS_PER_BACKUP} is a backup, and the trace has {recorded.workers}"
             tell(f"redundant execution is left out: {few}")
-    settings = PredictorSettings(warm_up=_warmed(recorded, warm_up, Path(trace), tell), seed=seed)
+    settings = PredictorSettings(warm_up=_warmed(recorded, warm_up, path, tell), seed=seed)
     total = _total(recorded, total_batch)
     outcomes = {}
     with stage("replaying", len(chosen)) as advance:
@@ -101,15 +183,37 @@ def balance(
     )
 
 
-def show_balance(call: VerbCall[BalanceResult], output: Path | None = None, as_json: bool = False) -> None:
-    """Print what each predictor would have gained, and write it."""
+def show_balance(
+    call: VerbCall[BalanceResult | LengthsResult], output: Path | None = None, as_json: bool = False
+) -> None:
+    """Print what each predictor, or each way to share out samples, would have gained, and write it."""
     result, name = call(), Path(call["trace"]).name
-    finish(result, lambda: balance_section(result, name), output, as_json)
+
+    def section() -> Section:
+        return lengths_section(result, name) if isinstance(result, LengthsResult) else balance_section(result, name)
+
+    finish(result, section, output, as_json)
+
+
+def _given_cost(cost: Sequence[float] | None) -> tuple[SampleCost, str]:
+    """Return the cost by its coefficients, and where it comes from. Raises InputError for another number of them."""
+    if cost is None:
+        return SampleCost(), "assumed, a decoder of width 4096"
+    if not 3 <= len(cost) <= len(_COEFFICIENTS):
+        raise InputError("cost", f"has {len(cost)} numbers", "give a, b, c, and those of a pass and of a step")
+    return SampleCost(**dict(zip(_COEFFICIENTS, cost, strict=False))), "given"
+
+
+def _checked_total(total: int, least: int) -> int:
+    """Return the samples of a global batch. Raises InputError for fewer than passes, and for too many to share out."""
+    if not least <= total <= _MOST_IN_BATCH:
+        raise InputError("total_batch", f"is {total}", f"give {least} (one in each pass) to {_MOST_IN_BATCH} samples")
+    return total
 
 
 def _compared(recorded: SpeedTrace, total: int, predictor: str, settings: PredictorSettings) -> dict[str, Any]:
     """Return the figures of every scheme, with iteration times relative to BSP's; LB-BSP predicts by ``predictor``."""
-    schemes = compare(recorded, total, make_predictor(predictor, recorded.workers, settings))
+    schemes = compare_schemes(recorded, total, make_predictor(predictor, recorded.workers, settings))
     bsp_s = schemes["bsp"].iteration_s
     ratios = {name: scheme.iteration_s / bsp_s for name, scheme in schemes.items()}
     figures = {

@@ -16,7 +16,7 @@ from ddltool.analyzers.job.placement.companion import build, disagreeing, measur
 from ddltool.analyzers.job.placement.problem import from_job
 from ddltool.analyzers.job.placement.proposals import Proposal, proposals
 from ddltool.analyzers.job.planning.job_inputs import capabilities_of, graph_of, read_with_specs, scanned
-from ddltool.artifacts import write_text
+from ddltool.artifacts import demand_file, write_text
 from ddltool.commands.options import device_counts, number, within
 from ddltool.commands.output import note, out, print_json, say, table
 from ddltool.companion import Companion, CompanionMeta, CompanionPlan, is_companion, write_companion
@@ -93,6 +93,7 @@ def _build_database(
     job_file: Path, output: Path, devices_file: Path | None, allow_code: bool, remarks: list[str]
 ) -> dict[str, Any]:
     """Write the database of a job; append the sentences to print to ``remarks`` and return the JSON part."""
+    demand_file(output)  # a database is no stream
     job = read_with_specs(job_file, devices_file, allow_code=allow_code)
     if job.network is not None:
         raise InputError(f"{job_file}:network", "is not kept in a companion database", "leave it out, or use plan")

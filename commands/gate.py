@@ -28,7 +28,7 @@ from ddltool.analyzers.answers.gating.verdict import (
     several,
 )
 from ddltool.analyzers.answers.reporting.result_sections import gate_section
-from ddltool.artifacts import check_outputs, save, write_text
+from ddltool.artifacts import append_text, check_outputs, to_json, write_text
 from ddltool.commands.options import AS_FILES, Seed
 from ddltool.commands.output import out, print_json, show, table
 from ddltool.commands.verbs import VerbCall, demand_part, verb
@@ -100,10 +100,11 @@ def show_gate(
     inputs = [*current, *baselines, settings.where if settings is not None else None]
     check_outputs(inputs, {"--junit": junit, "--sarif": sarif, "GITHUB_STEP_SUMMARY": summary_file or None})
     verdict = call(baseline=baselines, config=settings or GateConfig())
-    if junit is not None:
-        write_text(junit, as_junit(verdict, _subject(current), seconds=time.perf_counter() - begin_s))
-    if sarif is not None:
-        save(as_sarif(verdict, str(current[0]), version=__version__), sarif)
+    junit_text = as_junit(verdict, _subject(current), seconds=time.perf_counter() - begin_s)
+    sarif_text = to_json(as_sarif(verdict, str(current[0]), version=__version__))
+    for path, text in ((junit, junit_text), (sarif, sarif_text)):
+        if path is not None:
+            write_text(path, text)
     if github:
         _tell_github(verdict, current, summary_file)
     if as_json:
@@ -127,11 +128,7 @@ def _tell_github(verdict: GateResult, current: list[Path], summary_file: str | N
     for line in workflow_commands(verdict, str(current[0])):
         sys.stderr.write(line + "\n")
     if summary_file:
-        try:
-            with open(summary_file, "a", encoding="utf-8") as file:
-                file.write(summary(verdict, _subject(current)))
-        except OSError as error:
-            raise InputError("GITHUB_STEP_SUMMARY", f"{summary_file} cannot be written ({error.strerror})") from None
+        append_text(summary_file, summary(verdict, _subject(current)))
 
 
 def _list_metrics(figures: Figures, as_json: bool) -> None:

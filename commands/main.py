@@ -177,10 +177,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _fail("interrupted", _INTERRUPTED)
     except (OverflowError, RecursionError, UnicodeEncodeError) as error:
         # Numbers and texts that pass every check of their own and still cannot be computed with, or printed.
-        problem = f"{type(error).__name__}: {error}"
-        return _fail(
-            f"input: holds a number or text beyond what can be computed with ({problem}); use ordinary ones", 2
-        )
+        return _beyond(f"{type(error).__name__}: {error}")
     except ModuleNotFoundError as error:
         # Gates and reports need a few packages of those that an install brings (docs/gate.md); others need more.
         package = (error.name or "").partition(".")[0]
@@ -200,11 +197,20 @@ def run(arguments: Sequence[str] | None = None) -> int:
         where = error.filename or "output"
         return _fail(f"{where}: cannot be used ({error.strerror or error}); give another place", 2)
     except Exception as error:
+        if (
+            type(error).__name__ == "ValidationError"
+        ):  # pydantic's, which --help needs none of: of a record in the making
+            problem = error.errors()[0]  # type: ignore[attr-defined]
+            return _beyond(f"{'.'.join(map(str, problem['loc']))} would be {problem['input']!r}")
         if isinstance(error, AttributeError) and sys.stdout is None:
             return _fail("output: standard output is closed; give it a place, or use -o FILE", 2)
         return _internal(error)
     finally:
         VOICE.quiet = VOICE.verbose = False
+
+
+def _beyond(problem: str) -> int:
+    return _fail(f"input: holds a number or text beyond what can be computed with ({problem}); use ordinary ones", 2)
 
 
 def _internal(error: Exception) -> int:

@@ -147,6 +147,22 @@ def number(least: float = -math.inf, most: float = math.inf, *, whole: bool = Fa
     return read
 
 
+def numbers(least: int, most: int, *, above: float = -math.inf) -> Callable[[str, str], tuple[float, ...]]:
+    """Return a reader ``(text, option) -> numbers`` of ``least`` to ``most`` finite ones, each above ``above``, by commas."""
+
+    def read(text: str, where: str) -> tuple[float, ...]:
+        parts = text.split(",")
+        if not least <= len(parts) <= most:
+            raise InputError(where, f"has {len(parts)} numbers", f"give {least} to {most}, separated by commas")
+        values = tuple(number()(part, where) for part in parts)
+        for value in values:
+            if not above < value < math.inf:
+                raise InputError(where, f"has {value:g}", f"give finite numbers above {above:g}")
+        return values
+
+    return read
+
+
 def integers(
     text: str, where: str, least: int = 1, most: int | None = None, *, ordered: bool = True, once: bool = True
 ) -> tuple[int, ...]:
@@ -239,7 +255,7 @@ Seed = Annotated[int, within(0)]
 DEVICES = after_comma(_device_names)
 Precision = Annotated[str, {**one_of(*NAMES), "reader": precision_name}]
 _FOREACH = ("foreach-sgd", "foreach-momentum", "foreach-adam", "foreach-adamw")
-OPTIMIZER = one_of("none", "sgd", "momentum", "adam", "adamw", *_FOREACH)
+OPTIMIZER = one_of("none", "sgd", "momentum", "adam", "adamw", "adamw-8bit", *_FOREACH)
 LocalLink = Annotated[str | None, completed(DATASHEET)]
 
 

@@ -146,12 +146,14 @@ def trace(
         rate = known_devices(devices_file).device(name).memory_bytes_per_s
         figures = compressed_ddp(graph, program_of(graph), group, compression, rate, plans.ddp.default.step_s)
         plans = plans.model_copy(update={"compressed": figures})
+    result = trace_result(graph, comparison, plans)
+    made = to_chrome_trace(graph, comparison.timelines["tac"], comparison.schedules["tac"].priority) if perfetto else {}
+    timeline = to_json(made, indent=None)
     if output is not None:
         write_graph(graph, output)
     if perfetto is not None:
-        made = to_chrome_trace(graph, comparison.timelines["tac"], comparison.schedules["tac"].priority)
-        write_text(perfetto, to_json(made, indent=None))
-    return trace_result(graph, comparison, plans)
+        write_text(perfetto, timeline)
+    return result
 
 
 def show_trace(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ddltool.runtime.hook import prefetch_units as prefetch_units
     from ddltool.runtime.hook import shard as shard
     from ddltool.runtime.measuring.straggler_monitor import watch_ranks as watch_ranks
+    from ddltool.runtime.processes.lengths import Lengths as Lengths
     from ddltool.runtime.servers import TransferPlan as TransferPlan
     from ddltool.runtime.servers import Worker as Worker
 
@@ -30,6 +31,7 @@ _NAMES = {
     "elastic": ("ElasticTrainer", "RunRecorder", "first_difference"),
     "hook": ("Hook", "apply_prefetch", "attach", "bucket_report", "ddp_arguments", "prefetch_units", "shard"),
     "measuring.straggler_monitor": ("watch_ranks",),
+    "processes.lengths": ("Lengths",),
     "servers": ("TransferPlan", "Worker"),
 }
 _HOMES = {name: package for package, names in _NAMES.items() for name in names}

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ValidationError
-
 from ddltool.artifacts import Artifact, ending, kind_of, parse, parse_record, read_document, read_lines
 from ddltool.errors import InputError, did_you_mean
 from ddltool.goodput_model import Goodput
@@ -17,8 +15,15 @@ from ddltool.graph import from_document
 from ddltool.graph_results import CommandPlan, MemoryTimeline, TraceResult
 from ddltool.plans import Enforcement, Plan
 from ddltool.profiles import check_profile, read_profile
-from ddltool.results import BalanceResult, BarrierResult, GateResult, NetworkResult, StragglersResult, Verification
-from ddltool.schema_words import in_words
+from ddltool.results import (
+    BalanceResult,
+    BarrierResult,
+    GateResult,
+    LengthsResult,
+    NetworkResult,
+    StragglersResult,
+    Verification,
+)
 from ddltool.simulation_results import SimulationDocument, SweepDocument
 from ddltool.tables import read_table
 from ddltool.telemetry import EVENTS, TelemetryRow, check_rows, last_run
@@ -32,7 +37,7 @@ _TABLE_SUFFIXES = (".csv", ".jsonl", ".ndjson")
 ORDER = (
     *("graph", "profile", "network", "goodput", "plan", "command_plan", "enforcement", "telemetry"),
     *("verification", "stragglers"),
-    *("sync", "barrier", "balance", "simulation", "sweep", "gate"),
+    *("sync", "barrier", "balance", "lengths", "simulation", "sweep", "gate"),
 )
 RECORDS: dict[str, type[Artifact]] = {
     kind_of(model): model
@@ -46,6 +51,7 @@ RECORDS: dict[str, type[Artifact]] = {
             NetworkResult,
             BarrierResult,
             BalanceResult,
+            LengthsResult,
             Verification,
         ),
         *(SimulationDocument, SweepDocument, GateResult, StragglersResult),
@@ -158,7 +164,10 @@ def _from_rows(path: Path, rows: list[tuple[int, Row]]) -> ReadArtifact:
             remark=_run_remark(notes, path),
         )
     if kind_field == "ddltool.telemetry" or (kind_field is None and {"rank", "step_s"} <= first.keys()):
-        frame, notes = pd.DataFrame(_check_rows_by_model(path, rows, TelemetryRow)), list[str]()
+        frame, notes = (
+            pd.DataFrame([row for _, row in rows]).reindex(columns=list(TelemetryRow.model_fields)),
+            list[str](),
+        )
         last_rows = check_rows(frame, str(path), notes.append)
         return ReadArtifact(
             kind="telemetry", path=path, content=frame.loc[last_rows.index], remark=_run_remark(notes, path)
@@ -174,28 +183,18 @@ def _run_remark(notes: list[str], path: Path) -> str:
     return "".join(line.removeprefix(f"{path}: ") for line in notes)
 
 
-def _sync_rows(path: Path, rows: list[tuple[int, Row]]) -> list[Row]:
-    """Return a server's rows, each checked by the model of its ``event``."""
+def _sync_rows(path: Path, rows: Iterable[tuple[int, Row]]) -> list[Row]:
+    """Return a server's (line, row) pairs as rows, each checked by the model of its ``event``.
+
+    Raises InputError naming the line and the field.
+    """
     records: list[Row] = []
     for line_number, row in rows:
         event = row.get("event")
         if not isinstance(event, str) or event not in EVENTS:
             raise InputError(f"{path}:line {line_number}:event", f"is {event!r}", did_you_mean(str(event)[:60], EVENTS))
-        records += _check_rows_by_model(path, [(line_number, row)], EVENTS[event])
-    return records
-
-
-def _check_rows_by_model(path: Path, rows: Iterable[tuple[int, Row]], model: type[BaseModel]) -> list[Row]:
-    """Return (line, row) pairs as rows checked by ``model``. Raises InputError naming the line and the field."""
-    records = []
-    for line_number, row in rows:
-        try:
-            # As JSON, so that keys of mappings, which are texts there, count as the integers that they stand for.
-            records.append(model.model_validate_json(json.dumps(row)).model_dump())
-        except ValidationError as error:
-            first_error = error.errors()[0]
-            field = ".".join(map(str, first_error["loc"]))
-            raise InputError(f"{path}:line {line_number}:{field}", *in_words(first_error)) from None
+        # As JSON, so that keys of mappings, which are texts there, count as the integers that they stand for.
+        records.append(parse_record(json.dumps(row), EVENTS[event], f"{path}:line {line_number}").model_dump())
     return records
 
 
@@ -235,7 +234,6 @@ def _read_table_document(path: Path) -> dict[str, Any]:
         return profile_document(frame, str(path))
     frame = frame.loc[check_rows(frame, str(path)).index]
     rows = json.loads(frame.to_json(orient="records", double_precision=15))
-    _check_rows_by_model(path, enumerate(rows, start=1), TelemetryRow)
     return {"kind": "ddltool.telemetry", "rows": rows}
 
 

@@ -8,27 +8,28 @@ temporary file in the same folder, fsync, rename; a killed process leaves the ol
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import io
 import json
+import math
 import os
-import re
 import select
 import stat
 import sys
 import tempfile
+import time
 import tomllib
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Any, Literal, TypeVar, cast
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ddltool import showing
 from ddltool.errors import InputError, did_you_mean, shortened
+from ddltool.plain_values import RepeatedKey, from_json, from_yaml, json_value
 from ddltool.schema_words import UNKNOWN_FIELD, in_words
 from ddltool.units import show_bytes
 
@@ -36,18 +37,12 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-Number = Annotated[float, Field(allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0)]
-AtLeastOne = Annotated[int, Field(ge=1)]
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Literal[1] = 1
 # Most unpacked bytes of a document in memory, of a file that is read line by line, of one such line.
 LONGEST_TEXT, LONGEST_STREAM, _LONGEST_LINE = 1 << 29, 1 << 33, 1 << 20
-# YAML: most characters of a text, levels of nesting, values with aliases expanded.
-_LONGEST_YAML, _DEEPEST_YAML, _MOST_VALUES = 1 << 24, 100, 1_000_000
-# Seconds that a pipe's next bytes may take.
+# Seconds that the other end of a pipe may take for the next bytes.
 _PIPE_TIMEOUT_S = 60.0
+_STDOUT = ("-", "/dev/stdout")
 
 
 class Record(BaseModel):
@@ -59,7 +54,7 @@ class Record(BaseModel):
 class Artifact(Record):
     """A whole document. Subclasses have a ``kind`` field, a literal and its own default."""
 
-    schema_version: int = SCHEMA_VERSION
+    schema_version: Literal[1] = SCHEMA_VERSION
 
     def save(self, path: str | Path) -> None:
         """Write the document atomically as JSON; one whose rows are a profile's as CSV where the name ends so."""
@@ -180,17 +175,15 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 continue
             where, problem = f"{path}:line {line_number}", ""
             try:
-                row = json.loads(
-                    line.decode("utf-8-sig"), object_pairs_hook=_refuse_repeated_keys, parse_int=_integer_of_64_bits
-                )
+                row = json_value(line.decode("utf-8-sig"))
             except json.JSONDecodeError as error:
                 problem = f"is not JSON ({error.msg})"
             except UnicodeDecodeError:
                 problem = "is not UTF-8 text"
-            except _RepeatedKey as error:
+            except RepeatedKey as error:
                 problem = f"has the key {error.key!r} twice"
-            except (ValueError, RecursionError):
-                problem = "has a number of thousands of digits, or is nested thousands deep"
+            except RecursionError:
+                problem = "is nested thousands deep"
             if problem and has_rows and not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
                 return
             if not problem and not isinstance(row, dict):
@@ -198,138 +191,23 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
             if problem:
                 raise InputError(where, problem, "one JSON object per line")
             has_rows = True
+            if b"NaN" in line:
+                for name, value in row.items():
+                    if isinstance(value, float) and math.isnan(value):  # in a table, a missing one would look the same
+                        raise InputError(f"{where}:{name}", "is NaN", "give a finite number, or null")
             yield line_number, row
     if not has_rows:
         raise InputError(str(path), "is empty", "expected one JSON object per line")
 
 
-class _RepeatedKey(Exception):
-    """A mapping gives a key twice: one of the two values would be lost in silence."""
-
-    def __init__(self, key: object, line: int | None = None) -> None:
-        super().__init__(key)
-        self.key, self.line = key, line
-
-
-def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object; raise _RepeatedKey for a key that stands twice."""
-    mapping = dict(pairs)
-    if len(mapping) < len(pairs):
-        counts = Counter(key for key, _ in pairs)
-        raise _RepeatedKey(next(key for key in counts if counts[key] > 1))
-    return mapping
-
-
-def _count_values(node: yaml.Node, count_by_node: dict[int, int]) -> int:
-    """Return how many values a YAML node stands for with its aliases expanded; raise ValueError above ``_MOST_VALUES``.
-
-    ``count_by_node``: the counts so far, by id of the node; 0 while its children are counted, so a cycle is found.
-    """
-    if id(node) in count_by_node:
-        if not count_by_node[id(node)]:
-            raise ValueError("an alias within what it names")
-        return count_by_node[id(node)]
-    count_by_node[id(node)] = 0
-    children = [child for pair in node.value for child in pair] if isinstance(node, yaml.MappingNode) else node.value
-    count = (
-        1 if isinstance(node, yaml.ScalarNode) else 1 + sum(_count_values(child, count_by_node) for child in children)
-    )
-    if count > _MOST_VALUES:
-        raise ValueError(f"more than {_MOST_VALUES:,} values, aliases written out")
-    count_by_node[id(node)] = count
-    return count
-
-
-def _from_yaml(text: str, path: Path) -> object:
-    """Return the value of a YAML text. Raises InputError above ``_LONGEST_YAML`` characters, and the loader's errors."""
-    if len(text) > _LONGEST_YAML:
-        raise InputError(str(path), f"holds more than {show_bytes(_LONGEST_YAML)} of YAML", "give a shorter file")
-    depth = 0
-    for event in yaml.parse(text, _LoaderOfUniqueKeys):  # the C parser's composer has no limit but the stack's
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _DEEPEST_YAML:
-            raise RecursionError
-    loader = _LoaderOfUniqueKeys(text)
-    try:
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _count_values(node, {})
-        return loader.construct_document(node)
-    finally:
-        loader.dispose()
-
-
-# The C parser where PyYAML has it: ten times as fast.
-class _LoaderOfUniqueKeys(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """YAML's safe loader, which keeps the last of repeated keys, made to refuse them."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return the mapping; raise _RepeatedKey for a key that stands twice."""
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
-                raise _RepeatedKey(key.value, key.start_mark.line + 1)
-            if isinstance(key.value, str):
-                seen.add(key.value)
-        return cast(dict[Any, Any], super().construct_mapping(node, deep))
-
-
-# YAML 1.1 takes 1e-3 for a text, which is not what anybody who writes it into a job file means: read it as YAML 1.2 does.
-_LoaderOfUniqueKeys.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+"), list("-+.0123456789")
-)
-
-
-def _integer_of_64_bits(text: str) -> int:
-    """Return the integer; raise ValueError beyond 64 bits, where solvers and arrays would fail later and far away."""
-    value = int(text) if len(text) <= 20 else None
-    if value is None or not -(2**63) <= value < 2**63:
-        raise ValueError(f"the integer {text[:12]}... of {len(text.lstrip('-'))} digits has more than 64 bits")
-    return value
-
-
-def _yaml_integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    """Return a YAML integer within 64 bits."""
-    value = yaml.SafeLoader.construct_yaml_int(loader, node)
-    if not -(2**63) <= value < 2**63:
-        text = str(node.value)
-        raise ValueError(f"the integer {text[:12]}... of {len(text)} digits has more than 64 bits")
-    return value
-
-
-_LoaderOfUniqueKeys.add_constructor("tag:yaml.org,2002:int", _yaml_integer)
-
-
 def read_document(path: str | Path) -> dict[str, Any]:
     """Return the mapping that a JSON or YAML file holds. Raises InputError with the line and column of a mistake."""
     path = Path(path)
-    text = read_text(path)
-    try:
-        document = (
-            _from_yaml(text, path)
-            if ending(path) in (".yaml", ".yml")
-            else json.loads(text, object_pairs_hook=_refuse_repeated_keys, parse_int=_integer_of_64_bits)
-        )
-    except _RepeatedKey as error:
-        where = f"{path}:line {error.line}" if error.line else str(path)
-        raise InputError(where, f"gives {error.key!r} twice", "keep one of the two") from None
-    except json.JSONDecodeError as error:
-        where = f"{path}:line {error.lineno} column {error.colno}"
-        raise InputError(where, f"is not valid JSON ({error.msg})", "the file may be cut off; make it again") from None
-    except RecursionError:
-        raise InputError(str(path), "is nested too deeply", "ddltool's documents are a few levels deep") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:line {mark.line + 1} column {mark.column + 1}" if mark is not None else str(path)
-        problem = getattr(error, "problem", None) or str(error)
-        raise InputError(where, f"is not valid YAML ({problem})", "mind the indentation and the quotes") from None
-    except ValueError as error:  # a number beyond 64 bits, a date that does not exist
-        remedy = "give a number in range, or write a text in quotes"
-        raise InputError(str(path), f"holds a value that cannot be read ({error})", remedy) from None
+    read = from_yaml if ending(path) in (".yaml", ".yml") else from_json
+    document = read(read_text(path), str(path))
     if not isinstance(document, dict):
         raise InputError(str(path), f"holds a {type(document).__name__}, not a mapping", "expected {kind: ..., ...}")
-    return cast(dict[str, Any], document)
+    return document
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -370,10 +248,10 @@ def parse(document: dict[str, Any], model: type[A], where: str) -> A:
     return parse_record({**document, "kind": kind}, model, where)
 
 
-def parse_record(document: Mapping[str, Any], model: type[R], where: str, inside: str = "") -> R:
-    """Return ``document`` as ``model``; errors put ``inside``, its place in the file, before the field, as :func:`parse`."""
+def parse_record(document: Mapping[str, Any] | str, model: type[R], where: str, inside: str = "") -> R:
+    """Return a mapping, or a text of JSON, as ``model``; errors put ``inside``, its place in the file, before the field."""
     try:
-        return model.model_validate(document)
+        return model.model_validate_json(document) if isinstance(document, str) else model.model_validate(document)
     except ValidationError as error:
         raise _first_validation_error(error, model, where, inside) from None
 
@@ -451,21 +329,70 @@ def write_text(path: str | Path, text: str) -> None:
 def write_bytes(path: str | Path, data: bytes) -> None:
     """Write ``data`` to a temporary file beside ``path``, fsync it, and rename it into place.
 
-    ``-`` is standard output; pipes and devices are written as they are. Raises InputError when it cannot be written.
+    ``-`` is standard output; a pipe or a device is written as it is, see :func:`opened_stream`. Raises InputError when it
+    cannot be written.
     """
-    if str(path) == "-":
+    if str(path) in _STDOUT:
         sys.stdout.buffer.write(data)
         return
     path = Path(path)
-    try:
+    with _name_write_errors(path):
         mode = path.stat().st_mode if path.exists() else None
-        if mode is not None and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-            path.write_bytes(data)
+        if mode is not None and not stat.S_ISREG(mode):
+            _fill_stream(path, data)
             return
         target = path.resolve()
         handle = tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False)  # noqa: SIM115
         _fill_and_rename(handle, data, target, mode)
-    except (OSError, RuntimeError, ValueError) as error:  # also a loop of links, a NUL in the name
+
+
+def append_text(path: str | Path, text: str) -> None:
+    """Write ``text`` at the end of a file, or into a pipe or a device. Raises InputError when it cannot be written."""
+    path = Path(path)
+    with _name_write_errors(path):
+        if path.exists() and not path.is_file():
+            _fill_stream(path, text.encode())
+        else:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(text)
+
+
+def opened_stream(path: Path) -> int:
+    """Return the descriptor of a pipe or a character device, opened for writing, which does not block.
+
+    Raises InputError for what is neither, and OSError where nobody reads a pipe for a minute.
+    """
+    check_writable(path)
+    deadline_s = time.monotonic() + _PIPE_TIMEOUT_S
+    while True:
+        try:
+            return os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(0, f"nobody read from this pipe within {_PIPE_TIMEOUT_S:g} s") from None
+        time.sleep(min(0.05, _PIPE_TIMEOUT_S))
+
+
+def _fill_stream(path: Path, data: bytes) -> None:
+    """Write all into a pipe or a device, whose reader may pause for a minute."""
+    descriptor, rest = opened_stream(path), memoryview(data)
+    try:
+        while rest:
+            if not select.select([], [descriptor], [], _PIPE_TIMEOUT_S)[1]:
+                raise TimeoutError(0, f"nobody read from this pipe within {_PIPE_TIMEOUT_S:g} s")
+            rest = rest[os.write(descriptor, rest[: 1 << 16]) :]
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _name_write_errors(path: Path) -> Iterator[None]:
+    """Turn errors of writing into an InputError: also for a loop of links, a NUL in the name."""
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError) as error:
         raise _write_error(path, error) from None
 
 
@@ -498,20 +425,19 @@ def _read_umask() -> int:
 
 def check_writable(path: str | Path) -> None:
     """Raise InputError now if ``path`` cannot be written later, so that no long run ends in a loss."""
-    if str(path) == "-":
+    if str(path) in _STDOUT:
         return
     path = Path(path)
-    try:
+    with _name_write_errors(path):
         folder = path.resolve().parent
-        if path.is_dir():
-            raise InputError(str(path), "is a folder", "give a file name")
+        if path.is_dir() or path.is_block_device() or path.is_socket():
+            what = "a folder" if path.is_dir() else "a disk" if path.is_block_device() else "a socket"
+            raise InputError(str(path), f"is {what}", "give a file name")
         if not folder.is_dir():
             raise InputError(str(path), f"cannot be written (no folder {folder})", "make the folder first")
-        if path.exists() and not path.is_file():
-            return  # a pipe or a device: written as it is
-        tempfile.TemporaryFile(dir=folder).close()  # asking for the permission is not enough: the disk may be read-only
-    except (OSError, RuntimeError, ValueError) as error:
-        raise _write_error(path, error) from None
+        if not path.exists() or path.is_file():  # else a pipe or a device: written as it is
+            # Asking for the permission is not enough: the disk may be read-only.
+            tempfile.TemporaryFile(dir=folder).close()
 
 
 def demand_file(path: str | Path) -> None:

@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ddltool.artifacts import Artifact, Count, NonNegative, Positive, Record
+from ddltool.artifacts import Artifact, Record
+from ddltool.quantities import Count, Duration, NonNegative, Positive
 
 Shares = dict[str, Positive]
 # What a generation or a device has factors on: matrix units, float32 units, memory.
@@ -33,9 +34,9 @@ class DeviceFit(Record):
     """What a user's own measurements say about one device, in place of the shipped constants."""
 
     units: Shares = Field(description="factors on the shares of matrix units, float32 units and memory")
-    issue_s: Positive
-    start_s: Positive
-    update_s: Positive
+    issue_s: Duration
+    start_s: Duration
+    update_s: Duration
     residuals: Residuals
     source: str = Field(description="the files that it was fitted to")
 
@@ -54,11 +55,11 @@ class CalibrationTable(Artifact):
     arithmetic: Shares = Field(description="share of peak FLOP/s by class of kernel")
     traffic: Shares = Field(description="share of the memory's bandwidth by class of kernel")
     feed: Shares = Field(description="operations per cycle for which a multiprocessor can feed its matrix units")
-    start_s: Positive = Field(description="between two kernels on the device")
+    start_s: Duration = Field(description="between two kernels on the device")
     cache: Positive = Field(description="share of a kernel's traffic that the last cache saves where all of it fits")
-    issue_s: Positive = Field(description="in which the host issues one op")
-    update_s: Positive = Field(description="of the update per parameter tensor, beside its traffic")
-    turn_s: Positive = Field(description="between two steps of a recurrent layer")
+    issue_s: Duration = Field(description="in which the host issues one op")
+    update_s: Duration = Field(description="of the update per parameter tensor, beside its traffic")
+    turn_s: Duration = Field(description="between two steps of a recurrent layer")
     generations: dict[str, Shares] = Field(description="factors of an architecture: tensor, vector, memory")
     devices: list[str] = Field(description="devices whose measured rows say how far off predictions are")
     judged: list[str] = Field(description="the architectures of these devices")

@@ -18,8 +18,9 @@ from typing import Literal, Self
 
 from pydantic import Field, ValidationError
 
-from ddltool.artifacts import Artifact, AtLeastOne, NonNegative, Positive, Record, parse, write_bytes
+from ddltool.artifacts import Artifact, Record, demand_file, parse, write_bytes
 from ddltool.errors import InputError, did_you_mean
+from ddltool.quantities import AtLeastOne, Name, NonNegative, Processes, Rate, Seconds
 
 _MAGIC = b"SQLite format 3\x00"
 # In the order of the tables' names.
@@ -37,9 +38,9 @@ WHERE vectors.key = ? AND vectors.generation = ?"""
 class CompanionDevice(Record):
     """Devices of one type."""
 
-    type: str = Field(min_length=1)
-    count: AtLeastOne = Field(description="plans are kept for 0 to so many")
-    capability_per_s: Positive = Field(
+    type: Name
+    count: Processes = Field(description="plans are kept for 0 to so many")
+    capability_per_s: Rate = Field(
         description="mini-batches per second of one EST alone; measured where telemetry disagreed"
     )
     max_ests: AtLeastOne | None = None
@@ -50,7 +51,7 @@ class CompanionMeta(Artifact):
 
     kind: Literal["ddltool.companion"] = "ddltool.companion"
     job: str
-    max_workers: AtLeastOne
+    max_workers: Processes
     batch_size: AtLeastOne
     homogeneous: bool = False
     devices: list[CompanionDevice] = Field(min_length=1)
@@ -91,7 +92,7 @@ class CompanionPlan(Record):
     """One plan. All figures are predicted."""
 
     throughput: NonNegative = Field(description="logical mini-batches per second; 0: the devices cannot run the job")
-    step_s: NonNegative = Field(description="0 where throughput is")
+    step_s: Seconds = Field(description="0 where throughput is")
     ests: dict[str, list[tuple[AtLeastOne, AtLeastOne]]] = Field(description="device type to (devices, ESTs on each)")
 
     @property
@@ -270,6 +271,7 @@ class Companion:
 
 def _check_file(path: Path) -> None:
     """Refuse what is no whole SQLite file: the header says how many pages there should be."""
+    demand_file(path)  # a pipe would be waited for
     try:
         with path.open("rb") as file:
             head = file.read(100)

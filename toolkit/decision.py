@@ -7,9 +7,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from ddltool.artifacts import AtLeastOne, NonNegative, Record
+from ddltool.artifacts import Record
 from ddltool.errors import Infeasible
 from ddltool.job import WorkerGroup
+from ddltool.quantities import AtLeastOne, Count, Devices, NonNegative, Seconds
 
 Objective = Literal["fastest", "cheapest", "same-bits", "least-memory", "fewest-devices"]
 Kept = Literal["none", "D0", "D1", "D2"]
@@ -21,25 +22,23 @@ class Option(Record):
     """One strategy for the job, with its best communication order. All figures are predicted."""
 
     strategy: str
-    devices: dict[str, int] = Field(description="how many devices of each type it uses")
+    devices: dict[str, Devices] = Field(description="how many devices of each type it uses")
     group: WorkerGroup | None = Field(default=None, description="devices that hold a replica between them; null: one")
-    compute_s: NonNegative = Field(description="seconds per global step without communication")
-    communication_s: NonNegative | None = Field(
+    compute_s: Seconds = Field(description="seconds per global step without communication")
+    communication_s: Seconds | None = Field(
         default=None, description="communication left exposed per step; null: not predicted"
     )
-    other_s: NonNegative = Field(
+    other_s: Seconds = Field(
         default=0.0, description="the rest of a step as an earlier run measured it: optimizer, loader, waiting"
     )
-    iteration_s: NonNegative = Field(description="seconds per global step, exposed communication and the rest included")
-    low_s: NonNegative | None = Field(
-        default=None, description="lower end of iteration_s; null: its error is not known"
-    )
-    high_s: NonNegative | None = None
+    iteration_s: Seconds = Field(description="seconds per global step, exposed communication and the rest included")
+    low_s: Seconds | None = Field(default=None, description="lower end of iteration_s; null: its error is not known")
+    high_s: Seconds | None = None
     throughput: NonNegative = Field(description="logical mini-batches per second")
     goodput_per_s: NonNegative | None = Field(
         default=None, description="samples per second that count like samples at the initial batch; null: not known"
     )
-    staleness: int = Field(default=0, description="iterations by which one worker may be ahead of another")
+    staleness: Count = Field(default=0, description="iterations by which one worker may be ahead of another")
     determinism: Kept = Field(
         description="D0: same bits for the same placement; D1: on any number of devices of one type; D2: of any types"
     )
@@ -48,7 +47,7 @@ class Option(Record):
         default=None, description="most bytes of tensors that a process holds; null: not known"
     )
     order: str = Field(default="", description="what to set so that communication overlaps best")
-    order_saves_s: NonNegative | None = Field(default=None, description="what that saves per step over the default")
+    order_saves_s: Seconds | None = Field(default=None, description="what that saves per step over the default")
     leans_on: dict[str, NonNegative] = Field(
         default_factory=dict,
         description="device type to the relative change of the step by that of the type's compute times",
@@ -74,14 +73,14 @@ class RunFigures(Record):
     energy_kwh: NonNegative | None = Field(
         default=None, description="of the devices at their datasheets' power; an upper end"
     )
-    checkpoint_interval_s: NonNegative | None = Field(default=None, description="after Daly; null: nothing fails")
+    checkpoint_interval_s: Seconds | None = Field(default=None, description="after Daly; null: nothing fails")
     failures: NonNegative | None = Field(default=None, description="expected in the whole run")
 
 
 class Layout(Record):
     """One way to hold and train a model on some devices: who shards, what is computed again, in how many passes. Predicted."""
 
-    devices: dict[str, int] = Field(description="how many devices of each type it uses")
+    devices: dict[str, Devices] = Field(description="how many devices of each type it uses")
     sharding: Literal["none", "ddp", "fsdp", "hsdp"] = Field(description="none: one process holds everything")
     replicate: AtLeastOne = Field(default=1, description="groups that hold the whole state each")
     shard: AtLeastOne = Field(default=1, description="processes of such a group")
@@ -91,14 +90,12 @@ class Layout(Record):
     checkpointing: Literal["none", "selective", "full", "chosen"] = Field(
         description="of every block; chosen: of the blocks and products that cost least time for the memory there is"
     )
-    local_batch_sizes: dict[str, int] = Field(description="device type to the most samples per step of one device")
+    local_batch_sizes: dict[str, Count] = Field(description="device type to the most samples per step of one device")
     passes: AtLeastOne = Field(description="forward and backward passes of a step")
-    compute_s: NonNegative | None = Field(
-        default=None, description="seconds that the slowest device computes in a step"
-    )
-    step_s: NonNegative | None = Field(default=None, description="seconds per step; null: it does not fit")
-    low_s: NonNegative | None = None
-    high_s: NonNegative | None = None
+    compute_s: Seconds | None = Field(default=None, description="seconds that the slowest device computes in a step")
+    step_s: Seconds | None = Field(default=None, description="seconds per step; null: it does not fit")
+    low_s: Seconds | None = None
+    high_s: Seconds | None = None
     memory_bytes: dict[str, NonNegative] = Field(description="device type to the most bytes of tensors of one process")
     missing_bytes: NonNegative = Field(
         default=0.0, description="what the device with too little memory lacks; 0: it fits"

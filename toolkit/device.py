@@ -7,9 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from ddltool.artifacts import Artifact, NonNegative, Positive, Record
+from ddltool.artifacts import Artifact, Record
 from ddltool.calibration import DeviceFit
 from ddltool.errors import InputError, did_you_mean
+from ddltool.quantities import Name, NonNegative, Positive, Price, Rate, Seconds
 
 # NVIDIA's, in the order of their years.
 Generation = Literal["Kepler", "Maxwell", "Pascal", "Volta", "Turing", "Ampere", "Ada", "Hopper", "Blackwell"]
@@ -39,7 +40,7 @@ def name_key(name: str) -> str:
 class Device(Record):
     """One device type, with datasheet figures and where they were read. Zero and the empty text mean: not known."""
 
-    name: str = Field(min_length=1)
+    name: Name
     title: str = ""
     architecture: Architecture = Field(default="", description="the maker's name of the chip's generation")
     multiprocessors: Annotated[int, Field(ge=0, le=1_000_000)] = Field(
@@ -50,7 +51,7 @@ class Device(Record):
         description="FLOP/s by torch dtype name, dense, 16-bit types accumulated in float32; float32 (outside tensor cores) "
         "is required, and matrix products of float32 through tf32 stand under tf32"
     )
-    memory_bytes_per_s: Positive
+    memory_bytes_per_s: Rate
     memory_gib: Positive
     ecc: bool = Field(
         default=False, description="whether error-correcting codes take a sixteenth of its memory and of its traffic"
@@ -61,7 +62,7 @@ class Device(Record):
         default=0.0, description="what one device can send to its neighbours within a node, one way, all links together"
     )
     link: str = Field(default="", description="what that connection is")
-    price_per_hour: NonNegative | None = Field(default=None, description="of one device, in US dollars")
+    price_per_hour: Price | None = Field(default=None, description="of one device, in US dollars")
     source: str = Field(default=GIVEN, description="the datasheet")
     note: str = ""
     fitted: DeviceFit | None = Field(default=None, description="what `ddltool calibrate` found from measured rows")
@@ -152,6 +153,6 @@ class DeviceTable(Artifact):
 class Network(Record):
     """The worker's connection: one channel per parameter server, each at the full rate."""
 
-    bandwidth_bytes_per_s: Positive = 1.25e9
-    latency_s: NonNegative = 50e-6
+    bandwidth_bytes_per_s: Rate = 1.25e9
+    latency_s: Seconds = 50e-6
     parameter_servers: Annotated[int, Field(ge=1, le=10_000)] = 1

@@ -6,20 +6,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
-from ddltool.artifacts import Artifact, AtLeastOne, NonNegative, Record
+from ddltool.artifacts import Artifact, Record
 from ddltool.errors import InputError, did_you_mean
+from ddltool.quantities import AtLeastOne, NonNegative, Seconds
 
 
 class ThroughputParams(Record):
     """The seven parameters (Pollux, section 3.2): seconds, seconds per sample or further replica, the overlap exponent."""
 
-    alpha_grad_s: NonNegative
-    beta_grad_s: NonNegative
-    alpha_sync_local_s: NonNegative
-    beta_sync_local_s: NonNegative
-    alpha_sync_node_s: NonNegative
-    beta_sync_node_s: NonNegative
-    gamma: Annotated[float, Field(ge=1, le=10)]
+    alpha_grad_s: Seconds
+    beta_grad_s: Seconds
+    alpha_sync_local_s: Seconds
+    beta_sync_local_s: Seconds
+    alpha_sync_node_s: Seconds
+    beta_sync_node_s: Seconds
+    gamma: Annotated[float, Field(ge=1, le=10, allow_inf_nan=False)]
 
 
 class FitError(Record):
@@ -63,7 +64,7 @@ class Goodput(Artifact):
     rmsle: NonNegative = Field(description="error of the logarithms of the step times that were fitted")
     mape: NonNegative = Field(description="mean of |fitted / measured - 1|")
     samples: AtLeastOne = Field(description="rows behind the fit")
-    fit_seconds: NonNegative
+    fit_seconds: Seconds
     undetermined: list[str] = Field(description="parameters that the data do not determine; they keep their prior")
     holdout: FitError | None = Field(default=None, description="the errors on rows kept out of the fit")
     intervals: dict[str, ParameterInterval] = Field(default_factory=dict, description="of each parameter, 90 %")

@@ -22,10 +22,11 @@ from pydantic import ConfigDict, Field, Strict
 
 from ddltool.artifacts import Artifact, parse, read_document, save
 from ddltool.errors import InputError
+from ddltool.quantities import MOST, AtLeastOne, Count, NonNegative, Processes, Seconds
 
 # Strict: a text of digits is not taken as a number, nor a number as a text.
 Text = Annotated[str, Strict()]
-Number = Annotated[float, Strict()]
+Place = Annotated[int, Strict(), Field(ge=-1, le=MOST)]
 OpKind = Literal["recv", "compute", "send"]
 Mode = Literal["training", "inference"]
 KINDS: tuple[OpKind, ...] = ("recv", "compute", "send")
@@ -49,21 +50,21 @@ class Op:
     name: Annotated[Text, Field(description="unique within the graph")]
     kind: OpKind
     resource: Annotated[Text, Field(description="compute:NUMBER, or channel:NUMBER for recv and send")] = "compute:0"
-    duration_s: Annotated[Number | None, Field(description="seconds on its resource; null: not estimated")] = None
-    flops: Annotated[Number, Field(description="floating-point operations (a multiply-add counts two)")] = 0.0
-    size_bytes: Annotated[Number, Field(description="bytes transferred (recv, send) or read and written (compute)")] = (
-        0.0
-    )
+    duration_s: Annotated[Seconds | None, Field(description="seconds on its resource; null: not estimated")] = None
+    flops: Annotated[NonNegative, Field(description="floating-point operations (a multiply-add counts two)")] = 0.0
+    size_bytes: Annotated[
+        NonNegative, Field(description="bytes transferred (recv, send) or read and written (compute)")
+    ] = 0.0
     parameter: Annotated[Text | None, Field(description="the parameter that a recv or send carries")] = None
     inputs: Annotated[tuple[Text, ...], Field(description="names of the ops whose results it needs")] = ()
     op_type: Annotated[Text, Field(description="the framework's name of the op")] = ""
     estimate: Annotated[Estimate | None, Field(description="where duration_s comes from")] = None
     written_bytes: Annotated[
-        Number, Field(description="the part of a compute op's size_bytes that it writes; 0 where nobody said")
+        NonNegative, Field(description="the part of a compute op's size_bytes that it writes; 0 where nobody said")
     ] = 0.0
     dtype: Annotated[Text, Field(description="torch's name of the type that it works in; empty: meta.dtype")] = ""
     gemm: Annotated[
-        tuple[Number, Number, Number, Number],
+        tuple[NonNegative, NonNegative, NonNegative, NonNegative],
         Field(
             description="count, m, n, k of the matrix products behind it (of the forward pass for a backward op); zeros: none"
         ),
@@ -76,25 +77,28 @@ class Recorded:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    world_size: Annotated[int, Field(ge=1, description="processes that the launcher starts")]
-    passes: Annotated[int, Field(ge=1, description="forward passes of the model in the step")]
-    compiled: Annotated[bool, Field(description="whether the script asks torch.compile for its model")]
-    made: Annotated[tuple[int, ...], Field(description="of each storage: place where it is made; -1: before the step")]
-    freed: Annotated[tuple[int | None, ...], Field(description="last place where it lives; null: it outlives the step")]
-    storage_bytes: tuple[Number, ...]
+    world_size: Annotated[Processes, Field(description="processes that the launcher starts")]
+    passes: Annotated[AtLeastOne, Field(description="forward passes of the model in the step")]
+    compiled: Annotated[bool, Strict(), Field(description="whether the script asks torch.compile for its model")]
+    made: Annotated[
+        tuple[Place, ...], Field(description="of each storage: place where it is made; -1: before the step")
+    ]
+    freed: Annotated[
+        tuple[Place | None, ...], Field(description="last place where it lives; null: it outlives the step")
+    ]
+    storage_bytes: tuple[NonNegative, ...]
     parts: Annotated[tuple[Text, ...], Field(description="what it holds: parameters, gradients, activations, ...")]
-    waits: Annotated[tuple[int, ...], Field(description="places of ops that the host waited for")] = ()
-    groups: Annotated[Mapping[str, tuple[int, ...]], Field(description="ranks of each collective, by op")] = field(
+    waits: Annotated[tuple[Place, ...], Field(description="places of ops that the host waited for")] = ()
+    groups: Annotated[Mapping[str, tuple[Count, ...]], Field(description="ranks of each collective, by op")] = field(
         default_factory=dict
     )
     assumed: Annotated[
-        Mapping[str, int], Field(description="how often a value that only a run knows was read, by file:line")
+        Mapping[str, Count], Field(description="how often a value that only a run knows was read, by file:line")
     ] = field(default_factory=dict)
-    seconds: Annotated[Number, Field(description="that recording took")] = 0.0
+    seconds: Annotated[Seconds, Field(description="that recording took")] = 0.0
     batches: Annotated[
-        int | None,
+        AtLeastOne | None,
         Field(
-            ge=1,
             description="different batches among the processes: those that share activations share one; null: each",
         ),
     ] = None
@@ -401,8 +405,6 @@ def _show_cycle(graph: Graph, pending: Sequence[int]) -> str:
     return " -> ".join([*shown, cycle[0]])
 
 
-# Squares of sums up to here are still finite.
-_LARGEST_SUM = 1e150
 _ALWAYS = frozenset(["name", "kind", "resource", "duration_s", "flops", "size_bytes", "parameter", "inputs"])
 
 
@@ -412,7 +414,7 @@ class GraphDocument(Artifact):
     kind: Literal["ddltool.graph"] = "ddltool.graph"
     name: str
     mode: Mode = Field(description="training or inference")
-    batch_size: int | None = Field(default=None, ge=1, description="samples of the step; null: unknown")
+    batch_size: AtLeastOne | None = Field(default=None, description="samples of the step; null: unknown")
     meta: dict[str, str | int | float | bool | None] = Field(default_factory=dict, description="where it comes from")
     ops: list[Op]
     recorded: Recorded | None = Field(default=None, description="of a script's step; null: of a model's alone")
@@ -446,8 +448,6 @@ def from_document(document: dict[str, Any], where: str = "graph") -> Graph:
     )
     if checked.recorded is not None:
         _check_recorded(graph, checked.recorded, f"{where}:recorded")
-    for name in ("duration_s", "flops", "size_bytes"):
-        _check_sum(getattr(graph, name), f"{where}:ops", name)
     return graph
 
 
@@ -458,23 +458,10 @@ def _check_recorded(graph: Graph, recorded: Recorded, where: str) -> None:
         raise InputError(where, "made, freed, storage_bytes and parts differ in length", "give one of each per storage")
     places = int((graph.kind == COMPUTE).sum())
     given = [*recorded.made, *(place for place in recorded.freed if place is not None), *recorded.waits]
-    if any(not -1 <= place < max(1, places) for place in given):
+    if any(place >= max(1, places) for place in given):
         raise InputError(where, f"a place lies outside of {places} compute ops", f"write -1 to {places - 1}")
     if unknown := recorded.groups.keys() - set(graph.names):
         raise InputError(f"{where}.groups", f"unknown op {min(unknown)!r}", "name an op of this graph")
-    if any(not 0 <= size <= _LARGEST_SUM for size in recorded.storage_bytes):
-        raise InputError(f"{where}.storage_bytes", "is not a number of bytes", "give numbers >= 0")
-
-
-def _check_sum(values: NDArray[np.float64], where: str, name: str) -> None:
-    """Raise InputError at the first op whose running sum, NaN (not estimated) as 0, exceeds ``_LARGEST_SUM``."""
-    with np.errstate(over="ignore"):
-        beyond_limit = np.flatnonzero(np.nancumsum(values) > _LARGEST_SUM)
-    if beyond_limit.size:
-        field_name, value = f"{where}[{beyond_limit[0]}].{name}", values[beyond_limit[0]]
-        raise InputError(
-            field_name, f"is {value:g}, the sum up to it more than {_LARGEST_SUM:g}", "give ordinary numbers"
-        )
 
 
 def read_graph(path: str | Path) -> Graph:

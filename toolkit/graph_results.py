@@ -6,9 +6,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from ddltool.artifacts import Count, NonNegative, Number
 from ddltool.calibration import Residuals
 from ddltool.plans import CompressionFigures, Recomputed
+from ddltool.quantities import AtLeastOne, Count, NonNegative, Number, Seconds, Whole
 from ddltool.results import Part, Result
 
 
@@ -16,9 +16,9 @@ class RecomputeFigures(Part):
     """The modules whose activations are computed again in the backward pass, and what that costs."""
 
     modules: list[Recomputed]
-    recomputed_s: NonNegative = Field(description="in a pass; step_time_s has it")
+    recomputed_s: Seconds = Field(description="in a pass; step_time_s has it")
     budget_bytes: NonNegative | None = Field(default=None, description="of tensors; null: the modules were not chosen")
-    lower_bound_s: NonNegative | None = Field(default=None, description="no choice within the budget costs less")
+    lower_bound_s: Seconds | None = Field(default=None, description="no choice within the budget costs less")
 
 
 class MemoryTimeline(Part):
@@ -26,7 +26,7 @@ class MemoryTimeline(Part):
 
     num_replicas: Count
     local_batch_size: Count
-    time_s: list[NonNegative]
+    time_s: list[Seconds]
     parts: dict[str, list[NonNegative]] = Field(description="bytes of tensors by what they are, at these times")
 
 
@@ -40,10 +40,10 @@ class PredictedRow(Part):
     pipeline_parallel: Count = Field(default=1, description="GPUs that have some of the blocks of a replica each")
     num_gpus: Count = Field(description="replicas x tensor_parallel x pipeline_parallel")
     local_batch_size: Count
-    step_time_s: NonNegative
-    predicted_low_s: NonNegative = Field(description="80 % of measured steps are expected from here")
-    predicted_high_s: NonNegative
-    sync_time_s: NonNegative = Field(description="what the step takes longer than with one replica")
+    step_time_s: Seconds
+    predicted_low_s: Seconds = Field(description="80 % of measured steps are expected from here")
+    predicted_high_s: Seconds
+    sync_time_s: Seconds = Field(description="what the step takes longer than with one replica")
     peak_memory_bytes: Count = Field(description="of tensors")
     reserved_bytes: Count = Field(description="of the device, by torch's allocator for these tensors")
     memory_low_bytes: Count = Field(description="of tensors")
@@ -235,10 +235,10 @@ class TracedGraph(Part):
 
     name: str
     mode: str
-    batch_size: int | None = None
+    batch_size: AtLeastOne | None = None
     parameters: Count
     parameter_bytes: Count
-    parameter_elements: int | None = None
+    parameter_elements: Count | None = None
     ops: Count
     recvs: Count
     sends: Count
@@ -248,21 +248,21 @@ class TracedGraph(Part):
     precision: str | None = None
     channels_last: bool | None = None
     optimizer: str | None = None
-    update_s: NonNegative | None = None
+    update_s: Seconds | None = None
     error_low: NonNegative | None = Field(default=None, description="factors between which 80 % of measured steps lie")
     error_high: NonNegative | None = None
     bandwidth_bytes_per_s: NonNegative | None = None
-    latency_s: NonNegative | None = None
+    latency_s: Seconds | None = None
     channels: Count | None = None
 
 
 class TraceBounds(Part):
     """U, L and S of TicTac's Equations 1, 2 and 4, and the least that any order can reach."""
 
-    upper_s: NonNegative
-    lower_s: NonNegative
+    upper_s: Seconds
+    lower_s: Seconds
     speedup: NonNegative | None
-    best_lower_s: NonNegative | None = None
+    best_lower_s: Seconds | None = None
 
 
 class LostEfficiency(Part):
@@ -276,20 +276,20 @@ class LostEfficiency(Part):
 class ScheduleFigures(Part):
     """One order of transfers. ``exact`` alone has a bound and a status, the simulated ones a spread."""
 
-    makespan_s: NonNegative
-    makespan_std_s: NonNegative | None = None
-    makespan_min_s: NonNegative | None = None
-    makespan_max_s: NonNegative | None = None
+    makespan_s: Seconds
+    makespan_std_s: Seconds | None = None
+    makespan_min_s: Seconds | None = None
+    makespan_max_s: Seconds | None = None
     samples: Count | None = None
     efficiency: NonNegative | None = Field(default=None, description="TicTac's Equation 3; null: undefined")
     efficiency_of_best: NonNegative | None = None
     attribution: LostEfficiency | None = None
-    lower_bound_s: NonNegative | None = None
+    lower_bound_s: Seconds | None = None
     status: str | None = None
     gap: Number | None = None
-    solve_seconds: NonNegative | None = None
+    solve_seconds: Seconds | None = None
     order: list[str] | None = None
-    priority: dict[str, int] | None = None
+    priority: dict[str, Whole] | None = None
     orders_compute: bool | None = Field(default=None, description="of improved: whether it orders compute as well")
 
 
@@ -299,8 +299,8 @@ class BucketFigures(Part):
     bucket_cap_mb: NonNegative | None
     bucket_cap_mb_list: list[NonNegative] | None
     buckets: Count
-    step_s: NonNegative
-    exposed_s: NonNegative
+    step_s: Seconds
+    exposed_s: Seconds
     bucket_parameters: list[list[str]] | None = Field(default=None, description="of the best alone")
 
 
@@ -310,7 +310,7 @@ class DdpFigures(Part):
     default: BucketFigures
     best_cap: BucketFigures
     best: BucketFigures
-    lower_bound_s: NonNegative
+    lower_bound_s: Seconds
     verdict: str
 
 
@@ -320,8 +320,8 @@ class PrefetchFigures(Part):
     forward_depth: Count
     backward_depth: Count
     reshard_after_forward: bool
-    step_s: NonNegative
-    exposed_s: NonNegative
+    step_s: Seconds
+    exposed_s: Seconds
     gathered_bytes: NonNegative
 
 
@@ -334,7 +334,7 @@ class FsdpFigures(Part):
     without_reshard: PrefetchFigures
     forward_prefetch: dict[str, list[str]]
     backward_prefetch: dict[str, list[str]]
-    lower_bound_s: NonNegative
+    lower_bound_s: Seconds
     verdict: str
 
 
@@ -343,7 +343,7 @@ class CollectiveFigures(Part):
 
     replicas: Count
     network: str = Field(default="", description="the links between them, in words")
-    compute_s: NonNegative
+    compute_s: Seconds
     ddp: DdpFigures
     fsdp2: FsdpFigures | None
     compressed: CompressionFigures | None = None
@@ -388,9 +388,9 @@ class OperationTime(Part):
     """One operation by itself on a device."""
 
     operation: str
-    time_s: NonNegative
-    low_s: NonNegative = Field(description="80 % of measurements are expected from here")
-    high_s: NonNegative
+    time_s: Seconds
+    low_s: Seconds = Field(description="80 % of measurements are expected from here")
+    high_s: Seconds
     limit: str = Field(description="what it is bound by, and the rate that it reaches")
 
 

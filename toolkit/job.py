@@ -7,20 +7,20 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from ddltool.artifacts import Artifact, AtLeastOne, NonNegative, Positive, Record, load
+from ddltool.artifacts import Artifact, Record, load
 from ddltool.device import DEVICES_PER_NODE, name_key
 from ddltool.errors import InputError
 from ddltool.links import parse_link, parse_nic
 from ddltool.precision import ALIASES, NAMES, PrecisionName
+from ddltool.quantities import AtLeastOne, Devices, Name, NonNegative, Positive, Price, Processes, Rate
 
-# Larger prices, limits and weights would leave the solvers' sums, or nothing of the others in them.
+# Larger weights would leave the solvers' sums, or nothing of the others in them.
 LARGEST = 1e9
-Price = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0, le=10_000_000)]
 Determinism = Literal["D0", "D1", "D2"]
 OptimizerName = Literal[
-    "none", "sgd", "momentum", "adam", "adamw", "foreach-sgd", "foreach-momentum", "foreach-adam", "foreach-adamw"
-]
+    "none", "sgd", "momentum", "adam", "adamw", "adamw-8bit",
+    "foreach-sgd", "foreach-momentum", "foreach-adam", "foreach-adamw",
+]  # fmt: skip
 
 
 LINKS = "links"
@@ -52,9 +52,9 @@ class Linked(Record):
 class DeviceOffer(Linked):
     """Devices of one type that the job may use."""
 
-    type: str = Field(min_length=1, description="name of the device type")
-    count: Count = Field(default=0, description="how many are offered; taken from the cluster when one is named")
-    capability_per_s: Positive | None = Field(
+    type: Name = Field(description="name of the device type")
+    count: Devices = Field(default=0, description="how many are offered; taken from the cluster when one is named")
+    capability_per_s: Rate | None = Field(
         default=None, description="mini-batches per second of one EST alone on one such device"
     )
     profile: str | None = Field(default=None, description="profile.csv to take the capability from")
@@ -115,7 +115,7 @@ class Constraints(Record):
         default=None,
         description="ESTs do not take turns with their memory: k of them need this much and k x memory_per_worker_gib",
     )
-    min_throughput: Positive | None = Field(
+    min_throughput: Rate | None = Field(
         default=None, description="logical mini-batches per second that an est plan must reach"
     )
     hardware_agnostic: bool | None = Field(
@@ -158,11 +158,11 @@ class Job(Artifact):
     """A training job (kind ``ddltool.job``)."""
 
     kind: Literal["ddltool.job"] = "ddltool.job"
-    name: str = Field(min_length=1)
+    name: Name
     model: str | None = Field(
         default=None, description="SOURCE of the model: zoo:NAME, file.py:factory, graph.json, ..."
     )
-    max_workers: Annotated[int, Field(ge=1, le=10_000_000)] = Field(description="maxP: logical workers (ESTs)")
+    max_workers: Processes = Field(description="maxP: logical workers (ESTs)")
     batch_size: AtLeastOne = Field(default=1, description="samples per logical worker and step")
     precision: PrecisionName = Field(
         default="fp32",
@@ -188,7 +188,7 @@ class Job(Artifact):
         description="what an est plan adds to its step: goodput.json for its fitted synchronisation time, or links for that of "
         "the model's gradients on the cluster's links",
     )
-    weight: Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False)] = Field(
+    weight: Annotated[float, Field(ge=1 / LARGEST, le=LARGEST, allow_inf_nan=False)] = Field(
         default=1.0, description="of this job beside others that are planned with it"
     )
     goodput: GoodputSection | None = Field(default=None, description="for the goodput strategy")
@@ -209,10 +209,10 @@ class Job(Artifact):
             offer_by_identity[identity] = (
                 offer if known is None else known.model_copy(update={"count": known.count + offer.count})
             )
-        names = [offer.type for offer in offer_by_identity.values()]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"device type {name!r} stands twice with other figures; give one another name")
+        names = [name_key(offer.type) for offer in offer_by_identity.values()]
+        for offer in offer_by_identity.values():
+            if names.count(name_key(offer.type)) > 1:
+                raise ValueError(f"device type {offer.type!r} stands twice with other figures; give one another name")
         return list(offer_by_identity.values())
 
     @model_validator(mode="after")
@@ -229,15 +229,15 @@ class Job(Artifact):
 class NodeDevices(Record):
     """The devices of one node."""
 
-    type: str = Field(min_length=1)
-    count: AtLeastOne = 1
+    type: Name
+    count: Processes = 1
 
 
 class NodeGroup(Linked):
     """``count`` equal nodes."""
 
-    name: str = Field(min_length=1)
-    count: Count = 1
+    name: Name
+    count: Devices = 1
     devices: NodeDevices
     nic_gbit: Positive | None = Field(default=None, description="network card as measured, Gbit/s, without RDMA")
 
@@ -284,6 +284,9 @@ def read_job(path: str | Path, *, allow_code: bool = False) -> Job:
     if job.model is not None and is_code(job.model) and not allow_code:
         problem = f"names code, {job.model!r}, which would be imported and run"
         raise InputError(f"{path}:model", problem, "give --allow-code where you trust it, or name a built-in model")
+    if job.network not in (None, LINKS) and not (path.parent / job.network).exists():
+        problem = f"names {job.network!r}, which is not there"
+        raise InputError(f"{path}:network", problem, "give the path of an existing file, or links")
     if job.cluster is None:
         return _in_groups(job, path)
     file = path.parent / job.cluster

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, Strict, model_validator
 
-from ddltool.artifacts import Artifact, NonNegative
+from ddltool.artifacts import Artifact
+from ddltool.quantities import AtLeastOne, Duration, NonNegative, Positive, Seconds
 
-# Thirty thousand years, in seconds: more is a typing error.
-Positive = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0, le=100_000)]
-AtLeastOne = Annotated[int, Field(ge=1, le=2**53)]
+Held = Annotated[int, Strict(), Field(ge=0, le=100_000)]
 
 
 class JobState(Artifact):
@@ -24,20 +22,20 @@ class JobState(Artifact):
     initial_batch_size: AtLeastOne = Field(description="M0, the total batch that the learning rate was tuned for")
     max_batch_size: AtLeastOne
     max_local_batch_size: AtLeastOne = Field(description="what fits into a device's memory")
-    held: list[Count] = Field(min_length=1, max_length=1000, description="GPUs that the job has, per node")
-    free: list[Count] = Field(min_length=1, max_length=1000, description="GPUs that nobody has, per node")
+    held: list[Held] = Field(min_length=1, max_length=1000, description="GPUs that the job has, per node")
+    free: list[Held] = Field(min_length=1, max_length=1000, description="GPUs that nobody has, per node")
     max_replicas: AtLeastOne | None = Field(default=None, description="the most GPUs that it may be given")
-    remaining_s: Positive | None = Field(default=None, description="time left on what it has; the median of a guess")
-    remaining_samples: Annotated[float, Field(gt=0, le=1e18, allow_inf_nan=False)] | None = Field(
+    remaining_s: Duration | None = Field(default=None, description="time left on what it has; the median of a guess")
+    remaining_samples: Positive | None = Field(
         default=None, description="samples left, at the efficiency of M0; instead of remaining_s"
     )
-    remaining_factor: Annotated[float, Field(ge=1, le=1000, allow_inf_nan=False)] = Field(
+    remaining_factor: Annotated[float, Strict(), Field(ge=1, le=1000, allow_inf_nan=False)] = Field(
         default=1.0, description="two thirds of such guesses lie within the median over and times this; 1: known"
     )
-    restarts_s: list[Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]] = Field(
+    restarts_s: list[Seconds] = Field(
         min_length=1, max_length=100_000, description="measured restarts, from stop to the next step"
     )
-    hold_s: Positive | None = Field(default=None, description="how long it would keep other GPUs; null: to its end")
+    hold_s: Duration | None = Field(default=None, description="how long it would keep other GPUs; null: to its end")
 
     @model_validator(mode="after")
     def _possible(self) -> Self:

@@ -2,42 +2,79 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Iterable
+from itertools import chain
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from ddltool.artifacts import Artifact, AtLeastOne, Count, NonNegative, Number, Positive, Record
+from ddltool.artifacts import Artifact, Record
 from ddltool.decision import Decision
-from ddltool.job import OptimizerName, WorkerGroup
+from ddltool.errors import did_you_mean
+from ddltool.job import LoraRank, OptimizerName, WorkerGroup
 from ddltool.precision import PrecisionName
+from ddltool.quantities import (
+    AtLeastOne,
+    Count,
+    Digest,
+    Duration,
+    Name,
+    NonNegative,
+    Number,
+    Passes,
+    Positive,
+    Processes,
+    Rate,
+    Seconds,
+    Share,
+    Whole,
+)
 
 Strategy = Literal["bsp", "est", "elastic-bsp", "lb-bsp", "goodput"]
 PRODUCTS = ("mm", "_scaled_mm", "addmm", "bmm", "baddbmm", "convolution")
 Choice = Literal["one device", "one node", "several nodes"]
 
 
+def _demand_names(what: str, names: Iterable[str], known: Collection[str] = ()) -> None:
+    """Raise ValueError for a name that stands twice, or that is none of the ``known`` ones, where there are any."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(f"{what}: {name!r} stands twice; name each once")
+        if known and name not in known:
+            raise ValueError(f"{what}: {name!r} is not known; {did_you_mean(name, known)}")
+        seen.add(name)
+
+
+def _demand_equal(what: str, given: float, parts: float, of: str) -> None:
+    """Raise ValueError where a figure is not what its parts give, but for rounding."""
+    if not math.isclose(given, parts, rel_tol=1e-6):
+        raise ValueError(f"{what} is {given:.10g}, but {of} {parts:.10g}")
+
+
 class Assignment(Record):
     """``devices`` devices of one type that all do the same."""
 
-    device_type: str
-    devices: AtLeastOne
+    device_type: Name
+    devices: Processes
     ests_per_device: Count = Field(description="logical workers on each; 0 where there are none")
-    local_batch_size: Count = Field(description="samples per step on each device")
-    accumulation_steps: Count = Field(
+    local_batch_size: AtLeastOne = Field(description="samples per step on each device")
+    accumulation_steps: Passes = Field(
         default=0, description="passes before the last one of a step; local_batch_size is split over all of them"
     )
-    compute_s: NonNegative | None = Field(default=None, description="seconds that each device computes in a step")
+    compute_s: Seconds | None = Field(default=None, description="seconds that each device computes in a step")
 
 
 class Alternative(Record):
     """A different plan for the same job, best first."""
 
-    iteration_s: NonNegative
-    throughput: NonNegative
+    iteration_s: Duration
+    throughput: Rate
     assignments: list[Assignment]
-    est_count: int
-    waste: float
-    overload_factor: float
+    est_count: Count
+    waste: NonNegative
+    overload_factor: Seconds
 
 
 class ParameterRecord(Record):
@@ -45,7 +82,7 @@ class ParameterRecord(Record):
 
     name: str
     size_bytes: Count
-    priority: int | None = Field(default=None, description="0 first; equal numbers in any order; null: no preference")
+    priority: Whole | None = Field(default=None, description="0 first; equal numbers in any order; null: no preference")
 
 
 class BucketSetting(Record):
@@ -56,8 +93,13 @@ class BucketSetting(Record):
         default=None, description="MiB per bucket, in the order of reduction"
     )
     buckets: list[list[str]] = Field(description="parameter names by bucket, in the order of reduction")
-    step_s: NonNegative
-    default_step_s: NonNegative = Field(description="with DDP's default buckets")
+    step_s: Seconds
+    default_step_s: Seconds = Field(description="with DDP's default buckets")
+
+    @model_validator(mode="after")
+    def _names_once(self) -> Self:
+        _demand_names("buckets", chain(*self.buckets))
+        return self
 
 
 class CompressionFigures(Record):
@@ -66,10 +108,10 @@ class CompressionFigures(Record):
     name: str
     sent_bytes: NonNegative = Field(description="of all gradients, in place of uncompressed_bytes")
     uncompressed_bytes: NonNegative
-    compute_s: NonNegative = Field(description="work of packing and unpacking")
+    compute_s: Seconds = Field(description="work of packing and unpacking")
     kept_bytes: NonNegative = Field(description="memory for what compression lost")
-    step_s: NonNegative
-    exposed_s: NonNegative
+    step_s: Seconds
+    exposed_s: Seconds
     saved: Number = Field(description="share of the step without compression")
     verdict: str
 
@@ -81,8 +123,17 @@ class PrefetchSetting(Record):
     forward: dict[str, list[str]] = Field(description="block to the blocks to prefetch in forward; empty: default")
     backward: dict[str, list[str]] = Field(description="block to the blocks to prefetch in backward; empty: default")
     reshard_after_forward: bool = Field(default=True, description="what to pass to fully_shard")
-    step_s: NonNegative
-    default_step_s: NonNegative = Field(description="with FSDP2's own prefetch")
+    step_s: Seconds
+    default_step_s: Seconds = Field(description="with FSDP2's own prefetch")
+
+    @model_validator(mode="after")
+    def _of_units(self) -> Self:
+        _demand_names("units", self.units)
+        for way, blocks in (("forward", self.forward), ("backward", self.backward)):
+            for block, ahead in blocks.items():
+                _demand_names(way, [block], self.units)
+                _demand_names(f"{way}.{block}", ahead, self.units)
+        return self
 
 
 class Recomputed(Record):
@@ -122,6 +173,7 @@ class ShardingSetting(Record):
     def _shape_of_kind(self) -> Self:
         if (self.kind == "ddp" and self.shard > 1) or (self.kind == "fsdp" and self.replicate > 1):
             raise ValueError(f"{self.kind} is not {self.replicate} x {self.shard} (replicate x shard); hsdp is")
+        _demand_names("checkpointing", [recomputed.module for recomputed in self.checkpointing])
         return self
 
     def demand_all(self, world_size: int) -> None:
@@ -134,11 +186,11 @@ class Superstep(Record):
     """ElasticBSP's next barrier on each device type."""
 
     lookahead: AtLeastOne = Field(description="R: iterations looked ahead per worker")
-    superstep_s: NonNegative = Field(description="seconds from barrier to barrier")
+    superstep_s: Seconds = Field(description="seconds from barrier to barrier")
     iterations: dict[str, AtLeastOne] = Field(description="device type to iterations until the barrier")
     mini_batches: AtLeastOne = Field(description="logical mini-batches of all workers in a superstep")
-    waiting_s: NonNegative = Field(description="of the worker that waits longest")
-    total_waiting_s: NonNegative
+    waiting_s: Seconds = Field(description="of the worker that waits longest")
+    total_waiting_s: Seconds
     iteration_gap: Count = Field(description="staleness within a superstep")
     left_out: dict[str, AtLeastOne] = Field(
         default_factory=dict, description="device type to how many are better left out"
@@ -149,15 +201,21 @@ class BatchSplit(Record):
     """LB-BSP's split of the total batch beside the equal one."""
 
     total_batch_size: AtLeastOne
-    equal_s: NonNegative | None = Field(description="step time of the equal split; null where memory forbids it")
-    kept_s: NonNegative | None = Field(
-        description="step time with every device taking part; null where memory forbids it"
-    )
-    idle_s: NonNegative = Field(description="seconds that devices wait for the slowest, all together")
+    equal_s: Seconds | None = Field(description="step time of the equal split; null where memory forbids it")
+    kept_s: Seconds | None = Field(description="step time with every device taking part; null where memory forbids it")
+    idle_s: Seconds = Field(description="seconds that devices wait for the slowest, all together")
     dropped: dict[str, AtLeastOne] = Field(description="device type to how many are better left out")
-    accumulated_s: NonNegative | None = Field(
+    accumulated_s: Seconds | None = Field(
         default=None, description="step time with gradient accumulation, where that would be shorter"
     )
+
+
+def _demand_total(choice: ScalingRow | GoodputChoice) -> None:
+    """Raise ValueError unless the total batch is that of all replicas' passes, and each node has a replica."""
+    total = choice.num_replicas * choice.local_batch_size * (choice.accumulation_steps + 1)
+    _demand_equal("total_batch_size", choice.total_batch_size, total, "the passes of all replicas make")
+    if choice.num_nodes > choice.num_replicas:
+        raise ValueError(f"num_nodes is {choice.num_nodes}, more than num_replicas, {choice.num_replicas}")
 
 
 class ScalingRow(Record):
@@ -166,26 +224,31 @@ class ScalingRow(Record):
     num_replicas: AtLeastOne
     num_nodes: AtLeastOne
     local_batch_size: AtLeastOne
-    accumulation_steps: Count
+    accumulation_steps: Passes
     total_batch_size: AtLeastOne
     goodput_per_s: NonNegative
     speedup: NonNegative
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Self:
+        _demand_total(self)
+        return self
 
 
 class ElasticSetting(Record):
     """How one number of processes keeps the total batch exactly, or why it cannot."""
 
     world_size: AtLeastOne
-    local_batch_sizes: list[list[int]] = Field(
+    local_batch_sizes: list[list[Count]] = Field(
         description="samples by pass: of the first ranks_with_one_more ranks (if any), then of the others; empty: no split"
     )
-    accumulation_steps: int | None
-    ranks_with_one_more: int = Field(description="the first ranks take one sample more")
+    accumulation_steps: Passes | None
+    ranks_with_one_more: Count = Field(description="the first ranks take one sample more")
     reason: str = Field(default="", description="why there is no split")
-    nearest_total_batch_sizes: list[int] = Field(default_factory=list)
-    learning_rates: dict[str, float] = Field(description="by rule")
-    steps_per_epoch: int
-    last_step_samples: int = Field(description="samples of the epoch's last step, 0 when it is a full one")
+    nearest_total_batch_sizes: list[AtLeastOne] = Field(default_factory=list)
+    learning_rates: dict[str, NonNegative] = Field(description="by rule")
+    steps_per_epoch: Count
+    last_step_samples: Count = Field(description="samples of the epoch's last step, 0 when it is a full one")
 
 
 class GoodputChoice(Record):
@@ -195,15 +258,20 @@ class GoodputChoice(Record):
     num_replicas: AtLeastOne
     num_nodes: AtLeastOne
     local_batch_size: AtLeastOne = Field(description="per device and accumulation step")
-    accumulation_steps: Count
+    accumulation_steps: Passes
     total_batch_size: AtLeastOne
     goodput_per_s: NonNegative = Field(description="samples per second that count like samples at the initial batch")
     efficiency: NonNegative
     speedup: NonNegative = Field(description="goodput over that of the fewest devices")
-    pays_until: int = Field(description="beyond this number devices bring less than pays_share of what the first did")
-    pays_share: NonNegative
+    pays_until: Count = Field(description="beyond this number devices bring less than pays_share of what the first did")
+    pays_share: Share
     scaling: list[ScalingRow] = Field(description="numbers of devices that no smaller number equals")
     elastic: list[ElasticSetting] = Field(description="the chosen total batch on every number of devices")
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Self:
+        _demand_total(self)
+        return self
 
 
 class NetworkCost(Record):
@@ -212,8 +280,8 @@ class NetworkCost(Record):
     choice: Choice
     num_nodes: AtLeastOne
     num_replicas: AtLeastOne
-    compute_s: NonNegative = Field(description="seconds of the slowest device's ESTs")
-    sync_s: NonNegative = Field(description="seconds of one gradient synchronisation, before any overlap")
+    compute_s: Seconds = Field(description="seconds of the slowest device's ESTs")
+    sync_s: Seconds = Field(description="seconds of one gradient synchronisation, before any overlap")
     best_steps: dict[Choice, NonNegative] = Field(description="the best step time of each choice that is possible")
 
 
@@ -224,6 +292,7 @@ class RunSettings(Record):
     precision: PrecisionName = "fp32"
     optimizer: OptimizerName = "adam"
     compile: bool = Field(default=False, description="the step runs under torch.compile")
+    lora: LoraRank | None = Field(default=None, description="rank of the adapters; null: all is trained")
     sequence_length: AtLeastOne | None = Field(
         default=None, description="tokens of a sample; null: not known, or no text"
     )
@@ -240,15 +309,15 @@ class Plan(Artifact):
     strategy: Strategy
     max_workers: AtLeastOne
     batch_size: AtLeastOne
-    iteration_s: NonNegative = Field(description="seconds per global step")
-    throughput: NonNegative = Field(description="logical mini-batches (of batch_size samples) per second")
+    iteration_s: Duration = Field(description="seconds per global step")
+    throughput: Rate = Field(description="logical mini-batches (of batch_size samples) per second")
     assignments: list[Assignment] = Field(min_length=1, description="who does what")
-    est_count: int = Field(description="logical workers on all devices, idle places included")
-    waste: float = Field(description="capability that idles, logical mini-batches per second")
-    overload_factor: float = Field(description="f: the largest A_i / C_i over the used devices, seconds")
+    est_count: Count = Field(description="logical workers on all devices, idle places included")
+    waste: NonNegative = Field(description="capability that idles, logical mini-batches per second")
+    overload_factor: Seconds = Field(description="f: the largest A_i / C_i over the used devices, seconds")
     status: Literal["optimal", "feasible"] = Field(description="optimal: proven")
-    gap: float = Field(description="relative distance to the proven bound; 0 when optimal")
-    solve_seconds: NonNegative
+    gap: NonNegative = Field(description="relative distance to the proven bound; 0 when optimal")
+    solve_seconds: Seconds
     alternatives: list[Alternative] = Field(default_factory=list, description="the next best plans")
     parameters: list[ParameterRecord] = Field(default_factory=list, description="the model's, in sending order")
     ddp: BucketSetting | None = Field(default=None, description="buckets")
@@ -258,7 +327,7 @@ class Plan(Artifact):
     split: BatchSplit | None = Field(default=None, description="of an lb-bsp plan")
     superstep: Superstep | None = Field(default=None, description="of an elastic-bsp plan")
     goodput: GoodputChoice | None = Field(default=None, description="of a goodput plan")
-    communication_s: NonNegative | None = Field(
+    communication_s: Seconds | None = Field(
         default=None, description="exposed communication within iteration_s; null: iteration_s leaves it out"
     )
     decision: Decision | None = Field(default=None, description="the comparison of strategies behind an auto plan")
@@ -273,9 +342,31 @@ class Plan(Artifact):
     predicted: Literal[True] = True
 
     @model_validator(mode="after")
-    def _shards_all(self) -> Self:
-        if self.sharding is not None:
-            self.sharding.demand_all(self.world_size)
+    def _agrees(self) -> Self:
+        rows, types = self.assignments, {row.device_type for row in self.assignments}
+        _demand_placed(self, types)
+        places = sum(row.devices * row.ests_per_device for row in rows)
+        _demand_equal("est_count", self.est_count, places, "the assignments have")
+        samples = sum(row.devices * row.local_batch_size for row in rows)
+        if self.strategy == "est":
+            if self.est_count < self.max_workers:
+                raise ValueError(f"est_count is {self.est_count}, too few for max_workers, {self.max_workers}")
+            for row in rows:
+                ests = row.ests_per_device * self.batch_size
+                _demand_equal("local_batch_size", row.local_batch_size, ests, f"the ESTs of a {row.device_type} take")
+        if self.split is not None:
+            _demand_equal("split.total_batch_size", self.split.total_batch_size, samples, "the assignments have")
+        if self.goodput is not None:
+            _demand_equal("goodput.num_replicas", self.goodput.num_replicas, self.world_size, "the assignments have")
+            _demand_equal("goodput.total_batch_size", self.goodput.total_batch_size, samples, "the assignments have")
+            _demand_names("goodput.device_type", [self.goodput.device_type], types)
+        if self.superstep is not None:
+            made = sum(row.devices * self.superstep.iterations[row.device_type] for row in rows)
+            _demand_equal(
+                "superstep.mini_batches", self.superstep.mini_batches, made, "the iterations of all devices are"
+            )
+        if self.status == "optimal" and self.gap > 1e-6:
+            raise ValueError(f"gap is {self.gap:g} and status optimal; a proven plan has none")
         return self
 
     @property
@@ -302,10 +393,10 @@ class RankEnforcement(Record):
     """What one process does."""
 
     rank: Count
-    device_type: str
+    device_type: Name
     ests: Count
     local_batch_size: AtLeastOne
-    accumulation_steps: Count = Field(
+    accumulation_steps: Passes = Field(
         default=0, description="passes before the last one of a step; local_batch_size is split over all of them"
     )
 
@@ -313,8 +404,8 @@ class RankEnforcement(Record):
 class ScriptProof(Record):
     """What ``ddltool doctor --check`` found of the script that attached to a config. Measured."""
 
-    script_sha256: str = Field(description="of the file that was run; imported ones do not count")
-    plan_sha256: str | None = Field(default=None, description="the config's own, as it was then")
+    script_sha256: Digest = Field(description="of the file that was run; imported ones do not count")
+    plan_sha256: Digest | None = Field(default=None, description="the config's own, as it was then")
     ddltool: str = Field(description="version")
     torch: str = Field(description="version")
     updates: Count = Field(description="that were compared, or the first one that differs")
@@ -347,7 +438,7 @@ class Enforcement(Artifact):
     telemetry: str | None = Field(
         default="telemetry.jsonl", description="file to append to, relative to the working folder; null: none"
     )
-    plan_sha256: str | None = Field(default=None, description="SHA-256 of the canonical JSON of the plan behind it")
+    plan_sha256: Digest | None = Field(default=None, description="SHA-256 of the canonical JSON of the plan behind it")
     checked: ScriptProof | None = Field(
         default=None,
         description="whether a script trained as one process would; written by doctor --check; null: unknown",
@@ -360,6 +451,28 @@ class Enforcement(Artifact):
         total = sum(entry.local_batch_size for entry in self.ranks)
         if total != self.total_batch_size:
             raise ValueError(f"total_batch_size is {self.total_batch_size} but the ranks' batches add up to {total}")
-        if self.sharding is not None:
-            self.sharding.demand_all(self.world_size)
+        _demand_placed(self, {entry.device_type for entry in self.ranks})
         return self
+
+
+def _demand_placed(plan: Plan | Enforcement, types: Collection[str]) -> None:
+    """Raise ValueError unless a plan's sections agree with its processes, on devices of these ``types``, and parameters."""
+    names = [parameter.name for parameter in plan.parameters]
+    _demand_names("parameters", names)
+    if plan.ddp is not None:
+        _demand_names("ddp.buckets", chain(*plan.ddp.buckets), set(names))
+    if plan.sharding is not None:
+        plan.sharding.demand_all(plan.world_size)
+        _demand_names("sharding.memory_bytes", plan.sharding.memory_bytes, types)
+    if (plan.superstep is None) == (plan.strategy == "elastic-bsp"):
+        raise ValueError(
+            "superstep is that of strategy elastic-bsp; make the plan again: ddltool plan --strategy elastic-bsp"
+        )
+    if plan.superstep is not None and set(plan.superstep.iterations) != set(types):
+        given = ", ".join(sorted(plan.superstep.iterations))
+        raise ValueError(f"superstep.iterations are of {given or 'nothing'}; give those of {', '.join(sorted(types))}")
+    for row in plan.assignments if isinstance(plan, Plan) else plan.ranks:
+        if row.accumulation_steps >= row.local_batch_size:
+            raise ValueError(
+                f"accumulation_steps are {row.accumulation_steps}, too many for {row.local_batch_size} samples"
+            )

@@ -6,12 +6,13 @@ files of a newer ddltool can still be shown.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from ddltool.artifacts import Artifact, Count, NonNegative, Number
+from ddltool.artifacts import Artifact
 from ddltool.plans import Plan
+from ddltool.quantities import Change, Count, Duration, Finite, NonNegative, Number, Positive, Rate, Seconds
 
 
 class Part(BaseModel):
@@ -36,13 +37,22 @@ class NetworkPair(Part):
     """Two processes, one-way times of their messages, and the line that fits the shortest."""
 
     ranks: Annotated[list[Count], Field(min_length=2, max_length=2)]
-    bandwidth_bytes_per_s: NonNegative
-    latency_s: NonNegative
+    bandwidth_bytes_per_s: Rate
+    latency_s: Seconds
     residual: NonNegative = Field(description="root mean square of (measured - line) / line")
-    sizes_bytes: list[NonNegative]
-    shortest_s: list[NonNegative] = Field(default_factory=list)
-    median_s: list[NonNegative]
-    spread_s: list[NonNegative] = Field(default_factory=list, description="interquartile range by size")
+    sizes_bytes: list[Positive]
+    shortest_s: list[Duration] = Field(default_factory=list)
+    median_s: list[Duration]
+    spread_s: list[Seconds] = Field(default_factory=list, description="interquartile range by size")
+
+    @model_validator(mode="after")
+    def _of_each_size(self) -> Self:
+        for name in ("shortest_s", "median_s", "spread_s"):
+            if (values := getattr(self, name)) and len(values) != len(self.sizes_bytes):
+                raise ValueError(
+                    f"{name} has {len(values)} entries and sizes_bytes {len(self.sizes_bytes)}; give one per size"
+                )
+        return self
 
 
 class NetworkResult(Result):
@@ -51,8 +61,8 @@ class NetworkResult(Result):
     kind: Literal["ddltool.network"] = "ddltool.network"
     processes: Count
     local: bool = Field(description="the processes were started here: a machine's loopback and no network")
-    bandwidth_bytes_per_s: NonNegative
-    latency_s: NonNegative
+    bandwidth_bytes_per_s: Rate
+    latency_s: Seconds
     residual: NonNegative
     pairs: Annotated[list[NetworkPair], Field(min_length=1)]
 
@@ -75,7 +85,7 @@ class BarrierChoice(BarrierFigures):
         default=None,
         description="of all workers, were every superstep like this one and begun together; waiting included",
     )
-    compute_seconds: NonNegative | None = None
+    compute_seconds: Seconds | None = None
 
 
 class TradeoffFigures(Part):
@@ -104,7 +114,7 @@ class BarrierResult(Result):
 class SplitTime(Part):
     """Iteration time of a way to size batches."""
 
-    iteration_s: NonNegative
+    iteration_s: Seconds
     iteration_time_ratio: NonNegative
 
 
@@ -141,19 +151,87 @@ class BalanceResult(Result):
     )
 
 
+class LengthStatistics(Part):
+    """Lengths of a dataset's samples, in tokens."""
+
+    samples: Count
+    mean: NonNegative
+    median: NonNegative
+    p90: NonNegative
+    p99: NonNegative
+    longest: Count
+
+
+class LengthCost(Part):
+    """What a sample of L tokens costs: per_token L + per_square L^2 + per_sample; and what passes and steps cost besides."""
+
+    per_token: NonNegative
+    per_square: NonNegative
+    per_sample: NonNegative
+    per_pass: NonNegative
+    per_step: NonNegative
+    unit: Literal["s", "tokens"] = Field(description="tokens: what a token costs without attention")
+    source: str
+
+
+class RemedyFigures(Part):
+    """A way to share out global batches; speedup: tokens per second over those of today."""
+
+    step: NonNegative = Field(description="mean over steps, in the cost's unit")
+    speedup: NonNegative
+    speedup_low: NonNegative = Field(description="95 % interval over batches")
+    speedup_high: NonNegative
+    padding_share: NonNegative = Field(description="of the computed tokens")
+    waiting_share: NonNegative = Field(description="of the ranks' time")
+    most_tokens: Count = Field(description="in one pass, padding included")
+
+
+class RankLengths(Part):
+    """What one rank has of a global batch: the lengths in each of its passes."""
+
+    rank: Count
+    samples: Count
+    tokens: Count
+    cost: NonNegative
+    passes: list[list[Count]]
+
+
+class LengthsResult(Result):
+    """``ddltool balance`` of lengths."""
+
+    kind: Literal["ddltool.lengths"] = "ddltool.lengths"
+    lengths: LengthStatistics
+    replicas: Count
+    speeds: list[NonNegative]
+    total_batch: Count
+    accumulation: Count
+    max_tokens: Count | None = None
+    sharded: bool
+    window: Count
+    batches: Count
+    seed: Count
+    cost: LengthCost
+    today: str
+    remedies: dict[str, RemedyFigures]
+    gap: NonNegative = Field(description="mean over batches: how far cp_sat may be above the best")
+    largest_gap: NonNegative
+    solver_seconds: NonNegative
+    assignments: list[RankLengths] = Field(description="of the first batch, by cp_sat")
+
+
 class VerifiedTime(Part):
     """A part of the step, predicted and measured; null: the plan says nothing about it."""
 
-    predicted_s: NonNegative | None
-    measured_s: NonNegative
+    predicted_s: Seconds | None
+    measured_s: Seconds
 
 
 class VerifiedStep(VerifiedTime):
     """The whole step, with the quartiles of the measured ones; ``error``: predicted over measured, minus one."""
 
-    predicted_s: NonNegative
-    low_s: NonNegative
-    high_s: NonNegative
+    predicted_s: Seconds
+    low_s: Seconds
+    high_s: Seconds
     error: Number
 
 
@@ -165,8 +243,8 @@ class VerifiedRank(Part):
     planned_device: str = ""
     planned_batch: Count | None = None
     batch: Count
-    predicted_s: NonNegative = Field(description="compute of the batch that it really had")
-    measured_s: NonNegative
+    predicted_s: Seconds = Field(description="compute of the batch that it really had")
+    measured_s: Seconds
     error: Number
     spread: NonNegative | None = Field(default=None, description="half the interquartile range, relative")
     other_device: bool = Field(
@@ -207,11 +285,11 @@ class Verification(Result):
 class NoiseFigures(Part):
     """The noise test of a measured figure; ``p``: how likely so clear a change is when the truth is on the limit."""
 
-    p: Number
-    level: Number
+    p: Finite
+    level: Finite
     standard_error: NonNegative = Field(description="of the change, as a share")
-    low: Number = Field(description="interval of current / baseline (or of the figure), at level on each side")
-    high: Number
+    low: Finite = Field(description="interval of current / baseline (or of the figure), at level on each side")
+    high: Finite
 
 
 class GateCheck(Part):
@@ -221,13 +299,13 @@ class GateCheck(Part):
     metric: str
     rule: str
     unit: str
-    baseline: Number | str | None
-    current: Number | str | None
-    limit: Number | str | None
+    baseline: Finite | str | None
+    current: Finite | str | None
+    limit: Finite | str | None
     op: str
     passed: bool
     in_noise: bool = Field(description="past the limit, but not by more than noise does: passed")
-    change: Number | None = Field(description="(current - baseline) / |baseline|; null: there is none")
+    change: Finite | None = Field(description="(current - baseline) / |baseline|; null: there is none")
     noise: NoiseFigures | None = None
     note: str | None = None
 
@@ -255,7 +333,7 @@ class MetricFigure(Part):
     """A figure that a gate can judge."""
 
     name: str
-    value: Number | str
+    value: Finite | str
     unit: str
     measured: bool
 
@@ -331,8 +409,8 @@ class OverheadRun(Part):
     """One run: mean seconds per step after the warm-up."""
 
     steps: Count
-    wall_s: NonNegative = Field(description="the largest over the ranks")
-    cpu_s: NonNegative = Field(description="the sum over the ranks")
+    wall_s: Seconds = Field(description="the largest over the ranks")
+    cpu_s: Seconds = Field(description="the sum over the ranks")
 
 
 class OverheadResult(Result):
@@ -367,8 +445,8 @@ class RunSeen(Part):
     """What was read of one record; ``cut``: its last line is unfinished."""
 
     steps_read: Count
-    first_step: int | None
-    last_step: int | None
+    first_step: Count | None
+    last_step: Count | None
     cut: bool
 
 
@@ -383,9 +461,9 @@ class DifferingSetting(Part):
 class FirstDifference(Part):
     """Where two runs part; ``worker`` null: all share it."""
 
-    step: int
-    epoch: int
-    worker: int | None
+    step: Count
+    epoch: Count
+    worker: Count | None
     record: str
     tensor: str
     cause_class: str
@@ -452,14 +530,14 @@ class WatchResult(Result):
     iterations: Count
     left_out: Count = Field(description="first iterations without part in the figures")
     workers: list[WatchedWorker]
-    equal_split_s: NonNegative = Field(description="mean seconds of computing with equal batches")
-    speeds_known_s: NonNegative = Field(description="the same with batches by known speeds")
+    equal_split_s: Seconds = Field(description="mean seconds of computing with equal batches")
+    speeds_known_s: Seconds = Field(description="the same with batches by known speeds")
 
 
 class StragglerFinding(Part):
     """A rank that holds the others up; null: no rank in particular, or not known."""
 
-    rank: int | None
+    rank: Count | None
     node: str = ""
     cause: str = Field(
         description="slow device, slow host, slow input, uneven work, slow link, pauses, thermal drift or slow stage"
@@ -472,7 +550,7 @@ class StragglerFinding(Part):
     every_steps: Count | None = None
     slow_steps: Count
     ratio: NonNegative | None = Field(default=None, description="its time for that part over the median of the others")
-    excess_s: NonNegative = Field(description="mean of its slow steps above the median of the others")
+    excess_s: Seconds = Field(description="mean of its slow steps above the median of the others")
     share_of_steps: NonNegative = Field(description="what its slow steps would gain, were it as fast as the median")
     share_of_run: NonNegative = Field(description="the same of all steps")
     predicted_gain: NonNegative | None = Field(
@@ -487,19 +565,19 @@ class RankSplit(Part):
 
     rank: Count
     node: str = ""
-    step_s: NonNegative
+    step_s: Seconds
     parts_s: dict[str, NonNegative]
-    wait_s: NonNegative = Field(description="for the last rank to come to a collective")
-    exposed_s: NonNegative = Field(description="communication that nothing hid, after the last rank had come")
-    step_if_median_s: NonNegative
-    clock_offset_s: Number = 0.0
+    wait_s: Seconds = Field(description="for the last rank to come to a collective")
+    exposed_s: Seconds = Field(description="communication that nothing hid, after the last rank had come")
+    step_if_median_s: Seconds
+    clock_offset_s: Change = 0.0
 
 
 class Drawn(Part):
     """What a rank did from when to when, in some steps."""
 
     rank: str
-    spans: list[tuple[float, float, str]]
+    spans: list[tuple[Change, Change, str]]
 
 
 class StragglersResult(Result):
@@ -509,8 +587,8 @@ class StragglersResult(Result):
     source: str = Field(description="traces, telemetry, operations or live")
     ranks: Count
     steps: Count
-    step_s: NonNegative
-    ideal_step_s: NonNegative = Field(description="every operation as long as the mean of its class")
+    step_s: Seconds
+    ideal_step_s: Seconds = Field(description="every operation as long as the mean of its class")
     slowdown: NonNegative = Field(description="S: the step over the ideal step")
     m_w: Number | None = Field(
         default=None, description="share of the slowdown that the slowest 3 % of workers explain"
@@ -544,7 +622,7 @@ class DeviceCurve(Part):
     saturation_batch: Count = Field(description="smallest measured local batch with 90 % of the best throughput")
     memory_limit_batch: Count | None
     memory_limit_origin: str | None = Field(description="measured or extrapolated")
-    launch_overhead_s: NonNegative | None
+    launch_overhead_s: Seconds | None
     linear_from_batch: Count | None
     seconds_per_sample: NonNegative | None
 
@@ -556,7 +634,7 @@ class SkippedConfiguration(Part):
     accumulation_steps: Count
     local_batch_size: Count
     reason: str
-    predicted_step_time_s: NonNegative | None
+    predicted_step_time_s: Seconds | None
 
 
 class MemoryTry(Part):
@@ -580,7 +658,7 @@ class ProfileResult(Result):
     rows: list[dict[str, Any]]
     devices: dict[str, DeviceCurve] = Field(default_factory=dict)
     skipped: list[SkippedConfiguration] = Field(default_factory=list)
-    measuring_seconds: NonNegative = 0.0
+    measuring_seconds: Seconds = 0.0
     memory: MemorySearch | None = None
     sources: list[ImportedFile] = Field(default_factory=list)
 
@@ -622,5 +700,5 @@ class JointPlan(Part):
     bound: Number
     gap: Number
     status: str
-    solve_seconds: NonNegative
+    solve_seconds: Seconds
     jobs: list[JointJob]

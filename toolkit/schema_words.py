@@ -67,6 +67,8 @@ def shown(value: object) -> str:
 
 def _wanted(kind: str, context: Mapping[str, Any]) -> str:
     """Return what would be right, nothing for a kind of complaint without words here."""
+    if kind == "greater_than_equal" and 0 < context["ge"] < 1e-6:
+        return f"give a number above 0 (at least {_number(context['ge'])})"
     for name, key, words in (
         ("greater_than", "gt", "above"),
         ("greater_than_equal", "ge", "of at least"),
@@ -78,6 +80,10 @@ def _wanted(kind: str, context: Mapping[str, Any]) -> str:
             return f"give a number {words} {_number(context[key])}"
     if kind == "finite_number":
         return "give a finite number"
+    if kind == "string_unicode":
+        return "give a text"
+    if kind == "string_pattern_mismatch":
+        return {r"\S": "give a name", "^[0-9a-f]{64}$": "give 64 hexadecimal digits"}.get(context["pattern"], "")
     if kind == "literal_error":
         return f"give {context['expected']}"
     if kind in ("string_too_short", "too_short"):

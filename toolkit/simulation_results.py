@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ddltool.artifacts import AtLeastOne, Count, NonNegative, Number, Positive
+from ddltool.quantities import AtLeastOne, Change, Count, NonNegative, Number, Positive, Seconds
 from ddltool.results import Part, Result
 
 
@@ -23,10 +23,10 @@ class ReplayedJob(Part):
 
     name: str
     application: str
-    submit_s: NonNegative
-    start_s: NonNegative
-    finish_s: NonNegative
-    jct_s: NonNegative
+    submit_s: Seconds
+    start_s: Seconds
+    finish_s: Seconds
+    jct_s: Seconds
     """Completion time: from submission to finish."""
     restarts: Count
     gpu_seconds: NonNegative
@@ -40,7 +40,7 @@ class ReplayedJob(Part):
 class UsageRecord(Part):
     """GPUs that are held, and jobs that are there, from each time (seconds) on."""
 
-    time_s: list[NonNegative]
+    time_s: list[Seconds]
     gpus: list[Count]
     jobs: list[Count] = Field(default_factory=list)
 
@@ -56,10 +56,10 @@ class ClassFigures(Part):
     """The jobs of one size class; seconds unless said otherwise."""
 
     jobs: Count
-    avg_jct_s: NonNegative
-    median_jct_s: NonNegative
-    p99_jct_s: NonNegative
-    avg_queueing_s: NonNegative
+    avg_jct_s: Seconds
+    median_jct_s: Seconds
+    p99_jct_s: Seconds
+    avg_queueing_s: Seconds
     restarts: Count
     worst_fairness: NonNegative
     gpu_hours: NonNegative
@@ -75,18 +75,18 @@ class ReplayCost(Part):
 class PolicyRecord(Part):
     """One policy; seconds unless said otherwise. What older files lack is None."""
 
-    avg_jct_s: NonNegative
-    median_jct_s: NonNegative
-    p99_jct_s: NonNegative
-    makespan_s: NonNegative
+    avg_jct_s: Seconds
+    median_jct_s: Seconds
+    p99_jct_s: Seconds
+    makespan_s: Seconds
     """From the first submission to the last finish."""
     utilization: NonNegative
     """Share of all GPU-seconds of the makespan that jobs held, restarts included."""
     restarts: Count
     finish_time_fairness: Fairness
-    avg_queueing_s: NonNegative | None = None
+    avg_queueing_s: Seconds | None = None
     """From submission to first start."""
-    p99_queueing_s: NonNegative | None = None
+    p99_queueing_s: Seconds | None = None
     avg_jct_by_application_s: dict[str, NonNegative] = Field(default_factory=dict)
     gpu_hours: NonNegative | None = None
     """GPU time held by jobs."""
@@ -106,8 +106,8 @@ class PolicyRecord(Part):
     """By size class (Pollux, section 5.1); those that have jobs."""
     cost: ReplayCost | None = None
     rounds: Count | None = None
-    wall_seconds: NonNegative | None = None
-    policy_cpu_seconds: NonNegative | None = None
+    wall_seconds: Seconds | None = None
+    policy_cpu_seconds: Seconds | None = None
     usage: UsageRecord | None = None
     jobs: Annotated[list[ReplayedJob], Field(min_length=1)]
 
@@ -115,9 +115,9 @@ class PolicyRecord(Part):
 class ReplayFailures(Part):
     """What went wrong in a replay; ``events``: how many were given."""
 
-    mtbf_s: NonNegative | None
-    repair_s: NonNegative
-    checkpoint_interval_s: NonNegative
+    mtbf_s: Seconds | None
+    repair_s: Seconds
+    checkpoint_interval_s: Seconds
     events: Count
     seed: Count
 
@@ -129,8 +129,8 @@ class SimulationDocument(Result):
     workload: str
     jobs: Count | None = None
     gpus: Count
-    interval_s: NonNegative | None = None
-    restart_delay_s: NonNegative | None = None
+    interval_s: Seconds | None = None
+    restart_delay_s: Seconds | None = None
     interference: NonNegative = 0.0
     seed: Count = 0
     failures: ReplayFailures | None = None
@@ -147,11 +147,11 @@ class SweepFigures(Part):
     """What one replay comes to, or the mean of several; less is better for the measures that are compared."""
 
     jobs: NonNegative
-    avg_jct_s: NonNegative
-    median_jct_s: NonNegative
-    p99_jct_s: NonNegative
-    makespan_s: NonNegative
-    avg_queueing_s: NonNegative
+    avg_jct_s: Seconds
+    median_jct_s: Seconds
+    p99_jct_s: Seconds
+    makespan_s: Seconds
+    avg_queueing_s: Seconds
     utilization: NonNegative
     worst_fairness: NonNegative
     fair_share: NonNegative
@@ -167,7 +167,7 @@ class SweepCell(Part):
     policy: str
     seed: Count
     figures: SweepFigures | None
-    cpu_s: NonNegative | None = None
+    cpu_s: Seconds | None = None
     error: str | None = None
 
     @property
@@ -260,7 +260,7 @@ class JobNow(Part):
     replicas: Count
     batch_size: Count
     goodput_per_s: NonNegative
-    remaining_s: NonNegative
+    remaining_s: Seconds
     remaining_factor: NonNegative
 
 
@@ -269,15 +269,15 @@ class ResizeSaving(Part):
 
     gain: NonNegative
     """Goodput then over goodput now."""
-    restart_s: NonNegative
+    restart_s: Seconds
     """The mean of the measured restarts."""
-    break_even_s: NonNegative | None
+    break_even_s: Seconds | None
     """Time left, on the present allocation, from which it pays; None: it never does."""
-    saved_s: Number
+    saved_s: Change
     """With every guess at its median."""
-    expected_saved_s: Number
-    saved_p10_s: Number
-    saved_p90_s: Number
+    expected_saved_s: Change
+    saved_p10_s: Change
+    saved_p90_s: Change
     probability: NonNegative
     """That it saves any time."""
 
@@ -310,8 +310,8 @@ class AdviceResult(Result):
 class ScaledEpoch(Part):
     """One epoch: when it began (a restart before it included), on what, and its statistical efficiency."""
 
-    begin_s: NonNegative
-    seconds: NonNegative
+    begin_s: Seconds
+    seconds: Seconds
     nodes: Count
     batch_size: Count
     efficiency: NonNegative
@@ -320,8 +320,8 @@ class ScaledEpoch(Part):
 class ScaledTraining(Part):
     """A whole training on rented nodes; ``cost``: nodes held times their price."""
 
-    seconds: NonNegative
-    node_seconds: NonNegative
+    seconds: Seconds
+    node_seconds: Seconds
     cost: NonNegative
     efficiency: NonNegative
     """Progress over what the same samples at M0 would have made."""
@@ -341,7 +341,7 @@ class AutoscalingResult(Result):
     price_per_h: NonNegative
     upper: NonNegative
     lower: NonNegative
-    restart_delay_s: NonNegative
+    restart_delay_s: Seconds
     rules: dict[str, ScaledTraining]
 
 
@@ -358,8 +358,8 @@ class TrialSearch(Part):
 class SearchFigures(Part):
     """All trials under one policy; a trial's completion time counts from when the search proposes it."""
 
-    avg_jct_s: NonNegative
-    makespan_s: NonNegative
+    avg_jct_s: Seconds
+    makespan_s: Seconds
     gpu_seconds: NonNegative
     restarts: Count
 
@@ -377,7 +377,7 @@ class JobSpec(Part):
     """One row of a workload: ``submit_s`` in seconds, ``batch_size`` in samples over all replicas."""
 
     name: str
-    submit_s: NonNegative
+    submit_s: Seconds
     application: str
     num_replicas: AtLeastOne
     batch_size: AtLeastOne

@@ -6,17 +6,18 @@ import csv
 import io
 import math
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel
 
 from ddltool.arrays import Flags, Floats
 from ddltool.artifacts import read_lines, read_text
-from ddltool.errors import InputError, did_you_mean
+from ddltool.errors import InputError, did_you_mean, shortened
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -70,7 +71,7 @@ def read_table(
         header=0,
         names=header,
         index_col=False,
-        dtype={name: str for name in ("placement", "device") if name in header},
+        dtype={name: str for name in ("placement", "device", "source", "settings", "run", "kind") if name in header},
         float_precision="round_trip",
         keep_default_na=False,
         # A device or a worker may be named NA or nan: in these columns only an empty field is missing.
@@ -151,8 +152,14 @@ def numbers(
     cells = frame[column]
     if cells.dtype == object:  # an integer of hundreds of digits is no float
         cells = cells.map(lambda cell: math.inf if isinstance(cell, int) and abs(cell) > 1e300 else cell)
-    values = pd.to_numeric(cells, errors="coerce").to_numpy(dtype=np.float64)
-    is_empty = (cells.isna() | cells.isin(["", "None"])).to_numpy() if missing else np.zeros(len(cells), dtype=bool)
+    values = pd.to_numeric(cells, errors="coerce").to_numpy(dtype=np.float64, copy=True)
+    is_empty = (cells.isna() | cells.isin(["None"])).to_numpy() if missing else np.zeros(len(cells), dtype=bool)
+    if cells.dtype == object or cells.dtype == bool:
+        # Of a CSV such a column has texts, one of them no number; what is a text or true in JSON is none.
+        quoted = cells.map(lambda cell: isinstance(cell, (str, bool))).to_numpy(dtype=bool)
+        if not (quoted | cells.isna().to_numpy()).all() or np.isfinite(values[quoted]).all():
+            cells = cells.where(~(quoted & np.isfinite(values)), cells.map(repr))
+            values[quoted] = np.nan
     is_valid = is_empty | np.isfinite(values) & (values >= minimum) & (values <= maximum) & (
         (values == np.round(values)) | (not whole)
     )
@@ -164,6 +171,45 @@ def numbers(
             remedy = f"{kind} {limits}"
         demand(is_valid, cells, shown or column, where, remedy, unit=unit)
     return values
+
+
+def checked_columns(
+    frame: pd.DataFrame,
+    model: type[BaseModel],
+    where: str | Path,
+    *,
+    required: Collection[str],
+    shown: Mapping[str, str] | None = None,
+    unit: str = "row",
+) -> dict[str, Any]:
+    """Return the columns (n,) of a table that a record has as fields: numbers in the record's ranges, texts as they are.
+
+    Raises InputError naming row and column of the first cell that the record would refuse, and for a missing one of the
+    ``required`` columns. A missing cell, or null, of a field with a default is NaN. ``shown``, ``unit`` as for :func:`numbers`.
+    """
+    whole_schema = model.model_json_schema()
+    schema, always = whole_schema["properties"], whole_schema["required"]
+    for name in required:
+        if name not in frame.columns:
+            raise InputError(str(where), f"has no column {name!r}", did_you_mean(name, map(str, frame.columns)))
+    columns: dict[str, Any] = {}
+    for name in filter(frame.columns.__contains__, schema):
+        # Without the null of what may be missing.
+        (kind,) = (part for part in schema[name].get("anyOf", [schema[name]]) if part["type"] != "null")
+        const = kind.get("const")
+        if kind["type"] != "string":
+            limits = {"minimum": kind.get("minimum", const), "maximum": kind.get("maximum", const)}
+            given = {"missing": name not in always, "shown": (shown or {}).get(name, name), "unit": unit}
+            given |= {} if const is None else {"remedy": f"this ddltool reads {const}"}
+            columns[name] = numbers(frame, name, where, **limits, **given, whole=kind["type"] == "integer")
+            continue
+        cells = columns[name] = frame[name]
+        is_text = cells.map(lambda cell: isinstance(cell, str)).to_numpy(dtype=bool)
+        fits = cells.isin([const]) if const is not None else cells.map(str).str.contains(kind.get("pattern", ""))
+        is_valid = (is_text & fits.to_numpy(dtype=bool)) | (cells.isna().to_numpy() & (name not in always))
+        remedy = "give a text" if const is None else f"give {const!r}"
+        demand(is_valid, cells.map(repr).where(cells.notna(), "empty"), name, where, remedy, unit=unit)
+    return columns
 
 
 def demand(
@@ -183,8 +229,7 @@ def demand(
     # A series picked from a table keeps the table's row numbers as its index.
     row = first_index if isinstance(cells, np.ndarray) else int(cells.index[first_index])
     cell_text = str(np.asarray(cells)[first_index]).removesuffix(".0")
-    quoted = cell_text if len(cell_text) <= 40 else f"{cell_text[:37]}..."
-    raise InputError(f"{where}:{unit} {row + 1}:{name}", f"{said}{quoted}", remedy)
+    raise InputError(f"{where}:{unit} {row + 1}:{name}", f"{said}{shortened(cell_text, 40)}", remedy)
 
 
 def texts(frame: pd.DataFrame, column: str, where: str | Path) -> list[str]:

@@ -5,14 +5,27 @@ Each start of a job appends its rows to the file, with a ``run`` of their own; :
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from ddltool.artifacts import SCHEMA_VERSION, AtLeastOne, Count, NonNegative, Positive, Record
+from ddltool.artifacts import SCHEMA_VERSION, Record
 from ddltool.errors import InputError
+from ddltool.quantities import (
+    AtLeastOne,
+    Change,
+    Count,
+    Duration,
+    Name,
+    NonNegative,
+    Processes,
+    Seconds,
+    StepTime,
+    Whole,
+)
 from ddltool.stages import Tell, log_remark
-from ddltool.tables import demand, numbers
+from ddltool.tables import checked_columns, demand
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -25,22 +38,22 @@ class TelemetryRow(Record):
     """One optimizer step of one process. All figures are measured."""
 
     kind: Literal["ddltool.telemetry"] = "ddltool.telemetry"
-    schema_version: int = SCHEMA_VERSION
+    schema_version: Literal[1] = SCHEMA_VERSION
     run: RunName = ""
     step: Count
     rank: Count
-    world_size: AtLeastOne
-    num_nodes: AtLeastOne
-    device: str
+    world_size: Processes
+    num_nodes: Processes
+    device: Name
     batch: Count = Field(description="samples that this rank processed in the step")
     total_batch: Count = Field(description="samples of all ranks together")
-    compute_s: NonNegative = Field(description="forward and backward until the local gradients were complete")
-    wait_s: NonNegative = Field(description="from then until the slowest rank's gradients were complete")
-    sync_s: NonNegative = Field(description="from then until the averaged gradients were in place")
-    step_s: NonNegative = Field(
+    compute_s: StepTime = Field(description="forward and backward until the local gradients were complete")
+    wait_s: StepTime = Field(description="from then until the slowest rank's gradients were complete")
+    sync_s: StepTime = Field(description="from then until the averaged gradients were in place")
+    step_s: StepTime = Field(
         description="from the end of the previous update, or an epoch's first forward pass, to the end of this one"
     )
-    memory_bytes: Annotated[float, Field(ge=0)] = Field(description="peak memory of the process so far")
+    memory_bytes: NonNegative = Field(description="peak memory of the process so far")
     passes: AtLeastOne = Field(default=1, description="forward and backward passes of this rank")
     learning_rate_factor: NonNegative | None = Field(
         default=None, description="what a goodput agent multiplied the learning rate by"
@@ -54,12 +67,12 @@ class BalanceEvent(Record):
     """One change of batch sizes, or advice. Times are measured."""
 
     kind: Literal["ddltool.balance_event"] = "ddltool.balance_event"
-    schema_version: int = SCHEMA_VERSION
+    schema_version: Literal[1] = SCHEMA_VERSION
     run: RunName = ""
     event: Literal["resize", "fine_tuning", "remove_straggler"]
     step: Count = Field(description="the step whose times led to this, from 0")
     sizes: list[AtLeastOne] = Field(description="samples of each rank from the next step that was not loaded yet")
-    seconds: list[Positive] = Field(description="each rank's computation in that step")
+    seconds: list[Duration] = Field(description="each rank's computation in that step")
     rank: Count | None = Field(default=None, description="the straggler that is advised to go")
 
 
@@ -98,22 +111,22 @@ class SyncEvent(Record, extra="ignore"):
     """What all rows have. Fields of other versions are passed over: what a long job wrote stays readable."""
 
     kind: Literal["ddltool.sync"] = "ddltool.sync"
-    schema_version: int = SCHEMA_VERSION
+    schema_version: Literal[1] = SCHEMA_VERSION
     run: RunName = ""
-    time_s: float
+    time_s: Change
 
 
 class StepRow(SyncEvent):
     """One worker's step, when its last gradient came in."""
 
     event: Literal["step"] = "step"
-    worker: int
-    step: int
-    wait_s: float
+    worker: Count
+    step: Count
+    wait_s: Seconds
     """How long its pull waited for other workers."""
-    staleness: int
+    staleness: Count
     """Updates that others made to a parameter between its pull and the use of its gradient; the most of any."""
-    gap: int
+    gap: Whole
     """Steps that it was ahead of the slowest member when it had pushed."""
 
 
@@ -121,29 +134,29 @@ class BarrierRow(SyncEvent):
     """One superstep of ElasticBSP, when it is over. Ends are since ``time_s - length_s``."""
 
     event: Literal["barrier"] = "barrier"
-    superstep: int
-    workers: list[int]
+    superstep: Count
+    workers: list[Count]
     """The members when it was decided; the other lists have one entry for each."""
-    iterations: list[int]
-    predicted_end_s: list[float]
+    iterations: list[Count]
+    predicted_end_s: list[Change]
     """When each was to begin to wait; empty in the warm-up."""
-    end_s: list[float | None]
+    end_s: list[Change | None]
     """When each began to wait; None: it was lost before."""
-    length_s: float
+    length_s: Seconds
 
 
 class LeftRow(SyncEvent):
     """A worker has closed or was lost."""
 
     event: Literal["left"] = "left"
-    worker: int
+    worker: Count
     lost: bool
     reason: str
-    epoch: int | None = None
+    epoch: Count | None = None
     """The epoch of which it last asked for a share (server 0 alone is asked)."""
-    steps_of_epoch: int | None = None
+    steps_of_epoch: Count | None = None
     """Steps of that epoch that it has made."""
-    batches_left: int | None = None
+    batches_left: Count | None = None
     """Batches of its share that nobody has processed, where it has said how many there are."""
 
 
@@ -151,9 +164,9 @@ class JoinedRow(SyncEvent):
     """A worker has joined; ``step`` is the number of its first one, ``epoch`` the first of which it gets a share."""
 
     event: Literal["joined"] = "joined"
-    worker: int
-    step: int
-    epoch: int
+    worker: Count
+    step: Count
+    epoch: Count
 
 
 class SummaryRow(SyncEvent):
@@ -161,11 +174,11 @@ class SummaryRow(SyncEvent):
 
     event: Literal["summary"] = "summary"
     policy: str
-    steps: list[int]
-    updates: int
-    updates_per_s: float
-    wait_s: list[float]
-    staleness: dict[int, int]
+    steps: list[Count]
+    updates: Count
+    updates_per_s: NonNegative
+    wait_s: list[Seconds]
+    staleness: dict[int, Count]
 
 
 SyncRow = StepRow | BarrierRow | LeftRow | JoinedRow | SummaryRow
@@ -178,68 +191,64 @@ EVENTS: dict[str, type[SyncEvent]] = {
 WARMUP_STEPS = 3
 
 
-# The hook writes nanoseconds; a step that takes less was never made. Nor does one take thirty years.
-_SHORTEST_S, _LONGEST_S = 1e-9, 1e9
+# The hook writes nanoseconds; a step that takes less was never made.
+_SHORTEST_S = 1e-9
 
 
-_TIMES = ("compute_s", "wait_s", "sync_s", "step_s")
-
-
-_MOST = {
-    **dict.fromkeys(_TIMES, _LONGEST_S),
-    **dict.fromkeys(("step", "batch", "total_batch", "noise_scale", "learning_rate_factor"), 1e15),
-    **dict.fromkeys(("rank", "world_size", "num_nodes", "passes"), 1e9),
-    "memory_bytes": 1e18,
-}
-
-
-_NEEDED = ("step", "rank", "world_size", "num_nodes", "device", "batch", "compute_s", "wait_s", "sync_s", "step_s")
+_NEEDED = tuple(name for name, field in TelemetryRow.model_fields.items() if field.is_required())
 
 
 def check_rows(frame: pd.DataFrame, where: str, tell: Tell = log_remark) -> pd.DataFrame:
     """Return the columns that a run is read from, numbers as floats, of a telemetry table's last run; the index: places.
 
     The one check of rows that the hook's files get, whoever reads them; ``tell`` hears which of several runs it is. Raises
-    InputError, naming line and column, for missing columns, values that are no times or counts (not finite, negative, beyond
-    1e9 s), ranks beyond the number of processes, samples that took no time; and for a last run in which no step has samples.
+    InputError, naming line and column, for missing columns, values that :class:`TelemetryRow` refuses, ranks or nodes beyond
+    the number of processes, steps that do not rise, batches that are not the total, samples that took no time; and for a last
+    run in which no step has samples.
     """
     return last_with_samples(rows_of_runs(frame, where), where, tell)
 
 
-def rows_of_runs(frame: pd.DataFrame, where: str) -> pd.DataFrame:
-    """Return the columns of all runs of a table. Raises InputError as :func:`check_rows` does."""
+def rows_of_runs(frame: pd.DataFrame, where: str, needed: Sequence[str] = _NEEDED) -> pd.DataFrame:
+    """Return the columns of all runs of a table; only ``needed`` must be there. Raises InputError as :func:`check_rows`."""
     import pandas as pd  # most plans are made without a table
 
-    for name in _NEEDED:
-        if name not in frame.columns:
-            raise InputError(where, f"has no column {name!r}", "give the telemetry.jsonl that the hook wrote")
-    columns: dict[str, Any] = {}
-    for name in filter(frame.columns.__contains__, _MOST):
-        needed, unit = name in _NEEDED, " s" if name in _TIMES else ""
-        remedy = f"it must be <= {_MOST[name]:g}{unit}"
-        values = numbers(
-            frame,
-            name,
-            where,
-            maximum=_MOST[name],
-            whole=needed and not unit,
-            missing=not needed,
-            remedy=remedy,
-            unit="line",
-        )
-        columns |= {name: values} if needed else {}
-    ranks = columns["rank"]
-    demand(ranks < columns["world_size"], ranks, "rank", where, "below the number of processes", unit="line")
-    for name in ("step_s", "compute_s"):
-        remedy = "a step takes at least 1 ns; the run did not measure"
-        seconds = columns[name]
-        demand((columns["batch"] == 0) | (seconds >= _SHORTEST_S), seconds, name, where, remedy, unit="line")
-    columns |= {"device": frame["device"].astype(str).to_numpy(), "passes": 1.0}
-    if "passes" in frame.columns:
-        columns["passes"] = pd.to_numeric(frame["passes"]).fillna(1.0).clip(lower=1.0).to_numpy(dtype=float)
-    if "run" in frame.columns:
-        columns["run"] = frame["run"].to_numpy()
-    return pd.DataFrame(columns)
+    rows = pd.DataFrame(checked_columns(frame, TelemetryRow, where, required=needed, unit="line"), index=frame.index)
+    rows["passes"] = rows["passes"].fillna(1.0) if "passes" in rows else 1.0
+    run = runs_of(frame)
+    of_step = rows.groupby([run, "step"], sort=False)["batch"]
+    takes = "a step takes at least 1 ns; the run did not measure"
+    conditions: list[tuple[tuple[str, ...], Callable[[], Any], str]] = [
+        (("rank", "world_size"), lambda: rows["rank"] < rows["world_size"], "below the number of processes"),
+        (
+            ("num_nodes", "world_size"),
+            lambda: rows["num_nodes"] <= rows["world_size"],
+            "at most the number of processes",
+        ),
+        (
+            ("step", "rank"),
+            lambda: ~(rows.groupby([run, "rank"])["step"].diff() <= 0),
+            "the steps of a rank rise within a run",
+        ),
+        (
+            ("batch", "total_batch"),
+            lambda: rows["batch"] <= rows["total_batch"],
+            "at most total_batch, that of all ranks",
+        ),
+        (
+            ("total_batch", "batch", "world_size"),
+            lambda: (
+                (of_step.transform("size") != rows["world_size"]) | (of_step.transform("sum") == rows["total_batch"])
+            ),
+            "the samples of all ranks in the step",
+        ),
+        (("step_s", "batch"), lambda: (rows["batch"] == 0) | (rows["step_s"] >= _SHORTEST_S), takes),
+        (("compute_s", "batch"), lambda: (rows["batch"] == 0) | (rows["compute_s"] >= _SHORTEST_S), takes),
+    ]
+    for names, condition, remedy in conditions:
+        if set(names) <= set(rows.columns):
+            demand(condition().to_numpy(dtype=bool), frame[names[0]], names[0], where, remedy, unit="line")
+    return rows
 
 
 def last_with_samples(rows: pd.DataFrame, where: str, tell: Tell) -> pd.DataFrame:

@@ -14,7 +14,6 @@ tables name their columns as in :data:`COLUMNS`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -50,6 +49,7 @@ from ddltool.artifacts import load, opened, read_text
 from ddltool.errors import InputError, did_you_mean
 from ddltool.goodput_model import Goodput
 from ddltool.job import Cluster
+from ddltool.plain_values import from_json
 from ddltool.simulation_results import JobSpec, WorkloadResult
 from ddltool.tables import demand, demand_distinct_jobs, numbers, read_columns, read_table, texts
 
@@ -147,10 +147,7 @@ def read_jobs(
     applications are drawn for them, as :func:`read_templates`.
     """
     if is_json(path):
-        try:
-            trace = read_philly(json.loads(read_text(path)), str(path))
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise InputError(str(path), f"is no JSON ({error})", "give Philly's cluster_job_log") from None
+        trace = read_philly(from_json(read_text(path), str(path)), str(path))
     else:
         frame = read_table(path, WORKLOAD, no_nan=COLUMNS["duration"])
         if not is_trace(frame):

@@ -110,7 +110,8 @@ def write(path: str | os.PathLike[str], content: dict[str, Any], last: Stamp | N
     that only pickle could restore.
     """
     path = Path(path)
-    demand_file(path)
+    for replaced in (path, previous(path)):
+        demand_file(replaced)
     present = stamp(path)
     if last is not None and present is not None and present != last:
         remedy = "end that run, or give this one a checkpoint of its own"

@@ -38,6 +38,7 @@ from ddltool.runtime.hook.telemetry import StepRecorder, TelemetryFile
 from ddltool.runtime.processes.batches import Sizes, VariableBatchSampler, fitting_sizes
 from ddltool.runtime.processes.checking import begin_check, is_set, note_unchecked
 from ddltool.runtime.processes.job import DistributedJob
+from ddltool.runtime.processes.lengths import Lengths, as_lengths
 from ddltool.runtime.processes.same_samples import dataset_length, demand_same_samples
 from ddltool.runtime.processes.step_times import device_of, is_cuda
 from ddltool.runtime.processes.stopping import refuse_in_one_line
@@ -64,27 +65,40 @@ class Hook:
         self._epoch: int | None = None
 
     def dataloader(
-        self, *, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False, **options: Any
+        self,
+        *,
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        lengths: Any = None,
+        **options: Any,
     ) -> DataLoader[Any]:
         """Return a DataLoader over this rank's share of the dataset; ``options`` go to ``DataLoader``.
 
         Without a config this is the standard DataLoader with a DistributedSampler; with one, ``batch_size`` is REPLACED by this
-        rank's planned local batch. Call :meth:`set_epoch` before each epoch. Raises InputError when no dataset was attached, or
-        when ``options`` bring a sampler of their own.
+        rank's planned local batch. Call :meth:`set_epoch` before each epoch.
+
+        ``lengths``: (n,) tokens of the samples, or :class:`~ddltool.runtime.processes.lengths.Lengths`: the samples of each
+        planned step are shared out so that ranks end together. Losses that are means over tokens then need ``count=`` in
+        :meth:`loss`, as ever. Without a config they are ignored.
+
+        Raises InputError when no dataset was attached, when ``options`` bring a sampler of their own, and on every rank for
+        lengths that are not those of the dataset.
         """
         dataset = self._given_dataset(options)
         sampler = self._standard_sampler(dataset, shuffle, seed)
         return DataLoader(dataset, batch_size=batch_size, sampler=sampler, drop_last=drop_last, **options)
 
     def batch_sampler(
-        self, *, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+        self, *, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False, lengths: Any = None
     ) -> Sampler[list[int]]:
         """Return the batch sampler of :meth:`dataloader`, for a ``DataLoader(dataset, batch_sampler=...)`` of your own."""
         sampler = self._standard_sampler(self._given_dataset({}), shuffle, seed)
         return BatchSampler(sampler, batch_size, drop_last)
 
     def planned(
-        self, loader: DataLoader[Any], *, shared: bool = True, accumulated: int | None = None
+        self, loader: DataLoader[Any], *, shared: bool = True, accumulated: int | None = None, lengths: Any = None
     ) -> DataLoader[Any]:
         """Return a loader with the planned batches and the dataset, options and sample order of the script's ``loader``.
 
@@ -96,6 +110,7 @@ class Hook:
             shared: False: every rank has its own stream of an iterable dataset, not the whole one.
             accumulated: batches of an update, each with its loss divided by their number: the plan's passes. None: each batch
                 is a whole planned one.
+            lengths: of the dataset's samples, by index, as in :meth:`dataloader`.
 
         Raises InputError, on every rank, where the loader gives no single samples, the ranks have different samples, or the
         plan makes another number of passes.
@@ -236,24 +251,33 @@ class EnforcingHook(Hook):
         note_unchecked(self._path, planned, job)
 
     def dataloader(
-        self, *, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False, **options: Any
+        self,
+        *,
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        lengths: Any = None,
+        **options: Any,
     ) -> DataLoader[Any]:
         """Return a DataLoader with the planned local batches; ``batch_size`` is replaced."""
         dataset = self._given_dataset(options)
         if isinstance(dataset, IterableDataset):
+            _demand_no_lengths(lengths)
             return StreamLoader(dataset, self._sizes, self._job, self._scaler, drop_last=drop_last, **options)
-        return CountedLoader(dataset, self._planned_sampler(shuffle, seed, drop_last), self._scaler, **options)
+        sampler = self._planned_sampler(shuffle, seed, drop_last, lengths)
+        return CountedLoader(dataset, sampler, self._scaler, **options)
 
     def batch_sampler(
-        self, *, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+        self, *, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False, lengths: Any = None
     ) -> VariableBatchSampler:
         """Return the sampler of the planned local batches; ``batch_size`` is replaced."""
-        sampler = self._planned_sampler(shuffle, seed, drop_last)
+        sampler = self._planned_sampler(shuffle, seed, drop_last, lengths)
         self._scaler.pending.loose.add(sampler)
         return sampler
 
     def planned(
-        self, loader: DataLoader[Any], *, shared: bool = True, accumulated: int | None = None
+        self, loader: DataLoader[Any], *, shared: bool = True, accumulated: int | None = None, lengths: Any = None
     ) -> DataLoader[Any]:
         """Return a loader like ``loader`` with the planned batches."""
         given = self._job.together(lambda: GivenLoader(loader, self._job))
@@ -265,6 +289,7 @@ class EnforcingHook(Hook):
             remedy = "update after each batch" if self.passes == 1 else f"accumulate {self.passes} batches"
             raise InputError("accumulated", problem, f"{remedy}, or plan again")
         if given.is_stream:
+            _demand_no_lengths(lengths)
             if passes > 1:
                 problem = f"is a stream, and the plan makes {passes} passes a step"
                 raise InputError("loader", problem, "plan without accumulation, or give a dataset with a length")
@@ -275,19 +300,41 @@ class EnforcingHook(Hook):
             demand_same_samples(self._job, given.dataset)
         split = replace(self._sizes, least=passes, passes=passes)
         fitting_sizes(split.sizes, split.world_size, split.total_batch_size, passes)
-        sampler = VariableBatchSampler(given.samples, split, self.rank, drop_last=given.drop_last, order=given.order)
+        sampler = VariableBatchSampler(
+            given.samples,
+            split,
+            self.rank,
+            drop_last=given.drop_last,
+            order=given.order,
+            lengths=self._same_lengths(lengths, given.dataset),
+        )
         self._follow_epoch(sampler)
         planned_loader = CountedLoader(given.dataset, sampler, self._scaler, **given.options)
         # Scripts call its set_epoch; DataLoader refuses a plain assignment.
         object.__setattr__(planned_loader, "sampler", given.sampler)
         return planned_loader
 
-    def _planned_sampler(self, shuffle: bool, seed: int, drop_last: bool) -> VariableBatchSampler:
+    def _planned_sampler(self, shuffle: bool, seed: int, drop_last: bool, lengths: Any) -> VariableBatchSampler:
         """Return the sampler of this rank's planned batches, which follows :meth:`set_epoch`."""
-        size = dataset_length(self._given_dataset({}))
-        sampler = VariableBatchSampler(size, self._sizes, self.rank, shuffle, seed, drop_last)
+        dataset = self._given_dataset({})
+        found = self._same_lengths(lengths, dataset)
+        size = dataset_length(dataset)
+        sampler = VariableBatchSampler(size, self._sizes, self.rank, shuffle, seed, drop_last, lengths=found)
         self._follow_epoch(sampler)
         return sampler
+
+    def _same_lengths(self, given: Any, dataset: Dataset[Any]) -> Lengths | None:
+        """Return lengths of the dataset's samples, None for None. Raises InputError, on every rank, where ranks differ."""
+        lengths = self._job.together(lambda: as_lengths(given, dataset_length(dataset)))
+        digest = "none" if lengths is None else lengths.digest
+        self._job.demand_same("lengths", digest, "give every rank the same lengths")
+        return lengths
+
+
+def _demand_no_lengths(lengths: Any) -> None:
+    """Raise InputError for lengths of the samples of a stream, which have no index."""
+    if lengths is not None:
+        raise InputError("lengths", "is given for a stream", "leave it out, or give a dataset with a length")
 
 
 class ObservingHook(Hook):

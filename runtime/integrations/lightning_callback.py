@@ -31,10 +31,11 @@ class HookCallback(lightning.Callback):
     Args:
         enforcement: path of an ``enforce.json``; None: nothing is enforced.
         telemetry: without a config, a file for what is measured all the same.
+        lengths: of the training dataset's samples, as in :meth:`~ddltool.runtime.hook.Hook.dataloader`.
     """
 
-    def __init__(self, enforcement: Path | None = None, *, telemetry: Path | None = None) -> None:
-        self._enforcement, self._telemetry = enforcement, telemetry
+    def __init__(self, enforcement: Path | None = None, *, telemetry: Path | None = None, lengths: Any = None) -> None:
+        self._enforcement, self._telemetry, self._lengths = enforcement, telemetry, lengths
         self.hook = SaidLosses(Hook(None, 0, 1))
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
@@ -48,7 +49,7 @@ class HookCallback(lightning.Callback):
         def planned(loader: Any) -> Any:
             if trainer.training and isinstance(loader, DataLoader):
                 accumulated = trainer.accumulate_grad_batches if pl_module.automatic_optimization else None
-                loader = self.hook.planned(loader, accumulated=accumulated)
+                loader = self.hook.planned(loader, accumulated=accumulated, lengths=self._lengths)
             return plain.process_dataloader(strategy, loader)
 
         def weighed(loss: Tensor, optimizer: Any, *args: Any, **options: Any) -> Any:

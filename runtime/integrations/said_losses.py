@@ -27,7 +27,7 @@ class SaidLosses:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._hook, name)
 
-    def planned(self, loader: DataLoader[Any], *, accumulated: int | None) -> DataLoader[Any]:
+    def planned(self, loader: DataLoader[Any], *, accumulated: int | None, lengths: Any = None) -> DataLoader[Any]:
         """Return the loader with the planned batches, for a trainer whose updates are of ``accumulated`` batches.
 
         They are the passes of a plan that accumulates; of another plan they are whole planned batches, which a line says.
@@ -35,8 +35,8 @@ class SaidLosses:
         if (accumulated or 1) > 1 and self._hook.passes == 1 and self._hook.local_batch_size is not None:
             if self._hook.rank == 0:
                 log.warning("an update of the trainer has %d of the plan's batches", accumulated)
-            return self._hook.planned(loader)
-        return self._hook.planned(loader, accumulated=accumulated)
+            return self._hook.planned(loader, lengths=lengths)
+        return self._hook.planned(loader, accumulated=accumulated, lengths=lengths)
 
     def loss(self, loss: Tensor, **meaning: Any) -> Tensor:
         """Return ``loss`` weighed as :meth:`~ddltool.runtime.hook.Hook.loss` does; for the script.

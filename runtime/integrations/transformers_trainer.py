@@ -87,26 +87,34 @@ class HookedTrainerMixin:
     Args:
         enforcement: path of an ``enforce.json``; None: nothing is enforced.
         telemetry: without a config, a file for what is measured all the same.
+        lengths: of the training dataset's samples, as in :meth:`~ddltool.runtime.hook.Hook.dataloader`: the samples of each
+            update are shared out by them, in the Trainer's order.
         args, kwargs: go to ``Trainer``.
 
     Raises InputError, on every rank, as :func:`~ddltool.runtime.hook.attach` does.
     """
 
     def __init__(
-        self, *args: Any, enforcement: Path | None = None, telemetry: Path | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        enforcement: Path | None = None,
+        telemetry: Path | None = None,
+        lengths: Any = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.hook = SaidLosses(attach(enforcement, telemetry=telemetry).call("self.hook"))
         self._trainer = cast(Any, self)  # what it is once it is mixed in
         self._kinds: LossKinds | None = None
         self._meaning: dict[str, Any] | None = None
-        self._skip, self._is_bound = 0, False
+        self._skip, self._is_bound, self._lengths = 0, False, lengths
         self._trainer.add_callback(_Following(self))
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the Trainer's own loader, with the planned batches."""
         loader: DataLoader[Any] = super().get_train_dataloader()  # type: ignore[misc]
-        loader = self.hook.planned(loader, accumulated=self._trainer.args.gradient_accumulation_steps)
+        passes = self._trainer.args.gradient_accumulation_steps
+        loader = self.hook.planned(loader, accumulated=passes, lengths=self._lengths)
         return loader
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:

@@ -7,6 +7,7 @@ after a step is one number, whatever the ranks and whatever sizes came before: a
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from torch.utils.data import Sampler
 
 from ddltool.errors import InputError
 from ddltool.runtime.processes.checking import REFERENCE_RANKS
+from ddltool.runtime.processes.lengths import Lengths
 
 if TYPE_CHECKING:  # to attach the hook loads no analyzer
     from ddltool.analyzers.job.goodput.elastic_table import Split
@@ -98,6 +100,8 @@ class Pass:
     """Samples of all ranks and passes of this step."""
     split: Shares
     """The shares of a full step; the last step of an epoch can have fewer samples."""
+    is_even: bool
+    """Whether all ranks have as many samples in all passes of the step."""
 
     @property
     def is_last(self) -> bool:
@@ -118,7 +122,7 @@ class Pass:
     def share(self) -> Share:
         """What the rank has of the pass."""
         passes = self.split.passes if isinstance(self.split, Sizes) else 1
-        return Share(self.samples, self.step_samples / passes, _is_even(self.split, self.step_samples))
+        return Share(self.samples, self.step_samples / passes, self.is_even)
 
 
 class VariableBatchSampler(Sampler[list[int]]):
@@ -144,6 +148,8 @@ class VariableBatchSampler(Sampler[list[int]]):
         whole: give every sample of an epoch exactly once.
         least: the fewest samples of a rank in any step.
         order: returns the (dataset_size,) indices of an epoch's samples in order; None: by ``shuffle`` and ``seed``.
+        lengths: of the samples, by index: a step's samples are shared out so that ranks' costs, not numbers of samples, are
+            as ``sizes``, and ranks and passes have at least one each. None: consecutive samples go to ranks in order.
 
     Raises InputError for a size below ``least``, a rank out of range, or fewer samples than one step needs.
 
@@ -167,6 +173,7 @@ class VariableBatchSampler(Sampler[list[int]]):
         whole: bool = False,
         least: int = 1,
         order: Callable[[int], torch.Tensor] | None = None,
+        lengths: Lengths | None = None,
     ) -> None:
         if isinstance(sizes, Sequence):
             sizes = Sizes(fitting_sizes(sizes, len(sizes), sum(sizes), least), least)
@@ -198,6 +205,7 @@ class VariableBatchSampler(Sampler[list[int]]):
         self._drop_last = drop_last
         self._whole = whole
         self._order = order
+        self._lengths = lengths
         # (first step, shares from that step on), by step; the first entry covers the last committed step.
         self._changes: list[tuple[int, Shares]] = [(0, split)]
         self._begin()
@@ -285,16 +293,30 @@ class VariableBatchSampler(Sampler[list[int]]):
         epoch, step, position = self.epoch, self.step, self.position
         while samples := self._samples(step, position):
             split = self.split_at(step)
-            lower_ranks_samples, sizes = _own_passes(split, samples, self.rank)
-            begin = position + lower_ranks_samples
+            parts, is_even = self._parts(order[position : position + samples], split)
             self._next_step, self._next_position = step + 1, position + samples
-            self._handed_out += len(sizes)
-            for pass_index, size in enumerate(sizes):
-                place = {"epoch": epoch, "step": step, "number": pass_index, "passes": len(sizes), "samples": size}
-                self.issued.append(Pass(**place, step_start=position, step_samples=samples, split=split))
-                yield order[begin : begin + size].tolist() if size else [int(order[position])]
-                begin += size
+            self._handed_out += len(parts)
+            for index, part in enumerate(parts):
+                place = {"epoch": epoch, "step": step, "number": index, "passes": len(parts), "samples": len(part)}
+                self.issued.append(
+                    Pass(**place, step_start=position, step_samples=samples, split=split, is_even=is_even)
+                )
+                yield part or [int(order[position])]
             step, position = step + 1, position + samples
+
+    def _parts(self, indices: NDArray[np.int64], split: Shares) -> tuple[list[list[int]], bool]:
+        """Return this rank's passes of a step with these samples, [[]] without any, and whether all ranks have as many."""
+        samples = len(indices)
+        lower_ranks_samples, sizes = _own_passes(split, samples, self.rank)
+        if self._lengths is None or not isinstance(split, Sizes):
+            ends = lower_ranks_samples + np.cumsum([0, *sizes])
+            parts = [indices[begin:end].tolist() for begin, end in itertools.pairwise(ends.tolist())]
+            return parts, _is_even(split, samples)
+        places = self._lengths.places(indices, split.sizes, split.passes)
+        first = self.rank * split.passes
+        numbers = np.bincount(places, minlength=split.world_size * split.passes)
+        parts = [indices[places == first + index].tolist() for index in range(len(sizes))]
+        return parts, bool((numbers == numbers[0]).all())
 
     def _samples(self, step: int, position: int) -> int:
         """Return the samples of all ranks in ``step`` if it begins at ``position`` in the epoch's order; 0: the epoch ends."""

@@ -264,7 +264,7 @@ def test_the_command_reads_samples_and_converts_both_formats(cli: Cli, tmp_path:
         table.write_text(HELIOS.replace(old, new))
         cli("simulate", "convert", table).refuses(message)
     log.write_text(json.dumps(philly())[:-40])
-    cli("simulate", "convert", log).refuses("philly.json: is no JSON")
+    cli("simulate", "convert", log).refuses("philly.json:line 1 column 840: is not valid JSON")
 
 
 def test_phillys_log_is_told_by_how_it_begins_and_a_job_without_an_end_is_counted(cli: Cli, tmp_path: Path) -> None:

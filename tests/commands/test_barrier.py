@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ddltool.analyzers.job.barriers.zipline import zipline
+from ddltool.telemetry import SummaryRow, TelemetryRow
 from tests.conftest import Cli, write
 
 HEADER = "worker,iteration,end_s"
@@ -99,8 +100,19 @@ def telemetry(path: Path, *, wait: float = 0.5) -> Path:
     for step in range(6):
         for rank, own in ((0, 1.0), (1, 1.5)):
             wait_s = wait if rank == 0 else 0.0
-            row = {"kind": "ddltool.telemetry", "rank": rank, "step": step, "step_s": own + wait_s, "wait_s": wait_s}
-            lines.append(json.dumps(row))
+            row = TelemetryRow(
+                **{
+                    "rank": rank,
+                    "step": step,
+                    "world_size": 2,
+                    "num_nodes": 1,
+                    "device": "cpu",
+                    "batch": 1,
+                    "total_batch": 2,
+                },
+                **{"compute_s": own, "sync_s": 0.0, "memory_bytes": 0.0, "step_s": own + wait_s, "wait_s": wait_s},
+            )
+            lines.append(row.model_dump_json())
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
@@ -130,20 +142,30 @@ def test_telemetry_of_a_sync_server_counts_without_its_waiting(cli: Cli, tmp_pat
             }
             lines.append(json.dumps({"kind": "ddltool.sync", **row, "staleness": 0, "gap": 0, "dropped": False}))
     for changed, row, message in (
-        ({"worker": None}, 3, "worker: is nan; a whole number"),
-        ({"worker": "abc"}, 3, "worker: is abc; a whole number"),
-        ({"worker": 0.7}, 3, "worker: is 0.7; a whole number"),
-        ({"wait_s": -3.0}, 5, "wait_s: is -3; a number from 0 to 1e+15"),
-        ({"time_s": 1e300}, 5, "time_s: is 1e+300; a number from -1e+15 to 1e+15"),
+        ({"worker": None}, 3, "worker: is null; give a whole number"),
+        ({"worker": "abc"}, 3, "worker: is 'abc'; give a whole number"),
+        ({"worker": 0.7}, 3, "worker: is 0.7; give a whole number"),
+        ({"wait_s": -3.0}, 5, "wait_s: is -3.0; give a number of at least 0"),
+        ({"time_s": 1e300}, 5, "time_s: is 1e+300; give a number of at most 1e+12"),
     ):
         wrong = [*lines[: row - 1], json.dumps(json.loads(lines[row - 1]) | changed), *lines[row:]]
         gone = {"kind": "ddltool.sync", "event": "left", "time_s": 0.5, "worker": 7, "lost": False, "reason": "closed"}
         path.write_text("\n".join([json.dumps(gone), *wrong]) + "\n", encoding="utf-8")
         refused = cli("barrier", path)
         assert (refused.code, refused.out) == (2, "")
-        assert refused.error_line.startswith(f"{path}:row {row + 1}:{message}"), "rows are those of the file"
+        assert refused.error_line.startswith(f"{path}:line {row + 1}:{message}"), "rows are those of the file"
     lines.append(
-        json.dumps({"kind": "ddltool.sync", "event": "summary", "time_s": 9.0, "steps": [6, 6], "wait_s": [2.5, 0]})
+        SummaryRow(
+            **{
+                "time_s": 9.0,
+                "policy": "bsp",
+                "steps": [6, 6],
+                "updates": 12,
+                "updates_per_s": 1.3,
+                "wait_s": [2.5, 0.0],
+            },
+            staleness={0: 12},
+        ).model_dump_json()
     )
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     record = cli("barrier", path, "--json").document["algorithms"]["zipline"]
@@ -206,7 +228,10 @@ def test_a_missing_column_and_a_missing_file_are_one_line(cli: Cli, tmp_path: Pa
     assert cli("barrier", tmp_path / "empty.csv").error_line == f"{tmp_path / 'empty.csv'}: is empty; {remedy}"
     waited = telemetry(tmp_path / "telemetry.jsonl", wait=0.0)
     text = waited.read_text(encoding="utf-8")
-    waited.write_text(text.replace('"step_s": 1.5, "wait_s": 0.0', '"step_s": 1.5, "wait_s": 1.5', 1), encoding="utf-8")
+    waited.write_text(
+        text.replace('"wait_s":0.0,"sync_s":0.0,"step_s":1.5', '"wait_s":1.5,"sync_s":0.0,"step_s":1.5', 1),
+        encoding="utf-8",
+    )
     assert "row 2:wait_s: is 1.5; it must be less than the row's step_s" in cli("barrier", waited).error_line
 
 

@@ -191,15 +191,16 @@ def changed(folder: Path, **changes: object) -> Path:
 def test_bad_graphs(cli: Cli, folder: Path) -> None:
     cases = {
         folder / "missing.json": "missing.json: no such file; give the path of an existing file",
-        changed(
-            folder, duration_s=float("nan")
-        ): "changed.json:ops[1].duration_s: 'c' has nan; it must be a finite number >= 0",
+        changed(folder, duration_s=float("nan")): "changed.json:ops[1].duration_s: is nan; give a finite number",
     }
     for path, message in cases.items():
         result = cli("trace", path)
         assert (result.code, result.out) == (2, "")
         assert message in result.error_line
-    assert "'c' has -1.0" in cli("trace", changed(folder, duration_s=-1)).error_line
+    assert (
+        "ops[1].duration_s: is -1; give a number of at least 0"
+        in cli("trace", changed(folder, duration_s=-1)).error_line
+    )
     assert "form a cycle: c -> c" in cli("trace", changed(folder, inputs=["c"])).error_line
     assert "unknown input 'x' of 'c'" in cli("trace", changed(folder, inputs=["x"])).error_line
     (folder / "cut.json").write_text(json.dumps(GRAPH)[:60])
@@ -582,7 +583,13 @@ def test_the_options_are_a_decision() -> None:
                 "--seed",
             ]
         ),
-        "balance": sorted(["--json", "--output", "--predictor", "--schemes", "--seed", "--total-batch", "--warm-up"]),
+        "balance": sorted(
+            [
+                *("--json", "--output", "--predictor", "--schemes", "--seed", "--total-batch", "--warm-up"),
+                *("--replicas", "--rank-speeds", "--accumulation", "--max-tokens", "--sharded", "--window", "--pack"),
+                *("--cost", "--model", "--device", "--precision", "--today", "--batches", "--limit"),
+            ]
+        ),
         "demo": sorted(common),
         "stragglers": ["--batch-size", "--feed", "--json", "--output"],
         "devices": ["--collective", "--devices-file", "--json", "--precision", "--product"],
@@ -594,14 +601,10 @@ def test_the_options_are_a_decision() -> None:
 
 
 def test_what_no_check_foresees_is_one_line_too(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "date.yaml").write_text(JOB.replace("name:", "name: 2001-13-45 #", 1))
-    assert "holds a value that cannot be read" in cli("plan", tmp_path / "date.yaml").error_line
     (tmp_path / "big.json").write_text('{"kind": "ddltool.plan", "job": ' + "9" * 5000 + "}")
-    assert (
-        "holds a value that cannot be read" in cli("emit", tmp_path / "big.json", "-o", tmp_path / "o.json").error_line
-    )
+    cli("emit", tmp_path / "big.json", "-o", tmp_path / "o.json").refuses("big.json:job: is inf; give a text")
     cli("trace", folder_graph(tmp_path, 1.7e308)).refuses(
-        "huge.json:ops[0].duration_s: is 1.7e+308, the sum up to it more than 1e+150"
+        "huge.json:ops[0].duration_s: is 1.7e+308; give a number of at most 1e+12"
     )
     graph, same = folder_graph(tmp_path, 1.0), tmp_path / "same.json"
     assert "is written by -o too" in cli("trace", graph, "-o", same, "--perfetto", same).error_line

@@ -43,7 +43,9 @@ def telemetry(**changes: object) -> str:
         "step_s": 0.7,
         "memory_bytes": 1e9,
     }
-    return json.dumps({**row, **changes}) + "\n"
+    batch = changes.get("batch")
+    total = {"total_batch": 2 * batch} if isinstance(batch, int) else {}
+    return json.dumps({**row, **total, **changes}) + "\n"
 
 
 def test_placements_become_native_rows(tmp_path: Path) -> None:
@@ -195,15 +197,18 @@ def test_the_first_bad_cell_is_the_one_named(data: st.DataObject) -> None:
 JSONL_MISTAKES = {
     "truncated first": (telemetry()[:40] + "\n" + telemetry(), ":line 1: is not JSON"),
     "truncated inside": (telemetry() + telemetry()[:40] + "\n" + telemetry(), ":line 2: is not JSON"),
-    "another kind": (telemetry() + telemetry(kind="ddltool.goodput"), ":line 2: is 'ddltool.goodput'"),
+    "another kind": (
+        telemetry() + telemetry(kind="ddltool.goodput"),
+        ":line 2:kind: is 'ddltool.goodput'; give 'ddltool.telemetry'",
+    ),
     "list": (telemetry() + "[1]\n", ":line 2: is not an object"),
     "key twice": (
         telemetry() + telemetry().replace('"rank": 0', '"rank": 0, "rank": 1'),
         ":line 2: has the key 'rank'",
     ),
-    "nan": (telemetry() + telemetry(compute_s=float("nan")), ":line 2:compute_s: is nan"),
+    "nan": (telemetry() + telemetry(compute_s=float("nan")), ":line 2:compute_s: is NaN"),
     "text": (telemetry(batch="many"), ":line 1:batch: is many"),
-    "missing": (telemetry().replace('"sync_s"', '"sink_s"'), ":line 1:sync_s: is missing"),
+    "missing": (telemetry().replace('"sync_s"', '"sink_s"'), "has no column 'sync_s'; did you mean \"sink_s\""),
     "negative": (telemetry(sync_s=-1), ":line 1:sync_s: is -1"),
     "huge": (telemetry(sync_s=10**400), ":line 1"),
     "nothing": ("\n\n", "is empty"),

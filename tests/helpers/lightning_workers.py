@@ -49,13 +49,20 @@ class Plain(lightning.LightningModule):
 
 
 def trained(
-    run: Run, module: Plain, data: Any = None, *, checkpoint: str | None = None, strategy: str = "ddp", **options: Any
+    run: Run,
+    module: Plain,
+    data: Any = None,
+    *,
+    checkpoint: str | None = None,
+    strategy: str = "ddp",
+    lengths: Any = None,
+    **options: Any,
 ) -> lightning.Trainer:
     """Return a Trainer that has trained the module."""
     run.begins(module.parameters())
     how: dict[str, Any] = {"devices": 1, "callbacks": []}
     if not run.alone:
-        how = {"devices": 2, "strategy": strategy, "callbacks": [HookCallback(run.plan)]}
+        how = {"devices": 2, "strategy": strategy, "callbacks": [HookCallback(run.plan, lengths=lengths)]}
     trainer = lightning.Trainer(
         accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
         default_root_dir=str(run.folder),
@@ -154,9 +161,9 @@ def fitted_twice(run: Run) -> lightning.Trainer:
     return trainer
 
 
-def shuffled(run: Run) -> lightning.Trainer:
+def shuffled(run: Run, **options: Any) -> lightning.Trainer:
     torch.manual_seed(3)
-    return trained(run, Plain(), loader(sampler=WeightedRandomSampler(torch.arange(1.0, 105), SAMPLES)))
+    return trained(run, Plain(), loader(sampler=WeightedRandomSampler(torch.arange(1.0, 105), SAMPLES)), **options)
 
 
 def sampler_of_lightning(run: Run) -> lightning.Trainer:
@@ -173,6 +180,7 @@ CELLS: dict[str, Cell] = {
     "clipped": cell(lambda run: trained(run, Plain(), gradient_clip_val=0.05)),
     "accumulated": cell(lambda run: trained(run, Plain(), accumulate_grad_batches=3)),
     "shuffled": cell(shuffled),
+    "by length": cell(lambda run: shuffled(run, lengths=[1 + 7 * index % 50 for index in range(SAMPLES)])),
     "data workers": cell(lambda run: trained(run, Plain(), loader(num_workers=2, persistent_workers=True))),
     "stream": cell(lambda run: trained(run, Plain(), loader(Stream(Points())), accumulate_grad_batches=2)),
     "validated": cell(lambda run: trained(run, Plain(), TrainingAndValidation(), val_check_interval=2)),

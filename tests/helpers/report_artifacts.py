@@ -50,8 +50,8 @@ while True:
 """
 
 
-def write_all(place: Path) -> list[Path]:
-    """Write one artifact of every kind, and plans of every strategy, and return their paths."""
+def write_all(place: Path, *, recorded: bool = True) -> list[Path]:
+    """Write an artifact of every kind, plans of every strategy, and where ``recorded`` of a command; return their paths."""
     with _inside(place):
         shutil.copy(folder() / "graphs" / "toy-figure1.graph.json.gz", "toy.json.gz")
         shutil.copy(folder() / "graphs" / "cifarnet-training.graph.json.gz", "graph.json.gz")
@@ -64,9 +64,10 @@ def write_all(place: Path) -> list[Path]:
             extra += ["--top-k", "2"] if strategy == "est" else []
             _do("plan", "job.yaml", "--strategy", strategy, *extra, "-o", f"plan-{strategy}.json")
         _do("plan", "tuned.yaml", "--strategy", "goodput", "-o", "plan-goodput.json")
-        Path("knobs.py").write_text(KNOBS)
-        tried = ["--devices", "1xH100", "--vary", "--batch-size 4,8"]
-        _do("plan", *tried, "-o", "command-plan.json", "--", "python", "knobs.py")
+        if recorded:
+            Path("knobs.py").write_text(KNOBS)
+            tried = ["--devices", "1xH100", "--vary", "--batch-size 4,8"]
+            _do("plan", *tried, "-o", "command-plan.json", "--", "python", "knobs.py")
         _do("emit", "plan-est.json", "-o", "enforce.json")
         ranks = len(json.loads(Path("enforce.json").read_text())["ranks"])
         write_telemetry(Path("telemetry.jsonl"), ranks=ranks)
@@ -80,6 +81,8 @@ def write_all(place: Path) -> list[Path]:
             header, *rows = file
         Path("speeds.csv").write_text(header + "".join(row for row in rows if int(row.split(",")[0]) < 150))
         _do("balance", "speeds.csv", "--predictor", "last", "--schemes", "-o", "balance.json")
+        Path("lengths.txt").write_text("".join(f"{1 + 37 * index % 900}\n" for index in range(400)))
+        _do("balance", "lengths.txt", "--replicas", "2", "--window", "2", "-o", "lengths.json")
         loads = folder() / "workloads"
         where = ["--cluster", str(loads / "cluster.yaml"), "--traces", str(loads / "traces")]
         _do("simulate", str(loads / "synthetic.csv"), *where, "--policy", "fifo,srtf", "-o", "simulation.json")
@@ -93,7 +96,7 @@ def write_all(place: Path) -> list[Path]:
             contextlib.redirect_stderr(nowhere),
         ):
             run(["gate", "plan-est.json", "--baseline", "plan-bsp.json", "--json"])  # exit 1: the checks fail
-    left_out = {"job.yaml", "tuned.yaml", "speeds.csv", "knobs.py"}
+    left_out = {"job.yaml", "tuned.yaml", "speeds.csv", "lengths.txt", "knobs.py"}
     return sorted(path for path in place.iterdir() if path.name not in left_out)
 
 

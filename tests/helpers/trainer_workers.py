@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSample
 
 from ddltool.artifacts import load, save
 from ddltool.plans import Enforcement
+from ddltool.runtime import Lengths
 from ddltool.runtime.integrations import HookedTrainerMixin, TelemetryCallback  # first: it mends torchvision
 from tests.helpers.whole_trainers import SAMPLES, TOTAL, WIDTH, Cell, Points, Run, Stream
 
@@ -114,9 +115,10 @@ def trained(
     base: type[Trainer] = Trainer,
     resume: str | None = None,
     options: dict[str, Any] | None = None,
+    lengths: Any = None,
     **arguments: Any,
 ) -> Trainer:
-    """Return a Trainer that has trained."""
+    """Return a Trainer that has trained; ``lengths``: those by which ranks share out each step."""
     given: dict[str, Any] = {
         "output_dir": str(run.folder), "use_cpu": True, "num_train_epochs": 2, "learning_rate": 0.05, "report_to": [],
         "save_strategy": "no", "logging_steps": 1, "remove_unused_columns": False, "disable_tqdm": True,
@@ -127,19 +129,23 @@ def trained(
     more = dict(options or {})
     if not run.alone:
         made = type("Made", (HookedTrainerMixin, base), {})
-        more["enforcement"] = run.plan
+        more |= {"enforcement": run.plan, "lengths": lengths}
     trainer: Trainer = made(model, TrainingArguments(**(given | arguments)), train_dataset=dataset, **more)
     trainer.train(resume_from_checkpoint=resume)
     run.losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return trainer
 
 
-def in_passes(run: Run, *args: Any, passes: int = 2) -> Trainer:
+def in_passes(run: Run, *args: Any, passes: int = 2, **options: Any) -> Trainer:
     """A plan of two passes a step, made by a Trainer that accumulates as many batches; alone it is one."""
     plan = load(run.file, Enforcement)
     ranks = [entry.model_copy(update={"accumulation_steps": 1}) for entry in plan.ranks]
     save(plan.model_copy(update={"ranks": ranks}), run.file)
-    return trained(run, *args, gradient_accumulation_steps=1 if run.alone else passes)
+    return trained(run, *args, gradient_accumulation_steps=1 if run.alone else passes, **options)
+
+
+def lengths_of(texts: Texts) -> Any:
+    return texts.words.ne(0).sum(dim=1)
 
 
 def loss_of_a_function(run: Run) -> Trainer:
@@ -282,6 +288,17 @@ CELLS: dict[str, Cell] = {
     "mean over samples accumulated": cell(lambda run: trained(run, Judge(), points(), gradient_accumulation_steps=3)),
     "labels in planned passes": cell(lambda run: in_passes(run, Writer(), Texts())),
     "samples in planned passes": cell(lambda run: in_passes(run, Judge(), points())),
+    "labels by length": cell(lambda run: trained(run, Writer(), Texts(), lengths=lengths_of(Texts()))),
+    "labels by length accumulated": cell(
+        lambda run: trained(run, Writer(), Texts(), lengths=lengths_of(Texts()), gradient_accumulation_steps=2)
+    ),
+    "labels by length in planned passes": cell(
+        lambda run: in_passes(run, Writer(), Texts(), lengths=Lengths(lengths_of(Texts()), padded=True))
+    ),
+    "mean over labels by length": cell(
+        lambda run: trained(run, ForgetfulWriter(), Texts(), lengths=lengths_of(Texts()))
+    ),
+    "mean over samples by length": cell(lambda run: trained(run, EachText(), Texts(), lengths=lengths_of(Texts()))),
     "number of labels not used": cell(
         lambda run: trained(
             run, ForgetfulJudge(), points(), average_tokens_across_devices=True, gradient_accumulation_steps=2

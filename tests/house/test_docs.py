@@ -201,6 +201,13 @@ def _speeds(rows: int = 50) -> str:
     return "\n".join(lines[: 1 + 4 * rows]) + "\n"
 
 
+def _lengths(samples: int = 2000) -> str:
+    import numpy as np
+
+    drawn = np.random.default_rng(0).lognormal(6, 1, samples).clip(1, 8192).astype(int)
+    return "length\n" + "".join(f"{length}\n" for length in drawn)
+
+
 def _cli(*arguments: str) -> None:
     assert run(list(arguments)) == 0, arguments
 
@@ -270,6 +277,7 @@ STOCK: dict[str, Callable[[], Any]] = {
     "train.py": lambda: Path("train.py").write_text(_train()),
     "telemetry.jsonl": lambda: Path("telemetry.jsonl").write_text(_telemetry()),
     "trace.csv": lambda: Path("trace.csv").write_text(_speeds()),
+    "lengths.csv": lambda: Path("lengths.csv").write_text(_lengths()),
     "times.csv": lambda: shutil.copy(REPO / "fixtures/barrier/times.csv", "times.csv"),
     "workload.csv": lambda: shutil.copy(REPO / "fixtures/workloads/synthetic.csv", "workload.csv"),
     "cluster.yaml": lambda: shutil.copy(REPO / "fixtures/workloads/cluster.yaml", "cluster.yaml"),

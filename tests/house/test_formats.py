@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ddltool import artifacts, companion
+from ddltool import artifacts, companion, plain_values
 from ddltool.analyzers.answers.emitting import enforcement
 from ddltool.commands.show import FILES, KINDS, MODELS, RESULTS, schema_of
 from ddltool.job import Cluster, Job
@@ -75,7 +75,9 @@ def limits_of(kind: str) -> list[str]:
         items = [f"{most:,} {what}"]
     by_hand = "YAML" in KINDS[kind].form
     size = (
-        f"{artifacts._LONGEST_YAML >> 20} MiB of YAML" if by_hand else f"{artifacts.LONGEST_TEXT >> 20} MiB a document"
+        f"{plain_values._LONGEST_YAML >> 20} MiB of YAML"
+        if by_hand
+        else f"{artifacts.LONGEST_TEXT >> 20} MiB a document"
     )
     return [size, *items]
 

@@ -42,6 +42,7 @@ from ddltool.goodput_model import Goodput, ThroughputParams
 from ddltool.job import Cluster, Constraints, DeviceOffer, Job, NodeDevices, NodeGroup, is_code, read_job
 from ddltool.plans import Assignment, Enforcement, ParameterRecord, Plan, RankEnforcement
 from ddltool.profiles import read_profile, write_profile
+from tests.conftest import Cli
 
 JOB = "kind: ddltool.job\nname: j\nmax_workers: 4\ndevices:\n  - {type: V100, count: 2, capability_per_s: 3}\n"
 
@@ -85,7 +86,10 @@ def test_missing_binary_and_truncated_files(tmp_path: Path) -> None:
         (("name: j", "schema_version: true\nname: j"), "schema_version: is True"),
         (("count: 2", "count: -2"), r"devices\[0\].count: is -2; give a number of at least 0"),
         (("count: 2", "count: two"), r"devices\[0\].count: is 'two'; give a whole number"),
-        (("capability_per_s: 3", "capability_per_s: 0"), r"devices\[0\].capability_per_s: is 0; give a number above 0"),
+        (
+            ("capability_per_s: 3", "capability_per_s: 0"),
+            r"devices\[0\].capability_per_s: is 0; give a number above 0 \(at least 1e-12\)",
+        ),
         (
             ("capability_per_s: 3", "capability_per_s: .nan"),
             r"devices\[0\].capability_per_s: is nan; give a finite number",
@@ -124,9 +128,10 @@ def test_a_cluster_gives_the_counts(tmp_path: Path) -> None:
 
 
 positive = st.floats(1e-6, 1e6)
+names = st.text(min_size=1, max_size=5).filter(str.strip)
 offers = st.builds(
     DeviceOffer,
-    type=st.text(min_size=1, max_size=5),
+    type=names,
     count=st.integers(0, 100),
     capability_per_s=positive,
     memory_gib=st.none() | positive,
@@ -134,7 +139,7 @@ offers = st.builds(
 )
 jobs = st.builds(
     Job,
-    name=st.text(min_size=1),
+    name=names,
     model=st.none() | st.text(min_size=1),
     max_workers=st.integers(1, 1000),
     batch_size=st.integers(1, 1000),
@@ -145,25 +150,25 @@ jobs = st.builds(
 )
 assignments = st.builds(
     Assignment,
-    device_type=st.text(min_size=1),
+    device_type=names,
     devices=st.integers(1, 9),
-    ests_per_device=st.integers(0, 9),
+    ests_per_device=st.just(0),
     local_batch_size=st.integers(1, 99),
 )
 plans = st.builds(
     Plan,
     job=st.text(),
-    strategy=st.sampled_from(["est", "bsp"]),
+    strategy=st.sampled_from(["lb-bsp", "bsp"]),
     max_workers=st.integers(1, 99),
     batch_size=st.integers(1, 99),
-    iteration_s=st.floats(0, 1e6),
-    throughput=st.floats(0, 1e6),
+    iteration_s=st.floats(1e-12, 1e6),
+    throughput=st.floats(1e-12, 1e6),
     assignments=st.lists(assignments, min_size=1, max_size=3),
-    est_count=st.integers(0, 99),
-    waste=st.floats(-1, 1e6),
+    est_count=st.just(0),
+    waste=st.floats(0, 1e6),
     overload_factor=st.floats(0, 1e6),
     status=st.sampled_from(["optimal", "feasible"]),
-    gap=st.floats(0, 1),
+    gap=st.just(0.0),
     solve_seconds=st.floats(0, 99),
 )
 
@@ -180,7 +185,7 @@ parameters = st.builds(
 def enforcements(draw: st.DrawFn) -> Enforcement:
     sizes = draw(st.lists(st.integers(1, 99), min_size=1, max_size=5))
     ranks = [
-        RankEnforcement(rank=rank, device_type=draw(st.text()), ests=draw(st.integers(0, 9)), local_batch_size=size)
+        RankEnforcement(rank=rank, device_type=draw(names), ests=draw(st.integers(0, 9)), local_batch_size=size)
         for rank, size in enumerate(sizes)
     ]
     return Enforcement(
@@ -189,16 +194,16 @@ def enforcements(draw: st.DrawFn) -> Enforcement:
         world_size=len(ranks),
         total_batch_size=sum(sizes),
         ranks=ranks,
-        parameters=draw(st.lists(parameters, max_size=3)),
+        parameters=draw(st.lists(parameters, max_size=3, unique_by=lambda parameter: parameter.name)),
         telemetry=draw(st.none() | st.text(min_size=1)),
     )
 
 
 groups = st.builds(
     NodeGroup,
-    name=st.text(min_size=1),
+    name=names,
     count=st.integers(0, 99),
-    devices=st.builds(NodeDevices, type=st.text(min_size=1), count=st.integers(1, 16)),
+    devices=st.builds(NodeDevices, type=names, count=st.integers(1, 16)),
     nic_gbit=st.none() | positive,
 )
 clusters = st.builds(Cluster, name=st.none() | st.text(), nodes=st.lists(groups, min_size=1, max_size=3))
@@ -295,7 +300,7 @@ def test_enforcement_adds_up() -> None:
 def test_unwritable_places(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"cannot be written \(No such file or directory\)"):
         write_text(tmp_path / "no" / "file.json", "x")
-    with pytest.raises(InputError, match=r"cannot be written \(Is a directory\)"):
+    with pytest.raises(InputError, match="is a folder; give a file name"):
         write_text(tmp_path, "x")
     with pytest.raises(InputError, match="cannot be written"):
         check_writable("/proc/file.json")
@@ -410,15 +415,58 @@ def test_yaml_numbers_with_an_exponent_are_numbers(tmp_path: Path, text: str, va
 
 
 @pytest.mark.parametrize("name", ["a.yaml", "a.json"])
-def test_an_integer_beyond_64_bits_is_refused(tmp_path: Path, name: str) -> None:
+def test_an_integer_beyond_64_bits_names_its_field(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     for number in (2**63 - 1, -(2**63)):
         path.write_text(f'{{"a": {number}}}', encoding="utf-8")
         assert read_document(path)["a"] == number
-    for number in (2**63, -(2**63) - 1, 10**400):
-        path.write_text(f'{{"a": {number}}}', encoding="utf-8")
-        with pytest.raises(InputError, match=rf"{name}: holds a value that cannot be read .*more than 64 bits"):
-            read_document(path)
+    for digits, shown in (
+        (str(2**63), r"9\.223372036854776e\+18"),
+        ("1" + "0" * 400, "inf"),
+    ):
+        path.write_text(f'{{"name": "a", "max_workers": {digits}, "devices": []}}', encoding="utf-8")
+        with pytest.raises(InputError, match=rf"{name}:max_workers: is {shown}; give a whole number"):
+            load(path, Job)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("? [1, 2]\n: 3", "line 1 column 3: is not valid YAML (a key is a collection)"),
+        ("? {a: 1}\n: 3", "line 1 column 3: is not valid YAML (a key is a collection)"),
+        ("{[1]: 2}", "line 1 column 2: is not valid YAML (a key is a collection)"),
+        ("a: {? {} : 1}", "line 1 column 7: is not valid YAML (a key is a collection)"),
+        ("1: a", "line 1 column 1: is not valid YAML (a key is no text)"),
+        ("~: a", "line 1 column 1: is not valid YAML (a key is no text)"),
+        ('a: !!int ""', "line 1 column 4: is not valid YAML ('' is no whole number)"),
+        ("a: !!int x", "line 1 column 4: is not valid YAML ('x' is no whole number)"),
+        ('a:\n  b: !!float ""', "line 2 column 6: is not valid YAML ('' is no number)"),
+        ("a: !!float x", "line 1 column 4: is not valid YAML ('x' is no number)"),
+        ("a: !!bool x", "line 1 column 4: is not valid YAML ('x' is no true or false)"),
+        ("a: !!timestamp x", "line 1 column 4: is not valid YAML (the tag !!timestamp does not go here)"),
+        ("a: !!set {b, c}", "line 1 column 4: is not valid YAML (the tag !!set does not go here)"),
+        ("a: !!map [1]", "line 1 column 4: is not valid YAML (the tag !!map does not go here)"),
+        ("a: !!seq {b: 1}", "line 1 column 4: is not valid YAML (the tag !!seq does not go here)"),
+        ("a: !!omap [b: 1]", "line 1 column 4: is not valid YAML (the tag !!omap does not go here)"),
+        ("a: !!binary eA==", "line 1 column 4: is not valid YAML (the tag !!binary does not go here)"),
+        ("a: !!str [1]", "line 1 column 4: is not valid YAML (the tag !!str does not go here)"),
+        ("a: {<<: 1}", "line 1 column 9: is not valid YAML (expected a mapping"),
+        ("a: =", "line 1 column 4: is not valid YAML (the tag !!value does not go here)"),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "simulate advise", "devices --devices-file", "plan-cluster"])
+def test_yaml_that_is_no_plain_value(tmp_path: Path, cli: Cli, command: str, text: str, problem: str) -> None:
+    (tmp_path / "a.yaml").write_text(text, encoding="utf-8")
+    (tmp_path / "job.yaml").write_text("name: a\nmax_workers: 1\ncluster: a.yaml\n", encoding="utf-8")
+    words = ["plan"] if command == "plan-cluster" else command.split()
+    cli(*words, tmp_path / ("job.yaml" if command == "plan-cluster" else "a.yaml")).refuses(
+        f"a.yaml:{problem}"[:40], problem[-30:]
+    )
+
+
+def test_a_date_is_a_text(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("a: 2026-01-01\nb: 2026-13-77\n", encoding="utf-8")
+    assert read_document(tmp_path / "a.yaml") == {"a": "2026-01-01", "b": "2026-13-77"}
 
 
 def test_what_a_terminal_acts_on_is_shown_as_an_escape() -> None:
@@ -555,10 +603,10 @@ def test_code_in_a_job_runs_only_where_it_is_allowed(tmp_path: Path, capsys: pyt
 
 
 def test_more_processes_than_any_cluster_has() -> None:
-    row = Assignment(device_type="A", devices=10**12, ests_per_device=1, local_batch_size=1)
+    row = Assignment(device_type="A", devices=10**6, ests_per_device=1, local_batch_size=1)
     plan = Plan(
         **{"job": "a", "strategy": "bsp", "max_workers": 4, "batch_size": 1, "iteration_s": 1.0, "throughput": 1.0},
-        **{"assignments": [row], "est_count": 4, "waste": 0.0, "overload_factor": 1.0, "status": "optimal"},
+        **{"assignments": [row], "est_count": 10**6, "waste": 0.0, "overload_factor": 1.0, "status": "optimal"},
         **{"gap": 0.0, "solve_seconds": 0.0},
     )
     with pytest.raises(InputError, match="at most 100,000 processes"):

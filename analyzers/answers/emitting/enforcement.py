@@ -62,6 +62,12 @@ _CONTENTS: tuple[tuple[str, Callable[[Plan], object], tuple[Target, ...], str], 
         "each GPU of a tensor group norms all tokens, which takes more memory than planned; torchtitan splits them",
     ),
     (
+        "LoRA",
+        lambda plan: plan.run is not None and plan.run.lora,
+        (),
+        "the script adds the adapters and freezes the rest, as peft does",
+    ),
+    (
         "logical workers",
         lambda plan: any(row.ests_per_device > 1 for row in plan.assignments),
         (),
@@ -98,20 +104,13 @@ def demand_words_for_groups(plan: Plan, target: Target, where: str) -> None:
 def to_enforcement(plan: Plan, *, telemetry: str | None = "telemetry.jsonl") -> Enforcement:
     """Return the enforcement of a plan: one rank per used device, in the plan's order of assignments.
 
-    A rank's local batch holds the samples of all its logical workers. Raises InputError when a device of the plan has
-    no samples, which a hand-edited plan may say, and for an elastic-bsp plan without its superstep.
+    A rank's local batch holds the samples of all its logical workers. Raises InputError for more processes than any job has.
     """
-    if plan.strategy == "elastic-bsp" and plan.superstep is None:
-        raise InputError("plan:superstep", "is missing", "make the plan again: ddltool plan --strategy elastic-bsp")
     if plan.world_size > _MOST_RANKS:
         problem = f"are {plan.world_size:,} devices"
         raise InputError(
             "plan:assignments", problem, f"a configuration is written for at most {_MOST_RANKS:,} processes"
         )
-    for row in plan.assignments:
-        if row.local_batch_size < 1:
-            where = f"plan:assignments.{row.device_type}.local_batch_size"
-            raise InputError(where, f"is {row.local_batch_size}", "a used device needs at least one sample")
     ranks = [
         RankEnforcement(
             rank=rank,

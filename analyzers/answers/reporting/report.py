@@ -19,6 +19,7 @@ from ddltool.analyzers.answers.reporting import (
 )
 from ddltool.analyzers.answers.reporting.command_section import command_section
 from ddltool.analyzers.answers.reporting.graph_section import graph_section
+from ddltool.analyzers.answers.reporting.lengths_section import lengths_section
 from ddltool.analyzers.answers.reporting.section import Section
 from ddltool.analyzers.answers.reporting.telemetry_section import stragglers_section
 from ddltool.analyzers.step.costs.timed_graph import timed_somehow
@@ -88,6 +89,7 @@ _DRAWERS: dict[str, Callable[[Any, str], Section]] = {
     "network": result_sections.network_section,
     "barrier": result_sections.barrier_section,
     "balance": result_sections.balance_section,
+    "lengths": lengths_section,
     "verification": result_sections.verification_section,
     "simulation": simulation_section.simulation_section,
     "sweep": simulation_section.sweep_section,
@@ -115,6 +117,7 @@ _IMPORTANCE = (
         "simulation",
         "sweep",
         "balance",
+        "lengths",
         "barrier",
         "gate",
         "telemetry",

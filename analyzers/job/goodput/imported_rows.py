@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddltool.analyzers.job.goodput.observations import TELEMETRY_NUMBERS, import_steps, import_table, kind_of
+from ddltool.analyzers.job.goodput.observations import import_steps, import_table, kind_of
 from ddltool.analyzers.step.costs.fitting import MeasuredStep
 from ddltool.analyzers.step.costs.model import OPTIMIZERS
 from ddltool.analyzers.step.measured.kineto import read_steps
@@ -21,10 +21,6 @@ from ddltool.telemetry import runs_of
 
 if TYPE_CHECKING:
     import pandas as pd
-
-
-# Keys that telemetry of earlier versions lacks.
-_MAY_BE_MISSING = ("memory_bytes", "passes")
 
 
 def import_files(
@@ -61,7 +57,7 @@ def import_files(
             raise InputError(
                 str(path), f"ends in {extension or 'nothing'}", "give a .csv, .jsonl or .json file (or .gz of one)"
             )
-        frame = read_table(path) if extension == ".csv" else _telemetry(path)
+        frame = read_table(path)
         kind = kind_of([str(name) for name in frame.columns], str(path))
         row_device = device
         if unnamed and "device" in frame.columns:
@@ -80,21 +76,6 @@ def import_files(
         problem = f"has no part in the import of {sources[0].path}"
         raise InputError(given_options[0], problem, "it is for a profiler trace")
     return pd.concat(frames, ignore_index=True), sources
-
-
-def _telemetry(path: Path) -> pd.DataFrame:
-    """Return the rows of a telemetry file. Raises InputError for lines of another kind and for keys that are missing."""
-    frame = read_table(path)
-    if "kind" in frame.columns:
-        other = (frame["kind"].fillna("ddltool.telemetry") != "ddltool.telemetry").to_numpy()
-        if other.any():
-            line = int(other.argmax())
-            problem = f"is {frame['kind'].iloc[line]!r}"
-            raise InputError(f"{path}:line {line + 1}", problem, "every line is a ddltool.telemetry object")
-    for name in TELEMETRY_NUMBERS:
-        if name not in frame.columns and name not in _MAY_BE_MISSING:
-            raise InputError(f"{path}:line 1:{name}", "is missing", "it must be a finite number >= 0")
-    return frame
 
 
 # What `ddltool profile` trains with, whose rows name neither; the settings below tell such rows.

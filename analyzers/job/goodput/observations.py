@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from ddltool.arrays import Flags, Floats, Ints
 from ddltool.errors import InputError, did_you_mean
-from ddltool.profiles import LARGEST_COUNT, TIMES_S, check_profile
+from ddltool.profiles import LARGEST_COUNT, REQUIRED, TIMES_S, check_profile
 from ddltool.tables import demand, numbers
-from ddltool.telemetry import WARMUP_STEPS, runs_of
+from ddltool.telemetry import WARMUP_STEPS, rows_of_runs, runs_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -32,7 +32,6 @@ _COUNTS = ("num_nodes", "num_replicas", "local_batch_size")
 _ADAPTDL = {"local_bsz": "local_batch_size", "step_time": "step_time_s", "sync_time": "sync_time_s"}
 _TELEMETRY = ("step", "rank", "world_size", "num_nodes", "batch", "compute_s", "sync_s")
 _DIGITS, _PER_NODE = re.compile("[0-9]+"), "one digit per node, such as 44"
-TELEMETRY_NUMBERS = (*_TELEMETRY, "memory_bytes", "passes")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -115,7 +114,7 @@ def kind_of(columns: list[str], where: str) -> Kind:
         raise InputError(where, mixed, "give one kind per file")
     if "placement" in names and names & {"num_nodes", "num_replicas"}:
         raise InputError(where, "has both placement and num_nodes or num_replicas", "keep one of them")
-    if names >= set(_TELEMETRY):
+    if "rank" in names and names & {"compute_s", "sync_s"}:
         return "telemetry"
     needed_by_kind: dict[Kind, set[str]] = {
         "profile": {*_COUNTS, "step_time_s", "sync_time_s"},
@@ -219,7 +218,7 @@ def import_steps(
         raise InputError(steps.where, f"does not say on how many nodes its {replicas} ranks ran", "give --nodes N")
     lower_s, upper_s = np.percentile(steps.step_time_s, [25, 75])
     row = {
-        "device": steps.device or "",
+        **({"device": steps.device} if steps.device else {}),
         "num_nodes": num_nodes or 1,
         "num_replicas": replicas,
         "local_batch_size": local_batch_size,
@@ -233,7 +232,8 @@ def import_steps(
 
 def _check_rows(frame: pd.DataFrame, where: str, shown: Mapping[str, str] | None = None) -> pd.DataFrame:
     """Return the checked rows of a profile; ``device`` is empty where it names none. ``shown`` as in ``check_profile``."""
-    rows = check_profile(frame if "device" in frame else frame.assign(device=""), where, shown)
+    rows = check_profile(frame, where, shown, required=REQUIRED if "device" in frame else REQUIRED[1:])
+    rows = rows if "device" in rows else rows.assign(device="")
     label = (shown or {}).get("sync_time_s", "sync_time_s")
     remedy = "it is the part of the step that synchronises, and below the step time"
     demand((rows["sync_time_s"] < rows["step_time_s"]).to_numpy(), rows["sync_time_s"], label, where, remedy)
@@ -256,13 +256,8 @@ def _telemetry_medians(frame: pd.DataFrame, where: str) -> pd.DataFrame:
     The step is compute plus synchronisation. Waiting for slower ranks is left out: it comes from how the batch is
     split, not from how fast this rank or the network is.
     """
-    names = [name for name in TELEMETRY_NUMBERS if name in frame.columns]
-    steps = frame[names].copy()
-    for name in names:
-        steps[name] = numbers(frame, name, where, missing=name == "passes", unit="line")
-    passes = steps["passes"].fillna(1.0).clip(lower=1.0) if "passes" in names else 1.0
-    device = frame["device"].astype(str) if "device" in frame.columns else ""
-    steps = steps.assign(device=device, passes=passes, run=runs_of(frame))
+    steps = rows_of_runs(frame, where, _TELEMETRY)
+    steps = steps.assign(run=runs_of(steps), device=steps.get("device", ""))
     is_long = steps.groupby("run")["step"].transform("nunique") > 2 * WARMUP_STEPS
     steady_steps = steps[(steps["step"] >= WARMUP_STEPS) | ~is_long]
     steady_steps = steady_steps[(steady_steps["batch"] > 0) & (steady_steps["compute_s"] > 0)]
@@ -282,7 +277,7 @@ def _telemetry_medians(frame: pd.DataFrame, where: str) -> pd.DataFrame:
         step_time_spread_s=quartiles[1] - quartiles[0],
         repeats=groups.size()["size"],
     )
-    if "memory_bytes" in names:
+    if "memory_bytes" in steps:
         rows["peak_memory_bytes"] = groups["memory_bytes"].max()["memory_bytes"]
     if (rows["passes"] > 1).any():
         rows["accumulation_steps"] = (rows["passes"] - 1).astype(np.int64)

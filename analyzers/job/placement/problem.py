@@ -123,6 +123,7 @@ class Problem:
         """Return a plan with a step of ``iteration_s``; ``more`` overrides the figures of a proven plan without ESTs."""
         figures: dict[str, Any] = {"throughput": self.max_workers / iteration_s, "overload_factor": iteration_s}
         figures |= {"est_count": 0, "waste": 0.0, "status": "optimal", "gap": 0.0, "solve_seconds": 0.0, **more}
+        figures["waste"] = max(0.0, figures["waste"])  # a difference, which rounding may leave below
         return Plan(
             job=self.job,
             strategy=strategy,

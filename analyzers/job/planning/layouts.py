@@ -38,12 +38,15 @@ from ddltool.decision import LEAST_GAIN, Layout, NothingFits
 from ddltool.device import GIVEN, DeviceTable
 from ddltool.errors import Infeasible, InputError
 from ddltool.job import Job
+from ddltool.precision import precision_of
 from ddltool.shipped import calibration
 from ddltool.units import show_bytes
 
 # What people run without a tool.
 _PLAIN = ("none", "ddp", "fsdp")
 _SIMPLER = {"none": 0, "ddp": 1, "fsdp": 2, "hsdp": 3, "zero2": 4}
+# Of what frozen weights in a half type take, what a step with adapters takes at least.
+_FROZEN = 1.15
 # How many layouts get their best buckets or prefetch before one is picked, and up to how many times the best default step.
 _SETTLED, _SETTINGS_GAIN = 8, 1.5
 # Layouts listed that do not fit.
@@ -332,7 +335,12 @@ class Layouts(LayoutFigures):
             if shards_needed is not None:
                 ways.insert(0, f"{shards_needed} {name} (FSDP2, {recompute} checkpointing)")
         layouts = [candidate.layout for candidate in closest[:_LISTED]]
-        return NothingFits(f"{text}; it would fit on {' or '.join(ways)}", layouts)
+        graph = self.work.traced.graph
+        half_bytes = 2.0 * graph.parameter_bytes / precision_of(graph.meta.get("precision")).width
+        adapters = (
+            "" if graph.meta.get("lora") or _FROZEN * half_bytes > usable else "; adapters alone may fit: --lora 16"
+        )
+        return NothingFits(f"{text}; it would fit on {' or '.join(ways)}{adapters}", layouts)
 
 
 def simplicity(layout: Layout) -> tuple[int, int, int, int]:

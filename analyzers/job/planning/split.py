@@ -28,6 +28,7 @@ from ddltool.errors import Infeasible, InputError
 from ddltool.graph import natural_key
 from ddltool.job import DeviceOffer, Job
 from ddltool.plans import Assignment, BatchSplit, Plan, Strategy
+from ddltool.quantities import MOST_PASSES
 
 
 def memory_limit(job: Job, offer: DeviceOffer) -> int | None:
@@ -136,6 +137,11 @@ def _plan(
 ) -> Plan:
     """Return the plan. Waste is the mini-batches per second that its devices lose by waiting."""
     names = [device.name for device in problem.devices]
+    for row in rows:
+        if (passes := _passes(curves, row)) > MOST_PASSES:
+            raise Infeasible(
+                f"each {names[row.kind]} would make {passes:,} passes of a step; {MOST_PASSES:,} are the most"
+            )
     compute_s = {row: slowest_of(curves, [row]) for row in rows}
     capability = sum(row.devices * row.size / row_s / problem.batch_size for row, row_s in compute_s.items() if row_s)
     assignments = [

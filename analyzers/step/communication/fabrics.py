@@ -5,6 +5,7 @@ What nccl-tests print (github.com/NVIDIA/nccl-tests): the times of one collectiv
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -65,7 +66,7 @@ def rows_of(text: str) -> list[TestRow]:
                 )
             except ValueError:
                 continue
-            if time_us > 0 and 0 <= bus_gb_per_s < float("inf"):
+            if 0 < time_us < math.inf and 0 <= bus_gb_per_s < math.inf and 0 <= algorithm_gb_per_s < math.inf:
                 rows.append(
                     TestRow(
                         size_bytes=int(row[1]),

@@ -35,6 +35,7 @@ from ddltool.analyzers.step.tracing.torch_adapter import TracedStep
 from ddltool.errors import InputError, did_you_mean
 from ddltool.graph import RECV, SEND, Graph
 from ddltool.plans import is_product
+from ddltool.precision import precision_of
 
 Array = NDArray[np.float64]
 Places = NDArray[np.int64]
@@ -338,10 +339,15 @@ class TensorLifetimes:
         held.add("gradients", recomputation.moved(self.alloc)[is_gradient], held.places, size[is_gradient])
         held.add("updating", held.places - 1, held.places, np.tile(size[is_gradient], update.temporaries))
         counters = np.full(int(is_gradient.sum()), float(update.counters))
-        states = np.concatenate([np.tile(size[is_gradient], update.states), counters])
+        states = np.concatenate([self._states(size[is_gradient], update), counters])
         held.add("optimizer", 0, held.places, states / sharding.shard)
         if sharding.kind != "none":
             held.add("buckets", 0, held.places, bucket_bytes)
+
+    def _states(self, kept_bytes: Array, update: Optimizer) -> Array:
+        """Return the bytes of the optimizer's states of parameters of so many bytes each."""
+        share = update.state_share(precision_of(self.traced.graph.meta.get("precision")).width)
+        return np.tile(kept_bytes * share / max(update.states, 1), update.states)
 
     def _hold_shards(
         self, held: Held, recomputation: Recomputation, size: Array, sharding: Sharding, update: Optimizer
@@ -355,7 +361,7 @@ class TensorLifetimes:
         alloc, end, shard = recomputation.moved(self.alloc), held.places, sharding.shard
         reduced_bytes = self.trained_bytes
         held.add("parameters", 0, end, size[is_parameter] * self.kept_share / shard)
-        states = np.tile(size[is_gradient] * self.kept_share, update.states)
+        states = self._states(size[is_gradient] * self.kept_share, update)
         held.add("optimizer", 0, end, states / shard)
         held.add("gathered", 0, end, size[is_parameter & (self.owner < 0)])
         is_root_gradient = is_gradient & (self.owner < 0)

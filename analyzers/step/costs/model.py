@@ -61,6 +61,18 @@ class Optimizer:
     """Copies of the gradients' size that it makes while it updates."""
     counters: int = 0
     """Bytes per tensor that it counts its steps in on the device, in a kernel of their own before the others."""
+    state_width: float | None = None
+    """Bytes of an element of a state, which the last kernel reads and writes; None: as wide as the parameter, and counted."""
+
+    def state_share(self, width: float) -> float:
+        """Return the bytes of all its states over those of parameters of ``width`` bytes each."""
+        return self.states * (1.0 if self.state_width is None else self.state_width / width)
+
+    def kernels_at(self, width: float) -> tuple[float, ...]:
+        """Return, for parameters of ``width`` bytes, how often each kernel reads or writes their size."""
+        if self.state_width is None:
+            return self.kernels
+        return (*self.kernels[:-1], self.kernels[-1] + 2 * self.state_share(width))
 
     @property
     def passes(self) -> int:
@@ -76,6 +88,8 @@ OPTIMIZERS = {
     "momentum": Optimizer(states=1, kernels=(5,)),
     "adam": Optimizer(states=2, kernels=(7,), counters=4),
     "adamw": Optimizer(states=2, kernels=(7,), counters=4),
+    # A byte of each moment, and a float32 scale for each block of 256 of them (bitsandbytes 0.43 on).
+    "adamw-8bit": Optimizer(states=2, kernels=(3,), state_width=1 + 4 / 256),
     "foreach-sgd": Optimizer(states=0, kernels=(3,)),
     "foreach-momentum": Optimizer(states=1, kernels=(2, 3, 3)),
     "foreach-adam": Optimizer(states=2, kernels=_FOREACH_ADAM, temporaries=1),
@@ -98,7 +112,7 @@ def memory_words(precision: str, optimizer: str, copied: bool = False) -> str:
     update, kept = OPTIMIZERS[optimizer], precision_of(precision)
     if copied and kept.is_autocast:
         return f"{precision_name(precision)}: parameters in {kept.computes}, updated in float32 with {optimizer}"
-    size = f"{kept.width * (2 + update.states):g} bytes a parameter"
+    size = f"{round(kept.width * (2 + update.state_share(kept.width)), 1):g} bytes a parameter"
     size += f" with {optimizer}" if update.passes else " with its gradient"
     return f"{precision_name(precision)}: {', '.join(filter(None, (kept.words, size)))}"
 
@@ -242,7 +256,8 @@ def update_kernels(graph: Graph, optimizer: str) -> Kernels:
         return memory_kernels(())
     counter_bytes = float(update.counters * len(graph.of_kind(SEND)))
     counting = [2.0 * counter_bytes] if counter_bytes else []
-    return memory_kernels([*counting, *(passes * trained_bytes + counter_bytes for passes in update.kernels)])
+    passes_of_kernels = update.kernels_at(precision_of(graph.meta.get("precision")).width)
+    return memory_kernels([*counting, *(passes * trained_bytes + counter_bytes for passes in passes_of_kernels)])
 
 
 @dataclass(frozen=True, eq=False)

@@ -406,7 +406,8 @@ class Stages:
         life = self.lifetimes
         is_gradient = life.role == GRADIENT
         made = recomputation.moved(life.alloc)[is_gradient]
-        copies = OPTIMIZERS[optimizer].states + (self.has_copies and optimizer != "none")
+        width = precision_of(self.rank.traced.graph.meta.get("precision")).width
+        copies = OPTIMIZERS[optimizer].state_share(width) + (self.has_copies and optimizer != "none")
         held.add("parameters", 0, held.places, size[life.role == PARAMETER])
         held.add("gradients", made, made + 2, size[is_gradient])
         held.add("gradients", 0, held.places, self.summed_share * trained_bytes)

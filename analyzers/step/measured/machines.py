@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import Element, ParseError, fromstring
 
-import yaml
-
 from ddltool.analyzers.step.tracing.sources import is_graph_file
 from ddltool.artifacts import parse, read_bytes
 from ddltool.errors import InputError, shortened
 from ddltool.job import Cluster, Job, is_code
+from ddltool.plain_values import from_json, from_yaml
 from ddltool.shipped import devices
 from ddltool.units import show_bytes
 
@@ -240,11 +239,7 @@ def _from_scontrol(text: str, where: str) -> Iterator[Node | str]:
 
 def _from_kubectl(text: str, where: str) -> Iterator[Node | str]:
     """Yield a node for each item of ``kubectl get nodes -o json``, or a remark. Raises InputError for another document."""
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        problem = f"is not valid JSON ({shortened(str(error), 100)})"
-        raise InputError(where, problem, "the file may be cut off; make it again") from None
+    document = from_json(text, where)
     items = document.get("items", [document]) if isinstance(document, dict) else document
     if not isinstance(items, list) or not all(
         isinstance(item, dict) and item.get("kind", "Node") == "Node" for item in items
@@ -341,7 +336,7 @@ def first_files(found: Nodes, model: str | None, folder: Path) -> tuple[dict[str
         "job.yaml": "\n".join(_job_lines(found, source, sum(counts.values()))) + "\n",
     }
     for name, model_class in (("cluster.yaml", Cluster), ("job.yaml", Job)):
-        parse(yaml.safe_load(texts[name]), model_class, name)  # raises for a file that could not be read again
+        parse(from_yaml(texts[name], name), model_class, name)  # raises for a file that could not be read again
     return texts, remarks
 
 
@@ -400,5 +395,5 @@ def _device_entry(name: str, memory_gib: float | None, spec: Mapping[str, Any] |
 
 def _yaml_scalar(text: str) -> str:
     """Return a text as YAML for a flow mapping, quoted where YAML would read it otherwise."""
-    plain = re.fullmatch(r"[A-Za-z][\w.+-]*(?::[\w.+-]+)?", text, re.ASCII) and yaml.safe_load(text) == text
+    plain = re.fullmatch(r"[A-Za-z][\w.+-]*(?::[\w.+-]+)?", text, re.ASCII) and from_yaml(text, text) == text
     return text if plain else json.dumps(text, ensure_ascii=True)

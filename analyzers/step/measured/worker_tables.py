@@ -14,11 +14,13 @@ import pandas as pd
 
 from ddltool.analyzers.step.measured.ranks import of_telemetry
 from ddltool.arrays import Floats
+from ddltool.artifact_files import read_any
+from ddltool.artifacts import ending
 from ddltool.errors import InputError
 from ddltool.graph import natural_key
 from ddltool.stages import Tell
 from ddltool.tables import demand_columns, numbers, read_table, texts
-from ddltool.telemetry import last_run
+from ddltool.telemetry import check_rows
 
 SPEED_COLUMNS = ("iteration", "worker", "speed", "cpu", "memory")
 END_COLUMNS = ("worker", "iteration", "end_s")
@@ -28,14 +30,14 @@ MOST_S = 1e15
 MOST_ITERATIONS = 2**53 - 1
 
 
-def read_speeds(path: Path, tell: Tell) -> SpeedTrace:
+def read_speeds(path: Path, tell: Tell, frame: pd.DataFrame | None = None) -> SpeedTrace:
     """Return the trace in a CSV (``.gz`` is accepted), rows in any order; workers come in natural order of their names.
 
     Telemetry of the training hook is accepted as well: its speed is the samples per second of the rank's own compute, and
     its CPU and memory readings are 1. Every worker needs a row for every iteration; ``tell`` receives a remark about
-    iterations that no worker has. Raises InputError naming row and column.
+    iterations that no worker has; ``frame``: the table, where it has been read. Raises InputError naming row and column.
     """
-    frame = read_table(path, SPEED_COLUMNS)
+    frame = read_table(path, SPEED_COLUMNS) if frame is None else frame
     if "compute_s" in frame.columns:
         run = of_telemetry(frame, str(path), tell)
         speed = run.speed().T
@@ -100,11 +102,19 @@ def read_recorded(path: Path, tell: Tell) -> WorkerIterations:
     all next iterations begin at 0. ``tell`` receives the remark which of several runs is taken. Raises InputError naming
     row and column.
     """
+    if ending(path) in (".jsonl", ".ndjson"):
+        read = read_any(path)
+        if read.remark:
+            tell(f"{path}: {read.remark}")
+        if read.kind == "sync":
+            return _from_sync(
+                pd.DataFrame(read.content, columns=["event", "worker", "step", "time_s", "wait_s"]), str(path)
+            )
+        if read.kind == "telemetry":
+            return _from_telemetry(read.content, str(path))
     frame = read_table(path, END_COLUMNS)
-    if {"event", "worker", "wait_s"} <= set(map(str, frame.columns)):
-        return _from_sync(last_run(frame, str(path), tell), str(path))
     if {"rank", "step_s"} <= set(map(str, frame.columns)):
-        return _from_telemetry(last_run(frame, str(path), tell), str(path))
+        return _from_telemetry(check_rows(frame, str(path), tell), str(path))
     names, ends, _ = _rows_by_worker(frame, END_COLUMNS, str(path))
     for name, worker_ends in zip(names, ends, strict=True):
         if len(worker_ends) < 2:

@@ -29,7 +29,8 @@ def float8_layers(module: nn.Module) -> list[str]:
     """Return the names of a module's linear layers that are converted.
 
     Those whose two widths are at least 256 and divisible by 16, but for a language model's head: a layer with an output for
-    each row of an embedding. (Attention is no linear layer, nor is transformers' ``Conv1D``.)
+    each row of an embedding. A weight that is computed from others stays as it is. (Attention is no linear layer, nor is
+    transformers' ``Conv1D``.)
     """
     rows = {each.num_embeddings for each in module.modules() if isinstance(each, nn.Embedding)}
     return [name for name, each in linear_layers(module).items() if _is_wide(each) and each.out_features not in rows]
@@ -42,7 +43,7 @@ def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
 
 def _is_wide(layer: nn.Linear) -> bool:
     widths = layer.in_features, layer.out_features
-    return min(widths) >= _LEAST and not any(width % _ALIGNED for width in widths)
+    return "weight" in layer._parameters and min(widths) >= _LEAST and not any(width % _ALIGNED for width in widths)
 
 
 class Float8Linears(TorchFunctionMode):
@@ -92,7 +93,8 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         """Return the product, and keep the input as cast and the weight as it is."""
         weight_values, weight_scale = _scaled(weight, _VALUES)
-        ctx.save_for_backward(values, scale, weight, weight_scale)
+        # No save_for_backward: within torch.utils.checkpoint its hooks abort a process that records.
+        ctx.kept = values, scale, weight, weight_scale
         ctx.dtype, ctx.has_bias = dtype, bias is not None
         half_bias = None if bias is None else bias.to(dtype)
         return torch._scaled_mm(values, weight_values.t(), scale, weight_scale, half_bias, out_dtype=dtype)
@@ -100,7 +102,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         """Return the gradients of input, weight and bias."""
-        values, scale, weight, weight_scale = ctx.saved_tensors
+        (values, scale, weight, weight_scale), ctx.kept = ctx.kept, None
         gradient = gradients[0].contiguous()
         cast, cast_scale = _scaled(gradient, _GRADIENTS)
         of_input, _, _, of_weight, of_bias, _ = ctx.needs_input_grad

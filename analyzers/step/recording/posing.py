@@ -476,7 +476,7 @@ def _stand_in_autocast(stand_ins: _StandIns, gpu: torch.device, cache: Autocast)
 def _stand_in_modules(stand_ins: _StandIns, pose: Pose) -> None:
     """Let modules move to the device, loaders load in this process, and checkpoints be read to the CPU."""
     from torch.optim import optimizer
-    from torch.utils import _foreach_utils, data
+    from torch.utils import _foreach_utils, checkpoint, data
 
     # A fake tensor's device is a property of Python's, which no mode sees; the operators themselves ask for the real one.
     real_device: Any = FakeTensor.device.fget  # type: ignore[attr-defined]
@@ -495,6 +495,11 @@ def _stand_in_modules(stand_ins: _StandIns, pose: Pose) -> None:
     torch.__future__.set_swap_module_params_on_conversion(True)
     stand_ins.set(torch, compile=_compiled)
     stand_ins.set(nn.Module, compile=lambda self, *_, **__: _compiled(self) and None)
+    # Checkpointing compares what a recomputation saves with what was saved, and the device of a tensor is CUDA's or the
+    # recorder's by who asks.
+    checks = checkpoint._allowed_determinism_checks_to_fns
+    unplaced: Callable[[Tensor], dict[str, Any]] = lambda saved: {"shape": saved.shape, "dtype": saved.dtype}  # noqa: E731
+    stand_ins.set(checkpoint, _allowed_determinism_checks_to_fns={**checks, "default": unplaced})
     real_resize = torch.UntypedStorage.resize_
 
     def resize(storage: Any, size: int) -> Any:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, defs, helper
 
 from ddltool.analyzers.step.recording.op_rules import cost_of
 from ddltool.analyzers.step.tracing.onnx_shapes import (
@@ -70,6 +70,7 @@ def trace_onnx(path: str, *, batch_size: int | None = None, bindings: Mapping[st
     shapes that contradict each other.
     """
     model = _read_model(path)
+    _check_numbers(model, path)
     _check_tensors(model, Path(path))
     model = _inline_functions(model, path)
     notes = ["the nodes were not in topological order and have been sorted"] if sort_nodes(model.graph, path) else []
@@ -95,6 +96,27 @@ def _read_model(path: str) -> ModelProto:
     if not model.graph.node or not model.opset_import or model.ir_version <= 0:
         raise InputError(path, "is not an ONNX model (no graph, operator set or version)", "export it again")
     return model
+
+
+_ABOVE_ZERO = ("strides", "dilations", "kernel_shape", "group")
+
+
+def _check_numbers(model: ModelProto, path: str) -> None:
+    """Raise InputError for an operator set that onnx does not know, a negative dimension, a stride that is not above 0."""
+    newest = defs.onnx_opset_version()
+    for entry in model.opset_import:
+        if entry.domain in ("", "ai.onnx") and not 1 <= entry.version <= newest:
+            raise InputError(path, f"is of operator set {entry.version}", f"export it for one of 1 to {newest}")
+    for tensor in _tensors(model.graph):
+        if min(tensor.dims, default=0) < 0:
+            problem = f"tensor {tensor.name!r} has a dimension of {min(tensor.dims)}"
+            raise InputError(path, problem, "dimensions are 0 or more; export it again")
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            numbers = [*attribute.ints, *([attribute.i] if attribute.type == AttributeProto.INT else [])]
+            if attribute.name in _ABOVE_ZERO and min(numbers, default=1) < 1:
+                problem = f"{attribute.name} of {node.op_type} {node.name!r} has {min(numbers)}"
+                raise InputError(path, problem, "it must be at least 1; export it again")
 
 
 def _tensors(graph: GraphProto) -> list[TensorProto]:

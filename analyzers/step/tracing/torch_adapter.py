@@ -370,12 +370,13 @@ def _record(
             torch.set_grad_enabled(mode == "training"),
         ):
             recorder.start()
-            with numerics.autocast(), numerics.narrowed(step.module, parameters):
-                result = called(step.module, inputs, step.keywords)
-                if mode == "training":
-                    result = step.loss(result)
-            if mode == "training" and not forward_only:
-                result.backward()
+            with numerics.narrowed(step.module, parameters):  # the backward pass may compute layers again
+                with numerics.autocast():
+                    result = called(step.module, inputs, step.keywords)
+                    if mode == "training":
+                        result = step.loss(result)
+                if mode == "training" and not forward_only:
+                    result.backward()
             recorder.stop()
         with _disable_current_modes():
             return _RecordedModule(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import math
 import tomllib
 from collections.abc import Mapping
@@ -29,6 +28,7 @@ from ddltool.analyzers.step.tracing.step import TrainingStep, default_loss, lang
 from ddltool.analyzers.step.tracing.torch_adapter import joined
 from ddltool.artifacts import read_text
 from ddltool.errors import DdlToolError, InputError, one_line
+from ddltool.plain_values import from_json
 from ddltool.published_models import check_hub_name, find_model, unknown_model
 
 _TABLES: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("transformers.toml").read_text(encoding="utf-8"))
@@ -111,10 +111,7 @@ def named_config(name: str) -> NamedConfig:
 
 def _read_config(path: Path) -> dict[str, Any]:
     """Return a published configuration: a mapping with ``model_type``. Raises InputError for another file."""
-    try:
-        document = json.loads(read_text(path))
-    except ValueError as error:
-        raise InputError(str(path), f"is no JSON ({one_line(str(error))})", "give a model's config.json") from None
+    document = from_json(read_text(path), str(path))
     if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
         raise InputError(f"{path}:model_type", "is missing", "give a model's config.json, as transformers writes it")
     unused_fields = {"auto_map", "quantization_config", "torch_dtype", "dtype", "transformers_version", "_name_or_path"}

@@ -413,7 +413,7 @@ def test_what_a_target_cannot_say_is_listed(cli: Cli, tmp_path: Path) -> None:
     setting = BucketSetting(bucket_cap_mb=1.0, buckets=[["x"]], step_s=1.0, default_step_s=2.0)
     rows = [Assignment(device_type="A", devices=2, ests_per_device=2, local_batch_size=8),
             Assignment(device_type="B", devices=1, ests_per_device=1, local_batch_size=4)]  # fmt: skip
-    made = plan(assignments=rows, ddp=setting)
+    made = plan(assignments=rows, ddp=setting, est_count=5)
 
     def nouns(target: Any) -> list[str]:
         return [gap.partition(":")[0] for gap in not_expressed(made, target, layout(made))]
@@ -524,7 +524,7 @@ def test_a_plan_with_a_server_starts_one_more_process(cli: Cli, tmp_path: Path, 
     assert load(tmp_path / "enforce.json", Enforcement).superstep == superstep
     with pytest.raises(InputError, match=r"strategy: is elastic-bsp.*ddltool\.runtime\.servers\.follow"):
         runtime.attach(tmp_path / "enforce.json")
-    with pytest.raises(InputError, match="superstep: is missing"):
+    with pytest.raises(ValueError, match="superstep is that of strategy elastic-bsp; make the plan again"):
         to_enforcement(served.model_copy(update={"superstep": None}))
 
 

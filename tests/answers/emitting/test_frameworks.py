@@ -13,6 +13,7 @@ import yaml
 
 from ddltool.analyzers.answers.emitting.accelerate import accelerate_config, accelerate_text
 from ddltool.analyzers.answers.emitting.deepspeed import deepspeed_config
+from ddltool.analyzers.answers.emitting.enforcement import not_expressed
 from ddltool.analyzers.answers.emitting.layout import layout, plan_hash
 from ddltool.analyzers.answers.emitting.shares import block_names, recomputation, reshards, shares
 from ddltool.analyzers.answers.emitting.torchtitan import job_config
@@ -285,7 +286,9 @@ def test_unequal_passes_become_equal_ones_that_take_no_more_memory() -> None:
     made, gaps = shares(made_plan(passes=3), "torchtitan")
     assert (made.passes, made.micro_batch_size, made.total_batch_size) == (4, 2, 64)
     assert gaps == ["passes: 8 samples in 3 passes are unequal ones; here 4 of 2"]
-    turns = plan(assignments=[Assignment(device_type="A", devices=2, ests_per_device=4, local_batch_size=8)])
+    turns = plan(
+        assignments=[Assignment(device_type="A", devices=2, ests_per_device=4, local_batch_size=8)], est_count=8
+    )
     assert shares(turns, "deepspeed")[0].passes == 4  # logical workers that take turns
 
 
@@ -330,6 +333,13 @@ def test_a_plan_says_how_its_step_is_run(cli: Cli, tmp_path: Path) -> None:
         "AdamW",
         True,
     )
+
+
+def test_adapters_are_the_scripts() -> None:
+    for target in ("hook", "torchtitan", "fsdp2"):
+        gaps = [gap for gap in not_expressed(made_plan(run={"lora": 16}), target) if gap.startswith("LoRA: the script")]  # type: ignore[arg-type]
+        assert len(gaps) == 1
+    assert not any(gap.startswith("LoRA") for gap in not_expressed(made_plan(), "hook"))
 
 
 def test_plans_of_earlier_versions_are_written_with_what_they_lack(cli: Cli, tmp_path: Path) -> None:

@@ -359,7 +359,7 @@ def expressions_of(chart: dict[str, Any]) -> list[str]:
 def test_hostile_names_stay_text(artifacts: list[Path], tmp_path: Path, name: str) -> None:
     plan = json.loads(named(artifacts, "plan-bsp.json").read_text())
     plan["job"] = name
-    plan["assignments"][0]["device_type"] = name
+    plan["assignments"][0]["device_type"] = name.replace("\ud800", "?")
     gate = json.loads(named(artifacts, "gate.json").read_text())
     gate["checks"][0] |= {"metric": name, "rule": name, "note": name}
     gate["current"] = [name]
@@ -437,6 +437,7 @@ def test_many_iterations_become_one_bar_that_says_so(
 ) -> None:
     plan = json.loads(named(artifacts, "plan-elastic-bsp.json").read_text())
     plan["superstep"]["iterations"] = dict.fromkeys(plan["superstep"]["iterations"], iterations)
+    plan["superstep"]["mini_batches"] = iterations * sum(row["devices"] for row in plan["assignments"])
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     made(tmp_path / "plan.json", "-o", tmp_path / "r.html")
     texts = re.findall(r'"text":"([^"]*)"', (tmp_path / "r.html").read_text())

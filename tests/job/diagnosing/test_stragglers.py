@@ -294,7 +294,7 @@ def test_telemetry_with_uneven_batches_is_uneven_work(tmp_path: Path) -> None:
     found = of_traces(write_run(tmp_path, long_sequences)[0])
     rows = [row.model_dump() for row in telemetry(found, 32)]
     for row in rows:
-        row["batch"] = 51 if row["rank"] == 1 else 32
+        row |= {"batch": 51 if row["rank"] == 1 else 32, "total_batch": 32 * row["world_size"] + 19}
     result = diagnose(of_telemetry(pd.DataFrame(rows), "telemetry.jsonl"), "telemetry")
     assert [(one.rank, one.cause) for one in result.findings] == [(1, "uneven work")]
 

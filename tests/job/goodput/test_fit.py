@@ -212,14 +212,9 @@ def test_one_line_for_what_cannot_be(tmp_path: Path, cli: Cli, column: str, valu
     assert not (tmp_path / "g.json").exists()
 
 
-@pytest.mark.parametrize(
-    "line", ['{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", '{"a": ' + "1" * 5000 + "}"], ids=["nested", "digits"]
-)
-def test_one_line_for_json_that_cannot_be(tmp_path: Path, cli: Cli, line: str) -> None:
-    (tmp_path / "t.jsonl").write_text(line + "\n")
-    cli("fit", tmp_path / "t.jsonl").refuses(
-        "t.jsonl:line 1: has a number of thousands of digits, or is nested thousands deep"
-    )
+def test_one_line_for_json_that_is_nested(tmp_path: Path, cli: Cli) -> None:
+    (tmp_path / "t.jsonl").write_text('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    cli("fit", tmp_path / "t.jsonl").refuses("t.jsonl:line 1: is nested thousands deep")
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")

@@ -244,7 +244,8 @@ def test_the_command_refuses_in_one_line(cli: Cli, tmp_path: Path) -> None:
     assert cli("companion", tmp_path / "job.yaml", "-o", base).code == 0
     (tmp_path / "torn.db").write_bytes(base.read_bytes()[:5000])
     (tmp_path / "net.yaml").write_text(JOB + "network: goodput.json\n")
-    (tmp_path / "empty.db").write_bytes(b"")
+    for name in ("empty.db", "goodput.json"):
+        (tmp_path / name).touch()
     for arguments, message in (
         ((tmp_path / "job.yaml",), "--output: is missing"),
         ((tmp_path / "net.yaml", "-o", tmp_path / "x.db"), "net.yaml:network: is not kept in a companion database"),

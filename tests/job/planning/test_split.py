@@ -387,10 +387,12 @@ def test_a_hundred_thousand_devices_of_a_type_cost_no_more_than_one() -> None:
 
 
 def test_a_batch_beyond_what_can_be_split(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"job.yaml:batch_size: is 10{18}.*at most 500000000000 "):
-        lb_bsp(tmp_path, DEVICES.replace("batch_size: 64", f"batch_size: {10**18}"))
-    made = lb_bsp(tmp_path, DEVICES.replace("batch_size: 64", f"batch_size: {5 * 10**11}"))
-    assert sum(row.devices * row.local_batch_size for row in made.assignments) == 10**12
+    with pytest.raises(InputError, match=r"job.yaml:batch_size: is 10{15}.*at most 500000000000 "):
+        lb_bsp(tmp_path, DEVICES.replace("batch_size: 64", f"batch_size: {10**15}"))
+    with pytest.raises(Infeasible, match="would make 34,722,222,223 passes of a step; 10,000 are the most"):
+        lb_bsp(tmp_path, DEVICES.replace("batch_size: 64", f"batch_size: {5 * 10**11}"))
+    made = lb_bsp(tmp_path, DEVICES.replace("batch_size: 64", f"batch_size: {5 * 10**4}"))
+    assert sum(row.devices * row.local_batch_size for row in made.assignments) == 10**5
 
 
 JobDocument = dict[str, Any]

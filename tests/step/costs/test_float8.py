@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 from ddltool.analyzers.step.costs.compiling import FUSED, compiled, compiled_lifetimes
 from ddltool.analyzers.step.costs.memory import ACTIVATION, TensorLifetimes, lifetimes_of
@@ -179,6 +181,14 @@ def test_inputs_are_kept_in_float8_and_weights_are_cast_again() -> None:
     assert kept(half, 2.0) - kept(narrow, 2.0) == 2 * 2 * ROWS * (WIDTH + HIDDEN)
 
 
+def test_inputs_are_given_up_layer_by_layer() -> None:
+    lifetimes = lifetimes_of(traced())
+    is_kept = (lifetimes.role == ACTIVATION) & (lifetimes.alloc < lifetimes.backward) & (lifetimes.width == 1.0)
+    ends = sorted(lifetimes.free[is_kept & (lifetimes.free > lifetimes.backward)].tolist())
+    assert len(set(ends)) == 4
+    assert ends[-1] < lifetimes.nodes - 1
+
+
 def test_compiled_the_input_is_cast_again_from_what_is_kept_anyway() -> None:
     assert kept(compiled_lifetimes(lifetimes_of(traced())), 1.0) == 0.0
 
@@ -204,6 +214,27 @@ def test_layers_side_by_side_cast_their_input_once() -> None:
     step = TrainingStep(name="pair", module=Pair(), inputs=(torch.zeros(ROWS, WIDTH),), loss=lambda y: y)
     graph = trace_step(lambda: step, mode="training", numerics=Numerics("fp8")).graph
     assert len(moved(graph, "aten.to_float8", "forward")) == 3
+
+
+class Computed(nn.Module):
+    """A layer within a checkpoint, and one whose weight is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.normed = parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (rows, width) from the same."""
+        return self.normed(checkpoint(lambda rows: F.gelu(self.layer(rows)), x, use_reentrant=False))
+
+
+def test_a_computed_weight_stays_in_bfloat16() -> None:
+    step = TrainingStep(name="computed", module=Computed(), inputs=(torch.zeros(ROWS, WIDTH),), loss=lambda y: y.mean())
+    graph = trace_step(lambda: step, mode="training", numerics=Numerics("fp8", gathered=True)).graph
+    assert graph.meta["note"] == "float8: 1 of 2 linear layers, in bfloat16: normed"
+    wide = [op for op in range(len(graph)) if graph.gemm[op, 1] > 0 and not graph.dtype[op].startswith("float8")]
+    assert [graph.op_type[op] for op in wide] == ["aten.addmm", "aten.mm", "aten.mm"]
 
 
 def test_any_batch_scales_from_one_trace() -> None:

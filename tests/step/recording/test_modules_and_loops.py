@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import get_args
+from typing import Any, cast, get_args
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 import ddltool as dt
 from ddltool.analyzers.step.costs.model import OPTIMIZERS, update_kernels
+from ddltool.analyzers.step.costs.predict import work_of
 from ddltool.analyzers.step.recording.window import RecordedBlock, record
+from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.commands.options import OPTIMIZER
 from ddltool.errors import InputError
 from ddltool.graph_results import PredictedRow
@@ -101,7 +104,12 @@ def test_an_optimizer_has_the_kernels_that_torch_runs(optimizer: str) -> None:
     graph = looped(rows, optimizer, half=False).graph
     recorded = [size for name, size in zip(graph.names, graph.size_bytes, strict=True) if name.startswith("update/")]
     assert update_kernels(graph, optimizer).moved_bytes.tolist() == recorded
-    assert set(UPDATES) | {"none"} == set(OPTIMIZERS) == set(get_args(OptimizerName)) == set(OPTIMIZER["choices"])
+    assert (
+        set(UPDATES) | {"none", "adamw-8bit"}
+        == set(OPTIMIZERS)
+        == set(get_args(OptimizerName))
+        == set(OPTIMIZER["choices"])
+    )
 
 
 def test_a_module_is_the_same_step_as_its_script(tmp_path: Path) -> None:
@@ -157,3 +165,38 @@ def test_loops_without_a_step_are_refused() -> None:
         _ = block.graph
     with pytest.raises(InputError, match="here: runs nothing on cuda"):
         train_on_the_cpu()
+
+
+class _Product(torch.autograd.Function):
+    """``x w'``, with what its backward pass needs saved by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return gradient @ w, gradient.t() @ x
+
+
+class _Recomputed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.v, self.w = nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def block(x: Tensor) -> Tensor:
+            return cast(Tensor, _Product.apply(_Product.apply(x, self.v).relu(), self.w))
+
+        return cast(Tensor, checkpoint(block, x, use_reentrant=False))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_function_of_the_users_own_is_computed_again_where_it_is_checkpointed(precision: str) -> None:
+    numerics = Numerics(precision)  # type: ignore[arg-type]
+    graph = work_of(lambda: (_Recomputed(), torch.zeros(4, 64)), numerics, None).traced.at(4)
+    products = graph.flops[graph.gemm[:, 1] > 0].sum()
+    # Forward, again, and backward: of the first product the input's gradient is made too, by the function itself.
+    assert products == (2 + 2 + 4) * 2 * 4 * 64 * 64

@@ -8,6 +8,7 @@ from torch import nn
 
 import ddltool as dt
 from ddltool.analyzers.step.costs.memory import Sharding
+from ddltool.analyzers.step.costs.model import update_kernels
 from ddltool.analyzers.step.costs.predict import work_of
 from ddltool.analyzers.step.tracing.adapters import LoraLinear, with_lora
 from ddltool.analyzers.step.tracing.numerics import Numerics
@@ -94,3 +95,16 @@ def test_predict_says_what_is_trained() -> None:
     whole = dt.predict(make, "A100", batch_sizes=4, precision="bf16")
     assert found.assumptions.lora == RANK
     assert found.rows[0].peak_memory_bytes < whole.rows[0].peak_memory_bytes
+
+
+@pytest.mark.parametrize(("precision", "width"), [("bf16", 4.0), ("bf16-pure", 2.0)])
+def test_eight_bit_states_are_a_byte_each_and_a_scale_for_every_block(precision: str, width: float) -> None:
+    """Hand arithmetic of bitsandbytes: two moments of 1 + 4 / 256 bytes, read and written beside parameter and gradient."""
+    curve = work_of(make, Numerics(precision), None)  # type: ignore[arg-type]
+    parameters = 2 * WIDTH * HIDDEN
+    for kind, shards in (("none", 1), ("zero1", 4)):
+        peak = curve.peak(4, Sharding(kind=kind, shard=shards), "adamw-8bit")  # type: ignore[arg-type]
+        assert peak is not None
+        assert peak.parts["optimizer"] == pytest.approx(parameters * 2 * (1 + 4 / 256) / shards)
+    kernels = update_kernels(curve.traced.at(4), "adamw-8bit")
+    assert kernels.moved_bytes.sum() == pytest.approx(parameters * (3 * width + 2 * 2 * (1 + 4 / 256)))

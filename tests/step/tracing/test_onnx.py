@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -128,6 +129,23 @@ def test_a_convolution_takes_as_long_as_torchs(tmp_path: Path) -> None:
     ours = numbers.step(trace_onnx(path)).device_s
     torchs = numbers.step(trace_torch(lambda: step, mode="inference")).device_s
     assert ours == pytest.approx(torchs, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "opset", "problem"),
+    [
+        ([helper.make_node("Conv", ["x", "w"], ["y"], strides=[0, 1])], 17, "strides of Conv '' has 0"),
+        ([helper.make_node("Conv", ["x", "w"], ["y"], dilations=[1, -1])], 17, "dilations of Conv '' has -1"),
+        ([helper.make_node("Conv", ["x", "w"], ["y"], group=0)], 17, "group of Conv '' has 0"),
+        ([helper.make_node("Conv", ["x", "w"], ["y"])], 0, "is of operator set 0; export it for one of 1 to "),
+        ([helper.make_node("Conv", ["x", "w"], ["y"])], 10**6, "is of operator set 1000000"),
+    ],
+)
+def test_numbers_that_no_model_has(tmp_path: Path, nodes: list[onnx.NodeProto], opset: int, problem: str) -> None:
+    made = model(nodes, {"w": np.ones((1, 1, 1, 1), np.float32)}, shape=[1, 1, 4, 4], out=[1, 1, 4, 4])
+    made.opset_import[0].version = opset
+    with pytest.raises(InputError, match=re.escape(problem)):
+        trace_onnx(saved(made, tmp_path))
 
 
 def test_unknown_ops_count_as_default(tmp_path: Path) -> None:

@@ -1,0 +1,108 @@
+"""The section of samples shared out by length: what padding and waiting cost, and what each remedy gains."""
+
+from __future__ import annotations
+
+from ddltool.analyzers.answers.reporting.figures import Bars
+from ddltool.analyzers.answers.reporting.section import Column, Section, Verdict, pictured, tabled
+from ddltool.results import LengthsResult, RankLengths, RemedyFigures
+from ddltool.units import counted, show_seconds
+
+WORDS = {
+    "padded": "padded, random order",
+    "grouped": "padded, group_by_length",
+    "sorted": "padded, sorted in the batch",
+    "unpadded": "unpadded, random order",
+    "lpt": "unpadded, LPT",
+    "karmarkar_karp": "unpadded, Karmarkar-Karp",
+    "cp_sat": "unpadded, CP-SAT",
+    "window": "unpadded, outliers together",
+    "cut": "cut to one length, no masks",
+    "cut_masked": "cut to one length, masks",
+}
+"""What each way to share out global batches is called."""
+_RANKS_SHOWN = 16
+
+
+def lengths_section(result: LengthsResult, name: str) -> Section:
+    """Return the section of lengths: speed-ups by remedy, and the first batch as it is shared out."""
+    of, cost = result.lengths, result.cost
+    passes = (
+        f"at most {result.max_tokens:,} tokens in a pass" if result.max_tokens else counted(result.accumulation, "pass")
+    )
+    lead = [
+        f"{of.samples:,} samples: median {of.median:,.0f} tokens, mean {of.mean:,.0f}, 99 % up to {of.p99:,.0f}, longest "
+        f"{of.longest:,}.",
+        f"{result.batches:,} global batches of {result.total_batch:,} on {counted(result.replicas, 'rank')}, {passes}; "
+        f"a sample of L tokens costs {cost.per_token:.3g} L + {cost.per_square:.3g} L^2 + {cost.per_sample:.3g} "
+        f"{'s' if cost.unit == 's' else 'tokens'} ({cost.source}).",
+        f"Ranks' shares are within {result.gap:.2%} of the best on average, {result.largest_gap:.2%} at worst (proven). "
+        f"{_order(result)}",
+    ]
+    labelled = {WORDS[way]: remedy for way, remedy in result.remedies.items()}
+
+    def step(remedy: RemedyFigures) -> str:
+        return show_seconds(remedy.step) if cost.unit == "s" else f"{remedy.step:,.0f}"
+
+    columns: dict[str, Column[RemedyFigures]] = {
+        "step": step,
+        "speed-up": "speedup:.2f",
+        "low": "speedup_low:.2f",
+        "high": "speedup_high:.2f",
+        "padding": "padding_share:.1%",
+        "waiting": "waiting_share:.1%",
+        "tokens in a pass": "most_tokens",
+    }
+    caption = f"Tokens per second over those of {WORDS[result.today]}, with the 95 % interval over batches"
+    table = tabled(
+        caption, "simulated", labelled.values(), columns, names=("way", labelled), spare=("step", "high", "low")
+    )
+    figure = Bars(
+        rows=[(label, remedy.speedup) for label, remedy in labelled.items()],
+        xlabel="speed-up",
+        title="Speed-up by the way global batches are shared out",
+        level=("today", 1.0),
+        intervals=[(remedy.speedup_low, remedy.speedup_high) for remedy in labelled.values()],
+    )
+    rank_columns: dict[str, Column[RankLengths]] = {
+        "samples": "samples",
+        "tokens": "tokens",
+        "cost": "cost:,.4g",
+        "longest": _longest,
+    }
+    ranks = result.assignments[:_RANKS_SHOWN]
+    shown = tabled(
+        "The first global batch, by rank",
+        "simulated",
+        ranks,
+        rank_columns,
+        names=("rank", [str(each.rank) for each in ranks]),
+    )
+    picture = pictured("Speed-up by the way global batches are shared out.", table, figure)
+    return Section(title=f"Lengths: {name}", lead=lead, blocks=[picture, shown], verdict=_verdict(result))
+
+
+def _longest(rank: RankLengths) -> int:
+    return max((length for each in rank.passes for length in each), default=0)
+
+
+def _order(result: LengthsResult) -> str:
+    kept = "Batches keep their random order: only who computes a sample changes."
+    if result.window == 1:
+        return kept
+    return f"{kept[:-1]}; 'outliers together' moves samples by less than {result.window} global batches."
+
+
+def _verdict(result: LengthsResult) -> Verdict:
+    """Return what sharing out by length gains, with padding and without."""
+    best = max(("sorted", "cp_sat"), key=lambda way: result.remedies[way].speedup)
+    remedy, today = result.remedies[best], result.remedies[result.today]
+    is_faster = remedy.speedup > 1
+    words = WORDS[best][0].upper() + WORDS[best][1:]
+    said = "Lengths(lengths, padded=True)" if best == "sorted" else "lengths"
+    return Verdict(
+        answer=f"{words}: {remedy.speedup:.2f} times the tokens per second of {WORDS[result.today]}.",
+        sure=f"simulated, {remedy.speedup_low:.2f} to {remedy.speedup_high:.2f} over batches; today {today.padding_share:.0%} "
+        f"of the tokens are padding, and ranks wait {today.waiting_share:.0%} of the time",
+        then=f"hook.dataloader(..., lengths={said}) does it" if is_faster else "leave the batches as they are",
+        good=is_faster,
+    )

@@ -1,0 +1,88 @@
+"""The comparison of ways to share out samples by length, as the record that tables, pages and JSON are made from."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Literal
+
+import numpy as np
+
+from ddltool.analyzers.job.balancing.lengths import IN_THE_BATCH, Comparison, LengthsJob, Steps, speedup
+from ddltool.arrays import Ints
+from ddltool.errors import known
+from ddltool.results import LengthCost, LengthsResult, LengthStatistics, RankLengths, RemedyFigures
+
+
+def lengths_result(
+    job: LengthsJob,
+    table: tuple[Ints, Ints],
+    found: Comparison,
+    *,
+    today: str,
+    seed: int,
+    unit: Literal["s", "tokens"],
+    source: str,
+) -> LengthsResult:
+    """Return the record of a comparison.
+
+    Args:
+        table: (n,) lengths of the file and how many samples have each.
+        today: the way whose tokens per second are 1. Raises InputError where it was not tried.
+        unit, source: of the cost of a sample, and where that comes from.
+    """
+    today = known("today", today, [*found.steps])
+
+    def remedy(way: str, steps: Steps) -> RemedyFigures:
+        paired = {way, today} <= {*IN_THE_BATCH}
+        gain, low, high = speedup(found.steps[today], steps, paired, seed)
+        return RemedyFigures(
+            step=float(steps.seconds.mean()),
+            speedup=gain,
+            speedup_low=low,
+            speedup_high=high,
+            padding_share=float(1 - steps.tokens.sum() / steps.computed.sum()),
+            waiting_share=max(float(1 - steps.busy.sum() / (steps.seconds - job.cost.per_step).sum()), 0.0),
+            most_tokens=steps.most_tokens,
+        )
+
+    ranks = [
+        RankLengths(
+            rank=rank,
+            samples=sum(map(len, passes)),
+            tokens=sum(int(each.sum()) for each in passes),
+            cost=float(sum(job.cost.of(each).sum() for each in passes)),
+            passes=[each.tolist() for each in passes],
+        )
+        for rank, passes in enumerate(found.first)
+    ]
+    return LengthsResult(
+        lengths=statistics(*table),
+        replicas=len(job.speeds),
+        speeds=job.speeds.tolist(),
+        total_batch=job.total_batch,
+        accumulation=job.passes,
+        max_tokens=job.max_tokens,
+        sharded=job.sharded,
+        window=job.window,
+        batches=len(found.gaps),
+        seed=seed,
+        cost=LengthCost(**asdict(job.cost), unit=unit, source=source),
+        today=today,
+        remedies={way: remedy(way, steps) for way, steps in found.steps.items()},
+        gap=max(float(np.mean(found.gaps)), 0.0),
+        largest_gap=max(*found.gaps, 0.0),
+        solver_seconds=found.solver_s,
+        assignments=ranks,
+    )
+
+
+def statistics(lengths: Ints, counts: Ints) -> LengthStatistics:
+    """Return the mean and percentiles of (n,) lengths of which there are (n,) ``counts`` samples."""
+    order = np.argsort(lengths)
+    ends = np.cumsum(counts[order])
+    samples = int(ends[-1])
+    median, p90, p99, longest = (
+        float(lengths[order][np.searchsorted(ends, share * samples)]) for share in (0.5, 0.9, 0.99, 1.0)
+    )
+    mean = float((lengths * counts).sum(dtype=np.float64) / samples)
+    return LengthStatistics(samples=samples, mean=mean, median=median, p90=p90, p99=p99, longest=int(longest))

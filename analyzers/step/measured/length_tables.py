@@ -1,0 +1,52 @@
+"""Lengths of a dataset's samples: a table of them, a histogram, lines of text, or lines of JSON as datasets are written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from ddltool.arrays import Ints
+from ddltool.artifacts import ending, read_text
+from ddltool.errors import InputError
+from ddltool.tables import numbers
+
+LENGTH_COLUMNS = ("length", "tokens", "num_tokens", "input_ids")
+"""What a column of lengths is called; ``input_ids``: lists, whose lengths count."""
+MOST_TOKENS = 10**9
+"""Longest sample: costs of squares stay exact enough to be compared."""
+MOST_COUNT = 10**12
+
+
+def read_length_lines(path: Path) -> pd.DataFrame | None:
+    """Return the lengths in a file of one number per line (``.txt``, or a ``.csv`` without a header), else None.
+
+    Raises InputError for a file that is empty or cannot be read.
+    """
+    if ending(path) not in (".txt", ".csv"):
+        return None
+    lines = [line.strip() for line in read_text(path).splitlines()]
+    if ending(path) == ".csv" and not lines[0].lstrip("-").replace(".", "", 1).isdigit():
+        return None
+    return pd.DataFrame({"length": [line for line in lines if line]}, dtype=object)
+
+
+def lengths_of(frame: pd.DataFrame, path: Path) -> tuple[Ints, Ints] | None:
+    """Return (n,) lengths and how many samples have each, (n,), of a table; None where it has no column of lengths.
+
+    A column ``count`` makes it a histogram. Raises InputError naming the row of the first length that is no whole number
+    from 1 to MOST_TOKENS, or count that is none from 0 to MOST_COUNT, and where all counts are 0.
+    """
+    name = next((name for name in LENGTH_COLUMNS if name in frame.columns), None)
+    if name is None:
+        return None
+    if frame[name].map(lambda cell: isinstance(cell, list)).any():
+        frame = frame.assign(**{name: frame[name].map(lambda cell: len(cell) if isinstance(cell, list) else cell)})
+    lengths = numbers(frame, name, path, minimum=1, maximum=MOST_TOKENS, whole=True).astype(np.int64)
+    if "count" not in frame.columns:
+        return lengths, np.ones_like(lengths)
+    counts = numbers(frame, "count", path, maximum=MOST_COUNT, whole=True).astype(np.int64)
+    if not counts.any():
+        raise InputError(f"{path}:count", "is 0 in all rows", "give the samples of each length")
+    return lengths, counts

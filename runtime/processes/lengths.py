@@ -1,0 +1,74 @@
+"""Samples of a global batch shared out by their lengths. :class:`Lengths` says them to the hook's loaders."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddltool.errors import InputError
+
+Ints = NDArray[np.int64]
+
+
+class Lengths:
+    """The tokens of every sample of a dataset, and what they cost.
+
+    A rank's planned batch is its share of the step's cost then, no longer of its samples. Each step has the samples that it
+    would have without lengths; only who computes them changes.
+
+    Args:
+        tokens: (n,) lengths by dataset index; anything that NumPy makes an array of.
+        cost: a, b and c of what a sample of L tokens costs, ``a L + b L^2 + c``, or the first two; what ``ddltool balance``
+            prints of a model. None: a decoder of width 4096.
+        padded: whether samples of a pass are padded to the longest of it, so that those of like length belong together.
+
+    Raises InputError for no lengths, and for one that is not finite and above 0.
+    """
+
+    def __init__(self, tokens: Any, *, cost: Sequence[float] | None = None, padded: bool = False) -> None:
+        from ddltool.analyzers.job.balancing.assigning import checked_costs  # to attach the hook loads no analyzer
+        from ddltool.analyzers.job.balancing.lengths import SampleCost
+
+        if cost is not None and len(cost) not in (2, 3):
+            raise InputError("cost", f"has {len(cost)} numbers", "give a, b and c of a L + b L^2 + c")
+        coefficients = ("per_token", "per_square", "per_sample")
+        chosen = SampleCost() if cost is None else SampleCost(**dict(zip(coefficients, cost, strict=False)))
+        try:
+            given = checked_costs(tokens, "lengths")
+        except (TypeError, ValueError):
+            raise InputError("lengths", f"is a {type(tokens).__name__}", "give one number for each sample") from None
+        self._costs, self._padded = chosen.of(given), padded
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self._costs)
+
+    @property
+    def digest(self) -> str:
+        """Return what ranks compare: equal for equal costs."""
+        return hashlib.sha256(self._costs.tobytes() + bytes([self._padded])).hexdigest()[:12]
+
+    def places(self, indices: Ints, shares: Sequence[int], passes: int) -> Ints:
+        """Return (k,) places ``rank * passes + pass`` of the samples with (k,) dataset ``indices``; the same on every rank.
+
+        ``shares``: (n,) of the ranks in the cost.
+        """
+        from ddltool.analyzers.job.balancing.assigning import balanced, by_length
+
+        share_out = by_length if self._padded else balanced
+        return share_out(self._costs[indices], np.array(shares, dtype=np.float64), passes)
+
+
+def as_lengths(given: Any, samples: int) -> Lengths | None:
+    """Return ``given`` as lengths of a dataset of ``samples``, None for None. Raises InputError for another number of them."""
+    if given is None:
+        return None
+    lengths = given if isinstance(given, Lengths) else Lengths(given)
+    if len(lengths) != samples:
+        problem = f"has {len(lengths)} numbers for {samples} samples"
+        raise InputError("lengths", problem, "give one for each sample of the dataset, by index")
+    return lengths

@@ -1,0 +1,168 @@
+"""Values of YAML and JSON texts: plain scalars, lists and mappings of texts, within limits. Start at :func:`from_yaml`."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from ddltool.errors import InputError, shortened
+from ddltool.units import show_bytes
+
+# YAML: most characters of a text, levels of nesting, values with aliases expanded.
+_LONGEST_YAML, _DEEPEST_YAML, _MOST_VALUES = 1 << 24, 100, 1_000_000
+
+
+class RepeatedKey(Exception):
+    """A mapping gives a key twice: one of the two values would be lost in silence."""
+
+    def __init__(self, key: object, line: int | None = None) -> None:
+        super().__init__(key)
+        self.key, self.line = key, line
+
+
+def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object; raise RepeatedKey for a key that stands twice."""
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        raise RepeatedKey(next(key for key in counts if counts[key] > 1))
+    return mapping
+
+
+def _count_values(node: yaml.Node, count_by_node: dict[int, int]) -> int:
+    """Return how many values a YAML node stands for with its aliases expanded; raise ValueError above ``_MOST_VALUES``.
+
+    ``count_by_node``: the counts so far, by id of the node; 0 while its children are counted, so a cycle is found.
+    """
+    if id(node) in count_by_node:
+        if not count_by_node[id(node)]:
+            raise ValueError("an alias within what it names")
+        return count_by_node[id(node)]
+    count_by_node[id(node)] = 0
+    children = [child for pair in node.value for child in pair] if isinstance(node, yaml.MappingNode) else node.value
+    count = (
+        1 if isinstance(node, yaml.ScalarNode) else 1 + sum(_count_values(child, count_by_node) for child in children)
+    )
+    if count > _MOST_VALUES:
+        raise ValueError(f"more than {_MOST_VALUES:,} values, aliases written out")
+    count_by_node[id(node)] = count
+    return count
+
+
+# The C parser where PyYAML has it: ten times as fast.
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """YAML's parser, without dates, with numbers as YAML 1.2 and JSON write them; what is made is up to :func:`_plain`."""
+
+
+_TAG = "tag:yaml.org,2002:"
+# A date is a text. And YAML 1.1 takes 1e-3 for a text, which is not what anybody who writes it into a job file means.
+_Loader.yaml_implicit_resolvers = {
+    first: [pair for pair in pairs if pair[0] != f"{_TAG}timestamp"]
+    for first, pairs in _Loader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    f"{_TAG}float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+"), list("-+.0123456789")
+)
+_SCALARS: Mapping[str, tuple[Any, str]] = {
+    f"{_TAG}str": (yaml.SafeLoader.construct_yaml_str, "text"),
+    f"{_TAG}int": (
+        lambda loader, node: _within_64_bits(yaml.SafeLoader.construct_yaml_int(loader, node)),
+        "whole number",
+    ),
+    f"{_TAG}float": (yaml.SafeLoader.construct_yaml_float, "number"),
+    f"{_TAG}bool": (yaml.SafeLoader.construct_yaml_bool, "true or false"),
+    f"{_TAG}null": (yaml.SafeLoader.construct_yaml_null, "null"),
+}
+
+
+def _plain(loader: Any, node: yaml.Node) -> Any:
+    """Return a node's value: a plain scalar, a list, or a mapping of texts. Raises MarkedYAMLError for anything else."""
+
+    def wrong(problem: str, at: yaml.Node = node) -> yaml.MarkedYAMLError:
+        return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
+
+    if isinstance(node, yaml.ScalarNode) and node.tag in _SCALARS:
+        read, name = _SCALARS[node.tag]
+        try:
+            return read(loader, node)
+        except (ValueError, LookupError):
+            raise wrong(f"{shortened(node.value, 40)!r} is no {name}") from None
+    if isinstance(node, yaml.SequenceNode) and node.tag == f"{_TAG}seq":
+        return [_plain(loader, entry) for entry in node.value]
+    if not (isinstance(node, yaml.MappingNode) and node.tag == f"{_TAG}map"):
+        raise wrong(f"the tag {shortened(node.tag.replace(_TAG, '!!'), 60)} does not go here")
+    seen: set[str] = set()
+    for key, _ in node.value:
+        if key.tag not in (f"{_TAG}str", f"{_TAG}merge"):
+            raise wrong("a key is no text" if isinstance(key, yaml.ScalarNode) else "a key is a collection", key)
+        if key.value in seen and key.tag == f"{_TAG}str":
+            raise RepeatedKey(key.value, key.start_mark.line + 1)
+        seen.add(key.value)
+    loader.flatten_mapping(node)
+    return {key.value: _plain(loader, value) for key, value in node.value}
+
+
+def from_yaml(text: str, where: str) -> Any:
+    """Return the value of a YAML text: plain scalars, lists and mappings of texts. Raises InputError with line and column."""
+    if len(text) > _LONGEST_YAML:
+        raise InputError(where, f"holds more than {show_bytes(_LONGEST_YAML)} of YAML", "give a shorter file")
+    loader = None
+    try:
+        depth = 0
+        for event in yaml.parse(text, _Loader):  # the C parser's composer has no limit but the stack's
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _DEEPEST_YAML:
+                raise RecursionError
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _count_values(node, {})
+        return _plain(loader, node)
+    except RepeatedKey as error:
+        raise InputError(f"{where}:line {error.line}", f"gives {error.key!r} twice", "keep one of the two") from None
+    except RecursionError:
+        raise InputError(where, "is nested too deeply", "ddltool's documents are a few levels deep") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{where}:line {mark.line + 1} column {mark.column + 1}" if mark is not None else where
+        problem = getattr(error, "problem", None) or str(error)
+        raise InputError(place, f"is not valid YAML ({problem})", "mind the indentation and the quotes") from None
+    except ValueError as error:  # too many values
+        raise InputError(where, f"holds a value that cannot be read ({error})", "write it out, or shorter") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def _within_64_bits(value: int) -> int | float:
+    """Return an integer; beyond 64 bits, where solvers and arrays would fail far away, as a float, which no range allows."""
+    return value if -(2**63) <= value < 2**63 else float(value) if abs(value) < 2**1000 else math.inf
+
+
+def json_value(text: str) -> Any:
+    """Return the value of a JSON text. Raises what json raises, and RepeatedKey; of a number beyond 64 bits makes a float."""
+    return json.loads(
+        text,
+        object_pairs_hook=_refuse_repeated_keys,
+        parse_int=lambda digits: int(digits) if len(digits) < 19 else _within_64_bits(int(digits[:400])),
+    )
+
+
+def from_json(text: str, where: str) -> Any:
+    """Return the value of a JSON text. Raises InputError with line and column of a mistake, and for a key that stands twice."""
+    try:
+        return json_value(text)
+    except RepeatedKey as error:
+        raise InputError(where, f"gives {error.key!r} twice", "keep one of the two") from None
+    except json.JSONDecodeError as error:
+        place = f"{where}:line {error.lineno} column {error.colno}"
+        raise InputError(place, f"is not valid JSON ({error.msg})", "the file may be cut off; make it again") from None
+    except RecursionError:
+        raise InputError(where, "is nested too deeply", "ddltool's documents are a few levels deep") from None
