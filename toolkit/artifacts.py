@@ -23,9 +23,9 @@ import tomllib
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from ddltool import showing
 from ddltool.errors import InputError, did_you_mean, shortened
@@ -37,7 +37,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-SCHEMA_VERSION: Literal[1] = 1
+SCHEMA_VERSION = 1
+_IS_IT = Field(ge=SCHEMA_VERSION, le=SCHEMA_VERSION, json_schema_extra={"const": SCHEMA_VERSION})
+Version = Annotated[int, Strict(), _IS_IT]
+"""Not a Literal, which takes true for 1."""
 # Most unpacked bytes of a document in memory, of a file that is read line by line, of one such line.
 LONGEST_TEXT, LONGEST_STREAM, _LONGEST_LINE = 1 << 29, 1 << 33, 1 << 20
 # Seconds that the other end of a pipe may take for the next bytes.
@@ -54,7 +57,7 @@ class Record(BaseModel):
 class Artifact(Record):
     """A whole document. Subclasses have a ``kind`` field, a literal and its own default."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Version = SCHEMA_VERSION
 
     def save(self, path: str | Path) -> None:
         """Write the document atomically as JSON; one whose rows are a profile's as CSV where the name ends so."""
@@ -350,7 +353,7 @@ def append_text(path: str | Path, text: str) -> None:
     """Write ``text`` at the end of a file, or into a pipe or a device. Raises InputError when it cannot be written."""
     path = Path(path)
     with _name_write_errors(path):
-        if path.exists() and not path.is_file():
+        if is_stream(path):
             _fill_stream(path, text.encode())
         else:
             with path.open("a", encoding="utf-8") as file:
@@ -421,6 +424,11 @@ def _read_umask() -> int:
     mask = os.umask(0o022)
     os.umask(mask)
     return mask
+
+
+def is_stream(path: str | Path) -> bool:
+    """Return whether what is written there goes on to somebody else: standard output, a pipe, a device."""
+    return str(path) in _STDOUT or (Path(path).exists() and not Path(path).is_file())
 
 
 def check_writable(path: str | Path) -> None:

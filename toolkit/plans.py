@@ -471,8 +471,3 @@ def _demand_placed(plan: Plan | Enforcement, types: Collection[str]) -> None:
     if plan.superstep is not None and set(plan.superstep.iterations) != set(types):
         given = ", ".join(sorted(plan.superstep.iterations))
         raise ValueError(f"superstep.iterations are of {given or 'nothing'}; give those of {', '.join(sorted(types))}")
-    for row in plan.assignments if isinstance(plan, Plan) else plan.ranks:
-        if row.accumulation_steps >= row.local_batch_size:
-            raise ValueError(
-                f"accumulation_steps are {row.accumulation_steps}, too many for {row.local_batch_size} samples"
-            )

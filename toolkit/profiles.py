@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, Strict
 
-from ddltool.artifacts import SCHEMA_VERSION, Record, write_text
+from ddltool.artifacts import SCHEMA_VERSION, Record, Version, write_text
 from ddltool.quantities import AtLeastOne, Duration, Name, NonNegative, Passes, Seconds, StepTime
 from ddltool.tables import checked_columns, demand, read_table
 
@@ -48,7 +48,7 @@ class ProfileRow(Record):
     )
     source: str | None = Field(default=None, description="the model that was measured")
     settings: str | None = Field(default=None, description="how it was measured; rows compare where this is equal")
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Version = SCHEMA_VERSION
 
 
 REQUIRED = ("device", "num_nodes", "num_replicas", "local_batch_size", "step_time_s", "sync_time_s")

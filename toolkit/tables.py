@@ -204,11 +204,14 @@ def checked_columns(
             columns[name] = numbers(frame, name, where, **limits, **given, whole=kind["type"] == "integer")
             continue
         cells = columns[name] = frame[name]
-        is_text = cells.map(lambda cell: isinstance(cell, str)).to_numpy(dtype=bool)
-        fits = cells.isin([const]) if const is not None else cells.map(str).str.contains(kind.get("pattern", ""))
-        is_valid = (is_text & fits.to_numpy(dtype=bool)) | (cells.isna().to_numpy() & (name not in always))
-        remedy = "give a text" if const is None else f"give {const!r}"
-        demand(is_valid, cells.map(repr).where(cells.notna(), "empty"), name, where, remedy, unit=unit)
+        is_valid = cells.isin([const]) if const is not None else cells.map(lambda cell: isinstance(cell, str))
+        if "pattern" in kind:
+            is_valid &= cells.map(str).str.contains(kind["pattern"])
+        is_valid |= cells.isna() & (name not in always)
+        if not is_valid.all():
+            remedy = "give a text" if const is None else f"give {const!r}"
+            shown_cells = cells.map(repr).where(cells.notna(), "empty")
+            demand(is_valid.to_numpy(dtype=bool), shown_cells, name, where, remedy, unit=unit)
     return columns
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from ddltool.artifacts import SCHEMA_VERSION, Record
+from ddltool.artifacts import SCHEMA_VERSION, Record, Version
 from ddltool.errors import InputError
 from ddltool.quantities import (
     AtLeastOne,
@@ -38,7 +38,7 @@ class TelemetryRow(Record):
     """One optimizer step of one process. All figures are measured."""
 
     kind: Literal["ddltool.telemetry"] = "ddltool.telemetry"
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Version = SCHEMA_VERSION
     run: RunName = ""
     step: Count
     rank: Count
@@ -67,7 +67,7 @@ class BalanceEvent(Record):
     """One change of batch sizes, or advice. Times are measured."""
 
     kind: Literal["ddltool.balance_event"] = "ddltool.balance_event"
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Version = SCHEMA_VERSION
     run: RunName = ""
     event: Literal["resize", "fine_tuning", "remove_straggler"]
     step: Count = Field(description="the step whose times led to this, from 0")
@@ -111,7 +111,7 @@ class SyncEvent(Record, extra="ignore"):
     """What all rows have. Fields of other versions are passed over: what a long job wrote stays readable."""
 
     kind: Literal["ddltool.sync"] = "ddltool.sync"
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Version = SCHEMA_VERSION
     run: RunName = ""
     time_s: Change
 

@@ -45,7 +45,7 @@ from ddltool.analyzers.cluster.policies import policies as policies_of
 from ddltool.analyzers.cluster.replay import Setup, replays
 from ddltool.analyzers.cluster.truth import Application
 from ddltool.arrays import Floats
-from ddltool.artifacts import check_writable, load, read_text, save, write_text
+from ddltool.artifacts import check_writable, is_stream, load, read_text, save, write_text
 from ddltool.errors import InputError, MissingExtra, known, one_line
 from ddltool.simulation_results import (
     ComparedMeasure,
@@ -141,7 +141,7 @@ def sweep(
             if record.error:
                 tell(f"failed: {record}: {record.error}")
             advance(present + ended, str(record))
-            if output is not None:
+            if output is not None and not is_stream(output):
                 save(_document(settings, records, keys), output)
         document = _document(settings, records, keys)
         if output is not None:
@@ -373,7 +373,7 @@ def sole_writer(output: Path | None) -> Iterator[None]:
     None, ``-``, pipes and devices are written without a lock. The lock ends with the process, however that ends. Raises
     InputError when another sweep holds it, and where there can be none.
     """
-    if output is None or str(output) == "-" or (output.exists() and not output.is_file()):
+    if output is None or is_stream(output):
         yield
         return
     side = output.resolve().with_name(f".{output.resolve().name}.lock")

@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 
 from ddltool.analyzers.job.goodput.curve import Interval, first_to_measure, median_interval, next_to_measure, predict
-from ddltool.artifacts import check_writable
+from ddltool.artifacts import check_writable, is_stream
 from ddltool.errors import InputError
 from ddltool.profiles import read_profile, write_profile
 from ddltool.results import SkippedConfiguration
@@ -412,7 +412,7 @@ class ProfileFile:
                 raise InputError("--resume", "has no file to go on with", "name it with -o FILE")
             return
         check_writable(path)
-        self._streams = path.exists() and not path.is_file()
+        self._streams = is_stream(path)
         if resume and path.is_file():
             self.known = _read_resumed_rows(path, request.common_columns())
 

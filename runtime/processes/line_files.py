@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from ddltool.artifacts import check_writable, opened_stream
+from ddltool.artifacts import check_writable, is_stream, opened_stream
 from ddltool.errors import InputError
 
 WRITE_BYTES = 4096
@@ -93,9 +93,8 @@ class LineFile:
             return
         prepare(path, kind, what)
         try:
-            is_stream = path.exists() and not path.is_file()
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-            self._descriptor = opened_stream(path) if is_stream else os.open(path, flags, 0o666)
+            self._descriptor = opened_stream(path) if is_stream(path) else os.open(path, flags, 0o666)
         except OSError as error:
             raise InputError(str(path), f"cannot be written ({error.strerror})", WRITABLE) from None
 

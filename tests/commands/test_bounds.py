@@ -68,8 +68,8 @@ READERS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "devices": (
         ("devices", "H100", "--devices-file", "FILE"),
-        ("predict", "zoo:mlp", "--device", "V100", "--devices-file", "FILE"),
-        ("trace", "zoo:mlp", "--device", "V100", "--bandwidth", "10Gbit", "--devices-file", "FILE"),
+        ("predict", "zoo:cifarnet", "--device", "V100", "--devices-file", "FILE"),
+        ("trace", "zoo:cifarnet", "--device", "V100", "--bandwidth", "10Gbit", "--devices-file", "FILE"),
         ("plan", "job.yaml", "--strategy", "est", "--devices-file", "FILE"),
         ("companion", "kept.yaml", "-o", "other.db", "--devices-file", "FILE"),
     ),
@@ -312,7 +312,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @given(cases())
-@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(max_examples=250, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 def test_a_value_outside_is_refused_by_name(place: Path, case: Case) -> None:
     answer, said = answer_of(case)
     assert answer in ("refused", ""), said
@@ -348,7 +348,6 @@ NONSENSE: tuple[tuple[str, schemas.Path, Any, str], ...] = (
     ("plan-est", ("fsdp2", "forward"), {"x": []}, "fsdp2: forward: 'x' is not known"),
     ("plan-est", ("gap",), 0.5, "gap is 0.5 and status optimal"),
     ("plan-lb-bsp", ("split", "total_batch_size"), 255, "split.total_batch_size is 255, but the assignments have 256"),
-    ("plan-bsp", ("assignments", 0, "accumulation_steps"), 42, "accumulation_steps are 42, too many for 42 samples"),
     ("plan-bsp", ("strategy",), "elastic-bsp", "superstep is that of strategy elastic-bsp"),
     ("plan-elastic-bsp", ("strategy",), "bsp", "superstep is that of strategy elastic-bsp"),
     ("plan-elastic-bsp", ("superstep", "mini_batches"), 71, "superstep.mini_batches is 71, but the iterations"),

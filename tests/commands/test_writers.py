@@ -29,7 +29,7 @@ CLUSTER, TRACES = ("--cluster", LOADS / "cluster.yaml"), ("--traces", LOADS / "t
 JOBS = (LOADS / "synthetic.csv", *CLUSTER, *TRACES)
 # Words with which a command ends well, its output left out.
 WORDS: dict[str, tuple[object, ...]] = {
-    "predict": ("zoo:mlp", "--device", "V100"),
+    "predict": ("zoo:cifarnet", "--device", "V100"),
     "import": ("profile.csv",),
     "fit": ("profile.csv",),
     "plan": ("job.yaml", "--strategy", "est"),
@@ -44,7 +44,7 @@ WORDS: dict[str, tuple[object, ...]] = {
     "report": ("plan-est.json",),
     "simulate": (*JOBS, "--policy", "fifo"),
     "simulate sweep": (*JOBS, "--policy", "fifo", "--seeds", "1", "--jobs", "1"),
-    "simulate generate": ("--jobs", "5", "--hours", "1", *TRACES),
+    "simulate generate": ("--jobs", "5", "--hours", "1", *CLUSTER, *TRACES),
     "simulate advise": ("state.yaml",),
     "show schema": ("plan",),
 }
@@ -123,7 +123,7 @@ def _tried(cli: Cli, monkeypatch: pytest.MonkeyPatch, folder: Path, command: str
     if command == "companion" and option == "--patch":
         cli("companion", "kept.yaml", "-o", "kept.db").done()
     ended = cli(*words_of(command, option, folder / "link"))
-    assert ended.code == 0, ended.err
+    assert ended.code == (command == "verify"), ended.err  # whose run is none of the plan
     assert (folder / "link").is_symlink()
     assert file.stat().st_size > 0
     before = os.stat("/dev/full")
@@ -141,7 +141,7 @@ def _tried(cli: Cli, monkeypatch: pytest.MonkeyPatch, folder: Path, command: str
     read: list[bytes] = []
     reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
     reader.start()
-    assert cli(*words_of(command, option, pipe)).code == 0
+    assert cli(*words_of(command, option, pipe)).code == ended.code
     reader.join(10)
     assert pipe.is_fifo()
     assert read

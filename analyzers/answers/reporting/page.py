@@ -25,7 +25,7 @@ TEMPLATE = Path(__file__).with_name("page.html")
 # Names come from files that others wrote: one of ten thousand characters must not hide everything else.
 _LONGEST_CELL, _LONGEST_WORD, _LONGEST_HEAD, _LONGEST_TITLE, _WRAPPED_FROM = 160, 64, 32, 90, 20
 _MOST_ROWS = 300
-_FIGURE = re.compile(r"[<>=x+\-−]*\s*(\d|inf\b)")
+_FIGURE = re.compile(r"[<>=x+\-−$]*\s*(\d|inf\b)")
 _UNITS = re.compile(r"(?<=\d) (?=(?:s|ms|us|ns|B|KiB|MiB|GiB|TiB)\b)")
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]{1,30}")
 

@@ -49,8 +49,6 @@ _LOG_AXIS_RATIO = 8.0
 # A gap of so many times says nothing.
 _UNPROVEN_GAP = 10.0
 _ITERATIONS_DRAWN = 80
-# A smaller gain reads as +0.0%.
-_LEAST_SHOWN_GAIN = 0.0005
 # What a person would consider is at most so many choices, and of layouts alone those within so many times the picked step.
 _CHOICES, _OTHERS = 10, 2.0
 _HOW = {
@@ -457,7 +455,10 @@ def _choices_picture(plan: Plan, decision: Decision) -> Picture:
     drawn = [row for row in choices if row.step_s]
     usual = next((row for row in drawn if row.remark == "usual"), None)
     figure = Bars(
-        rows=[(f"{row.how} on {columns['on'](row)}", rate(row) or 0.0) for row in drawn],  # type: ignore[operator]
+        rows=[
+            (f"{', '.join(filter(None, (row.how, row.checkpointing)))} on {columns['on'](row)}", rate(row) or 0.0)  # type: ignore[operator]
+            for row in drawn
+        ],
         xlabel="tokens per second" if tokens else "samples per second",
         title="Throughput by choice",
         level=None if usual is None else ("usual", rate(usual) or 0.0),
@@ -635,25 +636,18 @@ def joint_section(result: JointPlan) -> Section:
 
 
 def _plan_verdict(plan: Plan, name: str, others: Sequence[Plan]) -> Verdict:
-    """Return what the plan makes, against what one would do otherwise: its baseline, else another plan of the same job."""
+    """Return the answer of the comparison behind a plan; without one what it makes, against another plan of the same job."""
     job = shortened(plan.job, 60)
     decision = plan.decision
     devices = ", ".join(f"{row.devices} {shortened(row.device_type, 30)}" for row in plan.assignments)
     answer = f"{job}: {plan.strategy} on {devices} makes {plan.throughput:.4g} mini-batches/s"
     next_step = f"ddltool emit {name} -o enforce.json, train with it, then ddltool verify"
     if decision is not None:
-        picked = next((option for option in decision.options if option.strategy == decision.picked), None)
-        if picked is not None and decision.baseline.throughput:
-            gain = picked.throughput / decision.baseline.throughput - 1
-            same_devices = ", what one would do anyway" if picked.devices == decision.baseline.devices else ""
-            comparison = f"{gain:+.1%} against {decision.baseline_name}"
-            equal_text = f"as fast as {decision.baseline_name}{same_devices}"
-            answer += f", {comparison if abs(gain) >= _LEAST_SHOWN_GAIN else equal_text}"
-        certainty = decision.how_sure
-        if picked is not None and picked.low_s is not None and picked.high_s is not None:
-            certainty = f"between {show_seconds(picked.low_s)} and {show_seconds(picked.high_s)} per step; {certainty}"
         return Verdict(
-            answer=f"{answer} (predicted).", sure=certainty, then=next_step, good=None if decision.too_close else True
+            answer=decision.words[0],
+            sure=decision.how_sure,
+            then=next_step,
+            good=None if decision.too_close else True,
         )
     rival = next((other for other in others if other.job == plan.job and other.strategy != plan.strategy), None)
     is_good = None

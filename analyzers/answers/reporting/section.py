@@ -64,6 +64,10 @@ class Verdict:
     minor: bool = False
     """There for contrast: a page does not open with it."""
 
+    def says(self, line: str) -> bool:
+        """Return whether a line of the lead says what the verdict does, so that a page need not say it twice."""
+        return line in (self.answer, f"How sure: {self.sure}") or bool(self.then and line.startswith("Next: "))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
