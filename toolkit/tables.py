@@ -154,7 +154,7 @@ def numbers(
         cells = cells.map(lambda cell: math.inf if isinstance(cell, int) and abs(cell) > 1e300 else cell)
     values = pd.to_numeric(cells, errors="coerce").to_numpy(dtype=np.float64, copy=True)
     is_empty = (cells.isna() | cells.isin(["None"])).to_numpy() if missing else np.zeros(len(cells), dtype=bool)
-    if cells.dtype == object or cells.dtype == bool:
+    if cells.dtype.kind not in "iuf":
         # Of a CSV such a column has texts, one of them no number; what is a text or true in JSON is none.
         quoted = cells.map(lambda cell: isinstance(cell, (str, bool))).to_numpy(dtype=bool)
         if not (quoted | cells.isna().to_numpy()).all() or np.isfinite(values[quoted]).all():

@@ -286,9 +286,8 @@ def test_unequal_passes_become_equal_ones_that_take_no_more_memory() -> None:
     made, gaps = shares(made_plan(passes=3), "torchtitan")
     assert (made.passes, made.micro_batch_size, made.total_batch_size) == (4, 2, 64)
     assert gaps == ["passes: 8 samples in 3 passes are unequal ones; here 4 of 2"]
-    turns = plan(
-        assignments=[Assignment(device_type="A", devices=2, ests_per_device=4, local_batch_size=8)], est_count=8
-    )
+    each = Assignment(device_type="A", devices=2, ests_per_device=4, local_batch_size=8)
+    turns = plan(assignments=[each], max_workers=8, batch_size=2, est_count=8, throughput=8.0)
     assert shares(turns, "deepspeed")[0].passes == 4  # logical workers that take turns
 
 
