@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from ddltool.artifacts import Artifact, Record
 from ddltool.decision import Decision
 from ddltool.errors import did_you_mean
-from ddltool.job import OptimizerName, WorkerGroup
+from ddltool.job import LoraRank, OptimizerName, WorkerGroup
 from ddltool.precision import PrecisionName
 from ddltool.quantities import (
     AtLeastOne,
@@ -292,6 +292,7 @@ class RunSettings(Record):
     precision: PrecisionName = "fp32"
     optimizer: OptimizerName = "adam"
     compile: bool = Field(default=False, description="the step runs under torch.compile")
+    lora: LoraRank | None = Field(default=None, description="rank of the adapters; null: all is trained")
     sequence_length: AtLeastOne | None = Field(
         default=None, description="tokens of a sample; null: not known, or no text"
     )

@@ -62,6 +62,12 @@ _CONTENTS: tuple[tuple[str, Callable[[Plan], object], tuple[Target, ...], str], 
         "each GPU of a tensor group norms all tokens, which takes more memory than planned; torchtitan splits them",
     ),
     (
+        "LoRA",
+        lambda plan: plan.run is not None and plan.run.lora,
+        (),
+        "the script adds the adapters and freezes the rest, as peft does",
+    ),
+    (
         "logical workers",
         lambda plan: any(row.ests_per_device > 1 for row in plan.assignments),
         (),

@@ -64,8 +64,6 @@ def shares(plan: Plan, target: str) -> tuple[Shares, list[str]]:
     if len(sizes) > 1:
         problem = f"has one batch size for all, and the plan gives its devices {sizes[0]} to {sizes[-1]} samples a step"
         raise InputError(f"--target {target}", problem, "give --target hook, torchrun, slurm or kubernetes")
-    if sizes[0] < 1:
-        raise InputError("plan:assignments", "give a device no samples", "a used device needs at least one")
     planned = planned_passes(plan)
     passes = next(n for n in range(min(planned, sizes[0]), sizes[0] + 1) if sizes[0] % n == 0)
     gaps = []

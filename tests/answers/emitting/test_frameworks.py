@@ -13,6 +13,7 @@ import yaml
 
 from ddltool.analyzers.answers.emitting.accelerate import accelerate_config, accelerate_text
 from ddltool.analyzers.answers.emitting.deepspeed import deepspeed_config
+from ddltool.analyzers.answers.emitting.enforcement import not_expressed
 from ddltool.analyzers.answers.emitting.layout import layout, plan_hash
 from ddltool.analyzers.answers.emitting.shares import block_names, recomputation, reshards, shares
 from ddltool.analyzers.answers.emitting.torchtitan import job_config
@@ -331,6 +332,13 @@ def test_a_plan_says_how_its_step_is_run(cli: Cli, tmp_path: Path) -> None:
         "AdamW",
         True,
     )
+
+
+def test_adapters_are_the_scripts() -> None:
+    for target in ("hook", "torchtitan", "fsdp2"):
+        gaps = [gap for gap in not_expressed(made_plan(run={"lora": 16}), target) if gap.startswith("LoRA: the script")]  # type: ignore[arg-type]
+        assert len(gaps) == 1
+    assert not any(gap.startswith("LoRA") for gap in not_expressed(made_plan(), "hook"))
 
 
 def test_plans_of_earlier_versions_are_written_with_what_they_lack(cli: Cli, tmp_path: Path) -> None:
