@@ -21,6 +21,7 @@ from ddltool.analyzers.answers.emitting.layout import (
 from ddltool.analyzers.answers.emitting.shares import block_names, planned_passes, reshards
 from ddltool.errors import InputError
 from ddltool.plans import PRODUCTS, Plan
+from ddltool.precision import precision_of
 
 CORES = 4
 """Cores of a process and its data loaders, where a launcher must say: Slurm gives a task one."""
@@ -124,6 +125,7 @@ def _filled(
         passes=planned_passes(plan),
         tensor=1 if plan.group is None else plan.group.tensor,
         run=plan.run,
+        half=None if plan.run is None or not (kept := precision_of(plan.run.precision)).is_autocast else kept.computes,
         enforced=plan.group is None,
         layout=layout,
         groups=() if layout is None else layout.groups,

@@ -29,7 +29,11 @@ def lengths_section(result: LengthsResult, name: str) -> Section:
     passes = (
         f"at most {result.max_tokens:,} tokens in a pass" if result.max_tokens else counted(result.accumulation, "pass")
     )
+    verdict = _verdict(result)
+    today = result.remedies[result.today]
+    wasted = f"{today.padding_share:.0%} of the tokens are padding" if today.padding_share else "nothing is padded"
     lead = [
+        f"Today ({WORDS[result.today]}) {wasted}, and ranks wait {today.waiting_share:.0%} of the time. {verdict.answer}",
         f"{of.samples:,} samples: median {of.median:,.0f} tokens, mean {of.mean:,.0f}, 99 % up to {of.p99:,.0f}, longest "
         f"{of.longest:,}.",
         f"{result.batches:,} global batches of {result.total_batch:,} on {counted(result.replicas, 'rank')}, {passes}; "
@@ -78,7 +82,7 @@ def lengths_section(result: LengthsResult, name: str) -> Section:
         names=("rank", [str(each.rank) for each in ranks]),
     )
     picture = pictured("Speed-up by the way global batches are shared out.", table, figure)
-    return Section(title=f"Lengths: {name}", lead=lead, blocks=[picture, shown], verdict=_verdict(result))
+    return Section(title=f"Lengths: {name}", lead=lead, blocks=[picture, shown], verdict=verdict)
 
 
 def _longest(rank: RankLengths) -> int:

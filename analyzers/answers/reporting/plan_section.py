@@ -40,6 +40,7 @@ from ddltool.plans import (
     PrefetchSetting,
     Superstep,
 )
+from ddltool.precision import precision_name
 from ddltool.results import JointJob, JointPlan
 from ddltool.units import counted, show_bytes, show_hours, show_money, show_rate, show_seconds
 
@@ -51,6 +52,9 @@ _UNPROVEN_GAP = 10.0
 _ITERATIONS_DRAWN = 80
 # What a person would consider is at most so many choices, and of layouts alone those within so many times the picked step.
 _CHOICES, _OTHERS = 10, 2.0
+# From so many dollars on, a table has them in thousands.
+_THOUSANDS = 10_000
+_REDONE = {"selective": "some", "chosen": "some", "full": "all"}
 _HOW = {
     "bsp": "equal batches (bsp)",
     "lb-bsp": "batches by speed (lb-bsp)",
@@ -107,13 +111,24 @@ def plan_section(plan: Plan, name: str, others: Sequence[Plan] = ()) -> Section:
     lead += [plan.compressed.verdict] if plan.compressed is not None else []
     more += communication_blocks(plan.ddp, plan.fsdp2, plan.parameters)
     return Section(
-        title=f"Plan: {name}",
+        title=f"Plan: {name}{_training(plan)}",
         lead=lead,
         blocks=blocks,
         verdict=_plan_verdict(plan, name, others),
         details=details,
         more=more,
     )
+
+
+def _training(plan: Plan) -> str:
+    """Return what the step is that was planned; empty where the plan does not say it."""
+    run = plan.run
+    if run is None or run.model is None:
+        return ""
+    parts: list[str] = [precision_name(run.precision), run.optimizer]
+    parts += [f"LoRA of rank {run.lora}"] if run.lora else []
+    parts += [f"{run.sequence_length:,} tokens a sample"] if run.sequence_length else []
+    return f" ({', '.join(parts)}, {plan.max_workers * plan.batch_size:,} samples a step)"
 
 
 def _plain_words(plan: Plan) -> list[str]:
@@ -317,10 +332,9 @@ class _Choice:
 def _choices(plan: Plan, decision: Decision) -> list[_Choice]:
     """Return the picked choice, what else was compared, what is usual, other layouts, and plain DDP where it does not fit."""
     samples = float(plan.max_workers * plan.batch_size)
-    layouts = {(layout.text, *sorted(layout.devices.items())): layout for layout in reversed(decision.layouts)}
 
     def of_option(option: Option, remark: str) -> _Choice:
-        layout = layouts.get((option.order, *sorted(option.devices.items())))
+        layout = next((each for each in decision.layouts if _is_of(each, option)), None)
         how, checkpointing = _HOW[option.strategy], ""
         how = how.partition(" (")[0] if decision.layouts else how
         if decision.layouts and option.order and option.strategy in ("bsp", "lb-bsp"):
@@ -350,6 +364,11 @@ def _choices(plan: Plan, decision: Decision) -> list[_Choice]:
         if (not layout.missing_bytes and (layout.step_s or math.inf) <= slowest)
         or (layout.sharding == "ddp" and layout.gpus == 1)  # what people ask for first
     ]
+    # Of every set of types that is not listed yet, the best: why it was left out is what one asks.
+    shown = {tuple(sorted(choice.devices)) for choice in listed_choices}
+    by_step = sorted(decision.layouts, key=lambda layout: -(layout.step_s or math.inf))
+    of_types = {tuple(sorted(layout.devices)): layout for layout in by_step if not layout.missing_bytes}
+    others = [*(layout for types, layout in of_types.items() if types not in shown), *others]
     kinds = {
         (layout.sharding, layout.checkpointing, layout.gpus, *sorted(layout.devices)): layout for layout in others[::-1]
     }
@@ -396,13 +415,21 @@ def _short(text: str) -> tuple[str, str]:
 def _short_layout(layout: Layout) -> tuple[str, str]:
     """Return :func:`_short` of a layout, with a word where devices take unequal shares."""
     how, checkpointing = _short(layout.text)
-    return f"{how}, uneven" if len(set(layout.local_batch_sizes.values())) > 1 else how, checkpointing
+    sizes = layout.local_batch_sizes.values()
+    return f"{how}, uneven" if max(sizes) > min(sizes) + 1 else how, checkpointing
+
+
+def _is_of(layout: Layout, option: Option) -> bool:
+    """Return whether an option's figures are those of a layout."""
+    held = max(layout.memory_bytes.values())
+    same = layout.text == option.order and layout.devices == option.devices
+    return same and option.memory_bytes is not None and abs(held - option.memory_bytes) <= 1
 
 
 def _each(layout: Layout) -> str:
-    """Return the samples per step of each device, or group of them, by type, and in how many passes."""
-    sizes = "/".join(dict.fromkeys(map(str, layout.local_batch_sizes.values())))
-    return f"{sizes} in {layout.passes}" if layout.passes > 1 else sizes
+    """Return the samples of a pass of each device, or group of them, by type, times the passes of a step."""
+    sizes = "/".join(dict.fromkeys(str(-(-size // layout.passes)) for size in layout.local_batch_sizes.values()))
+    return f"{sizes}x{layout.passes}" if layout.passes > 1 else sizes
 
 
 def _choices_picture(plan: Plan, decision: Decision) -> Picture:
@@ -424,10 +451,11 @@ def _choices_picture(plan: Plan, decision: Decision) -> Picture:
     def price(row: _Choice) -> str | None:
         if row.price_per_sample is None or not row.step_s:
             return None
-        return show_money(row.price_per_sample * (1e6 if run is None else restarts * run.samples))
+        amount = row.price_per_sample * (1e6 if run is None else restarts * run.samples)
+        return f"${amount / 1000:,.1f}k" if amount >= _THOUSANDS else show_money(amount)
 
     columns: dict[str, Column[_Choice]] = {
-        "recompute": lambda row: row.checkpointing or None,
+        "redo": lambda row: _REDONE.get(row.checkpointing, row.checkpointing) or None,
         "on": lambda row: " + ".join(f"{count} {name}" for name, count in row.devices.items()),
         "each": "each",
         "GiB": lambda row: None if row.memory_bytes is None else f"{row.memory_bytes / 2**30:.1f}",
@@ -438,7 +466,9 @@ def _choices_picture(plan: Plan, decision: Decision) -> Picture:
         "remark": lambda row: row.remark or None,
     }
     captioned = ["What was compared; the first is this plan"]
-    captioned += ["each: samples per step of each (in passes)"] if any(row.each for row in choices) else []
+    captioned += ["redo: activations computed again"] if any(row.checkpointing for row in choices) else []
+    captioned += ["each: samples x passes"] if any(row.each for row in choices) else []
+    captioned += ["GiB: of tensors"] if any(row.memory_bytes for row in choices) else []
     captioned += ["per 1M: cost of a million samples"] if run is None and any(price(row) for row in choices) else []
     captioned += ["with a noise scale, plans are ranked by useful samples per second (-v)"] if has_goodput else []
     table = filled(
@@ -449,7 +479,7 @@ def _choices_picture(plan: Plan, decision: Decision) -> Picture:
             columns,
             names=("how", [row.how for row in choices]),
             text_columns=3 if any(row.checkpointing for row in choices) else 2,
-            spare=("remark", "hours", "each"),
+            spare=("remark", "hours"),
         )
     )
     drawn = [row for row in choices if row.step_s]

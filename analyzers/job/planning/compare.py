@@ -433,7 +433,7 @@ def _run(run: RunFigures | None) -> str:
     if run.low_hours is not None and run.high_hours is not None:
         text += f" ({show_hours(run.low_hours)} to {show_hours(run.high_hours)})"
     text += "" if run.price is None else f" and costs {show_money(run.price)}"
-    text += "" if run.energy_kwh is None else f", at most {run.energy_kwh:,.3g} kWh"
+    text += "" if run.energy_kwh is None else f", at most {show_rate(run.energy_kwh)} kWh"
     if run.failures is not None and run.checkpoint_interval_s is not None:
         interval = show_hours(run.checkpoint_interval_s / HOUR_S)
         text += f", with {run.failures:.2g} failures to expect and a checkpoint every {interval} (Daly)"
@@ -472,6 +472,10 @@ def _why(decision: Decision, picked: Option, first: Option, value: Value) -> str
         parts += "" if exposed_s is None else f", then {show_seconds(exposed_s)} of communication"
         everyone = f"on all {sum(overall.devices.values())} with equal shares"
         text += f"; {everyone} a step takes {show_seconds(overall.iteration_s)}: {parts}"
+    wider = [layout for layout in decision.layouts if set(layout.devices) > set(picked.devices) and layout.step_s]
+    if overall is None and wider:
+        best = min(wider, key=lambda layout: layout.step_s or math.inf)
+        text += f"; on {best.devices_text} a step takes {show_seconds(best.step_s)} at best"
     if first.strategy != picked.strategy and value(picked):
         stale_clause = f", but with updates up to {first.staleness} iterations stale" if first.staleness else ""
         lead = value(first) / value(picked) - 1
@@ -515,6 +519,9 @@ def _certainty(
         return f"How sure: {text}or give the telemetry of an earlier run, to know it{remark}.", ""
     source = f" ({decision.error_source})" if decision.error_source else ""
     known = f"known to within {decision.error:.0%}{source}"
+    if picked.low_s is not None and picked.high_s is not None and picked.iteration_s:
+        below, above = (1 - picked.low_s / picked.iteration_s, picked.high_s / picked.iteration_s - 1)
+        known = f"known to within {below:.0%} below and {above:.0%} above{source}"
     interval = _gain_interval(gain, gain_error)
     command = ""
     if rival is not None:

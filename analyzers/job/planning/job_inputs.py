@@ -39,6 +39,7 @@ from ddltool.goodput_model import Goodput
 from ddltool.graph import SEND, Graph, read_graph
 from ddltool.job import Cluster, DeviceOffer, Job, NodeGroup, read_job
 from ddltool.links import Link, parse_link
+from ddltool.precision import precision_of
 from ddltool.profiles import read_profile
 from ddltool.shipped import calibration, devices, devices_of, with_specs
 from ddltool.tables import read_table
@@ -166,14 +167,20 @@ def capabilities_of(job: Job, folder: Path, where: str, tell: Tell) -> dict[str,
         return capabilities
     predicted = _predicted_capabilities(job, folder, unrated, where)
     shown = ", ".join(f"{name} {value:.3g}/s" for name, value in predicted.items())
-    tell(f"predicted capabilities ({job.model}; {memory_words(job.precision, job.optimizer)}): {shown}")
+    words = memory_words(job.precision, job.optimizer)
+    if job.lora is not None:
+        words = f"LoRA of rank {job.lora}, all else frozen; {job.precision}, {job.optimizer}"
+    tell(f"predicted capabilities ({job.model}; {words}): {shown}")
     return {**capabilities, **predicted}
 
 
 def _predicted_capabilities(job: Job, folder: Path, types: list[str], where: str) -> dict[str, float]:
     """Return capabilities that the cost model predicts from the traced model and each type's specification."""
-    graph = _untimed_graph(job, folder)
     table = devices_of(job, where)
+    if narrow := precision_of(job.precision).linears:  # said before the model is traced
+        for name in types:
+            table.device(name, "devices.type").demand_rate(narrow, job.precision)
+    graph = _untimed_graph(job, folder)
     return {
         name: capability_from_graph(
             estimate(
@@ -472,7 +479,8 @@ def with_prices(job: Job, prices: str) -> Job:
     for part in prices.split(","):
         match = re.fullmatch(r"\s*([^=]+?)\s*=\s*\$?([0-9]{1,9}(?:\.[0-9]{1,6})?)\s*", part)
         if match is None:
-            raise InputError("--price", f"{part.strip()!r} is not TYPE=PRICE", "for example H100=2.5,A100=1.2")
+            problem = f"{part.strip()!r} is no type with its dollars an hour, 0 or more"
+            raise InputError("--price", problem, "write H100=2.5,A100=1.2")
         if name_key(match[1]) not in types:
             raise InputError(
                 "--price", f"{match[1]} is not among the devices", f"there are {', '.join(types.values())}"

@@ -360,7 +360,10 @@ class LayoutFigures:
 
     def _passes(self, fewest: int, devices: int, unequal: bool) -> list[int]:
         """Return the numbers of passes to try; stages of a pipeline wait the less for each other the more there are."""
-        tried = [fewest, fewest + 1, 2 * fewest] if unequal else [fewest]
+        # Passes of unequal samples take as long as passes of the most: equal ones are tried, too.
+        most_samples = -(-self.total // devices)
+        equal = next((passes for passes in range(fewest, 2 * fewest) if most_samples % passes == 0), fewest)
+        tried = [fewest, fewest + 1, 2 * fewest] if unequal else [fewest, equal]
         if self.degrees.pipeline > 1:
             most = self.total // devices
             tried += [2**power for power in range(most.bit_length()) if fewest < 2**power <= most]

@@ -64,9 +64,33 @@ def _plan_job(strategy: str, job: Job, job_file: Path, options: PlanOptions) -> 
     if strategy != "est" and has_network:
         return auto_plan(job, job_file, options, only=strategy)
     capabilities = job_inputs.capabilities_of(job, job_file.parent, str(job_file), options.tell)
+    if strategy == "est" and job_inputs.traceable(job):
+        job = _of_types_that_hold(job, job_file, options)
     if strategy == "est" and job.network is not None:
         return with_compute(_plan_on_nodes(job, job_file, from_job(job, capabilities), options), capabilities)
     return make_plan(job, capabilities, strategy, options, curves=job_inputs.step_curves(job, job_file))
+
+
+def _of_types_that_hold(job: Job, job_file: Path, options: PlanOptions) -> Job:
+    """Return the job without the device types that lack memory for a whole traced model and a mini-batch.
+
+    Raises Infeasible where none is left; a job that says what a worker needs is as it is.
+    """
+    layouts = None
+    if job.constraints.memory_per_worker_gib is None:
+        layouts = job_inputs.knowledge_of(job, job_file, replace(options, tell=lambda _: None), None).layouts
+    if layouts is None:
+        return job
+    kept, missing = [], list[Infeasible]()
+    for offer in job.devices:
+        try:
+            layouts.whole_bytes({offer.type: min(2, offer.count)} if offer.count else {}, job.batch_size)
+            kept.append(offer)
+        except Infeasible as error:
+            missing.append(error)
+    if not any(offer.count for offer in kept) and missing:
+        raise missing[0]
+    return job.model_copy(update={"devices": kept})
 
 
 def make_plan(

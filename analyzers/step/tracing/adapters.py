@@ -17,6 +17,9 @@ from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.step import TrainingStep
 from ddltool.errors import InputError
 
+# Of a model whose linear layers hold less than this share of the parameters, adapters do not train it.
+_LEAST_ADAPTED = 0.25
+
 
 class LoraLinear(nn.Module):
     """A frozen linear layer ``base`` beside a product of rank ``rank``: ``base(x) + (x A') B'``."""
@@ -51,6 +54,11 @@ def with_lora(step: TrainingStep, rank: int, numerics: Numerics) -> TrainingStep
                 replaced += 1
     if not replaced:
         raise InputError("--lora", f"{step.name} has no linear layers beside its head", "leave it out")
+    elements = {name: weight.numel() for name, weight in module.named_parameters()}
+    share = sum(count for name, count in elements.items() if ".base." in f".{name}") / sum(elements.values())
+    if share < _LEAST_ADAPTED:
+        problem = f"the linear layers of {step.name} hold {share:.0%} of its parameters: the rest would stay as it is"
+        raise InputError("--lora", problem, "leave it out")
     return replace(step, module=module)
 
 
