@@ -331,7 +331,7 @@ def explained(
     if gains:
         texts = [f"{name} would save {share:.0%} of a step" for name, share in gains.items()]
         remark = ", if your loss bears fp8" if any("fp8" in name for name in gains) else ""
-        sentences.append(f"Beside this: {_joined(texts)}{remark} (predicted).")
+        sentences.append(f"Beside this: {_joined(texts)}{remark} (predicted, in this layout).")
     return sentences, next_command
 
 
