@@ -75,7 +75,7 @@ READERS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "companion": (("companion", "FILE", "--lookup", "V100=2"), ("companion", "FILE", "--measured", "telemetry.jsonl")),
     "sync": (("barrier", "FILE"), *REPORT),
-    **dict.fromkeys(("network", "barrier", "balance", "stragglers", "simulation"), ANY),
+    **dict.fromkeys(("network", "barrier", "balance", "lengths", "stragglers", "simulation"), ANY),
     "verification": REPORT,
     "gate": REPORT,
     "sweep": (("simulate", "sweep", *SIMULATE[1:], "--cluster", str(LOADS / "cluster.yaml"), "-o", "FILE"), *ANY),

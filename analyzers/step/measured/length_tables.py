@@ -29,7 +29,9 @@ def read_length_lines(path: Path) -> pd.DataFrame | None:
     lines = [line.strip() for line in read_text(path).splitlines()]
     if ending(path) == ".csv" and not lines[0].lstrip("-").replace(".", "", 1).isdigit():
         return None
-    return pd.DataFrame({"length": [line for line in lines if line]}, dtype=object)
+    cells = pd.Series([line for line in lines if line], dtype=object)
+    values = pd.to_numeric(cells, errors="coerce")
+    return pd.DataFrame({"length": cells.where(values.isna(), values)})  # what is no number is told as it stands
 
 
 def lengths_of(frame: pd.DataFrame, path: Path) -> tuple[Ints, Ints] | None:

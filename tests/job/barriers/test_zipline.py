@@ -410,7 +410,9 @@ def test_barriers_of_recorded_ends(cli: Cli, tmp_path: Path, seed: int) -> None:
             for number in range(chance.randint(1, 12)):
                 alone, wait = Fraction(chance.randint(100, 9999), 1000), Fraction(chance.randint(0, 500), 1000)
                 lengths.append(alone)
-                rows.append({"rank": worker, "step": number, "step_s": float(alone + wait), "wait_s": float(wait)})
+                times = {"step_s": float(alone + wait), "wait_s": float(wait), "compute_s": float(alone), "sync_s": 0.0}
+                place = {"rank": worker, "world_size": workers, "num_nodes": 1, "device": "cpu", "memory_bytes": 0}
+                rows.append({"step": number, **place, "batch": 1, "total_batch": workers, **times})
             step = predicted(lengths, predictor)
             ends[str(worker)] = [step * place for place in range(1, lookahead + 1)]
         write_lines(path, rows)
