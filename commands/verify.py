@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ddltool.analyzers.answers.reporting.result_sections import verification_section
+from ddltool.analyzers.job.diagnosing.ledger import ledger
 from ddltool.analyzers.job.diagnosing.verification import verify as compare
 from ddltool.analyzers.job.goodput.throughput import ThroughputParams
 from ddltool.analyzers.step.measured.feedback import read_run
@@ -27,12 +28,14 @@ def verify(
     output: Path | None = None,
     as_json: bool = False,
 ) -> None:
-    """Compare a run with its plan: step time, compute by process, synchronisation; say what to fit again."""
+    """Compare a run with its plan, part by part; say what to fit again, where its time went, and what to do."""
     plan = load(plan_file, Plan)
     models, model_error = _models(goodput)
-    run = read_run(read_table(telemetry), str(telemetry), note)
+    table = read_table(telemetry)
+    run = read_run(table, str(telemetry), note)
     names = str(plan_file), str(telemetry)
     verification = compare(plan, run, models, model_error=model_error, max_error=max_error, names=names)
+    verification = verification.model_copy(update={"ledger": ledger(table, str(telemetry))})
     finish(verification, lambda: verification_section(verification, plan.job), output, as_json)
     if not verification.passed:
         raise typer.Exit(1)

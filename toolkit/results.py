@@ -12,7 +12,19 @@ from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler
 
 from ddltool.artifacts import Artifact
 from ddltool.plans import Plan
-from ddltool.quantities import Change, Count, Duration, Finite, NonNegative, Number, Positive, Rate, Seconds
+from ddltool.quantities import (
+    AtLeastOne,
+    Change,
+    Count,
+    Duration,
+    Finite,
+    NonNegative,
+    Number,
+    Positive,
+    Rate,
+    Seconds,
+    Share,
+)
 
 
 class Part(BaseModel):
@@ -252,6 +264,23 @@ class VerifiedRank(Part):
     )
 
 
+class Ledger(Part):
+    """How the wall clock of a job was spent, restarts included; each part the mean over the ranks."""
+
+    wall_s: Duration = Field(description="from the start of telemetry to the end of the last step")
+    starts: AtLeastOne
+    parts_s: dict[str, Change] = Field(description="they add up to wall_s")
+    goodput: Share = Field(description="computation of steps that were kept, over wall_s")
+    in_steps: Share = Field(description="the same with waiting for others and communication")
+    steps: Count = Field(description="that were kept")
+    lost_steps: Count = Field(description="that were made again after a restart")
+    checkpoints: Count
+    largest: str | None = Field(description="the part to avoid first; null: none is worth it")
+    gain: str = Field(description="what the job would be without it")
+    action: str = Field(description="what removes it, and what that costs")
+    remarks: list[str] = Field(default_factory=list)
+
+
 class Verification(Result):
     """``ddltool verify``: a run against its plan."""
 
@@ -268,6 +297,7 @@ class Verification(Result):
         default=None, description="relative error that the plan or the models give for their compute times"
     )
     refit: list[str] = Field(description="what to measure or fit again, and why; empty when the plan was right")
+    ledger: Ledger | None = Field(default=None, description="null: the rows do not say when they ended")
     max_error: NonNegative | None = None
     passed: bool = Field(description="the run followed the plan and, where max_error is given, all of it kept to that")
 

@@ -61,6 +61,19 @@ class TelemetryRow(Record):
     noise_scale: NonNegative | None = Field(
         default=None, description="gradient noise scale in samples, as a goodput agent knew it"
     )
+    end_s: Seconds | None = Field(default=None, description="when the step ended, in seconds since 1970 (UTC)")
+    data_s: StepTime | None = Field(
+        default=None, description="of step_s, from its begin to the first forward pass: waiting for data"
+    )
+    checkpoint_s: Seconds | None = Field(
+        default=None, description="of the checkpoints since the step before; no part of step_s"
+    )
+    start_s: Seconds | None = Field(
+        default=None, description="from the start of telemetry to this step's begin; in a run's first row alone"
+    )
+    restarts: Count | None = Field(
+        default=None, description="how often torchrun had started the job again; in a run's first row alone"
+    )
 
 
 class BalanceEvent(Record):
@@ -241,6 +254,11 @@ def rows_of_runs(frame: pd.DataFrame, where: str, needed: Sequence[str] = _NEEDE
                 (of_step.transform("size") != rows["world_size"]) | (of_step.transform("sum") == rows["total_batch"])
             ),
             "the samples of all ranks in the step",
+        ),
+        (
+            ("end_s", "step", "rank"),
+            lambda: ~(rows.groupby([run, "rank"])["end_s"].diff() < 0),
+            "the steps of a rank end one after another",
         ),
         (("step_s", "batch"), lambda: (rows["batch"] == 0) | (rows["step_s"] >= _SHORTEST_S), takes),
         (("compute_s", "batch"), lambda: (rows["batch"] == 0) | (rows["compute_s"] >= _SHORTEST_S), takes),

@@ -546,30 +546,35 @@ class ElasticTrainer:
         own_part: dict[str, Any] = {"workers": self._contexts.to_documents()}
         if job.rank == first:  # extras that copy buffers, as AveragedModel does, copied virtual rank 0's here
             own_part["extras"] = {name: value.state_dict() for name, value in self._extras.items()}
-        # Process 0 does not encode its own part: `write` checks that it can be read back.
-        shares = job.gather(job.together(lambda: checkpoint.encode(path, own_part) if job.rank else b""))
+        with self._telemetry.checkpoint():
+            # Process 0 does not encode its own part: `write` checks that it can be read back.
+            shares = job.gather(job.together(lambda: checkpoint.encode(path, own_part) if job.rank else b""))
 
-        def write() -> None:
-            if job.rank == 0:
-                documents = [own_part, *map(checkpoint.decode, shares[1:])]
-                workers = [worker for document in documents for worker in document["workers"]]
-                workers.sort(key=lambda worker: worker["virtual_rank"])
-                content = {
-                    "settings": self.settings.model_dump(),
-                    "environment": checkpoint.environment(self.device),
-                    "position": {"epoch": self.epoch_number, "step": self.step_in_epoch, "steps_made": self.steps_made},
-                    # Plain names fit the model compiled and as it is.
-                    "buckets": [[plain_name(name) for name in bucket] for bucket in self._mean.bucket_names or ()],
-                    "parameters": {plain_name(name): value.detach() for name, value in self._parameters.items()},
-                    "optimizer": self.optimizer.state_dict(),
-                    "optimizer_class": type(self.optimizer).__name__,
-                    "extras": documents[first]["extras"],
-                    "workers": workers,
-                }
-                absolute = Path(path).absolute()
-                self._stamps[absolute] = checkpoint.write(path, content, self._stamps.get(absolute))
+            def write() -> None:
+                if job.rank == 0:
+                    documents = [own_part, *map(checkpoint.decode, shares[1:])]
+                    workers = [worker for document in documents for worker in document["workers"]]
+                    workers.sort(key=lambda worker: worker["virtual_rank"])
+                    content = {
+                        "settings": self.settings.model_dump(),
+                        "environment": checkpoint.environment(self.device),
+                        "position": {
+                            "epoch": self.epoch_number,
+                            "step": self.step_in_epoch,
+                            "steps_made": self.steps_made,
+                        },
+                        # Plain names fit the model compiled and as it is.
+                        "buckets": [[plain_name(name) for name in bucket] for bucket in self._mean.bucket_names or ()],
+                        "parameters": {plain_name(name): value.detach() for name, value in self._parameters.items()},
+                        "optimizer": self.optimizer.state_dict(),
+                        "optimizer_class": type(self.optimizer).__name__,
+                        "extras": documents[first]["extras"],
+                        "workers": workers,
+                    }
+                    absolute = Path(path).absolute()
+                    self._stamps[absolute] = checkpoint.write(path, content, self._stamps.get(absolute))
 
-        job.together(write)
+            job.together(write)
 
     def resume(self, path: str | os.PathLike[str]) -> bool:
         """Continue from a checkpoint if there is one; return whether there was. All processes call this together.
@@ -608,6 +613,7 @@ class ElasticTrainer:
             extra.load_state_dict(content["extras"][name])
         position = content["position"]
         self.epoch_number, self.step_in_epoch, self.steps_made = (position[n] for n in ("epoch", "step", "steps_made"))
+        self._telemetry.resume(self.steps_made)
         buckets = [[names[name] for name in bucket] for bucket in content["buckets"]] or None
         self._mean = self._new_mean(buckets, self._mean)
         self._contexts.load(content["workers"], os.fspath(path))

@@ -17,6 +17,8 @@ from __future__ import annotations
 import hashlib
 import os
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Self
 
@@ -63,6 +65,7 @@ class Hook:
         self._dataset, self._scaler = dataset, scaler
         self._samplers: weakref.WeakSet[DistributedSampler[Any] | VariableBatchSampler] = weakref.WeakSet()
         self._epoch: int | None = None
+        self._steps_made = 0
 
     def dataloader(
         self,
@@ -153,6 +156,26 @@ class Hook:
         if self.recorder is not None:
             self.recorder.begin_epoch()
 
+    def resumed(self, steps: int) -> None:
+        """Say that a checkpoint after ``steps`` steps was loaded; before the first step. Telemetry counts on from there.
+
+        So ``ddltool verify`` knows which steps of the run before were lost. Raises InputError for a negative number.
+        """
+        if steps < 0:
+            raise InputError("resumed", f"is {steps}", "give the number of steps made before, 0 or more")
+        self._steps_made = steps
+        if self.recorder is not None:
+            self.recorder.resume(steps)
+
+    @contextmanager
+    def checkpoint(self) -> Iterator[None]:
+        """Let the time of the block count as a checkpoint in telemetry: ``with hook.checkpoint(): save(...)``.
+
+        Between two steps, on every rank, with what waits for the rank that writes in the block.
+        """
+        with nullcontext() if self.recorder is None else self.recorder.checkpoint():
+            yield
+
     def count_samples(self, samples: int) -> None:
         """Set the number of samples of the next forward pass, before each; raises InputError when negative.
 
@@ -207,6 +230,7 @@ class Hook:
         """Record the steps of ``optimizer`` in ``file``."""
         side = job.side if isinstance(model, DistributedDataParallel) else None
         recorder = StepRecorder(file, cuda=is_cuda(model), take_samples=scaler.pending.take_tally, side=side)
+        recorder.resume(self._steps_made)
         self.recorder = scaler.watcher = recorder
         optimizer.register_step_pre_hook(recorder.before_update)
         optimizer.register_step_post_hook(recorder.after_update)

@@ -13,7 +13,8 @@ import atexit
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -57,12 +58,15 @@ class Identity:
     num_nodes: int
     device: str
     run: str = ""
+    clock_s: float = field(default_factory=lambda: time.time() - time.perf_counter())
+    """What makes the host's clock one of seconds since 1970: taken once, so that setting the clock moves no step."""
 
     def row(self, step: ObservedStep) -> TelemetryRow:
         """Return the row of ``step``; the times of several backward passes add up."""
         if step.end.event is not None:
             step.end.event.synchronize()
         compute_s, wait_s, sync_s = (sum(parts) for parts in zip(*(e.split() for e in step.exchanges), strict=True))
+        step_s = seconds_between(step.begin, step.end)
         fields = {
             "run": self.run,
             "step": step.number,
@@ -75,8 +79,10 @@ class Identity:
             "compute_s": round(compute_s, 9),
             "wait_s": round(wait_s, 9),
             "sync_s": round(sync_s, 9),
-            "step_s": round(seconds_between(step.begin, step.end), 9),
+            "step_s": round(step_s, 9),
             "memory_bytes": step.memory_bytes,
+            "end_s": round(self.clock_s + step.end.host_s, 6),
+            "data_s": round(min(step_s, seconds_between(step.begin, step.exchanges[0].start)), 9),
         }
         return TelemetryRow(**(fields | step.more))
 
@@ -129,7 +135,7 @@ class TelemetryFile:
         if self._file.is_open:
             count = len(self._held) - but
             due, self._held = self._held[:count], self._held[count:]
-            self._file.write([self.identity.row(step).model_dump_json() for step in due])
+            self._file.write([self.identity.row(step).model_dump_json(exclude_none=True) for step in due])
 
     def close(self) -> None:
         """Write what is left and close the file; more calls do nothing."""
@@ -244,6 +250,7 @@ class StepRecorder(PassClock):
         self.watch: Callable[[ObservedStep], None] | None = None
         self._file = file
         self._number = self._passes = self._memory_bytes = 0
+        self._opened_s, self._has_row, self._checkpoint_s = time.perf_counter(), False, 0.0
         self._previous_end: Stamp | None = None
         # Runs when the recorder is collected or the interpreter exits; it must not refer to the recorder itself.
         self._finalizer = weakref.finalize(self, file.close)
@@ -270,9 +277,15 @@ class StepRecorder(PassClock):
     def add(self, number: int, exchanges: list[Exchange], end: Stamp, **more: Any) -> None:
         """Add the step of these ``exchanges`` that ended at ``end``; ``more``: further fields of its row."""
         begin = self._previous_end if self._previous_end is not None else exchanges[0].start
-        if self._number < STEPS_PER_MEMORY_READING or self._number % STEPS_PER_MEMORY_READING == 0:
+        if not self._has_row or self._number < STEPS_PER_MEMORY_READING or self._number % STEPS_PER_MEMORY_READING == 0:
             self._memory_bytes = peak_memory(self._cuda)
         self._number += 1
+        if not self._has_row:
+            more["start_s"], self._has_row = round(max(0.0, begin.host_s - self._opened_s), 9), True
+            if restarts := os.environ.get("TORCHELASTIC_RESTART_COUNT", ""):
+                more["restarts"] = int(restarts)
+        if self._checkpoint_s:
+            more["checkpoint_s"], self._checkpoint_s = round(self._checkpoint_s, 9), 0.0
         step = ObservedStep(
             number=number, exchanges=exchanges, begin=begin, end=end, memory_bytes=self._memory_bytes, more=more
         )
@@ -281,6 +294,25 @@ class StepRecorder(PassClock):
         if self.watch is not None:
             self.watch(step)
             self._previous_end = stamp(self._cuda)
+
+    def resume(self, steps: int) -> None:
+        """Number the next step ``steps``: so many were made before this start. A run that has rows never counts back."""
+        self._number = max(self._number, steps)
+
+    @contextmanager
+    def checkpoint(self) -> Iterator[None]:
+        """Write the rows held back, and count the seconds of the block, between two steps, as a checkpoint."""
+        self._file.flush()
+        begin, is_within = stamp(self._cuda), self._start is not None or bool(self._exchanges)
+        yield
+        end = stamp(self._cuda)
+        if is_within:  # a part of that step's time already
+            return
+        if end.event is not None:
+            end.event.synchronize()
+        self._checkpoint_s += seconds_between(begin, end)
+        if self._previous_end is not None:
+            self._previous_end = end
 
     def begin_epoch(self) -> None:
         """Let the next step begin with its forward pass: what came between the epochs belongs to no step."""

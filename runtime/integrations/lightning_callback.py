@@ -57,6 +57,10 @@ class HookCallback(lightning.Callback):
 
         strategy.process_dataloader, strategy.backward = planned, weighed
 
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """The checkpoint is loaded, if there is one."""
+        self.hook.resumed(trainer.global_step)
+
     def on_train_epoch_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Choose the epoch's order of samples."""
         self.hook.set_epoch(trainer.current_epoch)

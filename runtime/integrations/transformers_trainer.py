@@ -56,10 +56,13 @@ class TelemetryCallback(TrainerCallback):
         self._trainer, self._telemetry = trainer, telemetry
         self._hook: Hook | None = None
 
-    def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Model and optimizer are there: record them."""
         if self._hook is None:
             self._hook = attach(None, telemetry=self._telemetry)
+            self._hook.resumed(state.global_step)
             self._hook.bind(self._trainer.model_wrapped, kwargs["optimizer"])
 
     def on_epoch_begin(self, *_: Any, **kwargs: Any) -> None:
@@ -238,6 +241,7 @@ class _Following(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._trainer._begin(state, kwargs["train_dataloader"])
+        self._trainer.hook.resumed(state.global_step)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -30,6 +30,7 @@ from ddltool.results import (
     BarrierChoice,
     BarrierResult,
     GateResult,
+    Ledger,
     NetworkResult,
     SchemeFigures,
     SplitTime,
@@ -304,10 +305,31 @@ def verification_section(result: Verification, name: str) -> Section:
         "spread": "spread:.1%",
     }
     ranks = tabled("Compute by process, medians", "measured", result.ranks, columns, text_columns=2)
-    picture = pictured(caption, verified_table(result, "Parts of the step"), figure)
-    return Section(
-        title=f"Verification: {name}", lead=lead, blocks=[picture, ranks], verdict=_verification_verdict(result)
-    )
+    blocks: Blocks = [pictured(caption, verified_table(result, "Parts of the step"), figure), ranks]
+    if (spent := result.ledger) is not None:
+        lead += _ledger_lead(spent)
+        blocks.append(_ledger_picture(spent))
+    return Section(title=f"Verification: {name}", lead=lead, blocks=blocks, verdict=_verification_verdict(result))
+
+
+def _ledger_lead(spent: Ledger) -> list[str]:
+    """Return the sentences on where the wall clock went."""
+    lead = [
+        f"Goodput {spent.goodput:.1%}: computation of {counted(spent.steps, 'kept step')} in {show_seconds(spent.wall_s)}, "
+        f"{counted(spent.starts, 'start')} included; {spent.in_steps:.1%} with waiting for others and communication."
+    ]
+    lead += [f"{spent.gain[:1].upper()}{spent.gain[1:]}."] if spent.gain else []
+    return [*lead, f"Next: {spent.action}.", *(f"{remark[:1].upper()}{remark[1:]}." for remark in spent.remarks)]
+
+
+def _ledger_picture(spent: Ledger) -> Picture:
+    """Return the parts of the wall clock as a table and as bars."""
+    columns: dict[str, Column[float]] = {"time": show_seconds, "share": lambda part_s: f"{part_s / spent.wall_s:.1%}"}
+    parts = {**spent.parts_s, "wall clock": spent.wall_s}
+    table = tabled("Where the wall clock went", "measured", parts.values(), columns, names=("part", parts))
+    bars = [(part, max(0.0, part_s)) for part, part_s in spent.parts_s.items()]
+    figure = Bars(rows=bars, xlabel="time", title="Where the wall clock went", seconds=True)
+    return pictured("Where the wall clock went; the mean over the ranks.", table, figure)
 
 
 def verified_table(result: Verification, caption: str) -> Table:
