@@ -23,11 +23,15 @@ RANKS = """
 import os, pathlib, signal, sys, time
 pathlib.Path(os.environ["DDLTOOL_BEGUN"]).touch()
 rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+here = pathlib.Path(__file__).parent
+(here / f"begun-{rank}").touch()
 print(f"I am {rank} of {size}, {sys.argv[1]}", flush=True)
 if rank == "0":
     os.kill(os.getpid(), signal.SIGKILL)
 if rank == "1" and sys.argv[1] == "alone":
     import psutil
+    while not (here / "begun-0").exists() or not (here / "begun-2").exists():  # nor has it started them
+        time.sleep(0.05)
     while len(psutil.Process(os.getppid()).children()) > 1:  # the launcher has not seen the others end
         time.sleep(0.05)
 elif rank == "1":
