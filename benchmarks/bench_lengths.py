@@ -32,7 +32,7 @@ from ddltool import runtime
 from ddltool.analyzers.answers.reporting.charts import drawn
 from ddltool.analyzers.answers.reporting.figures import Line, Lines
 from ddltool.analyzers.job.balancing.assigning import balanced
-from ddltool.analyzers.job.balancing.lengths import LengthsJob, SampleCost, Steps, compare
+from ddltool.analyzers.job.balancing.lengths import LengthsJob, SampleCost, TimedSteps, compare
 from ddltool.artifacts import save
 from ddltool.plans import Enforcement, RankEnforcement
 from ddltool.runtime.processes.batches import epoch_order
@@ -206,7 +206,7 @@ def measured(name: str, steps: int, repeats: int) -> tuple[Costs, np.ndarray]:
     return costs, seconds
 
 
-def predicted(name: str, steps: int, costs: Costs) -> dict[str, Steps]:
+def predicted(name: str, steps: int, costs: Costs) -> dict[str, TimedSteps]:
     """Return the steps of every way over the batches that the hook's loaders hand out."""
     lengths = lengths_like(name, steps * RANKS * OWN)
     batches = lengths[epoch_order(len(lengths), True, 0).numpy()].reshape(steps, -1)

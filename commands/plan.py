@@ -235,8 +235,6 @@ def plan(
     known_job = read_with_specs(job if isinstance(job, Job) else job_file, devices_file, allow_code=allow_code)
     known_job = known_job if price is None else with_prices(known_job, price)
     check_outputs(_named(known_job, job_file.parent), {"-o": output, "--save": save_job})
-    if save_job is not None:
-        write_text(save_job, to_yaml(known_job))
     traced = graph_of(known_job, job_file.parent, None if graph is None else Path(graph))
     known_job = scanned(known_job, traced, tell)
     goal = Goal(
@@ -265,6 +263,8 @@ def plan(
         tell=tell,
     )
     result = complete(solve(strategy, known_job, job_file, options), known_job, job_file, options)
+    if save_job is not None:
+        write_text(save_job, to_yaml(known_job))
     if output is not None:
         save(result, output)
     return result

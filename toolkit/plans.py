@@ -285,7 +285,7 @@ class NetworkCost(Record):
     best_steps: dict[Choice, NonNegative] = Field(description="the best step time of each choice that is possible")
 
 
-class RunSettings(Record):
+class StepSettings(Record):
     """How the job runs its step: what a framework's own settings name beside the layout."""
 
     model: str | None = Field(default=None, description="SOURCE of the model, as in job.yaml")
@@ -338,7 +338,7 @@ class Plan(Artifact):
         description="devices of each used type on a node: of the job, its cluster, or as assumed; null: nothing says it",
     )
     group: WorkerGroup | None = Field(default=None, description="what a device of this plan stands for; null: itself")
-    run: RunSettings | None = Field(default=None, description="how a step is run; null: a plan of an earlier version")
+    run: StepSettings | None = Field(default=None, description="how a step is run; null: a plan of an earlier version")
     predicted: Literal[True] = True
 
     @model_validator(mode="after")

@@ -7,7 +7,7 @@ from typing import Literal
 
 from ddltool.decision import Layout
 from ddltool.errors import InputError
-from ddltool.plans import Plan, RunSettings
+from ddltool.plans import Plan, StepSettings
 
 Checkpointing = Literal["none", "selective", "full"]
 
@@ -132,11 +132,13 @@ def block_names(plan: Plan) -> list[str]:
     return sorted(blocks, key=lambda name: (name.rpartition(".")[0], blocks[name]))
 
 
-def run_settings(plan: Plan) -> tuple[RunSettings, list[str]]:
+def run_settings(plan: Plan) -> tuple[StepSettings, list[str]]:
     """Return how the plan's step is run, and a gap where a plan of an earlier version does not say it."""
     if plan.run is not None:
         return plan.run, []
-    return RunSettings(), ["precision, optimizer, compile, tokens: the plan does not say them; plan again, or set them"]
+    return StepSettings(), [
+        "precision, optimizer, compile, tokens: the plan does not say them; plan again, or set them"
+    ]
 
 
 def _picked_layout(plan: Plan) -> Layout | None:

@@ -354,24 +354,9 @@ def _choices(plan: Plan, decision: Decision) -> list[_Choice]:
     picked = next(option for option in decision.options if not option.why_not)
     listed_choices = [of_option(picked, "this plan")]
     listed_choices += [of_option(option, option.why_not) for option in decision.options if option is not picked]
-    listed_choices += [of_option(option, "usual") for name, option in decision.baselines.items()]
+    listed_choices += [of_option(option, "usual") for option in decision.baselines.values()]
     front = decision.pareto
     listed_choices += [of_option(option, "cheapest") for option in front[-1:]] if len(front) > 1 else []
-    slowest = _OTHERS * picked.iteration_s
-    others = [
-        layout
-        for layout in decision.layouts
-        if (not layout.missing_bytes and (layout.step_s or math.inf) <= slowest)
-        or (layout.sharding == "ddp" and layout.gpus == 1)  # what people ask for first
-    ]
-    # Of every set of types that is not listed yet, the best: why it was left out is what one asks.
-    shown = {tuple(sorted(choice.devices)) for choice in listed_choices}
-    by_step = sorted(decision.layouts, key=lambda layout: -(layout.step_s or math.inf))
-    of_types = {tuple(sorted(layout.devices)): layout for layout in by_step if not layout.missing_bytes}
-    others = [*(layout for types, layout in of_types.items() if types not in shown), *others]
-    kinds = {
-        (layout.sharding, layout.checkpointing, layout.gpus, *sorted(layout.devices)): layout for layout in others[::-1]
-    }
     listed_choices += [
         _Choice(
             how=_short_layout(layout)[0],
@@ -385,7 +370,7 @@ def _choices(plan: Plan, decision: Decision) -> list[_Choice]:
             price_per_sample=layout.price_per_sample,
             remark="does not fit" if layout.missing_bytes else "",
         )
-        for layout in reversed(kinds.values())
+        for layout in _other_layouts(decision, listed_choices)
     ]
     distinct = dict[tuple[object, ...], _Choice]()
     for choice in listed_choices:
@@ -402,6 +387,29 @@ def _choices(plan: Plan, decision: Decision) -> list[_Choice]:
     else:
         kept.sort(key=lambda choice: math.inf if choice.step_s is None else choice.step_s / choice.samples)
     return [first, *kept]
+
+
+def _other_layouts(decision: Decision, listed_choices: Sequence[_Choice]) -> list[Layout]:
+    """Return one layout of each kind that a person would ask for beside the choices that are listed.
+
+    First, of every set of types that is not among them, the best: why it was left out is what one asks. Then those not much
+    slower than the first choice, and DDP whatever it lacks.
+    """
+    slowest = _OTHERS * (listed_choices[0].step_s or math.inf)
+    shown = {tuple(sorted(choice.devices)) for choice in listed_choices}
+    by_step = sorted(decision.layouts, key=lambda layout: -(layout.step_s or math.inf))
+    of_types = {tuple(sorted(layout.devices)): layout for layout in by_step if not layout.missing_bytes}
+    others = [layout for types, layout in of_types.items() if types not in shown]
+    others += [
+        layout
+        for layout in decision.layouts
+        if (not layout.missing_bytes and (layout.step_s or math.inf) <= slowest)
+        or (layout.sharding == "ddp" and layout.gpus == 1)
+    ]
+    kinds = dict[tuple[object, ...], Layout]()
+    for layout in others:
+        kinds.setdefault((layout.sharding, layout.checkpointing, layout.gpus, *sorted(layout.devices)), layout)
+    return list(kinds.values())
 
 
 def _short(text: str) -> tuple[str, str]:

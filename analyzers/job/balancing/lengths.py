@@ -89,7 +89,7 @@ class LengthsJob:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Steps:
+class TimedSteps:
     """What K steps took: all (K,)."""
 
     seconds: Floats
@@ -108,10 +108,10 @@ class Steps:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Comparison:
+class WaysCompared:
     """The ways that were tried, and the first batch as the best assignment shares it out."""
 
-    steps: dict[str, Steps]
+    steps: dict[str, TimedSteps]
     gaps: list[float]
     """Of each batch: how far its assignment may be above the best, as a share of it."""
     solver_s: float
@@ -137,7 +137,7 @@ def draw(lengths: Ints, counts: Ints, total: int, batches: int, seed: int) -> In
 
 def compare(
     batches: Ints, job: LengthsJob, limit_s: float, seed: int = 0, advance: Callable[[int, str], None] = lambda *_: None
-) -> Comparison:
+) -> WaysCompared:
     """Return the steps of every way over the (K, B) lengths of ``batches``; ``limit_s``: seconds for all of the solver's work.
 
     Raises InputError for a sample longer than ``job.max_tokens``.
@@ -154,7 +154,7 @@ def compare(
         gaps.append(proven.seconds / proven.bound - 1)
         best.append(proven.places)
 
-    def assigned(choose: Callable[[Floats], Ints], lengths: Ints = batches, padded: bool = False) -> Steps:
+    def assigned(choose: Callable[[Floats], Ints], lengths: Ints = batches, padded: bool = False) -> TimedSteps:
         shared = (_by_place(job, row, choose(job.cost.of(row)), padded) for row in lengths)
         return timed(job, shared, padded)
 
@@ -178,7 +178,7 @@ def compare(
         found["window"] = assigned(lambda row: balanced(row, job.speeds, passes), moved)
     if job.pack is not None:
         found |= _packed(job, batches.ravel(), job.pack)
-    return Comparison(
+    return WaysCompared(
         steps={way: found[way] for way in WAYS if way in found},
         gaps=gaps,
         solver_s=limit_s - left_s,
@@ -186,7 +186,7 @@ def compare(
     )
 
 
-def speedup(today: Steps, other: Steps, paired: bool, seed: int) -> tuple[float, float, float]:
+def speedup(today: TimedSteps, other: TimedSteps, paired: bool, seed: int) -> tuple[float, float, float]:
     """Return how many times as many tokens per second ``other`` makes as ``today``, and the 95 % interval by the bootstrap.
 
     Steps are drawn again with replacement; ``paired``: both ways take the same batches.
@@ -229,7 +229,7 @@ def regrouped(costs: Floats, ranks: int, total: int, window: int) -> Ints:
     return order
 
 
-def timed(job: LengthsJob, steps: Iterator[list[list[Ints]]] | list[list[list[Ints]]], padded: bool) -> Steps:
+def timed(job: LengthsJob, steps: Iterator[list[list[Ints]]] | list[list[list[Ints]]], padded: bool) -> TimedSteps:
     """Return what steps take whose passes, by rank, are the lengths in them."""
     rows, most = [], 0
     for ranks in steps:
@@ -247,7 +247,7 @@ def timed(job: LengthsJob, steps: Iterator[list[list[Ints]]] | list[list[list[In
         slowest = times.max(axis=0).sum() if job.sharded else times.sum(axis=1).max()
         rows.append((slowest + job.cost.per_step, times.sum(axis=1).mean(), tokens, computed))
     seconds, busy, real, made = np.array(rows, dtype=np.float64).reshape(-1, 4).T
-    return Steps(seconds, busy, real, made, most)
+    return TimedSteps(seconds, busy, real, made, most)
 
 
 def _passes(job: LengthsJob) -> int:
@@ -298,7 +298,7 @@ def _grouped(job: LengthsJob, batches: Ints) -> Iterator[list[list[Ints]]]:
         yield mine if job.max_tokens is None else [_fitting(each[0], job.max_tokens, True) for each in mine]
 
 
-def _packed(job: LengthsJob, lengths: Ints, pack: int) -> dict[str, Steps]:
+def _packed(job: LengthsJob, lengths: Ints, pack: int) -> dict[str, TimedSteps]:
     """Return the steps on sequences of ``pack`` tokens, cut from all samples behind one another, without masks and with."""
     ends = np.cumsum(lengths)
     cuts = np.union1d(ends, np.arange(pack, int(ends[-1]) + 1, pack))

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from ddltool.analyzers.job.balancing.lengths import IN_THE_BATCH, Comparison, LengthsJob, Steps, speedup
+from ddltool.analyzers.job.balancing.lengths import IN_THE_BATCH, LengthsJob, TimedSteps, WaysCompared, speedup
 from ddltool.arrays import Ints
 from ddltool.errors import known
 from ddltool.results import LengthCost, LengthsResult, LengthStatistics, RankLengths, RemedyFigures
@@ -16,7 +16,7 @@ from ddltool.results import LengthCost, LengthsResult, LengthStatistics, RankLen
 def lengths_result(
     job: LengthsJob,
     table: tuple[Ints, Ints],
-    found: Comparison,
+    found: WaysCompared,
     *,
     today: str,
     seed: int,
@@ -32,7 +32,7 @@ def lengths_result(
     """
     today = known("today", today, [*found.steps])
 
-    def remedy(way: str, steps: Steps) -> RemedyFigures:
+    def remedy(way: str, steps: TimedSteps) -> RemedyFigures:
         paired = {way, today} <= {*IN_THE_BATCH}
         gain, low, high = speedup(found.steps[today], steps, paired, seed)
         return RemedyFigures(

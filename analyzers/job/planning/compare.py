@@ -61,7 +61,6 @@ def decide(
     unsure_options = (other.option for other in ranked if not other.option.staleness and choice.unsure(other, picked))
     clear_value = choice.value(picked.option) * (1 + LEAST_GAIN)
     rival = next((option for option in unsure_options if choice.value(option) > clear_value), None)
-    decision = decision.model_copy(update={"would_save": picked.would_save()})
     words, following = explained(
         decision, picked.plan, picked.option, job, problem, choice.value, model, rival=rival, first=ranked[0].option
     )
@@ -123,6 +122,7 @@ def _compared(
         ],
         left_out=left_out,
         words=[],
+        would_save=picked.would_save(),
         step_tokens=None if model.layouts is None else model.layouts.step_tokens,
         error=model.error(picked.option.devices),
         gain_error=model.gain_error(picked.option, baselines[baseline_name]),

@@ -31,7 +31,7 @@ from ddltool.errors import Infeasible, InputError, naming
 from ddltool.goodput_model import Goodput
 from ddltool.graph import RECV, Graph
 from ddltool.job import LINKS, Cluster, Job
-from ddltool.plans import Assignment, CompressionFigures, ParameterRecord, Plan, RunSettings
+from ddltool.plans import Assignment, CompressionFigures, ParameterRecord, Plan, StepSettings
 from ddltool.results import JointPlan, Sharing
 
 if TYPE_CHECKING:
@@ -158,14 +158,12 @@ def complete(plan: Plan, job: Job, job_file: Path, options: PlanOptions) -> Plan
     return plan.model_copy(update={**update, "run": _run_settings(plan, job, gpus_per_node)})
 
 
-def _run_settings(plan: Plan, job: Job, gpus_per_node: Mapping[str, int] | None) -> RunSettings:
+def _run_settings(plan: Plan, job: Job, gpus_per_node: Mapping[str, int] | None) -> StepSettings:
     """Return how the job runs its step; tokens of a sample by the comparison's, where the job leaves them to its model."""
     tokens = job.sequence_length
     if tokens is None and plan.decision is not None and plan.decision.step_tokens is not None:
-        tokens = (
-            plan.decision.step_tokens // sum(row.devices * row.local_batch_size for row in plan.assignments) or None
-        )
-    return RunSettings(
+        tokens = plan.decision.step_tokens // (job.max_workers * job.batch_size)
+    return StepSettings(
         model=job.model,
         precision=job.precision,
         optimizer=job.optimizer,

@@ -24,7 +24,7 @@ from ddltool.analyzers.answers.emitting.kubernetes import manifests
 from ddltool.analyzers.answers.emitting.layout import LaunchSettings, cluster_name, label_value, layout, plan_hash
 from ddltool.artifacts import load, save
 from ddltool.errors import InputError
-from ddltool.plans import Assignment, BucketSetting, Enforcement, Plan, PrefetchSetting, RunSettings, Superstep
+from ddltool.plans import Assignment, BucketSetting, Enforcement, Plan, PrefetchSetting, StepSettings, Superstep
 from ddltool.runtime.hook.job import loaded
 from tests.conftest import Cli
 from tests.helpers.emit_workers import emitted_compiled, emitted_ddp, emitted_fsdp2
@@ -400,7 +400,7 @@ def test_the_modules_compile_as_planned(cli: Cli, tmp_path: Path) -> None:
     setting = PrefetchSetting(units=BLOCKS, forward={}, backward={}, step_s=1.0, default_step_s=2.0)
     ddp = BucketSetting(bucket_cap_mb=25.0, buckets=[["x"]], step_s=1.0, default_step_s=2.0)
     for compiles in (True, False):
-        save(plan(("A", 2, 8), fsdp2=setting, ddp=ddp, run=RunSettings(compile=compiles)), tmp_path / "plan.json")
+        save(plan(("A", 2, 8), fsdp2=setting, ddp=ddp, run=StepSettings(compile=compiles)), tmp_path / "plan.json")
         for target, found in (("fsdp2", [False, *[compiles] * 4]), ("ddp", [compiles])):
             cli("emit", tmp_path / "plan.json", "--target", target, "-o", tmp_path / f"{target}.py").done()
             assert crew().run(emitted_compiled, str(tmp_path / f"{target}.py")) == [found] * 2

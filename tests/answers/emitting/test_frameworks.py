@@ -21,7 +21,7 @@ from ddltool.artifacts import load, save
 from ddltool.decision import Decision, Layout
 from ddltool.errors import InputError
 from ddltool.job import WorkerGroup
-from ddltool.plans import Assignment, ParameterRecord, Plan, PrefetchSetting, Recomputed, RunSettings, ShardingSetting
+from ddltool.plans import Assignment, ParameterRecord, Plan, PrefetchSetting, Recomputed, ShardingSetting, StepSettings
 from tests.answers.emitting.test_emit import MIXED, plan
 from tests.conftest import Cli
 
@@ -60,7 +60,7 @@ def made_plan(
     }
     usual = {
         "assignments": [row],
-        "run": RunSettings(**run),
+        "run": StepSettings(**run),
         "sharding": ShardingSetting(**sharding),
         "parameters": [ParameterRecord(name=f"{name}.q.weight", size_bytes=8) for name in BLOCKS],
         "devices_per_node": {"H100": 8},
@@ -323,7 +323,7 @@ def test_a_plan_says_how_its_step_is_run(cli: Cli, tmp_path: Path) -> None:
         "sequence_length: 512\ndevices: [{type: H100, count: 4, capability_per_s: 1.0}]\n"
     )
     cli("plan", tmp_path / "job.yaml", "--strategy", "lb-bsp", "-o", tmp_path / "plan.json").done()
-    run = RunSettings(precision="bf16", optimizer="adamw", compile=True, sequence_length=512)
+    run = StepSettings(precision="bf16", optimizer="adamw", compile=True, sequence_length=512)
     assert load(tmp_path / "plan.json", Plan).run == run
     cli("emit", tmp_path / "plan.json", "--target", "torchtitan", "-o", tmp_path / "t.toml").done()
     written = tomllib.loads((tmp_path / "t.toml").read_text())

@@ -14,7 +14,7 @@ from ddltool.analyzers.answers.emitting.layout import layout
 from ddltool.artifacts import save
 from ddltool.errors import InputError
 from ddltool.job import WorkerGroup
-from ddltool.plans import ParameterRecord, Plan, RunSettings, ShardingSetting
+from ddltool.plans import ParameterRecord, Plan, ShardingSetting, StepSettings
 from tests.answers.emitting.test_emit import fake_torchrun, options, plan, run, shims
 from tests.conftest import Cli
 from tests.helpers.emit_workers import emitted_tensor, learned, tiny
@@ -74,7 +74,7 @@ def test_heads_that_no_group_can_share_are_refused(cli: Cli, tmp_path: Path, fou
 def test_launchers_start_every_gpu_of_the_groups(cli: Cli, tmp_path: Path, shims: Path, target: str) -> None:
     """Eight stages on nodes of eight, of which the record of the run knows; nothing names a config that is not there."""
     fake_torchrun(shims)
-    made = grouped(2, 4, 2, devices_per_node={"A": 1}, run=RunSettings(gpus_per_node={"A": 8}))
+    made = grouped(2, 4, 2, devices_per_node={"A": 1}, run=StepSettings(gpus_per_node={"A": 8}))
     save(made, tmp_path / "plan.json")
     said = cli(
         "emit", tmp_path / "plan.json", "--target", target, "-o", tmp_path / "l.sh", "--script", "t.py", "--json"
