@@ -159,7 +159,13 @@ def _case(rows: Sequence[Row], work: Work, beside: int) -> Case:
     updating = memory_kernels([passes * work.parameter_bytes for passes in update.kernels])
     kernels = work.kernels
     demand = demand_of(kernels, device, precision=row.precision, channels_last=row.trace.channels_last)
-    demand = replace(demand, traffic_s=source.traffic * demand.traffic_s).then(demand_of(updating, device))
+    attention = np.where(kernels.kind == CLASS["attention"], source.attention, 1.0)
+    demand = replace(
+        demand,
+        traffic_s=source.traffic * demand.traffic_s,
+        arithmetic_s=attention * demand.arithmetic_s,
+        fed_s=attention * demand.fed_s,
+    ).then(demand_of(updating, device))
     grouped = bool((kernels.kind == CLASS["grouped_convolution"]).any())
     today = [each.measured_s for each in rows if not (grouped and each.dated)]
     return Case(

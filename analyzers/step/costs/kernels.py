@@ -115,7 +115,10 @@ def kernels_of(graph: Graph) -> Kernels:
     kind[is_convolution & (gemm[:, 0] > 1)] = CLASS["grouped_convolution"]
     kind[is_convolution & (gemm[:, 0] > 1) & (gemm[:, 2] <= 1)] = CLASS["depthwise_convolution"]
     is_backward = is_convolution & np.array([op_type.endswith("_backward") for op_type in op_types], dtype=bool)
+    is_attention = (kind == CLASS["attention"]) & (gemm[:, 1] > 0)
+    products = np.array([5.0 if op_type.endswith("_backward") else 2.0 for op_type in op_types])
     product_flops = 2.0 * gemm.prod(axis=1)
+    flops[is_attention] = (products * product_flops)[is_attention]  # less than counted, under a causal mask
     is_double = is_backward & (flops > 1.5 * product_flops) & (product_flops > 0)
     direction = np.where(is_backward, WEIGHT_GRADIENT, FORWARD).astype(np.int8)
     # The gradient of the input and that of the weights: each reads the output's gradient and one more tensor.

@@ -253,18 +253,20 @@ def _attention(call: Call) -> Product | None:
     """Return FLOPs and (heads of all samples, queries, keys, width) of fused attention.
 
     Two products forward; five backward, since the scores are computed again. FLOPs count the whole square, as MFU is
-    usually reported; the keys of ``gemm`` are halved under a causal mask, of which kernels skip the upper half.
+    usually reported; the keys of ``gemm`` are halved under a causal mask, of which kernels skip the upper half, and its
+    width is the mean over the products, so that each of these takes ``2 gemm.prod()`` operations.
     """
     arguments = call.named
     if not all(isinstance(arguments.get(part), tuple) for part in ("query", "key", "value")):
         return None
     query, key, value = arguments["query"], arguments["key"], arguments["value"]
-    heads, queries, width = math.prod(query[:-2]), query[-2], query[-1]
-    keys, out_width = key[-2], value[-1]
-    score_flops, value_flops = 2.0 * heads * queries * keys * width, 2.0 * heads * queries * keys * out_width
-    flops = 3.0 * score_flops + 2.0 * value_flops if "backward" in call.name else score_flops + value_flops
+    heads, queries, score_width = math.prod(query[:-2]), query[-2], query[-1]
+    keys, value_width = key[-2], value[-1]
+    of_scores, of_values = (3.0, 2.0) if "backward" in call.name else (1.0, 1.0)
+    width = (of_scores * score_width + of_values * value_width) / (of_scores + of_values)
+    flops = 2.0 * (of_scores + of_values) * heads * queries * keys * width
     is_causal = bool(arguments.get("is_causal", False)) and queries > 1
-    return flops, (float(heads), float(queries), keys / 2 if is_causal else float(keys), float(width))
+    return flops, (float(heads), float(queries), keys / 2 if is_causal else float(keys), width)
 
 
 def _recurrent_layers(inputs: Shape, matrices: Sequence[Shape], *, backward: bool = False) -> Product:

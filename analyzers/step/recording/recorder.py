@@ -27,14 +27,14 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ddltool.analyzers.step.recording.values import Values
+
 Phase = Literal["forward", "backward", "update"]
 # A tensor of the CPU of at least so many bytes has no memory, unless it was filled with data.
 _LARGE_BYTES = 2**20
 _MAX_CALLS = 500_000
 _TRUTH = "_ddltool_truth"
 """Set on tensors of truth values: the one that is assumed of all its elements."""
-_VALUE = "_ddltool_value"
-"""Set on tensors of one element that were copied from the CPU: what they hold, until something writes to them."""
 _PARTS = "_ddltool_parts"
 """Set on sparse tensors: their indices and values, which torch's fake ones lack."""
 _ROWS_OF_TABLE = {"embedding_backward": 2, "_embedding_bag_backward": 6}
@@ -165,6 +165,7 @@ class Recorder(TorchDispatchMode):
         """Of every pass of these: the shape of the first tensor that it gets, and whether that holds whole numbers."""
         self._storages: dict[int, tuple[RecordedStorage, Any]] = {}
         self._gradients: dict[int, Shadow] = {}
+        self._values = Values(only_whole=True)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -218,14 +219,9 @@ class Recorder(TorchDispatchMode):
                 return self._assumed_value(tensors[0])
         else:
             return func(*args, **kwargs)
-        if isinstance(output, FakeTensor) and output.dtype == torch.bool:
-            is_known = torch.Tag.pointwise in func.tags and all(hasattr(tensor, _VALUE) for tensor in tensors)
-            setattr(output, _VALUE if is_known else _TRUTH, _truth_of(func, name, args, kwargs))
-        if func._schema.is_mutable:
-            for tensor in tensors:
-                tensor.__dict__.pop(_VALUE, None)
-        elif name == "_to_copy" and isinstance(output, FakeTensor) and tensors[0].numel() == 1:
-            self._keep_value(tensors[0], output)
+        is_known = self._values.follow(func, args, kwargs, output)
+        if isinstance(output, FakeTensor) and output.dtype == torch.bool and not is_known:
+            setattr(output, _TRUTH, self._truth_of(func, name, args, kwargs))
         if isinstance(output, FakeTensor) and output.layout == torch.sparse_coo:
             given = args[3:5] if name == "_sparse_coo_tensor_with_dims_and_tensors" else getattr(tensors[0], _PARTS)
             if name == "clone":
@@ -331,19 +327,13 @@ class Recorder(TorchDispatchMode):
         """Note that the script reads a value that only a run knows."""
         self.step.assumed[caller()] += 1
 
-    def _keep_value(self, source: Tensor, output: Tensor) -> None:
-        """Note what a copy of one element holds, where that is known: of a tensor of the CPU, or of one that came from it."""
-        with _disable_current_modes():
-            value = getattr(source, _VALUE, None) if isinstance(source, FakeTensor) else source.item()
-        if value is not None:
-            setattr(output, _VALUE, value)
-
     def _assumed_value(self, tensor: Tensor) -> Any:
-        if hasattr(tensor, _VALUE):
-            return getattr(tensor, _VALUE)
-        self.assume()
         if self._is_on_gpu(tensor):
             self.host_waits()
+        value = self._values.of(tensor)
+        if value is not None:
+            return value.item()
+        self.assume()
         if any("grad_scaler.py" in _file(frame) for frame in _frames(_NEAR)):
             return 0.0  # no gradient was infinite
         if tensor.dtype == torch.bool:
@@ -351,15 +341,16 @@ class Recorder(TorchDispatchMode):
         return 1.0 if tensor.is_floating_point() else 1
 
     def _assumed_shape(self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """Return the result of an op whose size depends on values: all elements are taken."""
-        self.assume()
+        """Return the result of an op whose size depends on values: where these are not known, all elements are taken."""
+        if any(self._values.of(tensor) is None for tensor in tensors if not tensor.is_floating_point()):
+            self.assume()
         self.host_waits()
         return self._of_ones(func, name, args, kwargs, tensors)
 
     def _of_ones(self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         """Return fake tensors for what the CPU makes of ones."""
         with _disable_current_modes():
-            ones = tree_map_only(Tensor, lambda value: torch.ones(value.shape, dtype=value.dtype), (args, kwargs))
+            ones = tree_map_only(Tensor, self._value_or_ones, (args, kwargs))
             if name in ("unique", "_unique2", "unique_dim", "unique_consecutive"):
                 first = next(iter(tensors))
                 positions = torch.arange(first.numel()).reshape(first.shape).to(first.dtype)
@@ -370,6 +361,30 @@ class Recorder(TorchDispatchMode):
                 Tensor, lambda value: torch.empty(value.shape, dtype=value.dtype, device=tensors[0].device), result
             )
 
+    def _value_or_ones(self, tensor: Tensor) -> Tensor:
+        value = self._values.of(tensor)
+        return torch.ones(tensor.shape, dtype=tensor.dtype) if value is None else value
+
+    def _truth_of(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Return the truth value that is assumed of an op's results: what it gives where every number is one.
+
+        What ``any`` searches for is not there: a loop until then ends.
+        """
+
+        def sample(tensor: Tensor) -> Tensor:
+            value = self._values.of(tensor)
+            if value is not None and value.numel() == 1:
+                return value.reshape(())
+            return torch.full((), getattr(tensor, _TRUTH, True), dtype=tensor.dtype)
+
+        if name == "any" or name.endswith(("zeros", "zeros_like")):
+            return False
+        if torch.Tag.pointwise in func.tags:
+            with _disable_current_modes():
+                return bool(func(*tree_map_only(Tensor, sample, args), **tree_map_only(Tensor, sample, dict(kwargs))))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        return next((getattr(tensor, _TRUTH, True) for tensor in tensors if tensor.dtype == torch.bool), True)
+
     def _exchange(self, func: Any, name: str, args: tuple[Any, ...]) -> Any:
         """Record a collective of a process group and return what torch does: the tensors, and the work."""
         from torch.distributed import ProcessGroup, get_process_group_ranks
@@ -379,8 +394,9 @@ class Recorder(TorchDispatchMode):
         whole = args[1] if "reduce_scatter" in name and len(args) > 1 else args[0] if args else []
         moved = [leaf for leaf in tree_leaves(whole) if isinstance(leaf, Tensor)]
         for tensor in moved if "broadcast" not in name else ():  # ranks are alike: 0 stays 0 however it is reduced
-            if getattr(tensor, _VALUE, 0):
-                delattr(tensor, _VALUE)
+            value = self._values.of(tensor)
+            if value is not None and bool(value.any()):
+                self._values.forget(tensor)
         place = None
         if any(self._is_on_gpu(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)):
             size_bytes = sum(leaf.numel() * leaf.element_size() for leaf in moved)
@@ -521,24 +537,6 @@ def _plain_name(name: str) -> str:
 def _has_mask(indices: Any) -> bool:
     """Return whether one of an indexing's tensors picks by truth values, so that they say how much is picked."""
     return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices)
-
-
-def _truth_of(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return the truth value that is assumed of an op's results: what it gives where every number is one.
-
-    What ``any`` searches for is not there: a loop until then ends.
-    """
-
-    def sample(tensor: Tensor) -> Tensor:
-        return torch.full((), getattr(tensor, _VALUE, getattr(tensor, _TRUTH, True)), dtype=tensor.dtype)
-
-    if name == "any" or name.endswith(("zeros", "zeros_like")):
-        return False
-    if torch.Tag.pointwise in func.tags:
-        with _disable_current_modes():
-            return bool(func(*tree_map_only(Tensor, sample, args), **tree_map_only(Tensor, sample, dict(kwargs))))
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    return next((getattr(tensor, _TRUTH, True) for tensor in tensors if tensor.dtype == torch.bool), True)
 
 
 def _without_values(tensor: Tensor) -> Tensor:

@@ -24,14 +24,13 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from ddltool.analyzers.step.recording.values import MAX_ELEMENTS, Values
 from ddltool.analyzers.step.tracing.factories import REMEDY
 from ddltool.analyzers.step.tracing.step import resized
 from ddltool.analyzers.step.tracing.torch_adapter import silent_log
 from ddltool.errors import InputError, one_line
 
-_MAX_ELEMENTS = 1 << 21  # elements: an image or a mask, but no batch of feature maps
 _CHOICES = frozenset([torch.ops.aten.topk.default, torch.ops.aten.argmax.default, torch.ops.aten.max.dim])
 _DYNAMIC = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
 
@@ -41,62 +40,37 @@ class KnownValues(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._values: Any = WeakTensorKeyDictionary()
+        self._values = Values()
 
     def learn(self, tensor: Tensor, value: Tensor) -> None:
         """Set the values of a tensor without storage to ``value``, whose rows are repeated to the tensor's number."""
-        if tensor.numel() <= _MAX_ELEMENTS and value.device.type == "cpu":
+        if tensor.numel() <= MAX_ELEMENTS and value.device.type == "cpu":
             with _disable_current_modes():
                 self._values[tensor] = resized(value, 0, tensor.shape[0])
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether a tensor's values are known."""
+        return tensor in self._values
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run the op, and the same op on values when the values of all its inputs are known."""
         kwargs = dict(kwargs or {})
-        if not all(self._is_known(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)):
-            self._forget_written(func, args, kwargs)
-            outcome = func(*args, **kwargs)
-            if func in _CHOICES:
-                self._assume_balanced(func, args, outcome)
-            return outcome
-        known_args, known_kwargs = tree_map_only(Tensor, lambda leaf: self._values.get(leaf, leaf), (args, kwargs))
-        if "device" in known_kwargs:
-            known_kwargs["device"] = torch.device("cpu")
-        if _DYNAMIC.intersection(func.tags):
-            value = self._computed(func, known_args, known_kwargs)
-            device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-            outcome = tree_map_only(Tensor, lambda known: torch.empty_like(known, device=device), value)
-            self._record_values(outcome, value)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if _DYNAMIC.intersection(func.tags) and all(self._values.of(tensor) is not None for tensor in tensors):
+            value = self._values.computed(func, args, kwargs)
+            outcome = tree_map_only(Tensor, lambda known: torch.empty_like(known, device=tensors[0].device), value)
+            self._values.record(outcome, value)
             return outcome
         outcome = func(*args, **kwargs)
         if func is torch.ops.aten.rand.default and outcome.numel() == 1:
             # The draw that skips a layer (LayerDrop): 0.5 stands for the usual outcome, no skip.
             with _disable_current_modes():
                 self._values[outcome] = torch.full(outcome.shape, 0.5)
-            return outcome
-        outputs = [leaf for leaf in tree_leaves(outcome) if isinstance(leaf, Tensor)]
-        if torch.Tag.nondeterministic_seeded in func.tags or any(leaf.numel() > _MAX_ELEMENTS for leaf in outputs):
-            self._forget_written(func, args, kwargs)
-            return outcome
-        self._record_values(outcome, self._computed(func, known_args, known_kwargs))
+        elif not self._values.follow(func, args, kwargs, outcome) and func in _CHOICES:
+            self._assume_balanced(func, args, outcome)
         return outcome
-
-    @staticmethod
-    def _computed(func: Any, args: Any, kwargs: Any) -> Any:
-        """Return what an op makes of values; whole numbers are floats to a kernel that the CPU has for these only."""
-        with _disable_current_modes():
-            try:
-                return func(*args, **kwargs)
-            except NotImplementedError:
-                floats = tree_map_only(Tensor, Tensor.float, (args, kwargs))
-                return tree_map_only(Tensor, Tensor.long, func(*floats[0], **floats[1]))
-
-    def _record_values(self, outcome: Any, value: Any) -> None:
-        """Record the values of an op's outputs."""
-        for tensor, known_value in zip(tree_leaves(outcome), tree_leaves(value), strict=True):
-            if isinstance(tensor, Tensor):
-                self._values[tensor] = known_value
 
     def _assume_balanced(self, func: Any, args: tuple[Any, ...], outcome: Any) -> None:
         """Make a choice by activations fall on all options in turn: a router sends equally many tokens to every expert."""
@@ -106,28 +80,6 @@ class KnownValues(TorchDispatchMode):
         choice_count = args[0].shape[-1 if dimension is None else dimension]
         with _disable_current_modes():
             self._values[choice] = (torch.arange(choice.numel()) % choice_count).reshape(choice.shape)
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Return whether a tensor's values are known."""
-        return tensor in self._values
-
-    def _is_known(self, tensor: Tensor) -> bool:
-        is_constant = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.numel() <= _MAX_ELEMENTS
-        return is_constant or tensor in self._values
-
-    def _forget_written(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Drop the values of tensors that an op writes to in place, and of all tensors with the same storage."""
-        if not func._schema.is_mutable:
-            return
-        arguments = func._schema.arguments
-        values = dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
-        written = [
-            values.get(argument.name) for argument in arguments if argument.alias_info and argument.alias_info.is_write
-        ]
-        for tensor in (leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor) and leaf in self._values):
-            storage = self._values[tensor].untyped_storage()._cdata
-            for alias in [key for key, value in self._values.items() if value.untyped_storage()._cdata == storage]:
-                del self._values[alias]
 
 
 class AssumedValues(TorchFunctionMode):
