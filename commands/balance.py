@@ -95,73 +95,90 @@ def balance(
     path = Path(trace)
     lines = read_length_lines(path)
     frame = read_table(path, (*SPEED_COLUMNS, "or length alone")) if lines is None else lines
-    if (lengths := lengths_of(frame, path)) is not None:
-        refuse("a table of lengths", _OF_SPEEDS)
-        if cost is not None or model is None:
-            refuse(
-                "a cost that is not a model's", ("model", "device", "precision"), instead="give --model without --cost"
-            )
-        if max_tokens is not None:
-            refuse("--max-tokens", ("accumulation",), instead="give one of the two")
-        if rank_speeds is not None and len(rank_speeds) != replicas:
-            refuse("--rank-speeds", ("replicas",), instead=f"{len(rank_speeds)} are given, one for each rank")
-        ranks = (1.0,) * replicas if rank_speeds is None else tuple(rank_speeds)
-        total = total_batch if total_batch is not None else _OWN_SAMPLES * len(ranks) * accumulation
-        drawn = draw(*lengths, _checked_total(total, len(ranks) * accumulation), batches, seed)
-        sample_cost, source = _given_cost(cost)
-        if model is not None:
-            from ddltool.analyzers.job.balancing.length_costs import cost_of_model  # nothing else here needs torch
+    lengths = lengths_of(frame, path)
+    if lengths is None:
+        predictors = _predictors(predictor, tell)
+        recorded = read_speeds(path, tell, frame)
+        refuse("recorded speeds", _OF_LENGTHS, instead="give a table with a column length or tokens")
+        if schemes:
+            check_ratio(recorded)
+            if recorded.workers < WORKERS_PER_BACKUP:
+                few = f"one worker in {WORKERS_PER_BACKUP} is a backup, and the trace has {recorded.workers}"
+                tell(f"redundant execution is left out: {few}")
+        settings = PredictorSettings(warm_up=_warmed(recorded, warm_up, path, tell), seed=seed)
+        return _of_speeds(recorded, predictors, _total(recorded, total_batch), settings, schemes, stage)
+    refuse("a table of lengths", _OF_SPEEDS)
+    if cost is not None or model is None:
+        refuse("a cost that is not a model's", ("model", "device", "precision"), instead="give --model without --cost")
+    if max_tokens is not None:
+        refuse("--max-tokens", ("accumulation",), instead="give one of the two")
+    if rank_speeds is not None and len(rank_speeds) != replicas:
+        refuse("--rank-speeds", ("replicas",), instead=f"{len(rank_speeds)} are given, one for each rank")
+    ranks = (1.0,) * replicas if rank_speeds is None else tuple(rank_speeds)
+    total = total_batch if total_batch is not None else _OWN_SAMPLES * len(ranks) * accumulation
+    drawn = draw(*lengths, _checked_total(total, len(ranks) * accumulation), batches, seed)
+    sample_cost, source = _given_cost(cost)
+    if model is not None:
+        from ddltool.analyzers.job.balancing.length_costs import cost_of_model  # nothing else here needs torch
 
-            source, longest = f"{name_of(model)} on {device}, {precision}", int(lengths[0].max())
-            with stage(f"tracing {name_of(model)} at three lengths"):
-                sample_cost = cost_of_model(
-                    model, device, precision, longest=longest, replicas=len(ranks), sharded=sharded
-                )
-        job = LengthsJob(
-            speeds=checked_costs(ranks, "rank_speeds"),
-            total_batch=total,
-            cost=sample_cost,
-            passes=accumulation,
-            max_tokens=max_tokens,
-            sharded=sharded,
-            window=window,
-            pack=pack,
-        )
-        with stage("sharing out batches", len(drawn)) as advance:
-            found = compare(drawn, job, limit, seed, advance)
-        unit: Literal["s", "tokens"] = "tokens" if model is None else "s"
-        return lengths_result(job, lengths, found, today=today, seed=seed, unit=unit, source=source)
-    predictor = known("--predictor", predictor, (*PREDICTORS, "all"))
-    chosen: tuple[str, ...] = PREDICTORS if predictor == "all" else (predictor,)
-    if predictor == "all" and importlib.util.find_spec("statsmodels") is None:
-        tell("arima is left out: pip install statsmodels")
-        chosen = tuple(name for name in chosen if name != "arima")
-    recorded = read_speeds(path, tell, frame)
-    refuse("recorded speeds", _OF_LENGTHS, instead="give a table with a column length or tokens")
-    if schemes:
-        check_ratio(recorded)
-        if recorded.workers < WORKERS_PER_BACKUP:
-            few = f"one worker in {WORKERS_PER_BACKUP} is a backup, and the trace has {recorded.workers}"
-            tell(f"redundant execution is left out: {few}")
-    settings = PredictorSettings(warm_up=_warmed(recorded, warm_up, path, tell), seed=seed)
-    total = _total(recorded, total_batch)
+        source, longest = f"{name_of(model)} on {device}, {precision}", int(lengths[0].max())
+        with stage(f"tracing {name_of(model)} at three lengths"):
+            sample_cost = cost_of_model(model, device, precision, longest=longest, replicas=len(ranks), sharded=sharded)
+    job = LengthsJob(
+        speeds=checked_costs(ranks, "rank_speeds"),
+        total_batch=total,
+        cost=sample_cost,
+        passes=accumulation,
+        max_tokens=max_tokens,
+        sharded=sharded,
+        window=window,
+        pack=pack,
+    )
+    with stage("sharing out batches", len(drawn)) as advance:
+        compared = compare(drawn, job, limit, seed, advance)
+    unit: Literal["s", "tokens"] = "tokens" if model is None else "s"
+    return lengths_result(job, lengths, compared, today=today, seed=seed, unit=unit, source=source)
+
+
+def _predictors(name: str, tell: Tell) -> tuple[str, ...]:
+    """Return the predictors that a name stands for; ``all`` are those whose packages are installed."""
+    name = known("--predictor", name, (*PREDICTORS, "all"))
+    if name != "all":
+        return (name,)
+    if importlib.util.find_spec("statsmodels") is not None:
+        return PREDICTORS
+    tell("arima is left out: pip install statsmodels")
+    return tuple(name for name in PREDICTORS if name != "arima")
+
+
+def _of_speeds(
+    recorded: SpeedTrace,
+    predictors: Sequence[str],
+    total: int,
+    settings: PredictorSettings,
+    schemes: bool,
+    stage: Stage,
+) -> BalanceResult:
+    """Return what batches by each predictor's speeds would have gained over equal ones in a recorded run.
+
+    ``total``: samples of an iteration, of all workers; ``schemes``: whether BSP, ASP, SSP and others are compared too.
+    """
     outcomes = {}
-    with stage("replaying", len(chosen)) as advance:
-        for index, name in enumerate(chosen):
+    with stage("replaying", len(predictors)) as advance:
+        for index, name in enumerate(predictors):
             advance(index, name)
-            outcomes[name] = replay(
-                recorded, make_predictor(name, recorded.workers, settings), total, since=settings.warm_up
-            )
+            predictor = make_predictor(name, recorded.workers, settings)
+            outcomes[name] = replay(recorded, predictor, total, since=settings.warm_up)
     equal_split = replay_equal(recorded, total, since=settings.warm_up)
     oracle = replay_oracle(recorded, total, since=settings.warm_up)
 
     def time_of(outcome: Outcome) -> dict[str, float]:
         return {"iteration_s": outcome.mean_s, "iteration_time_ratio": outcome.mean_s / equal_split.mean_s}
 
-    compared_predictor = "narx" if predictor == "all" else predictor
-    optional_fields: dict[str, Any] = (
-        {"schemes": _compared(recorded, total, compared_predictor, settings)} if schemes else {}
-    )
+    optional_fields: dict[str, Any] = {}
+    if schemes:
+        of_schemes = predictors[0] if len(predictors) == 1 else "narx"
+        optional_fields["schemes"] = _compared(recorded, total, of_schemes, settings)
     return BalanceResult(
         workers=recorded.workers,
         iterations=recorded.iterations,

@@ -45,10 +45,11 @@ def companion(
     """Keep the best plan for every number of available devices, look one up, correct it by what was measured."""
     document: dict[str, Any] = {}
     remarks: list[str] = []
-    if free is not None and lookup is None:
-        raise InputError("--free", "needs --lookup", "say what the job holds, for example --lookup V100=2")
-    if patch is not None and lookup is None:
-        raise InputError("--patch", "needs --lookup", "say what is free, for example --lookup V100=6")
+    if lookup is None:
+        if free is not None:
+            raise InputError("--free", "needs --lookup", "say what the job holds, for example --lookup V100=2")
+        if patch is not None:
+            raise InputError("--patch", "needs --lookup", "say what is free, for example --lookup V100=6")
     if not is_companion(source):
         if source.suffix in (".db", ".sqlite"):
             Companion(source).close()  # says what is wrong with it

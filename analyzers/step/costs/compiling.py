@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+from scipy.sparse.csgraph import breadth_first_order, connected_components, maximum_flow
 
 from ddltool.analyzers.step.costs.memory import ACTIVATION, TensorLifetimes
 from ddltool.analyzers.step.recording.op_rules import CLASSES, class_of, names_in, normal_type
@@ -258,13 +258,12 @@ class _Fuser:
                 found[source] = max(found.get(source, 0.0), size)
         return found
 
-    def _leaders(self, effective: dict[int, dict[int, float]]) -> NDArray[np.intp]:
-        """Return (n,) the last op of each op's kernel, -1 for ops that are not fused.
+    def _stages(self, effective: dict[int, dict[int, float]]) -> NDArray[np.int64]:
+        """Return (n,) the stage of each op: a stage ends with what products make of it.
 
-        Ops of one stage have no other kernel between them: a stage ends with what products make of it.
+        Ops of one stage have no other kernel between them.
         """
-        count, fusible = len(self.graph), self.is_fusible
-        stage = np.zeros(count, dtype=np.int64)
+        fusible, stage = self.is_fusible, np.zeros(len(self.graph), dtype=np.int64)
         for op in self.order:
             for source in effective[op]:
                 ends = self.ends[source] or (self.is_op[source] and not fusible[source])
@@ -274,26 +273,36 @@ class _Fuser:
                 readers = [reader for reader in self.readers[op] if self.is_backward[reader] == self.is_backward[op]]
                 if readers and all(fusible[reader] for reader in readers):
                     stage[op] = max(stage[op], min(stage[reader] for reader in readers))
-        joined = _Joined(count)
-        first: dict[tuple[int, int, bool], int] = {}
+        return stage
+
+    def _leaders(self, effective: dict[int, dict[int, float]]) -> NDArray[np.intp]:
+        """Return (n,) the last op of each op's kernel, -1 for ops that are not fused.
+
+        One kernel is what reads another op's output in its stage and pass, or reads the same tensor there.
+        """
+        count, fusible, stage = len(self.graph), self.is_fusible, self._stages(effective)
+        together: list[tuple[int, int]] = []
+        first_reader: dict[tuple[int, int, bool], int] = {}
         for op in self.order:
             if not fusible[op]:
                 continue
             for source in effective[op]:
                 if not self.is_op[source]:
                     continue
-                place = (source, int(stage[op]), bool(self.is_backward[op]))
                 is_beside = fusible[source] and stage[source] == stage[op]
                 if is_beside and self.is_backward[source] == self.is_backward[op]:
-                    joined.join(op, source)
+                    together.append((op, source))
                 else:
-                    joined.join(op, first.setdefault(place, op))
-        groups = np.array([joined.find(op) if fusible[op] else -1 for op in range(count)], dtype=np.intp)
+                    place = (source, int(stage[op]), bool(self.is_backward[op]))
+                    together.append((op, first_reader.setdefault(place, op)))
+        ends = np.array(together, dtype=np.intp).reshape(-1, 2).T
+        links: Any = csr_array((np.ones(len(together)), (ends[0], ends[1])), shape=(count, count))
+        _, kernel = connected_components(links, directed=False)
         leader = np.full(count, -1, dtype=np.intp)
         for op in self.order:
             if fusible[op]:
-                leader[groups[op]] = max(leader[groups[op]], op)
-        return np.where(groups >= 0, leader[groups], -1)
+                leader[kernel[op]] = max(leader[kernel[op]], op)
+        return np.where(fusible, leader[kernel], -1)
 
     def _cut(self) -> NDArray[np.bool_]:
         """Return (n,) the ops of the forward pass whose outputs are kept for the backward pass: a minimum cut."""
@@ -365,24 +374,6 @@ class _Fuser:
         is_reduction = not self.is_norm[op] and _QUARTER * self.graph.written_bytes[op] < read_bytes
         is_written_again = any(self.is_backward[each] and not self.is_fusible[each] for each in self.readers[op])
         return bool(not self.is_fusible[op] or self.is_random[op] or is_reduction or is_written_again)
-
-
-class _Joined:
-    """Sets of numbers that grow together."""
-
-    def __init__(self, count: int) -> None:
-        self._parent = list(range(count))
-
-    def find(self, number: int) -> int:
-        """Return the number that stands for a number's set."""
-        while self._parent[number] != number:
-            self._parent[number] = self._parent[self._parent[number]]
-            number = self._parent[number]
-        return number
-
-    def join(self, number: int, other: int) -> None:
-        """Make one set of two."""
-        self._parent[self.find(number)] = self.find(other)
 
 
 def _reachable(edges: Sequence[tuple[int, int, float]], count: int, source: int, sink: int) -> NDArray[np.bool_]:

@@ -257,39 +257,45 @@ class _Divider:
         """Follow the split weights through the program: what is divided, what is a partial sum, and where it is completed."""
         self.divided |= set(self.split)
         whole_gradients = self._whole_gradients()
+        vocabularies = {int(value_of(table).shape[0]) for table, how in self.split.items() if how == "vocabulary"}
         for node in self.nodes:
             if node.op != "call_function":
                 continue
             name = base_name(node.target)
-            factors = _factors(node)
-            parts = [source for source in node.all_input_nodes if source in self.partial]
-            if parts and not self._stays_partial(node, parts):
-                for part in parts:
-                    self._complete(part, self.partial)
-                parts = []
-            if parts:
+            partial_sums = [source for source in node.all_input_nodes if source in self.partial]
+            if partial_sums and self._stays_partial(node, partial_sums):
                 self.partial.add(node)
-            elif factors and not self._is_batch_product(node):
-                weight = self._weight_of(node)
-                if node in whole_gradients or (weight is not None and weight not in self.split):
-                    for factor in factors:
-                        self._complete(factor, self.divided)
-                is_divided = [factor in self.divided for factor in factors]
-                if all(is_divided):
-                    self.partial.add(node)
-                elif any(is_divided):
-                    self.divided.add(node)
+                continue
+            for source in partial_sums:
+                self._complete(source, self.partial)
+            factors = _factors(node)
+            has_divided = any(source in self.divided for source in node.all_input_nodes)
+            if factors and not self._is_batch_product(node):
+                self._divide_product(node, factors, node in whole_gradients)
             elif name == "embedding" and node.all_input_nodes[0] in self.divided:
                 self.partial.add(node)
             elif name == "embedding_dense_backward":
-                rows = {int(value_of(table).shape[0]) for table, how in self.split.items() if how == "vocabulary"}
-                if value_of(node).shape[0] in rows:
+                if value_of(node).shape[0] in vocabularies:
                     self.divided.add(node)
-            elif name.startswith("nll_loss") and not name.endswith("backward"):
-                if any(source in self.divided for source in node.all_input_nodes):
-                    self._exchange_loss(node)
-            elif any(source in self.divided for source in node.all_input_nodes):
+            elif has_divided and name.startswith("nll_loss") and not name.endswith("backward"):
+                self._exchange_loss(node)
+            elif has_divided:
                 self.divided.add(node)
+
+    def _divide_product(self, node: Node, factors: tuple[Node, Node], is_whole_gradient: bool) -> None:
+        """Note what a product of its two factors is: a partial sum where both are divided, divided where one is.
+
+        The gradient of a weight that is not split, and the product with such a weight, take whole factors.
+        """
+        weight = self._weight_of(node)
+        if is_whole_gradient or (weight is not None and weight not in self.split):
+            for factor in factors:
+                self._complete(factor, self.divided)
+        is_divided = [factor in self.divided for factor in factors]
+        if all(is_divided):
+            self.partial.add(node)
+        elif any(is_divided):
+            self.divided.add(node)
 
     def _stays_partial(self, node: Node, parts: Sequence[Node]) -> bool:
         """Return whether an op gives partial sums on: a view or cast of one, or the sum of several."""

@@ -207,18 +207,10 @@ class Pose(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         first = args[0] if args else None
-        if name == "__get__" and isinstance(first, Tensor):
-            return self._property(func, args, kwargs)
-        if name in _ON_GPU_ONLY and isinstance(first, Tensor):
-            if name == "cuda":
-                return first.to(self.gpu, non_blocking=True)
-            return False if name == "is_pinned" else None if name == "record_stream" else first
-        if isinstance(first, FakeTensor) and name in _READS:
-            return self._read(name, first, args)
-        if name in ("new", "type") and isinstance(first, Tensor):
-            old = converted(name, first, args[1:], self.gpu)
-            if old is not NotImplemented:
-                return old
+        if isinstance(first, Tensor):
+            answer = self._of_tensor(func, name, first, args, kwargs)
+            if answer is not NotImplemented:
+                return answer
         if func is torch.device:
             # What the script holds says cuda, and is mapped where it is used; a number alone is the accelerator's.
             device = torch.device("cuda", first) if isinstance(first, int) else func(*args, **kwargs)
@@ -238,6 +230,18 @@ class Pose(TorchFunctionMode):
         if name == "to" and isinstance(first, Tensor) and len(args) > 1 and isinstance(args[1], int):
             args = (first, self.gpu, *args[2:])
         return func(*args, **kwargs)
+
+    def _of_tensor(self, func: Any, name: str, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what a tensor's property or method says that needs no operation, NotImplemented for any other call."""
+        if name == "__get__":
+            return self._property(func, args, kwargs)
+        if name in ("cuda", "pin_memory"):
+            return tensor.to(self.gpu, non_blocking=True) if name == "cuda" else tensor
+        if name in _OF_MEMORY:
+            return _OF_MEMORY[name]
+        if isinstance(tensor, FakeTensor) and name in _READS:
+            return self._read(name, tensor, args)
+        return converted(name, tensor, args[1:], self.gpu) if name in ("new", "type") else NotImplemented
 
     def here(self, value: Any) -> Any:
         """Return the fake device for one of CUDA, anything else as it is."""
@@ -276,7 +280,8 @@ def _with_tensors(index: Any) -> Any:
     return torch.tensor(index, dtype=None if index else torch.long) if is_list else index
 
 
-_ON_GPU_ONLY = frozenset(["cuda", "pin_memory", "is_pinned", "record_stream"])
+_OF_MEMORY = {"is_pinned": False, "record_stream": None}
+"""What methods return that are of a tensor's memory, which there is none of."""
 _READS = frozenset(["__format__", "__repr__", "tolist", "numpy", "__array__"])
 
 
@@ -328,7 +333,9 @@ def posed(
     try:
         _stand_in_cuda(stand_ins, name, memory_bytes, capability, count)
         _stand_in_autocast(stand_ins, recorder.gpu, autocast)
+        _stand_in_tensors(stand_ins, pose)
         _stand_in_modules(stand_ins, pose)
+        _stand_in_files(stand_ins, pose)
         # Without a thread for the device: where a process has run a backward pass before, there is none.
         with torch.autograd.set_multithreading_enabled(False), recorder, pose:
             yield pose
@@ -473,23 +480,36 @@ def _stand_in_autocast(stand_ins: _StandIns, gpu: torch.device, cache: Autocast)
         stand_ins.set(amp, is_autocast_available=lambda _type: True)
 
 
-def _stand_in_modules(stand_ins: _StandIns, pose: Pose) -> None:
-    """Let modules move to the device, loaders load in this process, and checkpoints be read to the CPU."""
+def _stand_in_tensors(stand_ins: _StandIns, pose: Pose) -> None:
+    """Let fake tensors say that they are on CUDA, be exchanged and resized, and be what optimizers update together."""
     from torch.optim import optimizer
-    from torch.utils import _foreach_utils, checkpoint, data
+    from torch.utils import _foreach_utils
 
     # A fake tensor's device is a property of Python's, which no mode sees; the operators themselves ask for the real one.
     real_device: Any = FakeTensor.device.fget  # type: ignore[attr-defined]
 
     def device(tensor: FakeTensor) -> torch.device:
-        found = real_device(tensor)
-        return CUDA if found.type == pose.gpu.type and torch._C._len_torch_function_stack() else found
+        own: torch.device = real_device(tensor)
+        return CUDA if own.type == pose.gpu.type and torch._C._len_torch_function_stack() else own
 
     stand_ins.set(FakeTensor, device=property(device))
     stand_ins.set(torch._subclasses, FakeTensor=_known_to_torch_alone())
     stand_ins.set(torch.utils, swap_tensors=_swap)
     for owner in (optimizer, _foreach_utils):
         stand_ins.set(owner, _foreach_supported_types=[*owner._foreach_supported_types, FakeTensor])
+    real_resize = torch.UntypedStorage.resize_
+
+    def resize(storage: Any, size: int) -> Any:
+        Stream.recorder.resized(storage, size)
+        return real_resize(storage, size)
+
+    stand_ins.set(torch.UntypedStorage, resize_=resize)
+
+
+def _stand_in_modules(stand_ins: _StandIns, pose: Pose) -> None:
+    """Let modules move to the device, stay as they are when they are to be compiled, and be recomputed in checkpoints."""
+    from torch.utils import checkpoint
+
     for module in (nn, nn.parallel, nn.parallel.data_parallel):
         stand_ins.set(module, DataParallel=_data_parallel_of(pose))
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -500,13 +520,6 @@ def _stand_in_modules(stand_ins: _StandIns, pose: Pose) -> None:
     checks = checkpoint._allowed_determinism_checks_to_fns
     unplaced: Callable[[Tensor], dict[str, Any]] = lambda saved: {"shape": saved.shape, "dtype": saved.dtype}  # noqa: E731
     stand_ins.set(checkpoint, _allowed_determinism_checks_to_fns={**checks, "default": unplaced})
-    real_resize = torch.UntypedStorage.resize_
-
-    def resize(storage: Any, size: int) -> Any:
-        Stream.recorder.resized(storage, size)
-        return real_resize(storage, size)
-
-    stand_ins.set(torch.UntypedStorage, resize_=resize)
     stand_ins.set(nn.Module, cuda=lambda self, device=None: self.to("cuda"))
     real_to = nn.Module.to
 
@@ -520,6 +533,12 @@ def _stand_in_modules(stand_ins: _StandIns, pose: Pose) -> None:
         return real_to(self, *map(pose.here, args), **kwargs)
 
     stand_ins.set(nn.Module, to=to)
+
+
+def _stand_in_files(stand_ins: _StandIns, pose: Pose) -> None:
+    """Let loaders load in this process, and checkpoints be read to the CPU before they go to the device."""
+    from torch.utils import data
+
     real_load, signature = torch.load, inspect.signature(torch.load)
 
     def load(*args: Any, **kwargs: Any) -> Any:
@@ -530,7 +549,8 @@ def _stand_in_modules(stand_ins: _StandIns, pose: Pose) -> None:
         is_ours = isinstance(asked, (str, torch.device)) and pose.here(asked) != asked
         return tree_map_only(Tensor, lambda tensor: tensor.to(pose.gpu), loaded) if is_ours else loaded
 
-    stand_ins.set(torch, load=load, set_default_device=_default_device(torch.set_default_device, pose))
+    real_default = torch.set_default_device
+    stand_ins.set(torch, load=load, set_default_device=lambda device: real_default(pose.here(device)))
     real_loader = data.DataLoader.__init__
 
     @wraps(real_loader)  # Lightning makes loaders anew by the parameters of this one
@@ -572,10 +592,6 @@ def _data_parallel_of(pose: Pose) -> type[nn.Module]:
             return self.module(*moved[0], **moved[1])
 
     return DataParallel
-
-
-def _default_device(original: Callable[..., None], pose: Pose) -> Callable[..., None]:
-    return lambda device: original(pose.here(device))
 
 
 def _compiled(model: Any = None, **_: Any) -> Any:

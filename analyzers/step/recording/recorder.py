@@ -41,7 +41,7 @@ _ROWS_OF_TABLE = {"embedding_backward": 2, "_embedding_bag_backward": 6}
 """Where the number of an embedding's rows stands among the arguments of its gradient; whether that is sparse, three later."""
 _CONVOLUTIONS = {"convolution": 0, "convolution_backward": 1}
 """Where the image stands among the arguments; the weight follows it."""
-_NEAR = 12
+_NEAR = 13
 """So many callers away is who reads a value."""
 _FILLS = frozenset(
     [
@@ -179,42 +179,28 @@ class Recorder(TorchDispatchMode):
         namespace, _, name = func._schema.name.partition("::")
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
-        if name in _ROWS_OF_TABLE and is_fake and args[_ROWS_OF_TABLE[name] + 3]:
-            return self._sparse_gradient(name, args)
-        if name in ("_indices", "_values") and hasattr(tensors[0], _PARTS):
-            return getattr(tensors[0], _PARTS)[name == "_values"]
-        if func in _READS and is_fake:
-            return self._assumed_value(tensors[0])
         if namespace == "c10d":
             return self._exchange(func, name, args)
-        if name == "_wrap_tensor_autograd" and is_fake:
-            from torch.distributed._functional_collectives import AsyncCollectiveTensor
-
-            return AsyncCollectiveTensor(args[0])  # who uses it first waits for its collective
+        if name in ("_indices", "_values") and hasattr(tensors[0], _PARTS):
+            return getattr(tensors[0], _PARTS)[name == "_values"]
+        if is_fake:
+            answer = self._without_running(func, name, args, tensors)
+            if answer is not NotImplemented:
+                return answer
         # Under another fake mode torch asks itself for shapes (DTensor does): nothing runs.
         if namespace == "prim" or torch._C._get_dispatch_mode(_FAKE) is not None:
             return func(*args, **kwargs)
         device = kwargs.get("device")
-        is_here = device is not None and torch.device(device).type in (self.gpu.type, "cuda")
-        if is_here:
+        is_made_here = device is not None and torch.device(device).type in (self.gpu.type, "cuda")
+        if is_made_here:
             kwargs["device"] = self.gpu
-        if is_here or (name in _FILLS and not tensors and _is_large(name, args, kwargs)):
+        if is_made_here or (name in _FILLS and not tensors and _is_large(name, args, kwargs)):
             with self.fake:
                 args, kwargs = tree_map_only(Tensor, _without_values, (args, kwargs))
                 output = func(*args, **kwargs)
         elif is_fake:
             try:
-                with self.fake:
-                    output = func(*args, **kwargs)
-                    if name in _CONVOLUTIONS:
-                        output = _as_cudnn_lays_out(name, args, output)
-            except DynamicOutputShapeException:
-                output = self._assumed_shape(func, name, args, kwargs, tensors)
-            except (
-                NotImplementedError,
-                UnsupportedOperatorException,
-            ):  # torch knows no shapes: the CPU's kernel says them
-                output = self._of_ones(func, name, args, kwargs, tensors)
+                output = self._on_fake_tensors(func, name, args, kwargs, tensors)
             except DataDependentOutputException:  # of equal and its kin
                 return self._assumed_value(tensors[0])
         else:
@@ -223,14 +209,44 @@ class Recorder(TorchDispatchMode):
         if isinstance(output, FakeTensor) and output.dtype == torch.bool and not is_known:
             setattr(output, _TRUTH, self._truth_of(func, name, args, kwargs))
         if isinstance(output, FakeTensor) and output.layout == torch.sparse_coo:
-            given = args[3:5] if name == "_sparse_coo_tensor_with_dims_and_tensors" else getattr(tensors[0], _PARTS)
-            if name == "clone":
-                with self:
-                    given = tuple(map(torch.clone, given))
-            setattr(output, _PARTS, given)
-            return output
-        self._note(func, args, kwargs, output)
+            self._keep_parts(name, args, tensors, output)
+        else:
+            self._note(func, args, kwargs, output)
         return output
+
+    def _without_running(self, func: Any, name: str, args: tuple[Any, ...], tensors: list[Tensor]) -> Any:
+        """Return the result of an op on fake tensors that is known without running it, NotImplemented for any other."""
+        if name in _ROWS_OF_TABLE and args[_ROWS_OF_TABLE[name] + 3]:
+            return self._sparse_gradient(name, args)
+        if func in _READS:
+            return self._assumed_value(tensors[0])
+        if name == "_wrap_tensor_autograd":
+            from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+            return AsyncCollectiveTensor(args[0])  # who uses it first waits for its collective
+        return NotImplemented
+
+    def _on_fake_tensors(self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        """Return what an op makes of fake tensors; where torch cannot tell its shape, what the CPU makes of ones."""
+        try:
+            with self.fake:
+                output = func(*args, **kwargs)
+                return _as_cudnn_lays_out(name, args, output) if name in _CONVOLUTIONS else output
+        except DynamicOutputShapeException:  # the size depends on values: of those not known, all elements are taken
+            if any(self._values.of(tensor) is None for tensor in tensors if not tensor.is_floating_point()):
+                self.assume()
+            self.host_waits()
+        except (NotImplementedError, UnsupportedOperatorException):  # torch knows no shapes: the CPU's kernel says them
+            pass
+        return self._of_ones(func, name, args, kwargs, tensors)
+
+    def _keep_parts(self, name: str, args: tuple[Any, ...], tensors: list[Tensor], output: Tensor) -> None:
+        """Note on a sparse result its indices and values, of a clone copies of them."""
+        parts = args[3:5] if name == "_sparse_coo_tensor_with_dims_and_tensors" else getattr(tensors[0], _PARTS)
+        if name == "clone":
+            with self:
+                parts = tuple(map(torch.clone, parts))
+        setattr(output, _PARTS, parts)
 
     def _sparse_gradient(self, name: str, args: tuple[Any, ...]) -> Any:
         """Return an embedding's gradient as a row for each index: torch makes it inside, where no mode sees its parts."""
@@ -339,13 +355,6 @@ class Recorder(TorchDispatchMode):
         if tensor.dtype == torch.bool:
             return getattr(tensor, _TRUTH, True)
         return 1.0 if tensor.is_floating_point() else 1
-
-    def _assumed_shape(self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """Return the result of an op whose size depends on values: where these are not known, all elements are taken."""
-        if any(self._values.of(tensor) is None for tensor in tensors if not tensor.is_floating_point()):
-            self.assume()
-        self.host_waits()
-        return self._of_ones(func, name, args, kwargs, tensors)
 
     def _of_ones(self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         """Return fake tensors for what the CPU makes of ones."""
@@ -532,11 +541,6 @@ def _plain_name(name: str) -> str:
         "reduce_scatter": "reduce_scatter", "alltoall": "all_to_all", "all_to_all": "all_to_all",
     }  # fmt: skip
     return next((plain for part, plain in known.items() if part in name), name.strip("_"))
-
-
-def _has_mask(indices: Any) -> bool:
-    """Return whether one of an indexing's tensors picks by truth values, so that they say how much is picked."""
-    return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
 def _without_values(tensor: Tensor) -> Tensor:

@@ -17,8 +17,10 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -47,70 +49,36 @@ def main(arguments: list[str]) -> int:
     request = json.loads(Path(arguments[0]).read_text())
     again = _Again(arguments, request, dict(os.environ), os.getcwd())
     try:
-        found = launched(arguments[arguments.index("--") + 1 :], request["count"])
+        launch = launched(arguments[arguments.index("--") + 1 :], request["count"])
     except InputError as error:
         sys.stderr.write(f"\x00{error.problem}; {error.remedy}\n")
         return 2
-    script = list(found.script)
-    os.environ.update(found.variables())
+    os.environ.update(launch.variables())
     socket.setdefaulttimeout(_NETWORK_S)
     if request.get("scratch"):
         shutil.rmtree(request["scratch"], ignore_errors=True)
         overlay(Path(request["scratch"]))
     torchvision_ops = declare_torchvision()  # the script may import it
     threading.Thread(target=_follow_parent, args=(os.getppid(),), daemon=True).start()
-    gpu = register_device()
-    recorder = Recorder(gpu)
-    started = time.perf_counter()
-
-    def write() -> NoReturn:
-        """Write the graph, and end the process: threads and handlers of the script may wait for what never comes."""
-        status = 3
-        try:
-            with _disable_current_modes(), torch._C.DisableTorchFunction():
-                recorder.step.seconds = time.perf_counter() - started
-                recorder.step.world_size = world_size()
-                recorder.step.tf32 = (
-                    torch.backends.cuda.matmul.allow_tf32 or torch.get_float32_matmul_precision() != "highest"
-                )
-                if recorder.step.calls:
-                    write_graph(graph_of(recorder.step, request["label"]), Path(request["out"]))
-                    status = 0
-                else:
-                    sys.stderr.write("\x00its step runs nothing on a GPU; let it train on cuda\n")
-        except Exception as error:
-            status = _raised(error, window)
-        finally:
-            sys.stderr.flush()
-            os._exit(status)
-
-    window = StepWindow(recorder, write)
+    recorder = Recorder(register_device())
+    started_s = time.perf_counter()
+    window = StepWindow(recorder, lambda: _write(window, request, started_s))
     random.seed(0)
     stand_in_groups(recorder)
-    sys.path.insert(0, os.getcwd() if found.is_module else str(Path(script[0]).resolve().parent))
-    if not again.absent and not found.is_module:
+    script = list(launch.script)
+    sys.path.insert(0, os.getcwd() if launch.is_module else str(Path(script[0]).resolve().parent))
+    if not again.absent and not launch.is_module:
         request["absent"] = needed_by(script[:1])  # what fails for sure need not fail first
-
-    def stood_in(name: str) -> None:
-        if name not in window.absent:
-            window.absent.append(name)
-            recorder.step.assumed[f"{ABSENT}{name}"] = 1
-
-    stand_in_packages(again.absent, PACKAGES, stood_in)
+    stand_in_packages(again.absent, PACKAGES, partial(_note_stand_in, window))
     change_libraries(recorder, torchvision_ops)
     sys.argv = script
+    gpu = {"name": request["name"], "memory_bytes": request["memory_bytes"], "capability": tuple(request["capability"])}
     try:
         with (
-            posed(
-                recorder,
-                name=request["name"],
-                memory_bytes=request["memory_bytes"],
-                capability=tuple(request["capability"]),
-                count=found.per_node if found.processes is not None else 1,
-            ),
+            posed(recorder, **gpu, count=launch.per_node if launch.processes is not None else 1),
             recording_modules(recorder),
         ):
-            if found.is_module:
+            if launch.is_module:
                 runpy.run_module(script[0], run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(script[0], run_name="__main__")
@@ -124,6 +92,33 @@ def main(arguments: list[str]) -> int:
         again.without_what_is_missing(error)
         return _raised(error, window)
     return _failed("the script ended", window)
+
+
+def _write(window: StepWindow, request: Mapping[str, Any], started_s: float) -> NoReturn:
+    """Write the graph, and end the process: threads and handlers of the script may wait for what never comes."""
+    status, step = 3, window.recorder.step
+    try:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            step.seconds = time.perf_counter() - started_s
+            step.world_size = world_size()
+            step.tf32 = torch.backends.cuda.matmul.allow_tf32 or torch.get_float32_matmul_precision() != "highest"
+            if step.calls:
+                write_graph(graph_of(step, request["label"]), Path(request["out"]))
+                status = 0
+            else:
+                sys.stderr.write("\x00its step runs nothing on a GPU; let it train on cuda\n")
+    except Exception as error:
+        status = _raised(error, window)
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _note_stand_in(window: StepWindow, package: str) -> None:
+    """Note that the script used a package that is not installed here, for the graph and for what is said at the end."""
+    if package not in window.absent:
+        window.absent.append(package)
+        window.recorder.step.assumed[f"{ABSENT}{package}"] = 1
 
 
 @dataclass
@@ -142,13 +137,13 @@ class _Again:
 
     def without_what_is_missing(self, error: BaseException) -> None:
         """Begin anew where an error says that a package is missing; return where none is, or its stand-in did not do."""
-        found = [name for name in missing(error) if name not in self.absent]
-        if not found:
+        packages = [name for name in missing(error) if name not in self.absent]
+        if not packages:
             return
-        sys.stderr.write(f"{', '.join(found)}: not installed here; once more with a stand-in\n")
+        sys.stderr.write(f"{', '.join(packages)}: not installed here; once more with a stand-in\n")
         sys.stdout.flush()
         sys.stderr.flush()
-        Path(self.arguments[0]).write_text(json.dumps(self.request | {"absent": self.absent + found}))
+        Path(self.arguments[0]).write_text(json.dumps(self.request | {"absent": self.absent + packages}))
         with suppress(OSError):
             os.chdir(self.folder)
         module = "ddltool.analyzers.step.recording.script"
@@ -164,15 +159,16 @@ def _follow_parent(parent: int) -> None:
 
 def _raised(error: Exception, window: StepWindow) -> int:
     traceback.print_exception(error)
-    said = str(error).strip().splitlines()[0].replace(";", ",") if str(error).strip() else _place(error)
-    return _failed(f"the script raised {type(error).__name__}: {said}", window, _remedy(error))
+    text = str(error).strip()
+    reason = text.splitlines()[0].replace(";", ",") if text else _place(error)
+    return _failed(f"the script raised {type(error).__name__}: {reason}", window, _remedy(error))
 
 
 def _place(error: BaseException) -> str:
     """Return where an error without words came from."""
     frames = traceback.extract_tb(error.__traceback__)
-    said = f"at {Path(frames[-1].filename).name}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
-    return said.replace(";", ",")
+    place = f"at {Path(frames[-1].filename).name}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
+    return place.replace(";", ",")
 
 
 _NETWORK = re.compile(
@@ -183,9 +179,11 @@ _NETWORK = re.compile(
 def _remedy(error: BaseException) -> str:
     """Return what to do where a script would have fetched something, by the errors that its own came from."""
     causes: list[BaseException] = [error]
-    for one in causes:
-        causes += [each for each in (one.__cause__, one.__context__) if each is not None and each not in causes]
-    if any(isinstance(one, OSError) and _NETWORK.search(f"{type(one).__name__} {one}") for one in causes):
+    for cause in causes:
+        causes += [
+            before for before in (cause.__cause__, cause.__context__) if before is not None and before not in causes
+        ]
+    if any(isinstance(cause, OSError) and _NETWORK.search(f"{type(cause).__name__} {cause}") for cause in causes):
         return "what a run would fetch is to be here: fetch it before, or give a path of this disk"
     return ""
 
