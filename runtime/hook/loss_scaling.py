@@ -222,13 +222,7 @@ class LossScaler:
         self._is_said = True
         share, ranks = None, self._job.world_size
         if count is not None and (ranks > 1 or of is not None):
-            count = float(count)
-            if not count >= 0:
-                raise InputError("count", f"is {count:g}", "give what the loss is a mean over, 0 or more")
-            total = sum(self._counts(count)) if of is None else of
-            factor = ranks * count / total if total else 1.0
-            if reduction == "sum":  # its gradients are those of the sum: a mean's are smaller by the count
-                factor = factor / count if count else 0.0
+            factor = self._factor_of_count(float(count), of, reduction)
         elif reduction == "mean":
             share = self.pending.share(self._forwards_begun, self.name) or self._counted()
             self._is_uneven = self._is_uneven or not share.even
@@ -248,6 +242,16 @@ class LossScaler:
         weighed.register_hook(partial(self._begin_backward, factor, forward_passes, gradients))
         mark_weighed(weighed)
         return weighed
+
+    def _factor_of_count(self, count: float, of: float | None, reduction: Reduction) -> float:
+        """Return the factor of a loss that counts so much on this rank; ``of``: what all ranks count, None: they are asked."""
+        if not count >= 0:
+            raise InputError("count", f"is {count:g}", "give what the loss is a mean over, 0 or more")
+        total = sum(self._counts(count)) if of is None else of
+        factor = self._job.world_size * count / total if total else 1.0
+        if reduction == "sum":  # its gradients are those of the sum: a mean's are smaller by the count
+            return factor / count if count else 0.0
+        return factor
 
     def _counts(self, mine: float) -> list[float]:
         """Return all ranks' numbers."""
