@@ -79,8 +79,8 @@ def companion(
                 document["patch"] = _write_patch(patch, database, devices, per_node, requested, remarks)
         elif not document:
             fresh_count, vector_count = database.counts()
-            about = database.meta.model_dump(mode="json")
-            document["about"] = {"up_to_date": fresh_count, "vectors": vector_count, **about}
+            meta = database.meta.model_dump(mode="json")
+            document["about"] = {"up_to_date": fresh_count, "vectors": vector_count, **meta}
             show = partial(_print_about, database.meta, fresh_count, vector_count)
     if as_json:
         print_json(document)

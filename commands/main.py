@@ -68,10 +68,10 @@ class _PlainHelp:
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters, help among them."""
-        found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
-        for one in found:
-            one.display_type_rich = partial(_type_shown, one)
-        return found
+        parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for parameter in parameters:
+            parameter.display_type_rich = partial(_type_shown, parameter)
+        return parameters
 
 
 def _type_shown(parameter: Any, ctx: Any) -> str | None:
@@ -152,11 +152,11 @@ def _options(
 
 def _with_command(arguments: Sequence[str] | None) -> Sequence[str] | None:
     """Return the arguments with all that follows ``--`` as one SOURCE: the command that is to be recorded."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    if "--" not in given or given.index("--") >= len(given) - 1 or given[0] not in _RECORDING:
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if "--" not in words or words.index("--") >= len(words) - 1 or words[0] not in _RECORDING:
         return arguments
-    place = given.index("--")
-    return [*given[:place], "--", f"-- {shlex.join(given[place + 1 :])}"]
+    place = words.index("--")
+    return [*words[:place], "--", f"-- {shlex.join(words[place + 1 :])}"]
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -361,9 +361,9 @@ class Plan(Artifact):
             _demand_equal("goodput.total_batch_size", self.goodput.total_batch_size, samples, "the assignments have")
             _demand_names("goodput.device_type", [self.goodput.device_type], types)
         if self.superstep is not None:
-            made = sum(row.devices * self.superstep.iterations[row.device_type] for row in rows)
+            mini_batches = sum(row.devices * self.superstep.iterations[row.device_type] for row in rows)
             _demand_equal(
-                "superstep.mini_batches", self.superstep.mini_batches, made, "the iterations of all devices are"
+                "superstep.mini_batches", self.superstep.mini_batches, mini_batches, "the iterations of all devices are"
             )
         if self.status == "optimal" and self.gap > 1e-6:
             raise ValueError(f"gap is {self.gap:g} and status optimal; a proven plan has none")

@@ -39,11 +39,11 @@ def in_words(complaint: Mapping[str, Any]) -> tuple[str, str]:
         return "is missing", "it is required"
     if kind in UNKNOWN_FIELD:
         return "is unknown", "remove it"
-    wanted = _wanted(kind, context)
+    remedy_words = _wanted(kind, context)
     if kind in ("string_too_short", "too_short", "string_too_long", "too_long"):
-        return _of_length(kind, value), wanted
-    if wanted:
-        return f"is {shown(value)}", wanted
+        return _of_length(kind, value), remedy_words
+    if remedy_words:
+        return f"is {shown(value)}", remedy_words
     # Validators of this project speak for themselves; so does, in a pinch, pydantic.
     message = one_line(str(complaint["msg"]).removeprefix("Value error, "))
     scalar = value is None or isinstance(value, (str, int, float))

@@ -306,9 +306,9 @@ class _Packing:
             if generator.random() < 0.7:
                 removed.sort(key=lambda job: -wanted_counts[job])
             unchanged = [job for job in removed if wanted_counts[job] == count_gpus(self.choices[job].base)]
-            kept = {job for job in unchanged if generator.random() < 0.9 and self.keep(job)}
+            kept_jobs = {job for job in unchanged if generator.random() < 0.9 and self.keep(job)}
             for job in removed:
-                if job not in kept:
+                if job not in kept_jobs:
                     self.insert(job, wanted_counts[job])
             for job in removed:
                 self.reinsert(job)

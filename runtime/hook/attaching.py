@@ -248,11 +248,11 @@ class EnforcingHook(Hook):
     """The hook of a process that follows an enforcement config, of file ``path``."""
 
     def __init__(self, path: str, enforcement: Enforcement, dataset: Dataset[Any] | None, job: DistributedJob) -> None:
-        sizes, own = tuple(entry.local_batch_size for entry in enforcement.ranks), enforcement.ranks[job.rank]
-        self._scaler: LossScaler = LossScaler(job, "hook", lambda: sizes, passes=own.accumulation_steps + 1)
+        sizes, own_entry = tuple(entry.local_batch_size for entry in enforcement.ranks), enforcement.ranks[job.rank]
+        self._scaler: LossScaler = LossScaler(job, "hook", lambda: sizes, passes=own_entry.accumulation_steps + 1)
         super().__init__(dataset, job.rank, enforcement.world_size, self._scaler)
         self.enforcement, self._path, self._job, self._sizes = enforcement, path, job, Sizes(sizes)
-        self.local_batch_size, self.accumulation_steps = own.local_batch_size, own.accumulation_steps
+        self.local_batch_size, self.accumulation_steps = own_entry.local_batch_size, own_entry.accumulation_steps
         self.passes = max(entry.accumulation_steps for entry in enforcement.ranks) + 1
         self._scaler.pending.missing = "call hook.bind(model, optimizer) when both are there"
 
@@ -341,9 +341,9 @@ class EnforcingHook(Hook):
     def _planned_sampler(self, shuffle: bool, seed: int, drop_last: bool, lengths: Any) -> VariableBatchSampler:
         """Return the sampler of this rank's planned batches, which follows :meth:`set_epoch`."""
         dataset = self._given_dataset({})
-        found = self._same_lengths(lengths, dataset)
+        known_lengths = self._same_lengths(lengths, dataset)
         size = dataset_length(dataset)
-        sampler = VariableBatchSampler(size, self._sizes, self.rank, shuffle, seed, drop_last, lengths=found)
+        sampler = VariableBatchSampler(size, self._sizes, self.rank, shuffle, seed, drop_last, lengths=known_lengths)
         self._follow_epoch(sampler)
         return sampler
 

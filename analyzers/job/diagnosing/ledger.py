@@ -154,10 +154,10 @@ def _exchange(_: Ledger, __: pd.DataFrame, where: str) -> str:
 
 
 def _start_faster(made: Ledger, _: pd.DataFrame, __: str) -> str:
-    each = show_seconds(made.parts_s[RESTART] / made.starts)
+    per_start = show_seconds(made.parts_s[RESTART] / made.starts)
     return (
-        f"{counted(made.starts, 'start')} of {each} each: keep what a start loads and compiles on the node's disk; a spare "
-        "that waits costs its device, and saves finding one"
+        f"{counted(made.starts, 'start')} of {per_start} each: keep what a start loads and compiles on the node's disk; a "
+        "spare that waits costs its device, and saves finding one"
     )
 
 

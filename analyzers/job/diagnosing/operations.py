@@ -110,12 +110,12 @@ def of_frame(frame: pd.DataFrame, where: str) -> Operations:
     steps = max(steps_by_operations.values(), key=len, default=[])
     if not steps:
         raise InputError(where, "has no step with every operation on every rank", "give whole steps of one job")
-    kept = (rank_count[steps[0]] > 0).to_numpy()
-    durations, starts = durations.loc[kept].fillna(0.0), starts.loc[kept]
+    is_whole = (rank_count[steps[0]] > 0).to_numpy()
+    durations, starts = durations.loc[is_whole].fillna(0.0), starts.loc[is_whole]
     shape = (len(durations), len(steps), len(replicas))
-    wanted = pd.MultiIndex.from_product([steps, replicas])
+    index = pd.MultiIndex.from_product([steps, replicas])
     duration, start = (
-        table.reindex(columns=wanted).to_numpy(dtype=np.float64).reshape(shape).transpose(0, 2, 1)
+        table.reindex(columns=index).to_numpy(dtype=np.float64).reshape(shape).transpose(0, 2, 1)
         for table in (durations, starts)
     )
     start = np.nan_to_num(start - np.nanmin(start, axis=(0, 1), keepdims=True))

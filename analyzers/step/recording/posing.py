@@ -543,10 +543,10 @@ def _stand_in_files(stand_ins: _StandIns, pose: Pose) -> None:
 
     def load(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        asked = bound.arguments.get("map_location")
+        device_asked = bound.arguments.get("map_location")
         bound.arguments["map_location"] = "cpu"
         loaded = real_load(*bound.args, **bound.kwargs)
-        is_ours = isinstance(asked, (str, torch.device)) and pose.here(asked) != asked
+        is_ours = isinstance(device_asked, (str, torch.device)) and pose.here(device_asked) != device_asked
         return tree_map_only(Tensor, lambda tensor: tensor.to(pose.gpu), loaded) if is_ours else loaded
 
     real_default = torch.set_default_device

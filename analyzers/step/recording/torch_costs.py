@@ -257,14 +257,14 @@ def _dtype(tensors: Sequence[Sized]) -> str:
 
 def tensors_of(values: Any) -> list[Tensor]:
     """Return the distinct tensors in nested lists, tuples and mappings; for a sparse tensor its indices and values."""
-    found: dict[int, Tensor] = {}
+    tensors: dict[int, Tensor] = {}
 
     def visit(value: Any) -> None:
         if isinstance(value, Tensor):
             if value.layout == torch.sparse_coo:
                 visit([value._indices(), value._values()])
             else:
-                found.setdefault(id(value), value)
+                tensors.setdefault(id(value), value)
         elif isinstance(value, (list, tuple)):
             for item in value:
                 visit(item)
@@ -273,7 +273,7 @@ def tensors_of(values: Any) -> list[Tensor]:
                 visit(item)
 
     visit(values)
-    return list(found.values())
+    return list(tensors.values())
 
 
 def value_of(node: Node) -> Any:
