@@ -184,7 +184,7 @@ def _budget(memory: str | float, device: str) -> float:
 
 
 def _show(result: ProfileResult) -> None:
-    """Print the measured rows and what they say about the device."""
+    """Print the measured rows, what was left out and why, and each device's overhead, saturation and memory limit."""
     accumulates = any(row["accumulation_steps"] for row in result.rows)
     rows = [
         (

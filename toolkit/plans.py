@@ -343,6 +343,7 @@ class Plan(Artifact):
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
+        """Raise ValueError, which names the field, where the parts of the plan contradict its assignments or each other."""
         rows, types = self.assignments, {row.device_type for row in self.assignments}
         _demand_placed(self, types)
         places = sum(row.devices * row.ests_per_device for row in rows)

@@ -66,7 +66,10 @@ def shown(value: object) -> str:
 
 
 def _wanted(kind: str, context: Mapping[str, Any]) -> str:
-    """Return what would be right, nothing for a kind of complaint without words here."""
+    """Return what would be right in place of a value that pydantic refuses; empty for a kind of error without words here.
+
+    ``kind`` and ``context`` are the error's ``type`` and ``ctx``.
+    """
     if kind == "greater_than_equal" and 0 < context["ge"] < 1e-6:
         return f"give a number above 0 (at least {_number(context['ge'])})"
     for name, key, words in (

@@ -303,7 +303,15 @@ class EnforcingHook(Hook):
     def planned(
         self, loader: DataLoader[Any], *, shared: bool = True, accumulated: int | None = None, lengths: Any = None
     ) -> DataLoader[Any]:
-        """Return a loader like ``loader`` with the planned batches."""
+        """Return a loader with the dataset, order, workers and collation of ``loader``, and this rank's planned batches.
+
+        Args:
+            shared: of a stream of samples, whether all ranks read the same one and share it out.
+            accumulated: batches that the script makes one update of; None: it does not say.
+            lengths: of the samples, to share them out by; None: by their number.
+
+        Raises InputError where the plan makes an update of another number of batches, and for a stream with several.
+        """
         given = self._job.together(lambda: GivenLoader(loader, self._job))
         passes = 1 if accumulated is None else accumulated
         if accumulated not in (None, self.passes):

@@ -45,7 +45,11 @@ class _GradientWatch:
             self._own = some if self._own is None else self._own + some
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Look at the gradients of an update that begins."""
+        """Warn, once, when an update begins with gradients that are not finite; an optimizer's hook before its step.
+
+        Sums of a few parameters are looked at by turns, on CUDA only every ``STEPS_ON_CUDA`` updates; only where one is not
+        finite are all gradients read, to say which.
+        """
         update, own_gradients = self._updates, self._own
         self._updates, self._own = update + 1, None
         # A GradScaler that leaves the check to a fused optimizer sets found_inf: that one skips such an update by itself.

@@ -278,7 +278,10 @@ class _Checked(_Recorded):
         return next(number for number in range(MOST_UPDATES + 1) if not (self._path / f"{number}.npz").exists())
 
     def _finish(self) -> None:
-        """Say what came out, once; keep a decided outcome in the config."""
+        """Print the outcome, once; write it where the command that started this reads it, and into the plan's config.
+
+        The config keeps a decided outcome as proof, with hashes of script and plan and the versions that it holds for.
+        """
         if self._told:
             return
         self._told = True
@@ -313,7 +316,11 @@ class _Checked(_Recorded):
             log.warning("the check is not kept: %s", error)
 
     def _outcome(self) -> _Outcome:
-        """Wait for the other process, and compare."""
+        """Wait for the process that trains alone, and return whether its updates are those of this job.
+
+        It is undecided where the script failed, cannot run alone, or made too few updates. Where all compared updates are
+        equal, states that one rank alone changes and an epoch of another length still make the answer no.
+        """
         failed = getattr(sys, "last_value", None) is not None  # at exit: the exception that ended the script
         updates_wanted, deadline_s = len(self._updates), self._begin_s + LONGEST_S + PATIENCE_S
         while (

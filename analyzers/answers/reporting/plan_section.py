@@ -441,7 +441,11 @@ def _each(layout: Layout) -> str:
 
 
 def _choices_picture(plan: Plan, decision: Decision) -> Picture:
-    """Return the table of what a person would consider, over its bars."""
+    """Return bars of the throughput of :func:`_choices` over their table: memory, step, rate, hours and cost of each.
+
+    Rates are in tokens where the model's samples have a known length; hours and cost are of the whole run where it is known,
+    else the cost is of a million samples.
+    """
     choices, tokens = _choices(plan, decision), decision.step_tokens
     samples = plan.max_workers * plan.batch_size
     run, picked_s = decision.run, choices[0].step_s or math.inf

@@ -56,7 +56,11 @@ def ledger(frame: pd.DataFrame, where: str) -> Ledger | None:
 
 
 def _of_job(job: list[pd.DataFrame], where: str) -> Ledger:
-    """Return the ledger of one job's runs, in the order of time."""
+    """Return the ledger of one job's runs, which are given in the order of time; ``where``: their file, for commands to say.
+
+    A step that a later run makes again is lost. A run ends where the next one begins, and its parts (seconds) are the mean over
+    its ranks, so that the parts of all runs add up to the wall clock.
+    """
     seconds = dict.fromkeys(PARTS, 0.0)
     begins_s = [float(run["begin_s"].min()) for run in job]
     begins_s[0] = start_s = float((job[0]["begin_s"] - job[0]["start_s"]).min())

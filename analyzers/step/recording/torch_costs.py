@@ -175,7 +175,10 @@ def _hashable(value: Any) -> Any:
 
 
 def cost_of(call: Issued, scale: Scale = AS_TRACED) -> Cost:
-    """Return the cost of a call at a scaled batch size."""
+    """Return the operations and bytes of a call, with its tensors scaled from the traced batch size to another.
+
+    An embedding bag reads the rows that it is asked for; all else follows the table of :mod:`.op_rules`.
+    """
     written = scale.bytes(call.output)
     if call.free:
         return Cost(flops=0.0, size_bytes=0.0, estimate="free", written_bytes=written)
