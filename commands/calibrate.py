@@ -40,8 +40,8 @@ def calibrate(
     as_json: bool = False,
 ) -> None:
     """Fit one device's constants to your own measurements, the shipped ones as prior; `--devices-file` reads the result."""
-    known = known_devices(devices_file)
-    gpu = known.gpu(device)
+    table = known_devices(devices_file)
+    gpu = table.gpu(device)
     other_files = [path for path in rows if ending(path) not in _TABLE_SUFFIXES]
     logs = {path: text for path in other_files if is_nccl_log(text := read_text(path))}
     tables = [path for path in rows if path not in logs]
@@ -51,7 +51,7 @@ def calibrate(
     fit: Updated | None = None
     if tables:
         numerics = Numerics(precision, channels_last)  # type: ignore[arg-type]  # Numerics checks it
-        steps = _read_steps(tables, gpu, known, batch_size, model=model, precision=precision, optimizer=optimizer)
+        steps = _read_steps(tables, gpu, table, batch_size, model=model, precision=precision, optimizer=optimizer)
 
         @cache
         def curve_of(name: str) -> WorkCurve:
@@ -92,8 +92,8 @@ def _read_steps(
         frame, _ = import_files([path], batch_size=batch_size if path in traces else None, unnamed=device.name)
         rows = measured_rows(frame, str(path), device, known, **conditions)
         if len(rows) < len(frame):
-            kept = f"{len(rows)} of {len(frame)} rows are"
-            note(f"note: {path}: {kept} of one replica and one pass on {device.name}; the others are left out")
+            counts = f"{len(rows)} of {len(frame)} rows are"
+            note(f"note: {path}: {counts} of one replica and one pass on {device.name}; the others are left out")
         steps += rows
     return steps
 

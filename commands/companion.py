@@ -69,8 +69,9 @@ def companion(
             plan = _plan_on_devices(database, devices)
             if not plan.ests and free is None:
                 raise Infeasible(f"{database.meta.job} cannot run on {lookup}: no room for all of its logical workers")
-            offered = None if free is None else device_counts(free, "--free")
-            scale_outs = None if offered is None else _scale_outs(database, plan, devices, offered, top_k)
+            scale_outs = None
+            if free is not None:
+                scale_outs = _scale_outs(database, plan, devices, device_counts(free, "--free"), top_k)
             document |= _plan_document(plan, scale_outs)
             show = partial(_print_plan, database.meta.job, lookup, plan, scale_outs, free)
             if patch is not None:
@@ -78,8 +79,8 @@ def companion(
                 document["patch"] = _write_patch(patch, database, devices, per_node, requested, remarks)
         elif not document:
             fresh_count, vector_count = database.counts()
-            about = database.meta.model_dump(mode="json")
-            document["about"] = {"up_to_date": fresh_count, "vectors": vector_count, **about}
+            meta = database.meta.model_dump(mode="json")
+            document["about"] = {"up_to_date": fresh_count, "vectors": vector_count, **meta}
             show = partial(_print_about, database.meta, fresh_count, vector_count)
     if as_json:
         print_json(document)

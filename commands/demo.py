@@ -100,9 +100,9 @@ def _trace(output: Path, seed: int) -> Finding:
         "output": output / "contrast-graph.json",
     }
     contrast_result = trace(shipped, **contrast_graph, **sampling)
-    known = zoo_result.coverage.rule_time if zoo_result.coverage is not None else 0.0
+    by_rule = zoo_result.coverage.rule_time if zoo_result.coverage is not None else 0.0
     sentence = (
-        f"{zoo_result.graph.ops} ops, {show_bytes(zoo_result.graph.parameter_bytes)}; {known:.0%} of the time by rule"
+        f"{zoo_result.graph.ops} ops, {show_bytes(zoo_result.graph.parameter_bytes)}; {by_rule:.0%} of the time by rule"
     )
     fields = zoo_result.model_dump(mode="json")
     part = {name: fields[name] for name in ("graph", "bounds", "verdict", "coverage")}

@@ -18,7 +18,6 @@ from ddltool.errors import InputError, known, shortened
 from ddltool.plans import Plan
 from ddltool.results import EmitResult
 
-_Text = str | None
 _PARAMETER_SERVER_TARGETS = ("hook", "torchrun")
 _COMMON_OPTIONS = {"plan_file", "output", "target", "telemetry", "script", "as_json"}
 _LAUNCHERS = ("torchrun", "slurm", "kubernetes")
@@ -86,11 +85,10 @@ def emit(
             queue=None if queue is None else _checked_cluster_name("--queue", queue, target),
             kind=kind,
         )
-        is_script_there = is_given("script") or target == "kubernetes"
-        is_script_there = is_script_there or any((folder / script).exists() for folder in (Path(), path.parent))
-        script_gaps = (
-            [] if is_script_there else [f"script: {script} is started, and there is none here (--script names yours)"]
-        )
+        script_gaps = []
+        is_said = is_given("script") or target == "kubernetes"
+        if not is_said and not any((folder / script).exists() for folder in (Path(), path.parent)):
+            script_gaps = [f"script: {script} is started, and there is none here (--script names yours)"]
         text, gaps = launcher_text(plan, target, layout(plan, devices_per_node), enforcement, settings, script_gaps)
     else:
         text, gaps = target_text(plan, target, enforcement, devices_per_node)

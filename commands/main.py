@@ -68,10 +68,10 @@ class _PlainHelp:
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters, help among them."""
-        found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
-        for one in found:
-            one.display_type_rich = partial(_type_shown, one)
-        return found
+        parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for parameter in parameters:
+            parameter.display_type_rich = partial(_type_shown, parameter)
+        return parameters
 
 
 def _type_shown(parameter: Any, ctx: Any) -> str | None:
@@ -152,11 +152,11 @@ def _options(
 
 def _with_command(arguments: Sequence[str] | None) -> Sequence[str] | None:
     """Return the arguments with all that follows ``--`` as one SOURCE: the command that is to be recorded."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    if "--" not in given or given.index("--") >= len(given) - 1 or given[0] not in _RECORDING:
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if "--" not in words or words.index("--") >= len(words) - 1 or words[0] not in _RECORDING:
         return arguments
-    place = given.index("--")
-    return [*given[:place], "--", f"-- {shlex.join(given[place + 1 :])}"]
+    place = words.index("--")
+    return [*words[:place], "--", f"-- {shlex.join(words[place + 1 :])}"]
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -169,52 +169,52 @@ def run(arguments: Sequence[str] | None = None) -> int:
             print(f"{time.perf_counter() - begin_s:.1f} s in all", file=sys.stderr)  # noqa: T201
         code = result if isinstance(result, int) else 0
         return _fail("interrupted", code) if code == _INTERRUPTED else code
-    except DdlToolError as error:
-        return _fail(str(error), error.exit_code)
-    except _UsageProblem as error:
-        return _fail(_usage_text(error), 2)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", _INTERRUPTED)
-    except (OverflowError, RecursionError, UnicodeEncodeError) as error:
-        # Numbers and texts that pass every check of their own and still cannot be computed with, or printed.
-        return _beyond(f"{type(error).__name__}: {error}")
-    except ModuleNotFoundError as error:
-        # Gates and reports need a few packages of those that an install brings (docs/gate.md); others need more.
-        package = (error.name or "").partition(".")[0]
-        if package in ("", "ddltool"):
-            return _internal(error)
-        return _fail(f"{package}: this command needs the package, which is not installed; {_how_to_get(package)}", 2)
-    except MemoryError:
-        return _fail("input: needs more memory than there is; give a smaller model, batch or file", 2)
     except BrokenPipeError:
-        # The reader of our output has gone (`ddltool ... | head`); hand the interpreter a stdout that it can close.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _close_output()  # its reader has gone (`ddltool ... | head`)
         return 0
     except OSError as error:
         # Reading and writing artifacts tell their own; what is left is the output itself (a full disk), or a name.
         with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _close_output()
         where = error.filename or "output"
         return _fail(f"{where}: cannot be used ({error.strerror or error}); give another place", 2)
     except Exception as error:
-        if (
-            type(error).__name__ == "ValidationError"
-        ):  # pydantic's, which --help needs none of: of a record in the making
-            problem = error.errors()[0]  # type: ignore[attr-defined]
-            return _beyond(f"{'.'.join(map(str, problem['loc']))} would be {problem['input']!r}")
-        if isinstance(error, AttributeError) and sys.stdout is None:
-            return _fail("output: standard output is closed; give it a place, or use -o FILE", 2)
-        return _internal(error)
+        return _fail(*_line_of(error))
     finally:
         VOICE.quiet = VOICE.verbose = False
 
 
-def _beyond(problem: str) -> int:
-    return _fail(f"input: holds a number or text beyond what can be computed with ({problem}); use ordinary ones", 2)
+def _close_output() -> None:
+    """Hand the interpreter a stdout that it can close."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _internal(error: Exception) -> int:
-    return _fail(f"internal: {type(error).__name__}: {error}; this is ddltool's own mistake, -v shows where it is", 1)
+def _line_of(error: Exception) -> tuple[str, int]:
+    """Return what a person reads of an error, and the exit code."""
+    if isinstance(error, DdlToolError):
+        return str(error), error.exit_code
+    if isinstance(error, _UsageProblem):
+        return _usage_text(error), 2
+    if isinstance(error, MemoryError):
+        return "input: needs more memory than there is; give a smaller model, batch or file", 2
+    if isinstance(error, ModuleNotFoundError):
+        # Gates and reports need a few packages of those that an install brings (docs/gate.md); others need more.
+        package = (error.name or "").partition(".")[0]
+        if package not in ("", "ddltool"):
+            return f"{package}: this command needs the package, which is not installed; {_how_to_get(package)}", 2
+    if isinstance(error, AttributeError) and sys.stdout is None:
+        return "output: standard output is closed; give it a place, or use -o FILE", 2
+    problem = ""
+    if isinstance(error, (OverflowError, RecursionError, UnicodeEncodeError)):
+        problem = f"{type(error).__name__}: {error}"
+    elif type(error).__name__ == "ValidationError":  # pydantic's, which --help needs none of: of a record in the making
+        first = error.errors()[0]  # type: ignore[attr-defined]
+        problem = f"{'.'.join(map(str, first['loc']))} would be {first['input']!r}"
+    if problem:  # numbers and texts that pass every check of their own and cannot be computed with, or printed
+        return f"input: holds a number or text beyond what can be computed with ({problem}); use ordinary ones", 2
+    return f"internal: {type(error).__name__}: {error}; this is ddltool's own mistake, -v shows where it is", 1
 
 
 def _how_to_get(package: str) -> str:

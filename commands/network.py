@@ -24,5 +24,5 @@ def network(
     if is_follower():
         return
     together = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE", "-")
-    shown = result.model_copy(update={"local": result.local or together})
-    finish(result, lambda: network_section(shown, "this job"), output, as_json)
+    printed = result.model_copy(update={"local": result.local or together})
+    finish(result, lambda: network_section(printed, "this job"), output, as_json)

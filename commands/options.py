@@ -174,8 +174,8 @@ def integers(
     try:
         values = tuple(int(part) for part in text.split(","))
     except ValueError:  # also a number of thousands of digits
-        shown = text if len(text) <= 60 else f"{text[:60]}..."
-        raise InputError(where, f"{shown!r} is not a list of whole numbers", remedy) from None
+        quoted = text if len(text) <= 60 else f"{text[:60]}..."
+        raise InputError(where, f"{quoted!r} is not a list of whole numbers", remedy) from None
     if min(values) < least:
         raise InputError(where, f"{min(values)} is below {least}", f"write whole numbers >= {least}")
     if most is not None and max(values) > most:

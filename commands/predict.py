@@ -97,7 +97,7 @@ def predict(
     devices = _devices(device, known_devices(devices_file))
     fabrics = [
         fabric_of(
-            each,
+            device_spec,
             gpus_per_node=gpus_per_node,
             link=link,
             local_bandwidth=local_bandwidth,
@@ -107,9 +107,9 @@ def predict(
             latency=latency,
             nccl_tests=nccl_tests,
         )
-        for each in devices
+        for device_spec in devices
     ]
-    models = [cost_model(each, calibration()) for each in devices]
+    models = [cost_model(device_spec, calibration()) for device_spec in devices]
     if isinstance(source, Graph) or is_command(source) or is_graph_file(source):
         refuse("a recorded step", _MODELLED)
         graph = _recorded_step(source, devices[0], gpus_per_node, limit, keep_files, tell, stage)
@@ -130,8 +130,8 @@ def predict(
         )
         for fabric in fabrics
     ]
-    for each in devices:
-        demand_float8(each, precision)
+    for device_spec in devices:
+        demand_float8(device_spec, precision)
     # Several GPUs compute with parameters of the half type; nothing is cast between the ops.
     numerics = Numerics(precision, channels_last, gathered=layout != ParallelDegrees())  # type: ignore[arg-type]  # Numerics checks it
     with stage(f"tracing {name_of(source)}"):

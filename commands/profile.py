@@ -162,14 +162,14 @@ def _leading(request: MeasureRequest, place: Place | None) -> Iterator[TorchrunJ
 def _prints_elsewhere() -> Iterator[None]:
     """Send what the user's module prints to stderr: it runs in this process, whose stdout carries the result."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    stdout_copy = os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
         sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout_copy, 1)
+        os.close(stdout_copy)
 
 
 def _budget(memory: str | float, device: str) -> float:
@@ -184,7 +184,7 @@ def _budget(memory: str | float, device: str) -> float:
 
 
 def _show(result: ProfileResult) -> None:
-    """Print the measured rows and what they say about the device."""
+    """Print the measured rows, what was left out and why, and each device's overhead, saturation and memory limit."""
     accumulates = any(row["accumulation_steps"] for row in result.rows)
     rows = [
         (
@@ -254,15 +254,15 @@ def watch_workers(request: WatchRequest, output: Path | None, as_json: bool) -> 
         with progress("watching", request.iterations) as advance:
             rows = record(request, lambda done: advance(done, f"{done} of {request.iterations}"))
     except WatchLost as lost:
-        kept = f"the {len(lost.rows) // request.workers} iterations that all workers completed"
+        what_is_kept = f"the {len(lost.rows) // request.workers} iterations that all workers completed"
         if not lost.rows:
-            kept = "no iteration was complete, so nothing is written"
+            what_is_kept = "no iteration was complete, so nothing is written"
         elif output is None:
-            kept += " are lost: name a file with -o"
+            what_is_kept += " are lost: name a file with -o"
         else:
             write_rows(lost.rows, output)
-            kept += f" are in {output}"
-        raise DdlToolError(f"{request.source}: {lost}; {kept}") from None
+            what_is_kept += f" are in {output}"
+        raise DdlToolError(f"{request.source}: {lost}; {what_is_kept}") from None
     if output is not None:
         write_rows(rows, output)
     result = summarise(rows, request.batch)
@@ -276,13 +276,13 @@ def _show_watched(result: WatchResult, output: Path | None) -> None:
     """Print a row per worker and what balancing could gain."""
     rows = [
         (
-            one.worker,
-            f"{one.speed:.4g}",
-            f"{one.speed_low:.4g} to {one.speed_high:.4g}",
-            f"{one.cpu:.0%}",
-            f"{one.memory:.0%}",
+            worker.worker,
+            f"{worker.speed:.4g}",
+            f"{worker.speed_low:.4g} to {worker.speed_high:.4g}",
+            f"{worker.cpu:.0%}",
+            f"{worker.memory:.0%}",
         )
-        for one in result.workers
+        for worker in result.workers
     ]
     title = f"{result.iterations} iterations with {result.batch} samples per worker, measured"
     columns = ("worker", "samples/s", "10 to 90 %", "CPU", "memory")

@@ -40,24 +40,24 @@ def report(
     from ddltool.analyzers.answers.reporting.page import render  # it loads the plotting library
 
     given = list(artifacts)
-    check_outputs([one for one in given if isinstance(one, (str, Path))], {"-o": output})
+    check_outputs([artifact for artifact in given if isinstance(artifact, (str, Path))], {"-o": output})
     with stage("reading", len(given)) as advance:
         read = []
-        for place, one in enumerate(given):
-            read.append(found_in(one))
+        for place, artifact in enumerate(given):
+            read.append(found_in(artifact))
             advance(place + 1, read[-1].name)
     inputs = told_apart(read)
     noise = noise_of(inputs) if noise_scale is None else noise_scale
     counts: Counter[str] = Counter()
     sections, listed = [], []
     with stage("drawing", len(inputs)) as advance:
-        for place, one in enumerate(sorted(inputs, key=lambda one: ORDER.index(one.kind))):
-            advance(place, one.name)
-            counts[one.kind] += 1
-            section = section_of(one, inputs, noise)
-            section = replace(section, anchor=f"{one.kind}-{counts[one.kind]}")
+        for place, artifact in enumerate(sorted(inputs, key=lambda one: ORDER.index(one.kind))):
+            advance(place, artifact.name)
+            counts[artifact.kind] += 1
+            section = section_of(artifact, inputs, noise)
+            section = replace(section, anchor=f"{artifact.kind}-{counts[artifact.kind]}")
             sections.append(section)
-            kind, file = f"ddltool.{one.kind}", str(one.path)
+            kind, file = f"ddltool.{artifact.kind}", str(artifact.path)
             listed.append(ReportedSection(section=section.anchor, title=section.title, kind=kind, file=file))
     sentences, by = [*summary, summary_of(inputs)], f"ddltool {__version__}"
     page = render(title, sections, summary=sentences, generated_by=by, first=headline(sections))
@@ -71,6 +71,6 @@ def show_report(call: VerbCall[ReportResult], as_json: bool = False) -> None:
     if as_json:
         print_json(result)
         return
-    rows = [(one.section, one.file) for one in result.sections]
+    rows = [(section.section, section.file) for section in result.sections]
     out().print(table("Sections", ("section", "file"), rows, text_columns=2))
     say(f"wrote {result.report} ({result.bytes / 1e3:,.0f} kB)")

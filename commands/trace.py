@@ -121,11 +121,11 @@ def trace(
             exact_s=time_limit_s if exact else None,
             progress=lambda done, total: advance(done, "" if done < total else "(searching a better order)"),
         )
-    own = is_graph_file(source) and oracle is None and graph.meta.get("bandwidth_bytes_per_s") is not None
-    if own and (unread := [name for name in _TIMING if is_given(name)]):
-        names = ", ".join("--" + name.replace("_", "-") for name in unread)
-        tell(f"note: {names} ignored: the file has times of its own; add --oracle roofline to time it anew")
-    if own:
+    has_own_times = is_graph_file(source) and oracle is None and graph.meta.get("bandwidth_bytes_per_s") is not None
+    if has_own_times:
+        if unread := [name for name in _TIMING if is_given(name)]:
+            names = ", ".join("--" + name.replace("_", "-") for name in unread)
+            tell(f"note: {names} ignored: the file has times of its own; add --oracle roofline to time it anew")
         fabric = own_fabric(graph)
     else:
         known = known_devices(devices_file).device(device)
@@ -142,16 +142,18 @@ def trace(
     group = fabric.over(replicas) if fabric is not None else None
     plans = plan_collectives(graph, group) if group is not None else None
     if compression is not None and plans is not None and group is not None:
-        name = device if not own else str(graph.meta.get("device"))
+        name = str(graph.meta.get("device")) if has_own_times else device
         rate = known_devices(devices_file).device(name).memory_bytes_per_s
         figures = compressed_ddp(graph, program_of(graph), group, compression, rate, plans.ddp.default.step_s)
         plans = plans.model_copy(update={"compressed": figures})
     result = trace_result(graph, comparison, plans)
-    made = to_chrome_trace(graph, comparison.timelines["tac"], comparison.schedules["tac"].priority) if perfetto else {}
-    timeline = to_json(made, indent=None)
+    timeline = None
+    if perfetto is not None:  # made before anything is written
+        tac = comparison.schedules["tac"]
+        timeline = to_json(to_chrome_trace(graph, comparison.timelines["tac"], tac.priority), indent=None)
     if output is not None:
         write_graph(graph, output)
-    if perfetto is not None:
+    if perfetto is not None and timeline is not None:
         write_text(perfetto, timeline)
     return result
 

@@ -80,8 +80,8 @@ def also_takes(
 
     def widened(function: Callable[..., Result]) -> Callable[..., Result]:
         parameters = dict(inspect.signature(function, eval_str=True).parameters)
-        rest = parameters.popitem()
-        assert rest[1].kind is inspect.Parameter.VAR_KEYWORD, f"{function.__name__} takes no other parameters"
+        last = parameters.popitem()
+        assert last[1].kind is inspect.Parameter.VAR_KEYWORD, f"{function.__name__} takes no other parameters"
         more = [
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
             for name, parameter in inspect.signature(other, eval_str=True).parameters.items()
@@ -112,10 +112,10 @@ def demand_part(mode: str, allowed: Collection[str], *, instead: str = "leave it
 
 def refuse(mode: str, names: Collection[str], *, instead: str = "leave it out") -> None:
     """Raise InputError for the first given parameter among ``names``, which have no part in ``mode``."""
-    asked = _asked.get()
-    for name in asked.names:
+    question = _asked.get()
+    for name in question.names:
         if name in names:
-            raise InputError(asked.spelling.get(name, name), f"has no part in {mode}", instead)
+            raise InputError(question.spelling.get(name, name), f"has no part in {mode}", instead)
 
 
 class VerbCall(Generic[Result]):
@@ -246,10 +246,10 @@ def _typed(annotation: Any) -> Any:
     line has.
     """
     is_single = get_origin(annotation) in (list, Sequence, None)
-    members = [annotation] if is_single else [one for one in get_args(annotation) if one is not NoneType]
-    several = [one for one in members if get_origin(one) in (list, Sequence)]
-    for one in several:
-        if Path in (get_args(one)[0], *get_args(get_args(one)[0])):
+    members = [annotation] if is_single else [part for part in get_args(annotation) if part is not NoneType]
+    several = [part for part in members if get_origin(part) in (list, Sequence)]
+    for part in several:
+        if Path in (get_args(part)[0], *get_args(get_args(part)[0])):
             return list[Path]
     for kind in (Path, str):
         if kind in members:

@@ -176,22 +176,12 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
         for line_number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
             if not line.strip():
                 continue
-            where, problem = f"{path}:line {line_number}", ""
-            try:
-                row = json_value(line.decode("utf-8-sig"))
-            except json.JSONDecodeError as error:
-                problem = f"is not JSON ({error.msg})"
-            except UnicodeDecodeError:
-                problem = "is not UTF-8 text"
-            except RepeatedKey as error:
-                problem = f"has the key {error.key!r} twice"
-            except RecursionError:
-                problem = "is nested thousands deep"
-            if problem and has_rows and not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
-                return
-            if not problem and not isinstance(row, dict):
-                problem = "is not an object"
-            if problem:
+            where = f"{path}:line {line_number}"
+            row, problem = _object_of(line)
+            if row is None:
+                is_broken_off = not line.endswith(b"\n") and len(line) < _LONGEST_LINE
+                if has_rows and is_broken_off and problem != _NO_OBJECT:
+                    return
                 raise InputError(where, problem, "one JSON object per line")
             has_rows = True
             if b"NaN" in line:
@@ -201,6 +191,24 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield line_number, row
     if not has_rows:
         raise InputError(str(path), "is empty", "expected one JSON object per line")
+
+
+_NO_OBJECT = "is not an object"
+
+
+def _object_of(line: bytes) -> tuple[dict[str, Any] | None, str]:
+    """Return the JSON object of a line, or None and what is wrong with it."""
+    try:
+        value = json_value(line.decode("utf-8-sig"))
+    except json.JSONDecodeError as error:
+        return None, f"is not JSON ({error.msg})"
+    except UnicodeDecodeError:
+        return None, "is not UTF-8 text"
+    except RepeatedKey as error:
+        return None, f"has the key {error.key!r} twice"
+    except RecursionError:
+        return None, "is nested thousands deep"
+    return (value, "") if isinstance(value, dict) else (None, _NO_OBJECT)
 
 
 def read_document(path: str | Path) -> dict[str, Any]:

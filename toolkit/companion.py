@@ -65,10 +65,10 @@ class CompanionMeta(Artifact):
 
         Raises InputError for unknown types, negative counts, and more devices than plans are kept for.
         """
-        known = [device.type for device in self.devices]
+        types = [device.type for device in self.devices]
         for name, count in counts.items():
-            if name not in known:
-                raise InputError(f"devices.{name}", "is not in the database", did_you_mean(name, known))
+            if name not in types:
+                raise InputError(f"devices.{name}", "is not in the database", did_you_mean(name, types))
             if count < 0:
                 raise InputError(f"devices.{name}", f"is {count}", "a number of devices is 0 or more")
         kept_counts = []

@@ -123,9 +123,9 @@ class DeviceTable(Artifact):
 
     def find(self, name: str) -> Device | None:
         """Return the device of that name, however spelt (:func:`name_key`); names come before aliases; None if unknown."""
-        wanted = name_key(name)
-        by_name = (device for device in self.devices if name_key(device.name) == wanted)
-        by_alias = (device for device in self.devices if wanted in map(name_key, device.aliases))
+        key = name_key(name)
+        by_name = (device for device in self.devices if name_key(device.name) == key)
+        by_alias = (device for device in self.devices if key in map(name_key, device.aliases))
         return next(by_name, None) or next(by_alias, None)
 
     def device(self, name: str, where: str = "--device") -> Device:
@@ -133,7 +133,7 @@ class DeviceTable(Artifact):
         device = self.find(name)
         if device is None:
             raise InputError(
-                where, f"unknown device {name!r}", did_you_mean(name, [each.name for each in self.devices])
+                where, f"unknown device {name!r}", did_you_mean(name, [spec.name for spec in self.devices])
             )
         return device
 

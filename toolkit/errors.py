@@ -112,7 +112,8 @@ def visible(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(
-        each if each.isprintable() or each in "\n\t" else each.encode("unicode_escape").decode() for each in text
+        character if character.isprintable() or character in "\n\t" else character.encode("unicode_escape").decode()
+        for character in text
     )
 
 
@@ -149,9 +150,9 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     >>> did_you_mean("V-100", ["V100", "P100"])
     'did you mean "V100"? (known: P100, V100)'
     """
-    known = sorted(choices)
-    near = difflib.get_close_matches(word, known, n=1)
-    listing = ", ".join(known[:_LISTED]) + (f" and {len(known) - _LISTED} more" if len(known) > _LISTED else "")
+    names = sorted(choices)
+    near = difflib.get_close_matches(word, names, n=1)
+    listing = ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
     return f'did you mean "{near[0]}"? (known: {listing})' if near else f"known: {listing}"
 
 

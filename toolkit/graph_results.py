@@ -137,8 +137,10 @@ class CommandPlan(Result):
 
     def as_given(self, device: str, devices_per_node: int) -> TriedCommand | None:
         """Return the command as it is, on such devices; None: it was not tried."""
-        wanted = (True, device, devices_per_node)
-        return next((one for one in self.tried if (one.given, one.device, one.devices_per_node) == wanted), None)
+        setting = (True, device, devices_per_node)
+        return next(
+            (tried for tried in self.tried if (tried.given, tried.device, tried.devices_per_node) == setting), None
+        )
 
 
 class Table1Row(Part):

@@ -205,9 +205,11 @@ class Job(Artifact):
         offer_by_identity: dict[tuple[str, str], DeviceOffer] = {}
         for offer in offers:
             identity = name_key(offer.type), offer.model_dump_json(exclude={"type", "count"})
-            known = offer_by_identity.get(identity)
+            earlier_offer = offer_by_identity.get(identity)
             offer_by_identity[identity] = (
-                offer if known is None else known.model_copy(update={"count": known.count + offer.count})
+                offer
+                if earlier_offer is None
+                else earlier_offer.model_copy(update={"count": earlier_offer.count + offer.count})
             )
         names = [name_key(offer.type) for offer in offer_by_identity.values()]
         for offer in offer_by_identity.values():
@@ -294,8 +296,8 @@ def read_job(path: str | Path, *, allow_code: bool = False) -> Job:
     offers = {offer.type: offer for offer in job.devices} or {name: DeviceOffer(type=name) for name in counts}
     for name in offers:
         if name not in counts:
-            known = ", ".join(sorted(counts))
-            raise InputError(f"{path}:devices", f"{name!r} is not in {job.cluster}", f"types there: {known}")
+            types = ", ".join(sorted(counts))
+            raise InputError(f"{path}:devices", f"{name!r} is not in {job.cluster}", f"types there: {types}")
     devices = [
         offer.model_copy(update={"count": offer.count if "count" in offer.model_fields_set else counts[offer.type]})
         for offer in offers.values()

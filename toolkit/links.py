@@ -92,7 +92,7 @@ def parse_link(text: str, where: str = "--link") -> Link:
     240000000000.0
     """
     kind = kind_of(text)
-    if kind is not None and (found := _NAME.search(text)) and found[0].strip() == text.strip():
+    if kind is not None and (name := _NAME.search(text)) and name[0].strip() == text.strip():
         return datasheet_link(kind, DATASHEET[kind])
     try:
         return Link(kind="plain", bytes_per_s=parse_bandwidth(text, where))

@@ -343,6 +343,7 @@ class Plan(Artifact):
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
+        """Raise ValueError, which names the field, where the parts of the plan contradict its assignments or each other."""
         rows, types = self.assignments, {row.device_type for row in self.assignments}
         _demand_placed(self, types)
         places = sum(row.devices * row.ests_per_device for row in rows)
@@ -361,9 +362,9 @@ class Plan(Artifact):
             _demand_equal("goodput.total_batch_size", self.goodput.total_batch_size, samples, "the assignments have")
             _demand_names("goodput.device_type", [self.goodput.device_type], types)
         if self.superstep is not None:
-            made = sum(row.devices * self.superstep.iterations[row.device_type] for row in rows)
+            mini_batches = sum(row.devices * self.superstep.iterations[row.device_type] for row in rows)
             _demand_equal(
-                "superstep.mini_batches", self.superstep.mini_batches, made, "the iterations of all devices are"
+                "superstep.mini_batches", self.superstep.mini_batches, mini_batches, "the iterations of all devices are"
             )
         if self.status == "optimal" and self.gap > 1e-6:
             raise ValueError(f"gap is {self.gap:g} and status optimal; a proven plan has none")

@@ -86,8 +86,8 @@ def write_profile(frame: pd.DataFrame, path: str | Path) -> None:
     """Write a profile atomically, schema's columns first. Raises InputError if the frame breaks the schema."""
     checked = check_profile(frame, str(path)).assign(schema_version=SCHEMA_VERSION)
     ordered = [name for name in COLUMNS if name in checked.columns]
-    rest = [str(name) for name in checked.columns if name not in ordered]
-    write_text(path, checked[ordered + rest].to_csv(index=False))
+    other_columns = [str(name) for name in checked.columns if name not in ordered]
+    write_text(path, checked[ordered + other_columns].to_csv(index=False))
 
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:

@@ -39,11 +39,11 @@ def published_models() -> dict[str, PublishedModel]:
     for model_type, entries in read_document(folder() / "models.yaml").items():
         for name, entry in entries.items():
             inherited = models[entry["like"]].fields if "like" in entry else {}
-            own = {key: value for key, value in entry.items() if key not in _OF_THE_TABLE}
+            fields = {key: value for key, value in entry.items() if key not in _OF_THE_TABLE}
             for also in (name, *entry.get("also", ())):
                 full = also if "/" in also else f"{name.partition('/')[0]}/{also}"
                 same_as = "" if also == name else name
-                models[full] = PublishedModel(full, model_type, entry["parameters"], {**inherited, **own}, same_as)
+                models[full] = PublishedModel(full, model_type, entry["parameters"], {**inherited, **fields}, same_as)
     return models
 
 
@@ -58,8 +58,8 @@ def _by_spelling() -> dict[str, PublishedModel]:
     for model in models:
         bare.setdefault(model.name.partition("/")[2].lower(), []).append(model)
     types = {model.model_type for model in models}
-    found = {name: same[0] for name, same in bare.items() if name not in types and _one_configuration(same)}
-    return found | {model.name.lower(): model for model in models}
+    names = {name: same[0] for name, same in bare.items() if name not in types and _one_configuration(same)}
+    return names | {model.name.lower(): model for model in models}
 
 
 def _one_configuration(models: list[PublishedModel]) -> bool:

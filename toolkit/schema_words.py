@@ -39,11 +39,11 @@ def in_words(complaint: Mapping[str, Any]) -> tuple[str, str]:
         return "is missing", "it is required"
     if kind in UNKNOWN_FIELD:
         return "is unknown", "remove it"
-    wanted = _wanted(kind, context)
+    remedy_words = _wanted(kind, context)
     if kind in ("string_too_short", "too_short", "string_too_long", "too_long"):
-        return _of_length(kind, value), wanted
-    if wanted:
-        return f"is {shown(value)}", wanted
+        return _of_length(kind, value), remedy_words
+    if remedy_words:
+        return f"is {shown(value)}", remedy_words
     # Validators of this project speak for themselves; so does, in a pinch, pydantic.
     message = one_line(str(complaint["msg"]).removeprefix("Value error, "))
     scalar = value is None or isinstance(value, (str, int, float))
@@ -66,7 +66,10 @@ def shown(value: object) -> str:
 
 
 def _wanted(kind: str, context: Mapping[str, Any]) -> str:
-    """Return what would be right, nothing for a kind of complaint without words here."""
+    """Return what would be right in place of a value that pydantic refuses; empty for a kind of error without words here.
+
+    ``kind`` and ``context`` are the error's ``type`` and ``ctx``.
+    """
     if kind == "greater_than_equal" and 0 < context["ge"] < 1e-6:
         return f"give a number above 0 (at least {_number(context['ge'])})"
     for name, key, words in (

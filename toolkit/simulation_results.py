@@ -247,9 +247,11 @@ class SweepDocument(Result):
 def _mean(values: list[SweepFigures]) -> SweepFigures:
     means: dict[str, float | None] = {}
     for name in SweepFigures.model_fields:
-        each = [getattr(one, name) for one in values]
+        numbers = [getattr(record, name) for record in values]
         # Divided first: a sum of large numbers may be none.
-        means[name] = None if None in each else min(sum(value / len(each) for value in each), sys.float_info.max)
+        means[name] = (
+            None if None in numbers else min(sum(value / len(numbers) for value in numbers), sys.float_info.max)
+        )
     return SweepFigures.model_validate(means)
 
 

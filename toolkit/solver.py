@@ -1,15 +1,15 @@
-"""CP-SAT as every search here calls it: one thread, a fixed seed, a limit on its time."""
+"""CP-SAT as every search here calls it: a fixed seed, a limit on its time, and one thread unless more are asked for."""
 
 from __future__ import annotations
 
 from ortools.sat.python import cp_model
 
 
-def solver_for(limit_s: float, seed: int) -> cp_model.CpSolver:
-    """Return CP-SAT with a limit on its time, on one thread and with a fixed seed, so that answers repeat."""
+def solver_for(limit_s: float, seed: int, *, threads: int = 1) -> cp_model.CpSolver:
+    """Return CP-SAT with a limit on its time and a fixed seed, so that on one thread answers repeat; ``threads`` 0: all."""
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = limit_s
-    solver.parameters.num_workers = 1
+    solver.parameters.num_workers = threads
     solver.parameters.random_seed = seed % 2**31
     # CP-SAT would put the default handler in Python's place, and a later Ctrl-C would end the process without clean-up.
     solver.parameters.catch_sigint_signal = False

@@ -199,9 +199,9 @@ def checked_columns(
         const = kind.get("const")
         if kind["type"] != "string":
             limits = {"minimum": kind.get("minimum", const), "maximum": kind.get("maximum", const)}
-            given = {"missing": name not in always, "shown": (shown or {}).get(name, name), "unit": unit}
-            given |= {} if const is None else {"remedy": f"this ddltool reads {const}"}
-            columns[name] = numbers(frame, name, where, **limits, **given, whole=kind["type"] == "integer")
+            options = {"missing": name not in always, "shown": (shown or {}).get(name, name), "unit": unit}
+            options |= {} if const is None else {"remedy": f"this ddltool reads {const}"}
+            columns[name] = numbers(frame, name, where, **limits, **options, whole=kind["type"] == "integer")
             continue
         cells = columns[name] = frame[name]
         is_valid = cells.isin([const]) if const is not None else cells.map(lambda cell: isinstance(cell, str))

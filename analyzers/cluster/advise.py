@@ -83,11 +83,11 @@ def saved_seconds(remaining: Floats, gain: Floats, delay: Floats, hold_s: float 
 
     All broadcast; seconds. Within a hold of h the job does ``r max(h - d, 0)`` seconds' worth of its present work.
     """
-    kept: Floats = remaining - remaining / gain - delay
+    saved_for_good: Floats = remaining - remaining / gain - delay
     if hold_s is None:
-        return kept
+        return saved_for_good
     brought = gain * np.maximum(hold_s - delay, 0.0) - hold_s - delay
-    return np.where(delay + remaining / gain <= hold_s, kept, brought)
+    return np.where(delay + remaining / gain <= hold_s, saved_for_good, brought)
 
 
 def _break_even(gain: float, delay: float, hold_s: float | None) -> float | None:

@@ -154,9 +154,9 @@ def _solve(options: _Options, gpus_by_type: Floats, exact: bool) -> tuple[Ints, 
         return options.first, -np.inf  # no GPUs for any job: always allowed
     # A job split between two counts uses at least the lesser of its type in the relaxation, so rounding down fits.
     chosen = options.first.copy()
-    whole = np.flatnonzero(solution.x > 1 - 1e-6)
-    chosen[options.job[whole]] = whole
-    for job in np.setdiff1d(np.arange(job_count), options.job[whole]).tolist():
+    integral = np.flatnonzero(solution.x > 1 - 1e-6)
+    chosen[options.job[integral]] = integral
+    for job in np.setdiff1d(np.arange(job_count), options.job[integral]).tolist():
         shares_of_job = np.flatnonzero((options.job == job) & (solution.x > 1e-6))
         if len(set(options.kind[shares_of_job].tolist())) == 1:
             chosen[job] = shares_of_job[0]

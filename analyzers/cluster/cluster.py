@@ -247,8 +247,8 @@ class NodeStates:
 
     def next_s(self) -> float:
         """Return when something happens next; inf if nothing will."""
-        given = self._given[-1].time_s if self._given else math.inf
-        return min(given, self._drawn[0][0] if self._drawn else math.inf)
+        given_s = self._given[-1].time_s if self._given else math.inf
+        return min(given_s, self._drawn[0][0] if self._drawn else math.inf)
 
     def pop(self) -> tuple[list[int], list[int]]:
         """Apply the next event and return the nodes that failed and the nodes that left by it."""

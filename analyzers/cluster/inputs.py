@@ -477,9 +477,9 @@ def busiest(trace: ClusterTrace, hours: float) -> ClusterTrace:
     low = np.searchsorted(trace.submit_s, starts)
     high = np.searchsorted(trace.submit_s, starts + 3600.0 * hours)
     best = int(np.argmax(high - low))
-    kept = slice(int(low[best]), int(high[best]))
-    columns = {"submit_s": trace.submit_s[kept] - starts[best], "gpus": trace.gpus[kept]}
-    return replace(trace, **columns, gpu_hours=trace.gpu_hours[kept])
+    rows = slice(int(low[best]), int(high[best]))
+    columns = {"submit_s": trace.submit_s[rows] - starts[best], "gpus": trace.gpus[rows]}
+    return replace(trace, **columns, gpu_hours=trace.gpu_hours[rows])
 
 
 def to_workload(

@@ -10,7 +10,7 @@ two tells how good the result is at least.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -257,22 +257,30 @@ class _Packing:
             tried.add(displaced)
             for keeps_displaced in (False, True):
                 self.restore(saved)
-                for other in (job, *displaced):
-                    self.take(other)
-                if keeps_displaced:
-                    for other in displaced:
-                        self.keep(other)
-                self.insert(job, len(self.within[job]) + len(self.across[job]))
-                for other in sorted(displaced, key=lambda each: -held_counts[each]):
-                    if not self.allocations[other]:
-                        self.insert(other, max(1, held_counts[other]))
-                for other in displaced:
-                    self.reinsert(other)
+                self._put_before(job, {other: max(1, held_counts[other]) for other in displaced}, keeps_displaced)
                 total = sum(self.costs)
                 if total < cost_before * (1 - _GAIN) and (best_state is None or total < best_state[0]):
                     best_state = total, self.save()
         self.restore(best_state[1] if best_state else saved)
         return best_state is not None
+
+    def _put_before(self, job: int, displaced: Mapping[int, int], keeps_displaced: bool) -> None:
+        """Put ``job`` in first and then the ``displaced`` jobs, those of the most GPUs before the others.
+
+        ``displaced``: the most GPUs that each gets. ``keeps_displaced``: they first get their allocation of before the search
+        back, where it is free.
+        """
+        for other in (job, *displaced):
+            self.take(other)
+        if keeps_displaced:
+            for other in displaced:
+                self.keep(other)
+        self.insert(job, len(self.within[job]) + len(self.across[job]))
+        for other in sorted(displaced, key=lambda each: -displaced[each]):
+            if not self.allocations[other]:
+                self.insert(other, displaced[other])
+        for other in displaced:
+            self.reinsert(other)
 
     def ruin_and_recreate(self, costs: Sequence[Floats], bound: float, effort: int, generator: random.Random) -> None:
         """Remove the jobs of 1 to 4 nodes, choose their counts anew and insert them in another order, ``effort`` times.
@@ -298,9 +306,9 @@ class _Packing:
             if generator.random() < 0.7:
                 removed.sort(key=lambda job: -wanted_counts[job])
             unchanged = [job for job in removed if wanted_counts[job] == count_gpus(self.choices[job].base)]
-            kept = {job for job in unchanged if generator.random() < 0.9 and self.keep(job)}
+            kept_jobs = {job for job in unchanged if generator.random() < 0.9 and self.keep(job)}
             for job in removed:
-                if job not in kept:
+                if job not in kept_jobs:
                     self.insert(job, wanted_counts[job])
             for job in removed:
                 self.reinsert(job)

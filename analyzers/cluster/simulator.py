@@ -216,7 +216,10 @@ class _Run:
         self.watchdog = Watchdog(policy.name, self.nodes, self.counted_s)
 
     def play(self) -> None:
-        """Go from event to event until every job is finished."""
+        """Go from event to event (a round, the end of an epoch, a change of nodes) until every job is finished.
+
+        With ``react`` arrivals and finished jobs bring a round of their own between the intervals, and so do changes of nodes.
+        """
         last_s = 0.0
         while self.active or self.waiting:
             now_s = self._next_round(last_s)

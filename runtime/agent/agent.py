@@ -240,6 +240,10 @@ class GoodputAgent(Watcher):
         return Batches(self._passes(loader), batches_left)
 
     def _passes(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Yield the loader's batches, and time each from its fetching until the next one is asked for.
+
+        Raises InputError where batches are fetched ahead of training, and for an optimizer that the agent does not know.
+        """
         batches, is_first = iter(loader), True
         other_optimizer_hook = (
             register_optimizer_step_pre_hook(self._refuse_other_optimizer) if self._ddp_model is not None else None

@@ -117,7 +117,6 @@ class BatchDecision:
 
     split: Split
     goodput_per_s: float
-    present_goodput_per_s: float
     params: ThroughputParams
 
 
@@ -166,7 +165,6 @@ def decide(
     return BatchDecision(
         split=best_split if is_better else present,
         goodput_per_s=best.goodput_per_s,
-        present_goodput_per_s=present_goodput,
         params=params,
     )
 

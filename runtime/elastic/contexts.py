@@ -189,9 +189,9 @@ class WorkerState:
     def _attribute_key(self, name: str, what: str) -> Key:
         """Return the (prefix, attribute) of a saved name. Raises InputError for a module that the model lacks."""
         module_name, _, attribute = name.rpartition(".")
-        wanted = f"{module_name}." if module_name else ""
+        module_prefix = f"{module_name}." if module_name else ""
         for prefix in reversed(self._modules):  # the inner module before the wrapper of torch.compile
-            if plain_name(prefix) == wanted:
+            if plain_name(prefix) == module_prefix:
                 return prefix, attribute
         raise InputError(what, f"{name} is only in the checkpoint", "build the model that was saved")
 

@@ -77,26 +77,26 @@ def compare_runs(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> RunDif
     in the order in which it came to be; then what all workers share. Steps that only one of them has are left out.
     Raises InputError for what is no record, and when they have no step in common.
     """
-    one, other = StepReader(a), StepReader(b)
+    steps_a, steps_b = StepReader(a), StepReader(b)
     common, settings, difference = 0, list[DifferingSetting](), None
-    for left, right in _pairs(iter(one), iter(other)):
+    for left, right in _pairs(iter(steps_a), iter(steps_b)):
         settings = settings if common else _different_settings(left.settings, right.settings)
         common += 1
         if (difference := _difference_of_step(left, right)) is not None:
             break
-    for reader in (one, other):
+    for reader in (steps_a, steps_b):
         if not reader.steps:
             raise InputError(reader.path, "has no whole step", A_RECORD)
     if not common:
-        spans = " and ".join(f"steps {reader.first} to {reader.last}" for reader in (one, other))
+        spans = " and ".join(f"steps {reader.first} to {reader.last}" for reader in (steps_a, steps_b))
         raise InputError("runs", f"have no step in common ({spans})", "record two runs of the same training")
-    alike = (one.steps, one.first) == (other.steps, other.first) and not (one.cut or other.cut)
+    alike = (steps_a.steps, steps_a.first) == (steps_b.steps, steps_b.first) and not (steps_a.cut or steps_b.cut)
     return RunDifference(
         equal=difference is None,
         same_length=difference is None and alike,
         steps_compared=common,
-        a=one.seen(),
-        b=other.seen(),
+        a=steps_a.seen(),
+        b=steps_b.seen(),
         settings=settings,
         difference=difference,
     )
@@ -163,8 +163,8 @@ def _pairs(a: Iterator[RecordedStep], b: Iterator[RecordedStep]) -> Iterator[tup
             yield left, right
         advances_left, advances_right = left.step <= right.step, right.step <= left.step
         left, right = next(a, None) if advances_left else left, next(b, None) if advances_right else right
-    for rest in (a, b):
-        for _ in rest:
+    for reader in (a, b):
+        for _ in reader:
             pass
 
 

@@ -248,11 +248,11 @@ class EnforcingHook(Hook):
     """The hook of a process that follows an enforcement config, of file ``path``."""
 
     def __init__(self, path: str, enforcement: Enforcement, dataset: Dataset[Any] | None, job: DistributedJob) -> None:
-        sizes, own = tuple(entry.local_batch_size for entry in enforcement.ranks), enforcement.ranks[job.rank]
-        self._scaler: LossScaler = LossScaler(job, "hook", lambda: sizes, passes=own.accumulation_steps + 1)
+        sizes, own_entry = tuple(entry.local_batch_size for entry in enforcement.ranks), enforcement.ranks[job.rank]
+        self._scaler: LossScaler = LossScaler(job, "hook", lambda: sizes, passes=own_entry.accumulation_steps + 1)
         super().__init__(dataset, job.rank, enforcement.world_size, self._scaler)
         self.enforcement, self._path, self._job, self._sizes = enforcement, path, job, Sizes(sizes)
-        self.local_batch_size, self.accumulation_steps = own.local_batch_size, own.accumulation_steps
+        self.local_batch_size, self.accumulation_steps = own_entry.local_batch_size, own_entry.accumulation_steps
         self.passes = max(entry.accumulation_steps for entry in enforcement.ranks) + 1
         self._scaler.pending.missing = "call hook.bind(model, optimizer) when both are there"
 
@@ -303,7 +303,15 @@ class EnforcingHook(Hook):
     def planned(
         self, loader: DataLoader[Any], *, shared: bool = True, accumulated: int | None = None, lengths: Any = None
     ) -> DataLoader[Any]:
-        """Return a loader like ``loader`` with the planned batches."""
+        """Return a loader with the dataset, order, workers and collation of ``loader``, and this rank's planned batches.
+
+        Args:
+            shared: of a stream of samples, whether all ranks read the same one and share it out.
+            accumulated: batches that the script makes one update of; None: it does not say.
+            lengths: of the samples, to share them out by; None: by their number.
+
+        Raises InputError where the plan makes an update of another number of batches, and for a stream with several.
+        """
         given = self._job.together(lambda: GivenLoader(loader, self._job))
         passes = 1 if accumulated is None else accumulated
         if accumulated not in (None, self.passes):
@@ -341,9 +349,9 @@ class EnforcingHook(Hook):
     def _planned_sampler(self, shuffle: bool, seed: int, drop_last: bool, lengths: Any) -> VariableBatchSampler:
         """Return the sampler of this rank's planned batches, which follows :meth:`set_epoch`."""
         dataset = self._given_dataset({})
-        found = self._same_lengths(lengths, dataset)
+        known_lengths = self._same_lengths(lengths, dataset)
         size = dataset_length(dataset)
-        sampler = VariableBatchSampler(size, self._sizes, self.rank, shuffle, seed, drop_last, lengths=found)
+        sampler = VariableBatchSampler(size, self._sizes, self.rank, shuffle, seed, drop_last, lengths=known_lengths)
         self._follow_epoch(sampler)
         return sampler
 

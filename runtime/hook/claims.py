@@ -122,18 +122,18 @@ class LossGraph:
         Behind a loss that the model has returned, these are the model's other outputs that it was computed from. Larger ones
         than can be held several times are left out.
         """
-        found: list[Output] = []
+        outputs: list[Output] = []
         deeper = self.outputs
         while deeper:
-            found += [output for output in deeper if math.prod(output.shape) > 1]
+            outputs += [output for output in deeper if math.prod(output.shape) > 1]
             inside = _behind(
                 output for output in deeper if math.prod(output.shape) <= 1
             )  # losses that the model computed
             deeper = []
             for _ in _walk(inside, deeper):
                 pass
-        behind = {output.key for node in _walk(_behind(found)) for output in outputs_of(node)}
-        nearest = [output for output in found if output.key not in behind]
+        behind = {output.key for node in _walk(_behind(outputs)) for output in outputs_of(node)}
+        nearest = [output for output in outputs if output.key not in behind]
         if sum(math.prod(output.shape) for output in nearest) > _MOST_ELEMENTS:
             nearest = []
         return nearest, behind | {output.key for output in self.outputs} - {output.key for output in nearest}
@@ -179,7 +179,7 @@ def gradients_past_outputs(loss: Tensor, outputs: Sequence[Output], past: Mappin
     """Return the gradients of the parameters ``past`` by the ways that pass none of the outputs, where they are made zero."""
 
     def no_gradients(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        return tuple(each if each is None else torch.zeros_like(each) for each in gradients)
+        return tuple(gradient if gradient is None else torch.zeros_like(gradient) for gradient in gradients)
 
     handles = [node.register_prehook(no_gradients) for node in {output.edge.node for output in outputs}]
     try:

@@ -86,10 +86,10 @@ def bucket_report(model: DistributedDataParallel, config: Config) -> BucketRepor
     """
     plan = _buckets(config)
     planned = tuple(frozenset(bucket) for bucket in plan.buckets)
-    told: dict[str, Any] = getattr(model, "_get_ddp_logging_data", dict)()
+    logged: dict[str, Any] = getattr(model, "_get_ddp_logging_data", dict)()
     names = [name for name, value in model.module.named_parameters() if value.requires_grad]
-    rebuilt = str(told.get("rebuilt_per_bucket_param_indices", ""))
-    if not told:
+    rebuilt = str(logged.get("rebuilt_per_bucket_param_indices", ""))
+    if not logged:
         return BucketReport(status="unknown", planned=planned, actual=())
     if not rebuilt:
         return BucketReport(status="not settled", planned=planned, actual=())
@@ -109,10 +109,10 @@ def apply_prefetch(model: nn.Module, config: Config) -> PrefetchReport:
     plan for FSDP2.
     """
     plan = _prefetch(config)
-    wanted = {*plan.units, *plan.forward, *plan.backward}
-    wanted |= {name for lists in (plan.forward, plan.backward) for ahead in lists.values() for name in ahead}
+    named_units = {*plan.units, *plan.forward, *plan.backward}
+    named_units |= {name for lists in (plan.forward, plan.backward) for ahead in lists.values() for name in ahead}
     modules: dict[str, Any] = {}
-    for name in sorted(wanted):
+    for name in sorted(named_units):
         try:
             modules[name] = model.get_submodule(name)
         except AttributeError:
@@ -124,8 +124,8 @@ def apply_prefetch(model: nn.Module, config: Config) -> PrefetchReport:
     for name, ahead in plan.backward.items():
         modules[name].set_modules_to_backward_prefetch([modules[other] for other in ahead])
     forward, backward = len(plan.forward), len(plan.backward)
-    shown = f"lists set on {forward} modules for forward and {backward} for backward"
-    text = f"FSDP2 prefetch: {shown if forward or backward else 'the default, as planned'}"
+    summary = f"lists set on {forward} modules for forward and {backward} for backward"
+    text = f"FSDP2 prefetch: {summary if forward or backward else 'the default, as planned'}"
     return PrefetchReport(forward=forward, backward=backward, text=text)
 
 

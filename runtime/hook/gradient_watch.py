@@ -45,8 +45,12 @@ class _GradientWatch:
             self._own = some if self._own is None else self._own + some
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Look at the gradients of an update that begins."""
-        update, own = self._updates, self._own
+        """Warn, once, when an update begins with gradients that are not finite; an optimizer's hook before its step.
+
+        Sums of a few parameters are looked at by turns, on CUDA only every ``STEPS_ON_CUDA`` updates; only where one is not
+        finite are all gradients read, to say which.
+        """
+        update, own_gradients = self._updates, self._own
         self._updates, self._own = update + 1, None
         # A GradScaler that leaves the check to a fused optimizer sets found_inf: that one skips such an update by itself.
         if self._told or getattr(optimizer, "found_inf", None) is not None:
@@ -63,9 +67,15 @@ class _GradientWatch:
         if not spoiled:
             return  # only the sum has overflown
         self._told = True
-        made_here = own is not None and not math.isfinite(float(own))
+        made_here = own_gradients is not None and not math.isfinite(float(own_gradients))
         if made_here or self._rank == 0:  # the others have it by the average, and who made it says so
-            where = "" if own is None else " by this rank's own samples" if made_here else " by another rank's samples"
+            where = (
+                ""
+                if own_gradients is None
+                else " by this rank's own samples"
+                if made_here
+                else " by another rank's samples"
+            )
             log.warning(
                 "rank %d, step %d: gradients are not finite%s, in %d of %d parameters, first %s; training goes on with them",
                 *(self._rank, update, where, len(spoiled), len(gradients), spoiled[0]),

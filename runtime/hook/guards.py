@@ -103,7 +103,7 @@ class UpdateGuard:
                 raise InputError("model", problem, "leave it out, and shorten long rows after the optimizer's step")
         self.updates = 0
         self._job, self._is_uneven = job, is_uneven
-        self._model, self._optimizers = weakref.ref(model), [weakref.ref(each) for each in optimizers]
+        self._model, self._optimizers = weakref.ref(model), [weakref.ref(optimizer) for optimizer in optimizers]
         self._is_replicated = isinstance(model, DistributedDataParallel)
         self._is_cuda = any(value.is_cuda for value in model.parameters())
         self._buffers_before = {name for name, _ in model.named_buffers()}
@@ -204,7 +204,12 @@ class UpdateGuard:
 
     def _groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups of all named optimizers."""
-        return [group for each in self._optimizers if (found := each()) is not None for group in found.param_groups]
+        return [
+            group
+            for reference in self._optimizers
+            if (optimizer := reference()) is not None
+            for group in optimizer.param_groups
+        ]
 
     def _trained(self) -> dict[str, Tensor]:
         """Return what the optimizers train, by name; parameters that are not the model's by their shape."""

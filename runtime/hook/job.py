@@ -92,9 +92,12 @@ def check_model(model: nn.Module, job: DistributedJob) -> None:
     if isinstance(model, FSDPModule):
         # Along how many processes each parameter is sharded; 0: along other dimensions too.
         parameters: list[Any] = list(model.parameters())
-        dimensions = [sum(placement.is_shard() for placement in getattr(each, "placements", ())) for each in parameters]
+        dimensions = [
+            sum(placement.is_shard() for placement in getattr(parameter, "placements", ())) for parameter in parameters
+        ]
         sharded = {
-            each.device_mesh.size() if number == 1 else 0 for each, number in zip(parameters, dimensions, strict=True)
+            parameter.device_mesh.size() if number == 1 else 0
+            for parameter, number in zip(parameters, dimensions, strict=True)
         }
         if sharded != {job.world_size}:
             size = sharded.pop() if len(sharded) == 1 else 0

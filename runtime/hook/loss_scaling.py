@@ -130,10 +130,10 @@ class LossScaler:
         Raises InputError, on all ranks, where the model cannot be trained alike on all of them, and where somebody attached to
         it already.
         """
-        if self._weighs and any(each._model() is model for each in _open):
+        if self._weighs and any(optimizer._model() is model for optimizer in _open):
             raise InputError("model", "is attached to already", "attach, balance or make an agent once per model")
-        self._model = found = weakref.ref(model)
-        self.pending.trains = lambda: getattr(found(), "training", True)
+        self._model = reference = weakref.ref(model)
+        self.pending.trains = lambda: getattr(reference(), "training", True)
         before = _Hook(lambda module, args, kwargs: self.begin_forward(module, (*args, *kwargs.values())))
         self._hooks = [
             model.register_forward_pre_hook(before, with_kwargs=True),
@@ -146,7 +146,7 @@ class LossScaler:
         self._sentinels = [value.register_post_accumulate_grad_hook(self._note_gradient) for value in trained]
         if self._weighs and optimizers:
             self._guard = UpdateGuard(self._job, model, optimizers, lambda: self._is_uneven)
-            self._hooks += [each.register_step_post_hook(self._after_update) for each in optimizers]
+            self._hooks += [optimizer.register_step_post_hook(self._after_update) for optimizer in optimizers]
 
     def close(self) -> None:
         """Weigh nothing any more. Idempotent."""
@@ -222,13 +222,7 @@ class LossScaler:
         self._is_said = True
         share, ranks = None, self._job.world_size
         if count is not None and (ranks > 1 or of is not None):
-            count = float(count)
-            if not count >= 0:
-                raise InputError("count", f"is {count:g}", "give what the loss is a mean over, 0 or more")
-            total = sum(self._counts(count)) if of is None else of
-            factor = ranks * count / total if total else 1.0
-            if reduction == "sum":  # its gradients are those of the sum: a mean's are smaller by the count
-                factor = factor / count if count else 0.0
+            factor = self._factor_of_count(float(count), of, reduction)
         elif reduction == "mean":
             share = self.pending.share(self._forwards_begun, self.name) or self._counted()
             self._is_uneven = self._is_uneven or not share.even
@@ -249,10 +243,20 @@ class LossScaler:
         mark_weighed(weighed)
         return weighed
 
+    def _factor_of_count(self, count: float, of: float | None, reduction: Reduction) -> float:
+        """Return the factor of a loss that counts so much on this rank; ``of``: what all ranks count, None: they are asked."""
+        if not count >= 0:
+            raise InputError("count", f"is {count:g}", "give what the loss is a mean over, 0 or more")
+        total = sum(self._counts(count)) if of is None else of
+        factor = self._job.world_size * count / total if total else 1.0
+        if reduction == "sum":  # its gradients are those of the sum: a mean's are smaller by the count
+            return factor / count if count else 0.0
+        return factor
+
     def _counts(self, mine: float) -> list[float]:
         """Return all ranks' numbers."""
         begin_s = time.perf_counter()
-        counts = [each for (each,) in self._job.numbers(mine)]
+        counts = [number for (number,) in self._job.numbers(mine)]
         if self.watcher is not None:
             self.watcher.pause(time.perf_counter() - begin_s)
         return counts
@@ -270,8 +274,8 @@ class LossScaler:
                 sizes = as_planned or (sizes if self._seen_full else [])
             counts = self._counts(sizes[0] if len(set(sizes)) == 1 else -1)
         if min(counts) < 0:
-            shown = ", ".join(map(str, seen)) or "missing"
-            problem = f"the batch cannot be counted by dimension 0 of the model's arguments ({shown})"
+            sizes_text = ", ".join(map(str, seen)) or "missing"
+            problem = f"the batch cannot be counted by dimension 0 of the model's arguments ({sizes_text})"
             if planned is not None:
                 problem += f": planned are {planned} samples"
             remedy = f"call {self.name}.count_samples(n) before each forward, or {self.name}.loss(loss, count=n)"

@@ -49,8 +49,8 @@ def shard(model: nn.Module, config: Config, **options: Any) -> nn.Module:
         problem = f"is {enforcement.world_size}, but this job runs {processes} process(es)"
         raise InputError(f"{where}:world_size", problem, "start as many processes as planned, after init_process_group")
     units = [] if enforcement.fsdp2 is None or plan.kind == "ddp" else enforcement.fsdp2.units
-    known = dict(model.named_modules())
-    if missing := [name for name in units if name not in known]:
+    modules = dict(model.named_modules())
+    if missing := [name for name in units if name not in modules]:
         raise InputError(f"{where}:fsdp2.units", f"the model has no module {missing[0]!r}", "trace and plan this model")
     checkpoint_modules(model, plan.checkpointing)
     if processes == 1:
@@ -62,7 +62,7 @@ def shard(model: nn.Module, config: Config, **options: Any) -> nn.Module:
     if enforcement.fsdp2 is not None and not enforcement.fsdp2.reshard_after_forward:
         options.setdefault("reshard_after_forward", False)
     for name in units:
-        fully_shard(known[name], **options)
+        fully_shard(modules[name], **options)
     fully_shard(model, **options)  # by itself FSDP2 keeps the root gathered
     if units:
         apply_prefetch(model, enforcement)

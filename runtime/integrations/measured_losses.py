@@ -102,10 +102,10 @@ class LossKinds:
                 failed.append(f"{type(error).__name__}: {error}".splitlines()[0])
                 return math.nan
 
-        whole = value(inputs, items, alone=False)
-        if any(said for (said,) in self._job.numbers(float(loss.said))):
+        whole_loss = value(inputs, items, alone=False)
+        if any(is_said for (is_said,) in self._job.numbers(float(loss.said))):
             return [SAID]
-        verdicts = _verdicts(value, whole, inputs, items, loss.tolerance)
+        verdicts = _verdicts(value, whole_loss, inputs, items, loss.tolerance)
         if failed:  # then what it is divided by is all that can be known
             verdicts = [verdicts[0], *(0.0 for _ in verdicts[1:])]
         columns = dict(zip(KINDS, zip(*self._job.numbers(*verdicts), strict=True), strict=True))
@@ -161,11 +161,14 @@ def _verdicts(value: Any, whole: float, inputs: Any, items: Any, tolerance: floa
         if rows > 1:
             adds_up = all(math.isnan(sum(two)) or near(one, sum(two), *two) for one, two, _ in parts)
             verdicts[DIVIDED] = is_divided and adds_up
-            means = {kind: [_mean(each, two, places) for _, two, places in parts] for kind, each in counts.items()}
+            means = {
+                kind: [_mean(kind_counts, two, places) for _, two, places in parts]
+                for kind, kind_counts in counts.items()
+            }
             fits = [
                 kind
-                for kind, told in means.items()
-                if stays and all(near(one, mean, *two) for (one, two, _), mean in zip(parts, told, strict=True))
+                for kind, kind_means in means.items()
+                if stays and all(near(one, mean, *two) for (one, two, _), mean in zip(parts, kind_means, strict=True))
             ]
             if fits:
                 best = min(fits, key=lambda kind: abs(means[kind][1] - both))
@@ -182,9 +185,9 @@ def _verdicts(value: Any, whole: float, inputs: Any, items: Any, tolerance: floa
 
 def _unlike_rows(counts: Mapping[str, Tensor]) -> list[int]:
     """Return the row with the fewest labels and that with the most; the first and the last where all have as many."""
-    each = counts.get(LABELS, counts[SAMPLES])
-    few, many = int(torch.where(each > 0, each, math.inf).argmin()), int(each.argmax())
-    return [few, many] if few != many else [0, len(each) - 1]
+    labels = counts.get(LABELS, counts[SAMPLES])
+    few, many = int(torch.where(labels > 0, labels, math.inf).argmin()), int(labels.argmax())
+    return [few, many] if few != many else [0, len(labels) - 1]
 
 
 def _rows(inputs: Any, rows: int, places: Sequence[int]) -> Any:

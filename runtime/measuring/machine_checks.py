@@ -319,8 +319,8 @@ def _check_reduction(
     problems = [text for text, _ in values if text]
     if problems or len(values) < processes:
         return _check(name, problems[0] if problems else problem, status, remedy)
-    shown = f"added 1 MiB in {max(seconds for _, seconds in values) * 1e3:.2f} ms (median)"
-    return _check(name, f"{len(values)} process{'es' if len(values) > 1 else ''} {shown}")
+    result = f"added 1 MiB in {max(seconds for _, seconds in values) * 1e3:.2f} ms (median)"
+    return _check(name, f"{len(values)} process{'es' if len(values) > 1 else ''} {result}")
 
 
 def check_nccl(answers: Answers, problem: str) -> MachineCheck:

@@ -25,11 +25,11 @@ def check_script(command: Sequence[str], replicas: int = 2, timeout_s: float = 9
         result = Path(folder, "result.json")
         environment = {**os.environ, CHECK: "end", RESULT: str(result)}
         code, errors = finish(command, replicas, environment, command[0], timeout_s)
-        told = json.loads(result.read_text("utf-8")) if result.exists() else None
-    if told is not None and (
-        told["updates"] or not code
+        answer = json.loads(result.read_text("utf-8")) if result.exists() else None
+    if answer is not None and (
+        answer["updates"] or not code
     ):  # of a script that fails, only what was decided before counts
-        return ScriptCheck(script=shlex.join(command), replicas=replicas, **told)
+        return ScriptCheck(script=shlex.join(command), replicas=replicas, **answer)
     if code:
         raise failed(command, code, errors)
     problem = "ran to its end without a check"

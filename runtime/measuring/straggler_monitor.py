@@ -81,8 +81,8 @@ class StragglerMonitor:
         if step.number >= _SKIPPED:
             self._steps.append(step)
         if len(self._steps) >= self.stretch:
-            kept, self._steps = self._steps[-self._every :], []
-            rows = [self._row(one) for one in kept]
+            steps, self._steps = self._steps[-self._every :], []
+            rows = [self._row(one) for one in steps]
             mine = torch.tensor(
                 [[self.cost_s] * len(TELEMETRY), *([getattr(row, name) for name in TELEMETRY] for row in rows)],
                 dtype=torch.float64,

@@ -180,8 +180,10 @@ def record(request: WatchRequest, progress: Callable[[int], None] = lambda done:
             children.gather(range(request.workers), "watch", take_rows)
         except LostProcess as lost:
             complete = min(map(len, rows))
-            kept = [row for worker_rows in rows for row in worker_rows[:complete]]
-            raise WatchLost(f"worker w{lost.rank} {lost.how} at iteration {len(rows[lost.rank])}", kept) from None
+            complete_rows = [row for worker_rows in rows for row in worker_rows[:complete]]
+            raise WatchLost(
+                f"worker w{lost.rank} {lost.how} at iteration {len(rows[lost.rank])}", complete_rows
+            ) from None
     return [row for worker_rows in rows for row in worker_rows]
 
 

@@ -240,9 +240,11 @@ class VariableBatchSampler(Sampler[list[int]]):
         if first < self.next_step:
             raise InputError("step", f"{first} was handed out already", f"the next is {self.next_step}")
         split = self._checked_shares(sizes)
-        kept = [change for change in self._changes if change[0] < first]
-        current_index = max((index for index, change in enumerate(kept) if change[0] <= self.step), default=0)
-        self._changes = [*kept[current_index:], (first, split)]
+        earlier_changes = [change for change in self._changes if change[0] < first]
+        current_index = max(
+            (index for index, change in enumerate(earlier_changes) if change[0] <= self.step), default=0
+        )
+        self._changes = [*earlier_changes[current_index:], (first, split)]
 
     def _checked_shares(self, sizes: Sequence[int] | Shares) -> Shares:
         """Return ``sizes`` as shares. Raises InputError for another number of ranks, or (n,) sizes with another sum."""
@@ -377,13 +379,13 @@ def fitting_sizes(sizes: Sequence[int], ranks: int, total: int, least: int = 1) 
     """Return (n,) whole ``sizes``. Raises InputError for one below ``least``, another sum or another number of ranks."""
     if least < 1:
         raise InputError("least", f"is {least}", "give every rank one sample or more")
-    whole = tuple(int(size) for size in sizes)
-    if not whole or min(whole) < least or list(whole) != list(sizes):
+    integers = tuple(int(size) for size in sizes)
+    if not integers or min(integers) < least or list(integers) != list(sizes):
         raise InputError("sizes", f"is {list(sizes)}", f"give every rank {_at_least(least)}")
-    if len(whole) != ranks or sum(whole) != total:
-        problem = f"are {len(whole)} with sum {sum(whole)}"
+    if len(integers) != ranks or sum(integers) != total:
+        problem = f"are {len(integers)} with sum {sum(integers)}"
         raise InputError("sizes", problem, f"this job has {ranks} ranks and {total} samples")
-    return whole
+    return integers
 
 
 def _at_least(number: int) -> str:

@@ -151,16 +151,16 @@ class _Recorded:
 
     def arrays(self, tensors: Mapping[str, torch.Tensor]) -> Arrays:
         """Return what is kept of tensors; all ranks call this, where each may hold a part of them."""
-        whole = sum(self._sizes.values()) <= SMALL_MODEL
+        is_small = sum(self._sizes.values()) <= SMALL_MODEL
         gathered = (
             (name, getattr(value, "full_tensor", lambda value=value: value)()) for name, value in tensors.items()
         )
-        return {name: _array(value, name, whole=whole) for name, value in gathered}
+        return {name: _array(value, name, whole=is_small) for name, value in gathered}
 
     def update(self) -> Update:
         """Return with what an update begins: gradients that are averaged by now, and the rates of all optimizers' groups."""
         gradients = {name: value.grad for name, value in self._named if value.grad is not None}
-        groups = [group for each in self._optimizers for group in each.param_groups]
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         return self.arrays(gradients), [float(group["lr"]) for group in groups if "lr" in group]
 
 
@@ -222,12 +222,12 @@ class _Checked(_Recorded):
         self._folder = tempfile.TemporaryDirectory(prefix="ddltool-check-")
         self._path = Path(self._folder.name)
         self._errors = (self._path / "stderr").open("w+b")
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER)}
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER)}
         place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         place |= {"MASTER_PORT": "0", REFERENCE: str(self._path), REFERENCE_RANKS: str(self._job.world_size)}
         self._child = subprocess.Popen(
             [sys.executable, *sys.orig_argv[1:]],
-            env=kept | place,
+            env=environment | place,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._errors,
@@ -278,7 +278,10 @@ class _Checked(_Recorded):
         return next(number for number in range(MOST_UPDATES + 1) if not (self._path / f"{number}.npz").exists())
 
     def _finish(self) -> None:
-        """Say what came out, once; keep a decided outcome in the config."""
+        """Print the outcome, once; write it where the command that started this reads it, and into the plan's config.
+
+        The config keeps a decided outcome as proof, with hashes of script and plan and the versions that it holds for.
+        """
         if self._told:
             return
         self._told = True
@@ -287,10 +290,10 @@ class _Checked(_Recorded):
         sys.stderr.write(f"ddltool check: {outcome.line}\n")
         sys.stderr.flush()
         if target := os.environ.get(RESULT):
-            told = {"equal": bool(outcome.equal), "line": outcome.line, "updates": outcome.updates}
+            answer = {"equal": bool(outcome.equal), "line": outcome.line, "updates": outcome.updates}
             if outcome.difference is not None:
-                told["largest_difference"] = outcome.difference
-            write_text(Path(target), json.dumps(told))
+                answer["largest_difference"] = outcome.difference
+            write_text(Path(target), json.dumps(answer))
         with contextlib.suppress(OSError):
             self._errors.close()
             self._folder.cleanup()
@@ -313,10 +316,19 @@ class _Checked(_Recorded):
             log.warning("the check is not kept: %s", error)
 
     def _outcome(self) -> _Outcome:
-        """Wait for the other process, and compare."""
+        """Wait for the process that trains alone, and return whether its updates are those of this job.
+
+        It is undecided where the script failed, cannot run alone, or made too few updates. Where all compared updates are
+        equal, states that one rank alone changes and an epoch of another length still make the answer no.
+        """
         failed = getattr(sys, "last_value", None) is not None  # at exit: the exception that ended the script
-        wanted, deadline_s = len(self._updates), self._begin_s + LONGEST_S + PATIENCE_S
-        while not failed and self._written() < wanted and self._child.poll() is None and time.monotonic() < deadline_s:
+        updates_wanted, deadline_s = len(self._updates), self._begin_s + LONGEST_S + PATIENCE_S
+        while (
+            not failed
+            and self._written() < updates_wanted
+            and self._child.poll() is None
+            and time.monotonic() < deadline_s
+        ):
             time.sleep(0.02)
         if self._written() >= MOST_UPDATES:  # it ends by itself, where the script lets it
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -327,21 +339,21 @@ class _Checked(_Recorded):
             self._child.wait()
         if failed:
             return _Outcome(None, "undecided: the script failed")
-        if code and written < wanted:
+        if code and written < updates_wanted:
             self._errors.seek(0)
             last = (self._errors.read().decode(errors="replace").strip().splitlines() or [f"exit code {code}"])[-1]
             return _Outcome(None, f"undecided: the script cannot run alone ({last})")
-        if min(written, wanted) < LEAST_UPDATES:
-            line = f"the script{' alone' * (wanted >= LEAST_UPDATES)} ended before update {LEAST_UPDATES}"
+        if min(written, updates_wanted) < LEAST_UPDATES:
+            line = f"the script{' alone' * (updates_wanted >= LEAST_UPDATES)} ended before update {LEAST_UPDATES}"
             line += "; let it make as many"
-            if code is None and wanted >= LEAST_UPDATES:
+            if code is None and updates_wanted >= LEAST_UPDATES:
                 line = f"the script alone made fewer than {LEAST_UPDATES} updates within {PATIENCE_S:g} s"
             return _Outcome(None, f"undecided: {line}")
-        outcome = self._compared([self._read(number) for number in range(min(written, wanted))])
+        outcome = self._compared([self._read(number) for number in range(min(written, updates_wanted))])
         if outcome.equal and self._unlike:
             line = f"{self._unlike}: something changes them on one rank alone (a load, a reset, an average of its own)"
             return outcome._replace(equal=False, line=line)
-        if outcome.equal and code == 0 and written < wanted:
+        if outcome.equal and code == 0 and written < updates_wanted:
             line = f"one process ended after {written} updates, this job made more: its epochs have other steps"
             return outcome._replace(equal=False, line=line)
         return outcome

@@ -121,8 +121,8 @@ class Consensus:
             try:
                 self._choices.put(self._round(row()))
             except BaseException as error:
-                told = f"step {self._step - 1}: choosing failed ({error})"
-                self._choices.put(error if isinstance(error, DdlToolError) else DdlToolError(told))
+                refusal = f"step {self._step - 1}: choosing failed ({error})"
+                self._choices.put(error if isinstance(error, DdlToolError) else DdlToolError(refusal))
                 return
 
     def _round(self, row: Floats) -> Floats:

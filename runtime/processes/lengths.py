@@ -38,10 +38,10 @@ class Lengths:
         coefficients = ("per_token", "per_square", "per_sample")
         chosen = SampleCost() if cost is None else SampleCost(**dict(zip(coefficients, cost, strict=False)))
         try:
-            given = checked_costs(tokens, "lengths")
+            lengths = checked_costs(tokens, "lengths")
         except (TypeError, ValueError):
             raise InputError("lengths", f"is a {type(tokens).__name__}", "give one number for each sample") from None
-        self._costs, self._padded = chosen.of(given), padded
+        self._costs, self._padded = chosen.of(lengths), padded
 
     def __len__(self) -> int:
         """Return the number of samples."""

@@ -32,8 +32,8 @@ def demand_same_samples(job: DistributedJob, dataset: Dataset[Any] | None) -> No
     random seeds on all ranks, for random transforms.
     """
     size = None if dataset is None or isinstance(dataset, IterableDataset) else dataset_length(dataset)
-    shown = "none" if dataset is None else "a stream" if size is None else f"{size} samples"
-    job.demand_same("dataset", shown, "give every rank the whole dataset")
+    described = "none" if dataset is None else "a stream" if size is None else f"{size} samples"
+    job.demand_same("dataset", described, "give every rank the whole dataset")
     if size is not None and job.world_size > 1:
         remedy = "make it alike on every rank: the same files in the same order, and the same seed where it is shuffled"
         job.demand_same("dataset: content of samples", _fingerprint(dataset, size), remedy)

@@ -213,33 +213,8 @@ def gather(
     """
     assert own_hello.rank is not None
     hellos, peers, late_messages = {own_hello.rank: own_hello}, dict[int, Peer](), list[Message]()
-    began_s = reminded_s = time.monotonic()
     try:
-        while missing := [rank for rank in range(meeting.size or plan.world_size) if rank not in hellos]:
-            now_s = time.monotonic()
-            names = listed([plan.title(rank) for rank in missing], 3)
-            if now_s - began_s > meeting.limit_s:
-                raise TransferError(f"{plan.title(own_hello.rank)}: {names} did not come within {meeting.limit_s:g} s")
-            if now_s - reminded_s > REMIND_S:
-                reminded_s = now_s
-                log.warning("waiting for %s since %.0f s", names, now_s - began_s)
-            message = wire.receive(BEAT_S)
-            for peer in peers.values():
-                wire.send(peer, ["alive"])
-            if message is None:
-                continue
-            peer, (kind, *values), _ = message
-            if kind == "gone":
-                for rank, other in peers.items():
-                    if other == peer:
-                        raise TransferError(f"{plan.title(rank)} ended before the job began")
-            elif kind == "hello" and values[0]["rank"] is None:
-                late_messages.append(message)
-            elif kind == "hello" and values[0]["job"] == meeting.job:  # one that is ahead calls again when this is over
-                hello = Hello(**values[0])
-                assert hello.rank is not None
-                hellos[hello.rank], peers[hello.rank] = hello, peer
-                wire.send(peer, ["held"])
+        _hear_all(wire, plan, meeting, hellos, peers, late_messages)
         _demand_agreement(hellos)
     except BaseException as error:
         refusal = ["over", str(error) or type(error).__name__]
@@ -254,6 +229,46 @@ def gather(
     if marker := os.environ.get("DDLTOOL_BEGUN"):
         Path(marker).touch()  # a launcher may want to know
     return peers, addresses, late_messages
+
+
+def _hear_all(
+    wire: Wire,
+    plan: TransferPlan,
+    meeting: Meeting,
+    hellos: dict[int, Hello],
+    peers: dict[int, Peer],
+    late_messages: list[Message],
+) -> None:
+    """Receive until ``hellos`` has one of each rank; fill ``peers`` with who sent them, ``late_messages`` with joiners' hellos.
+
+    ``hellos`` begins with this process's own. Raises TransferError after the meeting's limit, and for a process that ended.
+    """
+    own_rank, began_s = min(hellos), time.monotonic()
+    reminded_s = began_s
+    while missing := [rank for rank in range(meeting.size or plan.world_size) if rank not in hellos]:
+        now_s = time.monotonic()
+        names = listed([plan.title(rank) for rank in missing], 3)
+        if now_s - began_s > meeting.limit_s:
+            raise TransferError(f"{plan.title(own_rank)}: {names} did not come within {meeting.limit_s:g} s")
+        if now_s - reminded_s > REMIND_S:
+            reminded_s = now_s
+            log.warning("waiting for %s since %.0f s", names, now_s - began_s)
+        message = wire.receive(BEAT_S)
+        for peer in peers.values():
+            wire.send(peer, ["alive"])
+        if message is None:
+            continue
+        sender, (kind, *values), _ = message
+        if kind == "gone":
+            if gone_ranks := [rank for rank, peer in peers.items() if peer == sender]:
+                raise TransferError(f"{plan.title(gone_ranks[0])} ended before the job began")
+        elif kind == "hello" and values[0]["rank"] is None:
+            late_messages.append(message)
+        elif kind == "hello" and values[0]["job"] == meeting.job:  # one that is ahead calls again when this is over
+            hello = Hello(**values[0])
+            assert hello.rank is not None
+            hellos[hello.rank], peers[hello.rank] = hello, sender
+            wire.send(sender, ["held"])
 
 
 def _demand_agreement(hellos: Mapping[int, Hello]) -> None:

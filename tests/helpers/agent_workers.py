@@ -65,7 +65,7 @@ def scripted(script: dict[int, tuple[int, int]]) -> Any:
             return None
         total, accumulation = script[look]
         split = Split(world_size=present.world_size, total_batch_size=total, accumulation_steps=accumulation)
-        return BatchDecision(split=split, goodput_per_s=2.0, present_goodput_per_s=1.0, params=None)  # type: ignore[arg-type]
+        return BatchDecision(split=split, goodput_per_s=2.0, params=None)  # type: ignore[arg-type]
 
     return mock.patch.object(choosing, "decide", decide)
 

@@ -35,9 +35,9 @@ def accelerate_config(plan: Plan, layout: ProcessLayout) -> tuple[dict[str, Any]
 
     Raises InputError for unlike nodes, DDP beside tensor parallelism and unequal batches.
     """
-    made, gaps = shares(plan, "accelerate")
+    degrees, gaps = shares(plan, "accelerate")
     run, unknown = run_settings(plan)
-    if not made.sharded and made.tensor > 1 and made.ranks > 1:
+    if not degrees.sharded and degrees.tensor > 1 and degrees.ranks > 1:
         problem = "has no DDP beside tensor parallelism"
         raise InputError("--target accelerate", problem, "give --target deepspeed or fsdp2")
     sizes = {group.processes_per_node for group in layout.groups}
@@ -46,14 +46,14 @@ def accelerate_config(plan: Plan, layout: ProcessLayout) -> tuple[dict[str, Any]
         problem = f"starts as many processes on every node, and the plan needs {nodes}"
         raise InputError("--target accelerate", problem, "give --target torchrun or slurm")
     recomputed, left_out = recomputation(plan)
-    is_fsdp = made.sharded or made.tensor > 1
-    single = made.processes == 1
+    is_fsdp = degrees.sharded or degrees.tensor > 1
+    single = degrees.processes == 1
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP" if is_fsdp else "NO" if single else "MULTI_GPU",
         "mixed_precision": _MIXED[run.precision],
         "num_machines": layout.nodes,
-        "num_processes": made.processes,
+        "num_processes": degrees.processes,
         "machine_rank": 0,
         "main_training_function": "main",
         "rdzv_backend": "static",
@@ -65,12 +65,12 @@ def accelerate_config(plan: Plan, layout: ProcessLayout) -> tuple[dict[str, Any]
     if is_fsdp:
         config["fsdp_config"] = {
             "fsdp_version": 2,
-            "fsdp_reshard_after_forward": made.reshard,
+            "fsdp_reshard_after_forward": degrees.reshard,
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "fsdp_activation_checkpointing": recomputed != "none",
         }
-    if made.tensor > 1 or (made.sharded and made.replicate > 1):
-        config["parallelism_config"] = _parallelism(made)
+    if degrees.tensor > 1 or (degrees.sharded and degrees.replicate > 1):
+        config["parallelism_config"] = _parallelism(degrees)
     if run.compile:
         config["dynamo_config"] = {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": is_fsdp}
     if is_fsdp and not (run.model or "").startswith("transformers:"):
@@ -78,7 +78,7 @@ def accelerate_config(plan: Plan, layout: ProcessLayout) -> tuple[dict[str, Any]
             "blocks: fsdp_transformer_layer_cls_to_wrap names their class, which only a transformers model says"
         )
     checkpoints = recomputed != "none" and not is_fsdp  # FSDP2's own key does it
-    return config, [*gaps, *unknown, *left_out, *_script_parts(made, layout, checkpoints, run.precision)]
+    return config, [*gaps, *unknown, *left_out, *_script_parts(degrees, layout, checkpoints, run.precision)]
 
 
 def accelerate_text(config: dict[str, Any], head: str) -> str:

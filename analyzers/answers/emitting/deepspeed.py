@@ -33,28 +33,28 @@ def deepspeed_config(plan: Plan) -> tuple[dict[str, Any], list[str]]:
 
     Raises InputError for a precision that DeepSpeed does not have and for unequal batches.
     """
-    made, gaps = shares(plan, "deepspeed")
+    degrees, gaps = shares(plan, "deepspeed")
     run, unknown = run_settings(plan)
     if run.precision not in _PRECISIONS:
         raise InputError(
             "--target deepspeed", f"has no precision {run.precision}", "give --target torchtitan or accelerate"
         )
     recomputed, left_out = recomputation(plan)
-    stage = (3 if made.reshard else 2) if made.sharded else 0
+    stage = (3 if degrees.reshard else 2) if degrees.sharded else 0
     config: dict[str, Any] = {
         # DeepSpeed counts every GPU of a tensor group in it, which would be another number than the plan's.
-        **({"train_batch_size": made.total_batch_size} if made.tensor == 1 else {}),
-        "train_micro_batch_size_per_gpu": made.micro_batch_size,
-        "gradient_accumulation_steps": made.passes,
-        "zero_optimization": {"stage": stage, **_partition(made, stage)},
+        **({"train_batch_size": degrees.total_batch_size} if degrees.tensor == 1 else {}),
+        "train_micro_batch_size_per_gpu": degrees.micro_batch_size,
+        "gradient_accumulation_steps": degrees.passes,
+        "zero_optimization": {"stage": stage, **_partition(degrees, stage)},
         **_PRECISIONS[run.precision],
     }
     if run.precision == "bf16-pure" and stage:
         config["bf16"] = {"enabled": True, **_ALL_HALF}
-    if made.tensor > 1:
-        config["tensor_parallel"] = {"autotp_size": made.tensor}
+    if degrees.tensor > 1:
+        config["tensor_parallel"] = {"autotp_size": degrees.tensor}
         gaps.append(
-            f"total batch: DeepSpeed counts all {made.processes} GPUs in it; {made.total_batch_size} samples train"
+            f"total batch: DeepSpeed counts all {degrees.processes} GPUs in it; {degrees.total_batch_size} samples train"
         )
     if run.optimizer in _OPTIMIZERS:
         config["optimizer"] = {"type": _OPTIMIZERS[run.optimizer]}
@@ -70,11 +70,13 @@ def deepspeed_config(plan: Plan) -> tuple[dict[str, Any], list[str]]:
         gaps.append('tf32: torch.set_float32_matmul_precision("high") in the script')
     if (run.precision == "bf16-pure" and not stage) or run.precision == "fp16-pure":
         gaps.append(f"{run.precision}: DeepSpeed keeps a float32 copy of the parameters beside")
-    if made.sharded and made.replicate > 1:
-        kept = f"hpZ keeps parameters in each {made.shard} processes, and shards" if stage == 3 else "ZeRO-2 shards"
+    if degrees.sharded and degrees.replicate > 1:
+        what_is_sharded = (
+            f"hpZ keeps parameters in each {degrees.shard} processes, and shards" if stage == 3 else "ZeRO-2 shards"
+        )
         gaps.append(
-            f"HSDP {made.replicate} x {made.shard}: {kept} gradients and optimizer states over all {made.ranks}, "
-            "with other traffic than planned"
+            f"HSDP {degrees.replicate} x {degrees.shard}: {what_is_sharded} gradients and optimizer states over all "
+            f"{degrees.ranks}, with other traffic than planned"
         )
     return config, [*gaps, *unknown, *left_out]
 

@@ -92,6 +92,10 @@ def remarks(plan: Plan, layout: ProcessLayout | None, gaps: Sequence[str]) -> st
 def _filled(
     name: str, plan: Plan, gaps: Sequence[str], layout: ProcessLayout | None = None, **more_values: object
 ) -> str:
+    """Return the template ``name`` filled with what the plan says; ``layout`` None: a script that needs torch alone.
+
+    ``more_values`` are further variables of that template.
+    """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).with_name("templates")),
         undefined=StrictUndefined,

@@ -36,7 +36,7 @@ _FLAVORS = {"17B-16E": "17bx16e", "17B-128E": "17bx128e", "": "671B"}
 
 def job_config(plan: Plan) -> tuple[Settings, list[str]]:
     """Return torchtitan's sections, and what they leave out. Raises InputError for a plan that they cannot say at all."""
-    made, gaps = shares(plan, "torchtitan")
+    degrees, gaps = shares(plan, "torchtitan")
     run, unknown = run_settings(plan)
     precision = PRECISIONS[run.precision]
     if precision.computes == "float16":
@@ -44,7 +44,7 @@ def job_config(plan: Plan) -> tuple[Settings, list[str]]:
         raise InputError(
             "--target torchtitan", problem, "give --target accelerate, deepspeed or hook, or plan with bf16"
         )
-    if not made.sharded and made.ranks > 1 and made.tensor * made.pipeline > 1:
+    if not degrees.sharded and degrees.ranks > 1 and degrees.tensor * degrees.pipeline > 1:
         problem = "has no DDP beside tensor or pipeline parallelism"
         raise InputError(
             "--target torchtitan", problem, "give --target fsdp2, or --target torchrun with a script of yours"
@@ -55,14 +55,14 @@ def job_config(plan: Plan) -> tuple[Settings, list[str]]:
         "model": {**name, **({"converters": ["float8"]} if precision.linears else {})},
         "optimizer": _optimizer(run.optimizer),
         "training": {
-            "local_batch_size": made.batch_size if made.pipeline > 1 else made.micro_batch_size,
-            "global_batch_size": made.total_batch_size,
+            "local_batch_size": degrees.batch_size if degrees.pipeline > 1 else degrees.micro_batch_size,
+            "global_batch_size": degrees.total_batch_size,
             **({} if run.sequence_length is None else {"seq_len": run.sequence_length}),
             "dtype": precision.keeps,
             "mixed_precision_param": precision.computes.replace("tf32", "float32"),
             "mixed_precision_reduce": "float32",
         },
-        "parallelism": _parallelism(made),
+        "parallelism": _parallelism(degrees),
         "activation_checkpoint": _checkpointing(recomputed, plan),
         "compile": {"enable": run.compile, "components": ["model", "loss"]},
     }
@@ -138,8 +138,8 @@ def _checkpointing(recomputed: Checkpointing, plan: Plan) -> dict[str, object]:
 def _model(source: str | None) -> tuple[dict[str, object], list[str]]:
     """Return torchtitan's name and flavor of a model, none where it has no such model."""
     for pattern, name in _MODELS:
-        if found := re.search(rf"/{pattern}(?![\w.])", source or "", re.IGNORECASE):
-            flavor = found.group(1)
+        if match := re.search(rf"/{pattern}(?![\w.])", source or "", re.IGNORECASE):
+            flavor = match.group(1)
             return {"name": name, "flavor": _FLAVORS.get(flavor.upper(), flavor)}, []
     return {}, ["model: set name and flavor in [model]; torchtitan has llama3, llama4, qwen3, gpt_oss and deepseek_v3"]
 

@@ -77,9 +77,9 @@ def extract(document: Mapping[str, Any], where: str) -> Figures:
     """
     kind = document.get("kind")
     if not isinstance(kind, str) or kind not in KINDS:
-        known = [name.removeprefix("ddltool.") for name in KINDS]
-        shown = str(kind).removeprefix("ddltool.")
-        raise InputError(f"{where}:kind", f"{kind!r} has no figures to gate", did_you_mean(shown, known))
+        kinds = [name.removeprefix("ddltool.") for name in KINDS]
+        kind_name = str(kind).removeprefix("ddltool.")
+        raise InputError(f"{where}:kind", f"{kind!r} has no figures to gate", did_you_mean(kind_name, kinds))
     try:
         metrics: dict[str, Metric] = {}
         original_names: dict[str, str] = {}
@@ -185,15 +185,15 @@ def _values_at(node: Any, path: Sequence[str]) -> Iterator[_Value]:
 
     Each step of the path is a field's name, alternative names joined by ``|``, or ``*`` for every key.
     """
-    step, *rest = path
+    step, *later_steps = path
     fields = _fields(node)
     for name in fields if step == "*" else step.split("|"):
         if name not in fields:
             continue
         key, field = ((str(name),), "*") if step == "*" else ((), name)
-        if not rest:
+        if not later_steps:
             yield _Value(key, field, fields[name])
-        for value in _values_at(fields[name], rest) if rest else ():
+        for value in _values_at(fields[name], later_steps) if later_steps else ():
             yield value._replace(keys=(*key, *value.keys))
 
 
@@ -275,13 +275,13 @@ def _command_figures(plan: CommandPlan, where: str) -> Iterator[Metric]:
         yield from figure("samples_per_s", row.samples_per_s, "1/s")
         yield from figure("step_s", row.step_time_s, "s")
         yield from figure("memory_bytes", row.reserved_bytes, "bytes")
-    yield from figure("fitting", sum(one.row is not None and one.row.fits for one in plan.tried))
-    yield from figure("failed", sum(one.row is None for one in plan.tried))
-    for one in plan.tried:
-        if one.row is not None:
-            values = ",".join(f"{name.lstrip('-')}={value}" for name, value in one.values.items()) or "as-it-is"
-            name = f"samples_per_s/{values}/{one.devices_per_node}x{one.device}"
-            yield from figure(name, one.row.samples_per_s, "1/s")
+    yield from figure("fitting", sum(variant.row is not None and variant.row.fits for variant in plan.tried))
+    yield from figure("failed", sum(variant.row is None for variant in plan.tried))
+    for variant in plan.tried:
+        if variant.row is not None:
+            values = ",".join(f"{name.lstrip('-')}={value}" for name, value in variant.values.items()) or "as-it-is"
+            name = f"samples_per_s/{values}/{variant.devices_per_node}x{variant.device}"
+            yield from figure(name, variant.row.samples_per_s, "1/s")
 
 
 def _enforcement_figures(enforcement: Enforcement, where: str) -> Iterator[Metric]:
@@ -452,5 +452,5 @@ def show(value: float | str | None, unit: str) -> str:
         return show_seconds(value) if unit == "s" else show_bytes(value)
     if unit == "share":
         return f"{value:.4g}" if abs(value) > 1 else f"{100 * value:.3g}%"
-    shown = f"{value:,.0f}" if value == int(value) and abs(value) < 1e7 else f"{value:.4g}"
-    return f"{shown}/s" if unit == "1/s" else shown
+    text = f"{value:,.0f}" if value == int(value) and abs(value) < 1e7 else f"{value:.4g}"
+    return f"{text}/s" if unit == "1/s" else text

@@ -292,13 +292,14 @@ def figures_of(given: Iterable[Any]) -> Figures:
 
 def baselines_of(current: Sequence[Any], given: Sequence[Any], settings: GateConfig | None) -> list[Any]:
     """Return the baselines; a folder is replaced by its files that have the current artifacts' names."""
+    paths = given
     if not given and settings is not None and settings.baseline is not None:
-        given = [Path(settings.baseline)]
+        paths = [Path(settings.baseline)]
     file_names = [path.name for path in current if isinstance(path, Path)]
-    are_folders = [isinstance(path, Path) and path.is_dir() for path in given]
+    are_folders = [isinstance(path, Path) and path.is_dir() for path in paths]
     return [
         baseline
-        for path, is_folder in zip(given, are_folders, strict=True)
+        for path, is_folder in zip(paths, are_folders, strict=True)
         for baseline in ([path / name for name in file_names] if is_folder else [path])
     ]
 

@@ -20,8 +20,8 @@ _TIE = 0.02
 
 def command_section(plan: CommandPlan, name: str = "") -> Section:
     """Return the section of a command's plan: the best values, the best ten variants, what does not fit and what failed."""
-    recorded = [one for one in plan.tried if one.row is not None]
-    shown = recorded[:_ROWS]
+    recorded = [variant for variant in plan.tried if variant.row is not None]
+    listed = recorded[:_ROWS]
     knobs: dict[str, Column[TriedCommand]] = {
         shortened(knob.lstrip("-"), _LONGEST_NAME): partial(_value, knob=knob) for knob in plan.knobs
     }
@@ -31,20 +31,22 @@ def command_section(plan: CommandPlan, name: str = "") -> Section:
         **knobs,
         "on": _where,
         "step": "row.step_time_s",
-        f"{unit}/s": lambda one: show_rate(plan.rate(one)),
+        f"{unit}/s": lambda variant: show_rate(plan.rate(variant)),
         "MFU": "row.mfu:.0%",
-        "memory": lambda one: show_bytes(one.row.reserved_bytes) + ("" if one.row.fits else " !") if one.row else None,
+        "memory": lambda variant: (
+            show_bytes(variant.row.reserved_bytes) + ("" if variant.row.fits else " !") if variant.row else None
+        ),
     }
-    if any(not one.given for one in recorded):
-        columns["times"] = lambda one: _gain(plan, one)
-    caption = f"{len(shown)} of {len(plan.tried)} tried" if len(plan.tried) > len(shown) else "All that was tried"
+    if any(not variant.given for variant in recorded):
+        columns["times"] = lambda variant: _gain(plan, variant)
+    caption = f"{len(listed)} of {len(plan.tried)} tried" if len(plan.tried) > len(listed) else "All that was tried"
     caption += "; times: of the command as it is" if "times" in columns else ""
-    table = tabled(caption, "predicted", shown, columns, text_columns=len(knobs) + 1, spare=("MFU",))
+    table = tabled(caption, "predicted", listed, columns, text_columns=len(knobs) + 1, spare=("MFU",))
     figure = Bars(
-        rows=[(f"{_options(one) or 'as it is'} on {_where(one)}", plan.rate(one)) for one in shown],
+        rows=[(f"{_options(variant) or 'as it is'} on {_where(variant)}", plan.rate(variant)) for variant in listed],
         xlabel=f"{unit} per second",
         title=f"Predicted {unit} per second of each variant",
-        marked=("does not fit", [one.row is not None and not one.row.fits for one in shown]),
+        marked=("does not fit", [variant.row is not None and not variant.row.fits for variant in listed]),
         unmarked="fits",
     )
     answer, sure = _answer(plan), [_certainty(plan, best)] if best is not None else []
@@ -74,10 +76,10 @@ def _where(one: TriedCommand) -> str:
 
 def _gain(plan: CommandPlan, one: TriedCommand) -> str:
     """Return what a variant does per second over what the command as it is does on the same devices."""
-    given = plan.as_given(one.device, one.devices_per_node)
-    if one.given or given is None or not plan.rate(given):
+    as_given = plan.as_given(one.device, one.devices_per_node)
+    if one.given or as_given is None or not plan.rate(as_given):
         return "1.00" if one.given else "-"
-    return f"{plan.rate(one) / plan.rate(given):.2f}"
+    return f"{plan.rate(one) / plan.rate(as_given):.2f}"
 
 
 def _answer(plan: CommandPlan) -> str:
@@ -93,16 +95,16 @@ def _answer(plan: CommandPlan) -> str:
     rate = f"{show_rate(row.samples_per_s)} samples/s"
     rate += f", {show_rate(row.tokens_per_s)} tokens/s" if row.tokens_per_s else ""
     figures = f"{show_seconds(row.step_time_s)} a step, {rate}, {show_bytes(row.reserved_bytes)} a process"
-    given = plan.as_given(best.device, best.devices_per_node)
-    if best.given or given is None:
+    as_given = plan.as_given(best.device, best.devices_per_node)
+    if best.given or as_given is None:
         start = "Keep the command as it is" if len(plan.knobs) else "The command as it is"
         return f"{start} on {_where(best)}: {figures}, predicted."
-    if given.row is None:
+    if as_given.row is None:
         behind = "as it is the command cannot be recorded"
-    elif not given.row.fits:
-        behind = f"as it is the command does not fit ({show_bytes(given.row.reserved_bytes)})"
+    elif not as_given.row.fits:
+        behind = f"as it is the command does not fit ({show_bytes(as_given.row.reserved_bytes)})"
     else:
-        behind = f"{faster_than(plan.rate(best) / plan.rate(given) - 1)} the command as it is"
+        behind = f"{faster_than(plan.rate(best) / plan.rate(as_given) - 1)} the command as it is"
     return f"Use {_options(best)} on {_where(best)}: {figures}; {behind}, predicted."
 
 
@@ -111,11 +113,11 @@ def _certainty(plan: CommandPlan, best: TriedCommand) -> str:
     assert best.row is not None
     span = show_span(best.row.predicted_low_s, best.row.predicted_high_s)
     text = f"How sure: 80 % of measured steps are expected within {span}"
-    near = [one for one in plan.tried if one is not best and one.row is not None and one.row.fits]
-    ties = [one for one in near if plan.rate(one) >= (1 - _TIE) * plan.rate(best)]
+    near = [variant for variant in plan.tried if variant is not best and variant.row is not None and variant.row.fits]
+    ties = [variant for variant in near if plan.rate(variant) >= (1 - _TIE) * plan.rate(best)]
     if not ties:
         return f"{text}."
-    names = ", ".join(f"{_options(one) or 'as it is'} on {_where(one)}" for one in ties[:_NAMED])
+    names = ", ".join(f"{_options(variant) or 'as it is'} on {_where(variant)}" for variant in ties[:_NAMED])
     more = f" and {len(ties) - _NAMED} more" if len(ties) > _NAMED else ""
     return f"{text}; as good within {_TIE:.0%}: {names}{more}."
 
@@ -123,16 +125,18 @@ def _certainty(plan: CommandPlan, best: TriedCommand) -> str:
 def _left_out(plan: CommandPlan, below: list[TriedCommand]) -> list[str]:
     """Return what does not fit, with its memory, and what failed, with its line."""
     lines = []
-    full = [one for one in plan.tried if one.row is not None and not one.row.fits]
+    full = [variant for variant in plan.tried if variant.row is not None and not variant.row.fits]
     if full:
         named = [
-            f"{_options(one) or 'as it is'} on {_where(one)} ({show_bytes(one.row.reserved_bytes)})"
-            for one in full
-            if one.row is not None
+            f"{_options(variant) or 'as it is'} on {_where(variant)} ({show_bytes(variant.row.reserved_bytes)})"
+            for variant in full
+            if variant.row is not None
         ]
         lines.append(f"Does not fit (!): {', '.join(few(named))}.")
-    failures = {f"{_options(one) or 'as it is'}: {one.failure}": None for one in plan.tried if one.row is None}
+    failures = {
+        f"{_options(variant) or 'as it is'}: {variant.failure}": None for variant in plan.tried if variant.row is None
+    }
     lines += [f"Failed: {line}" for line in few(list(failures))]
-    if slower := [one for one in below if one.row is not None and one.row.fits]:
+    if slower := [variant for variant in below if variant.row is not None and variant.row.fits]:
         lines.append(f"{counted(len(slower), 'slower one')} stand in --json and in the file of -o.")
     return lines

@@ -265,7 +265,11 @@ def _supported_replicas(device: str, record: Goodput | DeviceGoodput, profile: p
 def _goodput_heat_map(
     device: str, record: Goodput | DeviceGoodput, profile: pd.DataFrame | None, noise_scale: float | None
 ) -> Picture | str:
-    """Return goodput over replicas and batch, or in words why there is none."""
+    """Return the heat map of predicted goodput over replicas and total batch, or in words why there is none.
+
+    Batches are up to the largest measured, or an assumed one without a ``profile``. ``noise_scale`` None: every sample counts
+    the same, so that goodput is throughput.
+    """
     params = record.params
     if "alpha_sync_node_s" in record.undetermined:  # else free, and the map would jump up at a second node
         local_costs = {"alpha_sync_node_s": params.alpha_sync_local_s, "beta_sync_node_s": params.beta_sync_local_s}
@@ -352,6 +356,7 @@ def noun_of(device: str) -> str:
 
 
 def _fit_figure(name: str, rows: Observations, params: ThroughputParams, *, headed: bool) -> Lines:
+    """Return the fitted step times of each placement over the measured ones, in bands of 90 % of the rows' scatter."""
     # the points of one number of accumulation steps: others lie on other curves
     steps, counts = np.unique(rows.accumulation_steps, return_counts=True)
     passes = float(steps[counts.argmax()])

@@ -25,7 +25,7 @@ _RANKS_SHOWN = 16
 
 def lengths_section(result: LengthsResult, name: str) -> Section:
     """Return the section of lengths: speed-ups by remedy, and the first batch as it is shared out."""
-    of, cost = result.lengths, result.cost
+    lengths, cost = result.lengths, result.cost
     passes = (
         f"at most {result.max_tokens:,} tokens in a pass" if result.max_tokens else counted(result.accumulation, "pass")
     )
@@ -34,8 +34,8 @@ def lengths_section(result: LengthsResult, name: str) -> Section:
     wasted = f"{today.padding_share:.0%} of the tokens are padding" if today.padding_share else "nothing is padded"
     lead = [
         f"Today ({WORDS[result.today]}) {wasted}, and ranks wait {today.waiting_share:.0%} of the time. {verdict.answer}",
-        f"{of.samples:,} samples: median {of.median:,.0f} tokens, mean {of.mean:,.0f}, 99 % up to {of.p99:,.0f}, longest "
-        f"{of.longest:,}.",
+        f"{lengths.samples:,} samples: median {lengths.median:,.0f} tokens, mean {lengths.mean:,.0f}, 99 % up to "
+        f"{lengths.p99:,.0f}, longest {lengths.longest:,}.",
         f"{result.batches:,} global batches of {result.total_batch:,} on {counted(result.replicas, 'rank')}, {passes}; "
         f"a sample of L tokens costs {cost.per_token:.3g} L + {cost.per_square:.3g} L^2 + {cost.per_sample:.3g} "
         f"{'s' if cost.unit == 's' else 'tokens'} ({cost.source}).",
@@ -74,15 +74,15 @@ def lengths_section(result: LengthsResult, name: str) -> Section:
         "longest": _longest,
     }
     ranks = result.assignments[:_RANKS_SHOWN]
-    shown = tabled(
+    first_batch = tabled(
         "The first global batch, by rank",
         "simulated",
         ranks,
         rank_columns,
-        names=("rank", [str(each.rank) for each in ranks]),
+        names=("rank", [str(rank.rank) for rank in ranks]),
     )
     picture = pictured("Speed-up by the way global batches are shared out.", table, figure)
-    return Section(title=f"Lengths: {name}", lead=lead, blocks=[picture, shown], verdict=verdict)
+    return Section(title=f"Lengths: {name}", lead=lead, blocks=[picture, first_batch], verdict=verdict)
 
 
 def _longest(rank: RankLengths) -> int:
@@ -90,10 +90,10 @@ def _longest(rank: RankLengths) -> int:
 
 
 def _order(result: LengthsResult) -> str:
-    kept = "Batches keep their random order: only who computes a sample changes."
+    sentence = "Batches keep their random order: only who computes a sample changes."
     if result.window == 1:
-        return kept
-    return f"{kept[:-1]}; 'outliers together' moves samples by less than {result.window} global batches."
+        return sentence
+    return f"{sentence[:-1]}; 'outliers together' moves samples by less than {result.window} global batches."
 
 
 def _verdict(result: LengthsResult) -> Verdict:
@@ -102,11 +102,11 @@ def _verdict(result: LengthsResult) -> Verdict:
     remedy, today = result.remedies[best], result.remedies[result.today]
     is_faster = remedy.speedup > 1
     words = WORDS[best][0].upper() + WORDS[best][1:]
-    said = "Lengths(lengths, padded=True)" if best == "sorted" else "lengths"
+    argument = "Lengths(lengths, padded=True)" if best == "sorted" else "lengths"
     return Verdict(
         answer=f"{words}: {remedy.speedup:.2f} times the tokens per second of {WORDS[result.today]}.",
         sure=f"simulated, {remedy.speedup_low:.2f} to {remedy.speedup_high:.2f} over batches; today {today.padding_share:.0%} "
         f"of the tokens are padding, and ranks wait {today.waiting_share:.0%} of the time",
-        then=f"hook.dataloader(..., lengths={said}) does it" if is_faster else "leave the batches as they are",
+        then=f"hook.dataloader(..., lengths={argument}) does it" if is_faster else "leave the batches as they are",
         good=is_faster,
     )

@@ -334,7 +334,7 @@ def _choices(plan: Plan, decision: Decision) -> list[_Choice]:
     samples = float(plan.max_workers * plan.batch_size)
 
     def of_option(option: Option, remark: str) -> _Choice:
-        layout = next((each for each in decision.layouts if _is_of(each, option)), None)
+        layout = next((candidate for candidate in decision.layouts if _is_of(candidate, option)), None)
         how, checkpointing = _HOW[option.strategy], ""
         how = how.partition(" (")[0] if decision.layouts else how
         if decision.layouts and option.order and option.strategy in ("bsp", "lb-bsp"):
@@ -376,17 +376,17 @@ def _choices(plan: Plan, decision: Decision) -> list[_Choice]:
     for choice in listed_choices:
         distinct.setdefault(choice.key, choice)
     first, *rest = distinct.values()
-    kept = rest[: _CHOICES - 1]
+    others = rest[: _CHOICES - 1]
     plain = [
         choice for choice in rest if (choice.how, choice.checkpointing, choice.devices) == ("DDP", "", picked.devices)
     ]
-    plain = [] if first.how == "DDP" or any(choice in kept for choice in plain) else plain[:1]
-    kept = [*kept[: _CHOICES - 1 - len(plain)], *plain]
+    plain = [] if first.how == "DDP" or any(choice in others for choice in plain) else plain[:1]
+    others = [*others[: _CHOICES - 1 - len(plain)], *plain]
     if decision.objective == "cheapest":
-        kept.sort(key=lambda choice: choice.price_per_sample or math.inf)
+        others.sort(key=lambda choice: choice.price_per_sample or math.inf)
     else:
-        kept.sort(key=lambda choice: math.inf if choice.step_s is None else choice.step_s / choice.samples)
-    return [first, *kept]
+        others.sort(key=lambda choice: math.inf if choice.step_s is None else choice.step_s / choice.samples)
+    return [first, *others]
 
 
 def _other_layouts(decision: Decision, listed_choices: Sequence[_Choice]) -> list[Layout]:
@@ -396,10 +396,10 @@ def _other_layouts(decision: Decision, listed_choices: Sequence[_Choice]) -> lis
     slower than the first choice, and DDP whatever it lacks.
     """
     slowest = _OTHERS * (listed_choices[0].step_s or math.inf)
-    shown = {tuple(sorted(choice.devices)) for choice in listed_choices}
+    shown_types = {tuple(sorted(choice.devices)) for choice in listed_choices}
     by_step = sorted(decision.layouts, key=lambda layout: -(layout.step_s or math.inf))
     of_types = {tuple(sorted(layout.devices)): layout for layout in by_step if not layout.missing_bytes}
-    others = [layout for types, layout in of_types.items() if types not in shown]
+    others = [layout for types, layout in of_types.items() if types not in shown_types]
     others += [
         layout
         for layout in decision.layouts
@@ -441,7 +441,11 @@ def _each(layout: Layout) -> str:
 
 
 def _choices_picture(plan: Plan, decision: Decision) -> Picture:
-    """Return the table of what a person would consider, over its bars."""
+    """Return bars of the throughput of :func:`_choices` over their table: memory, step, rate, hours and cost of each.
+
+    Rates are in tokens where the model's samples have a known length; hours and cost are of the whole run where it is known,
+    else the cost is of a million samples.
+    """
     choices, tokens = _choices(plan, decision), decision.step_tokens
     samples = plan.max_workers * plan.batch_size
     run, picked_s = decision.run, choices[0].step_s or math.inf

@@ -53,7 +53,7 @@ def _answer(result: PredictResult) -> str:
     """Return the first line: the fastest row that fits, or what would."""
     best = max((row for row in result.rows if row.fits), key=lambda row: row.samples_per_s, default=None)
     if best is None:
-        largest_batches = {name: about.memory_limit_batch for name, about in result.devices.items()}
+        largest_batches = {name: device.memory_limit_batch for name, device in result.devices.items()}
         fitting = ", ".join(f"{batch} on {name}" for name, batch in largest_batches.items() if batch)
         at_most = f"at most: {fitting}." if fitting else "one sample does not either."
         return f"None of these fits, by estimate; {at_most}"
@@ -98,10 +98,12 @@ def _remarks(result: PredictResult) -> list[str]:
     lines += [_repeated(row) for row in rows if row.recompute is not None and row.recompute.budget_bytes is not None][
         :1
     ]
-    if lacking := [name for name, about in result.devices.items() if not about.has_precision]:
+    if lacking := [name for name, device in result.devices.items() if not device.has_precision]:
         lines.append(f"{', '.join(lacking)}: no rate for {assumed.precision} in the datasheet; float32's is taken.")
     waiting = {
-        row.device: sorted({each.local_batch_size for each in rows if each.host_bound and each.device == row.device})
+        row.device: sorted(
+            {other.local_batch_size for other in rows if other.host_bound and other.device == row.device}
+        )
         for row in rows
         if row.host_bound
     }
@@ -109,8 +111,8 @@ def _remarks(result: PredictResult) -> list[str]:
         where = "; ".join(f"{name} at batch {', '.join(map(str, sizes))}" for name, sizes in waiting.items())
         helps = "a larger batch helps" if assumed.compile else "--compile or a larger batch helps"
         lines.append(f"Host-bound, the GPU waits for Python: {where}; {helps}.")
-    for error in dict.fromkeys(about.error for about in result.devices.values()):
-        where = _names([name for name, about in result.devices.items() if about.error == error])
+    for error in dict.fromkeys(device.error for device in result.devices.values()):
+        where = _names([name for name, device in result.devices.items() if device.error == error])
         basis = f"{error.rows} measured steps, predicted without {error.what}" if error.rows else error.what
         lines.append(
             f"How sure on {where}: 80 % {'lay' if error.rows else 'should lie'} between {error.low:.2f} and "
@@ -124,7 +126,7 @@ def _repeated(row: PredictedRow) -> str:
     """Return a sentence on the modules that a row's memory budget has computed again, and what that costs a pass."""
     figures = row.recompute
     assert figures is not None
-    whole_count = sum(not each.keeps for each in figures.modules)
+    whole_count = sum(not module.keeps for module in figures.modules)
     cost, bound = figures.recomputed_s, figures.lower_bound_s or 0.0
     proven = "the cheapest choice" if bound >= cost else f"at most {1 - bound / cost:.1%} more than the cheapest choice"
     count = f"{len(figures.modules)} modules again, {whole_count} of them whole"

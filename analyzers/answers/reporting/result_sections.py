@@ -202,7 +202,7 @@ _SCHEMES = {
 
 
 def balance_section(result: BalanceResult, name: str) -> Section:
-    """Return the section of replayed batch balancing."""
+    """Return the section of a replayed trace of speeds: batches by each predictor, between equal ones and known speeds."""
     lead = [
         f"{result.workers} workers, {result.iterations:,} iterations of which {result.warm_up:,} warm-up, total batch "
         f"{result.total_batch:,}."
@@ -262,7 +262,10 @@ def _iteration_time_picture(caption: str, table: Table, splits: Mapping[str, Spl
 
 
 def verification_section(result: Verification, name: str) -> Section:
-    """Return the section of predicted against measured."""
+    """Return the section of a run against its plan: how far the step is off, what to fit again, and where time went.
+
+    Failures (a rank missing, on another device, or with another batch; an error beyond the limit) stand in the lead.
+    """
     step = result.iteration
     lead = [
         f"{shortened(result.telemetry, 60)} against {shortened(result.plan, 60)}: predicted over measured step "
@@ -347,7 +350,7 @@ def verified_table(result: Verification, caption: str) -> Table:
 
 
 def gate_section(result: GateResult, name: str) -> Section:
-    """Return the section of a gate's verdict."""
+    """Return the section of a gate's verdict: its checks as a table, and as bars of each figure over its baseline."""
     check_count = counted(len(result.checks), "check")
     outcome_text = f"passed: {check_count}" if result.passed else f"FAILED: {len(result.failed)} of {check_count}"
     against = f" against {listed(result.baseline, 3)}" if result.baseline else ""

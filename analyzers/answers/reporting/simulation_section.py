@@ -426,7 +426,7 @@ def search_section(result: SearchResult) -> Section:
 
 
 def advice_section(advice: AdviceResult) -> Section:
-    """Return the answer in words and the options that save most."""
+    """Return whether a running job's resize pays, in words, and the options that save most."""
     current, best = advice.now, advice.best
     if not advice.resize or best is None:
         why = "no other allocation is possible now" if best is None else "no resize saves time on average"

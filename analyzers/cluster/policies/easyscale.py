@@ -41,7 +41,11 @@ class EasyScale:
         """Indices of the jobs that ask for no more GPUs: their last scale-out made them slower."""
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
-        """Return the allocations for the next interval."""
+        """Return the allocations for the next interval, by job index; a job keeps what it holds unless something else pays.
+
+        Jobs whose last growth did not pay fall back, jobs without a GPU get one of another's, and what is free goes to the
+        proposals of most gain, round by round (EasyScale, section 3.4).
+        """
         allocations = {job.index: job.allocation for job in jobs if job.allocation}
         for job in jobs:
             if (

@@ -36,10 +36,10 @@ def cost_of_model(
     weights, the update, exposed communication of ``replicas``) belongs to the step, of the middle length. For lengths up to
     ``longest`` tokens. Raises InputError for an unknown device, and for a source that cannot be traced.
     """
-    found = known_devices().gpu(device)
-    model = cost_model(found, calibration())
+    gpu = known_devices().gpu(device)
+    model = cost_model(gpu, calibration())
     setting = Setting(
-        fabric=fabric_of(found, gpus_per_node=DEVICES_PER_NODE),
+        fabric=fabric_of(gpu, gpus_per_node=DEVICES_PER_NODE),
         sharding="fsdp" if sharded else "ddp",
         optimizer="adamw",
     )

@@ -326,6 +326,8 @@ class _Chooser:
         """
         from ortools.sat.python import cp_model
 
+        from ddltool.solver import run, solver_for
+
         assert self.offer.prices is not None
         model = cp_model.CpModel()
         # More devices of one type than make the whole batch are not needed, and products stay within 64 bits.
@@ -342,9 +344,8 @@ class _Chooser:
             model.minimize(cp_model.LinearExpr.sum(used))
         else:
             model.maximize(samples)
-        solver = cp_model.CpSolver()
-        solver.parameters.num_workers = 1
-        if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        solver = solver_for(math.inf, 1)
+        if run(solver, model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return None
         return np.array([solver.value(variable) for variable in used], dtype=np.int64)
 

@@ -70,8 +70,8 @@ class Traversals:
         if self.gap <= self.threshold:
             return []
         # Who has processed nothing keeps one sample: it may be needed as soon as its batch grows again.
-        wanted = proportional(np.maximum(self.processed, 1e-9 * self.processed.max()), int(self.partitions.sum()))
-        return between(self.partitions, wanted)
+        sizes = proportional(np.maximum(self.processed, 1e-9 * self.processed.max()), int(self.partitions.sum()))
+        return between(self.partitions, sizes)
 
     def reset(self, moves: Sequence[Move] = ()) -> None:
         """Start counting again, after ``moves`` have been made."""

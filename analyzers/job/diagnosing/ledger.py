@@ -56,29 +56,23 @@ def ledger(frame: pd.DataFrame, where: str) -> Ledger | None:
 
 
 def _of_job(job: list[pd.DataFrame], where: str) -> Ledger:
-    """Return the ledger of one job's runs, in the order of time."""
+    """Return the ledger of one job's runs, which are given in the order of time; ``where``: their file, for commands to say.
+
+    A step that a later run makes again is lost. A run ends where the next one begins, and its parts (seconds) are the mean over
+    its ranks, so that the parts of all runs add up to the wall clock.
+    """
     seconds = dict.fromkeys(PARTS, 0.0)
     begins_s = [float(run["begin_s"].min()) for run in job]
-    start_s = float((job[0]["begin_s"] - job[0]["start_s"]).min())
+    begins_s[0] = start_s = float((job[0]["begin_s"] - job[0]["start_s"]).min())
     ends_s = [*begins_s[1:], float(job[-1]["end_s"].max())]
     in_steps_s, kept_steps, lost_steps, checkpoints = 0.0, 0, 0, 0
-    for number, (run, end_s) in enumerate(zip(job, ends_s, strict=True)):
+    for number, run in enumerate(job):
         redone = min((float(later["step"].min()) for later in job[number + 1 :]), default=math.inf)
-        run_begin_s = begins_s[number] if number else start_s
         ranks = run.groupby("rank")
         for _, own in ranks:
             kept = own[own["step"] < redone]
-            parts = {WAITING: "wait_s", DATA: "data_s", COMMUNICATION: "sync_s"}
-            found = {part: float(kept[column].sum()) for part, column in parts.items()}
-            found[PRODUCTIVE] = float(kept["step_s"].sum()) - sum(found.values())  # the update included
-            found[LOST] = float(own["step_s"].sum() - kept["step_s"].sum())
-            found[CHECKPOINT] = float(own["checkpoint_s"].sum())
-            first_s, last_s = float(own["begin_s"].min()), float(own["end_s"].max())
-            # A checkpoint before the first row is a part of what lies before it.
-            found[RESTART] = first_s - run_begin_s - float(own["checkpoint_s"].iloc[0])
-            found[RESTART] += end_s - last_s if run is not job[-1] else 0.0
-            found[REST] = end_s - run_begin_s - sum(found.values())
-            for part, value in found.items():
+            parts_s = _of_rank(own, kept, begins_s[number], ends_s[number], is_last=number == len(job) - 1)
+            for part, value in parts_s.items():
                 seconds[part] += value / len(ranks)
             in_steps_s += float((kept["step_s"] - kept["data_s"]).sum()) / len(ranks)
         steps = run.drop_duplicates("step")["step"]
@@ -90,7 +84,7 @@ def _of_job(job: list[pd.DataFrame], where: str) -> Ledger:
         for number, run in enumerate(job[1:], 2)
         if not run["step"].min()
     ]
-    made = Ledger(
+    account = Ledger(
         wall_s=wall_s,
         starts=len(job),
         parts_s=seconds,
@@ -107,12 +101,29 @@ def _of_job(job: list[pd.DataFrame], where: str) -> Ledger:
     largest = max(_ACTIONS, key=seconds.__getitem__)
     share = seconds[largest] / wall_s
     if share < _WORTH:
-        return made
+        return account
     gain = f"{largest} takes {show_seconds(seconds[largest])}, {share:.1%} of the wall clock: without it the job is "
     gain += f"{faster_than(1 / max(1 - share, 1e-9) - 1)} it was"
-    return made.model_copy(
-        update={"largest": largest, "gain": gain, "action": _ACTIONS[largest](made, pd.concat(job), where)}
-    )
+    action = _ACTIONS[largest](account, pd.concat(job), where)
+    return account.model_copy(update={"largest": largest, "gain": gain, "action": action})
+
+
+def _of_rank(own: pd.DataFrame, kept: pd.DataFrame, begin_s: float, end_s: float, *, is_last: bool) -> dict[str, float]:
+    """Return the seconds of each part of a rank's time in one run, which lasts from ``begin_s`` to ``end_s``.
+
+    ``own``: the rank's rows; ``kept``: those of steps that no later run makes again. What lies between a run's last row and the
+    next one's begin is a restart; what lies behind the job's last row is the rest.
+    """
+    columns = {WAITING: "wait_s", DATA: "data_s", COMMUNICATION: "sync_s"}
+    parts_s = {part: float(kept[column].sum()) for part, column in columns.items()}
+    parts_s[PRODUCTIVE] = float(kept["step_s"].sum()) - sum(parts_s.values())  # the update included
+    parts_s[LOST] = float(own["step_s"].sum() - kept["step_s"].sum())
+    parts_s[CHECKPOINT] = float(own["checkpoint_s"].sum())
+    # A checkpoint before the first row is a part of what lies before it.
+    parts_s[RESTART] = float(own["begin_s"].min()) - begin_s - float(own["checkpoint_s"].iloc[0])
+    parts_s[RESTART] += 0.0 if is_last else end_s - float(own["end_s"].max())
+    parts_s[REST] = end_s - begin_s - sum(parts_s.values())
+    return parts_s
 
 
 def _balance(_: Ledger, rows: pd.DataFrame, where: str) -> str:
@@ -147,10 +158,10 @@ def _exchange(_: Ledger, __: pd.DataFrame, where: str) -> str:
 
 
 def _start_faster(made: Ledger, _: pd.DataFrame, __: str) -> str:
-    each = show_seconds(made.parts_s[RESTART] / made.starts)
+    per_start = show_seconds(made.parts_s[RESTART] / made.starts)
     return (
-        f"{counted(made.starts, 'start')} of {each} each: keep what a start loads and compiles on the node's disk; a spare "
-        "that waits costs its device, and saves finding one"
+        f"{counted(made.starts, 'start')} of {per_start} each: keep what a start loads and compiles on the node's disk; a "
+        "spare that waits costs its device, and saves finding one"
     )
 
 

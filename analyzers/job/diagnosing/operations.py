@@ -110,12 +110,12 @@ def of_frame(frame: pd.DataFrame, where: str) -> Operations:
     steps = max(steps_by_operations.values(), key=len, default=[])
     if not steps:
         raise InputError(where, "has no step with every operation on every rank", "give whole steps of one job")
-    kept = (rank_count[steps[0]] > 0).to_numpy()
-    durations, starts = durations.loc[kept].fillna(0.0), starts.loc[kept]
+    is_whole = (rank_count[steps[0]] > 0).to_numpy()
+    durations, starts = durations.loc[is_whole].fillna(0.0), starts.loc[is_whole]
     shape = (len(durations), len(steps), len(replicas))
-    wanted = pd.MultiIndex.from_product([steps, replicas])
+    index = pd.MultiIndex.from_product([steps, replicas])
     duration, start = (
-        table.reindex(columns=wanted).to_numpy(dtype=np.float64).reshape(shape).transpose(0, 2, 1)
+        table.reindex(columns=index).to_numpy(dtype=np.float64).reshape(shape).transpose(0, 2, 1)
         for table in (durations, starts)
     )
     start = np.nan_to_num(start - np.nanmin(start, axis=(0, 1), keepdims=True))
@@ -218,29 +218,39 @@ class Pipeline:
             for kind in ("backward-recv", "backward-send"):
                 if (kind, 0, stage) in self.number:
                     self.needs[kind, 0, stage].add(compute[first_back - 2])
-        gathers, scatters = self._ops_by_start(stage, _GATHER), self._ops_by_start(stage, _SCATTER)
-        replicas = sorted([*gathers, *scatters], key=lambda op: (self.start[op], op[1], op[0]))
-        self._chain(replicas)
+        self._chain(self._ops_by_start(stage, _GATHER, _SCATTER))
+        self._tie_to_chunks(stage, compute)
+        self._chain_update(stage, compute)
+
+    def _tie_to_chunks(self, stage: int, compute: Sequence[Op]) -> None:
+        """Let a model chunk's first forward wait for its gathered parameters, and its reduction for its last backward."""
         chunk = self.operations.chunk
-        for mc, op in {chunk[op][0]: op for op in sorted(gathers, key=lambda op: op[1])}.items():
-            uses = [other for other in compute if other[0] == "forward-compute" and chunk[other][0] == mc]
-            if uses:
-                self.needs[min(uses, key=self.start.__getitem__)].add(op)
-        separate = self._ops_by_start(stage, _SEPARATE)
-        if separate:
-            for mc, op in {chunk[op][0]: op for op in sorted(scatters, key=lambda op: -op[1])}.items():
-                computes = [other for other in compute if other[0] == "backward-compute" and chunk[other][0] == mc]
-                if computes:
-                    self.needs[op].add(max(computes, key=self.end.__getitem__))
-        last = [max(compute, key=self.end.__getitem__)] if compute else []
+
+        def of_chunk(kind: str, number: int) -> list[Op]:
+            return [op for op in compute if op[0] == kind and chunk[op][0] == number]
+
+        gathers = sorted(self._ops_by_start(stage, _GATHER), key=lambda op: op[1])
+        for number, last_gather in {chunk[op][0]: op for op in gathers}.items():
+            if forwards := of_chunk("forward-compute", number):
+                self.needs[min(forwards, key=self.start.__getitem__)].add(last_gather)
+        if not self._ops_by_start(stage, _SEPARATE):
+            return
+        scatters = sorted(self._ops_by_start(stage, _SCATTER), key=lambda op: -op[1])
+        for number, first_scatter in {chunk[op][0]: op for op in scatters}.items():
+            if backwards := of_chunk("backward-compute", number):
+                self.needs[first_scatter].add(max(backwards, key=self.end.__getitem__))
+
+    def _chain_update(self, stage: int, compute: Sequence[Op]) -> None:
+        """Chain what comes after a stage's last compute: norms, embeddings, the gradients' reduction, clip and optimizer."""
+        before = [max(compute, key=self.end.__getitem__)] if compute else []
         if collections := self._ops_by_start(stage, "gc"):
-            self._chain(collections, last)
-            last = collections[-1:]
-        between = separate if separate else scatters
-        if separate and scatters:
-            last = [*last, max(scatters, key=lambda op: op[1])]
-        closing = [*self._ops_by_start(stage, _NORM), *self._ops_by_start(stage, _EMBEDDING), *between]
-        self._chain([*closing, *self._ops_by_start(stage, _CLIP), *self._ops_by_start(stage, _OPTIMIZER)], last)
+            self._chain(collections, before)
+            before = collections[-1:]
+        reductions, scatters = self._ops_by_start(stage, _SEPARATE), self._ops_by_start(stage, _SCATTER)
+        if reductions and scatters:
+            before = [*before, max(scatters, key=lambda op: op[1])]
+        closing = [*self._ops_by_start(stage, _NORM), *self._ops_by_start(stage, _EMBEDDING), *(reductions or scatters)]
+        self._chain([*closing, *self._ops_by_start(stage, _CLIP), *self._ops_by_start(stage, _OPTIMIZER)], before)
 
     def _topological_units(self) -> list[list[Op]]:
         """Return the groups and single operations in topological order. Raises InputError for circular dependencies."""
@@ -250,7 +260,6 @@ class Pipeline:
         graph: nx.DiGraph[int] = nx.DiGraph()
         graph.add_nodes_from(range(len(units)))
         graph.add_edges_from((unit_of[before], unit_of[op]) for op, needed in self.needs.items() for before in needed)
-        self.meets = {op for group in self.groups for op in group}
         try:
             return [units[index] for index in nx.lexicographical_topological_sort(graph)]
         except nx.NetworkXUnfeasible:

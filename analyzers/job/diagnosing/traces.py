@@ -115,8 +115,8 @@ class _Activity:
         spans = trace.spans
 
         def spans_of(pattern: re.Pattern[str]) -> Floats:
-            wanted = np.array([pattern.match(name) is not None for name in trace.names], dtype=bool)[spans.key]
-            return np.stack([spans.start_s[wanted], (spans.start_s + spans.duration_s)[wanted]])
+            is_wanted = np.array([pattern.match(name) is not None for name in trace.names], dtype=bool)[spans.key]
+            return np.stack([spans.start_s[is_wanted], (spans.start_s + spans.duration_s)[is_wanted]])
 
         inputs, optimizers = union(spans_of(_INPUT)), union(spans_of(_OPTIMIZER))
         operators = spans_of(_OPERATOR)

@@ -108,7 +108,7 @@ def measured_rows(
         others = ", ".join(sorted(is_own)[:8])
         remedy = "name the device that was measured, as ddltool devices or --devices-file names it"
         raise InputError(where, f"holds rows of {others} and none of {device.name}", remedy)
-    steps, asked = [], precision_name(precision)
+    steps, precision_asked = [], precision_name(precision)
     for number, (name, row) in enumerate(zip(row_devices, frame.to_dict("records"), strict=True), start=1):
         if not is_own[name]:
             continue
@@ -120,8 +120,8 @@ def measured_rows(
             continue
         settings = _row_settings(row, place)
         measured = precision_name(settings.get("precision", precision), f"{place}:precision")
-        if measured not in (asked, {"tf32": "fp32"}.get(asked)):
-            raise InputError(place, f"was measured in {measured}, not {asked}", _remedy("precision"))
+        if measured not in (precision_asked, {"tf32": "fp32"}.get(precision_asked)):
+            raise InputError(place, f"was measured in {measured}, not {precision_asked}", _remedy("precision"))
         if optimizer is not None and settings.get("optimizer", optimizer) != optimizer:
             raise InputError(place, f"was measured with {settings['optimizer']}, not {optimizer}", _remedy("optimizer"))
         trained_by = settings.get("optimizer") or optimizer or "adam"

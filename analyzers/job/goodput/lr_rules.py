@@ -56,8 +56,8 @@ class LrRule:
         self, scale: float, epoch: float, epochs_at_initial: float, statistics: GradientStatistics | None = None
     ) -> float:
         """Return the factor with the warm-up in it: linear from 0 at the start to :meth:`factor` at its end."""
-        whole, length = self.factor(scale, statistics), self.warmup_epochs(scale, epochs_at_initial)
-        return whole if epoch >= length else whole * max(epoch, 0.0) / length
+        full_factor, length = self.factor(scale, statistics), self.warmup_epochs(scale, epochs_at_initial)
+        return full_factor if epoch >= length else full_factor * max(epoch, 0.0) / length
 
 
 def checked_scale(scale: float) -> float:

@@ -51,10 +51,10 @@ def sync_time_s(params: ThroughputParams, num_nodes: ArrayLike, num_replicas: Ar
 
 def overlapped(first: ArrayLike, second: ArrayLike, gamma: float) -> Floats:
     """Return ``(first^gamma + second^gamma)^(1/gamma)`` for times >= 0, without overflow, exact when one is 0."""
-    one, two = np.broadcast_arrays(np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64))
+    first_s, second_s = np.broadcast_arrays(np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64))
     with np.errstate(divide="ignore"):
-        logs = np.logaddexp(gamma * np.log(one), gamma * np.log(two)) / gamma
-    return np.where(two == 0, one, np.where(one == 0, two, np.exp(logs)))
+        logs = np.logaddexp(gamma * np.log(first_s), gamma * np.log(second_s)) / gamma
+    return np.where(second_s == 0, first_s, np.where(first_s == 0, second_s, np.exp(logs)))
 
 
 def iteration_time_s(
@@ -182,12 +182,12 @@ class StepTime:
 
     def most_within(self, seconds: float, samples: int) -> int:
         """Return how many of ``samples`` one pass makes in so many seconds, rounded up where rounding might cost one."""
-        left = seconds - self.launch_s
-        if left < 0:
+        left_s = seconds - self.launch_s
+        if left_s < 0:
             return 0
         if self.samples_per_s == math.inf:
             return samples
-        most = int(min(left * self.samples_per_s * (1 + 1e-12) + 1e-9, samples))
+        most = int(min(left_s * self.samples_per_s * (1 + 1e-12) + 1e-9, samples))
         return most if most >= max(1, self.saturation) else 0
 
     def scaled(self, factor: float) -> Self:

@@ -143,10 +143,10 @@ def tune_one(
 def _integers(name: str, values: ArrayLike) -> Ints:
     """Return the values as (n,) integers. Raises InputError where one is none."""
     array = np.atleast_1d(values)
-    whole: Ints = array.astype(np.int64)
-    if array.dtype.kind not in "iu" and not np.array_equal(whole, array):
+    integers: Ints = array.astype(np.int64)
+    if array.dtype.kind not in "iu" and not np.array_equal(integers, array):
         raise InputError(name, "has a value that is no integer", "give whole numbers")
-    return whole
+    return integers
 
 
 class _Search:

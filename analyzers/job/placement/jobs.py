@@ -390,7 +390,11 @@ class _Lines:
 
     @classmethod
     def of(cls, tables: Sequence[JobTable]) -> Self:
-        """Return the lines of the tables."""
+        """Return the lines of the tables, job after job.
+
+        A job that must stay on one device type has its step times once for each type that is offered; others have them once,
+        for all types together.
+        """
         one_type_masks = np.eye(len(tables[0].available), dtype=np.int64)
         table_rows = [
             (job, table, type_mask)

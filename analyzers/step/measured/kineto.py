@@ -536,11 +536,8 @@ class _EventColumns:
         elif category in _ACTIVITY and name not in _SYNC_ROWS:
             kind, group = _ACTIVITY[category], -1
             if kind == _COMPUTE_KERNEL and (prefix := _NCCL_KERNEL.match(name)):
-                operation = name[prefix.end() - 1 :].split("_")[0]
-                kind, group = (
-                    _COMMUNICATION_KERNEL,
-                    self._index_of("group", f"{operation} {args.get('Process Group Ranks', '')}"),
-                )
+                operation, ranks = name[prefix.end() - 1 :].split("_")[0], args.get("Process Group Ranks", "")
+                kind, group = _COMMUNICATION_KERNEL, self._index_of("group", f"{operation} {ranks}")
             device = self._index_of("device", str(args.get("device", event.get("pid"))))
             self._append_row("activities", kind, device, start, duration, correlation, external, group)
 
@@ -573,14 +570,11 @@ class _EventColumns:
 
 def _elements(shapes: Any) -> float:
     """Return the number of elements of a call's tensors together, from their shapes, such as ``[[4, 8], [], [8]]``."""
-    dimension_lists = [shape for shape in shapes if isinstance(shape, list)] if isinstance(shapes, list) else []
-    return float(
-        sum(
-            math.prod(float(size) for size in shape if isinstance(size, (int, float)))
-            for shape in dimension_lists
-            if shape
-        )
-    )
+    total = 0.0
+    for shape in shapes if isinstance(shapes, list) else ():
+        if isinstance(shape, list) and shape:
+            total += math.prod(float(size) for size in shape if isinstance(size, (int, float)))
+    return total
 
 
 def _event_id(value: Any) -> int:

@@ -213,25 +213,30 @@ def _from_scontrol(text: str, where: str) -> Iterator[Node | str]:
         gpu_entries = [resource for resource in resources if resource.startswith("gpu")]
         if not gpu_entries:
             yield f"{name}: has no gpu in Gres, left out"
-        for gpu_entry in gpu_entries:  # gpu, gpu:COUNT, gpu:TYPE or gpu:TYPE:COUNT
-            match = re.fullmatch(r"gpu(?::(?P<type>[^:=]+))?(?::(?P<count>[0-9]{1,6}))?", gpu_entry)
-            if match is None:
-                problem = f"has {shortened(gpu_entry, 60)!r}"
-                raise InputError(f"{where}:{name}.Gres", problem, "gpu:TYPE:COUNT is expected")
-            device: str | None = match["type"]
-            count = int(match["count"] or 1)
-            if device and device.isdigit() and match["count"] is None:
-                count, device = int(device), None
+        features = re.split(r"[,&|]", fields.get("ActiveFeatures", ""))
+        known_feature = next((word for word in features if word and devices().find(word)), None)
+        for gpu_entry in gpu_entries:
+            device, count = _gres(gpu_entry, f"{where}:{name}.Gres")
             if device and re.search(r"[0-9]g\.[0-9]+gb", device):
                 yield f"{name}: {device} is a slice of a GPU (MIG) and left out"
             elif count:
-                features = re.split(r"[,&|]", fields.get("ActiveFeatures", ""))
-                gpu_type = device or next((word for word in features if word and devices().find(word)), None)
+                gpu_type = device or known_feature
                 if gpu_type is None:
                     yield f"{name}: Gres does not say which GPU it has; write its type in place of gpu"
                 yield Node(name=name, device=gpu_type or "gpu", count=_checked_count(count, where, name))
         if len(gpu_entries) > 1:
             yield f"{name}: holds several device types, each of which is written as a node of its own"
+
+
+def _gres(entry: str, where: str) -> tuple[str | None, int]:
+    """Return type and count of ``gpu``, ``gpu:COUNT``, ``gpu:TYPE`` or ``gpu:TYPE:COUNT``; the type may not be said."""
+    match = re.fullmatch(r"gpu(?::(?P<type>[^:=]+))?(?::(?P<count>[0-9]{1,6}))?", entry)
+    if match is None:
+        raise InputError(where, f"has {shortened(entry, 60)!r}", "gpu:TYPE:COUNT is expected")
+    device: str | None = match["type"]
+    if device and device.isdigit() and match["count"] is None:
+        return None, int(device)
+    return device, int(match["count"] or 1)
 
 
 # -- Kubernetes

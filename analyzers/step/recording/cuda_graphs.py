@@ -12,7 +12,11 @@ from ddltool.analyzers.step.recording.recorder import Recorder
 
 
 def stand_in_graphs(recorder: Recorder) -> None:
-    """Let ``torch.cuda`` capture and replay graphs of the recorder's calls."""
+    """Let ``torch.cuda`` capture and replay graphs of the recorder's calls.
+
+    While a graph is captured its calls are run and kept. What was recorded while capturing stands for the first replay; later
+    replays hand the kept calls to the recorder again.
+    """
     real_note = recorder._note
     tapes: list[list[tuple[Any, ...]]] = []
 

@@ -50,7 +50,10 @@ _makedirs, _lexists = os.makedirs, os.path.lexists
 
 
 def overlay(scratch: Path) -> None:
-    """Redirect what this process writes from now on to a folder."""
+    """Redirect what this process writes from now on to a folder, from which it then reads it; other files stay as they are.
+
+    A file that is changed in place is copied there first. ``torch.save`` writes nothing: tensors have no values here.
+    """
     import torch
 
     over = Overlay(scratch)

@@ -40,9 +40,9 @@ def stand_in_groups(recorder: Recorder) -> None:
               store: Any = None, group_name: str = "", pg_options: Any = None, device_id: Any = None,
               **_: Any) -> None:  # fmt: skip
         size = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
-        own = rank if rank >= 0 else int(os.environ.get("RANK", "0"))
+        own_rank = rank if rank >= 0 else int(os.environ.get("RANK", "0"))
         with _without_modes():
-            real_start("fake", rank=own, world_size=size, store=FakeStore())
+            real_start("fake", rank=own_rank, world_size=size, store=FakeStore())
 
     for module in (dist, distributed_c10d, device_mesh):
         module.init_process_group = start  # type: ignore[attr-defined]

@@ -366,16 +366,18 @@ def _flash_attn(name: str = "flash_attn") -> dict[str, Any]:
         "flash_attn_varlen_qkvpacked_func": varlen_packed_attention,
     }  # fmt: skip
     modules = ("", ".flash_attn_interface") if name == "flash_attn" else ("",)
-    known: dict[str, Any] = {f"{name}{module}.{key}": value for module in modules for key, value in functions.items()}
+    stand_ins: dict[str, Any] = {
+        f"{name}{module}.{key}": value for module in modules for key, value in functions.items()
+    }
     if name != "flash_attn":
-        return known
-    known |= {f"flash_attn.bert_padding.{key}": value for key, value in _PADDING.items()}
-    known |= {
+        return stand_ins
+    stand_ins |= {f"flash_attn.bert_padding.{key}": value for key, value in _PADDING.items()}
+    stand_ins |= {
         "flash_attn.layers.rotary.apply_rotary_emb": rotary, "flash_attn.layers.rotary.apply_rotary_emb_func": rotary,
         "flash_attn.ops.rms_norm.RMSNorm": RMSNorm, "flash_attn.ops.triton.layer_norm.RMSNorm": RMSNorm,
         "flash_attn.losses.cross_entropy.CrossEntropyLoss": CrossEntropyLoss,
     }  # fmt: skip
-    return known
+    return stand_ins
 
 
 _PADDING: dict[str, Any] = {
@@ -413,7 +415,7 @@ def _apex() -> dict[str, Any]:
 
 def _liger_kernel() -> dict[str, Any]:
     # What changes a model in place leaves it as it is: the arithmetic is the same.
-    known: dict[str, Any] = {
+    stand_ins: dict[str, Any] = {
         "RMSNorm": RMSNorm, "LigerRMSNorm": RMSNorm, "LigerLayerNorm": LayerNorm, "LigerSwiGLUMLP": SwiGLU,
         "LigerCrossEntropyLoss": CrossEntropyLoss, "LigerFusedLinearCrossEntropyLoss": LinearCrossEntropyLoss,
         "_apply_liger_kernel_to_instance": lambda *_, **__: None, "_apply_liger_kernel": lambda *_, **__: None,
@@ -431,29 +433,29 @@ def _liger_kernel() -> dict[str, Any]:
         "phi3",
         "olmo2",
     ):
-        known[f"apply_liger_kernel_to_{family}"] = lambda *_, **__: None
-    return {f"liger_kernel.transformers.{key}": value for key, value in known.items()}
+        stand_ins[f"apply_liger_kernel_to_{family}"] = lambda *_, **__: None
+    return {f"liger_kernel.transformers.{key}": value for key, value in stand_ins.items()}
 
 
 def _bitsandbytes() -> dict[str, Any]:
-    known: dict[str, Any] = {
+    stand_ins: dict[str, Any] = {
         f"{prefix}{name}{suffix}": StatesOfOneByte
         for prefix in ("", "Paged") for name in ("Adam", "AdamW", "AdEMAMix", "LAMB") for suffix in ("8bit",)
     }  # fmt: skip
-    known |= {
+    stand_ins |= {
         f"{prefix}{name}8bit": OneStateOfOneByte for prefix in ("", "Paged") for name in ("Lion", "SGD", "RMSprop")
     }
-    known |= {
+    stand_ins |= {
         f"{prefix}{name}{suffix}": OneState
         for prefix in ("", "Paged")
         for name in ("Lion", "SGD", "RMSprop")
         for suffix in ("", "32bit")
     }
     adam = fused(torch.optim.AdamW, "betas", "eps", "weight_decay")
-    known |= dict.fromkeys(
+    stand_ins |= dict.fromkeys(
         ("Adam", "AdamW", "PagedAdam", "PagedAdamW", "AdamW32bit", "PagedAdamW32bit", "Adam32bit"), adam
     )
-    return {f"bitsandbytes.optim.{key}": value for key, value in known.items()} | {
+    return {f"bitsandbytes.optim.{key}": value for key, value in stand_ins.items()} | {
         "bitsandbytes.nn.Linear4bit": Linear4bit, "bitsandbytes.nn.LinearNF4": Linear4bit,
         "bitsandbytes.nn.LinearFP4": Linear4bit, "bitsandbytes.nn.Linear8bitLt": Linear8bitLt,
         "bitsandbytes.nn.Params4bit": PackedWeight, "bitsandbytes.nn.Int8Params": PackedWeight,
@@ -470,13 +472,13 @@ def _triton() -> dict[str, Any]:
 
 
 def _kernels() -> dict[str, Any]:
-    known = {key.rpartition(".")[2]: value for key, value in _flash_attn("flash_attn_interface").items()}
-    found = SimpleNamespace(**known, flash_attn_interface=SimpleNamespace(**known))
+    functions = {key.rpartition(".")[2]: value for key, value in _flash_attn("flash_attn_interface").items()}
+    package = SimpleNamespace(**functions, flash_attn_interface=SimpleNamespace(**functions))
 
     def get_kernel(name: str, *_: Any, **__: Any) -> Any:
         if "flash" not in name:
             raise ImportError(f"the kernel {name} has no stand-in here")
-        return found
+        return package
 
     return {"kernels.get_kernel": get_kernel}
 

@@ -56,20 +56,22 @@ def launched(command: Sequence[str], gpus_per_node: int) -> Launched:
         raise InputError("--", "no command follows", f"write {_FORMS}")
     name, rest = Path(words[0]).name, words[1:]
     if name in ("torchrun", "torchrun.exe"):
-        found = _torchrun(rest, gpus_per_node)
+        launch = _torchrun(rest, gpus_per_node)
     elif name == "accelerate" and rest[:1] == ["launch"]:
-        found = _accelerate(rest[1:], gpus_per_node)
+        launch = _accelerate(rest[1:], gpus_per_node)
     elif _PYTHON.fullmatch(name):
-        found = _python(rest, gpus_per_node)
+        launch = _python(rest, gpus_per_node)
     elif name.endswith(".py"):
-        found = Launched(tuple(words))
+        launch = Launched(tuple(words))
     else:
         raise InputError("--", f"{name} is no launcher that is known here", f"write {_FORMS}")
-    if found.processes is not None and not 1 <= found.processes <= _MOST_PROCESSES:
-        raise InputError("--", f"asks for {found.processes} processes", f"1 to {_MOST_PROCESSES:,} can be recorded")
-    if not found.is_module and not Path(found.script[0]).is_file():
-        raise InputError("--", f"no script {found.script[0]!r} here", "run it from the folder in which it runs")
-    return Launched(found.script, found.is_module, found.processes, found.per_node, environment | found.environment)
+    if launch.processes is not None and not 1 <= launch.processes <= _MOST_PROCESSES:
+        raise InputError("--", f"asks for {launch.processes} processes", f"1 to {_MOST_PROCESSES:,} can be recorded")
+    if not launch.is_module and not Path(launch.script[0]).is_file():
+        raise InputError("--", f"no script {launch.script[0]!r} here", "run it from the folder in which it runs")
+    return Launched(
+        launch.script, launch.is_module, launch.processes, launch.per_node, environment | launch.environment
+    )
 
 
 def _python(words: list[str], gpus_per_node: int) -> Launched:
@@ -95,13 +97,15 @@ def _torchrun(words: list[str], gpus_per_node: int) -> Launched:
     """Read torchrun's options by its own parser."""
     from torch.distributed.run import get_args_parser
 
-    asked = _parsed(get_args_parser(), words, "torchrun")
-    nodes = int(str(asked.nnodes).rpartition(":")[2])
-    asked_per_node = str(asked.nproc_per_node)
+    options = _parsed(get_args_parser(), words, "torchrun")
+    nodes = int(str(options.nnodes).rpartition(":")[2])
+    asked_per_node = str(options.nproc_per_node)
     if not asked_per_node.isdigit() and asked_per_node not in ("gpu", "cpu", "auto"):
         raise InputError("torchrun", f"--nproc-per-node is {asked_per_node!r}", "give a number, or gpu")
     per_node = int(asked_per_node) if asked_per_node.isdigit() else gpus_per_node
-    return Launched((asked.training_script, *asked.training_script_args), asked.module, nodes * per_node, per_node)
+    return Launched(
+        (options.training_script, *options.training_script_args), options.module, nodes * per_node, per_node
+    )
 
 
 def _accelerate(words: list[str], gpus_per_node: int) -> Launched:
@@ -110,20 +114,20 @@ def _accelerate(words: list[str], gpus_per_node: int) -> Launched:
         from accelerate.commands.launch import launch_command_parser  # type: ignore[import-untyped]
     except ImportError:
         raise InputError("--", "accelerate is not installed here", "pip install accelerate") from None
-    asked = _parsed(launch_command_parser(), words, "accelerate launch")
-    processes = asked.num_processes or (gpus_per_node if asked.multi_gpu or asked.use_fsdp else 1)
-    nodes = asked.num_machines or 1
-    environment = {"ACCELERATE_MIXED_PRECISION": asked.mixed_precision or "no"}
-    if asked.gradient_accumulation_steps is not None:
-        environment["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(asked.gradient_accumulation_steps)
-    if asked.use_fsdp:
+    options = _parsed(launch_command_parser(), words, "accelerate launch")
+    processes = options.num_processes or (gpus_per_node if options.multi_gpu or options.use_fsdp else 1)
+    nodes = options.num_machines or 1
+    environment = {"ACCELERATE_MIXED_PRECISION": options.mixed_precision or "no"}
+    if options.gradient_accumulation_steps is not None:
+        environment["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(options.gradient_accumulation_steps)
+    if options.use_fsdp:
         from accelerate.utils import prepare_multi_gpu_env  # type: ignore[import-untyped]
 
-        given = prepare_multi_gpu_env(asked)
+        given = prepare_multi_gpu_env(options)
         environment |= {name: value for name, value in given.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
-    script = (asked.training_script, *asked.training_script_args)
-    single = processes == 1 and not asked.multi_gpu
-    return Launched(script, asked.module, None if single else processes, max(1, processes // nodes), environment)
+    script = (options.training_script, *options.training_script_args)
+    single = processes == 1 and not options.multi_gpu
+    return Launched(script, options.module, None if single else processes, max(1, processes // nodes), environment)
 
 
 def _parsed(parser: Any, words: list[str], name: str) -> Any:

@@ -92,8 +92,8 @@ class _OtherRank(subprocess.Popen[Any]):
 
     def __init__(self, args: Any, *others: Any, **kwargs: Any) -> None:
         words = [str(word) for word in args] if isinstance(args, (list, tuple)) else []
-        own = Path(sys.argv[0]).resolve()
-        if words[:1] == [sys.executable] and any(Path(word).resolve() == own for word in words[1:3]):
+        script = Path(sys.argv[0]).resolve()
+        if words[:1] == [sys.executable] and any(Path(word).resolve() == script for word in words[1:3]):
             self.args, self.returncode, self.pid = args, 0, 0
             self.stdin = self.stdout = self.stderr = None
             self._child_created = False

@@ -141,9 +141,9 @@ def cost_of(call: Call) -> Cost:
         size = 2.0 * written if call.name in _LOOKUPS else moved
         return Cost(flops=0.0, size_bytes=size, estimate="rule", written_bytes=written, dtype=dtype)
     factor = _PER_ELEMENT.get(call.name.removesuffix("_")) or _PER_ELEMENT.get(call.name)
-    known: Estimate = "rule" if factor is not None or call.pointwise else "default"
+    estimate: Estimate = "rule" if factor is not None or call.pointwise else "default"
     flops = (factor or 1.0) * call.elements
-    return Cost(flops=flops, size_bytes=moved, estimate=known, written_bytes=written, dtype=dtype)
+    return Cost(flops=flops, size_bytes=moved, estimate=estimate, written_bytes=written, dtype=dtype)
 
 
 def multiplies(name: str) -> bool:

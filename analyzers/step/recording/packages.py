@@ -157,11 +157,15 @@ class _StandIns(MetaPathFinder, Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return the stand-in. Raises ImportError for a module that a package with arithmetic has not."""
-        known = self._known.get(spec.name.partition(".")[0])
+        stand_in = self._known.get(spec.name.partition(".")[0])
         self._used(next(name for name in self._names if f"{spec.name}.".startswith(f"{name}.")))
-        if known is not None and REST not in known and not any(key.startswith(f"{spec.name}.") for key in known):
+        if (
+            stand_in is not None
+            and REST not in stand_in
+            and not any(key.startswith(f"{spec.name}.") for key in stand_in)
+        ):
             raise ImportError(f"{spec.name} has no stand-in here", name=spec.name)
-        return _Package(spec.name, known)
+        return _Package(spec.name, stand_in)
 
     def exec_module(self, module: ModuleType) -> None:
         """Run nothing."""
@@ -181,8 +185,8 @@ def stand_in_packages(
     ``packages``: what those hold that are not inert.
     """
     if names:
-        known = {name: packages[name]() for name in names if name in packages}
-        sys.meta_path.append(_StandIns(names, known, used))
+        stand_ins = {name: packages[name]() for name in names if name in packages}
+        sys.meta_path.append(_StandIns(names, stand_ins, used))
 
 
 def missing(error: BaseException) -> list[str]:
@@ -190,23 +194,25 @@ def missing(error: BaseException) -> list[str]:
 
     Where one is missing, others that the same file needs at its top come with it.
     """
-    found: dict[str, None] = {}
+    packages: dict[str, None] = {}
     chain: list[BaseException] = [error]
     while chain:
-        one = chain.pop()
-        chain += [each for each in (one.__cause__, one.__context__) if each is not None and each is not one]
-        said = str(one)
-        if isinstance(one, ImportError):
+        cause = chain.pop()
+        chain += [
+            before for before in (cause.__cause__, cause.__context__) if before is not None and before is not cause
+        ]
+        text = str(cause)
+        if isinstance(cause, ImportError):
             # What an installed module has not is a matter of versions.
-            told = [] if said.startswith("cannot import name") else _NAMED.findall(said)
-            names = [one.name] if one.name and isinstance(one, ModuleNotFoundError) else told
-            found |= dict.fromkeys(filter(None, map(_absent, names)))
-        if isinstance(one, (ImportError, ValueError, RuntimeError, SystemExit)) and "install" in said.lower():
-            known = [name for name, words in _TOLD.items() if re.search(words, said, re.IGNORECASE)]
-            found |= dict.fromkeys(name for name in known if _absent(name))
-    if found:
-        found |= dict.fromkeys(_needed_beside(error))
-    return list(found)
+            named = [] if text.startswith("cannot import name") else _NAMED.findall(text)
+            names = [cause.name] if cause.name and isinstance(cause, ModuleNotFoundError) else named
+            packages |= dict.fromkeys(filter(None, map(_absent, names)))
+        if isinstance(cause, (ImportError, ValueError, RuntimeError, SystemExit)) and "install" in text.lower():
+            known = [name for name, words in _TOLD.items() if re.search(words, text, re.IGNORECASE)]
+            packages |= dict.fromkeys(name for name in known if _absent(name))
+    if packages:
+        packages |= dict.fromkeys(_needed_beside(error))
+    return list(packages)
 
 
 def _absent(name: str) -> str | None:
@@ -219,7 +225,7 @@ def _absent(name: str) -> str | None:
         except (ImportError, ValueError):
             return None
         if spec is None:
-            return part if all(each.isidentifier() for each in parts[:length]) else None
+            return part if all(word.isidentifier() for word in parts[:length]) else None
         if spec.origin is not None:
             return None  # installed; what it lacks is a matter of versions
     return None

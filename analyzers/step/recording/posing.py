@@ -203,7 +203,10 @@ class Pose(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run one call of torch's."""
+        """Run one call of torch's with the fake device in place of CUDA's, or answer it without running anything.
+
+        Memory cannot be pinned here and nothing is drawn, so pinned memory and generators are left out of the call.
+        """
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         first = args[0] if args else None
@@ -349,7 +352,10 @@ def posed(
 
 
 def _stand_in_cuda(stand_ins: _StandIns, name: str, memory_bytes: int, capability: tuple[int, int], count: int) -> None:
-    """Let ``torch.cuda`` and ``torch.accelerator`` answer for the device."""
+    """Let ``torch.cuda`` and ``torch.accelerator`` answer for ``count`` GPUs of a name, a memory and a compute capability.
+
+    They are always free and idle: memory in use is 0, and to synchronise is noted as a wait of the host.
+    """
     device = PosedBackend()
     major, minor = capability
     properties = SimpleNamespace(
@@ -434,7 +440,10 @@ _MEMORY_STATISTICS = [
 
 
 def _stand_in_autocast(stand_ins: _StandIns, gpu: torch.device, cache: Autocast) -> None:
-    """Let autocast of CUDA be that of the device."""
+    """Let autocast of CUDA be that of the device, for blocks, decorators and the functions that ask about it.
+
+    ``cache``: the casts of parameters that the device's kernels keep, emptied when the outermost block ends, as torch does.
+    """
     real = torch.amp.autocast_mode.autocast
 
     def here(device_type: Any) -> Any:
@@ -543,10 +552,10 @@ def _stand_in_files(stand_ins: _StandIns, pose: Pose) -> None:
 
     def load(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        asked = bound.arguments.get("map_location")
+        device_asked = bound.arguments.get("map_location")
         bound.arguments["map_location"] = "cpu"
         loaded = real_load(*bound.args, **bound.kwargs)
-        is_ours = isinstance(asked, (str, torch.device)) and pose.here(asked) != asked
+        is_ours = isinstance(device_asked, (str, torch.device)) and pose.here(device_asked) != device_asked
         return tree_map_only(Tensor, lambda tensor: tensor.to(pose.gpu), loaded) if is_ours else loaded
 
     real_default = torch.set_default_device

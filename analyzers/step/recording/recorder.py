@@ -282,7 +282,7 @@ class Recorder(TorchDispatchMode):
             }
             passes = self.inputs[max(trained, key=trained.__getitem__)] if trained else []
             self.step.inputs = [shape for shape, _ in passes]
-            self.step.tokens = any(whole for _, whole in passes)
+            self.step.tokens = any(is_whole for _, is_whole in passes)
             for root in self.roots.values():
                 for name, parameter in root.named_parameters():
                     name = name.removeprefix("module.")
@@ -310,9 +310,9 @@ class Recorder(TorchDispatchMode):
         record = self._storage(tensor)
         if record.shadow is None:
             record.shadow = torch.empty(record.size_bytes, dtype=torch.uint8, device="meta")
-        whole = torch.empty(0, dtype=tensor.dtype, device="meta")
-        whole.set_(record.shadow.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-        return Shadow(record.number, whole)
+        view = torch.empty(0, dtype=tensor.dtype, device="meta")
+        view.set_(record.shadow.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        return Shadow(record.number, view)
 
     def last_place(self, stream: int) -> int | None:
         """Return the place of a stream's last call: what an event that is recorded now stands for."""
@@ -331,10 +331,10 @@ class Recorder(TorchDispatchMode):
     def resized(self, storage: Any, nbytes: int) -> None:
         """Note that a storage is about to be freed or allocated anew under the same tensors."""
         key = storage._cdata
-        known = self._storages.get(key)
-        if known is None or known[0].size_bytes == nbytes:
+        entry = self._storages.get(key)
+        if entry is None or entry[0].size_bytes == nbytes:
             return
-        known[0].freed = len(self.step.calls) - 1
+        entry[0].freed = len(self.step.calls) - 1
         del self._storages[key]
         if nbytes:
             self._remember(storage, key, nbytes)
@@ -425,8 +425,8 @@ class Recorder(TorchDispatchMode):
 
     def _storage(self, tensor: Tensor) -> RecordedStorage:
         storage = getattr(tensor, _PARTS, (tensor,))[-1].untyped_storage()
-        found = self._storages.get(storage._cdata)
-        return found[0] if found is not None else self._remember(storage, storage._cdata, storage.nbytes())
+        entry = self._storages.get(storage._cdata)
+        return entry[0] if entry is not None else self._remember(storage, storage._cdata, storage.nbytes())
 
     def _remember(self, storage: Any, key: int, nbytes: int) -> RecordedStorage:
         record = RecordedStorage(len(self.step.storages), nbytes, len(self.step.calls))
@@ -536,11 +536,11 @@ def _is_group(script_object: Any) -> bool:
 
 def _plain_name(name: str) -> str:
     """Return ``all_gather`` for ``_allgather_base_``, ``allgather_into_tensor_coalesced_`` and the like."""
-    known = {
+    plain_names = {
         "allreduce": "all_reduce", "all_reduce": "all_reduce", "allgather": "all_gather", "all_gather": "all_gather",
         "reduce_scatter": "reduce_scatter", "alltoall": "all_to_all", "all_to_all": "all_to_all",
     }  # fmt: skip
-    return next((plain for part, plain in known.items() if part in name), name.strip("_"))
+    return next((plain for part, plain in plain_names.items() if part in name), name.strip("_"))
 
 
 def _without_values(tensor: Tensor) -> Tensor:

@@ -45,7 +45,11 @@ _NETWORK_S = 20.0
 
 
 def main(arguments: list[str]) -> int:
-    """Record one step of a script; return the exit status."""
+    """Run a script where CUDA seems to be there, and record one steady step; return the exit status where there was none.
+
+    ``arguments``: the request's file, ``--``, and the command. Once the step is recorded the graph is written and the process
+    ends (:func:`_write`). Whatever ends the script before is one line on stderr, behind a NUL byte.
+    """
     request = json.loads(Path(arguments[0]).read_text())
     again = _Again(arguments, request, dict(os.environ), os.getcwd())
     try:

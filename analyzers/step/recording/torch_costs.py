@@ -175,7 +175,10 @@ def _hashable(value: Any) -> Any:
 
 
 def cost_of(call: Issued, scale: Scale = AS_TRACED) -> Cost:
-    """Return the cost of a call at a scaled batch size."""
+    """Return the operations and bytes of a call, with its tensors scaled from the traced batch size to another.
+
+    An embedding bag reads the rows that it is asked for; all else follows the table of :mod:`.op_rules`.
+    """
     written = scale.bytes(call.output)
     if call.free:
         return Cost(flops=0.0, size_bytes=0.0, estimate="free", written_bytes=written)
@@ -257,14 +260,14 @@ def _dtype(tensors: Sequence[Sized]) -> str:
 
 def tensors_of(values: Any) -> list[Tensor]:
     """Return the distinct tensors in nested lists, tuples and mappings; for a sparse tensor its indices and values."""
-    found: dict[int, Tensor] = {}
+    tensors: dict[int, Tensor] = {}
 
     def visit(value: Any) -> None:
         if isinstance(value, Tensor):
             if value.layout == torch.sparse_coo:
                 visit([value._indices(), value._values()])
             else:
-                found.setdefault(id(value), value)
+                tensors.setdefault(id(value), value)
         elif isinstance(value, (list, tuple)):
             for item in value:
                 visit(item)
@@ -273,7 +276,7 @@ def tensors_of(values: Any) -> list[Tensor]:
                 visit(item)
 
     visit(values)
-    return list(found.values())
+    return list(tensors.values())
 
 
 def value_of(node: Node) -> Any:

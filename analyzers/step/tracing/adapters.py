@@ -44,7 +44,7 @@ def with_lora(step: TrainingStep, rank: int, numerics: Numerics) -> TrainingStep
     module.requires_grad_(False)
     if numerics.format.is_autocast:
         module.to(getattr(torch, numerics.format.computes))
-    heads = {id(head) for each in module.modules() if (head := _head_of(each)) is not None}
+    heads = {id(head) for part in module.modules() if (head := _head_of(part)) is not None}
     replaced = 0
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):

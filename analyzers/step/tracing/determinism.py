@@ -148,7 +148,7 @@ def _reason(finding: DeterminismOp, step_flops: float) -> str:
 
 def _module_of(name: str) -> str:
     """Return the module path in an op's name, empty where it has none."""
-    phase, _, rest = name.partition("/")
+    phase, _, path = name.partition("/")
     if phase == "backward":
         return BACKWARD
-    return rest.rpartition("/")[0] or MODEL if phase == "forward" else ""
+    return path.rpartition("/")[0] or MODEL if phase == "forward" else ""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import networkx as nx
 import numpy as np
@@ -65,12 +66,7 @@ def set_dimensions(graph: GraphProto, bindings: Mapping[str, int], batch_size: i
         raise InputError("--batch-size", f"is {batch_size}", f"it must be at least 1 and at most {_LARGEST_SIZE}")
     constants = {tensor.name for tensor in graph.initializer}
     inputs = {value.name: value.type.tensor_type.shape.dim for value in graph.input if value.name not in constants}
-    places: dict[str, str] = {}
-    for name, dims in inputs.items():
-        for place, dim in enumerate(dims):
-            if dim.dim_value <= 0:
-                dim.dim_param = f"{name}.{place}" if dim.dim_param in _NAMELESS else dim.dim_param
-                places.setdefault(dim.dim_param, f"{name}[{place}]")
+    places = _name_dimensions(inputs)
     _check_bindings(bindings, places, path)
     leading = [dims[0] for dims in inputs.values() if dims]
     batch_names = {dim.dim_param for dim in leading if dim.dim_value <= 0 and dim.dim_param not in bindings}
@@ -88,18 +84,33 @@ def set_dimensions(graph: GraphProto, bindings: Mapping[str, int], batch_size: i
         if batch_size not in (None, size):
             problem = f"is {batch_size}, but {path} has a fixed batch of {size}"
             raise InputError("--batch-size", problem, "leave it out, or export with a symbolic batch dimension")
-    sizes = {**bindings, **dict.fromkeys(batch_names, size or 1)}
-    for value in (*graph.value_info, *graph.output):
-        dims = value.type.tensor_type.shape.dim
-        if batch_names and size != 1 and batch_names.isdisjoint(dim.dim_param for dim in dims):
-            value.type.tensor_type.ClearField("shape")  # it may hold the batch size of the export
+    if batch_names and size != 1:
+        for value in (*graph.value_info, *graph.output):
+            if batch_names.isdisjoint(dim.dim_param for dim in value.type.tensor_type.shape.dim):
+                value.type.tensor_type.ClearField("shape")  # it may hold the batch size of the export
+    _write_sizes(graph, {**bindings, **dict.fromkeys(batch_names, size or 1)})
+    return Batch(size=size, symbolic=bool(batch_names))
+
+
+def _name_dimensions(inputs: Mapping[str, Any]) -> dict[str, str]:
+    """Give the inputs' nameless dimensions without a size the name ``INPUT.PLACE``; return where each name stands first."""
+    places: dict[str, str] = {}
+    for name, dims in inputs.items():
+        for place, dim in enumerate(dims):
+            if dim.dim_value <= 0:
+                dim.dim_param = f"{name}.{place}" if dim.dim_param in _NAMELESS else dim.dim_param
+                places.setdefault(dim.dim_param, f"{name}[{place}]")
+    return places
+
+
+def _write_sizes(graph: GraphProto, sizes: Mapping[str, int]) -> None:
+    """Write sizes by name into a graph's dimensions; those without one stay unknown, whatever the file declares."""
     for value in (*graph.input, *graph.value_info, *graph.output):
         for dim in value.type.tensor_type.shape.dim:
             if dim.dim_param in sizes:
                 dim.dim_value = sizes[dim.dim_param]
             elif dim.dim_value <= 0:
                 dim.Clear()  # a declared size of 0 or less means unknown
-    return Batch(size=size, symbolic=bool(batch_names))
 
 
 def _check_bindings(bindings: Mapping[str, int], known: Mapping[str, str], path: str) -> None:
@@ -240,33 +251,28 @@ def contradiction(node: NodeProto, shapes: Mapping[str, Shape]) -> str | None:
 
     Shape inference compares neither a constant Reshape target with its input nor all inner dimensions.
     """
-    places = (0, 3 if node.op_type.startswith("QLinear") else 1)
+    kind = node.op_type
+    places = (0, 3 if kind.startswith("QLinear") else 1)
     source, second = (shapes.get(node.input[place]) if place < len(node.input) else None for place in places)
     output = shapes.get(node.output[0]) if node.output else None
     attributes = {attribute.name: attribute.i for attribute in node.attribute}
-    if node.op_type == "Reshape" and source is not None and output is not None:
-        if math.prod(source) != math.prod(output):
-            return f"{label(node)} reshapes {show(source)} to {show(output)}"
-    elif node.op_type == "Resize" and source and output and source[0] != output[0]:
-        return f"{label(node)} resizes {show(source)} to {show(output)}"
-    elif node.op_type in ("Gemm", "MatMul", "MatMulInteger", "QLinearMatMul") and source and second:
+    words = None
+    if kind == "Reshape" and source is not None and output is not None and math.prod(source) != math.prod(output):
+        words = f"reshapes {show(source)} to {show(output)}"
+    if kind == "Resize" and source and output and source[0] != output[0]:
+        words = f"resizes {show(source)} to {show(output)}"
+    if kind in ("Gemm", "MatMul", "MatMulInteger", "QLinearMatMul") and source and second:
         left = source[0] if attributes.get("transA") else source[-1]
         right = second[-1] if attributes.get("transB") or len(second) == 1 else second[-2]
-        if left != right:
-            return f"{label(node)} multiplies {show(source)} by {show(second)}"
-    elif (
-        node.op_type in ("Conv", "ConvInteger", "QLinearConv")
-        and source
-        and second
-        and min(len(source), len(second)) > 1
-    ):
-        if source[1] != second[1] * attributes.get("group", 1):
-            return f"{label(node)} convolves {show(source)} with {show(second)}"
-    elif node.op_type in _RECURRENT and source and len(source) > 1 and not attributes.get("layout"):
-        for state in (shapes.get(name, ()) for name in node.input[5:7]):
-            if len(state) > 1 and state[1] != source[1]:
-                return f"{label(node)} reads {show(source)} and starts from {show(state)}"
-    return None
+        words = f"multiplies {show(source)} by {show(second)}" if left != right else None
+    if kind in ("Conv", "ConvInteger", "QLinearConv") and source and second and min(len(source), len(second)) > 1:
+        is_other = source[1] != second[1] * attributes.get("group", 1)
+        words = f"convolves {show(source)} with {show(second)}" if is_other else None
+    if kind in _RECURRENT and source and len(source) > 1 and not attributes.get("layout"):
+        states = (shapes.get(name, ()) for name in node.input[5:7])
+        other_batch = next((state for state in states if len(state) > 1 and state[1] != source[1]), None)
+        words = f"reads {show(source)} and starts from {show(other_batch)}" if other_batch is not None else None
+    return None if words is None else f"{label(node)} {words}"
 
 
 def label(node: NodeProto) -> str:

@@ -180,8 +180,8 @@ def guess_inputs(module: nn.Module) -> tuple[Any, str]:
             if isinstance(layer, kind):
                 tensor = make(layer)
                 name = type(layer).__name__
-                shown = f"{description} {tuple(tensor.shape)}"
-                return (tensor,), f"example inputs were guessed from the first {name}: {shown}"
+                described = f"{description} {tuple(tensor.shape)}"
+                return (tensor,), f"example inputs were guessed from the first {name}: {described}"
     problem = f"{type(module).__name__} does not say what it takes"
     raise InputError("SOURCE", problem, "let the factory return (module, example_inputs)")
 

@@ -306,8 +306,8 @@ def _float8_note(step: TrainingStep) -> str:
             "give bf16: widths must divide by 16 and be 256 or more, and a head over a vocabulary stays in bfloat16"
         )
         raise InputError(step.name, problem, remedy)
-    rest = [f"{name}.weight" for name in every if name not in chosen]
-    kept = f", in bfloat16: {module_names(rest)}" if rest else ""
+    wide = [f"{name}.weight" for name in every if name not in chosen]
+    kept = f", in bfloat16: {module_names(wide)}" if wide else ""
     return f"float8: {len(chosen)} of {len(every)} linear layers{kept}"
 
 
@@ -457,13 +457,13 @@ def _to_graph(
 ) -> TracedStep:
     """Return the traced step: recv ops of the parameters, compute ops, and in training send ops of the gradients."""
     recording, kept_bytes = recorded.recording, recorded.kept_bytes
-    found = ops_of(recording, given=recorded.parameters)
-    found.program.output(())
+    recorded_ops = ops_of(recording, given=recorded.parameters)
+    recorded_ops.program.output(())
     recvs = [transfer("recv", name, kept_bytes[name]) for name in recorded.parameters]
-    producers = {name: found.last_writer.get(shadow.storage) for name, shadow in recorded.gradients.items()}
+    producers = {name: recorded_ops.last_writer.get(shadow.storage) for name, shadow in recorded.gradients.items()}
     sends = [transfer("send", name, kept_bytes[name], after) for name, after in producers.items() if after is not None]
     sent = {send.parameter for send in sends}
-    without_gradient = [name for name in recorded.trained if found.given[name].users and name not in sent]
+    without_gradient = [name for name in recorded.trained if recorded_ops.given[name].users and name not in sent]
     note = joined(step.note, assumption_line(recording.assumed))
     if without_gradient and mode == "training":
         modules = module_names(without_gradient)
@@ -483,21 +483,21 @@ def _to_graph(
         meta["tokens_per_sample"] = int(lengths[0])
     batches = [value.shape[step.batch_dimension] for value in tensors if value.dim() > step.batch_dimension]
     graph = Graph.from_ops(
-        step.name, mode, [*recvs, *found.ops, *sends], batch_size=int(batches[0]) if batches else None, meta=meta,
+        step.name, mode, [*recvs, *recorded_ops.ops, *sends], batch_size=int(batches[0]) if batches else None, meta=meta,
         where=step.name,
     )  # fmt: skip
     return TracedStep(
         graph=graph,
-        program=found.program,
-        nodes={op.name: node for op, node in zip(found.ops, found.nodes, strict=True)},
-        parameters=found.given,
+        program=recorded_ops.program,
+        nodes={op.name: node for op, node in zip(recorded_ops.ops, recorded_ops.nodes, strict=True)},
+        parameters=recorded_ops.given,
         gradients={name: recorded.gradients[name].tensor for name in producers if name in sent},
         last={
-            storage.shadow.untyped_storage()._cdata: found.nodes[storage.freed]
+            storage.shadow.untyped_storage()._cdata: recorded_ops.nodes[storage.freed]
             for storage in recording.storages
             if storage.shadow is not None and storage.freed is not None and storage.freed >= 0
         },
-        issued=found.issued,
-        calls=found.issued_of,
+        issued=recorded_ops.issued,
+        calls=recorded_ops.issued_of,
         again=again,
     )

@@ -220,6 +220,8 @@ def _solve_with_cp_sat(
     """Return CP-SAT's starts in whole units (the hint if it found nothing) and the bound that it proved."""
     from ortools.sat.python import cp_model
 
+    from ddltool.solver import run, solver_for
+
     span_of_hint = _makespan(problem, hint)
     unit = fold(math.gcd, problem.times, 0) or 1  # whole time units in one of the solver's
     if span_of_hint // unit > _LARGEST_HORIZON:
@@ -240,13 +242,8 @@ def _solve_with_cp_sat(
     for op, value in enumerate(shop.run_order(problem, shop.order_of(problem, hint, problem.times), times)):
         model.add_hint(starts[op], value)
     model.minimize(makespan)
-    solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = time_limit_s
-    solver.parameters.random_seed = seed
-    solver.parameters.catch_sigint_signal = False
-    if workers:
-        solver.parameters.num_workers = workers
-    status = solver.solve(model)
+    solver = solver_for(time_limit_s, seed, threads=workers)
+    status = run(solver, model)
     proven_bound = math.ceil(solver.best_objective_bound - 1e-6) * unit
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return hint, proven_bound
