@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddltool.analyzers.step.recording.recorder import RecordedCall, RecordedStorage, Recording, Shadow
+from ddltool.analyzers.step.recording.recorder import RecordedCall, RecordedStorage, Recording, Shadow, shadows_of
 
 # Blocks that stay, and the one that is copied: its neighbours and theirs are neither the first block nor the last.
 _KEPT, _COPIED = 6, 2
@@ -232,12 +232,12 @@ class _Copier:
                 forward.setdefault(block, place)
             if forward:
                 current = max(forward)
-                for shadow in _shadows(call.output):
+                for shadow in shadows_of(call.output):
                     if self.step.storages[shadow.storage].made == place:
                         owners[shadow.storage] = current
         backward: dict[int, int] = {}
         for place in range(forward_end, len(calls)):
-            for shadow in (*_shadows(calls[place].args), *_shadows(calls[place].kwargs)):
+            for shadow in (*shadows_of(calls[place].args), *shadows_of(calls[place].kwargs)):
                 block = owners.get(shadow.storage)
                 if block is not None and not (block == 0 and len(backward) < _KEPT - 1):
                     backward.setdefault(block, place)
@@ -271,7 +271,7 @@ class _Copier:
                 homes[record.number] = _Home(where[1], (where[0], record.made - self.begins[region], order))
         for place, call in enumerate(self.calls):
             where = self.regions[self._region(place)]
-            for shadow in (*_shadows(call.args), *_shadows(call.kwargs)) if where is not None else ():
+            for shadow in (*shadows_of(call.args), *shadows_of(call.kwargs)) if where is not None else ():
                 home = homes.get(shadow.storage)
                 if where is not None and home is not None and abs(home.block - where[1]) > 1:
                     if 0 < home.block < _KEPT - 1:
@@ -288,18 +288,18 @@ class _Copier:
         self.new_begins: dict[tuple[int, int], int] = {}
         self.order: list[tuple[int, int]] = []
         """Index of a region and by how many blocks it moves, in the order of the whole recording."""
-        added, place, fixed = self.blocks.added, 0, []
+        added, place = self.blocks.added, 0
+        fixed: list[int] = []
         for index, where in enumerate(self.regions):
-            copies = range(0)
-            moves = 0 if where is None or where[1] <= _COPIED else added
+            moves = [0] if where is None or where[1] <= _COPIED else [added]
             if where is not None and where[1] == _COPIED:
-                copies = range(added + 1) if where[0] == 0 else range(added, -1, -1)
-            for by in copies if where is not None and where[1] == _COPIED else (moves,):
+                moves = list(range(added + 1) if where[0] == 0 else range(added, -1, -1))
+            for by in moves:
                 if where is not None:
                     self.new_begins[where[0], where[1] + by] = place
+                if by == 0 or len(moves) == 1:  # what no copy is
+                    fixed.append(place)
                 self.order.append((index, by))
-                if by == moves or where is None:
-                    fixed.append(place) if len(fixed) == index else None
                 place += lengths[index]
         for part in (0, 1):
             middle = index_of[part, _COPIED]
@@ -462,7 +462,9 @@ class _Copier:
     def _outside(self, call: RecordedCall) -> dict[str, Any]:
         """Return the tensors of a call of no block: those of the copied block would be of any of its copies."""
         values = {"args": call.args, "kwargs": call.kwargs, "output": call.output}
-        if any(self.homes_block(shadow.storage) == _COPIED for value in values.values() for shadow in _shadows(value)):
+        if any(
+            self.homes_block(shadow.storage) == _COPIED for value in values.values() for shadow in shadows_of(value)
+        ):
             raise NotAlike("what a block made is used outside")
         return values
 
@@ -480,15 +482,3 @@ class _Copier:
 
 def _seen(home: _Home | None, new_block: Callable[[int], int]) -> tuple[int | None, int]:
     return (None, 0) if home is None else (home.block, new_block(home.block))
-
-
-def _shadows(value: Any) -> Iterator[Shadow]:
-    """Yield the tensors among a call's values."""
-    if isinstance(value, Shadow):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from _shadows(part)
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _shadows(part)

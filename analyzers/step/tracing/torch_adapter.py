@@ -337,25 +337,20 @@ class _RecordedModule:
     def whole(self, module: nn.Module, blocks: EqualBlocks) -> _RecordedModule:
         """Return the recording of the module whose list of blocks was shortened. Raises NotAlike."""
         found = repeated(self.recording, blocks, {**self.parameters, **self.buffers})
-        names = [name for name, _ in module.named_parameters()]
-        short = {name: blocks.recorded(name) for name in names}
-        parameters = {name: found.shadow_of(self.parameters, name) for name in names}
-        gradients = {name: found.shadow_of(self.gradients, name) for name in names}
+        short = {name: blocks.recorded(name) for name, _ in module.named_parameters()}
+
+        def whole(named: Mapping[str, Shadow]) -> dict[str, Shadow]:
+            shadows = ((name, found.shadow_of(named, name)) for name in short)
+            return {name: shadow for name, shadow in shadows if shadow is not None}
+
         return replace(
             self,
-            recording=replace(
-                found.recording,
-                parameters={
-                    name: found.shadow_of(self.recording.parameters, name)
-                    for name in names
-                    if short[name] in self.recording.parameters
-                },
-            ),
-            parameters=parameters,
-            kept_bytes={name: self.kept_bytes[short[name]] for name in names},
-            kept_types={name: self.kept_types[short[name]] for name in names},
-            trained=[name for name in names if short[name] in self.trained],
-            gradients={name: shadow for name, shadow in gradients.items() if shadow is not None},
+            recording=replace(found.recording, parameters=whole(self.recording.parameters)),
+            parameters=whole(self.parameters),
+            kept_bytes={name: self.kept_bytes[recorded] for name, recorded in short.items()},
+            kept_types={name: self.kept_types[recorded] for name, recorded in short.items()},
+            trained=[name for name, recorded in short.items() if recorded in self.trained],
+            gradients=whole(self.gradients),
         )
 
 
