@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -26,6 +27,7 @@ from ddltool.analyzers.job.planning.job_inputs import (
     scanned,
     with_prices,
 )
+from ddltool.analyzers.job.planning.numerics import best_of, named
 from ddltool.analyzers.job.planning.options import Failures, Goal, PlanOptions
 from ddltool.analyzers.job.planning.planning import SHARING, complete, plan_together, solve
 from ddltool.analyzers.step.communication.collectives import parse_compression
@@ -35,7 +37,7 @@ from ddltool.analyzers.step.costs.model import CostModel, cost_model
 from ddltool.analyzers.step.recording.command import LIMIT_S, is_command
 from ddltool.analyzers.step.tracing.sources import is_graph_file
 from ddltool.artifacts import check_outputs, read_document, save, to_yaml, write_text
-from ddltool.commands.options import AS_TEXT, OPTIMIZER, LocalLink, Precision, Seed, number, one_of, within
+from ddltool.commands.options import AS_TEXT, OPTIMIZER, VOICE, LocalLink, Seed, number, one_of, some_of, within
 from ddltool.commands.output import answer, note, progress, show
 from ddltool.commands.verbs import VerbCall, demand_part, is_given, refuse, verb
 from ddltool.decision import NothingFits, Objective
@@ -45,6 +47,7 @@ from ddltool.graph import Graph, read_graph
 from ddltool.graph_results import CommandPlan
 from ddltool.job import LINKS, Job
 from ddltool.plans import Plan
+from ddltool.precision import NAMES, precision_name
 from ddltool.shipped import calibration, known_devices
 from ddltool.stages import Stage, Tell, log_remark, quietly
 from ddltool.units import counted, parse_duration
@@ -110,10 +113,32 @@ def _samples(samples: float | None, epochs: float | None, tokens: float | None) 
 
 def _amount(text: str, option: str) -> float:
     """Return ``10B`` or ``1.2M`` as a number."""
-    match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([kKMBGT]?)\s*", text)
-    if match is None or not float(match[1]) > 0:
-        raise InputError(option, f"{text!r} is no number of them", "write 1281167, 1.2M or 10B")
+    match = re.fullmatch(r"\s*(-?[0-9]{1,18}(?:\.[0-9]{1,9})?(?:e[0-9]{1,2})?)\s*([kKMBGT]?)\s*", text)
+    if match is None:
+        raise InputError(option, f"{text!r} is no number", "write 1281167, 1.2M or 10B")
+    if not float(match[1]) > 0:
+        raise InputError(option, f"is {text.strip()}", "give a number above 0: 1281167, 1.2M or 10B")
     return float(match[1]) * {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}[match[2]]
+
+
+def _each(read: Callable[[str, str], Any]) -> Callable[[str, str], str]:
+    """Return the reader of a list with commas, each part of which another reader takes."""
+
+    def read_all(text: str, option: str) -> str:
+        return ",".join(dict.fromkeys(str(read(part.strip(), option)) for part in text.split(",")))
+
+    return read_all
+
+
+def _lora_ranks(given: int | str | None, option: str) -> list[int | None]:
+    """Return ``none,16`` as [None, 16]: all parameters are trained, and LoRA of rank 16."""
+    parts = [part.strip() for part in str(given or "none").split(",")]
+    rank = number(1, 4096, whole=True)
+    return list(dict.fromkeys(None if part in ("none", "full") else int(rank(part, option)) for part in parts))
+
+
+def _ranks(text: str, option: str) -> str:
+    return ",".join("none" if rank is None else str(rank) for rank in _lora_ranks(text, option))
 
 
 def _failures(text: str, option: str) -> Failures:
@@ -134,11 +159,11 @@ def plan(
     price: str | None = None,
     nodes: Annotated[int | None, within(1)] = None,
     batch_size: Annotated[int | None, within(1)] = None,
-    precision: Precision = "fp32",
+    precision: Annotated[str, some_of(*NAMES), _each(precision_name)] = "fp32",
     sequence_length: Annotated[int | None, within(1)] = None,
-    optimizer: Annotated[str | None, OPTIMIZER] = None,
+    optimizer: Annotated[str | None, some_of(*OPTIMIZER["choices"]), _each(OPTIMIZER["reader"])] = None,
     compile: bool = False,
-    lora: Annotated[int | None, within(1, 4096)] = None,
+    lora: Annotated[int | str | None, {"metavar": "RANK[,RANK]"}, _ranks] = None,
     link: LocalLink = None,
     nic: str | None = None,
     vary: Sequence[str] = (),
@@ -204,6 +229,7 @@ def plan(
             save(tried, output)
         return tried
     assert not isinstance(job, list)
+    jobs: list[Job] = []
     refuse("the plan of a job", _COMMAND, instead="give the command that trains after --")
     strategy = known("strategy", strategy, ("auto", *STRATEGIES))
     read_by_all = _ALL | _MORE.get(strategy, set())
@@ -214,7 +240,8 @@ def plan(
     elif isinstance(job, Job):
         raise InputError("devices", "has no part beside a Job, which has its own", "leave it out")
     else:
-        job = job_of(
+        described = partial(
+            job_of,
             str(job),
             devices,
             nodes=nodes,
@@ -222,18 +249,26 @@ def plan(
             link=link,
             nic=nic,
             devices_file=devices_file,
-            precision=precision if is_given("precision") else None,
-            optimizer=optimizer,
             sequence_length=sequence_length,
             compile=compile,
-            lora=lora,
         )
+        several = named(
+            precision.split(",") if is_given("precision") else [None],
+            [None] if optimizer is None else optimizer.split(","),
+            _lora_ranks(lora, "--lora"),
+        )
+        jobs = [described(**numerics) for numerics in several]  # type: ignore[arg-type]
+        job = jobs[0]
         split = f"{counted(job.max_workers * job.batch_size, 'sample')} a step, {job.max_workers} x {job.batch_size}"
         tell(f"note: {split} for logical workers" + ("; --batch-size says otherwise" if batch_size is None else ""))
     run_samples = _samples(samples, epochs, tokens)
     job_file = Path(job.name) if isinstance(job, Job) else Path(job)
-    known_job = read_with_specs(job if isinstance(job, Job) else job_file, devices_file, allow_code=allow_code)
-    known_job = known_job if price is None else with_prices(known_job, price)
+
+    def known_of(one: Job | Path) -> Job:
+        found = read_with_specs(one, devices_file, allow_code=allow_code)
+        return found if price is None else with_prices(found, price)
+
+    known_job = known_of(job if isinstance(job, Job) else job_file)
     check_outputs(_named(known_job, job_file.parent), {"-o": output, "--save": save_job})
     traced = graph_of(known_job, job_file.parent, None if graph is None else Path(graph))
     known_job = scanned(known_job, traced, tell)
@@ -260,9 +295,19 @@ def plan(
         lookahead=lookahead,
         max_gap=max_gap,
         prefer=None if prefer is None else tuple(prefer),
+        saved_as="" if output is None else str(output),
         tell=tell,
     )
-    result = complete(solve(strategy, known_job, job_file, options), known_job, job_file, options)
+
+    def planned(one: Job) -> Plan:
+        return complete(solve(strategy, one, job_file, options), one, job_file, options)
+
+    if len(jobs) > 1:
+        candidates = [known_of(one) for one in jobs]
+        result = best_of(candidates, planned, replace(goal, step_samples=known_job.max_workers * known_job.batch_size))
+        known_job = next(one for one in candidates if result.run is None or _numerics(one) == _numerics(result.run))
+    else:
+        result = planned(known_job)
     if save_job is not None:
         write_text(save_job, to_yaml(known_job))
     if output is not None:
@@ -293,7 +338,7 @@ def show_plan(
         with nullcontext() if is_command(call["job"]) else progress("planning"):
             result = call()
     except NothingFits as error:
-        if error.layouts and not as_json:
+        if error.layouts and VOICE.verbose and not as_json:
             lead = ["Nothing fits."]
             show(Section(title=f"Plan: {Path(call['job']).name}", lead=lead, blocks=[layouts_table(error.layouts)]))
         raise
@@ -338,6 +383,10 @@ def _demand_length(goal: Goal) -> None:
         if limit < math.inf and goal.samples is None:
             problem = "limits a whole run, and how long that is nobody says"
             raise InputError(option, problem, "give --samples or --tokens")
+
+
+def _numerics(job: Any) -> tuple[Any, ...]:
+    return precision_name(job.precision), job.optimizer, job.lora
 
 
 def _named(job: Job, folder: Path) -> list[Path]:

@@ -61,6 +61,15 @@ class Option(Record):
     why_not: str = Field(default="", description="why it is not picked; empty: it is")
 
 
+class Named(Record):
+    """The best plan with one of the precisions, optimizers or LoRA ranks that the user named. Predicted."""
+
+    name: str = Field(description="what tells it from the others: bf16, adamw-8bit; full: no LoRA")
+    option: Option | None = Field(default=None, description="null: nothing fits")
+    saves: float = Field(default=0.0, description="the share of its time or money that the picked one saves")
+    why_not: str = Field(default="", description="why nothing fits")
+
+
 class RunFigures(Record):
     """What the whole run takes. Predicted."""
 
@@ -166,6 +175,9 @@ class Decision(Record):
     )
     words: list[str] = Field(
         description="the answer; why; how sure; what next; what else would save time, where something does"
+    )
+    named: list[Named] = Field(
+        default_factory=list, description="the picked one of the numerics that the user named, then the others"
     )
     would_save: dict[str, NonNegative] = Field(
         default_factory=dict,

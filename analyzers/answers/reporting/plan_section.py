@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Literal
@@ -24,7 +24,7 @@ from ddltool.analyzers.answers.reporting.section import (
     tabled,
 )
 from ddltool.analyzers.step.communication.program import share_saved
-from ddltool.decision import LEAST_GAIN, Decision, Layout, Option
+from ddltool.decision import LEAST_GAIN, Decision, Layout, Named, Option
 from ddltool.errors import listed, shortened
 from ddltool.plans import (
     Alternative,
@@ -102,6 +102,8 @@ def plan_section(plan: Plan, name: str, others: Sequence[Plan] = ()) -> Section:
         if decision.layouts:  # which say what each device does
             more += [layouts_table(decision.layouts), blocks.pop(0)]
         blocks.insert(0, _choices_picture(plan, decision))
+        if decision.named:
+            blocks.insert(0, _named_table(plan, decision))
         if len(decision.pareto) > 1:
             more.insert(0, _pareto_picture(decision, plan))
     if plan.alternatives:
@@ -506,6 +508,28 @@ def _choices_picture(plan: Plan, decision: Decision) -> Picture:
         level=None if usual is None else ("usual", rate(usual) or 0.0),
     )
     return pictured("What was compared; the first is this plan.", table, figure)
+
+
+def _named_table(plan: Plan, decision: Decision) -> Table:
+    """Return the best plan of each of the numerics that the user named, the picked one first."""
+    items = decision.step_tokens or plan.max_workers * plan.batch_size
+
+    def of(show: Callable[[Option], str | None]) -> Column[Named]:
+        return lambda row: None if row.option is None else show(row.option)
+
+    columns: dict[str, Column[Named]] = {
+        "how": of(lambda option: option.order or _HOW[option.strategy]),
+        "on": of(lambda option: " + ".join(f"{count} {name}" for name, count in option.devices.items())),
+        "GiB": of(lambda option: None if option.memory_bytes is None else f"{option.memory_bytes / 2**30:.1f}"),
+        "step": lambda row: "no room" if row.option is None else show_seconds(row.option.iteration_s),
+        "tokens/s" if decision.step_tokens else "samples/s": of(lambda option: show_rate(items / option.iteration_s)),
+        "per 1M": of(
+            lambda option: None if option.price_per_sample is None else show_money(option.price_per_sample * 1e6)
+        ),
+    }
+    names = ("you named", [row.name for row in decision.named])
+    caption = "What you named, with the best plan of each; the first is this plan"
+    return filled(tabled(caption, "predicted", decision.named, columns, names=names, text_columns=2))
 
 
 def _strategies_table(decision: Decision) -> Table:

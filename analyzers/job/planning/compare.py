@@ -62,7 +62,16 @@ def decide(
     clear_value = choice.value(picked.option) * (1 + LEAST_GAIN)
     rival = next((option for option in unsure_options if choice.value(option) > clear_value), None)
     words, following = explained(
-        decision, picked.plan, picked.option, job, problem, choice.value, model, rival=rival, first=ranked[0].option
+        decision,
+        picked.plan,
+        picked.option,
+        job,
+        problem,
+        choice.value,
+        model,
+        rival=rival,
+        first=ranked[0].option,
+        saved_as=options.saved_as,
     )
     return picked.plan.model_copy(
         update={
@@ -298,6 +307,7 @@ def explained(
     *,
     rival: Option | None,
     first: Option,
+    saved_as: str = "",
 ) -> tuple[list[str], str]:
     """Return four sentences on the picked option (answer, reason, certainty, next step), and the next command.
 
@@ -305,10 +315,11 @@ def explained(
         value: what options are ranked by, higher is better.
         rival: the best option within the error of the compute times that is ahead of the picked one; None: no such option.
         first: the highest-ranked option.
+        saved_as: the file that the plan is written to; empty: none.
     """
     gain = value(picked) / value(decision.baseline) - 1 if value(decision.baseline) else 0.0
     certainty, measuring_command = _certainty(decision, picked, gain, job, knowledge, value, rival)
-    next_command = measuring_command or "ddltool emit PLAN -o enforce.json"
+    next_command = measuring_command or f"ddltool emit {saved_as or 'PLAN'} -o enforce.json"
     if measuring_command:
         worth = _lead_clause(picked, rival, value)
         next_step = (
@@ -318,12 +329,11 @@ def explained(
         next_command = f"ddltool profile {job.model or 'MODEL'}"
         next_step = "Next: train on it with that batch; one device exchanges nothing, so no script need change."
     else:
-        next_step = (
-            "Next: ddltool emit plan.json writes what the training script follows (-o plan.json saves the plan)."
-        )
+        saving = "" if saved_as else " (-o plan.json saves the plan)"
+        next_step = f"Next: ddltool emit {saved_as or 'plan.json'} writes what the training script follows{saving}."
     sentences = [
         _answer(decision, plan, picked, problem, value, gain),
-        _why(decision, picked, first, value),
+        _why(decision, plan, picked, first, value),
         certainty,
         next_step,
     ]
@@ -459,11 +469,15 @@ def _ahead(gain: float, objective: str) -> str:
     return f"{faster_than(gain)} "
 
 
-def _why(decision: Decision, picked: Option, first: Option, value: Value) -> str:
+def _why(decision: Decision, plan: Plan, picked: Option, first: Option, value: Value) -> str:
     """Return the sentence that says why the picked strategy wins, and how much communication is exposed."""
     is_single = sum(picked.devices.values()) == 1
     grouped = None if picked.group is None else _WHY_STAGES if picked.group.pipeline > 1 else _WHY_TENSORS
-    alone = "one device has nothing to share or to exchange" if is_single else _WHY[picked.strategy]
+    # Shares by speed are equal where all devices are equally fast.
+    is_equal = picked.strategy == "lb-bsp" and len({row.local_batch_size for row in plan.assignments}) == 1
+    alone = (
+        "one device has nothing to share or to exchange" if is_single else _WHY["bsp" if is_equal else picked.strategy]
+    )
     text = f"Why: {grouped or alone}"
     overall = next((option for name, option in decision.baselines.items() if name.startswith("all ")), None)
     if overall is not None and overall.devices != picked.devices and overall.iteration_s > picked.iteration_s:

@@ -198,5 +198,7 @@ class PlanOptions:
     """Iterations up to an elastic-bsp plan's barrier."""
     max_gap: int | None = None
     """Iterations by which one worker may be ahead of another there; None: any number."""
+    saved_as: str = ""
+    """The file that the plan is written to; empty: none."""
     tell: Tell = lambda _: None
     """Takes a remark for the user."""

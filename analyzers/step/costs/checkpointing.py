@@ -152,11 +152,13 @@ class _Problem:
             longest[index] = max(plan.length[index] for plan in plans)
         empty = Recomputation(lifetimes, {}, longest)
         read_once, read_by_several = _split_inputs_by_readers(lifetimes)
-        activations = lifetimes.activations(empty, size)
         added = []
-        for block, block_sets in blocks:
+        for index, (block, block_sets) in enumerate(blocks):
+            read = read_once[read_once[:, 1] == index]
+            changed = np.union1d(lifetimes.owned[index], read[:, 0])  # the others live as without recomputation
+            activations = lifetimes.activations(empty, size, read, changed)
             plans = [Recomputation(lifetimes, {block.name: saved}, longest) for saved in block_sets]
-            added.append(np.array([lifetimes.activations(plan, size, read_once) - activations for plan in plans]))
+            added.append(np.array([lifetimes.activations(plan, size, read, changed) - activations for plan in plans]))
         return cls(
             lifetimes=lifetimes,
             sets=sets,

@@ -245,7 +245,10 @@ class TensorLifetimes:
 
     def recompute_s(self, recomputation: Recomputation, seconds: Array) -> Array:
         """Return (blocks,) the seconds of each recomputation; ``seconds`` (nodes,) of the places."""
-        return np.array([seconds[places].sum() for places in self._recomputed_places(recomputation)])
+        recomputed_s = np.zeros(len(self.blocks))
+        for index in np.flatnonzero(recomputation.length).tolist():
+            recomputed_s[index] = seconds[self._recomputed_of(recomputation, index)].sum()
+        return recomputed_s
 
     def lengthened(self, saved_ops: SavedOps, timed: Graph) -> Graph:
         """Return ``timed``, a graph of this step, with each block's recomputation in the first op of its backward pass."""
@@ -268,14 +271,24 @@ class TensorLifetimes:
 
     def _recomputed_places(self, recomputation: Recomputation) -> list[Places]:
         """Return by block the places of its forward pass that are computed again."""
-        recomputed = []
-        for block_index, block in enumerate(self.blocks):
-            saved_places = np.array(block.products, dtype=np.int64)[
-                recomputation.saved[block_index, : len(block.products)]
-            ]
-            places = np.arange(block.first, block.first + recomputation.length[block_index])
-            recomputed.append(places[~np.isin(places, saved_places)])
-        return recomputed
+        return [self._recomputed_of(recomputation, index) for index in range(len(self.blocks))]
+
+    def _recomputed_of(self, recomputation: Recomputation, index: int) -> Places:
+        """Return the places of a block's forward pass that are computed again."""
+        block, length = self.blocks[index], int(recomputation.length[index])
+        is_recomputed = np.ones(length, dtype=bool)
+        saved_places = np.array(block.products, dtype=np.int64)[recomputation.saved[index, : len(block.products)]]
+        is_recomputed[saved_places[saved_places < block.first + length] - block.first] = False
+        places: Places = block.first + np.flatnonzero(is_recomputed)
+        return places
+
+    @cached_property
+    def owned(self) -> list[Places]:
+        """Return by block the indices of the activations that its forward pass alone uses."""
+        activations = np.flatnonzero((self.role == ACTIVATION) & (self.owner >= 0))
+        order = np.argsort(self.owner[activations], kind="stable")
+        counts = np.bincount(self.owner[activations], minlength=len(self.blocks))
+        return np.split(activations[order], np.cumsum(counts)[:-1])
 
     @cached_property
     def op_places(self) -> Places:
@@ -284,26 +297,43 @@ class TensorLifetimes:
         nodes = (self.traced.nodes.get(name) for name in self.traced.graph.names)
         return np.array([-1 if node is None else place_of[node] for node in nodes], dtype=np.int64)
 
-    def activations(self, recomputation: Recomputation, size: Array, read: Places | None = None) -> Array:
+    def activations(
+        self, recomputation: Recomputation, size: Array, read: Places | None = None, among: Places | None = None
+    ) -> Array:
         """Return (places,) the bytes of activations.
 
-        ``read``: the rows of ``self.read`` whose storages wait for a recomputation; None: all rows.
+        ``read``: the rows of ``self.read`` whose storages wait for a recomputation; None: all rows. ``among``: as for
+        :meth:`hold_activations`.
         """
         held = Held(self.nodes + recomputation.extra)
-        self.hold_activations(held, recomputation, size, read)
+        self.hold_activations(held, recomputation, size, read, among)
         return held.peak().curve
 
+    @cached_property
+    def all_activations(self) -> Places:
+        """Return the indices of all activations."""
+        return np.flatnonzero(self.role == ACTIVATION)
+
     def hold_activations(
-        self, held: Held, recomputation: Recomputation, size: Array, read: Places | None = None
+        self,
+        held: Held,
+        recomputation: Recomputation,
+        size: Array,
+        read: Places | None = None,
+        among: Places | None = None,
     ) -> None:
         """Add the step's inputs, and its activations: unowned or of other blocks, saved, dropped, and recomputed.
 
-        ``freed`` (s,) is the place of the program with recomputation from which a storage is free.
+        ``freed`` (s,) is the place of the program with recomputation from which a storage is free. ``among``: the indices
+        of the activations to add, those of checkpointed blocks with them; None: of all, and the step's inputs.
         """
-        held.add("activations", 0, held.places, size[self.role == GIVEN])
+        if among is None:
+            held.add("activations", 0, held.places, size[self.role == GIVEN])
         dropped, kept = recomputation.dropped, recomputation.kept
-        is_not_dropped = self.role == ACTIVATION
+        is_not_dropped = np.zeros(len(size), dtype=bool)
+        is_not_dropped[self.all_activations if among is None else among] = True
         is_not_dropped[dropped] = False
+        stays = np.flatnonzero(is_not_dropped)
         freed = recomputation.moved(self.free) + 1
         read = self.read if read is None else read
         for storage, block_index, last in read[is_not_dropped[read[:, 0]]]:  # held until the recomputation reads it
@@ -316,9 +346,7 @@ class TensorLifetimes:
         ends = recomputation.moved(np.array([block.ends for block in self.blocks], dtype=np.int64))[owner]
         is_reached = offsets < recomputation.length[owner]
         freed[kept] = np.maximum(freed[kept], np.where(is_reached, recomputation.start[owner] + offsets, ends) + 1)
-        held.add(
-            "activations", recomputation.moved(self.alloc)[is_not_dropped], freed[is_not_dropped], size[is_not_dropped]
-        )
+        held.add("activations", recomputation.moved(self.alloc[stays]), freed[stays], size[stays])
         held.add("activations", self.alloc[dropped], self.forward[dropped] + 1, size[dropped])
         owner = self.owner[dropped]
         first, length, start = recomputation.first[owner], recomputation.length[owner], recomputation.start[owner]
@@ -425,8 +453,8 @@ class Recomputation:
         """(blocks, products + 1) which products are saved; the last column is that of no product."""
         for block_index, block in enumerate(blocks):
             self.saved[block_index, list(saved_ops.get(block.name, ()))] = True
-        activations = np.flatnonzero((lifetimes.role == ACTIVATION) & (lifetimes.owner >= 0))
-        activations = activations[checkpointed[lifetimes.owner[activations]]]
+        owned = [lifetimes.owned[index] for index in np.flatnonzero(checkpointed).tolist()]
+        activations = np.sort(np.concatenate(owned)) if owned else np.zeros(0, dtype=np.int64)
         is_saved = self.saved[lifetimes.owner[activations], lifetimes.product[activations]]
         self.dropped, self.kept = activations[~is_saved], activations[is_saved]
         """Indices of the checkpointed blocks' storages that are recomputed, and that are saved."""
@@ -436,14 +464,26 @@ class Recomputation:
         """(blocks,) places of the recomputation, which ends with the last tensor that the backward pass needs; 0: none."""
         np.maximum.at(self.length, owner, lifetimes.alloc[needed] - self.first[owner] + 1)
         self.slots = self.length if slots is None else slots
-        inserted = np.zeros(lifetimes.nodes + 1, dtype=np.int64)
-        begins = np.array([block.begins for block in blocks], dtype=np.int64)
-        np.add.at(inserted, begins, self.slots)
-        self._shift = np.cumsum(inserted)
-        self.start = begins + self._shift[begins] - self.slots
+        self._nodes = lifetimes.nodes
+        self._begins = np.array([block.begins for block in blocks], dtype=np.int64)
+
+    @cached_property
+    def _shift(self) -> Places:
+        """(places + 1,) how many places are inserted up to each of the traced program."""
+        inserted = np.zeros(self._nodes + 1, dtype=np.int64)
+        np.add.at(inserted, self._begins, self.slots)
+        return np.cumsum(inserted)
+
+    @cached_property
+    def start(self) -> Places:
         """(blocks,) the first place of the recomputation."""
-        self.extra = int(self._shift[-1])
+        start: Places = self._begins + self._shift[self._begins] - self.slots
+        return start
+
+    @property
+    def extra(self) -> int:
         """Places that all recomputations together add to the program."""
+        return int(self._shift[-1])
 
     def moved(self, place: Places) -> Places:
         """Return the indices that places of the traced program have in the program with recomputation."""

@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
@@ -207,6 +207,7 @@ def measure_work(
 
     Raises InputError when it cannot be traced.
     """
+    build = cache(build)
     traced = trace_any_batch(build, mode="training", numerics=numerics, like=like)
 
     def again(**changed: Any) -> WorkCurve:

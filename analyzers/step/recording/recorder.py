@@ -83,6 +83,18 @@ class Shadow:
     tensor: Tensor
 
 
+def shadows_of(value: Any) -> Iterator[Shadow]:
+    """Yield the tensors among a call's values."""
+    if isinstance(value, Shadow):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from shadows_of(part)
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from shadows_of(part)
+
+
 @dataclass(frozen=True, slots=True)
 class Collective:
     """What a collective moves, and between which ranks."""

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Graph as FxGraph
 from torch.fx import Node
 from torch.nn.utils.stateless import _reparametrize_module
@@ -39,6 +39,7 @@ from ddltool.analyzers.step.recording.float8 import float8_layers, linear_layers
 from ddltool.analyzers.step.recording.graph_of import ops_of, transfer
 from ddltool.analyzers.step.recording.posing import posed, recording_modules, register_device
 from ddltool.analyzers.step.recording.recorder import Recorder, Recording, Shadow
+from ddltool.analyzers.step.recording.repeating import EqualBlocks, NotAlike, equal_blocks, repeated
 from ddltool.analyzers.step.recording.torch_costs import Issued, Scale, cost_of, prime_batch
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.step import TrainingStep, called
@@ -317,21 +318,56 @@ class _RecordedModule:
 
     recording: Recording
     parameters: dict[str, Shadow]
+    buffers: dict[str, Shadow]
     kept_bytes: dict[str, float]
     """Of each parameter as it is kept, reduced and updated: float32 where ``fully_shard`` gathers a half type."""
-    kept_type: str
-    """Of most parameters."""
+    kept_types: dict[str, str]
+    """Of each parameter."""
     trained: list[str]
     """The names of the parameters that require a gradient."""
     gradients: dict[str, Shadow]
     """Of the parameters that got one."""
 
+    @property
+    def kept_type(self) -> str:
+        """Return the type of most parameters."""
+        types = Counter(self.kept_types.values())
+        return types.most_common(1)[0][0] if types else "float32"
 
-def _recorded(step: TrainingStep, mode: Mode, numerics: Numerics, *, forward_only: bool = False) -> _RecordedModule:
+    def whole(self, module: nn.Module, blocks: EqualBlocks) -> _RecordedModule:
+        """Return the recording of the module whose list of blocks was shortened. Raises NotAlike."""
+        found = repeated(self.recording, blocks, {**self.parameters, **self.buffers})
+        short = {name: blocks.recorded(name) for name, _ in module.named_parameters()}
+
+        def whole(named: Mapping[str, Shadow]) -> dict[str, Shadow]:
+            shadows = ((name, found.shadow_of(named, name)) for name in short)
+            return {name: shadow for name, shadow in shadows if shadow is not None}
+
+        return replace(
+            self,
+            recording=replace(found.recording, parameters=whole(self.recording.parameters)),
+            parameters=whole(self.parameters),
+            kept_bytes={name: self.kept_bytes[recorded] for name, recorded in short.items()},
+            kept_types={name: self.kept_types[recorded] for name, recorded in short.items()},
+            trained=[name for name, recorded in short.items() if recorded in self.trained],
+            gradients=whole(self.gradients),
+        )
+
+
+def _recorded(
+    step: TrainingStep, mode: Mode, numerics: Numerics, *, forward_only: bool = False, shorten: bool = True
+) -> _RecordedModule:
     """Return the recording of a step, or of its forward pass and loss. Raises InputError when the step does not run.
 
+    ``shorten``: of many equal blocks a few are recorded; a forward pass alone is returned with these.
     A forward pass that makes tensors on the CPU beside the GPU's is run once more with all of them made on the GPU.
     """
+    blocks = equal_blocks(step.module) if shorten else None
+    if blocks is not None:
+        with suppress(InputError, NotAlike):
+            with blocks.shortened():
+                recorded = _recorded(step, mode, numerics, forward_only=forward_only, shorten=False)
+            return recorded if forward_only else recorded.whole(step.module, blocks)
     try:
         return _run_guarded(lambda: _record(step, mode, numerics, forward_only), step, mode)
     except InputError:
@@ -357,7 +393,7 @@ def _record(
         weights = {name: fake(value) for name, value in step.module.named_parameters()}
         kept = {name: numerics.kept(value) for name, value in weights.items()}
         kept_bytes = {name: float(value.nbytes) for name, value in kept.items()}
-        kept_types = Counter(str(value.dtype).removeprefix("torch.") for value in kept.values())
+        kept_types = {name: str(value.dtype).removeprefix("torch.") for name, value in kept.items()}
         del kept
         needs_gradient = {name: value.requires_grad for name, value in step.module.named_parameters()}
         parameters = {
@@ -382,8 +418,9 @@ def _record(
             return _RecordedModule(
                 recording=recorder.step,
                 parameters={name: recorder.shadow_of(value) for name, value in parameters.items()},
+                buffers={name: recorder.shadow_of(value) for name, value in buffers.items()},
                 kept_bytes=kept_bytes,
-                kept_type=kept_types.most_common(1)[0][0] if kept_types else "float32",
+                kept_types=kept_types,
                 trained=[name for name, is_trained in needs_gradient.items() if is_trained],
                 gradients={
                     name: recorder.shadow_of(value.grad) for name, value in parameters.items() if value.grad is not None

@@ -1,0 +1,124 @@
+"""Which of the precisions, optimizers and LoRA ranks that the user named is best; they change training, so no others are tried.
+
+Start at :func:`best_of`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+
+from ddltool.analyzers.job.planning.options import Goal
+from ddltool.decision import LEAST_GAIN, Named, Option
+from ddltool.errors import Infeasible, InputError
+from ddltool.job import Job
+from ddltool.plans import Plan
+from ddltool.units import counted, show_money, show_seconds
+
+_MOST = 12
+
+
+def named(
+    precisions: Sequence[str | None], optimizers: Sequence[str | None], ranks: Sequence[int | None]
+) -> list[dict[str, str | int | None]]:
+    """Return every combination of the named values, as fields of a job; None: the job's default.
+
+    Raises InputError for more than twelve.
+
+    >>> named(["bf16", "fp8"], [None], [None])[1]
+    {'precision': 'fp8', 'optimizer': None, 'lora': None}
+    """
+    fields = ("precision", "optimizer", "lora")
+    found = [dict(zip(fields, values, strict=True)) for values in product(precisions, optimizers, ranks)]
+    if len(found) > _MOST:
+        raise InputError("--precision", f"makes {len(found)} plans with --optimizer and --lora", "name at most 12")
+    return found
+
+
+def best_of(jobs: Sequence[Job], planned: Callable[[Job], Plan], goal: Goal) -> Plan:
+    """Return the best plan of jobs that differ in their numerics, with what each of them would bring in its decision.
+
+    Better is what the goal says; one that is less than ``LEAST_GAIN`` better than one named before it is not. Raises
+    Infeasible, the first job's, where none has a plan.
+    """
+    plans: list[Plan | None] = []
+    refusals: list[Infeasible | None] = []
+    for job in jobs:
+        try:
+            plans.append(planned(job))
+            refusals.append(None)
+        except Infeasible as error:
+            plans.append(None)
+            refusals.append(error)
+    costs = [math.inf if plan is None else _cost(plan, goal) for plan in plans]
+    best = 0
+    for place, cost in enumerate(costs):
+        if plans[best] is None or cost < costs[best] * (1 - LEAST_GAIN):
+            best = place
+    plan = plans[best]
+    if plan is None:
+        first = refusals[0]
+        assert first is not None
+        raise first
+    names = list(_names(jobs))
+    rows = []
+    for place in sorted(range(len(jobs)), key=lambda each: (each != best, costs[each])):
+        option = _option(plans[place])
+        rows.append(
+            Named(
+                name=names[place],
+                option=option,
+                saves=0.0 if math.isinf(costs[place]) else 1 - costs[best] / costs[place],
+                why_not="" if refusals[place] is None else str(refusals[place]).split("; ")[0],
+            )
+        )
+    if plan.decision is None:
+        return plan
+    words = [*plan.decision.words, _sentence(rows, goal)]
+    return plan.model_copy(update={"decision": plan.decision.model_copy(update={"words": words, "named": rows})})
+
+
+def _option(plan: Plan | None) -> Option | None:
+    """Return the picked option of a plan."""
+    if plan is None or plan.decision is None:
+        return None
+    picked = [option for option in plan.decision.options if not option.why_not]
+    return (picked or plan.decision.options)[0]
+
+
+def _cost(plan: Plan, goal: Goal) -> float:
+    """Return what plans are compared by, the least first."""
+    option = _option(plan)
+    if option is None:
+        return plan.iteration_s
+    if goal.objective == "least-memory" and option.memory_bytes is not None:
+        return option.memory_bytes
+    return goal.value(option)
+
+
+def _names(jobs: Sequence[Job]) -> Iterator[str]:
+    """Yield what tells each job from the others."""
+    differing = [
+        field for field in ("precision", "optimizer", "lora") if len({getattr(job, field) for job in jobs}) > 1
+    ]
+    for job in jobs:
+        parts = [str(getattr(job, field)) for field in differing if field != "lora"]
+        if "lora" in differing:
+            parts.append(f"LoRA {job.lora}" if job.lora else "full")
+        yield ", ".join(parts)
+
+
+def _sentence(rows: Sequence[Named], goal: Goal) -> str:
+    """Return what each of the named numerics would bring, the picked one first."""
+    texts = []
+    for row in rows:
+        if row.option is None:
+            texts.append(f"{row.name}: {row.why_not or 'no plan'}")
+            continue
+        text = f"{row.name}: {show_seconds(row.option.iteration_s)}"
+        if goal.objective == "cheapest" and row.option.price_per_sample is not None:
+            text = f"{row.name}: {show_money(row.option.price_per_sample * 1e6)} per 1M samples"
+        more = row.saves / (1 - row.saves) if row.saves < 1 else math.inf
+        texts.append(text if row is rows[0] else f"{text}, {abs(more):.0%} {'more' if more >= 0 else 'less'}")
+    return f"You named {counted(len(rows), 'choice')}; best is {rows[0].name}. {'; '.join(texts)}."

@@ -1,0 +1,484 @@
+"""A model's equal blocks: a few are recorded, the others are copies of what one of them did.
+
+Of a list of blocks that differ in their numbers alone, :class:`EqualBlocks` leaves six for as long as a step is recorded, and
+:func:`repeated` puts the others between them into the recording. It demands that three blocks in a row did the same to the
+same tensors, each one block further; so a block may use what all share, its own, and its neighbours'. Anything else raises
+:class:`NotAlike`, and the step is recorded as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddltool.analyzers.step.recording.recorder import RecordedCall, RecordedStorage, Recording, Shadow, shadows_of
+
+# Blocks that stay, and the one that is copied: its neighbours and theirs are neither the first block nor the last.
+_KEPT, _COPIED = 6, 2
+_LONGEST_PERIOD = 8
+_NUMBERS = ("idx", "index", "layer_id", "layer_number")
+"""Parts of the names of attributes that number a block."""
+_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
+
+
+class NotAlike(Exception):
+    """Blocks that look alike do not run alike."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EqualBlocks:
+    """Blocks of a module's list, each of ``period`` members, that differ in nothing but their numbers."""
+
+    parent: nn.Module
+    attribute: str
+    path: str
+    first: int
+    """The member with which they begin."""
+    period: int
+    count: int
+
+    @property
+    def added(self) -> int:
+        """Return how many blocks are not recorded."""
+        return self.count - _KEPT
+
+    @contextmanager
+    def shortened(self) -> Iterator[None]:
+        """Leave six of the blocks in the module's list while the block runs."""
+        whole = self.parent._modules[self.attribute]
+        assert isinstance(whole, nn.ModuleList)
+        begin = self.first + (_COPIED + 1) * self.period
+        self.parent._modules[self.attribute] = nn.ModuleList(
+            [*whole[:begin], *whole[begin + self.added * self.period :]]
+        )
+        try:
+            yield
+        finally:
+            self.parent._modules[self.attribute] = whole
+
+    def block_of(self, name: str, count: int) -> int | None:
+        """Return the number of the block, one of ``count``, whose parameter or module has a name; None: of no block."""
+        found = re.match(re.escape(self.path) + r"\.(\d+)(?:\.|$)", name)
+        block = (int(found[1]) - self.first) // self.period if found else -1
+        return block if 0 <= block < count else None
+
+    def recorded(self, name: str) -> str:
+        """Return the name in the shortened module of what a name of the whole module means."""
+        number = re.match(re.escape(self.path) + r"\.(\d+)(?:\.|$)", name)
+        block = (int(number[1]) - self.first) // self.period if number else -1
+        return self.moved(name, max(_COPIED - block, -self.added)) if block > _COPIED else name
+
+    def moved(self, name: str, by: int) -> str:
+        """Return the name of the same parameter or module so many blocks further."""
+        number, _, rest = name.removeprefix(f"{self.path}.").partition(".")
+        moved = f"{self.path}.{int(number) + by * self.period}"
+        return f"{moved}.{rest}" if rest else moved
+
+
+def equal_blocks(module: nn.Module) -> EqualBlocks | None:
+    """Return the longest run of equal blocks in a list of a transformers model; None where recording all takes no longer.
+
+    The code of other models may do anything with a list; that of transformers runs through it.
+    """
+    best: EqualBlocks | None = None
+    for path, members in module.named_modules():
+        if not isinstance(members, nn.ModuleList) or len(members) <= _KEPT:
+            continue
+        owner, _, attribute = path.rpartition(".")
+        parent = module.get_submodule(owner)
+        if not type(parent).__module__.startswith("transformers.") or any(
+            isinstance(other, nn.ModuleList) and other is not members and path.startswith(f"{name}.")
+            for name, other in module.named_modules()
+        ):
+            continue
+        found = _longest_run(members, getattr(parent, "config", None))
+        if found is not None and (best is None or found[1] * (found[2] - _KEPT) > best.period * best.added):
+            first, period, count = found
+            best = EqualBlocks(parent=parent, attribute=attribute, path=path, first=first, period=period, count=count)
+    return best
+
+
+def _longest_run(members: nn.ModuleList, config: Any) -> tuple[int, int, int] | None:
+    """Return the first member, the period and the number of a list's equal blocks, None for too few of them."""
+    lists = [
+        value
+        for value in (vars(config) if config is not None else {}).values()
+        if isinstance(value, (list, tuple)) and len(value) == len(members)
+    ]
+    if any("drop" in name and "layer" in name and value for name, value in vars(config or nn.Module()).items()):
+        return None
+    for period in range(1, _LONGEST_PERIOD + 1):
+        alike = [
+            all(values[index] == values[index + period] for values in lists)
+            and _alike(members[index], members[index + period], period)
+            for index in range(len(members) - period)
+        ]
+        best, begin = (0, 0), 0
+        for index, is_alike in enumerate([*alike, False]):
+            if not is_alike:
+                best, begin = max(best, (index - begin, -begin)), index + 1
+        count = best[0] // period + 1
+        if count > _KEPT:
+            return -best[1], period, count
+    return None
+
+
+def _alike(one: nn.Module, other: nn.Module, apart: int) -> bool:
+    """Return whether two modules so many numbers apart are of the same parts, sizes and settings."""
+    if type(one) is not type(other) or one._modules.keys() != other._modules.keys():
+        return False
+    for first, second in ((one._parameters, other._parameters), (one._buffers, other._buffers)):
+        if first.keys() != second.keys() or any(_form(first[name]) != _form(second[name]) for name in first):
+            return False
+    parts = ("_parameters", "_buffers", "_modules")
+    first_rest, second_rest = ({k: v for k, v in vars(part).items() if k not in parts} for part in (one, other))
+    if first_rest.keys() != second_rest.keys():
+        return False
+    if not all(_same(first_rest[name], second_rest[name], _numbers(name, apart)) for name in first_rest):
+        return False
+    return all(
+        first is second or (first is not None and second is not None and _alike(first, second, apart))
+        for first, second in zip(one._modules.values(), other._modules.values(), strict=True)
+    )
+
+
+def _form(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+
+
+def _numbers(name: str, apart: int) -> int:
+    return apart if any(part in name for part in _NUMBERS) else 0
+
+
+def _same(one: Any, other: Any, apart: int) -> bool:
+    """Return whether two settings are the same, or numbers so far apart."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key], 0) for key in one)
+    if isinstance(one, (list, tuple)) and not isinstance(one, torch.Size):
+        return len(one) == len(other) and all(_same(*pair, 0) for pair in zip(one, other, strict=True))
+    if type(one) is int and apart and other - one == apart:
+        return True
+    return isinstance(one, (*_PLAIN, set, frozenset)) and bool(one == other)
+
+
+@dataclass(frozen=True, slots=True)
+class _Home:
+    """Where a storage comes from: its block, and which one it is there."""
+
+    block: int
+    slot: tuple[Any, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Repeated:
+    """A recording with all blocks, and the parts of a module that it holds by their names."""
+
+    recording: Recording
+    shadow_of: Callable[[Mapping[str, Shadow], str], Shadow | None]
+    """From what a recorded module has by name (parameters, or their gradients), and the whole module's name of one."""
+
+
+def repeated(step: Recording, blocks: EqualBlocks, owned: Mapping[str, Shadow]) -> Repeated:
+    """Return the recording of a shortened module with the blocks that were left out.
+
+    ``owned``: the shortened module's parameters and buffers by name. Raises :class:`NotAlike`.
+    """
+    return _Copier(step, blocks, owned).result()
+
+
+class _Copier:
+    """Regions of the calls, ``(part, block)``, hold the forward (0) and the backward pass (1) of a block; others None."""
+
+    def __init__(self, step: Recording, blocks: EqualBlocks, owned: Mapping[str, Shadow]) -> None:
+        if step.host_waits or step.assumed or any(call.waits or call.exchange or call.stream for call in step.calls):
+            raise NotAlike("what the host or other streams wait for is not copied")
+        self.step, self.blocks, self.owned, self.calls = step, blocks, owned, step.calls
+        given: dict[int, _Home | None] = {}
+        for name, shadow in owned.items():
+            block = blocks.block_of(name, _KEPT)
+            home = None if block is None else _Home(block, ("given", blocks.moved(name, -block)))
+            given[shadow.storage] = home if given.setdefault(shadow.storage, home) == home else None
+        self._find_regions({number: home.block for number, home in given.items() if home is not None})
+        self._find_homes(given)
+        self.clones: dict[tuple[int, tuple[Any, ...]], RecordedStorage] = {}
+        self.tensors: dict[tuple[Any, ...], Shadow] = {}
+        self.added_places = self._place_regions()
+        self.storages = [
+            replace(record, made=self._made(record), freed=self._freed(record)) for record in step.storages
+        ]
+
+    def _find_regions(self, given: Mapping[int, int]) -> None:
+        """Find where the passes of the blocks begin: each at the first call in its module, or that reads what is its."""
+        calls = self.calls
+        forward_end = next((place for place, call in enumerate(calls) if call.phase != "forward"), len(calls))
+        forward: dict[int, int] = {}
+        owners = dict(given)
+        for place, call in enumerate(calls[:forward_end]):
+            block = self.blocks.block_of(call.module, _KEPT)
+            if block is not None:
+                forward.setdefault(block, place)
+            if forward:
+                current = max(forward)
+                for shadow in shadows_of(call.output):
+                    if self.step.storages[shadow.storage].made == place:
+                        owners[shadow.storage] = current
+        backward: dict[int, int] = {}
+        for place in range(forward_end, len(calls)):
+            for shadow in (*shadows_of(calls[place].args), *shadows_of(calls[place].kwargs)):
+                block = owners.get(shadow.storage)
+                if block is not None and not (block == 0 and len(backward) < _KEPT - 1):
+                    backward.setdefault(block, place)
+        numbers = list(range(_KEPT))
+        in_order = [forward.get(block, -1) for block in numbers]
+        in_reverse = [backward.get(block, -1) for block in reversed(numbers)]
+        if -1 in (*in_order, *in_reverse) or in_order != sorted(in_order) or in_reverse != sorted(in_reverse):
+            raise NotAlike("blocks do not run one after another")
+        self.begins = [0, *in_order, forward_end, *in_reverse]
+        self.regions: list[tuple[int, int] | None] = [
+            None,
+            *((0, block) for block in numbers),
+            None,
+            *((1, block) for block in reversed(numbers)),
+        ]
+
+    def _region(self, place: int) -> int:
+        return bisect_right(self.begins, place) - 1
+
+    def _find_homes(self, given: Mapping[int, _Home | None]) -> None:
+        """Find the home of every storage; what blocks use that are no neighbours of its home belongs to none."""
+        homes: dict[int, _Home | None] = dict(given)
+        counted: dict[int, int] = {}
+        for record in self.step.storages:
+            if record.number in homes or record.made < 0:
+                continue
+            region = self._region(record.made)
+            where = self.regions[region]
+            order = counted[record.made] = counted.get(record.made, -1) + 1
+            if where is not None:
+                homes[record.number] = _Home(where[1], (where[0], record.made - self.begins[region], order))
+        for place, call in enumerate(self.calls):
+            where = self.regions[self._region(place)]
+            for shadow in (*shadows_of(call.args), *shadows_of(call.kwargs)) if where is not None else ():
+                home = homes.get(shadow.storage)
+                if where is not None and home is not None and abs(home.block - where[1]) > 1:
+                    if 0 < home.block < _KEPT - 1:
+                        raise NotAlike("a block uses what one far away made")
+                    homes[shadow.storage] = None
+        self.homes = homes
+        self.by_home = {home: number for number, home in homes.items() if home is not None}
+
+    def _place_regions(self) -> list[int]:
+        """Set where every pass begins in the recording of all blocks; check that three blocks in a row run alike."""
+        ends = [*self.begins[1:], len(self.calls)]
+        index_of = {where: index for index, where in enumerate(self.regions) if where is not None}
+        lengths = [end - begin for begin, end in zip(self.begins, ends, strict=True)]
+        self.new_begins: dict[tuple[int, int], int] = {}
+        self.order: list[tuple[int, int]] = []
+        """Index of a region and by how many blocks it moves, in the order of the whole recording."""
+        added, place = self.blocks.added, 0
+        fixed: list[int] = []
+        for index, where in enumerate(self.regions):
+            moves = [0] if where is None or where[1] <= _COPIED else [added]
+            if where is not None and where[1] == _COPIED:
+                moves = list(range(added + 1) if where[0] == 0 else range(added, -1, -1))
+            for by in moves:
+                if where is not None:
+                    self.new_begins[where[0], where[1] + by] = place
+                if by == 0 or len(moves) == 1:  # what no copy is
+                    fixed.append(place)
+                self.order.append((index, by))
+                place += lengths[index]
+        for part in (0, 1):
+            middle = index_of[part, _COPIED]
+            for by in (-1, 1):
+                other = index_of[part, _COPIED + by]
+                if lengths[middle] != lengths[other]:
+                    raise NotAlike("blocks run different operations")
+                for offset in range(lengths[middle]):
+                    self._check(self.calls[self.begins[middle] + offset], self.calls[self.begins[other] + offset], by)
+        return fixed
+
+    def _check(self, call: RecordedCall, other: RecordedCall, by: int) -> None:
+        """Raise NotAlike unless a call does to the tensors of its block what ``call`` does, so many blocks away."""
+        if call.target is not other.target or call.phase != other.phase:
+            raise NotAlike("blocks run different operations")
+        if self._module(call.module, by) != other.module:
+            raise NotAlike("blocks run in different modules")
+        pairs = ((call.args, other.args), (dict(call.kwargs), dict(other.kwargs)), (call.output, other.output))
+        for one, two in pairs:
+            if not self._matches(one, two, by):
+                raise NotAlike(f"blocks run {call.target} differently")
+
+    def _matches(self, one: Any, two: Any, by: int) -> bool:
+        if isinstance(one, Shadow):
+            if not isinstance(two, Shadow) or _form(one.tensor) != _form(two.tensor):
+                return False
+            if one.tensor.storage_offset() != two.tensor.storage_offset():
+                return False
+            home, other = self.homes.get(one.storage), self.homes.get(two.storage)
+            if home is None:
+                return other is None and one.storage == two.storage
+            return other == _Home(home.block + by, home.slot) and self._ends_alike(one.storage, two.storage, by)
+        if isinstance(one, (tuple, list)):
+            return (
+                type(one) is type(two)
+                and len(one) == len(two)
+                and all(self._matches(*pair, by) for pair in zip(one, two, strict=True))
+            )
+        if isinstance(one, dict):
+            return one.keys() == two.keys() and all(self._matches(one[key], two[key], by) for key in one)
+        return bool(one is two or one == two)
+
+    def _ends_alike(self, one: int, two: int, by: int) -> bool:
+        """Return whether two storages of equal size are freed at the same call, or at the same one of each block."""
+        first, second = self.step.storages[one], self.step.storages[two]
+        if first.size_bytes != second.size_bytes:
+            return False
+        if first.freed == second.freed:
+            return True
+        if first.freed is None or second.freed is None or min(first.freed, second.freed) < 0:
+            return False
+        region, other = self._region(first.freed), self._region(second.freed)
+        where, there = self.regions[region], self.regions[other]
+        if where is None or there is None or where[0] != there[0]:
+            return False
+        return (
+            there[1] - where[1] == by and second.freed - self.begins[other] == first.freed - self.begins[region]
+        ) or _COPIED not in (self.homes_block(one), self.homes_block(two))
+
+    def homes_block(self, number: int) -> int:
+        """Return the block of a storage, -1 for none."""
+        home = self.homes.get(number)
+        return -1 if home is None else home.block
+
+    def _module(self, name: str, by: int) -> str:
+        return name if self.blocks.block_of(name, _KEPT) is None else self.blocks.moved(name, by)
+
+    def _new_block(self, block: int) -> int:
+        return block if block <= _COPIED else block + self.blocks.added
+
+    def _new_place(self, place: int, block: int | None, moved_block: int) -> int:
+        """Return the place of the call at a place, seen from a block (None: from none) that moves to another number."""
+        if place < 0:
+            return place
+        region = self._region(place)
+        offset, where = place - self.begins[region], self.regions[region]
+        if where is None or block is None or abs(where[1] - block) > 1:
+            return self.added_places[region] + offset
+        return self.new_begins[where[0], moved_block + where[1] - block] + offset
+
+    def _made(self, record: RecordedStorage) -> int:
+        home = self.homes.get(record.number)
+        return self._new_place(record.made, *_seen(home, self._new_block))
+
+    def _freed(self, record: RecordedStorage) -> int | None:
+        home = self.homes.get(record.number)
+        return None if record.freed is None else self._new_place(record.freed, *_seen(home, self._new_block))
+
+    def _storage(self, number: int, by: int) -> RecordedStorage:
+        """Return the storage that is so many blocks after that of a number, in numbers of all blocks."""
+        home = self.homes.get(number)
+        if home is None:
+            return self.storages[number]
+        block = home.block + by
+        kept = block if block <= _COPIED else block - self.blocks.added
+        if block <= _COPIED or kept > _COPIED:
+            same = self.by_home.get(_Home(kept, home.slot))
+            if same is None:
+                raise NotAlike("a block lacks what the others have")
+            return self.storages[same]
+        key = block, home.slot
+        if key not in self.clones:
+            same = self.by_home.get(_Home(_COPIED, home.slot))
+            if same is None:
+                raise NotAlike("a block lacks what the others have")
+            record = self.step.storages[same]
+            clone = RecordedStorage(
+                len(self.storages),
+                record.size_bytes,
+                self._new_place(record.made, _COPIED, block),
+                None if record.freed is None else self._new_place(record.freed, _COPIED, block),
+                torch.empty(record.size_bytes, dtype=torch.uint8, device="meta"),
+            )
+            self.storages.append(clone)
+            self.clones[key] = clone
+        return self.clones[key]
+
+    def _moved(self, value: Any, by: int) -> Any:
+        """Return a call's values with every tensor that many blocks further."""
+        if isinstance(value, Shadow):
+            storage = self._storage(value.storage, by)
+            if storage.number == value.storage:
+                return value
+            tensor = value.tensor
+            key = storage.number, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype
+            if key not in self.tensors:
+                assert storage.shadow is not None
+                whole = torch.empty(0, dtype=tensor.dtype, device="meta")
+                whole.set_(storage.shadow.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+                self.tensors[key] = Shadow(storage.number, whole)
+            return self.tensors[key]
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._moved(part, by) for part in value)
+        if isinstance(value, Mapping):
+            return {key: self._moved(part, by) for key, part in value.items()}
+        return value
+
+    def result(self) -> Repeated:
+        """Return the recording of all blocks."""
+        ends = [*self.begins[1:], len(self.calls)]
+        calls = []
+        for index, by in self.order:
+            where = self.regions[index]
+            for call in self.calls[self.begins[index] : ends[index]]:
+                if where is None:
+                    calls.append(replace(call, **self._outside(call)))
+                    continue
+                calls.append(
+                    replace(
+                        call,
+                        args=self._moved(call.args, by),
+                        kwargs=self._moved(call.kwargs, by),
+                        output=self._moved(call.output, by),
+                        module=self._module(call.module, by),
+                    )
+                )
+        recording = replace(self.step, calls=calls, storages=self.storages)
+        return Repeated(recording=recording, shadow_of=self._owned)
+
+    def _outside(self, call: RecordedCall) -> dict[str, Any]:
+        """Return the tensors of a call of no block: those of the copied block would be of any of its copies."""
+        values = {"args": call.args, "kwargs": call.kwargs, "output": call.output}
+        if any(
+            self.homes_block(shadow.storage) == _COPIED for value in values.values() for shadow in shadows_of(value)
+        ):
+            raise NotAlike("what a block made is used outside")
+        return values
+
+    def _owned(self, named: Mapping[str, Shadow], name: str) -> Shadow | None:
+        """Return what a name of the whole module means, by what the shortened module's names mean; None for nothing."""
+        short = self.blocks.recorded(name)
+        shadow, block = named.get(short), self.blocks.block_of(name, self.blocks.count)
+        if shadow is None or block is None:
+            return shadow
+        kept = self.blocks.block_of(short, _KEPT)
+        assert kept is not None
+        moved: Shadow = self._moved(shadow, block - kept)
+        return moved
+
+
+def _seen(home: _Home | None, new_block: Callable[[int], int]) -> tuple[int | None, int]:
+    return (None, 0) if home is None else (home.block, new_block(home.block))
