@@ -20,9 +20,10 @@ from ddltool.simulation_results import JobSpec
 from tests.helpers.processes import children_left, forking
 
 # On a busy machine an example may take any time, and a change must not fail on a rare example that it did not cause:
-# `pytest --hypothesis-profile=search` looks for those.
-settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# `pytest --hypothesis-profile=search` looks for those, among ten times as many.
+EXAMPLES: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("repeatable", max_examples=60, derandomize=True, **EXAMPLES)
+settings.register_profile("search", max_examples=600, **EXAMPLES)
 settings.load_profile("repeatable")
 
 # Two cores serve many test processes: one thread each keeps them from fighting, and results repeatable.

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ddltool.analyzers.answers.reporting.simulation_section import advice_section
@@ -60,7 +60,6 @@ positive = st.floats(min_value=1e-2, max_value=1e5)
 
 
 @given(positive, st.floats(min_value=0.2, max_value=20), st.floats(min_value=0, max_value=1e4), st.none() | positive)
-@settings(max_examples=300, deadline=None)
 def test_saving_agrees_with_a_walk_through_the_jobs_life(
     remaining: float, gain: float, delay: float, hold: float | None
 ) -> None:
@@ -69,7 +68,6 @@ def test_saving_agrees_with_a_walk_through_the_jobs_life(
 
 
 @given(st.floats(min_value=1.01, max_value=20), st.floats(min_value=0.1, max_value=1e4))
-@settings(max_examples=100, deadline=None)
 def test_break_even_is_where_the_saving_changes_its_sign(gain: float, delay: float) -> None:
     even = advise(gain, 1.0, [delay]).break_even_s
     assert even is not None
@@ -105,7 +103,6 @@ def test_a_slower_allocation_never_pays() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=4))
-@settings(max_examples=100, deadline=None)
 def test_placements_take_the_fewest_nodes(nodes: list[tuple[int, int]]) -> None:
     held, free = [one for one, _ in nodes], [other for _, other in nodes]
     room = [one + other for one, other in nodes]

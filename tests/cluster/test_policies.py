@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ddltool.analyzers.cluster import policies as policies_package
@@ -78,7 +78,6 @@ def knapsacks(draw: st.DrawFn) -> tuple[list[list[np.ndarray[Any, Any]]], list[i
     return costs, capacity
 
 
-@settings(max_examples=150, deadline=None)
 @given(knapsacks(), st.booleans())
 def test_an_assignment_fits_and_is_that_of_trying_everything(
     problem: tuple[list[list[np.ndarray[Any, Any]]], list[int]], exact: bool
@@ -98,7 +97,6 @@ def test_an_assignment_fits_and_is_that_of_trying_everything(
         assert found.cost == pytest.approx(best, rel=2e-4)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.lists(st.floats(0.05, 3.0), min_size=1, max_size=4), min_size=1, max_size=4),
     st.lists(st.integers(1, 5), min_size=2, max_size=2),

@@ -631,7 +631,7 @@ def some_options(data: st.DataObject, nodes: int) -> Options:
 
 
 @pytest.mark.parametrize("name", EVERY)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_on_the_workload_that_ships(name: str, synthetic: tuple[Any, Any, Any], data: st.DataObject) -> None:
     everything, applications, cluster = synthetic
@@ -640,7 +640,7 @@ def test_on_the_workload_that_ships(name: str, synthetic: tuple[Any, Any, Any], 
 
 
 @pytest.mark.parametrize("name", policies("all", mixed=True))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_on_mixed_gpus(name: str, data: st.DataObject) -> None:
     kinds = data.draw(st.lists(st.sampled_from(sorted(APPLICATIONS)), min_size=1, max_size=8))

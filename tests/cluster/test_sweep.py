@@ -289,22 +289,6 @@ def test_two_sweeps_do_not_write_one_file(run: Sweep, tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
-@pytest.mark.parametrize(("name", "value"), [("p99_jct_s", float("nan")), ("cpu_s", float("inf")), ("jobs", True)])
-def test_a_file_with_figures_that_are_no_numbers_is_refused(
-    run: Sweep, tmp_path: Path, name: str, value: float
-) -> None:
-    output = tmp_path / "sweep.json"
-    run(policies=["fifo"], output=output)
-    document = json.loads(output.read_text())
-    cell = document["cells"][1]
-    (cell if name == "cpu_s" else cell["figures"])[name] = value
-    output.write_text(json.dumps(document))
-    kept = output.read_bytes()
-    with pytest.raises(InputError, match=rf"sweep\.json:cells\[1\].*{name}: is {str(value).lower()}"):
-        run(policies=["fifo"], output=output)
-    assert output.read_bytes() == kept
-
-
 def test_a_disk_that_fails_is_no_missing_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fcntl = pytest.importorskip("fcntl")
 

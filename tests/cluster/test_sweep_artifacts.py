@@ -172,10 +172,7 @@ def test_enormous_figures_are_drawn_or_left_to_the_table(cli: Cli, tmp_path: Pat
         (lambda made: made["cells"].append(made["cells"][0]), "cells give p0 on w0 with seed 0 twice"),
         (lambda made: made.update(cells=[]), "cells: is empty; give at least 1 entry"),
         (lambda made: made.update(cells={}), "cells: is a mapping; give a list"),
-        (lambda made: made["cells"][1].update(seed="x"), "cells[1].seed: is 'x'; give a whole number"),
         (lambda made: made["cells"][0]["figures"].pop("avg_jct_s"), "cells[0].figures.avg_jct_s: is missing"),
-        (lambda made: made["cells"][0]["figures"].update(restarts=-1), "restarts: is -1; give a number of at least 0"),
-        (lambda made: made["cells"][0]["figures"].update(cost=math.nan), "figures.cost: is nan; give a finite number"),
         (lambda made: made.pop("cells_wanted"), "cells_wanted: is missing"),
     ],
 )

@@ -22,18 +22,8 @@ from tests.conftest import Result
 ROOT = Path(__file__).resolve().parents[2]
 SURFACE = {
     *(
-        "trace",
-        "predict",
-        "profile",
-        "fit",
-        "plan",
-        "simulate",
-        "balance",
-        "barrier",
-        "gate",
-        "report",
-        "read",
-        "record",
+        *("trace", "predict", "profile", "fit", "plan", "simulate", "balance", "barrier", "gate", "report"),
+        *("read", "record"),
     ),
     *("DdlToolError", "InputError", "Infeasible", "__version__"),
 }

@@ -142,11 +142,8 @@ def test_telemetry_of_a_sync_server_counts_without_its_waiting(cli: Cli, tmp_pat
             }
             lines.append(json.dumps({"kind": "ddltool.sync", **row, "staleness": 0, "gap": 0, "dropped": False}))
     for changed, row, message in (
-        ({"worker": None}, 3, "worker: is null; give a whole number"),
         ({"worker": "abc"}, 3, "worker: is 'abc'; give a whole number"),
-        ({"worker": 0.7}, 3, "worker: is 0.7; give a whole number"),
         ({"wait_s": -3.0}, 5, "wait_s: is -3.0; give a number of at least 0"),
-        ({"time_s": 1e300}, 5, "time_s: is 1e+300; give a number of at most 1e+12"),
     ):
         wrong = [*lines[: row - 1], json.dumps(json.loads(lines[row - 1]) | changed), *lines[row:]]
         gone = {"kind": "ddltool.sync", "event": "left", "time_s": 0.5, "worker": 7, "lost": False, "reason": "closed"}

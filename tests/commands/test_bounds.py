@@ -300,6 +300,7 @@ def answer_of(case: Case) -> tuple[str, str]:
     if code != 2:
         return "accepted", f"exit {code}: {told}"
     is_named = len(errors) == 1 and errors[0].startswith(name) and case.leaf.name in errors[0]
+    is_named &= not any(word in told for word in ("Input should", "Field required"))  # pydantic's own words
     return "refused" if is_named else "unnamed", errors[0] if errors else told
 
 
@@ -312,7 +313,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @given(cases())
-@settings(max_examples=250, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 def test_a_value_outside_is_refused_by_name(place: Path, case: Case) -> None:
     answer, said = answer_of(case)
     assert answer in ("refused", ""), said

@@ -77,12 +77,11 @@ def width(device: Device) -> float:
 # ---------------------------------------------------------------- the fit
 
 
-@pytest.mark.parametrize("memory", [0.5, 0.7])
-def test_a_few_rows_pull_a_device_to_where_it_is(memory: float) -> None:
+def test_a_few_rows_pull_a_device_to_where_it_is() -> None:
     """Five rows of one model mend another's, on a device whose memory is slower than its generation's."""
-    found = calibrated(rows(["zoo:resnet50_v1"], (16, 32, 64, 128, 256), memory=memory))
+    found = calibrated(rows(["zoo:resnet50_v1"], (16, 32, 64, 128, 256), memory=0.6))
     assert np.abs(found.after - 1).max() < 0.5 * np.abs(found.before - 1).max()
-    true = rows(["zoo:resnet32"], [512], memory=memory)[0].seconds
+    true = rows(["zoo:resnet32"], [512], memory=0.6)[0].seconds
     graph = graph_of("zoo:resnet32", 512)
     before, after = (abs(model(each).step(graph, optimizer="sgd").step_s / true - 1) for each in (A10, found.device))
     assert after < 0.6 * before

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from rich.console import Console
 import ddltool
 from ddltool.commands import output
 from ddltool.commands.main import COMMANDS, MOVED, load, run
+from ddltool.goodput_model import ThroughputParams
 from ddltool.graph import read_graph, to_document
 from ddltool.profiles import read_profile
 from tests.conftest import Cli
@@ -42,13 +44,14 @@ devices:
   - {type: V100, count: 4, capability_per_s: 3.1, memory_gib: 16, price_per_hour: 2.0}
   - {type: T4, count: 4, capability_per_s: 1.0, memory_gib: 16, price_per_hour: 0.5}
 """
+HEADER = "device,num_nodes,num_replicas,local_batch_size,step_time_s,sync_time_s"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "graph.json").write_text(json.dumps(GRAPH))
     (tmp_path / "job.yaml").write_text(JOB)
-    rows = ["device,num_nodes,num_replicas,local_batch_size,step_time_s,sync_time_s,peak_memory_bytes"]
+    rows = [f"{HEADER},peak_memory_bytes"]
     rows += [
         f"cpu,1,{k},{m},{0.01 + 0.002 * m + 0.01 * (k > 1)},{0.01 * (k > 1)},{1e6}" for k in (1, 2) for m in (4, 8, 16)
     ]
@@ -106,17 +109,7 @@ def test_profile_fit_plan_emit(cli: Cli, folder: Path) -> None:
     fitted = cli(
         "fit", folder / "profile.csv", "--holdout", folder / "profile.csv", "-o", folder / "goodput.json", "--json"
     )
-    assert set(fitted.document["params"]) == {
-        *(
-            "alpha_grad_s",
-            "beta_grad_s",
-            "alpha_sync_local_s",
-            "beta_sync_local_s",
-            "alpha_sync_node_s",
-            "beta_sync_node_s",
-        ),
-        "gamma",
-    }
+    assert fitted.document["params"].keys() == ThroughputParams.model_fields.keys()
     assert fitted.document["mape"] < 0.01
     assert fitted.document["holdout"]["samples"] == fitted.document["samples"] == 6
     assert json.loads((folder / "goodput.json").read_text()) == fitted.document
@@ -142,28 +135,13 @@ def test_profile_fit_plan_emit(cli: Cli, folder: Path) -> None:
 
 
 def test_profile_command(cli: Cli, folder: Path) -> None:
-    result = cli(
-        "profile",
-        "zoo:cifarnet",
-        "--batch-sizes",
-        "2,1",
-        "--repeats",
-        2,
-        "--warmup",
-        0,
-        "-o",
-        folder / "p.csv",
-        "--json",
-    ).done()
+    options = ("--batch-sizes", "2,1", "--repeats", 2, "--warmup", 0, "-o", folder / "p.csv", "--json")
+    result = cli("profile", "zoo:cifarnet", *options).done()
     assert [row["local_batch_size"] for row in result.document["rows"]] == [1, 2]
     assert set(result.document["devices"]["cpu"]) >= {"saturation_batch", "memory_limit_batch", "launch_overhead_s"}
     assert len(read_profile(folder / "p.csv")) == 2
-    assert (
-        (folder / "p.csv")
-        .read_text()
-        .startswith("device,num_nodes,num_replicas,local_batch_size,step_time_s,sync_time_s,peak")
-    )
-    assert "warning: fewer than 3 repeats" in result.err.replace("\n", " ") or "repeats" in result.err
+    assert (folder / "p.csv").read_text().startswith(f"{HEADER},peak")
+    assert "fewer than 3 repeats" in result.err.replace("\n", " ")
 
 
 def test_capability_from_a_profile_and_from_the_model(cli: Cli, folder: Path) -> None:
@@ -189,18 +167,7 @@ def changed(folder: Path, **changes: object) -> Path:
 
 
 def test_bad_graphs(cli: Cli, folder: Path) -> None:
-    cases = {
-        folder / "missing.json": "missing.json: no such file; give the path of an existing file",
-        changed(folder, duration_s=float("nan")): "changed.json:ops[1].duration_s: is nan; give a finite number",
-    }
-    for path, message in cases.items():
-        result = cli("trace", path)
-        assert (result.code, result.out) == (2, "")
-        assert message in result.error_line
-    assert (
-        "ops[1].duration_s: is -1; give a number of at least 0"
-        in cli("trace", changed(folder, duration_s=-1)).error_line
-    )
+    cli("trace", folder / "missing.json").refuses("missing.json: no such file; give the path of an existing file")
     assert "form a cycle: c -> c" in cli("trace", changed(folder, inputs=["c"])).error_line
     assert "unknown input 'x' of 'c'" in cli("trace", changed(folder, inputs=["x"])).error_line
     (folder / "cut.json").write_text(json.dumps(GRAPH)[:60])
@@ -210,60 +177,48 @@ def test_bad_graphs(cli: Cli, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "message"),
+    ("arguments", "message", "code"),
     [
-        (("trace", "zoo:nothing"), 2, "zoo:nothing: unknown model 'nothing'"),
+        ("trace zoo:nothing", "zoo:nothing: unknown model 'nothing'", 2),
+        ("trace FOLDER/graph.json --device V1000", "--device: unknown device 'V1000'; did you mean \"V100\"", 2),
+        ("trace FOLDER/graph.json --bandwidth fast", "--bandwidth: 'fast' is not a bandwidth", 2),
+        ("trace FOLDER/graph.json --mode test", "--mode: unknown mode 'test'; known: inference, training", 2),
+        ("trace FOLDER/graph.json --mode inference", "holds a graph for training, not inference", 2),
         (
-            ("trace", "FOLDER/graph.json", "--device", "V1000"),
-            2,
-            "--device: unknown device 'V1000'; did you mean \"V100\"",
-        ),
-        (("trace", "FOLDER/graph.json", "--bandwidth", "fast"), 2, "--bandwidth: 'fast' is not a bandwidth"),
-        (
-            ("trace", "FOLDER/graph.json", "--mode", "test"),
-            2,
-            "--mode: unknown mode 'test'; known: inference, training",
-        ),
-        (("trace", "FOLDER/graph.json", "--mode", "inference"), 2, "holds a graph for training, not inference"),
-        (
-            ("trace", "FOLDER/graph.json", "--oracle", "moon"),
-            2,
+            "trace FOLDER/graph.json --oracle moon",
             "--oracle: unknown oracle 'moon', and no such file; roofline, measured, or the path of",
-        ),
-        (
-            ("trace", "FOLDER/graph.json", "--batch-size", "0"),
             2,
-            "--batch-size: is 0; give a whole number of at least 1",
         ),
-        (("trace", "FOLDER/graph.json", "-o", "/proc/no/graph.json"), 2, "/proc/no/graph.json: cannot be written"),
-        (("trace", "FOLDER/graph.json", "-o", "FOLDER"), 2, "is a folder; give a file name"),
-        (("trace", "FOLDER/bad.onnx"), 2, "bad.onnx: is not an ONNX"),
-        (("trace", "FOLDER/model.py:raises"), 2, "the factory raised RuntimeError: no GPU here"),
+        ("trace FOLDER/graph.json --batch-size 0", "--batch-size: is 0; give a whole number of at least 1", 2),
+        ("trace FOLDER/graph.json -o /proc/no/graph.json", "/proc/no/graph.json: cannot be written", 2),
+        ("trace FOLDER/graph.json -o FOLDER", "is a folder; give a file name", 2),
+        ("trace FOLDER/bad.onnx", "bad.onnx: is not an ONNX", 2),
+        ("trace FOLDER/model.py:raises", "the factory raised RuntimeError: no GPU here", 2),
         (
-            ("trace", "FOLDER/graph.json", "--parameter-servers", "99999"),
-            2,
+            "trace FOLDER/graph.json --parameter-servers 99999",
             "--parameter-servers: is 99999; give a whole number from 1 to 10000",
+            2,
         ),
-        (("trace",), 2, "Missing argument 'SOURCE'"),
-        (("tarce", "x"), 2, "No such command 'tarce'"),
-        (("plan", "FOLDER/negative.yaml"), 2, "negative.yaml:devices[0].count: is -4; give a number of at least 0"),
-        (("plan", "FOLDER/job.yaml", "--strategy", "magic"), 2, "--strategy: unknown strategy 'magic'"),
-        (("plan", "FOLDER/zero.yaml"), 3, "zero.yaml: no devices are offered: every count is 0"),
-        (("plan", "FOLDER/job.yaml", "--strategy", "est", "--prefer", ","), 2, "--prefer: ',' names no objective"),
-        (("doctor", "--overhead", ""), 2, "--overhead: names no script"),
-        (("plan", "FOLDER/memory.yaml"), 3, "memory_per_worker_gib: one worker needs 99 GiB; T4 has 16, V100 has 16"),
-        (("fit", "FOLDER/graph.json"), 2, "graph.json: is not a CSV table (it begins like JSON)"),
-        (("fit", "FOLDER/nan.csv"), 2, "nan.csv:row 2:step_time_s: is nan"),
-        (("fit", "FOLDER/empty.csv"), 2, "empty.csv: is empty"),
-        (("emit", "FOLDER/job.yaml"), 2, "job.yaml:kind: is 'ddltool.plan'"),
-        (("profile", "zoo:cifarnet", "--batch-sizes", "1,x"), 2, "--batch-sizes: '1,x' is not a list of whole numbers"),
-        (("profile", "zoo:cifarnet", "--batch-sizes", "0"), 2, "--batch-sizes: 0 is below 1"),
-        (("profile", "FOLDER/graph.json"), 2, "cannot be trained here; give a torch source"),
-        (("show", "schema", "plann"), 2, "KIND: unknown kind 'plann'; did you mean \"plan\""),
-        (("demo", "-o", "/proc/no"), 2, "/proc/no: cannot be made"),
+        ("trace", "Missing argument 'SOURCE'", 2),
+        ("tarce x", "No such command 'tarce'", 2),
+        ("plan FOLDER/negative.yaml", "negative.yaml:devices[0].count: is -4; give a number of at least 0", 2),
+        ("plan FOLDER/job.yaml --strategy magic", "--strategy: unknown strategy 'magic'", 2),
+        ("plan FOLDER/zero.yaml", "zero.yaml: no devices are offered: every count is 0", 3),
+        ("plan FOLDER/job.yaml --strategy est --prefer ,", "--prefer: ',' names no objective", 2),
+        ("doctor --overhead ''", "--overhead: names no script", 2),
+        ("plan FOLDER/memory.yaml", "memory_per_worker_gib: one worker needs 99 GiB; T4 has 16, V100 has 16", 3),
+        ("fit FOLDER/graph.json", "graph.json: is not a CSV table (it begins like JSON)", 2),
+        ("fit FOLDER/nan.csv", "nan.csv:row 2:step_time_s: is nan", 2),
+        ("fit FOLDER/empty.csv", "empty.csv: is empty", 2),
+        ("emit FOLDER/job.yaml", "job.yaml:", 2),
+        ("profile zoo:cifarnet --batch-sizes 1,x", "--batch-sizes: '1,x' is not a list of whole numbers", 2),
+        ("profile zoo:cifarnet --batch-sizes 0", "--batch-sizes: 0 is below 1", 2),
+        ("profile FOLDER/graph.json", "cannot be trained here; give a torch source", 2),
+        ("show schema plann", "KIND: unknown kind 'plann'; did you mean \"plan\"", 2),
+        ("demo -o /proc/no", "/proc/no: cannot be made", 2),
     ],
 )
-def test_every_mistake_is_one_line(cli: Cli, folder: Path, arguments: tuple[str, ...], code: int, message: str) -> None:
+def test_every_mistake_is_one_line(cli: Cli, folder: Path, arguments: str, message: str, code: int) -> None:
     (folder / "bad.onnx").write_bytes(b"not a model")
     (folder / "model.py").write_text("def raises():\n    raise RuntimeError('no GPU\\nhere')\n")
     (folder / "negative.yaml").write_text(JOB.replace("count: 4", "count: -4"))
@@ -272,13 +227,9 @@ def test_every_mistake_is_one_line(cli: Cli, folder: Path, arguments: tuple[str,
     (folder / "nan.csv").write_text((folder / "profile.csv").read_text().replace("cpu,1,1,8,0.026", "cpu,1,1,8,nan"))
     (folder / "empty.csv").write_text("")
     before = sorted(folder.iterdir())
-    result = cli(*(argument.replace("FOLDER", str(folder)) for argument in arguments))
-    assert result.code == code
+    result = cli(*shlex.split(arguments.replace("FOLDER", str(folder))))
+    result.refuses(message, code=code)
     assert result.out == ""
-    if message == "job.yaml:kind: is 'ddltool.plan'":  # a job without a kind is taken for what was asked for
-        assert "job.yaml:" in result.error_line
-    else:
-        assert message in result.error_line
     assert sorted(folder.iterdir()) == before
 
 
@@ -293,7 +244,6 @@ def test_version_and_schema(cli: Cli, folder: Path) -> None:
     assert cli("show", "schema", "graph").document["$id"] == "ddltool.graph"
     assert cli("show", "schema", "ddltool.job", "-o", folder / "s.json").code == 0
     assert "max_workers" in json.loads((folder / "s.json").read_text())["properties"]
-    assert cli("doctor", "--json").document["packages"]["torch"]
 
 
 def test_documents_satisfy_their_published_schemas(cli: Cli, folder: Path) -> None:
@@ -322,11 +272,13 @@ def test_a_closed_pipe_is_no_traceback(folder: Path) -> None:
     assert done.stdout == '{\n "$schem'
 
 
-def test_colour_is_off_when_it_is_not_wanted(folder: Path) -> None:
-    environment = {**os.environ, "NO_COLOR": "1"}
-    command = [sys.executable, "-m", "ddltool", "plan", str(folder / "job.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    assert "\x1b[" not in done.stdout + done.stderr
+def test_colour_is_off_when_it_is_not_wanted(cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    coloured = re.compile(r"\x1b\[[39]\d(;\d+)*m")
+    assert coloured.search(cli("plan", folder / "job.yaml").err)
+    monkeypatch.setenv("NO_COLOR", "1")
+    plain = cli("plan", folder / "job.yaml")
+    assert not coloured.search(plain.out + plain.err)
 
 
 def test_help_groups_commands_and_options(cli: Cli) -> None:
@@ -384,9 +336,7 @@ def test_show_models_lists_what_a_source_completes_to(cli: Cli) -> None:
     assert qwen == [model for model in everything if model["name"].startswith("Qwen/Qwen3-3")] != []
     assert {"name": "Qwen/Qwen3-32B", "model_type": "qwen3", "parameters": 32_762_123_264, "same_as": None} in qwen
     assert re.search(r"Qwen/Qwen3-32B +qwen3 +32\.8", cli("show", "models", "qwen3-3").out)
-    missed = cli("show", "models", "llama-3.1-9")
-    assert missed.code == 2
-    assert "unknown model 'llama-3.1-9'; did you mean meta-llama/Llama-3.1-8B" in missed.error_line
+    cli("show", "models", "llama-3.1-9").refuses("unknown model 'llama-3.1-9'; did you mean meta-llama/Llama-3.1-8B")
     source = next(parameter for parameter in load("predict").params if parameter.name == "source")
     for typed, first in (("transformers:Qwen/Qwen3-32", "transformers:Qwen/Qwen3-32B"), ("zoo:vgg1", "zoo:vgg16")):
         assert source.shell_complete(None, typed)[0].value == first
@@ -413,191 +363,78 @@ def test_a_command_of_earlier_versions_says_its_new_name(cli: Cli) -> None:
     assert "show needs one of: term, zoo, models, schema" in cli("show").error_line
 
 
+OPTIONS = {
+    "predict": (
+        "accumulation bandwidth batch-sizes channels-last checkpointing compile device devices-file gpus-per-node json "
+        "keep-files latency limit link local-bandwidth local-latency lora nccl-tests nic optimizer output "
+        "pipeline-parallel precision replicas sequence-length sequence-parallel sharding tensor-parallel "
+        "virtual-stages"
+    ),
+    "profile": (
+        "accumulation batch-sizes budget device device-name json memory output precision repeats replicas resume seed "
+        "threads warmup"
+    ),
+    "network": "json output replicas",
+    "import": "batch-size device-name json nodes output replicas",
+    "fit": "holdout json output seed",
+    "calibrate": (
+        "allow-code batch-size channels-last device devices-file json model optimizer output precision sequence-length"
+    ),
+    "devices": "collective devices-file json precision product",
+    "plan": (
+        "allow-code bandwidth batch-size budget compile compress deadline devices devices-file epochs graph json "
+        "keep-files latency limit link lookahead lora max-gap mtbf nccl-tests nic nodes objective optimizer output "
+        "precision prefer price samples save seed sequence-length share strategy telemetry time-limit tokens top-k "
+        "vary with"
+    ),
+    "companion": "allow-code devices-file free json lookup measured output patch per-node resource threshold top-k",
+    "trace": (
+        "bandwidth batch-size bind channels-last compress determinism device devices-file exact gpus-per-node json "
+        "latency link mode nccl-tests nic oracle output parameter-servers perfetto precision replicas samples seed "
+        "sequence-length setting time-limit"
+    ),
+    "profile watch": "batch-size cores iterations json output replicas seed",
+    "balance": (
+        "accumulation batches cost device json limit max-tokens model output pack precision predictor rank-speeds "
+        "replicas schemes seed sharded today total-batch warm-up window"
+    ),
+    "barrier": "algorithm json lookahead max-gap output predicted predictor",
+    "emit": "devices-per-node image json kind label-value node-label output queue resource script target telemetry",
+    "verify": "goodput json max-error output",
+    "stragglers": "batch-size feed json output",
+    "diff-run": "json whole",
+    "gate": "baseline config github json junit level metrics rule sarif seed",
+    "report": "json noise-scale output title",
+    "simulate": (
+        "checkpoint-interval cluster failure-seed failures goodput interference interval json metrics mtbf output "
+        "policy power price react repair restart-delay seed traces whole-seconds"
+    ),
+    "simulate sweep": (
+        "checkpoint-interval cluster compare csv engine failure-seed failures goodput interference interval jobs json "
+        "mtbf output policy power price react repair restart-delay seeds traces whole-seconds"
+    ),
+    "simulate generate": "cluster hours jobs json output pattern pollux seed traces",
+    "simulate convert": "cluster hours jobs json output pollux seed traces",
+    "simulate advise": "json output",
+    "simulate autoscale": "json output restart-delay traces",
+    "simulate trials": "cluster interval json local-batch output policy power restart-delay seed traces",
+    "init": "force json model nodes output",
+    "demo": "json output seed",
+    "doctor": "check json max-overhead overhead pairs replicas steps",
+    "show term": "json",
+    "show zoo": "json write",
+    "show models": "json",
+    "show schema": "json output",
+}
+
+
 def test_the_options_are_a_decision() -> None:
     """A new option shows here, so that adding one is a choice and not an accident."""
-    found = {
-        name: sorted(
-            {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
-            - {"--quiet", "--verbose"}
-        )
-        for name, command in ((name, load(name)) for name in COMMANDS)
-    }
-    common = ["--json", "--output", "--seed"]
-    assert found == {
-        "show term": ["--json"],
-        "trace": sorted(
-            [
-                "--compress",
-                "--setting",
-                "--gpus-per-node",
-                "--link",
-                "--nic",
-                "--nccl-tests",
-                "--mode",
-                "--batch-size",
-                "--device",
-                "--devices-file",
-                "--bandwidth",
-                "--latency",
-                "--parameter-servers",
-                "--oracle",
-                "--samples",
-                "--perfetto",
-                "--exact",
-                "--time-limit",
-                "--replicas",
-                "--determinism",
-                *("--bind", "--precision", "--channels-last", "--sequence-length"),
-                *common,
-            ]
-        ),
-        "predict": sorted(
-            [
-                "--lora",
-                "--limit",
-                "--keep-files",
-                "--link",
-                "--nic",
-                "--nccl-tests",
-                *("--device", "--devices-file", "--batch-sizes", "--replicas", "--gpus-per-node", "--precision"),
-                *("--channels-last", "--compile", "--optimizer", "--accumulation", "--sequence-length"),
-                *("--bandwidth", "--latency", "--local-bandwidth", "--local-latency", "--sharding", "--checkpointing"),
-                *("--tensor-parallel", "--pipeline-parallel", "--sequence-parallel", "--virtual-stages"),
-                *(option for option in common if option != "--seed"),
-            ]
-        ),
-        "calibrate": sorted(
-            [
-                *(
-                    "--allow-code",
-                    "--device",
-                    "--devices-file",
-                    "--model",
-                    "--batch-size",
-                    "--precision",
-                    "--channels-last",
-                    "--optimizer",
-                    "--sequence-length",
-                ),
-                *(option for option in common if option != "--seed"),
-            ]
-        ),
-        "profile": sorted(
-            [
-                *("--batch-sizes", "--replicas", "--accumulation", "--device", "--device-name", "--threads"),
-                *("--precision", "--budget", "--repeats", "--warmup", "--memory", "--resume"),
-                *common,
-            ]
-        ),
-        "network": ["--json", "--output", "--replicas"],
-        "import": ["--batch-size", "--device-name", "--json", "--nodes", "--output", "--replicas"],
-        "profile watch": sorted(["--batch-size", "--cores", "--iterations", "--replicas", *common]),
-        "fit": sorted(["--holdout", *common]),
-        "plan": sorted(
-            [
-                "--lora",
-                "--price",
-                "--compile",
-                "--save",
-                *("--vary", "--limit", "--keep-files"),
-                "--compress",
-                "--nccl-tests",
-                *("--strategy", "--graph", "--top-k", "--time-limit", "--lookahead", "--max-gap"),
-                *("--objective", "--telemetry", "--bandwidth", "--latency", "--devices-file"),
-                *("--prefer", "--with", "--share", "--allow-code"),
-                *("--devices", "--nodes", "--batch-size", "--precision", "--sequence-length", "--optimizer", "--link"),
-                *("--nic", "--tokens", "--samples", "--epochs", "--deadline", "--budget", "--mtbf"),
-                *common,
-            ]
-        ),
-        "companion": [
-            "--allow-code",
-            "--devices-file",
-            "--free",
-            "--json",
-            "--lookup",
-            "--measured",
-            "--output",
-            *("--patch", "--per-node", "--resource"),
-            "--threshold",
-            "--top-k",
-        ],
-        "diff-run": ["--json", "--whole"],
-        "init": ["--force", "--json", "--model", "--nodes", "--output"],
-        "verify": ["--goodput", "--json", "--max-error", "--output"],
-        "emit": sorted(
-            [
-                *("--output", "--target", "--telemetry", "--json", "--script", "--devices-per-node", "--queue"),
-                *("--resource", "--image", "--kind", "--node-label", "--label-value"),
-            ]
-        ),
-        "report": ["--json", "--noise-scale", "--output", "--title"],
-        "barrier": sorted(
-            ["--algorithm", "--lookahead", "--max-gap", "--predicted", "--predictor", "--json", "--output"]
-        ),
-        "simulate": sorted(
-            [
-                "--cluster",
-                "--interference",
-                "--interval",
-                "--policy",
-                "--power",
-                "--react",
-                "--restart-delay",
-                "--traces",
-                "--whole-seconds",
-                *("--mtbf", "--repair", "--checkpoint-interval", "--failures", "--failure-seed", "--goodput"),
-                *("--price", "--metrics"),
-                *common,
-            ]
-        ),
-        "simulate sweep": sorted(
-            [
-                *("--cluster", "--traces", "--policy", "--interval", "--restart-delay", "--interference", "--power"),
-                *("--react", "--whole-seconds", "--mtbf", "--repair", "--checkpoint-interval", "--failures"),
-                *("--failure-seed", "--goodput", "--price", "--seeds", "--jobs", "--engine", "--csv", "--compare"),
-                *("--json", "--output"),
-            ]
-        ),
-        "simulate generate": sorted(["--jobs", "--hours", "--pattern", "--cluster", "--traces", "--pollux", *common]),
-        "simulate convert": sorted(["--jobs", "--hours", "--cluster", "--traces", "--pollux", *common]),
-        "simulate advise": ["--json", "--output"],
-        "simulate autoscale": ["--json", "--output", "--restart-delay", "--traces"],
-        "simulate trials": sorted(
-            [
-                *("--cluster", "--traces", "--policy", "--local-batch", "--interval", "--restart-delay", "--power"),
-                *common,
-            ]
-        ),
-        "gate": sorted(
-            [
-                "--baseline",
-                "--config",
-                "--github",
-                "--json",
-                "--junit",
-                "--level",
-                "--metrics",
-                "--rule",
-                "--sarif",
-                "--seed",
-            ]
-        ),
-        "balance": sorted(
-            [
-                *("--json", "--output", "--predictor", "--schemes", "--seed", "--total-batch", "--warm-up"),
-                *("--replicas", "--rank-speeds", "--accumulation", "--max-tokens", "--sharded", "--window", "--pack"),
-                *("--cost", "--model", "--device", "--precision", "--today", "--batches", "--limit"),
-            ]
-        ),
-        "demo": sorted(common),
-        "stragglers": ["--batch-size", "--feed", "--json", "--output"],
-        "devices": ["--collective", "--devices-file", "--json", "--precision", "--product"],
-        "show zoo": ["--json", "--write"],
-        "show models": ["--json"],
-        "show schema": ["--json", "--output"],
-        "doctor": ["--check", "--json", "--max-overhead", "--overhead", "--pairs", "--replicas", "--steps"],
-    }
+    everywhere = {"--quiet", "--verbose"}
+    for name in COMMANDS:
+        options = {option for parameter in load(name).params for option in parameter.opts if option.startswith("--")}
+        assert sorted(options - everywhere) == [f"--{word}" for word in OPTIONS[name].split()], name
+    assert OPTIONS.keys() == COMMANDS.keys()
 
 
 def test_what_no_check_foresees_is_one_line_too(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -19,6 +20,7 @@ from ddltool.artifacts import load
 from ddltool.commands import demo as commands
 from ddltool.commands import demo_train
 from ddltool.commands.main import run
+from ddltool.commands.profile import profile
 from ddltool.goodput_model import Goodput
 from ddltool.graph import read_graph
 from ddltool.plans import Enforcement, Plan
@@ -44,6 +46,7 @@ def demo(
         return max(abs(code or 0) for code, *_ in as_job(2, folder, forty_steps, *command[-2:])), ""
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ddltool.commands.profile.profile", partial(profile, warmup=0))
         less = {"BATCH_SIZES": (1, 2, 3, 4), "REPLICAS": (1,), "REPEATS": 1, "SAMPLES": 2, "finish": train}
         for name, value in less.items():
             patch.setattr(commands, name, value)

@@ -173,14 +173,11 @@ def test_what_was_measured_on_a_device_is_not_of_one_like_it(tmp_path: Path) -> 
         ("{name: box, like: A1000}", r"devices\[0\].like: unknown device 'A1000'; did you mean \"A100\""),
         ("{name: box, like: 3}", r"devices\[0\].like: is 3; give the name of a known device"),
         ("{name: box, like: A100, architecture: Rubin}", r"devices\[0\].architecture: is 'Rubin'; give .*'Kepler'"),
-        ("{name: box, like: A100, memory_gib: -4}", r"devices\[0\].memory_gib: is -4; give a number above 0"),
-        ("{name: box, like: A100, power_w: -4}", r"devices\[0\].power_w: is -4; give a number of at least 0"),
         ("{name: box, like: A100, peak_flops: {fp16: 1e12}}", r"peak_flops: names the type 'fp16'; .*float16"),
         ("{name: box, like: A100, peak_flops: {float16: 0}}", r"peak_flops.float16: is 0; give a number above 0"),
         ("{name: box, like: A100, memory_gb: 4}", r"devices\[0\]: unknown field 'memory_gb'|memory_gb: unknown field"),
         ("{name: box}", r"devices\[0\].peak_flops: is missing; it is required"),
         (PLAIN.replace("float32", "float16"), r"devices\[0\].peak_flops: has no float32"),
-        (PLAIN.replace("8}", "true}"), r"devices\[0\].memory_gib: is true; give a number"),
         ("{like: A100}", r"devices\[0\].name: is missing"),
         ("3", r"devices\[0\]: is 3; give a mapping"),
         (f"{PLAIN}\n- {PLAIN.replace('box', 'B-o x')}", r"devices\[1\].name: 'B-o x' stands twice"),
@@ -255,17 +252,8 @@ def test_mistakes_in_a_spec_are_one_line(spec: str, message: str, tmp_path: Path
 def test_commands_take_own_devices(cli: Cli, tmp_path: Path) -> None:
     mine = table_of(tmp_path, "{name: slow, like: V100, peak_flops: {float32: 1.57e11}, memory_bytes_per_s: 9e9}")
     trace = [
-        "trace",
-        "zoo:cifarnet",
-        "--batch-size",
-        "512",
-        "--samples",
-        "2",
-        "--bandwidth",
-        "1000Gbit",
-        "--latency",
-        "0s",
-        "--json",
+        *("trace", "zoo:cifarnet", "--batch-size", "512", "--samples", "2", "--bandwidth", "1000Gbit", "--latency"),
+        *("0s", "--json"),
     ]
     times = [cli(*trace, "--device", name, "--devices-file", mine).document["bounds"] for name in ("V100", "slow")]
     assert times[1]["upper_s"] > 20 * times[0]["upper_s"]
@@ -297,11 +285,7 @@ def test_the_command_lists_and_shows(cli: Cli, tmp_path: Path) -> None:
     assert all(f"  {device.name} " in listed.out for device in TABLE.devices)
     shown = cli("devices", "nvidia rtx 3090").out
     for text in (
-        "RTX3090: NVIDIA GeForce RTX 3090",
-        "71.16 x 10^12",
-        "GA102",
-        "31.5 GB/s one way, PCIe 4.0 x16",
-        "24 GiB",
+        *("RTX3090: NVIDIA GeForce RTX 3090", "71.16 x 10^12", "GA102", "31.5 GB/s one way, PCIe 4.0 x16", "24 GiB"),
     ):
         assert text in shown
     assert "price" not in shown

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ddltool.commands import diff_run as command
@@ -53,7 +53,6 @@ PLACES = [(kind, w) for kind in WORKER_CAUSES for w in (0, 1)] + [(kind, None) f
 
 
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
 def test_the_first_of_several_changes_in_causal_order_is_found(data: st.DataObject) -> None:
     """The oracle is a list of all places in causal order."""
     b = record()

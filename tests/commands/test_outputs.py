@@ -84,6 +84,14 @@ def test_a_long_name_is_shortened(tmp_path: Path) -> None:
         ("emit plan.json -o link.json --target torchrun", "-o"),
         ("report plan.json -o hard.json", "-o"),
         ("report plan.json telemetry.jsonl -o telemetry.jsonl", "-o"),
+        ("plan job.yaml -o job.yaml", "-o"),
+        ("plan job.yaml --telemetry telemetry.jsonl -o telemetry.jsonl", "-o"),
+        ("companion job.yaml -o job.yaml", "-o"),
+        ("fit base.json -o base.json", "-o"),
+        ("trace base.json --perfetto base.json", "--perfetto"),
+        ("balance base.json -o base.json", "-o"),
+        ("barrier base.json -o base.json", "-o"),
+        ("import base.json -o base.json", "-o"),
     ],
 )
 def test_commands_keep_their_inputs(
@@ -101,32 +109,9 @@ def test_commands_keep_their_inputs(
     os.symlink("plan.json", "link.json")
     before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
     failed = cli(*arguments.split(" "))
-    assert failed.code == 2
+    failed.refuses(" is written by --junit too" if "q" in arguments.split() else "is one of the inputs")
     assert failed.error_line.startswith(f"{option}: ")
     assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
-
-
-@pytest.mark.parametrize(
-    ("arguments", "option"),
-    [
-        (("plan", "a.yaml", "-o", "a.yaml"), "-o"),
-        (("plan", "a.yaml", "--telemetry", "t.jsonl", "-o", "t.jsonl"), "-o"),
-        (("fit", "p.csv", "-o", "p.csv"), "-o"),
-        (("trace", "g.json", "--perfetto", "g.json"), "--perfetto"),
-        (("balance", "p.csv", "-o", "p.csv"), "-o"),
-        (("barrier", "p.csv", "-o", "p.csv"), "-o"),
-        (("companion", "a.yaml", "-o", "a.yaml"), "-o"),
-        (("import", "p.csv", "-o", "p.csv"), "-o"),
-    ],
-)
-def test_no_command_overwrites_what_it_reads(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], option: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("a.yaml", "t.jsonl", "p.csv", "g.json"):
-        (tmp_path / name).write_text("kept")
-    cli(*arguments).refuses(f"{option}: ", "is one of the inputs")
-    assert {path.read_text() for path in tmp_path.iterdir()} == {"kept"}
 
 
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=20))

@@ -51,13 +51,8 @@ WORDS: dict[str, tuple[object, ...]] = {
 BESIDE: dict[str, tuple[object, ...]] = {"--patch": ("kept.db", "--lookup", "V100=4")}
 """Other words where an option has no part beside the usual ones."""
 CHECKED = (
-    "profile",
-    "network",
-    "profile watch",
-    "calibrate",
-    "simulate convert",
-    "simulate autoscale",
-    "simulate trials",
+    *("profile", "network", "profile watch", "calibrate", "simulate convert"),
+    *("simulate autoscale", "simulate trials"),
 )
 """Commands that measure or search for long: that they look at the place before they begin is tried, and no more."""
 FOLDERS = ("init", "demo", "show zoo")

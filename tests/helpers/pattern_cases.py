@@ -2,7 +2,7 @@
 
 A loss is a function of the model, the batch's tensors and ``say`` (the hook's ``loss``); a loop is one of a
 :class:`~tests.helpers.pattern_workers.Script`. What :func:`losses` and :func:`loops` put into the table with the ways ``LONG``
-is of classes that nobody looked at while the hook was made: forty updates in two epochs with a smaller last batch, under an
+is of classes that nobody looked at while the hook was made: twenty updates in two epochs with a smaller last batch, under an
 uneven plan and an even one.
 """
 
@@ -45,6 +45,7 @@ from tests.helpers.pattern_workers import (
     LENGTH,
     LIMIT,
     RIGHT,
+    STEPS,
     TOTAL,
     UNEVEN,
     USUAL,
@@ -150,14 +151,8 @@ def declared(name: str) -> Loop:
 PER_REPLICA = {"batch_norm_and_dropout", "tensor_in_attribute", "tensors_in_list", "loss_with_a_mean_not_told"}
 """What DDP computes otherwise than one process, with equal batches as well."""
 BY_PASSES = {
-    "plain",
-    "clipping",
-    "adamw",
-    "schedule_per_step",
-    "scaled_with_overflow",
-    "checkpointing",
-    "token_means",
-    "ema",
+    *("plain", "clipping", "adamw", "schedule_per_step", "scaled_with_overflow", "checkpointing"),
+    *("token_means", "ema"),
 }
 """What is tried in steps of several passes too."""
 REFUSED: dict[str, str | dict[str, str]] = {
@@ -949,7 +944,7 @@ FORMS = {
 losses(LIMIT, FORMS)
 NORMED = (nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
 losses(LIMIT, {"batch norm of the rank": usual}, model=lambda: copy.deepcopy(nn.Sequential(*NORMED)).double())
-WARM = after_steps(20, lambda o, say: say(o.mean()), lambda o, say: say(o.topk(max(len(o) // 2, 1))[0].mean()))
+WARM = after_steps(10, lambda o, say: say(o.mean()), lambda o, say: say(o.topk(max(len(o) // 2, 1))[0].mean()))
 loops(LIMIT, {"centre of the ranks own": made(centred(of_all=False)), "hardest after a warm up": WARM}, LONG)
 loops(
     RIGHT,
@@ -959,7 +954,7 @@ loops(
         "ppo with advantages of all ranks": made(ppo_of_all),
         "positives of all ranks": made(positives_of_all),
         "norm over all ranks": norm_over_all_ranks,
-        "hard ones after a warm up": after_steps(10, hard_ones(0.0), hard_ones(0.8)),
+        "hard ones after a warm up": after_steps(5, hard_ones(0.0), hard_ones(0.8)),
     },
     LONG,
 )
@@ -970,7 +965,7 @@ loops(
 
 def sentences() -> TensorDataset:
     """Rows of one to five words after a first one; 0 is padding."""
-    generator, rows = torch.Generator().manual_seed(5), 19 * TOTAL + 11
+    generator, rows = torch.Generator().manual_seed(5), STEPS * TOTAL + 11
     words = torch.randint(1, 7, (rows, LENGTH), generator=generator)
     lengths = torch.randint(2, LENGTH + 1, (rows, 1), generator=generator)
     return TensorDataset(torch.where(torch.arange(LENGTH) < lengths, words, 0))
@@ -1081,15 +1076,15 @@ def several_backward_passes(m: Any, x: Any, y: Any, say: Any) -> None:
 def weight_by_the_step(script: Script) -> Loss:
     steps = itertools.count()
     return lambda m, x, y, say: say(
-        (1 - (w := next(steps) / 40)) * ce(outputs := m(x), y) + w * outputs.square().mean()
+        (1 - (w := next(steps) / 20)) * ce(outputs := m(x), y) + w * outputs.square().mean()
     )
 
 
 for made_of, forms in (
     (sentences, {"next words": next_words, "masked words": masked_words}),
-    (lambda: training_patterns.data(torch.float64, 19 * TOTAL + 3), {"tail of three": usual}),
+    (lambda: training_patterns.data(torch.float64, STEPS * TOTAL + 3), {"tail of three": usual}),
     (
-        lambda: training_patterns.data(torch.float64, 19 * TOTAL + 2),
+        lambda: training_patterns.data(torch.float64, STEPS * TOTAL + 2),
         {"tail of two counted": lambda m, x, y, say: say(ce(m(x), y), count=len(x))},
     ),
 ):

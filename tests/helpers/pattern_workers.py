@@ -37,6 +37,8 @@ from tests.helpers.runtime_workers import enforcement
 
 WIDTH, CLASSES, LENGTH = training_patterns.FEATURES, training_patterns.CLASSES, training_patterns.LENGTH
 TOTAL, AGENT_TOTAL = 32, 33
+STEPS = 9
+"""Whole steps of an epoch of the long ways; a smaller one comes after them."""
 HOOK, BALANCE, AGENT, IN_PASSES = "hook", "balance", "agent", "agent in passes"
 UNEVEN, EVEN = "hook, uneven", "hook, even"
 SIZES = {EVEN: (16, 16)}
@@ -109,8 +111,8 @@ class Script:
         return loss / count if reduction == "sum" and count is not None else loss
 
     def data(self, tail: int = 11) -> TensorDataset:
-        """Samples for two steps and a smaller one; or for nineteen and ``tail``."""
-        return training_patterns.data(torch.float64, 19 * TOTAL + tail if self.is_long else 2 * TOTAL + 8)
+        """Samples for two steps and a smaller one; or for ``STEPS`` and ``tail``."""
+        return training_patterns.data(torch.float64, STEPS * TOTAL + tail if self.is_long else 2 * TOTAL + 8)
 
     def quiet(self, wrapped: Any, *, last: bool) -> Any:
         """Return DDP's ``no_sync`` for all passes of a step but the last."""

@@ -435,12 +435,9 @@ def test_every_option_is_known(page: Path) -> None:
 
 def test_the_checks_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in (
-        "ddltool plan job.yaml --stratgy est",
-        "ddltool plna job.yaml",
-        "torchrun --nprocs 2 examples/train_plain.py",
-        "python benchmarks/table1.py --no-such",
-        "for x in a; do ddltool show zoo --jsn; done",
-        "ddltool show zoo && ddltool show zoo --jsn",
+        *("ddltool plan job.yaml --stratgy est", "ddltool plna job.yaml"),
+        *("torchrun --nprocs 2 examples/train_plain.py", "python benchmarks/table1.py --no-such"),
+        *("for x in a; do ddltool show zoo --jsn; done", "ddltool show zoo && ddltool show zoo --jsn"),
     ):
         with pytest.raises((Exception, SystemExit)):
             check_options(wrong)

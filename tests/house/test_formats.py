@@ -109,13 +109,7 @@ def test_the_list_of_kinds(cli: Cli) -> None:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
     monkeypatch.chdir(tmp_path)
     for name in (
-        "graph.json",
-        "plan.json",
-        "goodput.json",
-        "profile.csv",
-        "telemetry.jsonl",
-        "times.csv",
-        "run-plan.json",
+        *("graph.json", "plan.json", "goodput.json", "profile.csv", "telemetry.jsonl", "times.csv", "run-plan.json"),
     ):
         put(name)
     capsys.readouterr()

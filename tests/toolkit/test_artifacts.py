@@ -4,8 +4,10 @@ Files that nobody would make by accident: each ends with one line, in bounded ti
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -25,7 +27,6 @@ from ddltool.artifacts import (
     check_writable,
     load,
     opened,
-    parse,
     read_document,
     read_lines,
     read_text,
@@ -42,7 +43,7 @@ from ddltool.goodput_model import Goodput, ThroughputParams
 from ddltool.job import Cluster, Constraints, DeviceOffer, Job, NodeDevices, NodeGroup, is_code, read_job
 from ddltool.plans import Assignment, Enforcement, ParameterRecord, Plan, RankEnforcement
 from ddltool.profiles import read_profile, write_profile
-from tests.conftest import Cli
+from tests.conftest import Cli, write
 
 JOB = "kind: ddltool.job\nname: j\nmax_workers: 4\ndevices:\n  - {type: V100, count: 2, capability_per_s: 3}\n"
 
@@ -84,17 +85,6 @@ def test_missing_binary_and_truncated_files(tmp_path: Path) -> None:
         (("kind: ddltool.job", "kind: ddltool.plan"), "kind: is 'ddltool.plan'; expected 'ddltool.job'"),
         (("name: j", "schema_version: 2\nname: j"), "schema_version: is 2; this ddltool reads version 1"),
         (("name: j", "schema_version: true\nname: j"), "schema_version: is True"),
-        (("count: 2", "count: -2"), r"devices\[0\].count: is -2; give a number of at least 0"),
-        (("count: 2", "count: two"), r"devices\[0\].count: is 'two'; give a whole number"),
-        (
-            ("capability_per_s: 3", "capability_per_s: 0"),
-            r"devices\[0\].capability_per_s: is 0; give a number above 0 \(at least 1e-12\)",
-        ),
-        (
-            ("capability_per_s: 3", "capability_per_s: .nan"),
-            r"devices\[0\].capability_per_s: is nan; give a finite number",
-        ),
-        (("max_workers: 4", "max_workers: 0"), r"max_workers: is 0; give a number of at least 1"),
         (("max_workers: 4\n", ""), "max_workers: is missing; it is required"),
         (("max_workers", "max_worker"), "max_worker: unknown field 'max_worker'; did you mean \"max_workers\""),
         (("count: 2", "cuont: 2"), r"devices\[0\].cuont: unknown field 'cuont'; did you mean \"count\""),
@@ -113,15 +103,16 @@ def test_refused_jobs(tmp_path: Path, change: tuple[str, str], message: str) -> 
 
 
 def test_a_cluster_gives_the_counts(tmp_path: Path) -> None:
-    nodes = "nodes:\n  - {name: a, count: 3, devices: {type: V100, count: 8}}\n  - {name: b, devices: {type: T4}}\n"
-    (tmp_path / "cluster.yaml").write_text(nodes)
+    first = "- {name: a, count: 3, devices: {type: V100, count: 8}}"
+    nodes = ("nodes:", first, "- {name: b, devices: {type: T4}}", "- {name: c, devices: {type: V100}}")
+    write(tmp_path / "cluster.yaml", *nodes)
     (tmp_path / "job.yaml").write_text(
         "name: j\nmax_workers: 4\ncluster: cluster.yaml\ndevices:\n  - {type: V100, capability_per_s: 3}\n"
     )
     job = read_job(tmp_path / "job.yaml")
-    assert [(offer.type, offer.count) for offer in job.devices] == [("V100", 24)]
+    assert [(offer.type, offer.count) for offer in job.devices] == [("V100", 25)]
     (tmp_path / "job.yaml").write_text("name: j\nmax_workers: 4\ncluster: cluster.yaml\n")
-    assert [(offer.type, offer.count) for offer in read_job(tmp_path / "job.yaml").devices] == [("V100", 24), ("T4", 1)]
+    assert [(offer.type, offer.count) for offer in read_job(tmp_path / "job.yaml").devices] == [("V100", 25), ("T4", 1)]
     (tmp_path / "job.yaml").write_text("name: j\nmax_workers: 4\ncluster: cluster.yaml\ndevices: [{type: A100}]\n")
     with pytest.raises(InputError, match="'A100' is not in cluster.yaml; types there: T4, V100"):
         read_job(tmp_path / "job.yaml")
@@ -254,7 +245,7 @@ def test_a_device_may_be_called_na(tmp_path: Path) -> None:
 
 
 @given(profiles())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_profiles_round_trip_through_csv(tmp_path_factory: pytest.TempPathFactory, frame: pd.DataFrame) -> None:
     folder = tmp_path_factory.mktemp("csv")
     for name in ("p.csv", "p.csv.gz"):
@@ -264,7 +255,6 @@ def test_profiles_round_trip_through_csv(tmp_path_factory: pytest.TempPathFactor
 
 
 @given(jobs | plans | enforcements() | clusters | goodputs)
-@settings(max_examples=100, deadline=None)
 def test_round_trip(
     tmp_path_factory: pytest.TempPathFactory, artifact: Job | Plan | Enforcement | Cluster | Goodput
 ) -> None:
@@ -287,14 +277,6 @@ def test_nan_is_never_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Out of range float values"):
         save({"x": float("nan")}, tmp_path / "x.json")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_enforcement_adds_up() -> None:
-    ranks = [RankEnforcement(rank=0, device_type="V100", ests=1, local_batch_size=3)]
-    with pytest.raises(ValueError, match="total_batch_size is 4 but the ranks' batches add up to 3"):
-        Enforcement(job="j", strategy="est", world_size=1, total_batch_size=4, ranks=ranks)
-    with pytest.raises(ValueError, match="ranks must be 0 to 1 in order"):
-        Enforcement(job="j", strategy="est", world_size=2, total_batch_size=3, ranks=ranks)
 
 
 def test_unwritable_places(tmp_path: Path) -> None:
@@ -358,18 +340,6 @@ def test_every_kind_has_a_schema() -> None:
         schema_of("plann")
 
 
-def test_cluster_counts() -> None:
-    cluster = Cluster.model_validate(
-        {
-            "nodes": [
-                {"name": "a", "count": 2, "devices": {"type": "T4", "count": 4}},
-                {"name": "b", "devices": {"type": "T4"}},
-            ]
-        }
-    )
-    assert cluster.device_counts() == {"T4": 9}
-
-
 def test_suggestions() -> None:
     assert did_you_mean("xyz", ["b", "a"]) == "known: a, b"
 
@@ -387,15 +357,6 @@ def test_a_key_that_stands_twice_is_refused(tmp_path: Path, name: str, text: str
     with pytest.raises(InputError) as caught:
         read_document(tmp_path / name)
     assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(("field", "value"), [("count", True), ("count", "4"), ("count", 4.0), ("memory_gib", True)])
-def test_a_number_is_a_number(field: str, value: object) -> None:
-    document = {"name": "a", "max_workers": 1, "devices": [{"type": "T4", field: value}]}
-    with pytest.raises(InputError, match=rf"devices\[0\]\.{field}: is .*; give a (whole )?number$"):
-        parse(document, Job, "job")
-    whole = {"name": "a", "max_workers": 1, "devices": [{"type": "T4", "count": 1, "memory_gib": 16}]}
-    assert parse(whole, Job, "job").devices[0].memory_gib == 16
 
 
 def test_a_column_that_stands_twice_is_refused(tmp_path: Path) -> None:
@@ -454,14 +415,18 @@ def test_an_integer_beyond_64_bits_names_its_field(tmp_path: Path, name: str) ->
         ("a: =", "line 1 column 4: is not valid YAML (the tag !!value does not go here)"),
     ],
 )
-@pytest.mark.parametrize("command", ["plan", "simulate advise", "devices --devices-file", "plan-cluster"])
-def test_yaml_that_is_no_plain_value(tmp_path: Path, cli: Cli, command: str, text: str, problem: str) -> None:
+def test_yaml_that_is_no_plain_value(tmp_path: Path, text: str, problem: str) -> None:
     (tmp_path / "a.yaml").write_text(text, encoding="utf-8")
-    (tmp_path / "job.yaml").write_text("name: a\nmax_workers: 1\ncluster: a.yaml\n", encoding="utf-8")
-    words = ["plan"] if command == "plan-cluster" else command.split()
-    cli(*words, tmp_path / ("job.yaml" if command == "plan-cluster" else "a.yaml")).refuses(
-        f"a.yaml:{problem}"[:40], problem[-30:]
-    )
+    with pytest.raises(InputError, match=f"^{re.escape(f'{tmp_path}/a.yaml:{problem}')}"):
+        read_document(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate advise", "devices --devices-file", "plan job.yaml"])
+def test_commands_that_read_yaml_say_where_it_is_wrong(tmp_path: Path, cli: Cli, command: str) -> None:
+    write(tmp_path / "a.yaml", "a: =")
+    write(tmp_path / "job.yaml", "name: a\nmax_workers: 1\ncluster: a.yaml\n")
+    with contextlib.chdir(tmp_path):
+        cli(*command.split(), *([] if "job.yaml" in command else ["a.yaml"])).refuses("a.yaml:line 1 column 4: is not")
 
 
 def test_a_date_is_a_text(tmp_path: Path) -> None:

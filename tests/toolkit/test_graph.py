@@ -109,14 +109,13 @@ def graphs(draw: st.DrawFn) -> Graph:
 
 
 @given(graphs())
-@settings(max_examples=150, deadline=None)
 def test_round_trip_through_json(graph: Graph) -> None:
     text = json.dumps(to_document(graph), allow_nan=False)
     assert from_document(json.loads(text)) == graph
 
 
 @given(graphs())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_round_trip_through_files(tmp_path_factory: pytest.TempPathFactory, graph: Graph) -> None:
     folder = tmp_path_factory.mktemp("g")
     for name in ("g.json", "g.json.gz"):
@@ -125,7 +124,6 @@ def test_round_trip_through_files(tmp_path_factory: pytest.TempPathFactory, grap
 
 
 @given(graphs())
-@settings(max_examples=100, deadline=None)
 def test_topological_order_and_successors(graph: Graph) -> None:
     order = graph.topological_order()
     place = {int(op): position for position, op in enumerate(order)}

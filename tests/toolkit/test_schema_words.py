@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,7 +9,6 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ddltool.errors import InputError, naming
-from ddltool.graph import from_document
 from ddltool.schema_words import in_words
 from ddltool.tables import read_table
 from tests.conftest import Cli
@@ -75,35 +73,6 @@ def test_long_values_are_shortened() -> None:
     assert len(problem) < 100
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        (
-            "job.yaml",
-            "name: j\nmax_workers: 0\ndevices: [{type: a}]",
-            ":max_workers: is 0; give a number of at least 1",
-        ),
-        ("job.yaml", "name: j\nmax_workers: 1\ndevices: {}", ":devices: is a mapping; give a list"),
-        ("job.yaml", "name: j\nmax_workers: a\ndevices: 3", "give a whole number (and 1 more)"),
-    ],
-)
-def test_a_job_is_refused_in_these_words(tmp_path: Path, cli: Cli, name: str, text: str, message: str) -> None:
-    (tmp_path / name).write_text(text)
-    line = cli("plan", tmp_path / name).error_line
-    assert message in line
-    assert "Input should" not in line
-
-
-@pytest.mark.parametrize("command", [("report",), ("gate", "--metrics"), ("companion", "plans.db", "--measured")])
-def test_rows_of_telemetry_are_refused_in_these_words(tmp_path: Path, cli: Cli, command: tuple[str, ...]) -> None:
-    path = tmp_path / "telemetry.jsonl"
-    row = {"kind": "ddltool.telemetry", "step": 0, "rank": 0, "compute_s": "slow", "step_s": 1.0}
-    path.write_text(json.dumps(row) + "\n")
-    line = cli(*command, path).error_line
-    assert "Input should" not in line
-    assert "Field required" not in line
-
-
 # Tables
 
 
@@ -132,33 +101,6 @@ def test_what_is_no_table(tmp_path: Path, cli: Cli, command: str, text: str, pro
 def test_a_good_table_is_read(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text('a,b\n1,"x, y"\n\n2,z\n')
     assert read_table(tmp_path / "t.csv").values.tolist() == [[1, "x, y"], [2, "z"]]
-
-
-# Graphs
-
-
-def graph(**last: float) -> dict[str, Any]:
-    ops = [{"name": name, "kind": "compute", "resource": "compute:0", "duration_s": 1.0, "inputs": []} for name in "ab"]
-    ops[1].update(last)
-    return {"kind": "ddltool.graph", "schema_version": 1, "name": "g", "mode": "inference", "ops": ops}
-
-
-@pytest.mark.parametrize("field", ["duration_s", "flops", "size_bytes"])
-@pytest.mark.parametrize("command", [("report", "-o", "r.html"), ("trace",), ("gate", "--metrics")])
-def test_a_number_beyond_all_names_its_field(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli, field: str, command: tuple[str, ...]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("g.json").write_text(json.dumps(graph(**{field: 1e308})))
-    result = cli(command[0], "g.json", *command[1:])
-    assert result.code == 2
-    assert result.error_line.startswith(f"g.json:ops[1].{field}: is 1e+308; give a number of at most 1e+")
-
-
-def test_times_that_are_not_estimated_are_not_summed() -> None:
-    document = graph()
-    document["ops"][0]["duration_s"] = None
-    assert not from_document(document).timed
 
 
 # Files

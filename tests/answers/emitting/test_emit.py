@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ddltool import runtime
@@ -126,7 +126,6 @@ def options(words: list[str]) -> dict[str, str]:
 
 
 @given(st.text(max_size=90), st.text(max_size=90))
-@settings(max_examples=200, deadline=None)
 def test_any_job_name_becomes_a_label_and_two_stay_two(one: str, other: str) -> None:
     for text in (one, other):
         assert re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", cluster_name(text))
@@ -169,7 +168,6 @@ def test_the_hash_is_that_of_the_canonical_json(tmp_path: Path) -> None:
     st.lists(st.tuples(st.sampled_from("ABC"), st.integers(1, 20), st.integers(1, 9)), min_size=1, max_size=6),
     st.one_of(st.none(), st.integers(1, 9)),
 )
-@settings(max_examples=150, deadline=None)
 def test_every_rank_gets_a_process_on_a_node_of_its_type(
     rows: list[tuple[str, int, int]], per_node: int | None
 ) -> None:

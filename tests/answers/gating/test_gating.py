@@ -84,7 +84,7 @@ def test_a_slowdown_of_all_configurations_is_seen_where_each_alone_is_not() -> N
     assert together >= 90 > 60 > alone
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.floats(0.5, 2.0), min_size=3, max_size=12),
     st.lists(st.floats(0.5, 2.0), min_size=3, max_size=12),
@@ -347,7 +347,6 @@ def own(**figures: Any) -> dict[str, Any]:
     return {"kind": "ddltool.figures", "figures": figures}
 
 
-@settings(max_examples=200)
 @given(
     st.sampled_from(["increase", "decrease", "change"]),
     st.floats(0.1, 1e6),

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ddltool.analyzers.answers.reporting.charts import COLOURS, INK, KINDS, SERIES, Slots, drawn, spec
@@ -136,7 +136,6 @@ spans = st.lists(st.tuples(st.floats(0, 1), st.floats(0, 0.2)), max_size=40)
 
 
 @given(spans)
-@settings(deadline=None)
 def test_merged_spans_cover_what_was_there_and_little_more(items: list[tuple[float, float]]) -> None:
     given_ = [Span(low, low + width, "recv") for low, width in items]
     found = merged(given_, 1.2)

@@ -49,7 +49,6 @@ class Listing:
 
 
 @given(st.integers(0, 10**6), st.integers(2, 5), st.floats(0, 0.2))
-@settings(max_examples=60, deadline=None)
 def test_every_decision_is_the_listings(seed: int, workers: int, noise: float) -> None:
     chance = np.random.default_rng(seed)
     start = chance.integers(2, 60, workers).tolist()
@@ -86,7 +85,7 @@ def test_the_papers_four_gpus(delay: int, seed: int) -> None:
 
 
 @given(st.integers(0, 10**6), st.integers(2, 6), st.integers(0, 2))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_it_gets_close_to_the_exact_optimum(seed: int, workers: int, delay: int) -> None:
     """Without noise, on linear devices: within a few samples of the optimum, and never above a limit or below one."""
     chance = np.random.default_rng(seed)
@@ -182,7 +181,6 @@ def test_speeds_become_sizes_in_proportion() -> None:
 
 
 @given(st.integers(0, 10**6), st.integers(1, 8), st.sampled_from(["last", "ema"]))
-@settings(max_examples=80, deadline=None)
 def test_the_total_is_kept_and_nobody_short_of_memory_grows(seed: int, workers: int, predictor: str) -> None:
     chance = np.random.default_rng(seed)
     start = chance.integers(1, 40, workers)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.synthetic import cpu_cluster, gpu_clock, gpu_curves, jitter, least_longest
@@ -191,7 +191,6 @@ def test_replay_and_its_bounds() -> None:
 
 
 @given(st.integers(0, 10_000), st.integers(1, 5), st.integers(2, 30))
-@settings(max_examples=60, deadline=None)
 def test_the_clock_inverts_itself(seed: int, workers: int, rows: int) -> None:
     chance = np.random.default_rng(seed)
     clock = Clock(chance.uniform(0.1, 5, (rows, workers)), chance.uniform(0.5, 2, rows))
@@ -505,7 +504,6 @@ NOTHING = np.zeros(2)
     st.integers(1, 9),
     st.integers(0, 100),
 )
-@settings(max_examples=200, deadline=None)
 def test_shares_are_cut_off_below_at_the_least(workers: list[tuple[float, int]], least: int, extra: int) -> None:
     """Against the factor that bisection finds."""
     speeds = np.array([speed for speed, _ in workers])
@@ -538,7 +536,6 @@ def test_sizes_below_the_least_have_no_solution() -> None:
 
 
 @given(st.integers(0, 10**6), st.sampled_from(["speeds", "trial"]))
-@settings(max_examples=60, deadline=None)
 def test_both_ways_keep_the_least_and_the_total(seed: int, way: str) -> None:
     chance = np.random.default_rng(seed)
     workers, least = int(chance.integers(2, 5)), int(chance.integers(1, 5))

@@ -41,7 +41,6 @@ def shares(draw: st.DrawFn) -> tuple[list[float], int, list[int] | None, int]:
 
 
 @given(shares())
-@settings(max_examples=200, deadline=None)
 def test_proportional_sizes_keep_total_bounds_and_quota(
     case: tuple[list[float], int, list[int] | None, int],
 ) -> None:
@@ -323,7 +322,6 @@ GROWS = st.lists(st.integers(0, 4), min_size=9, max_size=9)
 
 @pytest.mark.parametrize("name", NAMES)
 @given(STEPS, GROWS, st.integers(1, 108), st.integers(0, 30))
-@settings(max_examples=60, deadline=None)
 def test_shortest_then_most_workers_then_soonest(
     name: str, steps: list[list[int]], grows: list[int], wanted: int, floor: int
 ) -> None:
@@ -346,7 +344,7 @@ def test_shortest_then_most_workers_then_soonest(
     st.integers(1, 72),
     st.integers(0, 30),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_devices_of_types_on_plateaus(
     name: str, shapes: list[tuple[int, int, int, int]], grows: list[int], wanted: int, floor: int
 ) -> None:

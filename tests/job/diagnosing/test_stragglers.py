@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import bench_stragglers
@@ -219,7 +219,6 @@ def test_a_long_first_step_does_not_hide_what_batches_would_win() -> None:
     more=st.floats(0.5, 3.0),
     kind=st.sampled_from(["level", "heat", "clean"]),
 )
-@settings(max_examples=60)
 def test_heat_is_told_from_a_level_and_nobody_from_both(
     seed: int, rank: int, steps: int, more: float, kind: str
 ) -> None:

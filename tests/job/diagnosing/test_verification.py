@@ -175,25 +175,6 @@ def test_bad_options(plan_file: Path, tmp_path: Path, cli: Cli, options: list[st
     assert failed.error_line.startswith(message)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"compute_s": float("nan")}, "line 5:compute_s: is nan"),
-        ({"sync_s": -1.0}, "line 5:sync_s: is -1"),
-        ({"batch": "many"}, "line 5:batch: is many"),
-        ({"rank": 7}, "line 5:rank: is 7; below the number of processes"),
-        ({"step": 1e300}, "line 5:step: is 1e\\+300"),
-    ],
-)
-def test_bad_rows_are_named(change: dict[str, Any], message: str) -> None:
-    made = rows({"fast": 24, "slow": 8}, {"fast": 0.1, "slow": 0.1})
-    made[4] |= change
-    with pytest.raises(InputError, match=message):
-        read_run(pd.DataFrame(made), "t")
-    with pytest.raises(InputError, match="has no column 'wait_s'"):
-        read_run(pd.DataFrame(made).drop(columns="wait_s"), "t")
-
-
 def test_plan_auto_on_the_command_line(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "job.yaml").write_text(JOB, encoding="utf-8")
     told = write_lines(tmp_path / "t.jsonl", rows({"fast": 24, "slow": 8}, {"fast": 0.1, "slow": 0.2}))
@@ -303,16 +284,12 @@ IMPOSSIBLE = [
     ({"step_s": 0.0}, "line 5:step_s: is 0; a step takes at least 1 ns"),
     ({"compute_s": 5e-324}, "line 5:compute_s: is 5e-324; a step takes at least 1 ns"),
     ({"batch": 1e-320}, "line 5:batch: is "),
-    ({"compute_s": 1e308, "step_s": 1e308}, "line 5:compute_s: is 1e+308; a number from 0 to 1000000000"),
     ({"wait_s": 2e9}, "line 5:wait_s: is 2000000000; a number from 0 to 1000000000"),
     ({"rank": 2}, "line 5:rank: is 2; below the number of processes"),
     ({"num_nodes": 3}, "line 5:num_nodes: is 3; at most the number of processes"),
     ({"step": 1}, "line 5:step: is 1; the steps of a rank rise within a run"),
     ({"batch": 33}, "line 5:batch: is 33; at most total_batch, that of all ranks"),
     ({"batch": 23}, "line 5:total_batch: is 32; the samples of all ranks in the step"),
-    ({"step_s": "0.5"}, "line 5:step_s: is '0.5'; a number from 0 to 1000000000"),
-    ({"rank": False}, "line 5:rank: is False; a whole number from 0"),
-    ({"device": ""}, "line 5:device: is ''; give a text"),
     ({"device": None}, "line 5:device: is empty; give a text"),
 ]
 
@@ -347,16 +324,6 @@ def test_a_run_that_never_trained(plan_file: Path, tmp_path: Path, cli: Cli, com
         "report": ["report", told, "-o", tmp_path / "page.html"],
     }
     cli(*words[command]).refuses("holds no step with samples")
-
-
-def test_an_absurd_plan_is_refused(plan_file: Path, tmp_path: Path, cli: Cli) -> None:
-    document = json.loads(plan_file.read_text(encoding="utf-8"))
-    document["assignments"][0]["compute_s"] = 1e308
-    plan_file.write_text(json.dumps(document), encoding="utf-8")
-    told = write_lines(tmp_path / "t.jsonl", rows({"fast": 24, "slow": 8}, {"fast": 0.1, "slow": 0.1}))
-    cli("verify", plan_file, told).refuses(
-        "plan.json:assignments[0].compute_s: is 1e+308; give a number of at most 1e+12"
-    )
 
 
 @pytest.mark.parametrize(

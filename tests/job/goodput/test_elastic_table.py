@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ddltool.analyzers.job.goodput import lr_rules
@@ -46,7 +46,6 @@ def some_batches_exist(total: int, world: int, allowed: ElasticLimits) -> bool:
     return False
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 6), limits)
 def test_a_split_is_within_the_limits_or_none_exists(total: int, world: int, allowed: ElasticLimits) -> None:
     split, reason = find_split(total, world, allowed)
@@ -115,7 +114,6 @@ def test_total_256_on_1_to_16() -> None:
     assert (rows[6].local_batch_sizes, rows[6].ranks_with_one_more) == ([[37], [36]], 4)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 6), limits)
 def test_nearest_totals(total: int, world: int, allowed: ElasticLimits) -> None:
     (row,) = elastic_table(total, [world], allowed)

@@ -235,7 +235,7 @@ TRUE = ThroughputParams(
 
 
 @given(params, st.integers(0, 100))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_the_gradient_equals_finite_differences(p: ThroughputParams, seed: int) -> None:
     problem = FitProblem(observed(p, GRID, error=0.3, seed=seed), slope_spread=1.0)
     problem.prior_weight = 0.3

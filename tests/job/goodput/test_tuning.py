@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ddltool.analyzers.job.goodput.throughput import ThroughputParams, goodput_per_s, overlapped, sync_time_s
@@ -95,7 +95,6 @@ def rounded_up(replicas: int, allowed: BatchLimits) -> int:
     return 0
 
 
-@settings(max_examples=150, deadline=None)
 @given(params, limits(), noise_scales, st.integers(1, 4))
 @example(SWINGS, BatchLimits(initial_batch_size=1, max_batch_size=10**4, max_local_batch_size=50), math.exp(7), 2)
 @example(SWINGS, BatchLimits(initial_batch_size=128, max_batch_size=128, max_local_batch_size=64), 500.0, 2)
@@ -182,7 +181,6 @@ def test_questions_that_cannot_be_answered() -> None:
             tune(CLUSTER, 1, 1, LIMITS, noise_scale=noise)
 
 
-@settings(max_examples=60, deadline=None)
 @given(params, spread(1, 1e5), st.integers(1, 8), st.floats(0, 1))
 def test_frontier(p: ThroughputParams, noise: float, per_node: int, threshold: float) -> None:
     found = frontier(p, 24, LIMITS, noise_scale=noise, replicas_per_node=per_node, threshold=threshold)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ddltool.analyzers.answers.emitting.enforcement import to_enforcement
@@ -633,7 +633,6 @@ def test_the_smallest_step_without_a_solver() -> None:
 
 
 @given(seed=st.integers(0, 10**9))
-@settings(max_examples=250, deadline=None)
 def test_the_named_requirements_are_a_minimal_conflict(seed: int) -> None:
     random = Random(seed)
     case = limited_problem(random)

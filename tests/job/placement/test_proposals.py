@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ddltool.analyzers.job.placement.problem import DeviceType, Problem
@@ -39,7 +39,6 @@ def dealt(capability: dict[str, float], held: dict[str, int], workers: int) -> f
 
 
 @given(data=st.data(), types=st.integers(1, 4), workers=st.integers(1, 40))
-@settings(max_examples=300, deadline=None)
 def test_the_best_throughput_equals_dealing(data: st.DataObject, types: int, workers: int) -> None:
     capability = {f"t{place}": data.draw(rates) for place in range(types)}
     held = {name: data.draw(st.integers(0, 6)) for name in capability}
@@ -47,7 +46,6 @@ def test_the_best_throughput_equals_dealing(data: st.DataObject, types: int, wor
 
 
 @given(data=st.data(), types=st.integers(1, 4), workers=st.integers(1, 60))
-@settings(max_examples=200, deadline=None)
 def test_table_bisection_and_closed_form_agree(data: st.DataObject, types: int, workers: int) -> None:
     capabilities = tuple(Fraction(repr(data.draw(rates))) for _ in range(types))
     table = step_table(capabilities, workers)
@@ -91,7 +89,6 @@ def test_limits_on_a_device() -> None:
 
 
 @given(data=st.data(), workers=st.integers(1, 24), homogeneous=st.booleans())
-@settings(max_examples=150, deadline=None)
 def test_proposals_are_all_that_help_best_first(data: st.DataObject, workers: int, homogeneous: bool) -> None:
     counts = st.integers(0, 4)
     held = {name: data.draw(counts) for name in CAPABILITY}

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -34,7 +34,6 @@ def composition(chance: np.random.Generator, total: int, parts: int) -> list[int
 @given(
     st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 7), st.integers(0, 200), st.integers(0, 30), st.booleans()
 )
-@settings(max_examples=200, deadline=None)
 def test_every_sample_comes_once_and_no_rank_gets_less_than_the_least_in_any_step(
     seed: int, ranks: int, least: int, samples: int, extra: int, shuffle: bool
 ) -> None:
@@ -85,7 +84,6 @@ def at_least(chance: np.random.Generator, total: int, parts: int, least: int) ->
 
 
 @given(st.integers(0, 10**6))
-@settings(max_examples=250, deadline=None)
 def test_it_goes_on_after_the_last_step_done_with_another_least_on_another_number_of_ranks(seed: int) -> None:
     """All that is left comes once, the new least in each step, or it is refused where too little is left."""
     chance = np.random.default_rng(seed)
@@ -183,7 +181,6 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 @given(st.integers(0, 10**6), st.integers(1, 8))
-@settings(max_examples=60, deadline=None)
 def test_after_the_moves_all_partitions_are_traversed_equally_often(seed: int, ranks: int) -> None:
     chance = np.random.default_rng(seed)
     sizes = chance.integers(1, 50, ranks)

@@ -35,7 +35,7 @@ def plain(workers: int, steps: int = 3, order: int = 1) -> list[str]:
 
 
 @given(counts=COUNTS, early=st.booleans())
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_any_placement_has_the_bits_of_the_plain_sum(counts: tuple[int, ...], early: bool) -> None:
     expected = plain(sum(counts))
     for found, _ in on(len(counts), chained, counts, early):

@@ -88,7 +88,7 @@ def feeds() -> Iterator[dict[int, SampleFeed]]:
 
 
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_a_batch_depends_on_its_task_alone(feeds: dict[int, SampleFeed], data: st.DataObject) -> None:
     tasks = order_of(data)
     single = feeds[0]

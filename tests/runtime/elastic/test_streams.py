@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -31,7 +31,6 @@ TURN = st.tuples(st.integers(0, 2), st.lists(st.sampled_from(list(DRAWS)), max_s
 
 
 @given(turns=st.lists(TURN, max_size=12), aside=st.booleans())
-@settings(max_examples=150, deadline=None)
 def test_a_worker_draws_what_it_would_draw_alone(turns: list[tuple[int, list[str]]], aside: bool) -> None:
     """The oracle seeds the global generators and runs one worker's turns on end."""
     expected = {}

@@ -171,26 +171,6 @@ def test_parameters_that_fit_in_other_wrappings() -> None:
         check_parameters("enforce.json", records[:1], model.double())
 
 
-@pytest.mark.parametrize(
-    ("document", "message"),
-    [
-        ({"schema_version": 2}, "enforce.json:schema_version: is 2; this ddltool reads version 1"),
-        ({"kind": "ddltool.plan"}, "enforce.json:kind: is 'ddltool.plan'; expected 'ddltool.enforcement'"),
-        (
-            {"total_batch_size": 17},
-            "enforce.json: total_batch_size is 17 but the ranks' batches add up to 16",
-        ),
-    ],
-)
-def test_documents_of_another_kind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, document: dict[str, Any], message: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    save(enforcement([16]).model_dump() | document, "enforce.json")
-    with pytest.raises(InputError, match=f"^{re.escape(message)}"):
-        attach_alone("enforce.json")
-
-
 def test_a_config_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"absent\.json: no such file; give the path of an existing file"):
         attach_alone(str(tmp_path / "absent.json"))

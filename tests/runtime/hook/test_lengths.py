@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ddltool.artifacts import save
@@ -35,7 +35,6 @@ def samplers(
 
 
 @given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 3), st.integers(0, 60), st.booleans())
-@settings(max_examples=60, deadline=None)
 def test_steps_have_the_samples_that_they_have_without_lengths(
     seed: int, ranks: int, passes: int, extra: int, is_padded: bool
 ) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -86,7 +86,6 @@ def test_ring_costs_are_the_textbook_ones() -> None:
 
 
 @given(programs(), st.sampled_from([0.25, 0.5, 1.0, 3.0, 25.0]))
-@settings(max_examples=60, deadline=None)
 def test_buckets_under_a_cap_are_torchs(program: Program, cap: float) -> None:
     tensors = [torch.empty(int(size) // 4, device="meta") for size in program.size_bytes]
     for limits, cuts in (
@@ -102,7 +101,6 @@ def test_the_default_is_torchs() -> None:
 
 
 @given(programs())
-@settings(max_examples=150, deadline=None)
 def test_best_cuts_equal_enumeration(program: Program) -> None:
     count = len(program.parameters)
     every = ([*inner, count] for size in range(count) for inner in itertools.combinations(range(1, count), size))
@@ -115,7 +113,6 @@ def test_best_cuts_equal_enumeration(program: Program) -> None:
 
 
 @given(programs())
-@settings(max_examples=60, deadline=None)
 def test_the_list_of_caps_makes_exactly_these_buckets(program: Program) -> None:
     """What is emitted as bucket_cap_mb_list, turned to bytes as DDP does, gives the planned buckets in torch."""
     best = plan_ddp(program, GROUP).best
@@ -220,7 +217,6 @@ units_strategy = st.lists(
 
 
 @given(units_strategy, st.integers(1, 4), st.integers(1, 4), st.booleans(), st.sampled_from([GROUP, NEAR]))
-@settings(max_examples=150, deadline=None)
 def test_fsdp_equals_a_second_timeline(units: list[Unit], ahead: int, back: int, reshard: bool, near: Group) -> None:
     root, blocks = (
         units[0],
@@ -308,7 +304,6 @@ def test_a_step_without_any_time_gains_nothing() -> None:
 
 
 @given(programs())
-@settings(max_examples=60, deadline=None)
 def test_no_single_cap_is_better(program: Program) -> None:
     """Every cap that any set of neighbouring gradients adds up to, and anything between."""
     sizes = program.size_bytes

@@ -185,7 +185,6 @@ def fabrics(draw: st.DrawFn) -> Fabric:
 
 
 @given(fabrics(), st.integers(2, 300), st.floats(0, 34))
-@settings(max_examples=200, deadline=None)
 def test_more_bytes_and_more_replicas_take_no_less(fabric: Fabric, replicas: int, octave: float) -> None:
     size = 2.0**octave
     group = fabric.over(replicas)
@@ -202,7 +201,7 @@ def test_more_bytes_and_more_replicas_take_no_less(fabric: Fabric, replicas: int
 
 
 @given(fabrics(), st.integers(2, 300))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_arrays_are_as_single_sizes(fabric: Fabric, replicas: int) -> None:
     group, sizes = fabric.over(replicas), np.array([0.0, 8.0, 3e3, 7e6, 4e9])
     assert group.all_reduce_s(sizes).tolist() == [group.all_reduce_s(float(size)) for size in sizes]
@@ -348,9 +347,7 @@ def test_placement_weighs_nodes_by_their_links(cli: Cli, tmp_path: Path) -> None
     assert (slow["network"]["num_nodes"], fast["network"]["num_nodes"]) == (1, 2)
     assert fast["iteration_s"] < slow["iteration_s"] == pytest.approx(2 / 50, rel=0.05)
     (tmp_path / "cluster.yaml").write_text(NODES.replace(", %s", ""))
-    result = cli("plan", tmp_path / "job.yaml", "--strategy", "est")
-    assert result.code == 2
-    assert "job.yaml:network: links need a graph and links" in result.error_line
+    cli("plan", tmp_path / "job.yaml", "--strategy", "est").refuses("job.yaml:network: links need a graph and links")
 
 
 def test_eight_of_one_node_are_not_behind_ethernet(cli: Cli, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, schedule
@@ -573,7 +573,6 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(json_values, max_size=8), st.booleans())
 def test_streaming_equals_loading(tmp_path_factory: pytest.TempPathFactory, events: list[Any], bare: bool) -> None:
     path = tmp_path_factory.getbasetemp() / "stream.json"
@@ -587,7 +586,6 @@ def test_control_characters_in_names(tmp_path: Path) -> None:
     assert [event["name"] for event in read_events(path)] == ["aten::a b"]
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 15)), max_size=25))
 def test_busy_time_is_the_cells_that_are_covered(intervals: list[tuple[int, int]]) -> None:
     cells = {cell for start, length in intervals for cell in range(start, start + length)}
@@ -616,7 +614,6 @@ def nested(draw: Callable[..., Any]) -> list[tuple[int, float, float]]:
     return order
 
 
-@settings(max_examples=120, deadline=None)
 @given(
     nested(), st.lists(st.tuples(st.integers(0, 1), st.integers(0, 60)), max_size=8), st.randoms(use_true_random=False)
 )

@@ -154,13 +154,7 @@ def test_ops_that_take_indices_run() -> None:
     assert dict(times.failed) == {}
     seen = {found.graph.op_type[found.graph.names.index(name)] for name in times.seconds}
     wanted = {
-        "embedding",
-        "embedding_dense_backward",
-        "index",
-        "index_put",
-        "gather",
-        "scatter_add",
-        "nll_loss_forward",
+        *("embedding", "embedding_dense_backward", "index", "index_put", "gather", "scatter_add", "nll_loss_forward"),
     }
     assert {f"aten.{name}" for name in wanted} <= {name.replace("_unsafe_", "") for name in seen}
 

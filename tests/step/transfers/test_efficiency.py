@@ -72,7 +72,6 @@ def transfers(*times: float, server: int = 0, kind: str = "recv") -> Graph:
 
 
 @given(timed_graphs(channels=1), st.integers(0, 50), st.booleans(), st.sampled_from([0.0, 0.05, 1.0]))
-@settings(max_examples=150, deadline=None)
 def test_one_worker_on_one_server_repeats_the_timeline(graph: Graph, seed: int, ordered: bool, latency: float) -> None:
     order = tac(graph) if ordered else None
     cluster = Cluster(workers=1, servers=1, latency_s=latency)
@@ -125,7 +124,6 @@ CARDS = st.sampled_from([0.5, 1.0, 1.5, 3.0, math.inf])
 
 
 @given(FLOWS, CARDS, CARDS)
-@settings(max_examples=300, deadline=None)
 def test_rates_are_max_min_fair(flows: list[tuple[int, int]], worker_rate: float, server_rate: float) -> None:
     """The certificate: nothing is over its limit, and every flow has a full link where no other flow is faster."""
     rates = fair_rates(flows, Cluster(workers=5, servers=4, worker_rate=worker_rate, server_rate=server_rate))
@@ -172,7 +170,6 @@ def served(
     st.sampled_from([0.7, 1.0, 2.0, math.inf]),
     st.sampled_from([0.5, 1.0, 2.0]),
 )
-@settings(max_examples=150, deadline=None)
 def test_the_fabric_moves_transfers_at_their_fair_rates(
     jobs: dict[tuple[int, int], tuple[int, int]], worker_rate: float, server_rate: float
 ) -> None:
@@ -201,7 +198,6 @@ def test_the_fabric_moves_transfers_at_their_fair_rates(
 
 
 @given(timed_graphs(channels=2), st.integers(1, 4), st.integers(0, 9), st.booleans(), st.sampled_from([1.0, math.inf]))
-@settings(max_examples=120, deadline=None)
 def test_nothing_is_lost_and_nothing_is_too_fast(
     graph: Graph, workers: int, seed: int, ordered: bool, worker_rate: float
 ) -> None:
@@ -401,7 +397,6 @@ def seconds(graph: Graph, units: int) -> float:
 
 
 @given(timed_graphs(max_recvs=3, max_computes=4, channels=2))
-@settings(max_examples=150, deadline=None)
 def test_any_graph_equals_enumeration(graph: Graph) -> None:
     best = least_makespan(unreduced(graph))
     assert least_makespan(reduce(graph)) == best
@@ -413,7 +408,6 @@ def test_any_graph_equals_enumeration(graph: Graph) -> None:
 
 
 @given(training_graphs(channels=2))
-@settings(max_examples=60, deadline=None)
 def test_training_graphs_reduced_and_whole_have_one_optimum(graph: Graph) -> None:
     """Solved twice by CP-SAT, merged and unmerged; the merged problem's schedule holds on the whole graph."""
     whole, merged = unreduced(graph), reduce(graph)
@@ -450,7 +444,7 @@ def solve(problem: ShopProblem) -> int:
 
 
 @given(training_graphs(layers=2))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_schedule_is_a_real_one(graph: Graph) -> None:
     found = solve_exact(graph, workers=1)
     start, end = found.timeline.start_s, found.timeline.end_s
@@ -465,7 +459,6 @@ def test_the_schedule_is_a_real_one(graph: Graph) -> None:
 
 
 @given(timed_graphs(channels=2))
-@settings(max_examples=60, deadline=None)
 def test_nothing_beats_exact_and_it_is_not_below_its_bound(graph: Graph) -> None:
     found = solve_exact(graph, workers=1, time_limit_s=10)
     limits = bounds(graph)

@@ -12,7 +12,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ddltool.analyzers.step.transfers.efficiency import bounds, improve, solve_exact
@@ -103,7 +103,6 @@ def test_figure_4b() -> None:
 
 
 @given(timed_graphs())
-@settings(max_examples=200, deadline=None)
 def test_properties_equal_algorithm_1_at_every_step(graph: Graph) -> None:
     times = exact_times(graph)
     dependencies = find_dependencies(graph)
@@ -126,7 +125,6 @@ def test_properties_equal_algorithm_1_at_every_step(graph: Graph) -> None:
 
 
 @given(timed_graphs())
-@settings(max_examples=200, deadline=None)
 def test_every_pick_of_tac_is_one_that_no_other_precedes(graph: Graph) -> None:
     """Equation 6 by hand on the straightforward properties: the picked recv is preceded by nobody, or by its circle."""
     outstanding = {graph.names[op] for op in graph.of_kind(RECV)}
@@ -177,7 +175,6 @@ def test_the_circle_of_the_comparator() -> None:
 
 
 @given(timed_graphs(channels=2), st.randoms(use_true_random=False))
-@settings(max_examples=200, deadline=None)
 def test_nothing_depends_on_how_the_file_is_sorted(graph: Graph, random: Random) -> None:
     rows = [
         Op(
@@ -199,7 +196,6 @@ def test_nothing_depends_on_how_the_file_is_sorted(graph: Graph, random: Random)
 
 
 @given(timed_graphs(max_recvs=4, max_computes=5))
-@settings(max_examples=60, deadline=None)
 def test_no_order_beats_brute_force_and_tac_is_a_permutation(graph: Graph) -> None:
     recvs = [graph.names[op] for op in graph.of_kind(RECV)]
     schedule = tac(graph)
@@ -378,7 +374,6 @@ def test_where_tac_is_not_optimal(name: str, from_tac: float, best: float, impro
 
 
 @given(st.one_of(timed_graphs(channels=2), training_graphs(channels=2)))
-@settings(max_examples=80, deadline=None)
 def test_never_worse_than_tac_and_never_better_than_exact(graph: Graph) -> None:
     found = improve(graph)
     ours = mean(graph, found.priority)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ddltool.analyzers.step.transfers.efficiency import bounds, compare, verdict
@@ -49,7 +49,6 @@ def check_certificate(graph: Graph, timeline: Timeline, priority: Mapping[str, i
 
 
 @given(timed_graphs(channels=2), st.integers(0, 5), st.booleans())
-@settings(max_examples=200, deadline=None)
 def test_certificates(graph: Graph, seed: int, ordered: bool) -> None:
     priority = tac(graph).priority if ordered else None
     timeline = simulate(graph, priority, seed)
