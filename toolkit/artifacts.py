@@ -23,7 +23,7 @@ import tomllib
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Annotated, Any, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
@@ -58,6 +58,11 @@ class Artifact(Record):
     """A whole document. Subclasses have a ``kind`` field, a literal and its own default."""
 
     schema_version: Version = SCHEMA_VERSION
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> Self:
+        """Return the document that a mapping holds, as a file would. Raises InputError, naming the field, for what is wrong."""
+        return parse({**document}, cls, kind_of(cls).removeprefix("ddltool."))
 
     def save(self, path: str | Path) -> None:
         """Write the document atomically as JSON; one whose rows are a profile's as CSV where the name ends so."""

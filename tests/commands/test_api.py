@@ -34,6 +34,11 @@ SURFACE = {
         "report",
         "read",
         "record",
+        "devices",
+        "emit",
+        "verify",
+        "Job",
+        "Cluster",
     ),
     *("DdlToolError", "InputError", "Infeasible", "__version__"),
 }

@@ -399,7 +399,7 @@ def test_a_verb_is_one_function() -> None:
         function = getattr(ddltool, name)
         assert function is getattr(import_module(f"ddltool.commands.{name}"), name)
         shown = {parameter.name for parameter in load(name).params}
-        listening = {"tell", "stage", *(["summary"] if name == "report" else [])}
+        listening = {"tell", "stage", "batch", *(["summary"] if name == "report" else [])}
         assert set(signature(function).parameters) - listening <= shown, name
 
 

@@ -75,6 +75,7 @@ def verify(
     error = predicted_s / run.iteration_s - 1
     refit = _what_to_refit(checks, run, sync_s, known_error, ACCEPTED if max_error is None else max_error)
     result = Verification(
+        job=plan.job,
         plan=names[0],
         telemetry=names[1],
         iteration=VerifiedStep(
