@@ -485,7 +485,16 @@ def test_the_options_are_a_decision() -> None:
         "profile": sorted(
             [
                 *("--batch-sizes", "--replicas", "--accumulation", "--device", "--device-name", "--threads"),
-                *("--precision", "--budget", "--repeats", "--warmup", "--memory", "--resume"),
+                *(
+                    "--precision",
+                    "--optimizer",
+                    "--half-width",
+                    "--time-limit",
+                    "--repeats",
+                    "--warmup",
+                    "--memory",
+                    "--resume",
+                ),
                 *common,
             ]
         ),
