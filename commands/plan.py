@@ -335,7 +335,7 @@ def _costs(table: DeviceTable, node: NodeOfDevices, **network: Any) -> tuple[Cos
 
 def _recorded(job: str | Path | Job | list[str]) -> Graph | None:
     """Return the graph of a file that holds a recorded step; None: ``job`` is something else."""
-    if isinstance(job, Job) or not is_graph_file(job) or not Path(job).is_file():
+    if isinstance(job, Job) or not is_graph_file(job) or (str(job) != "-" and not Path(job).is_file()):
         return None
     if read_document(Path(job)).get("kind") != "ddltool.graph":
         return None

@@ -55,9 +55,9 @@ def holding(source: Source) -> Iterator[str]:
 
 
 def is_graph_file(source: Source | list[str]) -> TypeGuard[str | Path]:
-    """Return whether SOURCE names a graph document."""
+    """Return whether SOURCE names a graph document; ``-`` is one on standard input."""
     text = str(source) if isinstance(source, (str, Path)) else ""
-    return text.removesuffix(".gz").endswith(".json") and not text.startswith("transformers:")
+    return text == "-" or (text.removesuffix(".gz").endswith(".json") and not text.startswith("transformers:"))
 
 
 def is_onnx_file(source: Source | list[str]) -> TypeGuard[str | Path]:
