@@ -8,6 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import pandas as pd
+
 from ddltool.analyzers.answers.reporting.lengths_section import lengths_section
 from ddltool.analyzers.answers.reporting.result_sections import balance_section
 from ddltool.analyzers.answers.reporting.section import Section
@@ -57,7 +59,7 @@ _MOST_RANKS, _MOST_IN_BATCH = 4096, 100_000
 
 @verb
 def balance(
-    trace: str | Path,
+    trace: str | Path | pd.DataFrame | Sequence[int],
     predictor: Annotated[str, one_of(*PREDICTORS, "all")] = "all",
     *,
     total_batch: Annotated[int | None, {"show_default": f"{BATCH_PER_WORKER} each; {_OWN_SAMPLES} in a pass"}] = None,
@@ -86,15 +88,14 @@ def balance(
     """Say what batches by predicted speeds, or samples shared out by their lengths, would gain.
 
     ``trace``: recorded speeds (a CSV, or the hook's telemetry), replayed as in LB-BSP, sections 3 and 4; or a dataset's
-    lengths, one of each sample or a histogram. Of speeds, ``predictor``: last, ema, arima, rnn, lstm, narx or all;
-    ``total_batch``: samples of all workers; ``warm_up`` iterations come before the first training; ``schemes`` adds BSP,
-    ASP, SSP and others. Of lengths, ``cost``: a, b, c of a sample's a L + b L^2 + c, of a pass and of a step; ``model``: a
-    source whose steps on ``device`` give them; the other settings are those of ``ddltool balance``. Raises InputError for
+    lengths, one of each sample or a histogram; a file, its rows as a DataFrame, or a list of lengths. Of speeds,
+    ``predictor``: last, ema, arima, rnn, lstm, narx or all; ``total_batch``: samples of all workers; ``warm_up`` iterations
+    come before the first training; ``schemes`` adds BSP, ASP, SSP and others. Of lengths, ``cost``: a, b, c of a sample's
+    a L + b L^2 + c, of a pass and of a step; ``model``: a source whose steps on ``device`` give them; the other settings are
+    those of ``ddltool balance``. Raises InputError for
     what cannot be read, and for more warm-up than the trace has.
     """
-    path = Path(trace)
-    lines = read_length_lines(path)
-    frame = read_table(path, (*SPEED_COLUMNS, "or length alone")) if lines is None else lines
+    path, frame = _rows_of(trace)
     lengths = lengths_of(frame, path)
     if lengths is None:
         predictors = _predictors(predictor, tell)
@@ -210,6 +211,14 @@ def show_balance(
         return lengths_section(result, name) if isinstance(result, LengthsResult) else balance_section(result, name)
 
     finish(result, section, output, as_json)
+
+
+def _rows_of(trace: str | Path | pd.DataFrame | Sequence[int]) -> tuple[Path, pd.DataFrame]:
+    """Return the table of speeds or lengths, and what errors call it."""
+    if isinstance(trace, (str, Path)):
+        lines = read_length_lines(Path(trace))
+        return Path(trace), read_table(trace, (*SPEED_COLUMNS, "or length alone")) if lines is None else lines
+    return Path("trace"), trace if isinstance(trace, pd.DataFrame) else pd.DataFrame({"length": list(trace)})
 
 
 def _given_cost(cost: Sequence[float] | None) -> tuple[SampleCost, str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 from ddltool.commands.options import DEVICES
 from ddltool.commands.output import out, print_json, say, table
+from ddltool.commands.verbs import VerbCall, verb
 from ddltool.device import Device, DeviceTable
 from ddltool.errors import InputError
 from ddltool.graph_results import OperationsResult
@@ -19,41 +21,45 @@ _CAPTION = (
 )
 
 
+@verb
 def devices(
     name: Annotated[str | None, DEVICES] = None,
+    *,
     devices_file: Path | None = None,
-    product: list[str] | None = None,
-    collective: list[str] | None = None,
+    product: Sequence[str] = (),
+    collective: Sequence[str] = (),
     precision: str = "bf16",
-    as_json: bool = False,
-) -> None:
+) -> DeviceTable | OperationsResult:
     """List the device types that are known: memory, rates and links, by datasheet; or one of them, or an operation on it.
 
-    With ``product`` or ``collective``: how long such an operation takes on it by itself, with its range and what limits it.
+    With ``product`` (``["4096x4096x4096"]``) or ``collective`` (``["all-reduce:64MiB:8"]``): how long such an operation takes
+    on ``name`` by itself, with its range and what limits it. ``devices_file``: types of your own. Raises InputError for a
+    name that is not known.
     """
     known = known_devices(devices_file)
     if product or collective:
         if name is None:
             raise InputError("NAME", "no device is named", "name the one that runs the operations, such as H100")
-        operations = _timed(known.gpu(name, "NAME"), product or [], collective or [], precision)
-        if as_json:
-            print_json(operations.model_dump(mode="json"))
-        else:
-            _show_operations(operations)
-        return
-    if name is not None:
-        known = DeviceTable(devices=[known.device(name, "NAME")])
+        return _timed(known.gpu(name, "NAME"), product, collective, precision)
+    return known if name is None else DeviceTable(devices=[known.device(name, "NAME")])
+
+
+def show_devices(call: VerbCall[DeviceTable | OperationsResult], as_json: bool = False) -> None:
+    """Print the table of devices, one device in full, or the times of operations."""
+    found = call()
     if as_json:
-        print_json(known.model_dump(mode="json"))
-    elif name is not None:
-        _show(known.devices[0])
+        print_json(found.model_dump(mode="json"))
+    elif isinstance(found, OperationsResult):
+        _show_operations(found)
+    elif call["name"] is not None:
+        _show(found.devices[0])
     else:
         columns = ("device", "GiB", "GB/s", "float32", "tf32", "16 bit", "link", "")
-        rows = [_row(device) for device in known.devices]
+        rows = [_row(device) for device in found.devices]
         out().print(table("Known devices", columns, rows, caption=_CAPTION))
 
 
-def _timed(device: Device, products: list[str], collectives: list[str], precision: str) -> OperationsResult:
+def _timed(device: Device, products: Sequence[str], collectives: Sequence[str], precision: str) -> OperationsResult:
     from ddltool.analyzers.step.costs.model import cost_model  # `ddltool --help` reads this module
     from ddltool.analyzers.step.costs.operations import time_collective, time_product
 

@@ -13,13 +13,12 @@ from ddltool.analyzers.answers.emitting.targets import DEFAULT_FILES, launcher_t
 from ddltool.artifacts import check_outputs, load, to_json, write_text
 from ddltool.commands.options import device_counts, integers, one_of, pairs, words
 from ddltool.commands.output import note, print_json, say
-from ddltool.commands.verbs import demand_part, is_given
+from ddltool.commands.verbs import VerbCall, demand_part, is_given, verb
 from ddltool.errors import InputError, known, shortened
-from ddltool.plans import Plan
-from ddltool.results import EmitResult
+from ddltool.plans import EmitResult, Plan
 
 _PARAMETER_SERVER_TARGETS = ("hook", "torchrun")
-_COMMON_OPTIONS = {"plan_file", "output", "target", "telemetry", "script", "as_json"}
+_COMMON_OPTIONS = {"plan", "output", "target", "telemetry", "script"}
 _LAUNCHERS = ("torchrun", "slurm", "kubernetes")
 # Options that only these targets read.
 _TARGET_OPTIONS = {
@@ -37,10 +36,12 @@ _IMAGE_NAME = r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,511}"
 _SLURM_NAME = r"[A-Za-z0-9_.,/-]+"
 
 
+@verb
 def emit(
-    plan_file: Path,
-    output: Path | None = None,
+    plan: Path | Plan,
     target: Annotated[Target, one_of(*DEFAULT_FILES)] = "hook",
+    output: Path | None = None,
+    *,
     telemetry: str = "telemetry.jsonl",
     script: str = "train.py",
     devices_per_node: Annotated[dict[str, int] | int | None, _read_devices_per_node] = None,
@@ -50,28 +51,33 @@ def emit(
     kind: Annotated[Kind | None, one_of(*get_args(Kind))] = None,
     node_label: str = "ddltool/device-type",
     label_value: str = "",
-    as_json: bool = False,
-) -> None:
-    """Write the enforcement config, launch script, manifest or settings that make a job follow a plan."""
-    plan = load(plan_file, Plan)
-    if plan.group is not None and output is None and not is_given("target"):
+) -> EmitResult:
+    """Write the enforcement config, launch script, manifest or settings that make a job follow a plan.
+
+    ``plan``: a Plan or its file. ``target``: who reads what is written. ``output``: where it goes, a name that fits the target
+    by default; "-": stdout. The rest as the options of ``ddltool emit``. Returns what was written, and what of the plan the
+    target has no words for. Raises InputError where the target cannot say the plan, or a place cannot be written.
+    """
+    where = str(plan) if isinstance(plan, (str, Path)) else "plan"
+    followed = plan if isinstance(plan, Plan) else load(plan, Plan)
+    output = None if output is None else Path(output)
+    if followed.group is not None and output is None and not is_given("target"):
         target = "torchtitan"  # the hook runs no groups
+    known("target", target, [*DEFAULT_FILES])
     demand_part(f"--target {target}", _COMMON_OPTIONS | _TARGET_OPTIONS.get(target, set()))
     path = output or Path(DEFAULT_FILES[target])
-    if as_json and str(path) == "-":
-        raise InputError("--json", "cannot share stdout with -o -", "give -o a file name")
     if not (telemetry.strip() and telemetry.isprintable()):
         problem = f"is {telemetry!r}, which is no name of a file"
         raise InputError("--telemetry", problem, "give a file such as telemetry.jsonl, or none")
-    demand_words_for_groups(plan, target, str(plan_file))
+    demand_words_for_groups(followed, target, where)
     # A manifest embeds enforce.json; for the hook it is the output itself, and it has no words for groups.
-    brings = target in ("torchrun", "slurm") and str(path) != "-" and plan.group is None
+    brings = target in ("torchrun", "slurm") and str(path) != "-" and followed.group is None
     paths = [path, path.with_name("enforce.json")] if brings else [path]
-    check_outputs([plan_file], dict(zip(("-o", "enforce.json"), paths, strict=False)))
-    if plan.strategy == "elastic-bsp" and target not in _PARAMETER_SERVER_TARGETS:
-        problem = f"has no parameter server, which {plan_file}, an elastic-bsp plan, needs"
+    check_outputs([] if isinstance(plan, Plan) else [plan], dict(zip(("-o", "enforce.json"), paths, strict=False)))
+    if followed.strategy == "elastic-bsp" and target not in _PARAMETER_SERVER_TARGETS:
+        problem = f"has no parameter server, which {where}, an elastic-bsp plan, needs"
         raise InputError(f"--target {target}", problem, f"give --target {' or '.join(_PARAMETER_SERVER_TARGETS)}")
-    enforcement = to_enforcement(plan, telemetry=None if telemetry == "none" else telemetry)
+    enforcement = to_enforcement(followed, telemetry=None if telemetry == "none" else telemetry)
     if target in _LAUNCHERS:
         resource_name = _checked_cluster_name(
             "--resource", resource or ("gpu" if target == "slurm" else "nvidia.com/gpu"), target
@@ -81,7 +87,7 @@ def emit(
             image=None if image is None else _checked_cluster_name("--image", image, target),
             resource=None if resource_name == "none" else resource_name,
             node_label=_checked_cluster_name("--node-label", node_label, "kubernetes"),
-            label_values=_label_values(label_value, [row.device_type for row in plan.assignments]),
+            label_values=_label_values(label_value, [row.device_type for row in followed.assignments]),
             queue=None if queue is None else _checked_cluster_name("--queue", queue, target),
             kind=kind,
         )
@@ -89,24 +95,41 @@ def emit(
         is_said = is_given("script") or target == "kubernetes"
         if not is_said and not any((folder / script).exists() for folder in (Path(), path.parent)):
             script_gaps = [f"script: {script} is started, and there is none here (--script names yours)"]
-        text, gaps = launcher_text(plan, target, layout(plan, devices_per_node), enforcement, settings, script_gaps)
+        text, gaps = launcher_text(
+            followed, target, layout(followed, devices_per_node), enforcement, settings, script_gaps
+        )
     else:
-        text, gaps = target_text(plan, target, enforcement, devices_per_node)
+        text, gaps = target_text(followed, target, enforcement, devices_per_node)
     for enforcement_path in paths[1:]:
         write_text(enforcement_path, to_json(enforcement))
     write_text(path, text)
+    return EmitResult(
+        target=target,
+        paths=[str(written) for written in paths],
+        world_size=followed.processes,
+        plan_sha256=plan_hash(followed),
+        not_expressed=gaps,
+        local_batch_sizes=[rank.local_batch_size for rank in enforcement.ranks],
+        group=followed.group,
+    )
+
+
+def show_emit(call: VerbCall[EmitResult], as_json: bool = False) -> None:
+    """Say what was written, and what the target has no words for."""
+    if as_json and str(call["output"]) == "-":
+        raise InputError("--json", "cannot share stdout with -o -", "give -o a file name")
+    written = call()
     if as_json:
-        names = [str(written) for written in paths]
-        sha, size = plan_hash(plan), plan.processes
-        print_json(EmitResult(target=target, paths=names, world_size=size, plan_sha256=sha, not_expressed=gaps))
+        print_json(written)
         return
-    for gap in gaps:
-        note(f"not expressed by {target}: {gap}")
-    if str(path) != "-":
-        sizes = [str(rank.local_batch_size) for rank in enforcement.ranks]
+    for gap in written.not_expressed:
+        note(f"not expressed by {written.target}: {gap}")
+    if written.paths != ["-"]:
+        sizes = [*map(str, written.local_batch_sizes)]
         batches = ", ".join([*sizes[:16], *(["..."] if len(sizes) > 16 else [])])
-        groups = "" if plan.group is None else f" in {len(sizes)} groups of {plan.group.text}"
-        say(f"wrote {' and '.join(map(str, paths))}: {plan.processes} processes{groups}, local batch sizes {batches}")
+        groups = "" if written.group is None else f" in {len(sizes)} groups of {written.group.text}"
+        files = " and ".join(written.paths)
+        say(f"wrote {files}: {written.world_size} processes{groups}, local batch sizes {batches}")
 
 
 def _label_values(text: str, device_types: Sequence[str]) -> dict[str, str]:

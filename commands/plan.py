@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,7 @@ from ddltool.analyzers.job.planning.job_inputs import (
     scanned,
     with_prices,
 )
-from ddltool.analyzers.job.planning.numerics import best_of, named
+from ddltool.analyzers.job.planning.numerics import best_of, combinations
 from ddltool.analyzers.job.planning.options import Failures, Goal, PlanOptions
 from ddltool.analyzers.job.planning.planning import SHARING, complete, plan_together, solve
 from ddltool.analyzers.step.communication.collectives import parse_compression
@@ -35,8 +35,9 @@ from ddltool.analyzers.step.communication.fabrics import fabric_of
 from ddltool.analyzers.step.communication.nccl import Fabric
 from ddltool.analyzers.step.costs.model import CostModel, cost_model
 from ddltool.analyzers.step.recording.command import LIMIT_S, is_command
-from ddltool.analyzers.step.tracing.sources import is_graph_file
+from ddltool.analyzers.step.tracing.sources import Source, is_graph_file
 from ddltool.artifacts import check_outputs, read_document, save, to_yaml, write_text
+from ddltool.commands.handed import Devices, card_of, devices_text, is_model, named, on_cluster, total_batch
 from ddltool.commands.options import AS_TEXT, OPTIMIZER, VOICE, LocalLink, Seed, number, one_of, some_of, within
 from ddltool.commands.output import answer, note, progress, show
 from ddltool.commands.verbs import VerbCall, demand_part, is_given, refuse, verb
@@ -45,7 +46,7 @@ from ddltool.device import DeviceTable
 from ddltool.errors import Infeasible, InputError, known
 from ddltool.graph import Graph, read_graph
 from ddltool.graph_results import CommandPlan
-from ddltool.job import LINKS, Job
+from ddltool.job import LINKS, Cluster, Job
 from ddltool.plans import Plan
 from ddltool.precision import NAMES, precision_name
 from ddltool.shipped import calibration, known_devices
@@ -151,11 +152,12 @@ def _failures(text: str, option: str) -> Failures:
 
 @verb
 def plan(
-    job: Annotated[str | Path | Job | list[str], AS_TEXT],
+    job: Annotated[Source | Job | Mapping[str, Any] | list[str], AS_TEXT],
     strategy: Annotated[str, one_of("auto", *STRATEGIES), _strategy] = "auto",
     *,
     objective: Annotated[Objective, one_of(*get_args(Objective))] = "fastest",
-    devices: str | None = None,
+    devices: Annotated[Devices | None, {"type": str}] = None,
+    batch: Any = None,
     price: str | None = None,
     nodes: Annotated[int | None, within(1)] = None,
     batch_size: Annotated[int | None, within(1)] = None,
@@ -196,7 +198,8 @@ def plan(
 ) -> Plan | CommandPlan:
     """Compare the ways to run a job on its devices, or plan by one, and predict the step time.
 
-    ``job``: a job.yaml, a Job, or with ``devices`` (``A100=8,V100=4``) the name of a model. ``strategy``: auto, bsp, lb-bsp,
+    ``job``: a job.yaml, a Job or its fields as a dict; or with ``devices`` (``"8xA100,4xV100"``, a dict of counts, a Cluster) a
+    model as :func:`ddltool.predict` takes it, with a ``batch`` that each device has. ``strategy``: auto, bsp, lb-bsp,
     elastic-bsp, est or goodput; ``samples`` (an epoch's, where ``epochs`` are given) or ``tokens``: of the whole run, which
     takes at most ``deadline_s`` and costs at most ``budget``; the rest as the options of ``ddltool plan``. ``save_job``: where
     the job that the options describe is written as YAML; ``output``: where the plan is; neither is a file of the job's. Raises
@@ -206,6 +209,22 @@ def plan(
     options of its own ``vary`` (``["--batch-size 4,8"]``), each combination of their values is recorded and predicted; or a
     graph.json of a recorded step, which is predicted. Both return a CommandPlan, the fastest that fits first.
     """
+    if isinstance(job, Mapping):
+        job = Job.from_dict(job)
+    if is_model(job) or batch is not None:
+        if devices is None:
+            raise InputError("devices", "is missing", "name them, such as 8xH100,4xA100")
+        if isinstance(job, (Job, list)):
+            raise InputError("batch", "has no part beside a job or a command, which has its own", "leave it out")
+        taken = {"job", "batch", "tell", "stage"}
+        given = {name: value for name, value in locals().items() if is_given(name) and name not in taken}
+        if batch is not None and batch_size is None:
+            given["batch_size"] = total_batch(batch, devices_text(devices))
+        with named(job, batch) as text:
+            return plan(text, **given, tell=tell, stage=stage)
+    assert isinstance(job, (str, Path, Job, list))
+    cluster = devices if isinstance(devices, Cluster) else None
+    devices = None if devices is None else devices_text(devices)
     recorded = _recorded(job)
     if is_command(job) or recorded is not None:
         if not is_command(job):
@@ -252,12 +271,15 @@ def plan(
             sequence_length=sequence_length,
             compile=compile,
         )
-        several = named(
+        several = combinations(
             precision.split(",") if is_given("precision") else [None],
             [None] if optimizer is None else optimizer.split(","),
             _lora_ranks(lora, "--lora"),
         )
         jobs = [described(**numerics) for numerics in several]  # type: ignore[arg-type]
+        if cluster is not None:
+            jobs = [on_cluster(one, cluster) for one in jobs]
+            bandwidth = bandwidth or card_of(cluster)
         job = jobs[0]
         split = f"{counted(job.max_workers * job.batch_size, 'sample')} a step, {job.max_workers} x {job.batch_size}"
         tell(f"note: {split} for logical workers" + ("; --batch-size says otherwise" if batch_size is None else ""))
@@ -359,7 +381,7 @@ def _costs(table: DeviceTable, node: NodeOfDevices, **network: Any) -> tuple[Cos
 
 def _recorded(job: str | Path | Job | list[str]) -> Graph | None:
     """Return the graph of a file that holds a recorded step; None: ``job`` is something else."""
-    if isinstance(job, Job) or not is_graph_file(job) or not Path(job).is_file():
+    if isinstance(job, Job) or not is_graph_file(job) or (str(job) != "-" and not Path(job).is_file()):
         return None
     if read_document(Path(job)).get("kind") != "ddltool.graph":
         return None

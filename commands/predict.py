@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 from ddltool.analyzers.answers.reporting.predict_section import predict_section
 from ddltool.analyzers.step.communication.fabrics import fabric_of
@@ -13,6 +13,7 @@ from ddltool.analyzers.step.costs.parallel import parallel_curve
 from ddltool.analyzers.step.costs.predict import ParallelDegrees, Setting, predict_on, predicted_profile, work_of
 from ddltool.analyzers.step.costs.recorded import predict_recorded
 from ddltool.analyzers.step.recording.command import LIMIT_S, assumed, is_command, record, words_of
+from ddltool.analyzers.step.tracing.batches import Fed, samples_in
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.sources import Source, is_graph_file, name_of
 from ddltool.commands.options import (
@@ -55,6 +56,7 @@ def predict(
     source: Annotated[Source | list[str] | Graph, AS_TEXT],
     device: Annotated[str | Sequence[str], DEVICES],
     *,
+    batch: Any = None,
     batch_sizes: Annotated[Sequence[int] | int | None, _sizes] = None,
     replicas: Annotated[Sequence[int] | int, integers] = 1,
     tensor_parallel: Annotated[int, within(1, 1024)] = 1,
@@ -87,10 +89,11 @@ def predict(
     """Predict training steps on devices that are not here, each with the range in which 80 % of measurements fall.
 
     ``source``: a module, (module, example_inputs), a function that makes one, a text as on the command line, or the list of
-    words of a command that trains: its step is recorded, and the script says how it trains; or a recorded Graph. ``device``:
-    names as ``ddltool devices`` lists them. ``batch_sizes``: local ones; None: 1, 2, 4, ... up to the memory limit. The other
-    settings are those of ``ddltool predict``. Raises InputError for what is unknown or cannot be traced, Infeasible where
-    nothing fits.
+    words of a command that trains: its step is recorded, and the script says how it trains; or a recorded Graph. ``batch``:
+    what your DataLoader yields: a tensor, (inputs, targets), or tensors by name; what the model does not take are targets.
+    ``device``: names as ``ddltool devices`` lists them. ``batch_sizes``: local ones; None: that of ``batch``, else 1, 2, 4,
+    ... up to the memory limit. The other settings are those of ``ddltool predict``. Raises InputError for what is unknown or
+    cannot be traced, Infeasible where nothing fits.
     """
     sizes = _counts("batch_sizes", batch_sizes) if batch_sizes is not None else None
     counts = _counts("replicas", replicas)
@@ -111,10 +114,13 @@ def predict(
     ]
     models = [cost_model(device_spec, calibration()) for device_spec in devices]
     if isinstance(source, Graph) or is_command(source) or is_graph_file(source):
-        refuse("a recorded step", _MODELLED)
+        refuse("a recorded step", ("batch", *_MODELLED))
         graph = _recorded_step(source, devices[0], gpus_per_node, limit, keep_files, tell, stage)
         return predict_recorded(graph, list(zip(models, fabrics, strict=True)), graph.name)
     refuse("a step that is traced", _RECORDED)
+    if batch is not None:
+        sizes = (samples_in(batch),) if sizes is None else sizes
+        source = Fed(source, batch)
     layout = ParallelDegrees(
         tensor=tensor_parallel, pipeline=pipeline_parallel, sequence=sequence_parallel, virtual=virtual_stages
     )

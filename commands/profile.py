@@ -16,7 +16,7 @@ from ddltool.analyzers.step.tracing.sources import Source
 from ddltool.commands.options import AS_TEXT, Seed, budget, integers, is_follower, one_of, share, within
 from ddltool.commands.output import out, print_json, progress, say, table, tell_written
 from ddltool.commands.verbs import VerbCall, is_given, verb
-from ddltool.errors import DdlToolError, InputError
+from ddltool.errors import DdlToolError, InputError, known
 from ddltool.results import ProfileResult, WatchResult
 from ddltool.runtime.measuring.campaign import (
     LARGEST_BATCH,
@@ -26,9 +26,10 @@ from ddltool.runtime.measuring.campaign import (
     ProfileFile,
     threads_of,
 )
-from ddltool.runtime.measuring.profiling import BUDGET_S, RESOLVER, device_memory, half_width, keeping_rows, measured
+from ddltool.runtime.measuring.profiling import BUDGET_S, RESOLVER, device_memory, half_width_of, keeping_rows, measured
 from ddltool.runtime.measuring.rendezvous import Place, job_from_environment
 from ddltool.runtime.measuring.torchrun_job import TorchrunJob
+from ddltool.runtime.measuring.training import MEASURED, OPTIMIZERS, checked
 from ddltool.runtime.measuring.watch import WatchLost, WatchRequest, record, summarise, write_rows
 from ddltool.stages import Stage, Tell, log_remark, quietly
 from ddltool.units import counted, parse_bytes, show_bytes, show_seconds
@@ -50,8 +51,10 @@ def profile(
     accumulation: Annotated[Sequence[int], _accumulation] = (0,),
     device: Annotated[str, one_of("cpu", "cuda")] = "cpu",
     device_name: str | None = None,
-    precision: Annotated[float, share] = 0.05,
-    budget_s: Annotated[float | None, budget] = None,
+    precision: Annotated[str, {**one_of(*MEASURED), "reader": lambda text, _: text}] = "fp32",
+    optimizer: Annotated[str, one_of(*OPTIMIZERS)] = "sgd",
+    half_width: Annotated[float, share] = 0.05,
+    time_limit_s: Annotated[float | None, budget] = None,
     repeats: Annotated[int | None, within(1, MOST_STEPS)] = None,
     warmup: Annotated[int, within(0, MOST_STEPS)] = 2,
     threads: Annotated[int, within(0, 4096)] = 0,
@@ -67,21 +70,23 @@ def profile(
     The steps run in processes of their own, or in those of the torchrun job that this is part of: there every rank calls it,
     and ranks above 0 return a result without rows. ``source``: a torch source as a text, which those processes build.
     ``batch_sizes`` None: a search of where throughput saturates. ``replicas`` None: 1, and all of a torchrun job.
-    ``precision``: how well to know every step time, within ``budget_s`` (60 s by default); ``repeats``: that many timed steps
-    in place of it. ``memory``: search the largest batch that fits into so many bytes, as a number or as ``2GiB``; ``all``: a
-    whole GPU. ``output``: profile.csv, written row by row; ``resume`` keeps its rows. Raises InputError for what cannot be
-    built or run.
+    ``half_width``: how well to know every step time, half of its 95 % interval as a share, within ``time_limit_s`` (60 s by
+    default); ``repeats``: that many timed steps in place of it. ``precision`` and ``optimizer``: how it trains. ``memory``:
+    search the largest batch that fits into so many bytes, as a number or as ``2GiB``; ``all``: a whole GPU. ``output``:
+    profile.csv, written row by row; ``resume`` keeps its rows. Raises InputError for what cannot be built or run.
     """
     if not isinstance(source, (str, Path)):
         remedy = "name a function that makes it: package.module:factory or path/file.py:factory"
         raise InputError("source", f"a {type(source).__name__} cannot be handed to other processes", remedy)
     if device not in ("cpu", "cuda"):
         raise InputError("device", f"unknown device {device!r}", "cpu or cuda")
-    if repeats is not None and is_given("precision"):
+    numerics = checked(precision, device)
+    known("optimizer", optimizer, OPTIMIZERS)
+    if repeats is not None and is_given("half_width"):
         problem = "has no part beside --repeats, which takes its place"
-        raise InputError("precision", problem, "give one of the two")
+        raise InputError("half_width", problem, "give one of the two")
     if repeats is not None and not batch_sizes:
-        raise InputError("batch_sizes", "auto searches with --precision", "leave --repeats out")
+        raise InputError("batch_sizes", "auto searches with --half-width", "leave --repeats out")
     place = job_from_environment()
     path = None if output is None else Path(output)
     if resume and not threads and place is None and path is not None and path.is_file():
@@ -99,8 +104,10 @@ def profile(
         processes=place.local_world_size if place is not None else 0,
         warmup=warmup,
         repeats=repeats,
-        precision=precision,
-        budget_s=budget_s or (math.inf if repeats is not None else BUDGET_S),
+        precision=half_width,
+        numerics=numerics,
+        optimizer=optimizer,
+        budget_s=time_limit_s or (math.inf if repeats is not None else BUDGET_S),
         seed=seed,
     )
     if place is not None and place.rank > 0:
@@ -193,7 +200,7 @@ def _show(result: ProfileResult) -> None:
             *((str(row["accumulation_steps"]),) if accumulates else ()),
             str(row["local_batch_size"]),
             show_seconds(row["step_time_s"]),
-            f"{half_width(row):.1%}",
+            f"{half_width_of(row):.1%}",
             str(int(row["repeats"])),
             show_seconds(row["sync_time_s"]),
             show_bytes(row["peak_memory_bytes"]),

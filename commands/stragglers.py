@@ -9,7 +9,7 @@ from ddltool.analyzers.answers.reporting.telemetry_section import stragglers_sec
 from ddltool.analyzers.job.diagnosing import diagnosis, operations
 from ddltool.analyzers.job.diagnosing.traces import of_traces
 from ddltool.analyzers.step.measured.ranks import RankSteps, of_telemetry
-from ddltool.artifacts import check_outputs, demand_once, to_json, write_text
+from ddltool.artifacts import check_outputs, demand_once, ending, to_json, write_text
 from ddltool.commands.options import within
 from ddltool.commands.output import finish, note, progress
 from ddltool.errors import InputError
@@ -80,7 +80,7 @@ def _trace_files(sources: list[Path]) -> list[Path]:
 
 def _read_run(paths: list[Path]) -> tuple[RankSteps, str]:
     """Return the steps of all ranks, and their source: ``telemetry`` or ``traces``."""
-    telemetry_files = [path for path in paths if set(path.suffixes) & set(_TELEMETRY_SUFFIXES)]
+    telemetry_files = [path for path in paths if ending(path) in _TELEMETRY_SUFFIXES]
     if telemetry_files:
         if len(paths) > 1:
             raise InputError(str(telemetry_files[0]), "is given with others", "telemetry of all ranks is one file")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import pandas as pd
 import typer
 
 from ddltool.analyzers.answers.reporting.result_sections import verification_section
@@ -14,38 +15,54 @@ from ddltool.analyzers.job.goodput.throughput import ThroughputParams
 from ddltool.analyzers.step.measured.feedback import read_run
 from ddltool.artifacts import load
 from ddltool.commands.options import percent
-from ddltool.commands.output import finish, note
+from ddltool.commands.output import finish
+from ddltool.commands.verbs import VerbCall, verb
 from ddltool.goodput_model import Goodput
 from ddltool.plans import Plan
+from ddltool.results import Verification
+from ddltool.stages import Tell, log_remark
 from ddltool.tables import read_table
 
 
+@verb
 def verify(
-    plan_file: Path,
-    telemetry: Path,
-    goodput: Path | None = None,
+    plan: Path | Plan,
+    telemetry: Path | pd.DataFrame,
+    *,
+    goodput: Path | Goodput | None = None,
     max_error: Annotated[float | None, percent] = None,
-    output: Path | None = None,
-    as_json: bool = False,
-) -> None:
-    """Compare a run with its plan, part by part; say what to fit again, where its time went, and what to do."""
-    plan = load(plan_file, Plan)
+    tell: Tell = log_remark,
+) -> Verification:
+    """Compare a run with its plan, part by part; say what to fit again, where its time went, and what to do.
+
+    ``plan``: a Plan or its file. ``telemetry``: the hook's file, or its rows. ``goodput``: a fit, or its file, of the devices
+    that the job really ran on, where they are not the plan's. ``max_error``: the share by which the step time may be off. The
+    result has ``passed``: false where it was off by more, or the run did not follow the plan. Raises InputError for what
+    cannot be read, and for a run without a step.
+    """
+    followed = plan if isinstance(plan, Plan) else load(plan, Plan)
     models, model_error = _models(goodput)
-    table = read_table(telemetry)
-    run = read_run(table, str(telemetry), note)
-    names = str(plan_file), str(telemetry)
-    verification = compare(plan, run, models, model_error=model_error, max_error=max_error, names=names)
-    verification = verification.model_copy(update={"ledger": ledger(table, str(telemetry))})
-    finish(verification, lambda: verification_section(verification, plan.job), output, as_json)
-    if not verification.passed:
+    where = "telemetry" if isinstance(telemetry, pd.DataFrame) else str(telemetry)
+    table = telemetry if isinstance(telemetry, pd.DataFrame) else read_table(telemetry)
+    names = "plan" if isinstance(plan, Plan) else str(plan), where
+    run = read_run(table, where, tell)
+    found = compare(followed, run, models, model_error=model_error, max_error=max_error, names=names)
+    return found.model_copy(update={"ledger": ledger(table, where)})
+
+
+def show_verify(call: VerbCall[Verification], output: Path | None = None, as_json: bool = False) -> None:
+    """Print how the run was against its plan; exit 1 where it did not follow it."""
+    found = call()
+    finish(found, lambda: verification_section(found, found.job), output, as_json)
+    if not found.passed:
         raise typer.Exit(1)
 
 
-def _models(path: Path | None) -> tuple[dict[str, ThroughputParams] | None, float | None]:
-    """Return the fitted models of a file by device type ("" for all others), and the error of the fit."""
-    if path is None:
+def _models(given: Path | Goodput | None) -> tuple[dict[str, ThroughputParams] | None, float | None]:
+    """Return the fitted models of a fit, or its file, by device type ("" for all others), and the error of the fit."""
+    if given is None:
         return None, None
-    fitted = load(path, Goodput)
+    fitted = given if isinstance(given, Goodput) else load(given, Goodput)
     if fitted.devices:
         models = {name: device.params for name, device in fitted.devices.items()}
         return models, max(device.mape for device in fitted.devices.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ no remarks on stderr) and `-v` (the seconds of each stage; a traceback for an in
 completes commands, options and what they take: device types, precisions, policies, targets, kinds, glossary terms.
 `ddltool --show-completion` prints the function, for a start-up file that you write yourself.
 """
-MADE = {*BESIDE, "commands.md", "python.md"}
+MADE = {*BESIDE, "commands.md"}
+WORDS: dict[str, Any] = tomllib.loads((ROOT / "docs" / "words.toml").read_text("utf-8"))
 
 
 def on_config(config: Any) -> Any:
@@ -61,7 +63,7 @@ def _present(nav: list[Any], left: set[str]) -> list[Any]:
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are made, and the examples that pages link to."""
     made = {page: _from_root((ROOT / source).read_text("utf-8")) for page, source in BESIDE.items()}
-    made |= {"commands.md": commands(), "python.md": functions()}
+    made |= {"commands.md": commands()}
     for page, text in made.items():
         files.append(File.generated(config, page, content=text))
     for path in sorted((ROOT / "examples").rglob("*")):
@@ -74,12 +76,21 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Point links that leave docs/ at what the site has of it (a folder has no page), and add what code knows."""
-    if add := {"glossary.md": terms, "formats.md": documents}.get(page.file.src_uri):
+    _findable(page)
+    if add := {"glossary.md": terms, "formats.md": documents, "api.md": functions}.get(page.file.src_uri):
         markdown += "\n" + add()
     markdown = re.sub(r"\[([^]]*)\]\((?:\.\./)+examples/ci\)", r"`\1`", markdown)
     for name, source in BESIDE.items():
         markdown = markdown.replace(f"](../{source}", f"]({name}")
     return markdown.replace("](../examples/", "](examples/")
+
+
+def _findable(page: Any) -> None:
+    """Let the search find a page by the words that people have for it, and show last what repeats others."""
+    name = page.file.src_uri.removesuffix(".md")
+    page.meta["tags"] = WORDS["pages"].get(name, [])
+    if name in WORDS["last"]:
+        page.meta["search"] = {"boost": 0.1}
 
 
 def on_page_content(text: str, **_: Any) -> str:
@@ -168,6 +179,6 @@ def _fields(schema: dict[str, Any]) -> list[str]:
 
 def functions() -> str:
     """The functions of ``import ddltool as dt``, from their docstrings."""
-    lines = ["# Python, in full", "", "The functions of [`import ddltool as dt`](api.md) and what they return.", ""]
+    lines = ["## Every function", ""]
     homes = ddltool._HOMES
     return "\n".join([*lines, *(f"::: ddltool.{home}.{name}\n" for name, home in homes.items())])

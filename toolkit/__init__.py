@@ -1,8 +1,8 @@
 """ddltool: one model of a distributed training job, and the tools that read it.
 
-``import ddltool as dt`` is for notebooks and scripts: ``dt.trace``, ``dt.predict``, ``dt.profile``, ``dt.fit``, ``dt.plan``,
-``dt.simulate``, ``dt.balance``, ``dt.barrier``, ``dt.gate`` and ``dt.report`` are what the commands are made from. Each
-returns a record with ``to_frame()``, ``save()`` and ``chart()``, which a notebook shows as its section of the report.
+``import ddltool as dt`` is for notebooks and scripts: ``dt.trace``, ``dt.predict``, ``dt.plan``, ``dt.emit``, ``dt.verify`` and
+the other verbs are what the commands are made from. Each returns a record with ``to_frame()``, ``save()`` and ``chart()``,
+which a notebook shows as its section of the report. ``dt.Job`` and ``dt.Cluster`` are what jobs and machines are written as;
 ``dt.record`` records the loop in a block.
 
 The package itself holds the nouns (Graph, Profile, Cluster, Job, Plan, Enforcement) and how they are read and written; start
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ddltool.artifact_files import read as read
     from ddltool.commands.balance import balance as balance
     from ddltool.commands.barrier import barrier as barrier
+    from ddltool.commands.devices import devices as devices
+    from ddltool.commands.emit import emit as emit
     from ddltool.commands.fit import fit as fit
     from ddltool.commands.gate import gate as gate
     from ddltool.commands.plan import plan as plan
@@ -29,20 +31,29 @@ if TYPE_CHECKING:
     from ddltool.commands.report import report as report
     from ddltool.commands.simulate import simulate as simulate
     from ddltool.commands.trace import trace as trace
+    from ddltool.commands.verify import verify as verify
     from ddltool.errors import DdlToolError as DdlToolError
     from ddltool.errors import Infeasible as Infeasible
     from ddltool.errors import InputError as InputError
+    from ddltool.job import Cluster as Cluster
+    from ddltool.job import Job as Job
 
 __version__ = "0.1.0"
 
 showing.register(lambda: import_module("ddltool.analyzers.answers.reporting.notebook"))
+showing.register(lambda: import_module("ddltool.commands.emit"), "emits plans")
 
 # Where each name lives; docs/api.md lists them and a test pins them.
-_VERBS = ("trace", "predict", "profile", "fit", "plan", "simulate", "balance", "barrier", "gate", "report")
+_VERBS = (
+    *("devices", "trace", "predict", "profile", "fit", "plan", "emit", "verify"),
+    *("simulate", "balance", "barrier", "gate", "report"),
+)
 _HOMES = {
     **{verb: f"commands.{verb}" for verb in _VERBS},
     "record": "analyzers.step.recording.window",
     "read": "artifact_files",
+    "Job": "job",
+    "Cluster": "job",
     "DdlToolError": "errors",
     "InputError": "errors",
     "Infeasible": "errors",

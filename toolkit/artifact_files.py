@@ -202,8 +202,8 @@ def _sync_rows(path: Path, rows: Iterable[tuple[int, Row]]) -> list[Row]:
 
 
 def is_table(path: Path) -> bool:
-    """Return whether a file's name says that it is a table of rows: .csv, .jsonl, either with .gz."""
-    return any(suffix in _TABLE_SUFFIXES for suffix in path.suffixes[-2:])
+    """Return whether a file is a table of rows, by its name: .csv, .jsonl, either with .gz; standard input by how it begins."""
+    return ending(path) in _TABLE_SUFFIXES
 
 
 def read_artifact(path: Path) -> dict[str, Any]:

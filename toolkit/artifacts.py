@@ -22,8 +22,9 @@ import time
 import tomllib
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Annotated, Any, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
@@ -46,6 +47,7 @@ LONGEST_TEXT, LONGEST_STREAM, _LONGEST_LINE = 1 << 29, 1 << 33, 1 << 20
 # Seconds that the other end of a pipe may take for the next bytes.
 _PIPE_TIMEOUT_S = 60.0
 _STDOUT = ("-", "/dev/stdout")
+_STDIN, _GZIP = "-", b"\x1f\x8b"
 
 
 class Record(BaseModel):
@@ -58,6 +60,11 @@ class Artifact(Record):
     """A whole document. Subclasses have a ``kind`` field, a literal and its own default."""
 
     schema_version: Version = SCHEMA_VERSION
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> Self:
+        """Return the document that a mapping holds, as a file would. Raises InputError, naming the field, for what is wrong."""
+        return parse({**document}, cls, kind_of(cls).removeprefix("ddltool."))
 
     def save(self, path: str | Path) -> None:
         """Write the document atomically as JSON; one whose rows are a profile's as CSV where the name ends so."""
@@ -132,19 +139,38 @@ class _BoundedBytes(io.RawIOBase):
 def opened(path: str | Path, max_bytes: int = LONGEST_STREAM) -> Iterator[io.BufferedReader]:
     """Open a file or pipe for reading its bytes, unpacked when its name ends in ``.gz`` or it begins with gzip's magic number.
 
+    ``-`` is standard input, which may be opened several times.
+
     Raises InputError, also from the body of the ``with``, when the file is missing, a folder, unreadable, a broken gzip
     file, longer than ``max_bytes`` unpacked, a pipe without data for a minute, or not UTF-8 when the body decodes it.
     """
     path = Path(path)
+    if str(path) == _STDIN:
+        with _name_read_errors(path):
+            data = _whole(sys.stdin.buffer)
+            stdin: Any = io.BytesIO(data)
+            yield io.BufferedReader(
+                _BoundedBytes(gzip.GzipFile(fileobj=stdin) if data[:2] == _GZIP else stdin, path, max_bytes), 1 << 18
+            )
+        return
     with (
         _name_read_errors(path),
         _FileWithTimeout(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as raw,
     ):
         os.set_blocking(raw.fileno(), True)  # opening a pipe must not wait for its writer, reading it must
         buffered = io.BufferedReader(raw)
-        is_gzip = path.suffix == ".gz" or buffered.peek(2)[:2] == b"\x1f\x8b"
+        is_gzip = path.suffix == ".gz" or buffered.peek(2)[:2] == _GZIP
         stream = gzip.GzipFile(fileobj=buffered) if is_gzip else buffered
         yield io.BufferedReader(_BoundedBytes(stream, path, max_bytes), 1 << 18)
+
+
+@lru_cache(maxsize=1)
+def _whole(stream: Any) -> bytes:
+    """Return all bytes of standard input, read once."""
+    data: bytes = stream.read(LONGEST_TEXT + 1)
+    if len(data) > LONGEST_TEXT:
+        raise InputError(_STDIN, f"holds more than {show_bytes(LONGEST_TEXT)}", "give it as a file")
+    return data
 
 
 def read_bytes(path: str | Path, max_bytes: int = LONGEST_TEXT) -> bytes:
@@ -236,7 +262,20 @@ def ending(path: Path) -> str:
     >>> ending(Path("telemetry.JSONL.gz"))
     '.jsonl'
     """
+    if str(path) == _STDIN:
+        return _ending_of_stdin()
     return next((suffix.lower() for suffix in reversed(path.suffixes) if suffix != ".gz"), "")
+
+
+def _ending_of_stdin() -> str:
+    """Return the end that a file with standard input's text would have: ``.jsonl``, ``.json``, ``.csv`` or ``.yaml``."""
+    with opened(_STDIN, LONGEST_TEXT) as file:
+        text = file.read(1 << 20).decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
+    text = "\n".join(line for line in text.splitlines() if not line.startswith("#"))  # YAML's comments
+    first, _, rest = text.partition("\n")
+    if text[:1] in ("{", "["):
+        return ".jsonl" if first.rstrip().endswith("}") and rest.lstrip()[:1] == "{" else ".json"
+    return ".csv" if "," in first and ":" not in first else ".yaml"
 
 
 def kind_of(model: type[BaseModel]) -> str:

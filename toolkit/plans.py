@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 from itertools import chain
-from typing import Literal, Self
+from pathlib import Path
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from ddltool import showing
 from ddltool.artifacts import Artifact, Record
 from ddltool.decision import Decision
 from ddltool.errors import did_you_mean
@@ -301,6 +303,19 @@ class StepSettings(Record):
     )
 
 
+class EmitResult(Artifact):
+    """``ddltool emit``: what was written."""
+
+    kind: Literal["ddltool.emit"] = "ddltool.emit"
+    target: str
+    paths: list[str]
+    world_size: Count
+    plan_sha256: str
+    not_expressed: list[str] = Field(description="what of the plan the target has no words for")
+    local_batch_sizes: list[Count] = Field(description="by rank, or group of ranks")
+    group: WorkerGroup | None = Field(default=None, description="what runs such a batch; null: one process")
+
+
 class Plan(Artifact):
     """A predicted way to run a job (kind ``ddltool.plan``). Every figure in it is predicted, none measured."""
 
@@ -340,6 +355,14 @@ class Plan(Artifact):
     group: WorkerGroup | None = Field(default=None, description="what a device of this plan stands for; null: itself")
     run: StepSettings | None = Field(default=None, description="how a step is run; null: a plan of an earlier version")
     predicted: Literal[True] = True
+
+    def emit(self, target: str | None = None, output: str | Path | None = None, **options: Any) -> EmitResult:
+        """Write what makes a job follow this plan; the options are those of ``ddltool.emit``, which says what is raised."""
+        given = {"target": target, "output": output, **options}
+        written: EmitResult = showing.module("emits plans").emit(
+            self, **{name: value for name, value in given.items() if value is not None}
+        )
+        return written
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:

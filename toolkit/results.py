@@ -285,6 +285,7 @@ class Verification(Result):
     """``ddltool verify``: a run against its plan."""
 
     kind: Literal["ddltool.verification"] = "ddltool.verification"
+    job: str = ""
     plan: str
     telemetry: str
     iteration: VerifiedStep
@@ -517,17 +518,6 @@ class RunDifference(Result):
     b: RunSeen
     settings: list[DifferingSetting]
     difference: FirstDifference | None
-
-
-class EmitResult(Result):
-    """``ddltool emit``."""
-
-    kind: Literal["ddltool.emit"] = "ddltool.emit"
-    target: str
-    paths: list[str]
-    world_size: Count
-    plan_sha256: str
-    not_expressed: list[str]
 
 
 class InitResult(Result):

@@ -1,6 +1,7 @@
-"""Who shows a record as a page, a table or a picture. The records ask here and need not know who it is.
+"""What records can do that stands above them: show themselves as a page, a table or a picture, and be emitted.
 
-The package's door (``import ddltool``) registers reporting, which is loaded when the first record is to be seen.
+The records ask here and need not know who does it. The package's door (``import ddltool``) registers who does, which is loaded
+when the first record needs it.
 """
 
 from __future__ import annotations
@@ -8,16 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-_loaders: list[Callable[[], Any]] = []
+_loaders: dict[str, Callable[[], Any]] = {}
 
 
-def register(load: Callable[[], Any]) -> None:
-    """Let the module that ``load`` returns show records from now on: its ``html``, ``frame``, ``chart`` and ``save_table``."""
-    _loaders[:] = [load]
+def register(load: Callable[[], Any], what: str = "shows records") -> None:
+    """Let the module that ``load`` returns do it from now on.
+
+    One that shows records has ``html``, ``frame``, ``chart`` and ``save_table``; one that emits plans has ``emit``.
+    """
+    _loaders[what] = load
 
 
-def module() -> Any:
-    """Return the module that shows records. Raises RuntimeError when none was registered."""
-    if not _loaders:
-        raise RuntimeError("nothing is registered that shows records; import ddltool registers it")
-    return _loaders[0]()
+def module(what: str = "shows records") -> Any:
+    """Return the module that was registered for it. Raises RuntimeError when none was."""
+    if what not in _loaders:
+        raise RuntimeError(f"nothing is registered that {what}; import ddltool registers it")
+    return _loaders[what]()

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from ddltool.arrays import Flags, Floats
-from ddltool.artifacts import read_lines, read_text
+from ddltool.artifacts import ending, read_lines, read_text
 from ddltool.errors import InputError, did_you_mean, shortened
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def read_table(
     import pandas as pd
 
     path = Path(path)
-    if any(suffix in (".jsonl", ".ndjson") for suffix in path.suffixes):
+    if ending(path) in (".jsonl", ".ndjson"):
         # Interned: a million "ddltool.telemetry" share one text in memory.
         lines = (
             {key: sys.intern(value) if type(value) is str else value for key, value in row.items()}

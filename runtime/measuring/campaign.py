@@ -65,6 +65,9 @@ class MeasureRequest:
     precision: float = 0.05
     budget_s: float = math.inf
     seed: int = 0
+    numerics: str = "fp32"
+    """What steps compute in."""
+    optimizer: str = "sgd"
 
     def subject(self) -> Subject:
         """Return the part of the request that is the same for all tasks of the workers."""
@@ -74,6 +77,8 @@ class MeasureRequest:
             device=self.device,
             threads=self.threads or max(1, len(os.sched_getaffinity(0)) // (self.processes or max(self.replicas))),
             seed=self.seed,
+            numerics=self.numerics,
+            optimizer=self.optimizer,
         )
 
     def common_columns(self) -> dict[str, str]:
@@ -86,7 +91,10 @@ class MeasureRequest:
         if colon and location.endswith(".py") and Path(location).is_file():
             digest = f"#{hashlib.sha256(Path(location).read_bytes()).hexdigest()[:12]}"
         settings = {"device": self.device, "threads": self.subject().threads, "warmup": self.warmup, "seed": self.seed}
-        settings_text = ";".join(f"{name}={value}" for name, value in {**settings, "torch": version("torch")}.items())
+        trained = {"precision": self.numerics, "optimizer": self.optimizer}
+        settings_text = ";".join(
+            f"{name}={value}" for name, value in {**settings, **trained, "torch": version("torch")}.items()
+        )
         return {"device": self.device_name, "source": self.source + digest, "settings": settings_text}
 
 

@@ -102,7 +102,7 @@ def device_memory(device: str) -> float:
     return float(torch.cuda.get_device_properties(0).total_memory)
 
 
-def half_width(row: Mapping[str, Any]) -> float:
+def half_width_of(row: Mapping[str, Any]) -> float:
     """Return half the width of the interval of a row's step time over the step time."""
     return float((row["step_time_high_s"] - row["step_time_low_s"]) / 2 / row["step_time_s"])
 
@@ -110,7 +110,7 @@ def half_width(row: Mapping[str, Any]) -> float:
 def _shortfalls(result: ProfileResult, request: MeasureRequest) -> list[str]:
     """Return a sentence for step times less precise than requested, and one for configurations not measured."""
     sentences = []
-    wide = [relative for row in result.rows if (relative := half_width(row)) > request.precision]
+    wide = [relative for row in result.rows if (relative := half_width_of(row)) > request.precision]
     if wide and request.repeats is None:
         sentences.append(
             f"{len(wide)} of {len(result.rows)} step times are known to {max(wide):.0%} only, not {request.precision:.0%}; "

@@ -46,6 +46,9 @@ class Subject:
     device: str
     threads: int
     seed: int = 0
+    numerics: str = "fp32"
+    """The precision that steps compute in."""
+    optimizer: str = "sgd"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,23 +222,23 @@ class StepTimer:
 
     def _prepare_step(self, task: MeasureTask) -> Callable[[MeasureTask, bool], tuple[float, float]]:
         """Return a function ``(task, synchronise)`` that runs one step and returns the seconds of the step and of a pass."""
-        import torch
         from torch.nn.parallel import DistributedDataParallel
 
         from ddltool.analyzers.step.tracing.step import called
+        from ddltool.runtime.measuring.training import prepared, updates
 
         step = self._resolver(self.subject.source, task.batch)
         device = self.device
         group = self.groups.get(task.replicas)
-        module = step.module.to(device).train()
-        inputs = tuple(value.to(device) if isinstance(value, torch.Tensor) else value for value in step.inputs)
+        module, inputs, computing = prepared(step.module, step.inputs, self.subject.numerics, device)
         is_shared = task.replicas > 1
         wrapped: nn.Module = DistributedDataParallel(module, process_group=group) if is_shared else module
-        optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+        backward, update = updates(module, self.subject.optimizer, self.subject.numerics, device)
 
         def run_pass(loss_scale: float) -> None:
-            loss = step.loss(called(wrapped, inputs, step.keywords))
-            (loss if loss_scale == 1.0 else loss * loss_scale).backward()
+            with computing():
+                loss = step.loss(called(wrapped, inputs, step.keywords))
+            backward(loss if loss_scale == 1.0 else loss * loss_scale)
 
         def timed_step(task: MeasureTask, synchronise: bool) -> tuple[float, float]:
             loss_scale = 1.0 / (task.accumulation + 1)
@@ -249,8 +252,7 @@ class StepTimer:
                 pass_s = (now(device) - started_s) / task.accumulation
             with contextlib.nullcontext() if synchronise else unsynchronised():  # type: ignore[operator]
                 run_pass(loss_scale)
-            optimizer.step()
-            optimizer.zero_grad()
+            update()
             return slowest((now(device) - started_s, pass_s), group if is_shared else None, device)
 
         return timed_step

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SURFACE = {
     *(
         *("trace", "predict", "profile", "fit", "plan", "simulate", "balance", "barrier", "gate", "report"),
-        *("read", "record"),
+        *("read", "record", "devices", "emit", "verify", "Job", "Cluster"),
     ),
     *("DdlToolError", "InputError", "Infeasible", "__version__"),
 }

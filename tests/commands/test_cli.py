@@ -349,7 +349,7 @@ def test_a_verb_is_one_function() -> None:
         function = getattr(ddltool, name)
         assert function is getattr(import_module(f"ddltool.commands.{name}"), name)
         shown = {parameter.name for parameter in load(name).params}
-        listening = {"tell", "stage", *(["summary"] if name == "report" else [])}
+        listening = {"tell", "stage", "batch", *(["summary"] if name == "report" else [])}
         assert set(signature(function).parameters) - listening <= shown, name
 
 
@@ -371,8 +371,8 @@ OPTIONS = {
         "virtual-stages"
     ),
     "profile": (
-        "accumulation batch-sizes budget device device-name json memory output precision repeats replicas resume seed "
-        "threads warmup"
+        "accumulation batch-sizes device device-name half-width json memory optimizer output precision repeats replicas "
+        "resume seed threads time-limit warmup"
     ),
     "network": "json output replicas",
     "import": "batch-size device-name json nodes output replicas",

@@ -31,7 +31,7 @@ def build(config: Path, folder: Path) -> subprocess.CompletedProcess[str]:
 def test_pages_from_code_are_in_it(site: Path) -> None:
     from ddltool.commands.main import COMMANDS, load
 
-    commands, python = ((site / name).read_text("utf-8") for name in ("commands.html", "python.html"))
+    commands, python = ((site / name).read_text("utf-8") for name in ("commands.html", "api.html"))
     assert all(f'href="{name.partition(" ")[0]}.html"' in commands for name in COMMANDS)
     options = {option for name in COMMANDS for each in load(name).params for option in each.opts if option[:2] == "--"}
     assert {option for option in options if option not in commands} <= {"--help", "--quiet", "--verbose"}

@@ -6,18 +6,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from pydantic import BaseModel
 
 from ddltool.analyzers.answers.reporting.charts import altair_chart
+from ddltool.analyzers.answers.reporting.figures import Line, Lines
 from ddltool.analyzers.answers.reporting.graph_section import trace_section
 from ddltool.analyzers.answers.reporting.page import fragment
 from ddltool.analyzers.answers.reporting.plan_section import joint_section
 from ddltool.analyzers.answers.reporting.predict_section import predict_section
 from ddltool.analyzers.answers.reporting.report import found_in, section_of
-from ddltool.analyzers.answers.reporting.section import Picture, Section, Table
+from ddltool.analyzers.answers.reporting.section import Column, Picture, Section, Table, tabled
 from ddltool.analyzers.step.costs.predict import predicted_profile
 from ddltool.artifact_files import ORDER
+from ddltool.device import Device, DeviceTable
 from ddltool.errors import InputError
 from ddltool.graph_results import PredictResult, TraceResult
 from ddltool.profiles import write_profile
@@ -30,6 +33,7 @@ def section(result: BaseModel) -> Section:
         TraceResult: trace_section,
         PredictResult: predict_section,
         JointPlan: joint_section,
+        DeviceTable: _devices_section,
     }
     if make := section_makers.get(type(result)):
         return make(result)
@@ -43,9 +47,44 @@ def section(result: BaseModel) -> Section:
     return Section(title=title, lead=[], blocks=[table])
 
 
+def _devices_section(result: DeviceTable) -> Section:
+    """Return the section of device types: what they compute and read in a second, by datasheet."""
+    columns: dict[str, Column[Device]] = {
+        "device": "name",
+        "memory": lambda device: f"{device.memory_gib:g} GiB",
+        "reads": lambda device: f"{device.memory_bytes_per_s / 1e9:.4g} GB/s",
+        "16 bit": lambda device: f"{_half_rate(device) / 1e12:.4g} TFLOP/s",
+    }
+    figure = Lines(
+        title="Device types",
+        lines=[
+            Line(
+                label="by datasheet",
+                x=np.array([device.memory_bytes_per_s / 1e9 for device in result.devices]),
+                y=np.array([_half_rate(device) / 1e12 for device in result.devices]),
+                texts=[device.name for device in result.devices],
+            )
+        ],
+        xlabel="memory bandwidth (GB/s)",
+        ylabel="16-bit rate (TFLOP/s)",
+        draw="points",
+        x_axis="log",
+        log_y=True,
+    )
+    table = tabled("Device types", "read", result.devices, columns)
+    picture = Picture(figures=[figure], caption="By datasheet.", label="read", table=table)
+    return Section(title="Device types", lead=[f"{len(result.devices)} device types are known."], blocks=[picture])
+
+
+def _half_rate(device: Device) -> float:
+    peaks = device.peak_flops
+    return peaks.get("float16", peaks.get("bfloat16", peaks["float32"]))
+
+
 # Where a result has its main rows.
 _MAIN = (
     "rows",
+    "remedies",
     "assignments",
     "policies",
     "predictors",
@@ -55,6 +94,8 @@ _MAIN = (
     "cells",
     "sections",
     "tried",
+    "devices",
+    "ranks",
 )
 
 

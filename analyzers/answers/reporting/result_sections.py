@@ -335,8 +335,23 @@ def _ledger_picture(spent: Ledger) -> Picture:
     return pictured("Where the wall clock went; the mean over the ranks.", table, figure)
 
 
+_NEGLIGIBLE = 0.01
+"""Of a step."""
+
+
 def verified_table(result: Verification, caption: str) -> Table:
-    """Return the table of predicted against measured times, relative errors beside them."""
+    """Return the table of predicted against measured times, relative errors beside them.
+
+    A part that is off by less than the measured steps differ among themselves, or than a hundredth of one, is no finding.
+    """
+    step = result.iteration
+    noise_s = max(_NEGLIGIBLE * step.measured_s, (step.high_s - step.low_s) / 2)
+
+    def error(times: VerifiedTime | VerifiedRank) -> str:
+        off_s = 0.0 if times.predicted_s is None else abs(times.predicted_s - times.measured_s)
+        is_small = times is not step and times.predicted_s and off_s <= noise_s
+        return "in the noise" if is_small else error_text(times.predicted_s, times.measured_s)
+
     parts: dict[str, VerifiedTime | VerifiedRank | None] = {
         "step": result.iteration,
         "compute, longest": result.compute,
@@ -345,7 +360,7 @@ def verified_table(result: Verification, caption: str) -> Table:
     }
     known_times = {part: times for part, times in parts.items() if times is not None}
     columns: dict[str, Column[VerifiedTime | VerifiedRank]] = {"predicted": "predicted_s", "measured": "measured_s"}
-    columns["error"] = lambda times: error_text(times.predicted_s, times.measured_s)
+    columns["error"] = error
     return tabled(caption, "measured", known_times.values(), columns, names=("part of a step", known_times))
 
 

@@ -67,7 +67,8 @@ def verify(
         sync_s = max(_exposed_s(model, run, compute_s) for model in known_models.values())
     elif sync_s is None and plan.strategy == "goodput":
         sync_s = max(0.0, plan.iteration_s - compute_s)
-    other_s = None if known_models else plan.other_s
+    sync_s = None if sync_s is None else _without_rounding(sync_s, compute_s)
+    other_s = None if known_models or plan.other_s is None else _without_rounding(plan.other_s, compute_s)
     predicted_s = compute_s + (sync_s or 0.0) + (other_s or 0.0)
     if plan.strategy == "elastic-bsp":
         run = _joint_step(plan, run)
@@ -75,6 +76,7 @@ def verify(
     error = predicted_s / run.iteration_s - 1
     refit = _what_to_refit(checks, run, sync_s, known_error, ACCEPTED if max_error is None else max_error)
     result = Verification(
+        job=plan.job,
         plan=names[0],
         telemetry=names[1],
         iteration=VerifiedStep(
@@ -155,7 +157,12 @@ def _exposed_s(model: ThroughputParams, run: Run, compute_s: float) -> float:
     """Return the synchronisation that one model leaves exposed behind ``compute_s`` (Pollux, section 3.2)."""
     sync_s = float(sync_time_s(model, run.num_nodes, run.world_size))
     exposed_s = float(overlapped(compute_s, sync_s, model.gamma)) - compute_s
-    return exposed_s if exposed_s > _ROUNDING * compute_s else 0.0  # the rest of a subtraction is no prediction
+    return _without_rounding(exposed_s, compute_s)
+
+
+def _without_rounding(part_s: float, compute_s: float) -> float:
+    """Return a part of the step, 0 for the rest of a subtraction, which is no prediction."""
+    return part_s if part_s > _ROUNDING * compute_s else 0.0
 
 
 def _deviations(checks: Sequence[VerifiedRank], missing: Sequence[int]) -> Iterator[str]:

@@ -19,14 +19,14 @@ from ddltool.units import counted, show_money, show_seconds
 _MOST = 12
 
 
-def named(
+def combinations(
     precisions: Sequence[str | None], optimizers: Sequence[str | None], ranks: Sequence[int | None]
 ) -> list[dict[str, str | int | None]]:
     """Return every combination of the named values, as fields of a job; None: the job's default.
 
     Raises InputError for more than twelve.
 
-    >>> named(["bf16", "fp8"], [None], [None])[1]
+    >>> combinations(["bf16", "fp8"], [None], [None])[1]
     {'precision': 'fp8', 'optimizer': None, 'lora': None}
     """
     fields = ("precision", "optimizer", "lora")

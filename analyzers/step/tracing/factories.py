@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ddltool.analyzers.step.recording.vision import declare_torchvision
+from ddltool.analyzers.step.tracing.batches import divided, fed
 from ddltool.analyzers.step.tracing.step import (
     TrainingStep,
     as_arguments,
@@ -112,6 +113,27 @@ def factory_step(source: str) -> TrainingStep:
     with _user_errors(source, "the factory raised", "it must work when called without arguments"):
         product = factory()
     return step_from(product, source, name)
+
+
+def fed_step(model: Any, batch: Any, name: str) -> TrainingStep:
+    """Return the step of a model on what its DataLoader yields.
+
+    ``model``: a module, a function that makes one, either with example inputs, which give way to the batch; or the step of a
+    model that was named.
+    """
+    if isinstance(model, TrainingStep):
+        vars(model.module).pop("forward", None)  # a named model's is bound to the inputs that were made for it
+        return fed(model, divided(model.module, batch))
+    if callable(model) and not isinstance(model, nn.Module):
+        with _user_errors(name, "the function raised", "it must work when called without arguments"):
+            model = model()
+    module = model[0] if isinstance(model, tuple) and model else model
+    if not isinstance(module, nn.Module):
+        raise InputError(
+            name, f"a {type(module).__name__} is no model", "give an nn.Module, or a function that makes it"
+        )
+    parts = divided(module, batch)
+    return fed(held_step((module, parts.example), name), parts)
 
 
 def held_step(model: Any, name: str) -> TrainingStep:

@@ -1,15 +1,17 @@
 """SOURCE, the user's name of a model: a graph, an ONNX file, or a torch module of code or of a package.
 
 ``graph.json``, ``model.onnx``, ``package.module:factory``, ``path/file.py:factory``, ``zoo:NAME``, ``transformers:NAME``,
-``timm:NAME``. Torch and ONNX are imported when a source needs them. Start at :func:`load_graph`.
+``timm:NAME``; a program's own ``held:NAME`` while :func:`holding` it. Torch and ONNX are imported when a source needs them.
+Start at :func:`load_graph`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -23,16 +25,39 @@ if TYPE_CHECKING:
     from ddltool.analyzers.step.tracing.step import TrainingStep
 
 Source = str | Path | Callable[..., Any] | tuple[Any, Any]
-"""A text as above, a module, (module, example_inputs), or a function without arguments that returns either."""
+"""A text as above, a module, (module, example_inputs), a function without arguments that returns either, or one with a batch
+(:class:`~ddltool.analyzers.step.tracing.batches.Fed`)."""
 FORMS = "model.onnx, package.module:factory, path/file.py:factory, zoo:NAME, transformers:NAME, timm:NAME or graph.json"
 # Share of the parameters' bytes: unread poolers and mask tokens stay below it, an unread tower exceeds it.
 _MAX_UNREAD_SHARE = 0.03
+_held: dict[str, Source] = {}
+_held_before: set[str] = set()
+_numbers = count(2)
+
+
+@contextlib.contextmanager
+def holding(source: Source) -> Iterator[str]:
+    """Let a text stand for a model of this program within the block, wherever a SOURCE is read: ``held:NAME``.
+
+    A text stays as it is. No two models get one text, so that what is kept of one is never taken for another.
+    """
+    if isinstance(source, (str, Path)):
+        yield str(source)
+        return
+    name = name_of(source)
+    text = f"held:{name}" if name not in _held_before else f"held:{next(_numbers)}:{name}"
+    _held_before.add(name)
+    _held[text] = source
+    try:
+        yield text
+    finally:
+        del _held[text]
 
 
 def is_graph_file(source: Source | list[str]) -> TypeGuard[str | Path]:
-    """Return whether SOURCE names a graph document."""
+    """Return whether SOURCE names a graph document; ``-`` is one on standard input."""
     text = str(source) if isinstance(source, (str, Path)) else ""
-    return text.removesuffix(".gz").endswith(".json") and not text.startswith("transformers:")
+    return text == "-" or (text.removesuffix(".gz").endswith(".json") and not text.startswith("transformers:"))
 
 
 def is_onnx_file(source: Source | list[str]) -> TypeGuard[str | Path]:
@@ -47,6 +72,8 @@ def name_of(source: Source | list[str]) -> str:
     if isinstance(source, (str, Path)):
         return str(source)
     model = source[0] if isinstance(source, tuple) else source
+    if isinstance(model, (str, Path)):
+        return str(model)
     return str(getattr(model, "__name__", type(model).__name__))
 
 
@@ -113,11 +140,20 @@ def resolve_step(source: Source, sequence_length: int | None = None) -> Training
 
 def _resolve(source: Source, sequence_length: int | None) -> TrainingStep:
     """Return :func:`resolve_step`'s result; what the user's code prints goes wherever stdout goes."""
-    from ddltool.analyzers.step.tracing.factories import factory_step, held_step, step_from, timm_step
+    from ddltool.analyzers.step.tracing.batches import Fed
+    from ddltool.analyzers.step.tracing.factories import factory_step, fed_step, held_step, step_from, timm_step
     from ddltool.analyzers.step.tracing.step import with_sequence_length
     from ddltool.analyzers.step.tracing.transformers_models import transformers_step
     from ddltool.fixtures import zoo
 
+    if isinstance(source, str) and source.startswith("held:"):
+        if source not in _held:
+            raise InputError(source, "was a model of a program that has ended", "give the model again")
+        source = _held[source]
+    if isinstance(source, Fed):
+        model = _resolve(source.model, None) if isinstance(source.model, (str, Path)) else source.model
+        step = fed_step(model, source.batch, name_of(source))
+        return replace(step, inputs=with_sequence_length(step.inputs, sequence_length))
     if not isinstance(source, (str, Path)):
         step = held_step(source, name_of(source))
         return replace(step, inputs=with_sequence_length(step.inputs, sequence_length))

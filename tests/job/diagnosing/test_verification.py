@@ -381,3 +381,22 @@ def test_predictions_are_scaled_to_what_was_measured() -> None:
     assert "nothing tells how far" in blind.remark
     assert combine({"V100": 11.0}, {"V100": 1100.0}).remark == ""
     assert combine({}, {"V100": 1100.0}).capabilities == {"V100": 1100.0}
+
+
+def test_what_lies_in_the_noise_is_no_finding() -> None:
+    """A part off by less than the steps differ among themselves has no percentage; the step itself always has one."""
+    from ddltool.analyzers.answers.reporting.result_sections import verified_table
+    from ddltool.results import Verification, VerifiedStep, VerifiedTime
+
+    step = VerifiedStep(predicted_s=1.0, measured_s=1.004, low_s=0.99, high_s=1.05, error=-0.004)
+
+    def errors(sync: VerifiedTime, compute: VerifiedTime) -> list[str]:
+        result = Verification(
+            plan="p", telemetry="t", iteration=step, compute=compute, sync=sync, ranks=[], refit=[], passed=True
+        )
+        return [row[-1] for row in verified_table(result, "").rows]
+
+    tiny, small = VerifiedTime(predicted_s=0.007, measured_s=1e-4), VerifiedTime(predicted_s=1.0, measured_s=1.029)
+    assert errors(tiny, small) == ["-0.4%", "in the noise", "in the noise"]
+    large, off = VerifiedTime(predicted_s=0.07, measured_s=0.01), VerifiedTime(predicted_s=1.0, measured_s=1.04)
+    assert errors(large, off) == ["-0.4%", "-3.8%", "+600%"]

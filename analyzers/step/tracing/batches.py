@@ -1,0 +1,158 @@
+"""A model with what its DataLoader yields: which parts of a batch are the module's inputs, and which its targets.
+
+Of (images, labels), or of a mapping by name, the parts that the module's ``forward`` does not take are targets, and the loss is
+the usual one for their type and shape. Start at :func:`fed`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ddltool.analyzers.step.tracing.step import TrainingStep, as_arguments, default_loss, tensors_in
+from ddltool.errors import InputError
+
+
+class Fed(NamedTuple):
+    """A model, as any SOURCE but a file of a graph, and one batch for it: a tensor, a sequence of parts, or parts by name."""
+
+    model: Any
+    batch: Any
+
+
+class Parts(NamedTuple):
+    """A batch, divided."""
+
+    example: Any
+    """Inputs as :func:`~ddltool.analyzers.step.tracing.step.as_arguments` takes them."""
+    targets: Tensor | None = None
+    has_loss: bool = False
+    """The module took the targets, too, so that a number among what it returns is its loss."""
+    takes_mapping: bool = False
+    """The module takes the mapping as its one argument."""
+
+
+def samples_in(batch: Any) -> int:
+    """Return how many samples a batch holds. Raises InputError for what is none.
+
+    >>> samples_in({"x": torch.zeros(4, 2)})
+    4
+    """
+    if isinstance(batch, int):
+        raise InputError("batch", f"is {batch}, a number", f"give batch_sizes={batch}, or what a DataLoader yields")
+    values = as_arguments(batch)[0]
+    tensors = [value for value in values if isinstance(value, Tensor) and value.dim()]
+    if not tensors:
+        problem = f"a {type(batch).__name__} without a tensor is no batch"
+        raise InputError("batch", problem, "give a tensor, a tuple of tensors, or tensors by name")
+    return int(tensors[0].shape[0])
+
+
+def divided(module: nn.Module, batch: Any) -> Parts:
+    """Return the parts of a batch, by the parameters of the module's ``forward``.
+
+    Raises InputError for a batch that holds no tensor, or that lacks what the module must be given.
+    """
+    samples_in(batch)
+    parameters = inspect.signature(module.forward).parameters.values()
+    if isinstance(batch, Mapping):
+        return _divided_by_name(module, {**batch}, parameters)
+    if isinstance(batch, Tensor):
+        return Parts(batch)
+    # A flag or a number with a default is a setting; what a batch has comes in parameters without one, or with None.
+    places = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    settings = [place for place, one in enumerate(places) if one.default not in (one.empty, None)]
+    takes_all = any(one.kind is one.VAR_POSITIONAL for one in parameters)
+    count = len(batch) if takes_all else min(len(batch), *settings[:1], len(places))
+    needed = sum(one.default is one.empty for one in places)
+    if len(batch) < needed:
+        problem = f"has {len(batch)} parts, and the forward of {type(module).__name__} takes {needed}"
+        raise InputError("batch", problem, "give all of them, or by name")
+    return Parts(tuple(batch[:count]), _only(batch[count:]), has_loss=count == len(batch) > needed)
+
+
+def _divided_by_name(module: nn.Module, batch: dict[str, Any], parameters: Any) -> Parts:
+    names = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    needed = [one.name for one in parameters if one.name in names and one.default is one.empty]
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    inputs = batch if takes_all else {name: value for name, value in batch.items() if name in names}
+    if missing := [name for name in needed if name not in inputs]:
+        if len(needed) == 1 and not inputs:
+            return Parts(batch, has_loss=True, takes_mapping=True)
+        problem = f"has no {missing[0]!r}, which the forward of {type(module).__name__} takes"
+        raise InputError("batch", problem, f"it has {', '.join(map(str, batch))}")
+    rest = [value for name, value in batch.items() if name not in inputs]
+    return Parts(inputs, _only(rest), has_loss=not rest and len(inputs) > len(needed))
+
+
+def _only(rest: Any) -> Tensor | None:
+    """Return the targets among what is left of a batch: one tensor, else none that a loss is known of."""
+    tensors = [value for value in rest if isinstance(value, Tensor)]
+    return tensors[0] if len(tensors) == 1 else None
+
+
+def fed(step: TrainingStep, parts: Parts) -> TrainingStep:
+    """Return the step on a batch: its inputs, and the loss on its targets."""
+    inputs, keywords = as_arguments(parts.example)
+    loss: Callable[[Any], Tensor] = step.loss
+    if parts.targets is not None:
+        loss = loss_against(parts.targets)
+    elif parts.has_loss:
+        loss = _own_loss
+    if parts.takes_mapping:
+        _by_name(step.module)
+    return replace(step, inputs=inputs, keywords=keywords, loss=loss, note="")
+
+
+def _by_name(module: nn.Module) -> None:
+    """Let a module, which is a copy, take by keywords what it takes as one mapping. The names of its parameters stay."""
+
+    kind = type(module)
+
+    def forward(self: nn.Module, **parts: Any) -> Any:
+        return kind.forward(self, parts)
+
+    module.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+
+
+def _own_loss(output: Any) -> Tensor:
+    """Return the one number among what a module returns; else the default loss."""
+    values = (
+        output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else [output]
+    )
+    numbers = [value for value in values if isinstance(value, Tensor) and value.dim() == 0]
+    return numbers[0] if len(numbers) == 1 else default_loss(output)
+
+
+def loss_against(example: Tensor) -> Callable[[Any], Tensor]:
+    """Return the loss of an output against targets like ``example``, of any batch size.
+
+    Whole numbers are classes: cross entropy over the last dimension of the output, (batch, ..., classes), in float32, or over
+    its second, (batch, classes, ...), where the other dimensions are those of the targets. Numbers in the output's own
+    shape: the mean squared error. Anything else, or an output with a loss of its own: the default loss.
+    """
+
+    def loss(output: Any) -> Tensor:
+        own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if isinstance(own, Tensor) or not tensors_in(output):
+            return default_loss(output)
+        predicted = tensors_in(output)[0]
+        if example.is_floating_point():
+            is_alike = predicted.shape[1:] == example.shape[1:]
+            return F.mse_loss(predicted, torch.zeros_like(predicted)) if is_alike else default_loss(output)
+        if predicted.dim() != example.dim() + 1:
+            return default_loss(output)
+        if predicted.shape[2:] == example.shape[1:] != predicted.shape[1:-1]:
+            labels = torch.zeros((predicted.shape[0], *predicted.shape[2:]), dtype=torch.long, device=predicted.device)
+            return F.cross_entropy(predicted, labels)
+        flat = predicted.reshape(-1, predicted.shape[-1])
+        flat = flat.float() if example.dim() > 1 else flat
+        return F.cross_entropy(flat, torch.zeros(flat.shape[0], dtype=torch.long, device=flat.device))
+
+    return loss

@@ -1,0 +1,99 @@
+"""How a measured step trains: the precision that it computes in, and the optimizer that updates the parameters.
+
+The names are those of :mod:`ddltool.precision` and of ``--optimizer``, so that what is measured is what was predicted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ddltool.errors import InputError
+from ddltool.precision import PRECISIONS, precision_name
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+OPTIMIZERS = (
+    "none",
+    "sgd",
+    "momentum",
+    "adam",
+    "adamw",
+    "foreach-sgd",
+    "foreach-momentum",
+    "foreach-adam",
+    "foreach-adamw",
+)
+_FIRST_SCALE = 128.0
+MEASURED = ("fp32", "tf32", "bf16", "fp16", "bf16-pure", "fp16-pure")
+"""Precisions that a step can be run in here. float8 needs kernels of a library of its own."""
+
+
+def checked(precision: str, device: str) -> str:
+    """Return the name of a precision. Raises InputError for one that is unknown, or that this device does not compute in."""
+    name = precision_name(precision, "precision") if not precision.endswith("%") else None
+    if name is None:
+        raise InputError(
+            "precision", f"is {precision}, a share", f"give --half-width {precision}, or a type such as bf16"
+        )
+    if name not in MEASURED:
+        raise InputError("precision", f"{name} is not measured here", f"give one of {', '.join(MEASURED)}")
+    if name == "tf32" and device != "cuda":
+        raise InputError("precision", "tf32 is a GPU's", "give fp32 or bf16, or --device cuda")
+    return name
+
+
+def prepared(
+    module: nn.Module, inputs: Sequence[Any], precision: str, device: torch.device
+) -> tuple[nn.Module, tuple[Any, ...], Callable[[], contextlib.AbstractContextManager[Any]]]:
+    """Return a module and inputs on a device in the types of a precision, and what makes the context of a forward pass."""
+    import torch
+
+    what = PRECISIONS[precision]
+    kept: torch.dtype = getattr(torch, what.keeps)
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+    module = module.to(device, kept).train()
+    moved = tuple(
+        value.to(device, kept if value.is_floating_point() else None) if isinstance(value, torch.Tensor) else value
+        for value in inputs
+    )
+    if not what.is_autocast:
+        return module, moved, contextlib.nullcontext
+    computes: torch.dtype = getattr(torch, what.computes)
+    return module, moved, lambda: torch.autocast(device.type, computes)
+
+
+def updates(
+    module: nn.Module, optimizer: str, precision: str, device: torch.device
+) -> tuple[Callable[[Any], None], Callable[[], None]]:
+    """Return (backward of a loss, update of the parameters) by an optimizer's name; fp16 scales its losses as AMP does.
+
+    A name alone is ``fused=True`` on a GPU and torch's own default on a CPU.
+    """
+    import torch
+
+    # AMP's own first scale overflows, and skips the updates that are to be timed.
+    scaler = torch.amp.GradScaler(device.type, init_scale=_FIRST_SCALE, enabled=precision == "fp16")
+    name = optimizer.removeprefix("foreach-")
+    way: dict[str, Any] = {"foreach": True} if optimizer != name else {"fused": True} if device.type == "cuda" else {}
+    parameters = list(module.parameters())
+    made: torch.optim.Optimizer | None = None
+    if name in ("sgd", "momentum"):
+        made = torch.optim.SGD(parameters, lr=1e-3, momentum=0.9 if name == "momentum" else 0.0, **way)
+    elif name != "none":
+        made = (torch.optim.Adam if name == "adam" else torch.optim.AdamW)(parameters, lr=1e-4, **way)
+
+    def backward(loss: Any) -> None:
+        scaler.scale(loss).backward()
+
+    def update() -> None:
+        if made is not None:
+            scaler.step(made)
+            scaler.update()
+        module.zero_grad()
+
+    return backward, update
