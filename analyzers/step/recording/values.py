@@ -61,13 +61,12 @@ class Values:
         Whole numbers are taken as floats where the CPU has a kernel for these only.
         """
         with _disable_current_modes():
-            args, kwargs = tree_map_only(Tensor, self._or_shape, (args, dict(kwargs)))
-            if "device" in kwargs:
-                kwargs["device"] = torch.device("cpu")
+            on_cpu = {"device": torch.device("cpu")} if "device" in kwargs else {}
+            real_args, real_kwargs = tree_map_only(Tensor, self._or_shape, (args, {**kwargs, **on_cpu}))
             try:
-                return func(*args, **kwargs)
+                return func(*real_args, **real_kwargs)
             except NotImplementedError:
-                floats = tree_map_only(Tensor, Tensor.float, (args, kwargs))
+                floats = tree_map_only(Tensor, Tensor.float, (real_args, real_kwargs))
                 return tree_map_only(Tensor, Tensor.long, func(*floats[0], **floats[1]))
 
     def follow(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outcome: Any) -> bool:
