@@ -65,17 +65,10 @@ def companion(
         if measured is not None:
             document["recalibrated"] = _recalibrate(database, measured, threshold, remarks)
         if lookup is not None:
-            devices = device_counts(lookup, "--lookup")
-            plan = _plan_on_devices(database, devices)
-            if not plan.ests and free is None:
-                raise Infeasible(f"{database.meta.job} cannot run on {lookup}: no room for all of its logical workers")
-            scale_outs = None
-            if free is not None:
-                scale_outs = _scale_outs(database, plan, devices, device_counts(free, "--free"), top_k)
-            document |= _plan_document(plan, scale_outs)
-            show = partial(_print_plan, database.meta.job, lookup, plan, scale_outs, free)
+            fields, show = _look_up(database, lookup, free, top_k)
+            document |= fields
             if patch is not None:
-                requested = None if resource == "none" else resource
+                devices, requested = device_counts(lookup, "--lookup"), None if resource == "none" else resource
                 document["patch"] = _write_patch(patch, database, devices, per_node, requested, remarks)
         elif not document:
             fresh_count, vector_count = database.counts()
@@ -89,6 +82,23 @@ def companion(
         say(line)
     if show is not None:
         show()
+
+
+def _look_up(
+    database: Companion, lookup: str, free: str | None, top_k: int
+) -> tuple[dict[str, Any], Callable[[], None]]:
+    """Return the JSON fields of the plan on ``lookup``, with what to add of the devices in ``free``, and what prints them.
+
+    Raises Infeasible where the devices have no room for the job, and nothing is free.
+    """
+    devices = device_counts(lookup, "--lookup")
+    plan = _plan_on_devices(database, devices)
+    if not plan.ests and free is None:
+        raise Infeasible(f"{database.meta.job} cannot run on {lookup}: no room for all of its logical workers")
+    scale_outs = None
+    if free is not None:
+        scale_outs = _scale_outs(database, plan, devices, device_counts(free, "--free"), top_k)
+    return _plan_document(plan, scale_outs), partial(_print_plan, database.meta.job, lookup, plan, scale_outs, free)
 
 
 def _build_database(

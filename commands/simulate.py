@@ -289,7 +289,13 @@ def simulate_generate(
 
 def show_simulate_generate(call: VerbCall[WorkloadResult], output: Path | None = None, as_json: bool = False) -> None:
     """Write the workload as CSV, by default to standard output."""
-    _write_workload(call(), output, as_json)
+    result = call()
+    if output is not None or not as_json:
+        write_text(output or Path("-"), workload_csv(result))
+    if as_json:
+        print_json(result)
+    else:
+        note(f"{result.source}; wrote {len(result.jobs)} jobs to {output or 'standard output'}")
 
 
 @verb
@@ -323,9 +329,7 @@ def simulate_convert(
     return WorkloadResult(source=source, jobs=specs)
 
 
-def show_simulate_convert(call: VerbCall[WorkloadResult], output: Path | None = None, as_json: bool = False) -> None:
-    """Write the workload as CSV, by default to standard output."""
-    _write_workload(call(), output, as_json)
+show_simulate_convert = show_simulate_generate
 
 
 def _replay_setup(
@@ -512,13 +516,3 @@ def _application_source(
         return read_cluster(cluster) if cluster else None, _folders(traces)
     cluster_file, folders = shipped_or(cluster, traces, tell)
     return read_cluster(cluster_file), folders
-
-
-def _write_workload(result: WorkloadResult, output: Path | None, as_json: bool) -> None:
-    """Write a workload as CSV to ``output``, by default to standard output."""
-    if output is not None or not as_json:
-        write_text(output or Path("-"), workload_csv(result))
-    if as_json:
-        print_json(result)
-    else:
-        note(f"{result.source}; wrote {len(result.jobs)} jobs to {output or 'standard output'}")

@@ -359,36 +359,37 @@ def _choices(plan: Plan, decision: Decision) -> list[_Choice]:
     listed_choices += [of_option(option, "usual") for option in decision.baselines.values()]
     front = decision.pareto
     listed_choices += [of_option(option, "cheapest") for option in front[-1:]] if len(front) > 1 else []
-    listed_choices += [
-        _Choice(
-            how=_short_layout(layout)[0],
-            checkpointing=_short_layout(layout)[1],
-            devices=layout.devices,
-            each=_each(layout),
-            memory_bytes=max(layout.memory_bytes.values()),
-            missing_bytes=layout.missing_bytes,
-            step_s=layout.step_s,
-            samples=samples,
-            price_per_sample=layout.price_per_sample,
-            remark="does not fit" if layout.missing_bytes else "",
-        )
-        for layout in _other_layouts(decision, listed_choices)
-    ]
+    listed_choices += [_of_layout(layout, samples) for layout in _other_layouts(decision, listed_choices)]
     distinct = dict[tuple[object, ...], _Choice]()
     for choice in listed_choices:
         distinct.setdefault(choice.key, choice)
     first, *rest = distinct.values()
     others = rest[: _CHOICES - 1]
-    plain = [
-        choice for choice in rest if (choice.how, choice.checkpointing, choice.devices) == ("DDP", "", picked.devices)
-    ]
-    plain = [] if first.how == "DDP" or any(choice in others for choice in plain) else plain[:1]
-    others = [*others[: _CHOICES - 1 - len(plain)], *plain]
+    plain_ddp = [row for row in rest if (row.how, row.checkpointing, row.devices) == ("DDP", "", picked.devices)]
+    if first.how != "DDP" and plain_ddp and not any(row in others for row in plain_ddp):
+        others[-1] = plain_ddp[0]  # the way that everybody knows, and asks for
     if decision.objective == "cheapest":
         others.sort(key=lambda choice: choice.price_per_sample or math.inf)
     else:
         others.sort(key=lambda choice: math.inf if choice.step_s is None else choice.step_s / choice.samples)
     return [first, *others]
+
+
+def _of_layout(layout: Layout, samples: float) -> _Choice:
+    """Return the choice of a layout that is in no option; ``samples``: of a step."""
+    how, checkpointing = _short_layout(layout)
+    return _Choice(
+        how=how,
+        checkpointing=checkpointing,
+        devices=layout.devices,
+        each=_each(layout),
+        memory_bytes=max(layout.memory_bytes.values()),
+        missing_bytes=layout.missing_bytes,
+        step_s=layout.step_s,
+        samples=samples,
+        price_per_sample=layout.price_per_sample,
+        remark="does not fit" if layout.missing_bytes else "",
+    )
 
 
 def _other_layouts(decision: Decision, listed_choices: Sequence[_Choice]) -> list[Layout]:

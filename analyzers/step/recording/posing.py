@@ -630,6 +630,18 @@ def _swap(first: Tensor, second: Tensor) -> None:
     torch._C._swap_tensor_impl(first, second)
 
 
+def _first_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[int, ...], bool] | None:
+    """Return the shape of the first tensor among a module's inputs, and whether it holds whole numbers; None: there is none.
+
+    Of a list of images the shape begins with their number.
+    """
+    first = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()), None)
+    if first is None:
+        return None
+    is_list = bool(args) and isinstance(args[0], (list, tuple)) and first.dim() == _IMAGE_DIMENSIONS
+    return ((len(args[0]), *first.shape) if is_list else tuple(first.shape)), not first.is_floating_point()
+
+
 @contextlib.contextmanager
 def recording_modules(recorder: Recorder) -> Iterator[None]:
     """Let every call know the module in whose forward pass it is made, by its name in the outermost module."""
@@ -641,17 +653,8 @@ def recording_modules(recorder: Recorder) -> Iterator[None]:
         if not recorder.modules and not names.get(id(module)):
             names.update({id(child): name for name, child in module.named_modules()})
             recorder.roots.setdefault(id(module), module)
-            first = next(
-                (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()), None
-            )
-            if first is not None and recorder.recording and torch.is_grad_enabled():
-                images = (
-                    len(args[0])
-                    if args and isinstance(args[0], (list, tuple)) and first.dim() == _IMAGE_DIMENSIONS
-                    else None
-                )
-                shape = tuple(first.shape) if images is None else (images, *first.shape)
-                recorder.inputs.setdefault(id(module), []).append((shape, not first.is_floating_point()))
+            if recorder.recording and torch.is_grad_enabled() and (given := _first_input(args, kwargs)) is not None:
+                recorder.inputs.setdefault(id(module), []).append(given)
             for parameter in module.parameters():
                 if parameter.requires_grad and id(parameter) not in watched:
                     watched.add(id(parameter))
