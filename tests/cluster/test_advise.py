@@ -21,26 +21,13 @@ from ddltool.errors import DdlToolError
 from ddltool.goodput_model import Goodput
 
 PARAMS = {
-    "alpha_grad_s": 0.02,
-    "beta_grad_s": 0.001,
-    "alpha_sync_local_s": 0.01,
-    "beta_sync_local_s": 0.001,
-    "alpha_sync_node_s": 0.05,
-    "beta_sync_node_s": 0.002,
-    "gamma": 1.5,
+    **{"alpha_grad_s": 0.02, "beta_grad_s": 0.001, "alpha_sync_local_s": 0.01, "beta_sync_local_s": 0.001},
+    **{"alpha_sync_node_s": 0.05, "beta_sync_node_s": 0.002, "gamma": 1.5},
 }
 STATE: dict[str, Any] = {
-    "kind": "ddltool.job_state",
-    "schema_version": 1,
-    "goodput": "fit.json",
-    "noise_scale": 4000.0,
-    "initial_batch_size": 128,
-    "max_batch_size": 4096,
-    "max_local_batch_size": 512,
-    "held": [2, 0, 0],
-    "free": [2, 4, 1],
-    "remaining_s": 900.0,
-    "restarts_s": [28.0, 31.0, 45.0],
+    **{"kind": "ddltool.job_state", "schema_version": 1, "goodput": "fit.json", "noise_scale": 4000.0},
+    **{"initial_batch_size": 128, "max_batch_size": 4096, "max_local_batch_size": 512, "held": [2, 0, 0]},
+    **{"free": [2, 4, 1], "remaining_s": 900.0, "restarts_s": [28.0, 31.0, 45.0]},
 }
 
 

@@ -43,8 +43,7 @@ from ddltool.analyzers.job.goodput.observations import Observations
 from ddltool.analyzers.job.goodput.throughput import grad_time_s, iteration_time_s
 from ddltool.analyzers.job.goodput.tuning import BatchLimits
 from ddltool.errors import CheckFailed, Infeasible, InputError
-from ddltool.goodput_model import ThroughputParams
-from tests.conftest import submitted
+from tests.conftest import submitted, throughput
 from tests.helpers.workloads import APPLICATIONS, EVERY, TWO_TYPES, finishes, steady, table, validation
 
 # The truth.
@@ -101,7 +100,7 @@ def test_more_epochs_than_were_measured_are_refused() -> None:
 
 # What a job believes.
 
-TRUE = ThroughputParams(
+TRUE = throughput(
     alpha_grad_s=0.04,
     beta_grad_s=2e-3,
     alpha_sync_local_s=0.03,

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import ddltool as dt
+from ddltool.analyzers.job.balancing.lengths import SampleCost
 from ddltool.errors import InputError
 from ddltool.results import LengthsResult
 from tests.conftest import Cli
@@ -82,7 +83,14 @@ def test_all_settings_together_and_the_page(cli: Cli, tmp_path: Path) -> None:
     cli("gate", out, "--baseline", out).done()
 
 
-def test_a_model_gives_the_cost(cli: Cli, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_real", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_model_gives_the_cost(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_real: bool) -> None:
+    def costs(source: str, device: str, precision: str, *, longest: int, **_: object) -> SampleCost:
+        assert (source, device, precision, longest) == ("transformers:gpt2", "A100", "bf16", 9)
+        return SampleCost(per_token=1e-6, per_step=1e-3)
+
+    if not is_real:
+        monkeypatch.setattr("ddltool.analyzers.job.balancing.length_costs.cost_of_model", costs)
     path = written(tmp_path, "lengths.txt", "\n".join(map(str, LENGTHS)))
     found = cli("balance", path, *SHORT, "--model", "transformers:gpt2", "--device", "A100", "--json").done().document
     assert found["cost"]["unit"] == "s"

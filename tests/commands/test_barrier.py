@@ -102,13 +102,8 @@ def telemetry(path: Path, *, wait: float = 0.5) -> Path:
             wait_s = wait if rank == 0 else 0.0
             row = TelemetryRow(
                 **{
-                    "rank": rank,
-                    "step": step,
-                    "world_size": 2,
-                    "num_nodes": 1,
-                    "device": "cpu",
-                    "batch": 1,
-                    "total_batch": 2,
+                    **{"rank": rank, "step": step, "world_size": 2, "num_nodes": 1, "device": "cpu"},
+                    **{"batch": 1, "total_batch": 2},
                 },
                 **{"compute_s": own, "sync_s": 0.0, "memory_bytes": 0.0, "step_s": own + wait_s, "wait_s": wait_s},
             )
@@ -134,11 +129,8 @@ def test_telemetry_of_a_sync_server_counts_without_its_waiting(cli: Cli, tmp_pat
         for worker, own in ((0, 1.0), (1, 1.5)):
             time_s = 1.5 * step + own
             row = {
-                "event": "step",
-                "time_s": time_s,
-                "worker": worker,
-                "step": step,
-                "wait_s": 1.5 - own if step else 0,
+                **{"event": "step", "time_s": time_s, "worker": worker},
+                **{"step": step, "wait_s": 1.5 - own if step else 0},
             }
             lines.append(json.dumps({"kind": "ddltool.sync", **row, "staleness": 0, "gap": 0, "dropped": False}))
     for changed, row, message in (
@@ -154,12 +146,8 @@ def test_telemetry_of_a_sync_server_counts_without_its_waiting(cli: Cli, tmp_pat
     lines.append(
         SummaryRow(
             **{
-                "time_s": 9.0,
-                "policy": "bsp",
-                "steps": [6, 6],
-                "updates": 12,
-                "updates_per_s": 1.3,
-                "wait_s": [2.5, 0.0],
+                **{"time_s": 9.0, "policy": "bsp", "steps": [6, 6], "updates": 12},
+                **{"updates_per_s": 1.3, "wait_s": [2.5, 0.0]},
             },
             staleness={0: 12},
         ).model_dump_json()

@@ -28,20 +28,9 @@ PLACEMENTS = "placement,local_bsz,step_time,sync_time\n1,32,0.5,0.01\n44,32,0.75
 
 def telemetry(**changes: object) -> str:
     row: dict[str, object] = {
-        "kind": "ddltool.telemetry",
-        "schema_version": 1,
-        "step": 0,
-        "rank": 0,
-        "world_size": 2,
-        "num_nodes": 1,
-        "device": "T4",
-        "batch": 8,
-        "total_batch": 16,
-        "compute_s": 0.5,
-        "wait_s": 0.1,
-        "sync_s": 0.05,
-        "step_s": 0.7,
-        "memory_bytes": 1e9,
+        **{"kind": "ddltool.telemetry", "schema_version": 1, "step": 0, "rank": 0, "world_size": 2, "num_nodes": 1},
+        **{"device": "T4", "batch": 8, "total_batch": 16, "compute_s": 0.5, "wait_s": 0.1, "sync_s": 0.05},
+        **{"step_s": 0.7, "memory_bytes": 1e9},
     }
     batch = changes.get("batch")
     total = {"total_batch": 2 * batch} if isinstance(batch, int) else {}

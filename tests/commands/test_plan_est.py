@@ -242,13 +242,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def write_fit(**changed: float) -> None:
     params = {**dict.fromkeys(ThroughputParams.model_fields, 0.01), "gamma": 1.0, **changed}
     document = {
-        "kind": "ddltool.goodput",
-        "schema_version": 1,
-        "sources": [],
-        "undetermined": [],
-        "params": params,
-        "rmsle": 0.0,
-        "samples": 8,
+        **{"kind": "ddltool.goodput", "schema_version": 1, "sources": [], "undetermined": [], "params": params},
+        **{"rmsle": 0.0, "samples": 8},
     }
     Path("fit.json").write_text(json.dumps({**document, "fit_seconds": 0.1, "mape": 0.0}))
 

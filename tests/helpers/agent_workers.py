@@ -45,12 +45,8 @@ def build(dataset: TensorDataset, lr: float, momentum: float, **options: Any) ->
     model = DistributedDataParallel(module) if dist.is_initialized() else module
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
     given: dict[str, Any] = {
-        "initial_batch_size": 24,
-        "max_batch_size": 200,
-        "max_local_batch_size": 64,
-        "rule": "linear",
-        "overhead": 1.0,
-        "background": False,
+        **{"initial_batch_size": 24, "max_batch_size": 200, "max_local_batch_size": 64, "rule": "linear"},
+        **{"overhead": 1.0, "background": False},
     }
     return model, optimizer, GoodputAgent(model, optimizer, dataset, **(given | options))
 
@@ -137,11 +133,8 @@ def train(
         "agent": agent.state_dict(),
     }
     return {
-        "steps": steps,
-        "changes": agent.changes,
-        "state": packed(kept),
-        "vector": vector(module),
-        "progress": agent.progress,
+        **{"steps": steps, "changes": agent.changes, "state": packed(kept)},
+        **{"vector": vector(module), "progress": agent.progress},
     }
 
 

@@ -444,11 +444,8 @@ def migrate(rank: int, sizes: tuple[int, int], steps: int, threshold: float) -> 
         else:
             gap = max(gap, max(data.counts) - min(data.counts))
     return {
-        "partitions": data.partitions,
-        "held": data.tensors[0].tolist(),
-        "used": np.bincount(np.array(used), minlength=80).tolist(),
-        "changed": changed,
-        "gap": gap,
+        **{"partitions": data.partitions, "held": data.tensors[0].tolist()},
+        **{"used": np.bincount(np.array(used), minlength=80).tolist(), "changed": changed, "gap": gap},
     }
 
 

@@ -283,13 +283,8 @@ def _record(request: dict[str, Any], write: Callable[[Any], NoReturn]) -> None:
     path.write_text(
         json.dumps(
             {
-                "out": request["out"] + ".graph",
-                "label": "script",
-                "name": "GPU",
-                "memory_bytes": 80 * 2**30,
-                "capability": [9, 0],
-                "count": 8,
-                "scratch": None,
+                **{"out": request["out"] + ".graph", "label": "script", "name": "GPU", "memory_bytes": 80 * 2**30},
+                **{"capability": [9, 0], "count": 8, "scratch": None},
             }
         )
     )
@@ -325,11 +320,8 @@ def serve() -> None:
         port = free_port() if ranks else 0
         world = [
             {
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": len(ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
+                **{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(ranks)},
+                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
             }
             for rank in ranks
         ]

@@ -18,13 +18,8 @@ Slow = Callable[[int, int, dict[str, float]], float]
 
 def event(name: str, category: str, start_ms: float, length_ms: float, tid: int = 1, **args: Any) -> dict[str, Any]:
     found = {
-        "ph": "X",
-        "cat": category,
-        "name": name,
-        "pid": 1,
-        "tid": tid,
-        "ts": start_ms * 1e3,
-        "dur": length_ms * 1e3,
+        **{"ph": "X", "cat": category, "name": name, "pid": 1, "tid": tid},
+        **{"ts": start_ms * 1e3, "dur": length_ms * 1e3},
     }
     return {**found, "args": args}
 

@@ -17,7 +17,8 @@ from ddltool.analyzers.cluster.policies.gangs import Tiresias
 from ddltool.analyzers.cluster.simulator import SimulationResult
 from ddltool.analyzers.cluster.truth import Application, Limits, MeasuredTimes, Validation
 from ddltool.artifacts import save
-from ddltool.goodput_model import Goodput, ThroughputParams
+from ddltool.goodput_model import Goodput
+from tests.conftest import throughput
 
 FOLDER = Path(__file__).resolve().parents[2] / "fixtures" / "workloads"
 EVERY: dict[str, Callable[[], Any]] = {**POLICIES, "tiresias": lambda: Tiresias(threshold_gpu_s=1800.0)}
@@ -89,7 +90,7 @@ APPLICATIONS = {
     "only": application("only", {"slow": 1.0}, 0.2),
 }
 
-FITTED = ThroughputParams(
+FITTED = throughput(
     alpha_grad_s=0.05,
     beta_grad_s=0.002,
     alpha_sync_local_s=0.03,

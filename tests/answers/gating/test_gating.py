@@ -195,17 +195,8 @@ def values(document: dict[str, Any]) -> dict[str, float | str]:
 def test_a_graphs_figures_are_those_of_its_ops() -> None:
     found = values(to_document(small_graph()))
     assert found == {
-        "ops": 4,
-        "recvs": 2,
-        "sends": 0,
-        "parameters": 2,
-        "parameter_bytes": 1200,
-        "flops": 30,
-        "channels": 1,
-        "upper_s": 7.0,
-        "lower_s": 4.0,
-        "compute_s": 4.0,
-        "transfer_s": 3.0,
+        **{"ops": 4, "recvs": 2, "sends": 0, "parameters": 2, "parameter_bytes": 1200, "flops": 30, "channels": 1},
+        **{"upper_s": 7.0, "lower_s": 4.0, "compute_s": 4.0, "transfer_s": 3.0},
     }
 
 

@@ -356,12 +356,8 @@ def pipeline_rows(
                 begin = max(free[stage], 0.0 if edge else ends[before])
                 length = (1.0 if way == "forward" else 2.0) * slow.get((replica, stage), 1.0)
                 common = {
-                    "dp_rank": replica,
-                    "stage": stage,
-                    "rank": replica + replicas * stage,
-                    "step": 7,
-                    "mc": 0,
-                    "gmc": stage,
+                    **{"dp_rank": replica, "stage": stage, "rank": replica + replicas * stage, "step": 7},
+                    **{"mc": 0, "gmc": stage},
                 }
                 rows.append(
                     {**common, "optype": f"{way}-compute", "start_ts": begin, "duration": length, "seq_id": number}
@@ -383,12 +379,8 @@ def pipeline_rows(
                 place[stage] += 1
         for stage in range(stages):
             common = {
-                "dp_rank": replica,
-                "stage": stage,
-                "rank": replica + replicas * stage,
-                "step": 7,
-                "mc": 0,
-                "gmc": stage,
+                **{"dp_rank": replica, "stage": stage, "rank": replica + replicas * stage, "step": 7},
+                **{"mc": 0, "gmc": stage},
             }
             rows.append({**common, "optype": "optimizer", "start_ts": free[stage], "duration": 0.5, "seq_id": 0})
     return pd.DataFrame(rows)

@@ -43,20 +43,11 @@ def rows(
         for rank, (name, batch) in enumerate(batches.items()):
             found.append(
                 {
-                    "kind": "ddltool.telemetry",
-                    "schema_version": 1,
-                    "step": step,
-                    "rank": rank,
-                    "world_size": len(batches),
-                    "num_nodes": 1,
-                    "device": name,
-                    "batch": batch,
-                    "total_batch": sum(batches.values()),
-                    "compute_s": computed[name],
-                    "wait_s": longest - computed[name],
-                    "sync_s": sync_s,
-                    "step_s": longest + sync_s,
-                    "memory_bytes": 1e9,
+                    **{"kind": "ddltool.telemetry", "schema_version": 1, "step": step, "rank": rank},
+                    **{"world_size": len(batches), "num_nodes": 1, "device": name, "batch": batch},
+                    **{"total_batch": sum(batches.values()), "compute_s": computed[name]},
+                    **{"wait_s": longest - computed[name], "sync_s": sync_s},
+                    **{"step_s": longest + sync_s, "memory_bytes": 1e9},
                 }
             )
     return found

@@ -26,10 +26,10 @@ from ddltool.analyzers.job.goodput.tuning import BatchLimits, frontier
 from ddltool.artifacts import load, save
 from ddltool.errors import InputError
 from ddltool.goodput_model import Goodput, ParameterInterval
-from tests.conftest import Cli
+from tests.conftest import Cli, throughput
 from tests.helpers.throughput_rows import observed
 
-TRUTH = ThroughputParams(
+TRUTH = throughput(
     alpha_grad_s=0.02,
     beta_grad_s=0.002,
     alpha_sync_local_s=0.03,
@@ -57,12 +57,8 @@ def measured(
     grad = np.asarray(grad_time_s(truth, batch)) * noise[1]
     return pd.DataFrame(
         {
-            "device": "gpu",
-            "num_nodes": nodes,
-            "num_replicas": replicas,
-            "local_batch_size": batch,
-            "step_time_s": step,
-            "sync_time_s": np.maximum(step - (passes + 1) * grad, 0.0),
+            **{"device": "gpu", "num_nodes": nodes, "num_replicas": replicas, "local_batch_size": batch},
+            **{"step_time_s": step, "sync_time_s": np.maximum(step - (passes + 1) * grad, 0.0)},
         }
     )
 
@@ -348,7 +344,7 @@ def test_the_fit_recovers_more_drawn_parameters(first: int) -> None:
     assert sum(recovers(seed) for seed in range(first, first + 20)) >= 0.6 * 140
 
 
-KNOWN = ThroughputParams(
+KNOWN = throughput(
     alpha_grad_s=0.05,
     beta_grad_s=0.002,
     alpha_sync_local_s=0.03,

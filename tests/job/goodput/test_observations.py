@@ -35,19 +35,11 @@ from ddltool.errors import InputError
 from ddltool.runtime.processes.line_files import prepare
 from ddltool.tables import read_table
 from ddltool.telemetry import TelemetryRow, last_run, runs_of
-from tests.conftest import Cli
+from tests.conftest import Cli, throughput
 from tests.helpers.report_artifacts import write_telemetry
 from tests.helpers.throughput_rows import observed
 
-PARAMS = ThroughputParams(
-    alpha_grad_s=0.02,
-    beta_grad_s=0.01,
-    alpha_sync_local_s=0.05,
-    beta_sync_local_s=0.0,
-    alpha_sync_node_s=0.0,
-    beta_sync_node_s=0.0,
-    gamma=1.0,
-)
+PARAMS = throughput(alpha_grad_s=0.02, beta_grad_s=0.01, alpha_sync_local_s=0.05)
 
 
 @pytest.mark.parametrize("passes", [None, 1, 4])
@@ -223,7 +215,7 @@ def test_bad_parameters(name: str, value: float) -> None:
 
 
 GRID = [(n, n * k, m) for n in (1, 2, 4) for k in (1, 2, 4) for m in (8, 16, 32, 64)]
-TRUE = ThroughputParams(
+TRUE = throughput(
     alpha_grad_s=0.05,
     beta_grad_s=0.004,
     alpha_sync_local_s=0.03,
@@ -274,12 +266,8 @@ def test_priors(rows: list[tuple[int, int, int]], undetermined: set[str]) -> Non
 
 # AdaptDL's own fit on the same rows: MAPE of the fitted rows, and of rows of more nodes that it had not seen.
 REFERENCE = {
-    "bert": (0.0717, 0.0534),
-    "cifar10": (0.0776, 0.0828),
-    "deepspeech2": (0.0789, 0.1962),
-    "imagenet": (0.0667, 0.0842),
-    "ncf": (0.0928, 0.1060),
-    "yolov3": (0.0851, 0.1768),
+    **{"bert": (0.0717, 0.0534), "cifar10": (0.0776, 0.0828), "deepspeech2": (0.0789, 0.1962)},
+    **{"imagenet": (0.0667, 0.0842), "ncf": (0.0928, 0.1060), "yolov3": (0.0851, 0.1768)},
 }
 # By how much ours may be larger. Both times the prior on the slopes costs a little, which elsewhere gains much more.
 WORSE = {("yolov3", "fitted"): 0.0014, ("imagenet", "held"): 0.0027}
@@ -302,12 +290,8 @@ def test_measured_applications(shared_data: Path, application: str) -> None:
 
 def frame(**changes: object) -> pd.DataFrame:
     columns = {
-        "device": ["cpu"] * 3,
-        "num_nodes": [1, 1, 2],
-        "num_replicas": [1, 2, 2],
-        "local_batch_size": [8, 8, 8],
-        "step_time_s": [0.5, 0.6, 0.9],
-        "sync_time_s": [0.0, 0.1, 0.4],
+        **{"device": ["cpu"] * 3, "num_nodes": [1, 1, 2], "num_replicas": [1, 2, 2], "local_batch_size": [8, 8, 8]},
+        **{"step_time_s": [0.5, 0.6, 0.9], "sync_time_s": [0.0, 0.1, 0.4]},
     }
     return pd.DataFrame({**columns, **changes})
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from ddltool.analyzers.job.goodput.throughput import ThroughputParams, goodput_per_s, overlapped, sync_time_s
 from ddltool.analyzers.job.goodput.tuning import BatchLimits, frontier, goodput_grid, tune, tune_one
 from ddltool.errors import Infeasible, InputError
+from tests.conftest import throughput
 
-CLUSTER = ThroughputParams(
+CLUSTER = throughput(
     alpha_grad_s=0.05,
     beta_grad_s=0.001,
     alpha_sync_local_s=0.02,
@@ -23,13 +24,12 @@ CLUSTER = ThroughputParams(
     gamma=2.5,
 )
 # Newton's method alone swings to and fro here for ever.
-SWINGS = ThroughputParams(
+SWINGS = throughput(
     alpha_grad_s=0.006737946999085467,
     beta_grad_s=0.09301448921066349,
     alpha_sync_local_s=1.0,
     beta_sync_local_s=0.049787068367863944,
     alpha_sync_node_s=1.0,
-    beta_sync_node_s=0.0,
     gamma=7.0,
 )
 LIMITS = BatchLimits(initial_batch_size=128, max_batch_size=8192, max_local_batch_size=256)

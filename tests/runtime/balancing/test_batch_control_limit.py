@@ -95,14 +95,8 @@ def test_sizes_follow_the_limit_to_another_worker(tmp_path: Path) -> None:
     module, shares, steps = needed(), (0.6, 0.2), 16
     with module.CpuLimits(shares) as made:
         given = {
-            "variants": ["cpu"],
-            "shares": shares,
-            "groups": list(map(str, made.groups)),
-            "steps": steps,
-            "move_at": steps // 2,
-            "total_batch": 128,
-            "channels": 128,
-            "seed": 0,
+            **{"variants": ["cpu"], "shares": shares, "groups": list(map(str, made.groups)), "steps": steps},
+            **{"move_at": steps // 2, "total_batch": 128, "channels": 128, "seed": 0},
         }
         script = BENCHMARKS / "bench_balance_live.py"
         done = torchrun(2, script, "--limited-worker", json.dumps(given), folder=tmp_path)

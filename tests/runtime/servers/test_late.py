@@ -15,7 +15,7 @@ HELD = {"hold": 20}
 NAMES = [name for name, _ in make_model().named_parameters()]
 
 
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("servers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_bsp_takes_a_joiner_into_the_mean_from_its_first_step_on(servers: int) -> None:
     """Bit for bit as one process that adds the third worker's gradients from that step on."""
     steps = [60, 60, 8]

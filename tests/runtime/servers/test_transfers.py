@@ -21,7 +21,7 @@ STEPS = 4
 NAMES = [name for name, _ in make_model().named_parameters()]
 
 
-@pytest.mark.parametrize(("workers", "servers"), [(2, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize(("workers", "servers"), [(2, 1), (2, 2), pytest.param(1, 4, marks=pytest.mark.slow)])
 def test_trained_bits_are_those_of_one_process_under_every_order(workers: int, servers: int) -> None:
     alone = trained_alone(STEPS, lambda step: [(worker, step) for worker in range(workers)])
     for order in ("none", "random", "reversed", "given") if servers == 1 else ("random", "given"):

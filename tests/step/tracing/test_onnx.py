@@ -25,15 +25,11 @@ from ddltool.shipped import calibration, devices
 LIGHT = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"
 # Known from the models' definitions: all used floating-point values, and those less the running statistics.
 KNOWN = {
-    "light_bvlc_alexnet": (60_965_224, 60_965_224),
-    "light_densenet121": (8_146_152, 8_062_504),
-    "light_inception_v1": (6_998_552, 6_998_552),
-    "light_inception_v2": (11_234_792, 11_214_888),
-    "light_resnet50": (25_610_152, 25_557_032),
-    "light_shufflenet": (1_420_152, 1_393_320),
+    **{"light_bvlc_alexnet": (60_965_224, 60_965_224), "light_densenet121": (8_146_152, 8_062_504)},
+    **{"light_inception_v1": (6_998_552, 6_998_552), "light_inception_v2": (11_234_792, 11_214_888)},
+    **{"light_resnet50": (25_610_152, 25_557_032), "light_shufflenet": (1_420_152, 1_393_320)},
     "light_squeezenet": (1_235_496, 1_235_496),
-    "light_vgg19": (143_667_240, 143_667_240),
-    "light_zfnet512": (87_250_536, 87_250_536),
+    **{"light_vgg19": (143_667_240, 143_667_240), "light_zfnet512": (87_250_536, 87_250_536)},
 }
 
 
@@ -275,11 +271,8 @@ def shuffle(batch: int) -> onnx.ModelProto:
         helper.make_node("Gemm", ["e", "w"], ["y"]),
     ]
     weights = {
-        "groups": int64(batch, 2, 4, 5, 5),
-        "channels": int64(batch, 8, 5, 5),
-        "flat": int64(batch, -1),
-        "k": np.zeros((6, 8, 3, 3), np.float32),
-        "w": np.zeros((54, 10), np.float32),
+        **{"groups": int64(batch, 2, 4, 5, 5), "channels": int64(batch, 8, 5, 5), "flat": int64(batch, -1)},
+        **{"k": np.zeros((6, 8, 3, 3), np.float32), "w": np.zeros((54, 10), np.float32)},
     }
     return model(nodes, weights, [batch, 8, 5, 5])
 
@@ -442,12 +435,8 @@ def test_quantise_and_dequantise_around_a_convolution(tmp_path: Path) -> None:
         helper.make_node("Conv", ["xf", "wf", "bf"], ["y"]),
     ]
     weights = {
-        "s": np.array(0.1, np.float32),
-        "z": np.array(3, np.uint8),
-        "w": np.zeros((6, 2, 3, 3), np.int8),
-        "ws": np.ones(6, np.float32),
-        "wz": np.zeros(6, np.int8),
-        "b": np.zeros(6, np.int32),
+        **{"s": np.array(0.1, np.float32), "z": np.array(3, np.uint8), "w": np.zeros((6, 2, 3, 3), np.int8)},
+        **{"ws": np.ones(6, np.float32), "wz": np.zeros(6, np.int8), "b": np.zeros(6, np.int32)},
     }
     made = model(nodes, weights, [1, 2, 5, 5])
     assert parameters(made, tmp_path) == ({"w": 108.0, "b": 24.0}, "float32")
