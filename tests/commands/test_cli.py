@@ -453,6 +453,7 @@ def test_the_options_are_a_decision() -> None:
         ),
         "predict": sorted(
             [
+                "--attention",
                 "--lora",
                 "--limit",
                 "--keep-files",
