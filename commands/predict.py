@@ -25,6 +25,7 @@ from ddltool.commands.options import (
     completed,
     integers,
     number,
+    one_of,
     within,
 )
 from ddltool.commands.output import answer
@@ -33,16 +34,19 @@ from ddltool.device import DEVICES_PER_NODE, Device, DeviceTable
 from ddltool.errors import InputError
 from ddltool.graph import Graph, read_graph
 from ddltool.graph_results import PredictResult
+from ddltool.precision import PRECISIONS, precision_name
 from ddltool.profiles import write_profile
 from ddltool.shipped import calibration, known_devices
 from ddltool.stages import Stage, Tell, log_remark, quietly
 
 SHARDINGS = ("none", "ddp", "zero1", "zero2", "fsdp", "fsdp:SHARD", "hsdp:SHARD")
+ATTENTIONS = ("eager", "sdpa", "flash")
 _LARGEST = 2**31
 # What a script says itself, and what only a script has.
 _MODELLED = (
     "batch_sizes", "replicas", "precision", "channels_last", "compile", "optimizer", "accumulation", "sharding",
     "checkpointing", "sequence_length", "tensor_parallel", "pipeline_parallel", "sequence_parallel", "virtual_stages", "lora",
+    "attention",
 )  # fmt: skip
 _RECORDED = ("limit", "keep_files")
 
@@ -69,6 +73,7 @@ def predict(
     compile: bool = False,
     optimizer: Annotated[str, OPTIMIZER] = "adam",
     lora: Annotated[int | None, within(1, 4096)] = None,
+    attention: Annotated[str | None, one_of(*ATTENTIONS)] = None,
     accumulation: Annotated[int, within(1, 1_000_000)] = 1,
     sharding: Annotated[str, {"choices": SHARDINGS, **completed(SHARDINGS)}] = "ddp",
     checkpointing: str = "none",
@@ -138,10 +143,14 @@ def predict(
     ]
     for device_spec in devices:
         demand_float8(device_spec, precision)
+    if attention == "flash" and PRECISIONS[precision_name(precision)].computes not in ("bfloat16", "float16"):
+        raise InputError(
+            "attention", f"flash has no kernel for {precision}", "give a precision of 16 bits, such as bf16"
+        )
     # Several GPUs compute with parameters of the half type; nothing is cast between the ops.
     numerics = Numerics(precision, channels_last, gathered=layout != ParallelDegrees())  # type: ignore[arg-type]  # Numerics checks it
     with stage(f"tracing {name_of(source)}"):
-        curve = work_of(cast(Source, source), numerics, sequence_length, lora)
+        curve = work_of(cast(Source, source), numerics, sequence_length, lora, attention)
     if remark := curve.traced.graph.meta.get("note"):
         tell(f"note: {remark}")
     curve = parallel_curve(curve, settings[0])

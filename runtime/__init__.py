@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ddltool.runtime.hook import ddp_arguments as ddp_arguments
     from ddltool.runtime.hook import prefetch_units as prefetch_units
     from ddltool.runtime.hook import shard as shard
+    from ddltool.runtime.hook.loggers import log_steps as log_steps
     from ddltool.runtime.measuring.straggler_monitor import watch_ranks as watch_ranks
     from ddltool.runtime.processes.lengths import Lengths as Lengths
     from ddltool.runtime.servers import TransferPlan as TransferPlan
@@ -30,6 +31,7 @@ _NAMES = {
     "balancing": ("BalanceOptions", "balance"),
     "elastic": ("ElasticTrainer", "RunRecorder", "first_difference"),
     "hook": ("Hook", "apply_prefetch", "attach", "bucket_report", "ddp_arguments", "prefetch_units", "shard"),
+    "hook.loggers": ("log_steps",),
     "measuring.straggler_monitor": ("watch_ranks",),
     "processes.lengths": ("Lengths",),
     "servers": ("TransferPlan", "Worker"),

@@ -482,3 +482,32 @@ def test_no_cell_of_a_table_is_longer_than_two_lines(page: Path) -> None:
     for line in re.findall(r"^\|.*", text, re.M):
         cells = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", line).split("|")
         assert max(map(len, cells)) <= 242, f"{page.name}: {max(cells, key=len)}"
+
+
+ELSEWHERE = {
+    "plan": "decide",
+    "simulate sweep": "sweep",
+    "simulate trials": "trials",
+    "simulate autoscale": "autoscale",
+    "simulate advise": "advise",
+}
+NO_ANSWER = {"calibrate", "profile", "report", "show", "sweep", "watch"}
+"""Pages whose example measures here for minutes, writes a page, or answers further down."""
+
+
+@pytest.mark.parametrize("name", sorted({ELSEWHERE.get(name, name.partition(" ")[0]) for name in COMMANDS}))
+def test_a_commands_page_opens_with_its_question_an_example_and_the_answer(name: str) -> None:
+    page = (REPO / "docs" / f"{name}.md").read_text()
+    question, fence, rest = page.partition("\n```")
+    assert fence, name
+    assert "?" in question, name
+    assert len(question.split()) <= 80, name
+    assert re.match(r"(sh|console|python|yaml)\n", rest), name
+    opening = page.partition("\n## ")[0]
+    if name not in NO_ANSWER:
+        has_output = re.search(
+            r"^```(text|console)?$",
+            re.sub(r"^```(sh|yaml|python|json)\n.*?^```$", "", opening, flags=re.M | re.S),
+            re.M,
+        )
+        assert has_output or re.search(r"^(\||!\[)", opening, re.M), f"{name} has no answer before its first section"

@@ -728,8 +728,16 @@ def timeline(curve: WorkCurve, model: CostModel, setting: Setting, row: Predicte
     )
 
 
-def work_of(source: Source, numerics: Numerics, sequence_length: int | None, lora: int | None = None) -> WorkCurve:
+def work_of(
+    source: Source,
+    numerics: Numerics,
+    sequence_length: int | None,
+    lora: int | None = None,
+    attention: str | None = None,
+) -> WorkCurve:
     """Return the work of SOURCE's training step at any batch size; ``lora``: of adapters of this rank alone.
+
+    ``attention``: eager, sdpa, or flash: sdpa by the kernel that takes 16-bit numbers alone.
 
     Raises InputError for a graph or ONNX file, and for a library's model of which the example inputs miss a part.
     """
@@ -738,7 +746,7 @@ def work_of(source: Source, numerics: Numerics, sequence_length: int | None, lor
         raise InputError(str(source), "holds one batch size only and cannot be traced at others", remedy)
 
     def build() -> TrainingStep:
-        step = resolve_step(source, sequence_length)
+        step = resolve_step(source, sequence_length, "sdpa" if attention == "flash" else attention)
         return step if lora is None else with_lora(step, lora, numerics)
 
     with contextlib.redirect_stdout(sys.stderr):  # what the user's forward prints must not mix with the result

@@ -57,11 +57,11 @@ def least_batch(module: nn.Module) -> int:
     return 1 + any(isinstance(submodule, nn.modules.batchnorm._BatchNorm) for submodule in module.modules())
 
 
-def timm_step(name: str) -> TrainingStep:
+def timm_step(name: str, attention: str | None = None) -> TrainingStep:
     """Return one training step of a timm model on images of its own size, or of ``@SIZE`` pixels.
 
-    Images are (batch, channels, height, width). Raises InputError for unknown names and for models that cannot be built,
-    MissingExtra without timm.
+    ``attention``: eager or sdpa; None: what the library picks. Images are (batch, channels, height, width). Raises InputError
+    for unknown names and for models that cannot be built, MissingExtra without timm.
     """
     source = f"timm:{name}"
     timm = imported("timm", source)
@@ -72,6 +72,8 @@ def timm_step(name: str) -> TrainingStep:
     if separator and not size_text.isdecimal():
         raise InputError(source, f"cannot read the image size {size_text!r}", f"give pixels: timm:{name}@256")
     pixels = {"img_size": int(size_text)} if separator else {}
+    if attention is not None:
+        timm.layers.set_fused_attn(attention != "eager")  # which a model asks when it is built
     module = _timm_model(timm, source, name)
     default_config: Any = module.default_cfg
     # A model of fixed image size is built anew for another size; other models take images of any size.

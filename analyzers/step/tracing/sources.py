@@ -128,17 +128,18 @@ def training_step(source: str, batch_size: int) -> TrainingStep:
     return resolve_step(source).at_batch(batch_size)
 
 
-def resolve_step(source: Source, sequence_length: int | None = None) -> TrainingStep:
+def resolve_step(source: Source, sequence_length: int | None = None, attention: str | None = None) -> TrainingStep:
     """Return the module of a torch SOURCE with example inputs and a loss, under the ambient default device.
 
-    ``sequence_length``: tokens of text, None for the source's own length. Raises InputError when the source does not exist,
-    cannot be built or fed, or has no text of that length, and MissingExtra when a package is not installed.
+    ``sequence_length``: tokens of text, None for the source's own length. ``attention``: eager or sdpa, of
+    ``transformers:`` and ``timm:``; None: the library's choice. Raises InputError when the source does not exist, cannot be
+    built or fed, has no text of that length or its attention in its code, and MissingExtra when a package is not installed.
     """
     with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints must not mix with the result
-        return _resolve(source, sequence_length)
+        return _resolve(source, sequence_length, attention)
 
 
-def _resolve(source: Source, sequence_length: int | None) -> TrainingStep:
+def _resolve(source: Source, sequence_length: int | None, attention: str | None = None) -> TrainingStep:
     """Return :func:`resolve_step`'s result; what the user's code prints goes wherever stdout goes."""
     from ddltool.analyzers.step.tracing.batches import Fed
     from ddltool.analyzers.step.tracing.factories import factory_step, fed_step, held_step, step_from, timm_step
@@ -151,9 +152,12 @@ def _resolve(source: Source, sequence_length: int | None) -> TrainingStep:
             raise InputError(source, "was a model of a program that has ended", "give the model again")
         source = _held[source]
     if isinstance(source, Fed):
-        model = _resolve(source.model, None) if isinstance(source.model, (str, Path)) else source.model
+        model = _resolve(source.model, None, attention) if isinstance(source.model, (str, Path)) else source.model
         step = fed_step(model, source.batch, name_of(source))
         return replace(step, inputs=with_sequence_length(step.inputs, sequence_length))
+    if attention is not None and not str(source).startswith(("transformers:", "timm:")):
+        problem = f"{name_of(source)} has its attention in its code"
+        raise InputError("attention", problem, "leave it out, or change it there")
     if not isinstance(source, (str, Path)):
         step = held_step(source, name_of(source))
         return replace(step, inputs=with_sequence_length(step.inputs, sequence_length))
@@ -164,9 +168,9 @@ def _resolve(source: Source, sequence_length: int | None) -> TrainingStep:
         problem = "is not a model that ddltool reads" if exists else "no such file or source"
         raise InputError(source, problem, f"SOURCE is {FORMS}")
     if scheme == "transformers":
-        return transformers_step(name, sequence_length)
+        return transformers_step(name, sequence_length, attention)
     if scheme == "timm":
-        step = timm_step(name)
+        step = timm_step(name, attention)
     elif scheme == "zoo":
         step = step_from((zoo.build(name), zoo.example_inputs(name)), source, name)
     else:

@@ -47,22 +47,25 @@ class NamedConfig(NamedTuple):
     """A remark on defaults that were replaced, "" for none."""
 
 
-def transformers_step(name: str, sequence_length: int | None = None) -> TrainingStep:
+def transformers_step(name: str, sequence_length: int | None = None, attention: str | None = None) -> TrainingStep:
     """Return one training step of a model, without its weights, under the ambient default device.
 
     Args:
         name: of a published model (``meta-llama/Llama-3.1-8B``), a model type, or the path of a ``config.json``.
         sequence_length: tokens of text; None: 128, or the model's maximum if less.
+        attention: eager or sdpa; None: what the library picks.
 
     Raises InputError for an unknown name, for a model that cannot be built here or takes inputs that ddltool cannot make,
     and for a length beyond the model's positions, where it has learned them.
     """
-    return configured_step(named_config(name), sequence_length)
+    return configured_step(named_config(name), sequence_length, attention)
 
 
-def configured_step(named: NamedConfig, sequence_length: int | None = None) -> TrainingStep:
-    """Return one training step of a configuration; ``sequence_length`` and errors are those of :func:`transformers_step`."""
-    head, module = build_model(named)
+def configured_step(
+    named: NamedConfig, sequence_length: int | None = None, attention: str | None = None
+) -> TrainingStep:
+    """Return one training step of a configuration; the rest and errors are those of :func:`transformers_step`."""
+    head, module = build_model(named, attention)
     inputs = example_inputs(module, named.config, named.source, sequence_length)
     loss = language_model_loss if head in _TABLES["token_heads"] else _prediction_loss
     bound = bind(module, inputs, named.source, packed(inputs))
@@ -118,15 +121,17 @@ def _read_config(path: Path) -> dict[str, Any]:
     return {key: value for key, value in document.items() if key not in unused_fields}
 
 
-def build_model(named: NamedConfig) -> tuple[str, nn.Module]:
+def build_model(named: NamedConfig, attention: str | None = None) -> tuple[str, nn.Module]:
     """Return the model of a configuration with the head for its training task, and that task.
+
+    ``attention``: eager or sdpa; None: what the library picks.
 
     Raises InputError for a model that cannot be built.
     """
     _accept_any_grouped_product()
     try:
         head, cls = _model_class(named.config, named.model_type)
-        module = cls._from_config(named.config)
+        module = cls._from_config(named.config, **({} if attention is None else {"attn_implementation": attention}))
     except DdlToolError:
         raise
     except Exception as error:  # never with real weights instead: they may be larger than this machine

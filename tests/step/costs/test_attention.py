@@ -1,0 +1,48 @@
+"""``--attention``: an eager model keeps its scores, and no option changes a model that has its attention in its code."""
+
+from __future__ import annotations
+
+import pytest
+
+import ddltool as dt
+from tests.conftest import Cli
+
+HEADS, LAYERS, LENGTH, BATCH = 12, 12, 512, 2
+
+
+@pytest.mark.slow
+def test_eager_keeps_the_squares_of_scores() -> None:
+    rows = {
+        name: dt.predict(
+            "transformers:gpt2", "A100", batch_sizes=BATCH, precision="bf16", sequence_length=LENGTH, attention=name
+        ).rows[0]
+        for name in (None, "eager", "sdpa", "flash")
+    }
+    own, eager, sdpa, flash = rows.values()
+    assert own.step_time_s == sdpa.step_time_s == flash.step_time_s
+    assert own.peak_memory_bytes == sdpa.peak_memory_bytes
+    assert eager.step_time_s > sdpa.step_time_s
+    scores_bytes = LAYERS * BATCH * HEADS * LENGTH**2 * 2  # of 16 bits
+    assert scores_bytes <= eager.peak_memory_bytes - sdpa.peak_memory_bytes <= 8 * scores_bytes
+
+
+@pytest.mark.slow
+def test_so_does_timm() -> None:
+    asked = {"batch_sizes": 64, "precision": "bf16"}
+    eager, sdpa = (
+        dt.predict("timm:vit_tiny_patch16_224", "A100", attention=name, **asked) for name in ("eager", "sdpa")
+    )
+    assert eager.rows[0].peak_memory_bytes > sdpa.rows[0].peak_memory_bytes
+    assert eager.rows[0].step_time_s > sdpa.rows[0].step_time_s
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("zoo:cifarnet", "--attention", "eager"), "--attention: zoo:cifarnet has its attention in its code"),
+        (("transformers:gpt2", "--attention", "flash"), "--attention: flash has no kernel for fp32"),
+        (("transformers:gpt2", "--attention", "fast"), "--attention: unknown"),
+    ],
+)
+def test_where_it_has_no_part(cli: Cli, arguments: tuple[str, ...], line: str) -> None:
+    assert line in cli("predict", *arguments, "--device", "A100").error_line
