@@ -318,9 +318,10 @@ class Layouts(LayoutFigures):
         layout = closest[0].layout
         name = max(layout.devices, key=lambda each: -self.kinds[each].usable_bytes)
         usable = self.kinds[name].usable_bytes
+        needed = show_bytes(usable + layout.missing_bytes)  # of tensors, or of what torch's allocator reserves for them
         device_text = f"each of {layout.devices_text}" if sum(layout.devices.values()) > 1 else f"one {name}"
         text = (
-            f"memory: one sample on {device_text} takes {show_bytes(layout.memory_bytes[name])} in a process ({layout.text}), "
+            f"memory: one sample on {device_text} takes {needed} in a process ({layout.text}), "
             f"and each {name} has {show_bytes(usable)} for it: {gib(layout.missing_bytes)} missing"
         )
         recompute = self._recomputations()[-1]
