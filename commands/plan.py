@@ -116,7 +116,7 @@ def _amount(text: str, option: str) -> float:
     """Return ``10B`` or ``1.2M`` as a number."""
     match = re.fullmatch(r"\s*(-?[0-9]{1,18}(?:\.[0-9]{1,9})?(?:e[0-9]{1,2})?)\s*([kKMBGT]?)\s*", text)
     if match is None:
-        raise InputError(option, f"{text!r} is no number", "write 1281167, 1.2M or 10B")
+        raise InputError(option, f"{text!r} is no number of them", "write 1281167, 1.2M or 10B")
     if not float(match[1]) > 0:
         raise InputError(option, f"is {text.strip()}", "give a number above 0: 1281167, 1.2M or 10B")
     return float(match[1]) * {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}[match[2]]

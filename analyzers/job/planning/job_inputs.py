@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -334,6 +334,41 @@ def _layouts(job: Job, folder: Path, fabrics: Mapping[str, Fabric]) -> Layouts |
     return layouts_of(job, table, fabrics)
 
 
+def would_fit(job: Job, job_file: Path, options: PlanOptions, holds: Callable[[Layouts], bool]) -> list[str]:
+    """Return what of the job, changed alone, would let its devices hold a step, as options of ``ddltool plan``.
+
+    Each is computed as a plan is: an 8-bit optimizer, LoRA of rank 16, and the longest half, quarter, ... of the samples'
+    length. ``holds``: whether layouts have one that fits.
+    """
+    quiet = replace(options, tell=lambda _: None)
+    fabrics = _fabrics_or_assumed(job, job_file.parent, quiet)
+    if fabrics is None:
+        return []
+
+    def fits(**changed: Any) -> bool:
+        try:
+            layouts = _layouts(job.model_copy(update=changed), job_file.parent, fabrics)
+            return layouts is not None and holds(layouts)
+        except InputError:  # no adapters for this model, or no such length
+            return False
+
+    found = []
+    if job.optimizer != "adamw-8bit" and job.lora is None and fits(optimizer="adamw-8bit"):
+        found.append("--optimizer adamw-8bit")
+    if job.lora is None and fits(lora=_RANK):
+        found.append(f"--lora {_RANK}")
+    from ddltool.analyzers.job.planning.layouts import job_work  # it loads torch
+
+    length = job.sequence_length or job_work(job).traced.graph.meta.get("tokens_per_sample")
+    is_long = isinstance(length, int) and length >= 2 * _SHORTEST and fits(sequence_length=_SHORTEST)
+    while is_long and isinstance(length, int) and length >= 2 * _SHORTEST:
+        length //= 2
+        if fits(sequence_length=length):
+            found.append(f"--sequence-length {length}")
+            break
+    return found
+
+
 def graph_communication(
     job: Job, folder: Path, options: PlanOptions, fabrics: dict[str, Fabric] | None
 ) -> GraphCommunication | None:
@@ -444,6 +479,8 @@ def _untimed_graph(job: Job, folder: Path) -> Graph:
     return job_work(job).traced.at(job.batch_size)
 
 
+# What is tried where nothing fits: adapters of this rank, samples of no fewer tokens.
+_RANK, _SHORTEST = 16, 256
 _OFFER = re.compile(r"((?P<times>[0-9]{1,7})x)?(?P<type>[^=,@]+?)(=(?P<count>[0-9]{1,7}))?(@(?P<price>[0-9.]{1,12}))?")
 
 

@@ -38,15 +38,12 @@ from ddltool.decision import LEAST_GAIN, Layout, NothingFits
 from ddltool.device import GIVEN, DeviceTable
 from ddltool.errors import Infeasible, InputError
 from ddltool.job import Job
-from ddltool.precision import precision_of
 from ddltool.shipped import calibration
 from ddltool.units import show_bytes
 
 # What people run without a tool.
 _PLAIN = ("none", "ddp", "fsdp")
 _SIMPLER = {"none": 0, "ddp": 1, "fsdp": 2, "hsdp": 3, "zero2": 4}
-# Of what frozen weights in a half type take, what a step with adapters takes at least.
-_FROZEN = 1.15
 # How many layouts get their best buckets or prefetch before one is picked, and up to how many times the best default step.
 _SETTLED, _SETTINGS_GAIN = 8, 1.5
 # Layouts listed that do not fit.
@@ -108,7 +105,10 @@ class Layouts(LayoutFigures):
             if self._lower_bound(problem, counts, counts, goal) >= value_limit:
                 return None
             fits, misfits = self._layouts_on(problem, counts, equal, goal, value_limit * (1 + LEAST_GAIN) ** 2)
-            fits = [candidate for candidate in fits if not (plays_all and self._missing_bytes(candidate))]
+            if plays_all:
+                missing = [self._missing_bytes(candidate) for candidate in fits]
+                misfits = [*misfits, *(_refused(*pair) for pair in zip(fits, missing, strict=True) if pair[1])]
+                fits = [candidate for candidate, lacking in zip(fits, missing, strict=True) if not lacking]
             too_large.extend(misfits if counts == all_counts else [])
             fitting.extend(fits)
             return (value(_simplest(fits, value).layout) if fits else math.inf), fits
@@ -158,8 +158,7 @@ class Layouts(LayoutFigures):
             pick = _simplest([_simplest(candidates, value) for candidates in by_devices.values()], value)
             if missing_bytes := self._missing_bytes(pick):
                 fitting.remove(pick)
-                layout = pick.layout.model_copy(update={"missing_bytes": missing_bytes, "step_s": None})
-                too_large.append(replace(pick, layout=layout))
+                too_large.append(_refused(pick, missing_bytes))
                 shape = pick.layout.devices, pick.sharding, pick.recompute, equal
                 retry = self._fastest_shape(*shape, least_passes=pick.layout.passes + 1)
                 if retry is not None and not retry.layout.missing_bytes:
@@ -319,9 +318,10 @@ class Layouts(LayoutFigures):
         layout = closest[0].layout
         name = max(layout.devices, key=lambda each: -self.kinds[each].usable_bytes)
         usable = self.kinds[name].usable_bytes
+        needed = show_bytes(usable + layout.missing_bytes)  # of tensors, or of what torch's allocator reserves for them
         device_text = f"each of {layout.devices_text}" if sum(layout.devices.values()) > 1 else f"one {name}"
         text = (
-            f"memory: one sample on {device_text} takes {show_bytes(layout.memory_bytes[name])} in a process ({layout.text}), "
+            f"memory: one sample on {device_text} takes {needed} in a process ({layout.text}), "
             f"and each {name} has {show_bytes(usable)} for it: {gib(layout.missing_bytes)} missing"
         )
         recompute = self._recomputations()[-1]
@@ -334,12 +334,17 @@ class Layouts(LayoutFigures):
             if shards_needed is not None:
                 ways.insert(0, f"{shards_needed} {name} (FSDP2, {recompute} checkpointing)")
         layouts = [candidate.layout for candidate in closest[:_LISTED]]
-        graph = self.work.traced.graph
-        half_bytes = 2.0 * graph.parameter_bytes / precision_of(graph.meta.get("precision")).width
-        adapters = (
-            "" if graph.meta.get("lora") or _FROZEN * half_bytes > usable else "; adapters alone may fit: --lora 16"
+        return NothingFits(f"{text}; it would fit on {' or '.join(ways)}", layouts)
+
+    def holds(self, problem: Problem) -> bool:
+        """Return whether all devices, or all of a type where they may not mix, hold a sample each in some layout."""
+        way = self._recomputations()[-1]
+        return any(
+            self._peak(sharding, way, 1)
+            <= min(self.kinds[kind.name].usable_bytes for kind, n in zip(problem.devices, counts, strict=True) if n)
+            for counts in _largest_counts(problem, self.total)
+            for sharding in self._shardings(counts, problem)
         )
-        return NothingFits(f"{text}; it would fit on {' or '.join(ways)}{adapters}", layouts)
 
 
 def simplicity(layout: Layout) -> tuple[int, int, int, int]:
@@ -354,6 +359,12 @@ def _simplest(candidates: Sequence[LayoutCandidate], value: Callable[[Layout], f
     best_value = min(value(candidate.layout) for candidate in candidates)
     as_good = [candidate for candidate in candidates if value(candidate.layout) <= best_value * (1 + LEAST_GAIN)]
     return min(as_good, key=lambda candidate: (*simplicity(candidate.layout), value(candidate.layout)))
+
+
+def _refused(candidate: LayoutCandidate, missing_bytes: float) -> LayoutCandidate:
+    """Return a layout that lacks so many bytes."""
+    layout = candidate.layout.model_copy(update={"missing_bytes": missing_bytes, "step_s": None})
+    return replace(candidate, layout=layout)
 
 
 def _distinct(

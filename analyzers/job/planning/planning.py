@@ -280,7 +280,13 @@ def auto_plan(job: Job, job_file: Path, options: PlanOptions, only: str | None =
         knowledge = replace(knowledge, layouts=knowledge.layouts.at_speeds(speeds, job.batch_size))
     if run is not None:
         knowledge = with_run(knowledge, run, {**factors, **run_factors})
-    plan = decide(job, from_job(job, capabilities), knowledge, options=options, only=only)
+    wanted = from_job(job, capabilities)
+    try:
+        plan = decide(job, wanted, knowledge, options=options, only=only)
+    except NothingFits as error:
+        nearest = job_inputs.would_fit(job, job_file, options, lambda layouts: layouts.holds(wanted))
+        also = f"; on these devices with {' or '.join(nearest)}" if nearest else ""
+        raise NothingFits(f"{error}{also}", error.layouts) from None
     if options.graph is None and isinstance(knowledge.communication, GraphCommunication):
         graph = knowledge.communication.graph
         plan = plan.model_copy(update={"parameters": parameters_of(graph, ordered=plan.sharding is None)})

@@ -301,6 +301,12 @@ class _Copier:
                     fixed.append(place)
                 self.order.append((index, by))
                 place += lengths[index]
+        first = self.begins[index_of[0, _COPIED]]
+        targets = [call.target for call in self.calls[first : first + lengths[index_of[0, _COPIED]]]]
+        for block in range(1, _KEPT):  # the last, too; before the first nothing may need a gradient
+            begin = self.begins[index_of[0, block]]
+            if [call.target for call in self.calls[begin : begin + len(targets)]] != targets:
+                raise NotAlike("blocks run different operations")
         for part in (0, 1):
             middle = index_of[part, _COPIED]
             for by in (-1, 1):

@@ -94,7 +94,7 @@ def every_equal_step(made: Layouts, total: int, groups: int, degrees: ParallelDe
                     curve = curve_of(setting) if degrees.gpus > 1 else work()
                     size = total // count // passes
                     row = predict(curve, made.kinds["A100"].model, setting, [size], [place])[0]
-                    if row.peak_memory_bytes <= room:
+                    if row.reserved_bytes <= room:
                         yield row.step_time_s
                         if degrees.pipeline == 1:
                             break  # more passes take longer

@@ -1,0 +1,105 @@
+"""Alternatives of precision, optimizer and LoRA: the best that the user named, with what each of the others would take."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddltool.analyzers.job.planning.numerics import best_of, named
+from ddltool.analyzers.job.planning.options import Goal
+from ddltool.decision import Decision, Option
+from ddltool.errors import Infeasible, InputError
+from ddltool.job import DeviceOffer, Job
+from ddltool.plans import Assignment, Plan
+
+
+def job(**numerics: object) -> Job:
+    return Job(
+        name="gpt",
+        model="zoo:gpt2",
+        max_workers=1,
+        batch_size=8,
+        devices=[DeviceOffer(type="H100", count=1)],
+        **numerics,
+    )  # type: ignore[arg-type]
+
+
+def plan_of(step_s: float, price: float | None = None) -> Plan:
+    option = Option(
+        strategy="bsp",
+        devices={"H100": 1},
+        compute_s=step_s,
+        iteration_s=step_s,
+        throughput=1 / step_s,
+        determinism="D0",
+        price_per_sample=price,
+    )
+    decision = Decision(objective="fastest", picked="bsp", baseline=option, options=[option], words=["Use it."])
+    row = Assignment(device_type="H100", devices=1, ests_per_device=0, local_batch_size=8, compute_s=step_s)
+    return Plan(
+        job="gpt",
+        strategy="bsp",
+        iteration_s=step_s,
+        throughput=1 / step_s,
+        max_workers=1,
+        batch_size=8,
+        assignments=[row],
+        est_count=0,
+        waste=0.0,
+        overload_factor=step_s,
+        status="feasible",
+        gap=0.0,
+        solve_seconds=0.0,
+        decision=decision,
+    )
+
+
+def test_the_fastest_of_the_named_is_picked_and_each_has_its_figures() -> None:
+    steps_s = {"bf16": 1.0, "fp8": 0.72}
+    jobs = [job(precision=name) for name in steps_s]
+    plan = best_of(jobs, lambda one: plan_of(steps_s[one.precision]), Goal())
+    assert plan.iteration_s == 0.72
+    assert plan.decision is not None
+    assert [(row.name, row.saves) for row in plan.decision.named] == [("fp8", 0.0), ("bf16", pytest.approx(0.28))]
+    assert plan.decision.words[-1] == "You named 2 choices; best is fp8. fp8: 720 ms; bf16: 1 s, 39% more."
+
+
+def test_a_gain_too_small_to_change_anything_keeps_the_first() -> None:
+    steps_s = {"adamw": 1.0, "adamw-8bit": 0.99}
+    jobs = [job(optimizer=name) for name in steps_s]
+    plan = best_of(jobs, lambda one: plan_of(steps_s[one.optimizer]), Goal())
+    assert plan.iteration_s == 1.0
+
+
+def test_the_cheapest_is_picked_by_price() -> None:
+    figures = {"bf16": (1.0, 1e-6), "fp8": (0.7, 2e-6)}
+    jobs = [job(precision=name) for name in figures]
+    plan = best_of(jobs, lambda one: plan_of(*figures[one.precision]), Goal(objective="cheapest", step_samples=8))
+    assert plan.iteration_s == 1.0
+
+
+def test_what_does_not_fit_is_listed_and_why() -> None:
+    def planned(one: Job) -> Plan:
+        if one.lora is None:
+            raise Infeasible("memory: 3.0 GiB missing; it would fit on 2 H100")
+        return plan_of(1.0)
+
+    plan = best_of([job(), job(lora=16)], planned, Goal())
+    assert plan.decision is not None
+    assert [(row.name, row.why_not) for row in plan.decision.named] == [
+        ("LoRA 16", ""),
+        ("full", "memory: 3.0 GiB missing"),
+    ]
+
+
+def test_where_none_fits_the_first_says_why() -> None:
+    def planned(one: Job) -> Plan:
+        raise Infeasible(f"memory: {one.precision}")
+
+    with pytest.raises(Infeasible, match="memory: bf16"):
+        best_of([job(precision="bf16"), job(precision="fp8")], planned, Goal())
+
+
+def test_more_than_twelve_are_refused() -> None:
+    assert len(named(["bf16", "fp8"], ["adam"], [None, 8, 16])) == 6
+    with pytest.raises(InputError, match="--precision: makes 18 plans"):
+        named(["fp32", "bf16", "fp8"], ["adam", "adamw"], [None, 8, 16])
