@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddltool.analyzers.job.planning.numerics import best_of, named
+from ddltool.analyzers.job.planning.numerics import best_of, combinations
 from ddltool.analyzers.job.planning.options import Goal
 from ddltool.decision import Decision, Option
 from ddltool.errors import Infeasible, InputError
@@ -100,6 +100,6 @@ def test_where_none_fits_the_first_says_why() -> None:
 
 
 def test_more_than_twelve_are_refused() -> None:
-    assert len(named(["bf16", "fp8"], ["adam"], [None, 8, 16])) == 6
+    assert len(combinations(["bf16", "fp8"], ["adam"], [None, 8, 16])) == 6
     with pytest.raises(InputError, match="--precision: makes 18 plans"):
-        named(["fp32", "bf16", "fp8"], ["adam", "adamw"], [None, 8, 16])
+        combinations(["fp32", "bf16", "fp8"], ["adam", "adamw"], [None, 8, 16])
