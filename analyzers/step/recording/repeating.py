@@ -203,8 +203,8 @@ class _Copier:
     """Regions of the calls, ``(part, block)``, hold the forward (0) and the backward pass (1) of a block; others None."""
 
     def __init__(self, step: Recording, blocks: EqualBlocks, owned: Mapping[str, Shadow]) -> None:
-        if step.host_waits or step.assumed or any(call.waits or call.exchange or call.stream for call in step.calls):
-            raise NotAlike("what the host or other streams wait for is not copied")
+        if step.assumed or any(call.waits or call.exchange or call.stream for call in step.calls):
+            raise NotAlike("what other streams wait for is not copied")
         self.step, self.blocks, self.owned, self.calls = step, blocks, owned, step.calls
         given: dict[int, _Home | None] = {}
         for name, shadow in owned.items():
@@ -212,6 +212,8 @@ class _Copier:
             home = None if block is None else _Home(block, ("given", blocks.moved(name, -block)))
             given[shadow.storage] = home if given.setdefault(shadow.storage, home) == home else None
         self._find_regions({number: home.block for number, home in given.items() if home is not None})
+        if any(self.regions[self._region(place)] is not None for place in step.host_waits):
+            raise NotAlike("what the host waits for in a block is not copied")
         self._find_homes(given)
         self.clones: dict[tuple[int, tuple[Any, ...]], RecordedStorage] = {}
         self.tensors: dict[tuple[Any, ...], Shadow] = {}
@@ -462,7 +464,8 @@ class _Copier:
                         module=self._module(call.module, by),
                     )
                 )
-        recording = replace(self.step, calls=calls, storages=self.storages)
+        host_waits = [self._new_place(place, None, 0) for place in self.step.host_waits]
+        recording = replace(self.step, calls=calls, storages=self.storages, host_waits=host_waits)
         return Repeated(recording=recording, shadow_of=self._owned)
 
     def _outside(self, call: RecordedCall) -> dict[str, Any]:

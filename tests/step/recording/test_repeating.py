@@ -15,8 +15,9 @@ from ddltool.analyzers.step.costs.memory import Sharding, lifetimes_of
 from ddltool.analyzers.step.recording.recorder import Recording, Shadow
 from ddltool.analyzers.step.recording.repeating import equal_blocks
 from ddltool.analyzers.step.tracing import torch_adapter
+from ddltool.analyzers.step.tracing.factories import imported
 from ddltool.analyzers.step.tracing.numerics import Numerics
-from ddltool.analyzers.step.tracing.step import TrainingStep
+from ddltool.analyzers.step.tracing.step import TrainingStep, language_model_loss
 from ddltool.analyzers.step.tracing.torch_adapter import TracedStep
 from ddltool.analyzers.step.tracing.transformers_models import transformers_step
 
@@ -105,6 +106,28 @@ def test_memory_is_the_same_to_the_byte(made: Callable[..., TrainingStep], monke
         for way in ("none", "full"):
             peaks = [each.peak(sharding, "adam", each.every_block(way)) for each in (one, two)]  # type: ignore[arg-type]
             assert peaks[0].curve.tolist() == peaks[1].curve.tolist()
+
+
+def test_what_the_host_waits_for_before_the_blocks_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers reads on the host whether positions are those of one document, before the first block."""
+    transformers = imported("transformers", "llama")
+    config = transformers.LlamaConfig(**SMALL, intermediate_size=96, num_hidden_layers=9, use_cache=False)
+    with torch.device("meta"):
+        module = transformers.LlamaForCausalLM(config)
+    step = TrainingStep(
+        name="user", module=module, inputs=(torch.zeros(2, 24, dtype=torch.long),), loss=language_model_loss
+    )
+    full = recorded(step, Numerics("bf16"), shorten=False)
+    records: list[int] = []
+    whole = torch_adapter._record
+    monkeypatch.setattr(
+        torch_adapter, "_record", lambda step, *rest, **more: records.append(1) or whole(step, *rest, **more)
+    )
+    short = recorded(step, Numerics("bf16"), shorten=True)
+    assert len(records) == 1
+    assert short.recording.host_waits == full.recording.host_waits != []
+    assert calls(short.recording) == calls(full.recording)
+    assert any("flash_attention" in str(call.target) for call in short.recording.calls)
 
 
 def test_six_of_the_blocks_are_recorded(made: Callable[..., TrainingStep]) -> None:
