@@ -10,7 +10,7 @@ from pydantic import Field
 from ddltool.artifacts import Record
 from ddltool.errors import Infeasible
 from ddltool.job import WorkerGroup
-from ddltool.quantities import AtLeastOne, Count, Devices, NonNegative, Seconds
+from ddltool.quantities import AtLeastOne, Count, Devices, NonNegative, Number, Seconds
 
 Objective = Literal["fastest", "cheapest", "same-bits", "least-memory", "fewest-devices"]
 Kept = Literal["none", "D0", "D1", "D2"]
@@ -66,7 +66,7 @@ class Named(Record):
 
     name: str = Field(description="what tells it from the others: bf16, adamw-8bit; full: no LoRA")
     option: Option | None = Field(default=None, description="null: nothing fits")
-    saves: float = Field(default=0.0, description="the share of its time or money that the picked one saves")
+    saves: Number = Field(default=0.0, description="the share of its time or money that the picked one saves")
     why_not: str = Field(default="", description="why nothing fits")
 
 

@@ -31,7 +31,14 @@ from ddltool.analyzers.step.communication.program import Program, program_of
 from ddltool.analyzers.step.costs.memory import Checkpointing, Kind, SavedOps, Sharding
 from ddltool.analyzers.step.costs.model import CostModel
 from ddltool.analyzers.step.costs.parallel import between_replicas
-from ddltool.analyzers.step.costs.predict import ParallelDegrees, Placement, Setting, WorkCurve, own_update_s
+from ddltool.analyzers.step.costs.predict import (
+    ParallelDegrees,
+    Placement,
+    Setting,
+    WorkCurve,
+    own_sum_s,
+    own_update_s,
+)
 from ddltool.decision import Layout
 from ddltool.errors import Infeasible, InputError
 from ddltool.graph import Graph
@@ -215,7 +222,8 @@ class LayoutFigures:
 
     def _busy_s(self, timed: _Timed, sharding: Sharding, passes: int) -> float:
         """Return the seconds for which a device of each stage computes in a step, its update included, on average."""
-        return (passes * timed.program.compute_s + timed.own_update_s(sharding)) / self.degrees.pipeline
+        sums_s = (passes - 1) * own_sum_s(timed.graph, sharding)
+        return (passes * timed.program.compute_s + sums_s + timed.own_update_s(sharding)) / self.degrees.pipeline
 
     def _work(self, sharding: Sharding) -> WorkCurve:
         """Return the work of a step under a sharding."""
@@ -340,23 +348,44 @@ class LayoutFigures:
             limit: seconds of a step; a layout whose lower bound is above is not traced.
         """
         devices, best = sum(used.values()), None
-        limits = {name: self._most_samples(sharding, recompute, name, 2 * -(-self.total // devices)) for name in used}
-        if min(limits.values()) < 1:
+        found = self._fewest_passes(used, sharding, recompute, equal or len(used) == 1, least_passes)
+        if found is None:
             return self._too_large(used, sharding, recompute)
-        samples_per_pass = sum(count * limits[name] for name, count in used.items())
-        fewest_passes = max(least_passes, -(-self.total // samples_per_pass))
-        if equal or len(used) == 1:
-            fewest_passes = max(fewest_passes, math.ceil(math.ceil(self.total / devices) / min(limits.values())))
+        fewest_passes, limits = found
         for passes in self._passes(fewest_passes, devices, len(used) > 1 and not equal):
-            rows = self._shares(used, limits, sharding, recompute, passes, equal)
+            summing = replace(sharding, sums=passes > 1)
+            rows = self._shares(used, limits, summing, recompute, passes, equal)
             if rows is None or min(row.size for row in rows) < passes:
                 continue
-            if limit_s < math.inf and self._lower_bound_s(used, sharding, recompute, passes, rows) > limit_s:
+            if limit_s < math.inf and self._lower_bound_s(used, summing, recompute, passes, rows) > limit_s:
                 continue
-            candidate = self._cost(used, sharding, recompute, passes, rows, accept)
+            candidate = self._cost(used, summing, recompute, passes, rows, accept)
             if candidate is not None and (best is None or (candidate.layout.step_s or 0) < (best.layout.step_s or 0)):
                 best = candidate
         return best
+
+    def _fewest_passes(
+        self, used: Mapping[str, int], sharding: Sharding, recompute: str, equal: bool, least: int
+    ) -> tuple[int, dict[str, int]] | None:
+        """Return the fewest passes that fit, at least ``least``, and the most samples of one by device type.
+
+        One pass holds more samples than one of several, which keep the sum of their gradients. ``equal``: every device takes
+        as many samples. None where not even one sample fits.
+        """
+        devices = sum(used.values())
+        for sums in (False, True) if least == 1 else (True,):
+            summing = replace(sharding, sums=sums)
+            limits = {
+                name: self._most_samples(summing, recompute, name, 2 * -(-self.total // devices)) for name in used
+            }
+            if min(limits.values()) < 1:
+                return None
+            passes = max(least, -(-self.total // sum(count * limits[name] for name, count in used.items())))
+            if equal:
+                passes = max(passes, math.ceil(math.ceil(self.total / devices) / min(limits.values())))
+            if sums or passes == 1:
+                return passes, limits
+        return None
 
     def _passes(self, fewest: int, devices: int, unequal: bool) -> list[int]:
         """Return the numbers of passes to try; stages of a pipeline wait the less for each other the more there are."""

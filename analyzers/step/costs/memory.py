@@ -57,6 +57,8 @@ class Sharding:
     """Processes that share one copy of what is sharded."""
     forward_shard: int = 0
     """Processes that share a block's parameters between its forward and backward pass; 0: as many as ``shard``."""
+    sums: bool = False
+    """Whether a step has several passes, whose gradients are summed: they are held from the first one's end on."""
 
     @classmethod
     def named(cls, text: str, replicas: int) -> Sharding:
@@ -364,7 +366,11 @@ class TensorLifetimes:
         is_parameter, is_gradient = self.role == PARAMETER, self.role == GRADIENT
         bucket_bytes = float(self.trained_bytes.sum())
         held.add("parameters", 0, held.places, size[is_parameter])
-        held.add("gradients", recomputation.moved(self.alloc)[is_gradient], held.places, size[is_gradient])
+        made = recomputation.moved(self.alloc)[is_gradient]
+        # Of a later pass a gradient is added to the sum as soon as it is made.
+        held.add("gradients", made, made + 1 if sharding.sums else held.places, size[is_gradient])
+        if sharding.sums:
+            held.add("gradients", 0, held.places, size[is_gradient])
         held.add("updating", held.places - 1, held.places, np.tile(size[is_gradient], update.temporaries))
         counters = np.full(int(is_gradient.sum()), float(update.counters))
         states = np.concatenate([self._states(size[is_gradient], update), counters])
@@ -432,7 +438,10 @@ class TensorLifetimes:
             held.add("gradients", alloc[is_own_gradient], backward_ends[block_index] + 2, size[is_own_gradient])
             reduced_until = backward_ends[next_index] + 1 if next_index is not None else end - 1
             held.add("reducing", backward_ends[block_index] + 1, reduced_until, float(reduced_bytes[block_index]))
-            held.add("gradients", backward_ends[block_index] + 1, end, float(reduced_bytes[block_index]) / shard)
+            summed_at = backward_ends[block_index] + 2 if sharding.sums else end
+            held.add("gradients", backward_ends[block_index] + 1, summed_at, float(reduced_bytes[block_index]) / shard)
+        if sharding.sums:
+            held.add("gradients", 0, end, float(reduced_bytes.sum()) / shard)
         held.add("updating", end - 1, end, update.temporaries * float(reduced_bytes.sum()) / shard)
 
 

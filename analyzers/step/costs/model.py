@@ -136,6 +136,10 @@ class PredictedStep:
     """From the end of the graph's ops to that of the update that follows them."""
     update_host_s: float
     """The update's time per tensor, which sharding the tensors does not shorten."""
+    sum_s: float = 0.0
+    """In which the gradients of one pass are added to those of the passes before, one kernel for each."""
+    sum_launch_s: float = 0.0
+    """The part of :attr:`sum_s` that kernels of no bytes would take, which sharding the tensors does not shorten."""
     library_s: float = 0.0
     """The part of ``device_s`` in kernels whose time differs by the library's version."""
 
@@ -207,6 +211,11 @@ def time_step(
         op_s[recorded_update] += tensors_s
     else:
         update_op_s[:1] += tensors_s
+    # Each sum reads two gradients and writes one.
+    summed = memory_kernels((3.0 * graph.size_bytes[graph.of_kind(SEND)]).tolist())
+    sum_kernels_s = seconds(demand_of(summed, device), constants)
+    is_host_bound = float(issue_s.sum()) > float(op_s.sum())
+    sum_launch_s = constants.issue_s if is_host_bound else constants.start_s
     all_issue_s = np.concatenate([issue_s, np.full(len(update_op_s), constants.issue_s)])
     all_op_s = np.concatenate([op_s, update_op_s])
     bounds = [0, *(exchanges.restarts if exchanges is not None else ()), len(all_op_s)]
@@ -223,6 +232,8 @@ def time_step(
         end_s=end_s[: len(op_s)],
         update_s=float(end_s[-1] - pass_end_s) if len(update_op_s) else 0.0,
         update_host_s=tensors_s,
+        sum_s=float(np.maximum(sum_kernels_s, sum_launch_s).sum()),
+        sum_launch_s=sum_launch_s * len(summed),
         library_s=float(kernels_s[by_library(demand)].sum()),
     )
 
@@ -409,6 +420,8 @@ def estimate(
         "optimizer": optimizer,
         "update_s": step.update_s,
         "update_host_s": step.update_host_s,
+        "sum_s": step.sum_s,
+        "sum_launch_s": step.sum_launch_s,
         "host_share": step.host_share,
         "library_share": step.library_share,
         "error_low": error_low,

@@ -186,8 +186,10 @@ class WorkCurve:
         """Return the time of a step whose passes are those of a timed ``graph`` and its ``program``."""
         sharding = setting.sharded(placement.num_replicas)
         update_s = own_update_s(graph, sharding)
-        step_s = step_of(program, setting, placement, sharding, update_s)
-        return StepSeconds(step_s=step_s, passes_s=setting.accumulation * program.compute_s, update_s=update_s)
+        sums_s = (setting.accumulation - 1) * own_sum_s(graph, sharding)
+        step_s = step_of(program, setting, placement, sharding, update_s) + sums_s
+        passes_s = setting.accumulation * program.compute_s + sums_s
+        return StepSeconds(step_s=step_s, passes_s=passes_s, update_s=update_s)
 
     def runs_at(self, batch_size: int) -> bool:
         """Return whether the step runs at a batch size; only a step whose shapes do not scale has to be traced for it."""
@@ -279,9 +281,10 @@ class Setting:
 
     def sharded(self, replicas: int) -> Sharding:
         """Return how ``replicas`` share the step's state."""
-        if isinstance(self.sharding, Sharding):
-            return self.sharding
-        return Sharding.named(self.sharding if replicas > 1 else "none", replicas)
+        sharding = self.sharding
+        if not isinstance(sharding, Sharding):
+            sharding = Sharding.named(sharding if replicas > 1 else "none", replicas)
+        return replace(sharding, sums=self.accumulation > 1)
 
     @property
     def budget_bytes(self) -> float | None:
@@ -595,6 +598,12 @@ def own_update_s(graph: Graph, sharding: Sharding) -> float:
     """
     whole_s, host_s = (float(graph.meta.get(name) or 0.0) for name in ("update_s", "update_host_s"))
     return host_s + (whole_s - host_s) / sharding.shard if sharding.gathers else whole_s / sharding.shard
+
+
+def own_sum_s(graph: Graph, sharding: Sharding) -> float:
+    """Return the seconds in which a process adds its shard of one pass's gradients to those before, from ``meta``."""
+    whole_s, launch_s = (float(graph.meta.get(name) or 0.0) for name in ("sum_s", "sum_launch_s"))
+    return launch_s + (whole_s - launch_s) / (sharding.shard if sharding.gathers else 1)
 
 
 def timed_step(graph: Graph, model: CostModel, setting: Setting) -> Graph:

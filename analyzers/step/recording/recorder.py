@@ -208,8 +208,8 @@ class Recorder(TorchDispatchMode):
             kwargs["device"] = self.gpu
         if is_made_here or (name in _FILLS and not tensors and _is_large(name, args, kwargs)):
             with self.fake:
-                args, kwargs = tree_map_only(Tensor, _without_values, (args, kwargs))
-                output = func(*args, **kwargs)
+                fake_args, fake_kwargs = tree_map_only(Tensor, _without_values, (args, kwargs))
+                output = func(*fake_args, **fake_kwargs)
         elif is_fake:
             try:
                 output = self._on_fake_tensors(func, name, args, kwargs, tensors)

@@ -72,15 +72,16 @@ UPDATES: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def looped(build: Callable[[], tuple[nn.Module, Tensor]], optimizer: str, half: bool) -> RecordedBlock:
+def looped(build: Callable[[], tuple[nn.Module, Tensor]], optimizer: str, half: bool, passes: int = 1) -> RecordedBlock:
     with dt.record("loop") as recorded:
         model, batch = build()
         model, batch = model.cuda(), batch.cuda()
         update = UPDATES[optimizer](model.parameters())
         for _ in range(2):
-            with torch.autocast("cuda", dtype=torch.bfloat16, enabled=half):
-                loss = cross_entropy(model(batch), torch.zeros(len(batch), dtype=torch.long, device="cuda"))
-            loss.backward()
+            for _ in range(passes):
+                with torch.autocast("cuda", dtype=torch.bfloat16, enabled=half):
+                    loss = cross_entropy(model(batch), torch.zeros(len(batch), dtype=torch.long, device="cuda"))
+                loss.backward()
             update.step()
             update.zero_grad()
     return recorded
@@ -97,6 +98,24 @@ def test_a_module_is_the_same_step_as_its_loop(
     precision = "bf16" if half else "fp32"
     [module] = dt.predict(build, DEVICE, batch_sizes=[len(build()[1])], optimizer=optimizer, precision=precision).rows
     same(module, loop)
+
+
+def heavy() -> tuple[nn.Module, Tensor]:
+    """Weights that take longer to sum than their few samples to compute."""
+    return nn.Sequential(nn.Linear(8192, 8192), nn.SiLU(), nn.Linear(8192, 8192)), torch.zeros(256, 8192)
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("passes", [2, 5])
+def test_gradients_of_several_passes_are_summed_as_in_a_loop(passes: int, half: bool) -> None:
+    [loop] = dt.predict(looped(heavy, "adamw", half, passes).graph, DEVICE).rows
+    settings: dict[str, Any] = {"optimizer": "adamw", "precision": "bf16" if half else "fp32"}
+    sizes = [len(heavy()[1])]
+    [module] = dt.predict(heavy, DEVICE, batch_sizes=sizes, accumulation=passes, **settings).rows
+    [once] = dt.predict(heavy, DEVICE, batch_sizes=sizes, **settings).rows
+    assert module.step_time_s == pytest.approx(loop.step_time_s, rel=0.01)
+    assert module.peak_memory_bytes == pytest.approx(loop.peak_memory_bytes, rel=0.01)
+    assert module.peak_memory_bytes > 1.05 * once.peak_memory_bytes
 
 
 @pytest.mark.parametrize("optimizer", UPDATES)
