@@ -339,7 +339,8 @@ def test_what_libraries_ask_of_a_script_s_values_loaders_and_files(
         "for x, in DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=16, num_workers=2):\n"
         "    flag = torch.tensor([0], device='cuda')\n    distributed.all_reduce(flag)\n"
         "    if flag.item() or bool(flag == 8):\n        raise SystemExit('a flag that nobody set')\n"
-        "    set_ = torch.tensor(3.0).cuda()\n    assert set_.item() == 3.0\n    set_.add_(1)\n    assert set_.item() == 1.0\n"
+        "    set_ = torch.tensor(3.0).cuda()\n    assert set_.item() == 3.0\n    set_.add_(1)\n    assert set_.item() == 4.0\n"
+        "    set_.add_(next(net.parameters()).detach().sum())\n    assert set_.item() == 1.0\n"
         "    open('new.txt', 'w').close()\n    os.chmod('new.txt', 0o600)\n    os.statvfs('new.txt')\n"
         "    net(x.cuda()).sum().backward()\n    optimizer.step()\n    optimizer.zero_grad()\n"
     )
