@@ -517,7 +517,7 @@ def play(forward_s: Array, backward_s: Array, pipeline: int, passes: int, transf
     ``forward_s``, ``backward_s``: (pieces,) seconds of a micro-batch in each piece; piece ``i`` is of GPU ``i % pipeline``. A
     GPU waits while it sends. With uniform pieces the step takes (passes + (pipeline - 1) / virtual) times a micro-batch:
 
-    >>> play(np.full(4, 1.0), np.full(4, 2.0), pipeline=4, passes=8).max()
+    >>> float(play(np.full(4, 1.0), np.full(4, 2.0), pipeline=4, passes=8).max())
     33.0
     """
     pieces = len(forward_s)
