@@ -248,7 +248,10 @@ def _figures(
 
 
 def bucket_setting(ddp: DdpFigures) -> BucketSetting:
-    """Return DDP's buckets for a plan: the simplest of default, single cap and list that is as good as the best."""
+    """Return DDP's buckets for a plan: the simplest of default, single cap and list that is about as good as the best.
+
+    As good is a step that takes at most the share ``_EQUAL_SHARE`` longer.
+    """
     chosen = ddp.best_cap if ddp.best_cap.step_s <= ddp.best.step_s * (1 + _EQUAL_SHARE) else ddp.best
     chosen = ddp.default if ddp.default.step_s <= chosen.step_s * (1 + _EQUAL_SHARE) else chosen
     return BucketSetting(
@@ -391,7 +394,11 @@ def _compression_verdict(
 def _compressed_sizes(
     graph: Graph, program: Program, compression: Compression, memory_bytes_per_s: float
 ) -> _CompressedSizes:
-    """Return what each gradient sends compressed, and the seconds of work at the device's ``memory_bytes_per_s``."""
+    """Return what each gradient sends compressed, and the seconds of work at the device's ``memory_bytes_per_s``.
+
+    A cast to bfloat16 sends two bytes of each element. PowerSGD sends rows x rank, then columns x rank elements of a matrix,
+    and whole what that would not make small enough.
+    """
     element_bytes = _element_bytes(graph)
     elements = program.size_bytes / element_bytes
     if compression.rank == 0:
@@ -403,6 +410,7 @@ def _compressed_sizes(
     rows, columns = matrices(graph, elements)
     rank = np.minimum(compression.rank, np.minimum(rows, columns))
     is_compressed = (rows + columns) * compression.rank * _LEAST_RATE < elements
+    # The bytes of work are those of elements of 4 bytes.
     traffic_s = np.where(is_compressed, elements * element_bytes / 4.0, 0.0) / memory_bytes_per_s
     return _CompressedSizes(
         whole=np.where(is_compressed, 0.0, program.size_bytes),

@@ -184,18 +184,19 @@ class Fabric:
 
     @classmethod
     def joined(cls, fabrics: Mapping[str, Fabric], devices: Mapping[str, int]) -> Group:
-        """Return the group of processes on ``devices`` (counts by type), each type on nodes of its own, on the slowest links.
+        """Return the group of processes on devices of several types, each type on nodes of its own.
 
-        The link inside a node counts only of types with several processes per node. Nodes are as large as the smallest type's.
+        ``fabrics``: by type; ``devices``: how many processes run on each type. All go as fast as the slowest links. The link
+        inside a node counts only of types with several processes on a node, and nodes are as large as the smallest type's.
         """
-        used = {name: count for name, count in devices.items() if count}
-        nodes = {name: math.ceil(count / fabrics[name].gpus_per_node) for name, count in used.items()}
-        sharing = [name for name in used if used[name] > nodes[name]] or list(used)
-        slowest = min((fabrics[name].inside for name in sharing), key=lambda link: link.bytes_per_s)
-        slowest_card = min((fabrics[name].between for name in used), key=lambda link: link.bytes_per_s)
-        per_node = min(fabrics[name].gpus_per_node for name in used)
-        fabric = replace(fabrics[sharing[0]], inside=slowest, between=slowest_card, gpus_per_node=per_node)
-        return fabric.over(sum(used.values()), sum(nodes.values()))
+        counts = {name: count for name, count in devices.items() if count}
+        node_counts = {name: math.ceil(count / fabrics[name].gpus_per_node) for name, count in counts.items()}
+        with_neighbours = [name for name in counts if counts[name] > node_counts[name]] or list(counts)
+        slowest = min((fabrics[name].inside for name in with_neighbours), key=lambda link: link.bytes_per_s)
+        slowest_card = min((fabrics[name].between for name in counts), key=lambda link: link.bytes_per_s)
+        per_node = min(fabrics[name].gpus_per_node for name in counts)
+        fabric = replace(fabrics[with_neighbours[0]], inside=slowest, between=slowest_card, gpus_per_node=per_node)
+        return fabric.over(sum(counts.values()), sum(node_counts.values()))
 
     @property
     def text(self) -> str:
@@ -330,7 +331,10 @@ class Group:
 
     @cached_property
     def _variants(self) -> dict[Collective, list[_Variant]]:
-        """Return the variants of each collective among which NCCL chooses on these processes."""
+        """Return the variants of each collective among which NCCL chooses on these processes.
+
+        An all-reduce may go by ring, tree or NVLS, as far as the fabric allows it; the others go by ring or chain.
+        """
         all_reduces = [*self._ring_variants(2.0), *self._tree_variants(), *self._nvls_variants()]
         variants: dict[Collective, list[_Variant]] = {
             "all_reduce": [variant for variant in all_reduces if variant.algorithm in self.fabric.algorithms],
@@ -490,21 +494,23 @@ class Floor:
         the slowest card so far at its full rate, no hop shorter than any link's, the processes spread over ``most_nodes``.
         """
         # Rates are bytes per microsecond.
-        n, nodes, chain = used.replicas, used.nodes, math.ceil(used.replicas / most_nodes) - 1
+        n, nodes = used.replicas, used.nodes
+        chain = math.ceil(n / most_nodes) - 1  # hops through the processes of a node
         if nodes < 2 or any(fabric.measured for fabric in fabrics):
             return None
         variants: list[tuple[float, float, float]] = []  # start_us, us_per_byte, fill_us_per_byte
         card_rate, depth = used.fabric.between.bytes_per_s / 1e6, math.ceil(math.log2(nodes))
-        tree_rate = card_rate * (2.0 if nodes == 2 else 1.0)
-        ring_passes = 2.0 * (n - 1) / n
+        tree_rate = card_rate * (2.0 if nodes == 2 else 1.0)  # on two nodes half of the data crosses each way
+        ring_passes = 2.0 * (n - 1) / n  # how often a ring passes every byte over a link
         has_cards = all(fabric.between.kind != "plain" for fabric in fabrics)
         has_constants = has_cards or (n > nodes and all(fabric.inside.kind != "plain" for fabric in fabrics))
         generations = [_GENERATIONS.get(fabric.inside.kind, _ANY) for fabric in fabrics]
         start_us = min(generation.start_us for generation in generations)
-        for protocol in range(len(PROTOCOLS)):
+        for protocol in range(len(PROTOCOLS)):  # a ring and a tree with each
             ring_base_us, tree_base_us = (
                 start_us + _BASE_US[algorithm][protocol] if has_constants else 0.0 for algorithm in ("ring", "tree")
             )
+            # The shortest hop inside a node and between nodes, over all fabrics.
             (ring_inside_us, ring_between_us), (tree_inside_us, tree_between_us) = (
                 [
                     min(used._hop_us(link, algorithm, protocol) for link in links)

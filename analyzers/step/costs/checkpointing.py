@@ -269,7 +269,8 @@ class _Problem:
 def _split_inputs_by_readers(lifetimes: TensorLifetimes) -> tuple[Places, Places]:
     """Return the rows of ``lifetimes.read`` whose storage one block reads, and the rows whose storage several blocks read.
 
-    The first belong to one block's choice alone; the second are held once, whichever of their blocks is recomputed.
+    A row is (storage, block, last place of the block that reads it). What one block reads depends on that block's choice
+    alone; what several read is held once, whichever of them are recomputed.
     """
     reader_counts = np.bincount(lifetimes.read[:, 0], minlength=1)
     read_once = reader_counts[lifetimes.read[:, 0]] == 1

@@ -524,18 +524,18 @@ def residuals_after(cases: Sequence[Case], models: Sequence[str], prior: Belief,
     model_variances = [
         float(np.mean(errors[[name == model_name for model_name in models]] ** 2)) for name in sorted(set(models))
     ]
-    row_variance = float(np.mean(model_variances))
-    prior_variance = _deviation(before) ** 2
-    other_models = len(model_variances) - 1 if len(cases) >= _ENOUGH else 0
-    range_factor = math.sqrt(
-        max(
-            row_variance,
-            (_PRIOR_MODELS * prior_variance + other_models * row_variance) / (_PRIOR_MODELS + other_models),
-        )
-        / prior_variance
-    )
+    row_variance = float(np.mean(model_variances))  # r^2
+    prior_variance = _deviation(before) ** 2  # s0^2
+    other_models = len(model_variances) - 1 if len(cases) >= _ENOUGH else 0  # k
+    pooled_variance = (_PRIOR_MODELS * prior_variance + other_models * row_variance) / (_PRIOR_MODELS + other_models)
+    range_factor = math.sqrt(max(row_variance, pooled_variance) / prior_variance)
     median = float(np.median(np.expm1(errors)))
-    left_out = "the model" if len(model_variances) > 1 else "the batch size" if len(cases) > 1 else "any row"
+    if len(model_variances) > 1:
+        left_out = "the model"
+    elif len(cases) > 1:
+        left_out = "the batch size"
+    else:
+        left_out = "any row"
     return Residuals(
         low=float(f"{before.low**range_factor:.4g}"),
         high=float(f"{before.high**range_factor:.4g}"),

@@ -573,7 +573,7 @@ class Held:
         return {part: np.cumsum(change)[:-1] for part, change in self._change.items()}
 
     def peak(self) -> Peak:
-        """Return the most bytes held at one place, with all parts summed."""
+        """Return the most bytes held at one place, all parts together, which bytes of each part these are, and the curve."""
         curves = self.curves()
         curve = np.sum(list(curves.values()), axis=0)
         fullest = int(curve.argmax())
@@ -651,7 +651,11 @@ class _Reader:
         """By storage and block index, the last place of the block's forward pass that reads the storage."""
 
     def read(self) -> TensorLifetimes:
-        """Return the lifetimes of all storages, and the blocks. To be called once."""
+        """Return the lifetimes of all storages, and the blocks. To be called once.
+
+        Every use of a storage is recorded first, so that what is said of a storage later may depend on all of them. Where
+        the blocks cannot be told from one another, no storage has an owner.
+        """
         used_storages = [  # by node, the indices of the storages that it reads or makes
             {
                 self._record_use(source, tensor, place)
@@ -695,7 +699,10 @@ class _Reader:
         )
 
     def _record_use(self, source: Node, tensor: Tensor, place: int) -> int:
-        """Record that the node at ``place`` reads or makes a tensor of ``source``; return the index of its storage."""
+        """Record that the node at ``place`` reads or makes a tensor of ``source``; return the index of its storage.
+
+        A storage that is new gets its role by where it comes from: a parameter, another input, or an op.
+        """
         storage_memory = tensor.untyped_storage()
         if storage_memory._cdata not in self.storage_numbers:
             is_placeholder = source.op == "placeholder"
@@ -738,7 +745,10 @@ class _Reader:
             storage.free, storage.role, storage.owner = len(self.nodes) - 1, GRADIENT, self._owner(name)
 
     def _assign_activations(self) -> None:
-        """Set the owner of each activation whose last use in the forward pass lies in the block that makes it."""
+        """Give each activation that its block alone uses in the forward pass that block as its owner.
+
+        Checkpointing a block may drop such tensors: no other block would miss them.
+        """
         for storage in self.storages:
             if storage.role == ACTIVATION and storage.alloc < self.backward:
                 block_name = self.block_at[storage.alloc]

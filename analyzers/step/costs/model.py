@@ -430,7 +430,10 @@ def estimate(
     is_compute = graph.kind == COMPUTE
     transfer_s = network.latency_s + graph.size_bytes / network.bandwidth_bytes_per_s
     durations = np.where(is_compute, np.diff(step.end_s, prepend=0.0), transfer_s)
-    sources = tuple(_estimate_source(s) if c else "rule" for s, c in zip(graph.estimate, is_compute, strict=True))
+    sources = tuple(
+        _estimate_source(source) if computes else "rule"
+        for source, computes in zip(graph.estimate, is_compute, strict=True)
+    )
     meta = {
         **graph.meta,
         "oracle": "roofline",

@@ -151,11 +151,11 @@ class ParallelCurve(WorkCurve):
         size = stages.lifetimes.sizes(self.scaled(batch_size))
         saved_ops = stages.lifetimes.every_block(saved_ops) if isinstance(saved_ops, str) else saved_ops
         recomputation = Recomputation(stages.lifetimes, saved_ops)
-        held = (
+        held_by_stage = (
             stages.held(stage, recomputation, sharding, optimizer, size, self.passes)
             for stage in range(self.layout.pipeline)
         )
-        return max(held, key=lambda each: each.peak().total_bytes)
+        return max(held_by_stage, key=lambda held: held.peak().total_bytes)
 
     def timed(self, batch_size: int, model: CostModel, setting: Setting) -> Graph:
         """Return the graph of a rank's pass through all stages, with the model's times.
@@ -208,24 +208,23 @@ class ParallelCurve(WorkCurve):
             for stage in range(layout.pipeline):
                 root, units = stages.units(stage, graph, size)
                 pass_s = simulate_fsdp(root, units, group, 1, 1, reshard=sharding.reshards, near=near).step_s
-                mine = np.arange(len(forward_s)) % layout.pipeline == stage
-                longer = pass_s / float((forward_s + backward_s)[mine].sum())
-                forward_s = np.where(mine, forward_s * longer, forward_s)
-                backward_s = np.where(mine, backward_s * longer, backward_s)
-        else:
-            gradients = stages.summed_share * stages.by_stage(trained_bytes)
-            parameters = stages.by_stage(stages.parameter_bytes(size))
-            after_s = (
-                group.reduce_scatter_s(gradients) + group.all_gather_s(parameters)
-                if sharding.kind == "zero1"
-                else group.all_reduce_s(gradients)
-            )
+                is_of_stage = np.arange(len(forward_s)) % layout.pipeline == stage
+                factor = pass_s / float((forward_s + backward_s)[is_of_stage].sum())
+                forward_s = np.where(is_of_stage, forward_s * factor, forward_s)
+                backward_s = np.where(is_of_stage, backward_s * factor, backward_s)
+        else:  # the buffer of gradients is reduced after the last pass
+            gradient_bytes = stages.summed_share * stages.by_stage(trained_bytes)
+            if sharding.kind == "zero1":
+                parameter_bytes = stages.by_stage(stages.parameter_bytes(size))
+                after_s = group.reduce_scatter_s(gradient_bytes) + group.all_gather_s(parameter_bytes)
+            else:
+                after_s = group.all_reduce_s(gradient_bytes)
         ends_s = play(forward_s, backward_s, layout.pipeline, setting.accumulation, transfer_s)
         step_s = float((ends_s + after_s + update_s).max())
         return StepSeconds(step_s=step_s, passes_s=alone_s, update_s=float(update_s.max()))
 
     def _stages_at(self, batch_size: int) -> Stages:
-        """Return the stages of the trace that serves a batch size."""
+        """Return the stages of the trace that serves a batch size; sizes to which one trace scales share them."""
         whole = self.whole.lifetimes(batch_size)
         size = whole.traced.graph.batch_size or 0
         if size not in self._stages:
@@ -406,7 +405,7 @@ class Stages:
         """
         life, seconds = self.lifetimes, self.lifetimes.seconds(graph)
         is_parameter = (life.role == PARAMETER) & self.holds[stage :: self.layout.pipeline].any(axis=0)
-        mine = self.piece_at % self.layout.pipeline == stage
+        runs_here = self.piece_at % self.layout.pipeline == stage  # (nodes,)
         units = []
         for number, block in enumerate(life.blocks):
             if self.piece_of_block[number] % self.layout.pipeline == stage:
@@ -420,8 +419,8 @@ class Stages:
             "",
             root_bytes,
             root_bytes * life.kept_share,
-            max(float(seconds[mine & is_forward].sum()) - sum(unit.forward_s for unit in units), 0.0),
-            max(float(seconds[mine & ~is_forward].sum()) - sum(unit.backward_s for unit in units), 0.0),
+            max(float(seconds[runs_here & is_forward].sum()) - sum(unit.forward_s for unit in units), 0.0),
+            max(float(seconds[runs_here & ~is_forward].sum()) - sum(unit.backward_s for unit in units), 0.0),
         )
         return root, units
 
@@ -433,21 +432,21 @@ class Stages:
         ``size``: (s,) bytes of the storages; ``passes``: micro-batches of a step.
         """
         life, layout = self.lifetimes, self.layout
-        pieces = self.holds[stage :: layout.pipeline]
-        mine = np.where(pieces.any(axis=0), size, 0.0)
+        pieces = self.holds[stage :: layout.pipeline]  # of this stage's GPU
+        own_size = np.where(pieces.any(axis=0), size, 0.0)
         trained_bytes = float(self.by_stage(self.trained_bytes(size))[stage])
-        activations = life.activations(recomputation, mine)
+        activations = life.activations(recomputation, own_size)
         saved_bytes = float(activations[life.backward])
         in_flight_bytes = max(in_flight_passes(stage, layout, passes) - 1.0, 0.0) * saved_bytes  # beside this pass
         if sharding.gathers:
             of_stage = np.array([self.piece_of_block[n] % layout.pipeline == stage for n in range(len(life.blocks))])
             root_bytes = max(trained_bytes - float(life.trained_bytes[:-1][of_stage].sum()), 0.0)
             own_bytes = np.append(np.where(of_stage, life.trained_bytes[:-1], 0.0), root_bytes)
-            held = replace(life, trained_bytes=own_bytes).held(recomputation, sharding, optimizer, mine)
+            held = replace(life, trained_bytes=own_bytes).held(recomputation, sharding, optimizer, own_size)
         else:
             held = Held(life.nodes + recomputation.extra)
-            life.hold_activations(held, recomputation, mine)
-            self._hold_state(held, recomputation, mine, trained_bytes, sharding.shard, optimizer)
+            life.hold_activations(held, recomputation, own_size)
+            self._hold_state(held, recomputation, own_size, trained_bytes, sharding.shard, optimizer)
         if in_flight_bytes:
             held.add("activations", 0, held.places, in_flight_bytes)
         return held
@@ -464,6 +463,7 @@ class Stages:
         is_gradient = life.role == GRADIENT
         made = recomputation.moved(life.alloc)[is_gradient]
         width = precision_of(self.rank.traced.graph.meta.get("precision")).width
+        # States, and the float32 copy of a parameter, in copies of the trained parameters.
         copies = OPTIMIZERS[optimizer].state_share(width) + (self.has_copies and optimizer != "none")
         held.add("parameters", 0, held.places, size[life.role == PARAMETER])
         held.add("gradients", made, made + 2, size[is_gradient])
@@ -523,17 +523,18 @@ def play(forward_s: Array, backward_s: Array, pipeline: int, passes: int, transf
     pieces = len(forward_s)
     virtual = pieces // pipeline
     orders = [_order(stage, pipeline, virtual, passes) for stage in range(pipeline)]
-    # When a piece's input is there: of the forward pass, and of the backward pass.
+    # When the input of a pass is there, by (whether it is a forward pass, its piece, its micro-batch).
     arrived_s: dict[tuple[bool, int, int], float] = {(True, 0, number): 0.0 for number in range(passes)}
-    done = [0] * pipeline
+    done = [0] * pipeline  # passes of each GPU
     clock_s = np.zeros(pipeline)
+    # Each GPU runs ahead as far as inputs have arrived; round after round more have.
     while any(done[stage] < len(orders[stage]) for stage in range(pipeline)):
         for stage, order in enumerate(orders):
             while done[stage] < len(order) and (arrival_s := arrived_s.get(order[done[stage]])) is not None:
                 is_forward, piece, number = order[done[stage]]
                 end_s = max(clock_s[stage], arrival_s) + float((forward_s if is_forward else backward_s)[piece])
                 next_piece = piece + 1 if is_forward else piece - 1
-                if is_forward and next_piece == pieces:
+                if is_forward and next_piece == pieces:  # the last piece turns round
                     arrived_s[False, piece, number] = end_s
                 elif next_piece >= 0:
                     end_s += transfer_s

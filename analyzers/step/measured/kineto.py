@@ -351,12 +351,11 @@ def read_rank(path: str | Path) -> RankTrace:
     kind, _, start, duration, _, _, group = events.table("activities")
     launched = events.launched_s()
     is_collective = kind == _COMMUNICATION_KERNEL
-    times = np.stack([start, start + duration, launched * 1e6]) * 1e-6
-    host_collectives = events.collectives()
-    names = tuple(events.known["group"])
-    host_columns = np.stack(
-        [host_collectives[0] + len(names), host_collectives[1], host_collectives[1] + host_collectives[2]]
-    )
+    times = np.stack([start, start + duration, launched * 1e6]) * 1e-6  # start, end, launch in seconds
+    group_names = tuple(events.known["group"])
+    # Names of the host's collectives follow those of the kernels' groups.
+    host_name, host_start_s, host_duration_s = events.collectives()
+    host_columns = np.stack([host_name + len(group_names), host_start_s, host_start_s + host_duration_s])
     header = _header(path)
     rank, host = header.get("distributedInfo.rank"), header.get("host_name")
     base_ns = header.get("baseTimeNanoseconds", 0)
@@ -368,7 +367,7 @@ def read_rank(path: str | Path) -> RankTrace:
         names=events.names,
         spans=spans,
         steps=steps,
-        groups=(*names, *events.names),
+        groups=(*group_names, *events.names),
         collectives=np.concatenate([np.stack([group, times[0], times[1]])[:, is_collective], host_columns], axis=1),
         kernels=times[:, ~is_collective],
         work=events.table("work") * np.array([[1e-6], [1.0]]),

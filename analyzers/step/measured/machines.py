@@ -271,7 +271,11 @@ def _gres(entry: str, where: str) -> tuple[str | None, int]:
 
 
 def _from_kubectl(text: str, where: str) -> Iterator[Node | str]:
-    """Yield a node for each item of ``kubectl get nodes -o json``, or a remark. Raises InputError for another document."""
+    """Yield a node for each item of ``kubectl get nodes -o json``, or a remark on what is left out.
+
+    Nodes on which a job's pods cannot run are left out, and so are slices of GPUs (MIG) and GPUs that several pods share.
+    Raises InputError for another document.
+    """
     document = from_json(text, where)
     items = document.get("items", [document]) if isinstance(document, dict) else document
     if not isinstance(items, list) or not all(

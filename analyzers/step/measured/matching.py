@@ -240,14 +240,15 @@ def _unmatched_calls(
     the matched spans; ``agreement`` (c,): the part of the time of each that counts as matched.
     """
     spans = trace.spans
-    time = trace.device_s if trace.device_s.any() else trace.time_s
+    has_kernels = trace.device_s.any()
+    time = trace.device_s if has_kernels else trace.time_s
     is_taken = np.zeros(len(spans), dtype=bool)
     is_taken[calls] = True
     is_counted = trace.is_top & ((trace.span_step >= 0) | (not trace.steps))
     matched_s = spans.with_nested(np.where(is_taken, time, 0.0))
-    doubted_s = np.zeros(len(spans))
+    doubted_s = np.zeros(len(spans))  # time of matched calls that does not count as matched
     doubted_s[calls] = time[calls] * (1.0 - agreement)
-    top = np.flatnonzero(is_counted)
+    top = np.flatnonzero(is_counted)  # operator calls outside all others
     unmatched_s = np.maximum(time[top] - matched_s[top], 0.0)
     call_counts = np.bincount(spans.key[top[~is_taken[top]]], minlength=len(trace.names))
     seconds = np.bincount(spans.key[top], weights=unmatched_s, minlength=len(trace.names))

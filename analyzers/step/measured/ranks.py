@@ -66,18 +66,17 @@ class RankSteps:
         if self.after is None or self.gap_s is None or self.gap_after_s is None:
             return self
 
-        def shifted(whole_s: Floats, after_s: Floats) -> Floats:
-            """Return (R, K) the times of a part with those after the last collective carried over to the next step."""
-            carried: Floats = np.concatenate([np.median(after_s, axis=1, keepdims=True), after_s[:, :-1]], axis=1)
-            return np.add(whole_s - after_s, carried)
+        def carried(after_s: Floats) -> Floats:
+            """Return (R, K) what each step gets from the one before it: the times after that one's last collective."""
+            carried_s: Floats = np.concatenate([np.median(after_s, axis=1, keepdims=True), after_s[:, :-1]], axis=1)
+            return carried_s
 
-        parts = {name: shifted(whole_s, self.after[name]) for name, whole_s in self.parts.items()}
+        parts = {
+            name: np.add(whole_s - self.after[name], carried(self.after[name])) for name, whole_s in self.parts.items()
+        }
         own_s: Floats = np.sum(list(parts.values()), axis=0)
         gap_before_s = np.where(self.gap_s > self.gap_after_s, self.gap_s, 0.0)
-        gap_s = np.maximum(
-            gap_before_s,
-            np.concatenate([np.median(self.gap_after_s, axis=1, keepdims=True), self.gap_after_s[:, :-1]], axis=1),
-        )
+        gap_s = np.maximum(gap_before_s, carried(self.gap_after_s))
         step_s = own_s + self.wait_s + self.exposed_s
         return replace(self, parts=parts, step_s=step_s, gap_s=gap_s, after=None)
 

@@ -219,27 +219,27 @@ def _merge_ops(problem: ShopProblem) -> ShopProblem:
     needed, sends, compute = problem.needed, problem.of_kind(SEND), problem.of_kind(COMPUTE)
     leads_to = collected(problem.consumers, range(len(problem) - 1, -1, -1), sends)
     all_sends = (1 << len(sends)) - 1
-    head = [op for op in compute if leads_to[op] == all_sends]
+    head = [op for op in compute if leads_to[op] == all_sends]  # H
     needed_by_compute, needed_by_head = (fold(or_, (needed[op] for op in ops), 0) for ops in (compute, head))
     block_of = list(range(len(problem)))  # by op, one of the ops of its block
     representative: dict[object, int] = {}  # by what the ops of a block have in common, the first of them
-    for op in head:  # rule 2
+    for op in head:  # rule 2: ops of H that need the same recvs
         block_of[op] = representative.setdefault(needed[op], op)
     recvs = problem.of_kind(RECV)
     needs = {needed[op] for op in (*compute, *sends)}
-    users = as_matrix(sorted(needs), len(recvs)).T
-    for recv_index in bits_of(needed_by_head):  # rule 3
+    users = as_matrix(sorted(needs), len(recvs)).T  # (recvs, sets) whether a recv is in each set that is needed
+    for recv_index in bits_of(needed_by_head):  # rule 3: recvs of one channel with the same users
         op = recvs[recv_index]
         block_of[op] = representative.setdefault((problem.resource[op], users[recv_index].tobytes()), op)
     after_all_recvs = [op for op in compute if leads_to[op] != all_sends and needed[op] == needed_by_compute]
     last_ops = [op for op in after_all_recvs if not leads_to[op]]
-    for op in last_ops:  # rule 5
+    for op in last_ops:  # rule 5: compute that leads to no send
         block_of[op] = last_ops[-1]
-    for op in reversed(after_all_recvs):  # rule 4
+    for op in reversed(after_all_recvs):  # rule 4: compute whose consumers are one block
         targets = {block_of[target] for target in problem.consumers[op] if leads_to[target]}
         if len(targets) == 1 and all(problem.kind[target] == COMPUTE for target in problem.consumers[op]):
             block_of[op] = targets.pop()
-    if head and needed_by_head == needed_by_compute:  # rule 6
+    if head and needed_by_head == needed_by_compute:  # rule 6: sends of one channel that wait for the same blocks
         for op in sends:
             waits_for = frozenset(block_of[source] for source in problem.inputs[op])
             block_of[op] = representative.setdefault((problem.resource[op], waits_for), op)
