@@ -198,16 +198,16 @@ def best_cuts(program: Program, group: Reducer) -> list[int]:
     rows_at_once = max(1, _SUMS_PER_CALL // max(count, 1))
     for first in range(1, count + 1, rows_at_once):
         end_indices = np.arange(first, min(first + rows_at_once, count + 1))
-        seconds = group.all_reduce_s(
-            np.maximum(cumulative[end_indices, None] - cumulative[None, : end_indices[-1]], 0.0)
-        )
-        for end_index, row_s in zip(end_indices.tolist(), seconds, strict=True):
+        # (ends, begins) the bytes of the buckets that end and begin there; below 0, and unused, where one begins after its end.
+        bucket_bytes = cumulative[end_indices, None] - cumulative[None, : end_indices[-1]]
+        reduce_s = group.all_reduce_s(np.maximum(bucket_bytes, 0.0))
+        for end_index, row_s in zip(end_indices.tolist(), reduce_s, strict=True):
             candidate_ends_s = np.maximum(ends_s[:end_index], program.ready_s[end_index - 1]) + row_s[:end_index]
             previous[end_index] = candidate_ends_s.argmin()
             ends_s[end_index] = candidate_ends_s[previous[end_index]]
     cuts: list[int] = []
     end_index = count
-    while end_index:
+    while end_index:  # from the last bucket back to the first
         cuts.append(end_index)
         end_index = int(previous[end_index])
     return cuts[::-1]

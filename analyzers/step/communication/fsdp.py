@@ -16,7 +16,7 @@ Gathered and not yet freed parameters are what a deeper prefetch costs; the plan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -120,7 +120,7 @@ def _verdict(program: Program, default: PrefetchFigures, best: PrefetchFigures, 
 
 
 def units_of(program: Program) -> tuple[Unit, list[Unit]] | None:
-    """Return the root and the blocks in forward order, or None without a numbered list of blocks.
+    """Return the root and the blocks in forward order, with their bytes and seconds; None without a numbered list of blocks.
 
     A block's forward runs from its first use of a parameter to the next block's; its backward ends with its last
     gradient and begins where the block after it ended. The root gets the time before the first and after the last.
@@ -149,16 +149,7 @@ def units_of(program: Program) -> tuple[Unit, list[Unit]] | None:
     uses = zip(program.first_use_s.tolist(), held_blocks, strict=True)
     late_root_uses_s = [use_s for use_s, name in uses if not name and starts_s[-1] < use_s < np.inf]
     ends_s = [*starts_s[1:], min([*late_root_uses_s, program.backward_s])]
-    backward_order = sorted(names, key=lambda name: (last_gradient_s[name], name))
-    # The root's own gradients before the first block's are the model's head's.
-    first_block_s = last_gradient_s[backward_order[0]]
-    ready_times = zip(program.ready_s.tolist(), trained_blocks, strict=True)
-    head_ready_s = [ready_s for ready_s, name in ready_times if not name and ready_s < first_block_s]
-    block_begin_s = max([program.backward_s, *head_ready_s])
-    backward_s: dict[str, float] = {}
-    for name in backward_order:
-        backward_s[name] = max(0.0, last_gradient_s[name] - block_begin_s)
-        block_begin_s = max(block_begin_s, last_gradient_s[name])
+    backward_s = _backward_seconds(program, trained_blocks, {name: last_gradient_s[name] for name in names})
     units = [
         Unit(name, held_bytes[name], gradient_bytes[name], max(0.0, end_s - start_s), backward_s[name])
         for name, start_s, end_s in zip(names, starts_s, ends_s, strict=True)
@@ -172,6 +163,26 @@ def units_of(program: Program) -> tuple[Unit, list[Unit]] | None:
         backward_s=max(0.0, program.compute_s - blocks_s - starts_s[0]),
     )
     return root, units
+
+
+def _backward_seconds(
+    program: Program, trained_blocks: Sequence[str], last_gradient_s: Mapping[str, float]
+) -> dict[str, float]:
+    """Return by block the seconds of its backward pass: from the end of the block before it to its own last gradient.
+
+    ``trained_blocks`` (p,): the block of each gradient in ready order, "": the root. ``last_gradient_s``: by block, when its
+    last gradient is ready. The root's gradients before the first block's are the head's, after which that block begins.
+    """
+    backward_order = sorted(last_gradient_s, key=lambda name: (last_gradient_s[name], name))
+    first_block_s = last_gradient_s[backward_order[0]]
+    ready_times = zip(program.ready_s.tolist(), trained_blocks, strict=True)
+    head_ready_s = [ready_s for ready_s, name in ready_times if not name and ready_s < first_block_s]
+    begin_s = max([program.backward_s, *head_ready_s])
+    backward_s: dict[str, float] = {}
+    for name in backward_order:
+        backward_s[name] = max(0.0, last_gradient_s[name] - begin_s)
+        begin_s = max(begin_s, last_gradient_s[name])
+    return backward_s
 
 
 def simulate_fsdp(

@@ -69,9 +69,10 @@ def cheapest(
     Args:
         lifetimes: the step's storages, with blocks that can be checkpointed.
         seconds: (nodes,) of :meth:`TensorLifetimes.seconds`.
-        sharding, optimizer: of which the parameters', gradients' and states' bytes follow; ``optimizer`` is a name of
-            ``OPTIMIZERS``.
-        batch_size: None: the traced one.
+        sharding: how the replicas share parameters, gradients and the optimizer's state.
+        optimizer: a name of ``OPTIMIZERS``.
+        budget_bytes: the most bytes of tensors at one time.
+        batch_size: local samples; None: as many as were traced.
         limit_s: time limit of the search; the best choice found by then is returned with its bound.
 
     Raises Infeasible, with the least bytes that any choice holds, if no choice fits or none is found in time.
@@ -163,7 +164,10 @@ class _Problem:
         """
         sets = options(lifetimes, seconds, size)
         blocks = list(zip(lifetimes.blocks, sets, strict=True))
-        recompute_s, longest = [], np.zeros(len(blocks), dtype=np.int64)
+        recompute_s, longest = (
+            [],
+            np.zeros(len(blocks), dtype=np.int64),
+        )  # longest: places of each block's recomputation
         for index, (block, block_sets) in enumerate(blocks):
             plans = [Recomputation(lifetimes, {block.name: saved}) for saved in block_sets]
             recompute_s.append([float(lifetimes.recompute_s(plan, seconds)[index]) for plan in plans])
@@ -172,11 +176,11 @@ class _Problem:
         read_once, read_by_several = _split_inputs_by_readers(lifetimes)
         added = []
         for index, (block, block_sets) in enumerate(blocks):
-            read = read_once[read_once[:, 1] == index]
-            changed = np.union1d(lifetimes.owned[index], read[:, 0])  # the others live as without recomputation
-            activations = lifetimes.activations(empty, size, read, changed)
+            own_inputs = read_once[read_once[:, 1] == index]
+            changed = np.union1d(lifetimes.owned[index], own_inputs[:, 0])  # the others live as without recomputation
+            before = lifetimes.activations(empty, size, own_inputs, changed)
             plans = [Recomputation(lifetimes, {block.name: saved}, longest) for saved in block_sets]
-            added.append(np.array([lifetimes.activations(plan, size, read, changed) - activations for plan in plans]))
+            added.append(np.array([lifetimes.activations(plan, size, own_inputs, changed) - before for plan in plans]))
         return cls(
             lifetimes=lifetimes,
             sets=sets,

@@ -205,13 +205,13 @@ class ParallelCurve(WorkCurve):
         after_s = np.zeros(layout.pipeline)
         if sharding.gathers:
             near = setting.fabric.over(sharding.forward_shard) if sharding.forward_shard else None
+            factor = np.ones(len(forward_s))  # by piece
             for stage in range(layout.pipeline):
                 root, units = stages.units(stage, graph, size)
                 pass_s = simulate_fsdp(root, units, group, 1, 1, reshard=sharding.reshards, near=near).step_s
-                is_of_stage = np.arange(len(forward_s)) % layout.pipeline == stage
-                factor = pass_s / float((forward_s + backward_s)[is_of_stage].sum())
-                forward_s = np.where(is_of_stage, forward_s * factor, forward_s)
-                backward_s = np.where(is_of_stage, backward_s * factor, backward_s)
+                pieces = slice(stage, None, layout.pipeline)
+                factor[pieces] = pass_s / float((forward_s + backward_s)[pieces].sum())
+            forward_s, backward_s = forward_s * factor, backward_s * factor
         else:  # the buffer of gradients is reduced after the last pass
             gradient_bytes = stages.summed_share * stages.by_stage(trained_bytes)
             if sharding.kind == "zero1":

@@ -425,7 +425,8 @@ def _fitting_sizes(curve: WorkCurve, model: CostModel, setting: Setting, replica
 def remedy(curve: WorkCurve, device: Device, setting: Setting, replicas: int) -> str:
     """Return the least change of options by which one sample fits a device, with its largest batch; "": no change helps.
 
-    Changes are tried by number of replicas, then by kind of sharding, then by checkpointing, the least first.
+    Changes are tried by number of replicas, then by kind of sharding, then by checkpointing, the least first. ``replicas``:
+    the number of them on which no sample fits. The result reads like "with --sharding fsdp a local batch of 4 does".
     """
     checkpointings: list[Checkpointing] = ["none", "selective", "full"]
     checkpointings = checkpointings[checkpointings.index(setting.uniform) :] if curve.lifetimes(1).blocks else ["none"]

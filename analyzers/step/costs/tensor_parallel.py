@@ -155,10 +155,10 @@ class _Divider:
     # Which weights are split ------------------------------------------------------------------------------------------
 
     def _split_weights(self) -> None:
-        """Fill ``split`` and ``widths``.
+        """Decide which weights are split: fill ``split``, and ``widths`` with what the ranks then have to divide.
 
         A product that turns out not to begin a chain is left whole, which may change what the others are: all is tried again
-        without it, until no product fails.
+        without it, until no product fails. Raises InputError if no product is left.
         """
         whole: set[Node] = set()
         while failed := self._try_chains(whole):

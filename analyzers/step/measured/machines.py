@@ -362,8 +362,9 @@ def _checked_count(count: int, where: str, name: str) -> int:
 def first_files(found: Nodes, model: str | None, folder: Path) -> tuple[dict[str, str], list[str]]:
     """Return the texts of ``cluster.yaml`` and ``job.yaml`` by file name, and remarks for the user.
 
-    ``model``: the job's SOURCE, None for a stand-in. Raises InputError for nodes that a job cannot express, such as a name
-    with control characters.
+    The job plans a model on all devices of the nodes. ``model``: its SOURCE; None: a model of the zoo stands in for it.
+    ``folder``: where the files will be, to which the path of a graph file is made relative. Raises InputError for nodes that
+    a job cannot express, such as a name with control characters.
     """
     remarks, counts = list(found.remarks), found.counts
     source = _STAND_IN if model is None else model

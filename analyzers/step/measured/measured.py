@@ -122,7 +122,12 @@ def estimate_measured(
 ) -> Graph:
     """Return the graph of one step with measured compute ops and transfers timed by ``network``.
 
-    See :func:`.torch_adapter.trace_torch` for the first arguments and its errors, :func:`measure_ops` for the others.
+    Args:
+        build: makes the step; its model is traced in float32 for this machine's CPU.
+        mode, batch_size: of the step that is traced; None: the batch size that ``build`` gives. See
+            :func:`.torch_adapter.trace_torch` for these and for what it raises.
+        network: of the transfers; None: the default one.
+        runs, threads, progress: as of :func:`measure_ops`.
     """
     traced = trace_step(build, mode=mode, batch_size=batch_size, numerics=Numerics(cuda=False))
     times = measure_ops(traced, runs=runs, threads=threads, progress=progress)
