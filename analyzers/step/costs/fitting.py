@@ -219,7 +219,8 @@ class _Stack:
     def _raise_by_kind(self, constants: Constants) -> Iterator[tuple[Constants, NDArray[np.intp]]]:
         """Yield constants with all of one kind raised by ``_STEP``, and (kernels,) the columns of those that kernels use.
 
-        Columns are those of :func:`names`; -1: the kernel uses no constant of the kind, of which it uses at most one.
+        Columns are indices into :func:`names`; -1: the kernel uses no constant of the kind. It never uses more than one. The
+        kinds are the shares of arithmetic, of traffic, what feeds the units, each scalar of kernels, and each unit's factors.
         """
         factor = 1.0 + _STEP
         arithmetic_of = self.demand.arithmetic_of
@@ -442,7 +443,10 @@ def update(
 
 
 def merged(rows: Sequence[MeasuredStep]) -> list[MeasuredStep]:
-    """Return one step for the rows of each model, batch size and optimizer: the median of their logarithms. O(rows)."""
+    """Return one step for the rows of each model, batch size and optimizer, in that order, with their median time. O(rows).
+
+    The median is of logarithms, so that of two rows it is the geometric mean.
+    """
     logs: dict[tuple[str, int, str], list[float]] = defaultdict(list)
     for row in rows:
         logs[row.model, row.batch, row.optimizer].append(math.log(row.seconds))

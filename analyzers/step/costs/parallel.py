@@ -62,7 +62,8 @@ _NORM_AND_CAST, _ZEROED = 1.5, 1.0
 def parallel_curve(curve: WorkCurve, setting: Setting) -> WorkCurve:
     """Return the work of one GPU's stage and rank under a setting's layout; ``curve`` itself for a layout of one GPU.
 
-    Raises InputError for what :func:`rank_of` refuses, for blocks that the stages do not divide, and for a budget of memory.
+    ``curve``: the work of the step on one GPU. Raises InputError for what :func:`rank_of` refuses, for blocks that the
+    stages do not divide, and for a budget of memory.
     """
     layout = setting.layout
     if layout == ParallelDegrees():
@@ -77,9 +78,9 @@ def parallel_curve(curve: WorkCurve, setting: Setting) -> WorkCurve:
         raise InputError("--virtual-stages", problem, remedy)
     if setting.budget_bytes is not None:
         raise InputError("--checkpointing", "no budget is kept stage by stage", "give none, selective or full")
-    made = ParallelCurve.of(curve, layout, setting.accumulation)
-    made.lifetimes(made.traced.graph.batch_size or 1)  # refuses stages that do not divide the blocks
-    return made
+    parallel = ParallelCurve.of(curve, layout, setting.accumulation)
+    parallel.lifetimes(parallel.traced.graph.batch_size or 1)  # refuses stages that do not divide the blocks
+    return parallel
 
 
 class _Ranks:
@@ -235,7 +236,8 @@ class ParallelCurve(WorkCurve):
 class Stages:
     """The stages of a pipeline in a traced step: which places and storages are whose.
 
-    Arrays by piece are (pipeline x virtual,): piece ``i`` is of GPU ``i % pipeline``.
+    A piece is a run of neighbouring blocks on one GPU; with interleaving a GPU has several. Arrays by piece are
+    (pipeline x virtual,): piece ``i`` is of GPU ``i % pipeline``.
     """
 
     def __init__(self, whole: TensorLifetimes, rank: Rank, layout: ParallelDegrees) -> None:
@@ -313,20 +315,20 @@ class Stages:
             piece = self.piece_at[place]
             for source in (*node.all_input_nodes, node):
                 for tensor in tensors_of(value_of(source)):
-                    number = life.numbers.get(tensor.untyped_storage()._cdata)
-                    if number is not None:
-                        is_made = source is node and life.alloc[number] == place
-                        (makes if is_made else reads)[piece, number] = True
-        is_activation = life.role == ACTIVATION
-        forward = is_activation & (life.alloc < life.backward)
-        in_block = np.zeros(life.nodes, dtype=bool)
+                    storage = life.numbers.get(tensor.untyped_storage()._cdata)
+                    if storage is not None:
+                        is_made_here = source is node and life.alloc[storage] == place
+                        used = makes if is_made_here else reads
+                        used[piece, storage] = True
+        is_of_forward = (life.role == ACTIVATION) & (life.alloc < life.backward)
+        is_in_block = np.zeros(life.nodes, dtype=bool)
         for block in life.blocks:
-            in_block[block.first : block.last + 1] = True
-        sent = np.zeros(len(is_activation), dtype=bool)
-        for piece in range(self.pieces - 1):  # what a block makes and only the next piece needs has been sent away
-            sent |= makes[piece] & reads[piece + 1] & forward & in_block[life.alloc]
-        elsewhere = sent & (makes & ~reads).any(axis=0)
-        return reads | (makes & ~elsewhere), sent
+            is_in_block[block.first : block.last + 1] = True
+        is_sent = np.zeros(len(is_of_forward), dtype=bool)
+        for piece in range(self.pieces - 1):
+            is_sent |= makes[piece] & reads[piece + 1] & is_of_forward & is_in_block[life.alloc]
+        is_sent_away = is_sent & (makes & ~reads).any(axis=0)
+        return reads | (makes & ~is_sent_away), is_sent
 
     def restarts(self, graph: Graph) -> list[int]:
         """Return the indices of the ops with which a piece's forward or backward pass begins, but for the very first.

@@ -170,7 +170,8 @@ class _Divider:
     def _try_chains(self, whole: set[Node]) -> set[Node]:
         """Split the weights of all chains but those that the products ``whole`` would begin.
 
-        Return the further products that cannot begin a chain: no product of the same block ends it, or something in between
+        A chain is a product split by columns, the ops on its divided result, and the product split by rows that ends it.
+        Return the further products that cannot begin one: no product of the same block ends it, or something in between
         needs the whole width.
         """
         self.split.clear()
@@ -184,6 +185,7 @@ class _Divider:
         failed: set[Node] = set()
         for place, node in enumerate(self.nodes[: self.backward]):
             chains = none.union(*(open_chains.get(source, none) for source in node.all_input_nodes))
+            # A chain must end within its block.
             failed |= {product for product in chains if self.block_at[self.place_of[product]] != self.block_at[place]}
             factors = _factors(node)
             weight = self._weight_of(node) if self.block_at[place] >= 0 else None

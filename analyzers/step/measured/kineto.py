@@ -66,7 +66,8 @@ class TraceSpans:
         key, thread, start_s, duration_s = key[order], thread[order], start_s[order], duration_s[order]
         parent, depth = _nested(thread, start_s, start_s + duration_s)
         by_depth = np.argsort(depth, kind="stable").astype(np.int32)
-        levels = np.split(by_depth, np.cumsum(np.bincount(depth))[:-1])[1:] if depth.size else []
+        level_ends = np.cumsum(np.bincount(depth))
+        levels = np.split(by_depth, level_ends[:-1])[1:] if depth.size else []  # without the top, which has no parents
         table = cls(key=key, thread=thread, start_s=start_s, duration_s=duration_s, parent=parent, levels=levels)
         return table, order
 

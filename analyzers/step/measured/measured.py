@@ -281,7 +281,7 @@ def _index_limits(name: str, arguments: Mapping[str, Any], argument: str) -> Seq
         return shape("weight")[0]
     if name == "embedding_dense_backward" and argument == "indices":
         return int(arguments["num_weights"])
-    if name.startswith("nll_loss") and argument == "target":
+    if name.startswith("nll_loss") and argument == "target":  # classes: (classes,) or (samples, classes, ...)
         return shape("self")[1 if len(shape("self")) > 1 else 0]
     if name in ("index", "index_put") and argument == "indices":
         return shape("self")

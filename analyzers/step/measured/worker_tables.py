@@ -125,7 +125,7 @@ def read_recorded(path: Path, tell: Tell) -> WorkerIterations:
             raise InputError(f"{path}:worker {name}", problem, "give two or more rows of each worker, or --predicted")
     lengths = [np.diff(worker_ends) for worker_ends in ends]
     last_ends_s = np.array([worker_ends[-1] for worker_ends in ends])
-    is_lagging = [
+    is_lagging = [  # more than two of its longest iterations behind the newest row
         last_ends_s.max() - last_end_s > 2 * lengths_s.max()
         for last_end_s, lengths_s in zip(last_ends_s, lengths, strict=True)
     ]
