@@ -47,6 +47,7 @@ MIB = 2**20
 DEFAULT_CAP_MIB = 25.0
 # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES: only the default configuration begins with a small bucket.
 DEFAULT_FIRST_BYTES = 2**20
+# At most so many gradients are looked at as ends of buckets to find the caps worth trying, and so many caps are tried.
 _MOST_SUMS, _MOST_CAPS = 400, 300
 # More buckets are only worth it from this share of the step on: what a launch costs is not in the ring's formula.
 _WORTHWHILE_SHARE = 0.001
@@ -54,13 +55,16 @@ _WORTHWHILE_SHARE = 0.001
 _SUMS_PER_CALL = 2**14
 # A simpler setting within this share of the best one's step is preferred.
 _EQUAL_SHARE = 0.002
+# A single cap is advised where it brings this share of what the best buckets bring.
+_MOST_OF_GAIN = 0.9
 CAPS_MIB = (1, 2, 4, 8, 10, 16, 25, 32, 50, 64, 100, 128, 200, 256, 400, 512, 800, 1024, 2048, 4096)
 
 
 def plan_collectives(graph: Graph, group: Group, compute_s: float | None = None) -> CollectiveFigures | None:
-    """Return the plans of a timed training graph, None for inference: there is no gradient to reduce.
+    """Return the plans of DDP and FSDP2 for a timed training graph, None for inference: there is no gradient to reduce.
 
-    ``compute_s``: compute seconds to which the pass is stretched; None: the graph's own.
+    ``group``: the processes that reduce. ``compute_s``: seconds of all compute to which the pass is stretched; None: the
+    graph's own.
     """
     if graph.mode != "training" or not len(graph.of_kind(SEND)):
         return None
@@ -81,7 +85,7 @@ def settings(plans: CollectiveFigures) -> tuple[BucketSetting, PrefetchSetting |
 
 
 def plan_ddp(program: Program, group: Communicator) -> DdpFigures:
-    """Return the default buckets of DDP, the best ``bucket_cap_mb``, and the best buckets of any size. O(p^2).
+    """Return the default buckets of DDP, the best ``bucket_cap_mb``, and the best buckets of any size. O(p^2) for p gradients.
 
     Caps tried: the usual sizes, and those at which the buckets change (all of them for small models, else spread evenly
     over them); of those within 0.1 % of the best, the one with the fewest buckets. The order of buckets is that of one
@@ -118,19 +122,24 @@ def plan_ddp(program: Program, group: Communicator) -> DdpFigures:
 
 
 def _breakpoints(program: Program) -> list[float]:
-    """Return caps in MiB at which the buckets change: sums of neighbouring gradients, at most ``_MOST_CAPS`` of them."""
+    """Return caps in MiB at which the buckets change: sums of neighbouring gradients, at most ``_MOST_CAPS`` of them.
+
+    A bucket closes once its sum reaches the cap, so that only such sums matter. There are p^2 / 2 of them; of a large model
+    both the ends and the sums are thinned evenly.
+    """
     cumulative = np.concatenate([np.zeros(1), np.cumsum(program.size_bytes)])
     ends = np.arange(len(cumulative))
     if len(cumulative) > _MOST_SUMS:
         ends = np.unique(np.linspace(0, len(cumulative) - 1, _MOST_SUMS).astype(np.int64))
-    sums = np.unique((cumulative[ends][:, None] - cumulative[ends][None, :])[np.tril_indices(len(ends), -1)])
+    differences = cumulative[ends][:, None] - cumulative[ends][None, :]
+    sums = np.unique(differences[np.tril_indices(len(ends), -1)])
     if len(sums) > _MOST_CAPS:
         sums = sums[np.linspace(0, len(sums) - 1, _MOST_CAPS).astype(np.int64)]
     return [float(value) for value in sums / MIB]
 
 
 def _fewest_digits(program: Program, cap: float) -> float:
-    """Return the cap in MiB with the fewest digits, at most this one, that makes the same buckets."""
+    """Return the cap in MiB with the fewest digits, at most this one, that makes the same buckets; people copy it."""
     cuts = assign_buckets(program, cap)
     candidates = (float(Context(prec=digits, rounding=ROUND_FLOOR).create_decimal(cap)) for digits in range(1, 8))
     return next(
@@ -162,7 +171,10 @@ def assign_buckets(program: Program, cap_mib: float, first_bytes: float | None =
 
 
 def finish_s(program: Program, group: Reducer, cuts: Sequence[int]) -> float:
-    """Return when the last bucket is reduced, seconds from the step's start."""
+    """Return when the last bucket is reduced, seconds from the step's start.
+
+    ``cuts``: where the buckets end, exclusive indices in ready order.
+    """
     cumulative = np.concatenate([np.zeros(1), np.cumsum(program.size_bytes)])
     ends = np.array([0, *cuts])
     seconds = group.all_reduce_s(cumulative[ends[1:]] - cumulative[ends[:-1]])
@@ -175,25 +187,27 @@ def finish_s(program: Program, group: Reducer, cuts: Sequence[int]) -> float:
 def best_cuts(program: Program, group: Reducer) -> list[int]:
     """Return the ends of the buckets, in ready order, whose last all-reduce ends earliest. O(p^2) vectorised.
 
-    ``ends[j]`` is the least end of a cut of the first j gradients, and ``previous[j]`` where its last bucket begins.
+    Dynamic programming: the best buckets of the first j gradients are those of the first i, and one of gradients i + 1 to j.
     """
     count = len(program.parameters)
     cumulative = np.concatenate([np.zeros(1), np.cumsum(program.size_bytes)])
-    ends = np.zeros(count + 1)
+    ends_s = np.zeros(count + 1)
+    """Of index j: the least end of all buckets of the first j gradients."""
     previous: Places = np.zeros(count + 1, dtype=np.intp)
+    """Of index j: where the last of these buckets begins."""
     rows_at_once = max(1, _SUMS_PER_CALL // max(count, 1))
     for first in range(1, count + 1, rows_at_once):
         end_indices = np.arange(first, min(first + rows_at_once, count + 1))
-        seconds = group.all_reduce_s(
-            np.maximum(cumulative[end_indices, None] - cumulative[None, : end_indices[-1]], 0.0)
-        )
-        for end_index, row_s in zip(end_indices.tolist(), seconds, strict=True):
-            candidate_ends = np.maximum(ends[:end_index], program.ready_s[end_index - 1]) + row_s[:end_index]
-            previous[end_index] = candidate_ends.argmin()
-            ends[end_index] = candidate_ends[previous[end_index]]
+        # (ends, begins) the bytes of the buckets that end and begin there; below 0, and unused, where one begins after its end.
+        bucket_bytes = cumulative[end_indices, None] - cumulative[None, : end_indices[-1]]
+        reduce_s = group.all_reduce_s(np.maximum(bucket_bytes, 0.0))
+        for end_index, row_s in zip(end_indices.tolist(), reduce_s, strict=True):
+            candidate_ends_s = np.maximum(ends_s[:end_index], program.ready_s[end_index - 1]) + row_s[:end_index]
+            previous[end_index] = candidate_ends_s.argmin()
+            ends_s[end_index] = candidate_ends_s[previous[end_index]]
     cuts: list[int] = []
     end_index = count
-    while end_index:
+    while end_index:  # from the last bucket back to the first
         cuts.append(end_index)
         end_index = int(previous[end_index])
     return cuts[::-1]
@@ -216,7 +230,10 @@ def _figures(
     cap: float | None = None,
     cap_list: list[float] | None = None,
 ) -> BucketFigures:
-    """Return the figures of the buckets that end at ``cuts``; ``cap`` or ``cap_list``: the MiB that make them."""
+    """Return the step and its exposed communication with the buckets that end at ``cuts``.
+
+    ``cap`` or ``cap_list``: the setting in MiB that makes these buckets; neither: DDP's default does.
+    """
     bounds = [0, *cuts]
     step_s = max(program.compute_s, finish_s(program, group, cuts))
     buckets = [list(program.parameters[low:high]) for low, high in itertools.pairwise(bounds) if high > low]
@@ -231,7 +248,10 @@ def _figures(
 
 
 def bucket_setting(ddp: DdpFigures) -> BucketSetting:
-    """Return DDP's buckets for a plan: the simplest of default, single cap and list that is as good as the best."""
+    """Return DDP's buckets for a plan: the simplest of default, single cap and list that is about as good as the best.
+
+    As good is a step that takes at most the share ``_EQUAL_SHARE`` longer.
+    """
     chosen = ddp.best_cap if ddp.best_cap.step_s <= ddp.best.step_s * (1 + _EQUAL_SHARE) else ddp.best
     chosen = ddp.default if ddp.default.step_s <= chosen.step_s * (1 + _EQUAL_SHARE) else chosen
     return BucketSetting(
@@ -244,12 +264,12 @@ def bucket_setting(ddp: DdpFigures) -> BucketSetting:
 
 
 def _verdict(program: Program, default: BucketFigures, best_cap: BucketFigures, best: BucketFigures) -> str:
-    """Return in words what DDP's buckets can gain and what to set."""
+    """Return in words what DDP's buckets can gain and what to set: nothing, one cap, or a list of caps."""
     gain, cap_gain = share_saved(best.step_s, default.step_s), share_saved(best_cap.step_s, default.step_s)
     text = f"DDP's default leaves {show_seconds(default.exposed_s)} of communication exposed; "
     if gain < SMALL_GAIN:
         text += f"no other buckets save {SMALL_GAIN:.0%} of the step: leave bucket_cap_mb alone."
-    elif cap_gain >= 0.9 * gain and best_cap.bucket_cap_mb is not None:
+    elif cap_gain >= _MOST_OF_GAIN * gain and best_cap.bucket_cap_mb is not None:
         text += f"set bucket_cap_mb={best_cap.bucket_cap_mb:g}: {cap_gain:.1%} of the step saved."
     else:
         cap_text = f"bucket_cap_mb={best_cap.bucket_cap_mb:g} alone" if best_cap.bucket_cap_mb else "no cap alone"
@@ -258,12 +278,14 @@ def _verdict(program: Program, default: BucketFigures, best_cap: BucketFigures, 
     return text + program.starved(default.exposed_s)
 
 
-# Bytes read and written per element of 4 bytes: to and from bfloat16; adding the error, a copy of it, three products, and the
-# new error (torch.distributed.algorithms.ddp_comm_hooks).
+# Bytes read and written per element of 4 bytes before the all-reduce, between the two of PowerSGD, and after: casts to and
+# from bfloat16; PowerSGD's adding of the error, a copy of it, three products, and the new error
+# (torch.distributed.algorithms.ddp_comm_hooks).
 _BF16_ENCODE, _BF16_DECODE = 6.0, 6.0
 _POWER_ENCODE, _POWER_BETWEEN, _POWER_DECODE = 24.0, 4.0, 16.0
-# powerSGD_hook's min_compression_rate.
+# powerSGD_hook's min_compression_rate: a tensor that sends more than one in so many of its elements is sent whole.
 _LEAST_RATE = 2.0
+# Bytes of an element.
 _WIDTHS = {"float32": 4.0, "float64": 8.0, "float16": 2.0, "bfloat16": 2.0}
 
 
@@ -312,7 +334,7 @@ class _CompressedSizes:
 
     @classmethod
     def of(cls, **parts: Floats) -> _CompressedSizes:
-        """Return the sizes with zeros for all columns that are not in ``parts``."""
+        """Return the sizes with zeros for all columns that are not in ``parts``, by name; no errors are kept."""
         zero = np.zeros(len(next(iter(parts.values()))))
         columns = ("whole", "first", "second", "encode_s", "between_s", "decode_s")
         return cls(**{name: parts.get(name, zero) for name in columns}, kept_bytes=0.0)
@@ -326,7 +348,16 @@ def compressed_ddp(
     memory_bytes_per_s: float,
     default_s: float,
 ) -> CompressionFigures:
-    """Return the step with DDP's default buckets compressed, compared with ``default_s``, the step without. O(p + e)."""
+    """Return the step with DDP's default buckets compressed, compared with the step without.
+
+    Args:
+        graph: the step, for the shapes of its parameters; ``program`` is its timed view.
+        group: the processes that reduce.
+        memory_bytes_per_s: the device's memory rate, which bounds the work of compressing.
+        default_s: seconds of the step with DDP's default buckets uncompressed.
+
+    O(p + e) for p gradients and e edges.
+    """
     sent = _compressed_sizes(graph, program, compression, memory_bytes_per_s)
     cuts = default_cuts(program)
     step_s = _finish_s(program, group, sent, cuts)
@@ -363,7 +394,11 @@ def _compression_verdict(
 def _compressed_sizes(
     graph: Graph, program: Program, compression: Compression, memory_bytes_per_s: float
 ) -> _CompressedSizes:
-    """Return what each gradient sends compressed, and the seconds of work at the device's ``memory_bytes_per_s``."""
+    """Return what each gradient sends compressed, and the seconds of work at the device's ``memory_bytes_per_s``.
+
+    A cast to bfloat16 sends two bytes of each element. PowerSGD sends rows x rank, then columns x rank elements of a matrix,
+    and whole what that would not make small enough.
+    """
     element_bytes = _element_bytes(graph)
     elements = program.size_bytes / element_bytes
     if compression.rank == 0:
@@ -375,6 +410,7 @@ def _compressed_sizes(
     rows, columns = matrices(graph, elements)
     rank = np.minimum(compression.rank, np.minimum(rows, columns))
     is_compressed = (rows + columns) * compression.rank * _LEAST_RATE < elements
+    # The bytes of work are those of elements of 4 bytes.
     traffic_s = np.where(is_compressed, elements * element_bytes / 4.0, 0.0) / memory_bytes_per_s
     return _CompressedSizes(
         whole=np.where(is_compressed, 0.0, program.size_bytes),
@@ -388,7 +424,7 @@ def _compressed_sizes(
 
 
 def _element_bytes(graph: Graph) -> float:
-    """Return the bytes of a gradient's element."""
+    """Return the bytes of a gradient's element: from the parameters' bytes and elements if both are known, else by dtype."""
     elements = graph.meta.get("parameter_elements")
     if isinstance(elements, (int, float)) and elements > 0:
         return graph.parameter_bytes / float(elements)
@@ -396,12 +432,12 @@ def _element_bytes(graph: Graph) -> float:
 
 
 def matrices(graph: Graph, elements: Floats) -> tuple[Floats, Floats]:
-    """Return rows and columns (p,) of gradients with ``elements`` (p,), by the shapes of the graph's products; vectors: 1 row.
+    """Return (p,) rows and (p,) columns of gradients with ``elements`` (p,), guessed from the shapes of the graph's products.
 
-    A weight is the factor k x n of a product m, n, k. A parameter of no product (an embedding) takes the most frequent width
-    of products that divides its elements.
+    A weight is the factor k x n of a product m, n, k with as many elements. A parameter of no product (an embedding) takes
+    the most frequent width of products that divides its elements. A vector has 1 row.
     """
-    factors: dict[float, tuple[float, float]] = {}
+    factors: dict[float, tuple[float, float]] = {}  # by number of elements, rows and columns of a weight
     widths: Counter[float] = Counter()
     # columns: count, m, n, k; single products first, for those of attention, one per head, have no weights
     for count, _, n, k in sorted(graph.gemm[graph.gemm[:, 1] > 0].tolist(), key=lambda product: float(product[0])):
@@ -419,7 +455,10 @@ def matrices(graph: Graph, elements: Floats) -> tuple[Floats, Floats]:
 
 
 def _finish_s(program: Program, group: Communicator, sent: _CompressedSizes, cuts: Sequence[int]) -> float:
-    """Return the seconds at which the step ends: encoding and decoding a bucket delays the later ops of the device."""
+    """Return the seconds at which the step with compressed buckets ends; ``cuts`` as of :func:`finish_s`.
+
+    The device encodes and decodes between the ops of the backward pass, which delays those that follow.
+    """
     decoded_s = network_s = last_decode_s = encode_delay_s = 0.0
     for low, high in itertools.pairwise([0, *cuts]):
         bucket = slice(low, high)

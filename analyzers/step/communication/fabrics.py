@@ -27,6 +27,8 @@ _RANK = re.compile(r"#\s+Rank\s+(\d+)\s.*\bon\s+(\S+)\s+device")
 _NAMES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 # GB/s from which on a rate printed with two decimals is precise enough for a ratio of two.
 _PRECISE_GB_PER_S = 10.0
+# Nearer than this to its limit for many ranks, the ratio of the two bandwidths no longer tells how many there are.
+_NEAR_LIMIT = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,20 +49,20 @@ def is_nccl_log(text: str) -> bool:
 
 
 def rows_of(text: str) -> list[TestRow]:
-    """Return the rows of an nccl-tests log, out of place.
+    """Return the rows of an nccl-tests log, of collectives out of place (into a second buffer). Unreadable lines are skipped.
 
     Columns are the header's, counted from the right: versions differ in those before the time (``root`` came later, ``redop``
     may be blank), and a column of errors may be ``N/A``.
     """
-    columns_from_time = 0
     rows = []
-    columns: list[str] = []
+    columns: list[str] = []  # of the last header
+    columns_from_time = 0  # how many of them there are from the time on; 0: no header yet
     for line in text.splitlines():
         words = line.split()
         if "busbw" in words and "time" in words:
             columns, columns_from_time = words, len(words) - words.index("time")
         elif columns_from_time and len(words) >= columns_from_time and (row := _ROW.search(line)):
-            try:
+            try:  # a negative index counts from the right
                 time_us, algorithm_gb_per_s, bus_gb_per_s = (
                     float(words[columns.index(name) - len(columns)]) for name in ("time", "algbw", "busbw")
                 )
@@ -79,7 +81,7 @@ def rows_of(text: str) -> list[TestRow]:
 
 
 def processes_of(text: str) -> tuple[int, int]:
-    """Return the ranks and the nodes that a log lists; 0 where it lists none."""
+    """Return the number of ranks and the number of nodes that a log's head lists; 0 where it lists none."""
     ranks = [(int(match[1]), match[2]) for match in _RANK.finditer(text)]
     return max((rank + 1 for rank, _ in ranks), default=0), len({host for _, host in ranks})
 
@@ -98,15 +100,16 @@ def read_tests(text: str, where: str, gpus_per_node: int = DEVICES_PER_NODE) -> 
     ratios = [row.bus_per_s / row.algorithm_per_s for row in rows if row.algorithm_per_s >= _PRECISE_GB_PER_S * 1e9]
     ratio = median(ratios) if ratios else 0.0
     named_collectives: list[Collective] = [name for name in _NAMES if f"{name}_perf" in text]
-    collective: Collective = (
-        named_collectives[0] if named_collectives else "all_gather" if 0 < ratio < 1 else "all_reduce"
-    )
+    if named_collectives:
+        collective: Collective = named_collectives[0]
+    else:  # only an all-reduce sends more over a link than the message's bytes
+        collective = "all_gather" if 0 < ratio < 1 else "all_reduce"
     if len(named_collectives) > 1 or ((other_name := re.search(r"\b(\w+)_perf\b", text)) and not named_collectives):
         name = ", ".join(named_collectives) or other_name[1]  # type: ignore[index]  # one of both
         raise InputError(where, f"is of {name}", f"one of {', '.join(_NAMES)} in each file")
     # n ranks have a ratio of 2 (n - 1) / n (all-reduce) or (n - 1) / n: solved for n, unless it is too near its limit to tell
     turns = 2.0 if collective == "all_reduce" else 1.0
-    inferred_ranks = round(turns / (turns - ratio)) if 0 < ratio < turns - 1e-3 else 0
+    inferred_ranks = round(turns / (turns - ratio)) if 0 < ratio < turns - _NEAR_LIMIT else 0
     replicas = listed_ranks or inferred_ranks
     if replicas < 2:
         raise InputError(where, "does not tell the number of ranks", "keep the lines `# Rank 0 ...` of its head")
@@ -148,9 +151,12 @@ BANDWIDTH, LATENCY = "10Gbit", "50us"
 
 
 def own_link(device: Device) -> Link:
-    """Return the link inside a node that a device type's data names; PCIe 3.0: it names none."""
+    """Return the link inside a node that a device type's data names, PCIe 3.0 if it names none.
+
+    A rate that was measured is taken as it is, a datasheet's as far as such links reach it.
+    """
     if "bridge" in device.link:
-        return parse_link("pcie5")  # joins two cards: a ring of more leaves it
+        return parse_link("pcie5")  # a bridge joins two cards, and a ring of more goes over PCIe
     kind = kind_of(device.link) or "pcie3"
     if device.link.startswith(MEASURED):
         return Link(kind=kind, bytes_per_s=device.link_bytes_per_s)
@@ -210,7 +216,10 @@ def fabric_of(
 
 
 def tests_in(path: Path, gpus_per_node: int) -> MeasuredCollective:
-    """Return the table of a log of nccl-tests. Raises InputError for another file."""
+    """Return the table of the nccl-tests log at ``path``; ``gpus_per_node`` as of :func:`read_tests`.
+
+    Raises InputError for another file.
+    """
     text = read_text(path)
     if not is_nccl_log(text):
         raise InputError(str(path), "is no log of nccl-tests", "give what all_reduce_perf prints")

@@ -16,7 +16,7 @@ Gathered and not yet freed parameters are what a deeper prefetch costs; the plan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,10 +43,15 @@ class Unit:
     """What is reduced and scattered."""
     forward_s: float
     backward_s: float
+    """Seconds of compute in each pass."""
 
 
 def plan_fsdp(program: Program, group: Communicator) -> FsdpFigures | None:
-    """Return FSDP2's default, best depths, and best without resharding, a unit per block; None without a list of blocks."""
+    """Return FSDP2's default, its best prefetch depths, and its best without resharding, with a unit for each block.
+
+    Of the settings about as fast as the fastest, the one that gathers least at a time is best. None: the model has no list
+    of blocks.
+    """
     units_found = units_of(program)
     if units_found is None:
         return None
@@ -75,14 +80,18 @@ def plan_fsdp(program: Program, group: Communicator) -> FsdpFigures | None:
 
 
 def _prefetch_lists(names: Sequence[str], depth: int) -> dict[str, list[str]]:
-    """Return by block the next ``depth`` blocks, which it prefetches; {}: the default depth of 1 needs no list."""
+    """Return by block the next ``depth`` blocks, which it prefetches; {}: the default depth of 1 needs no list.
+
+    >>> _prefetch_lists(["a", "b", "c"], 2)
+    {'a': ['b', 'c'], 'b': ['c']}
+    """
     if depth <= 1:
         return {}
     return {name: list(names[place : place + depth]) for place, name in enumerate(names[:-1], start=1)}
 
 
 def prefetch_setting(fsdp: FsdpFigures, chosen: PrefetchFigures | None = None) -> PrefetchSetting:
-    """Return FSDP2's units and prefetch lists for a plan, of the best setting by default."""
+    """Return FSDP2's units and prefetch lists for a plan: those of ``chosen``, None: of the best setting."""
     chosen = fsdp.best if chosen is None else chosen
     return PrefetchSetting(
         units=fsdp.units,
@@ -111,7 +120,7 @@ def _verdict(program: Program, default: PrefetchFigures, best: PrefetchFigures, 
 
 
 def units_of(program: Program) -> tuple[Unit, list[Unit]] | None:
-    """Return the root and the blocks in forward order, or None without a numbered list of blocks.
+    """Return the root and the blocks in forward order, with their bytes and seconds; None without a numbered list of blocks.
 
     A block's forward runs from its first use of a parameter to the next block's; its backward ends with its last
     gradient and begins where the block after it ended. The root gets the time before the first and after the last.
@@ -140,19 +149,7 @@ def units_of(program: Program) -> tuple[Unit, list[Unit]] | None:
     uses = zip(program.first_use_s.tolist(), held_blocks, strict=True)
     late_root_uses_s = [use_s for use_s, name in uses if not name and starts_s[-1] < use_s < np.inf]
     ends_s = [*starts_s[1:], min([*late_root_uses_s, program.backward_s])]
-    backward_order = sorted(names, key=lambda name: (last_gradient_s[name], name))
-    # The root's own gradients before the first block's are the model's head's.
-    limit_s, ready_times = (
-        last_gradient_s[backward_order[0]],
-        zip(program.ready_s.tolist(), trained_blocks, strict=True),
-    )
-    block_begin_s = max(
-        [program.backward_s, *(ready_s for ready_s, name in ready_times if not name and ready_s < limit_s)]
-    )
-    backward_s: dict[str, float] = {}
-    for name in backward_order:
-        backward_s[name] = max(0.0, last_gradient_s[name] - block_begin_s)
-        block_begin_s = max(block_begin_s, last_gradient_s[name])
+    backward_s = _backward_seconds(program, trained_blocks, {name: last_gradient_s[name] for name in names})
     units = [
         Unit(name, held_bytes[name], gradient_bytes[name], max(0.0, end_s - start_s), backward_s[name])
         for name, start_s, end_s in zip(names, starts_s, ends_s, strict=True)
@@ -168,6 +165,26 @@ def units_of(program: Program) -> tuple[Unit, list[Unit]] | None:
     return root, units
 
 
+def _backward_seconds(
+    program: Program, trained_blocks: Sequence[str], last_gradient_s: Mapping[str, float]
+) -> dict[str, float]:
+    """Return by block the seconds of its backward pass: from the end of the block before it to its own last gradient.
+
+    ``trained_blocks`` (p,): the block of each gradient in ready order, "": the root. ``last_gradient_s``: by block, when its
+    last gradient is ready. The root's gradients before the first block's are the head's, after which that block begins.
+    """
+    backward_order = sorted(last_gradient_s, key=lambda name: (last_gradient_s[name], name))
+    first_block_s = last_gradient_s[backward_order[0]]
+    ready_times = zip(program.ready_s.tolist(), trained_blocks, strict=True)
+    head_ready_s = [ready_s for ready_s, name in ready_times if not name and ready_s < first_block_s]
+    begin_s = max([program.backward_s, *head_ready_s])
+    backward_s: dict[str, float] = {}
+    for name in backward_order:
+        backward_s[name] = max(0.0, last_gradient_s[name] - begin_s)
+        begin_s = max(begin_s, last_gradient_s[name])
+    return backward_s
+
+
 def simulate_fsdp(
     root: Unit,
     units: Sequence[Unit],
@@ -180,10 +197,17 @@ def simulate_fsdp(
 ) -> PrefetchFigures:
     """Return the simulated step of one setting of prefetch and resharding. O(blocks x depth).
 
-    ``near``: the group that gathers for the backward pass; None: ``group``. The root's backward time is taken to lie half
-    before the blocks (loss, head) and half after (embeddings). Units without a gradient are not reduced. ``device_s`` and
-    ``network_s`` are when compute and the network are free again.
+    The root's backward time is taken to lie half before the blocks (loss, head) and half after (embeddings). Units without
+    a gradient are not reduced.
+
+    Args:
+        root, units: what ``fully_shard`` gathers at once, the blocks in the order of their forward passes.
+        group: the processes that gather and reduce.
+        forward_depth, backward_depth: how many units ahead are gathered in each pass.
+        reshard: whether a block's parameters are given up after its forward pass, and gathered again.
+        near: the group that gathers for the backward pass; None: ``group``.
     """
+    # ``network_s`` and ``device_s`` are when the network and the device's compute are free again.
     count = len(units)
     sizes = [unit.size_bytes for unit in units]
     gather_s = group.all_gather_s(np.array(sizes)).tolist()
@@ -192,15 +216,15 @@ def simulate_fsdp(
     scatter_s = np.where(gradients > 0, group.reduce_scatter_s(gradients), 0.0).tolist()
     network_s = group.all_gather_s(root.size_bytes) if root.size_bytes else 0.0
     device_s = network_s + root.forward_s  # the root is gathered before anything runs
-    begin_s: list[float] = []
+    begin_s: list[float] = []  # of each block's forward pass
     for index, unit in enumerate(units):
         gate_index = index - 1 - forward_depth
         network_s = max(network_s, begin_s[gate_index] if gate_index >= 0 else 0.0) + gather_s[index]
         begin_s.append(max(device_s, network_s))
         device_s = begin_s[-1] + unit.forward_s
     device_s += root.backward_s / 2
-    gathered_s = [0.0] * count
-    issued = 1 if reshard else count
+    gathered_s = [0.0] * count  # when each block is there for its backward pass
+    issued = 1 if reshard else count  # gathers for the backward pass, from the last block on
     if reshard:
         network_s = max(network_s, begin_s[-1]) + regather_s[-1]
         gathered_s[-1] = network_s
@@ -227,6 +251,7 @@ def simulate_fsdp(
         network_s = max(network_s, device_s) + group.reduce_scatter_s(root.gradient_bytes)
     total_compute_s = root.forward_s + root.backward_s + sum(unit.forward_s + unit.backward_s for unit in units)
     step_s = max(device_s, network_s)
+    # Blocks gathered at a time: in forward the current one, the one before it, and those ahead.
     window = max(forward_depth + 2, backward_depth + 1) if reshard else count
     gathered_bytes = max(sum(sizes[low : low + window]) for low in range(max(1, count - window + 1)))
     return PrefetchFigures(
@@ -240,7 +265,10 @@ def simulate_fsdp(
 
 
 def _lower_bound_s(root: Unit, units: Sequence[Unit], group: Communicator) -> float:
-    """Return a lower bound on the step's seconds for every prefetch depth, with and without resharding."""
+    """Return a lower bound on the step's seconds for every prefetch depth, with and without resharding.
+
+    It is the longer of all compute with the root's collectives, which overlap no compute, and every collective once.
+    """
     compute_s = root.forward_s + root.backward_s + sum(unit.forward_s + unit.backward_s for unit in units)
     reduce_s = [group.reduce_scatter_s(unit.gradient_bytes) for unit in (root, *units) if unit.gradient_bytes]
     wire_s = sum(group.all_gather_s(unit.size_bytes) for unit in (root, *units) if unit.size_bytes) + sum(reduce_s)
@@ -250,7 +278,11 @@ def _lower_bound_s(root: Unit, units: Sequence[Unit], group: Communicator) -> fl
 
 
 def block_of(parameter: str, container: str) -> str:
-    """Return the block that a parameter belongs to: ``container.NUMBER``, or "" for the root."""
+    """Return the block that a parameter belongs to: ``container.NUMBER``, or "" for the root.
+
+    >>> block_of("model.layers.3.mlp.weight", "model.layers")
+    'model.layers.3'
+    """
     prefix = f"{container}." if container else ""
     if not parameter.startswith(prefix):
         return ""

@@ -58,15 +58,16 @@ class _Generation:
     ll: tuple[float, float, float]
     """Bus bandwidth of the protocol LL, all channels together."""
     ring_ll128: float
-    """Of a channel, as are the two of trees."""
+    """Of one channel of a ring with the protocol LL128."""
     tree_ll128: tuple[float, float, float]
     tree: tuple[float, float, float]
+    """Of one channel of a tree, with LL128 and with Simple."""
     nvls: float = 0.0
-    """Bus bandwidth of NVLS by that of rings: 480 GB/s on 8 H100, 840 on 8 B200; 0: no NVLS."""
+    """Bus bandwidth of NVLS over that of rings: 480 GB/s on 8 H100, 840 on 8 B200; 0: no NVLS."""
     gathers: float = 1.0
-    """Bus bandwidth of rings that gather or scatter by that of rings that reduce."""
+    """Bus bandwidth of rings that gather or scatter over that of rings that reduce."""
     few: float = 0.0
-    """Share of the rate that a ring of n loses beside one of many, times n: fewer links are busy at a time."""
+    """A ring of n processes loses the share ``few / n`` of the links' rate: fewer of them are busy at a time."""
     start_us: float = 12.0
     """A kernel's start as nccl-tests see it; RCCL's as XLA's tables do, on an MI300X."""
 
@@ -155,7 +156,7 @@ class _Variant:
     protocol: int
     latency_us: float
     longer_us: float
-    """Added to the latency of messages above :data:`_PLATEAU_BYTES` per process and channel."""
+    """Added to the latency of messages of :data:`_PLATEAU_BYTES` and more per process and channel."""
     bytes_per_us: float
     fill_us_per_byte: float = 0.0
     """Microseconds per byte of a chunk, until a tree's chain is full."""
@@ -183,22 +184,23 @@ class Fabric:
 
     @classmethod
     def joined(cls, fabrics: Mapping[str, Fabric], devices: Mapping[str, int]) -> Group:
-        """Return the group of processes on ``devices`` (counts by type), each type on nodes of its own, on the slowest links.
+        """Return the group of processes on devices of several types, each type on nodes of its own.
 
-        The link inside a node counts only of types with several processes per node. Nodes are as large as the smallest type's.
+        ``fabrics``: by type; ``devices``: how many processes run on each type. All go as fast as the slowest links. The link
+        inside a node counts only of types with several processes on a node, and nodes are as large as the smallest type's.
         """
-        used = {name: count for name, count in devices.items() if count}
-        nodes = {name: math.ceil(count / fabrics[name].gpus_per_node) for name, count in used.items()}
-        sharing = [name for name in used if used[name] > nodes[name]] or list(used)
-        slowest = min((fabrics[name].inside for name in sharing), key=lambda link: link.bytes_per_s)
-        slowest_card = min((fabrics[name].between for name in used), key=lambda link: link.bytes_per_s)
-        per_node = min(fabrics[name].gpus_per_node for name in used)
-        fabric = replace(fabrics[sharing[0]], inside=slowest, between=slowest_card, gpus_per_node=per_node)
-        return fabric.over(sum(used.values()), sum(nodes.values()))
+        counts = {name: count for name, count in devices.items() if count}
+        node_counts = {name: math.ceil(count / fabrics[name].gpus_per_node) for name, count in counts.items()}
+        with_neighbours = [name for name in counts if counts[name] > node_counts[name]] or list(counts)
+        slowest = min((fabrics[name].inside for name in with_neighbours), key=lambda link: link.bytes_per_s)
+        slowest_card = min((fabrics[name].between for name in counts), key=lambda link: link.bytes_per_s)
+        per_node = min(fabrics[name].gpus_per_node for name in counts)
+        fabric = replace(fabrics[with_neighbours[0]], inside=slowest, between=slowest_card, gpus_per_node=per_node)
+        return fabric.over(sum(counts.values()), sum(node_counts.values()))
 
     @property
     def text(self) -> str:
-        """Return the links in words."""
+        """Return the links in words, such as "8 a node on NVLink 4 at 370.8 GB/s, 10 Gbit/s between nodes"."""
         between = f"{self.between.bytes_per_s * 8 / 1e9:.4g} Gbit/s"
         if self.gpus_per_node == 1:
             return between
@@ -208,13 +210,13 @@ class Fabric:
         return inside if self.between.kind.startswith("pcie") else f"{inside}, {between} between nodes"
 
     def over(self, replicas: int, nodes: int | None = None) -> Group:
-        """Return ``replicas`` processes on the fewest nodes that hold them, or spread over ``nodes``."""
+        """Return the group of ``replicas`` processes on ``nodes`` nodes; None: on the fewest that hold them."""
         return Group(fabric=self, replicas=replicas, nodes=nodes or math.ceil(replicas / self.gpus_per_node))
 
     def sharded(self, replicas: int, shard: int, nodes: int | None = None) -> Communicator:
-        """Return groups of ``shard`` neighbours, whose parts are reduced over the groups as well (HSDP).
+        """Return one of the groups of ``shard`` neighbours, whose parts are reduced over the groups as well (HSDP).
 
-        ``nodes`` as of :meth:`over`.
+        A shard of all replicas is a single group. ``nodes``: of all replicas, as of :meth:`over`.
         """
         if shard >= replicas:
             return self.over(replicas, nodes)
@@ -229,7 +231,7 @@ class Fabric:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """``replicas`` processes on ``nodes`` nodes of a fabric."""
+    """``replicas`` processes on ``nodes`` nodes of a fabric: what collectives among them cost by NCCL's model."""
 
     fabric: Fabric
     replicas: int
@@ -248,15 +250,17 @@ class Group:
         return self.collective_s("reduce_scatter", size_bytes)
 
     def chosen(self, collective: Collective, size_bytes: float) -> tuple[Algorithm, str]:
-        """Return the algorithm and protocol that NCCL takes for a message, by its own model."""
+        """Return the algorithm and the protocol (of ``PROTOCOLS``) that NCCL takes for a message, by its own model."""
         variants = self._variants[collective]
-        fastest = variants[int(np.argmin(self._variant_times_us(variants, np.array([float(size_bytes)]))[:, 0]))]
+        times_us = self._variant_times_us(variants, np.array([float(size_bytes)]))[:, 0]
+        fastest = variants[int(np.argmin(times_us))]
         return fastest.algorithm, PROTOCOLS[fastest.protocol]
 
     def collective_s(self, collective: Collective, size_bytes: Size) -> Size:
         """Return the seconds of a collective over ``size_bytes``, 0 for one process.
 
-        They are the model's, scaled by measured over modelled time of the most similar table, interpolated between its sizes.
+        They are the model's, scaled by the ratio of measured and modelled time in the most similar table. Between its sizes
+        the logarithm of the ratio is interpolated; beyond them it stays what it is at the end.
         """
         if self.replicas < 2:
             return size_bytes * 0.0
@@ -291,9 +295,12 @@ class Group:
         return fastest_us * 1e-6
 
     def _variant_times_us(self, variants: Sequence[_Variant], size: Array) -> Array:
-        """Return (variants, ...) microseconds of messages of ``size`` (...) bytes."""
+        """Return (variants, ...) the microseconds of messages of ``size`` (...) bytes by each variant.
+
+        Each is latency and bytes over rate, and for trees the time until their chains are full.
+        """
         channels = self._generation.channels
-        octave = np.log2(np.maximum(size / 64.0, 1.0))
+        octave = np.log2(np.maximum(size / 64.0, 1.0))  # columns of the table of corrections
         is_long = size / (channels * self.replicas) >= _PLATEAU_BYTES
         chunk = np.minimum(size / (channels * _LEAST_CHUNKS), _CHUNK_BYTES)
         times_us = np.empty((len(variants), *size.shape))
@@ -313,18 +320,21 @@ class Group:
 
     @cached_property
     def _generation(self) -> _Generation:
-        """Return the limits of the GPUs, known by their link inside a node; none for a link known by a rate alone."""
+        """Return the limits of the GPUs' generation, told by the link inside a node; a link of another kind has no limits."""
         return _GENERATIONS.get(self.fabric.inside.kind, _ANY)
 
     @cached_property
     def _levels(self) -> list[Link]:
-        """Return the links that are in use."""
+        """Return the links that are in use: inside a node where one holds several processes, and between nodes if several."""
         inside = [self.fabric.inside] if self._per_node > 1 else []
         return inside + ([self.fabric.between] if self.nodes > 1 else [])
 
     @cached_property
     def _variants(self) -> dict[Collective, list[_Variant]]:
-        """Return the variants of each collective among which NCCL chooses on these processes."""
+        """Return the variants of each collective among which NCCL chooses on these processes.
+
+        An all-reduce may go by ring, tree or NVLS, as far as the fabric allows it; the others go by ring or chain.
+        """
         all_reduces = [*self._ring_variants(2.0), *self._tree_variants(), *self._nvls_variants()]
         variants: dict[Collective, list[_Variant]] = {
             "all_reduce": [variant for variant in all_reduces if variant.algorithm in self.fabric.algorithms],
@@ -354,12 +364,16 @@ class Group:
         return max(_HOP_US[kind][algorithm][protocol], 1e6 * link.latency_s)
 
     def _bus_rate(self, card_factor: float = 1.0) -> float:
-        """Return GB/s of bus bandwidth that the slowest level lets through; the cards' rate counts ``card_factor`` times."""
+        """Return GB/s of bus bandwidth that the slowest level lets through; the cards' rate counts ``card_factor`` times.
+
+        Few processes on a node do not reach the rate of its links: a ring of few keeps fewer of them busy, and GPUs that are
+        wired to ``peers`` others use only the links to those that take part.
+        """
         inside, few = self.fabric.inside, self._generation.few
-        reached = min((1.0 - few / self._per_node) / (1.0 - few / _MANY), 1.0)
+        reached_share = min((1.0 - few / self._per_node) / (1.0 - few / _MANY), 1.0)
         if inside.peers:
-            reached = min((self._per_node - 1) / inside.peers, 1.0)
-        rates = [reached * inside.bytes_per_s] if self._per_node > 1 else []
+            reached_share = min((self._per_node - 1) / inside.peers, 1.0)
+        rates = [reached_share * inside.bytes_per_s] if self._per_node > 1 else []
         rates += [card_factor * self.fabric.between.bytes_per_s] if self.nodes > 1 else []
         return min(rates) / 1e9
 
@@ -369,7 +383,11 @@ class Group:
         return min(self.nodes, 3) - 1
 
     def _ring_variants(self, turns: float) -> Iterator[_Variant]:
-        """Yield the rings: ``turns`` times round, 2 for an all-reduce, each in ``replicas - 1`` steps."""
+        """Yield a ring for each protocol, with its latency and rate.
+
+        Data goes ``turns`` times round the ring, each time in ``replicas - 1`` steps: twice for an all-reduce (to reduce and
+        to gather), once for a gather or a scatter.
+        """
         generation = self._generation
         steps, steps_between = turns * (self.replicas - 1), turns * (self.nodes - 1)
         # over many nodes no channel was measured to carry more than a tree's does
@@ -392,7 +410,10 @@ class Group:
             )
 
     def _tree_variants(self) -> Iterator[_Variant]:
-        """Yield the double binary trees over nodes, with a chain through the processes of each."""
+        """Yield a double binary tree over the nodes for each protocol, with a chain through the processes of each node.
+
+        Data goes up the tree and down again, so that every hop counts twice, and the rate half.
+        """
         generation, counts = self._generation, self._node_count_index
         chain, depth = self._per_node - 1, math.ceil(math.log2(self.nodes))
         # On two nodes each of both trees has its root on one of them: half of the data crosses each way. NCCL takes 0.92 of the
@@ -400,6 +421,7 @@ class Group:
         link_gb_per_s = self._bus_rate(2.0 if self.nodes == 2 else 1.0)
         tree_gb_per_s = min(link_gb_per_s, generation.channels * generation.tree[counts])
         limits = (generation.ll[counts], generation.channels * generation.tree_ll128[counts], math.inf)
+        # On one node NCCL gives LL128 in a tree 7/9 of the rate.
         shares = (_TREE_SHARES[0], 7 / 9 if self.nodes == 1 else _TREE_SHARES[1], 1.0)
         fill_us_per_byte = 2.0 * (chain + depth) * generation.channels / (1e3 * tree_gb_per_s)
         for protocol, (share, limit) in enumerate(zip(shares, limits, strict=True)):
@@ -416,23 +438,29 @@ class Group:
             )
 
     def _nvls_variants(self) -> Iterator[_Variant]:
-        """Yield reductions in NVLink's switches (NVLS), and on several nodes a tree of nodes over them, where GPUs have it."""
+        """Yield the all-reduce in NVLink's switches (NVLS), with a tree over several nodes; nothing where GPUs lack it.
+
+        It needs three or more processes on a node, and no more than the switches of one domain join.
+        """
         generation = self._generation
         if not (generation.nvls and 2 < self._per_node <= _LARGEST_NVLS):
             return
-        bus_gb_per_s, latency_us = (
-            generation.nvls * self.fabric.inside.bytes_per_s / 1e9,
-            generation.start_us + _NVLS_US,
-        )
+        bus_gb_per_s = generation.nvls * self.fabric.inside.bytes_per_s / 1e9
+        latency_us = generation.start_us + _NVLS_US
         if self.nodes > 1:
-            bus_gb_per_s = min(bus_gb_per_s, (2.0 if self.nodes == 2 else 1.0) * self.fabric.between.bytes_per_s / 1e9)
+            # As for trees: on two nodes half of the data crosses each way.
+            card_factor = 2.0 if self.nodes == 2 else 1.0
+            bus_gb_per_s = min(bus_gb_per_s, card_factor * self.fabric.between.bytes_per_s / 1e9)
             hop_us = max(_NVLS_HOP_US, 1e6 * self.fabric.between.latency_s)
             latency_us += 2.0 * math.ceil(math.log2(self.nodes)) * hop_us
         bytes_per_us = 1e3 * bus_gb_per_s * self.replicas / (2.0 * (self.replicas - 1))
         yield _Variant("nvls", _SIMPLE, latency_us, longer_us=0.0, bytes_per_us=bytes_per_us)
 
     def _broadcast_variants(self) -> Iterator[_Variant]:
-        """Yield chains from one process through all others, at the rate at which a ring's links work."""
+        """Yield for each protocol a chain from one process through all others, at the rate at which a ring's links work.
+
+        A chain has a hop less than a ring, and passes every byte over each link once.
+        """
         hops_between = self.nodes - 1
         hops_inside = self.replicas - 1 - hops_between
         for ring in self._ring_variants(1.0):
@@ -447,37 +475,42 @@ class Group:
 class Floor:
     """A lower bound on the all-reduces of every group that holds certain processes: the least over ``w`` variants.
 
-    Arrays are (w, 1, 1). Concave in the size: several messages take no less than one of all their bytes.
+    Searches over sets of processes use it to rule out all supersets of a set at once. Arrays are (w, 1, 1). The bound is
+    concave in the size: several messages take no less than one of all their bytes.
     """
 
     start_us: Array
     us_per_byte: Array
     fill_us_per_byte: Array
+    """Added per byte, up to ``most_filled_bytes``."""
     most_filled_bytes: float
     """Bytes that fill a tree's chains, at most."""
 
     @classmethod
     def of(cls, used: Group, fabrics: Sequence[Fabric], most_nodes: int) -> Floor | None:
-        """Return the floor of a group that others may join, on links of any of the ``fabrics``; None: none is known.
+        """Return the floor of all groups that hold the processes of ``used``, and others on links of any of the ``fabrics``.
 
-        Each variant is taken at its fastest: the slowest card so far at its full rate, no hop shorter than any link's, the
-        processes spread over ``most_nodes``. Rates are bytes per microsecond.
+        None: no bound is known, on one node and where measured tables scale the model. Each variant is taken at its fastest:
+        the slowest card so far at its full rate, no hop shorter than any link's, the processes spread over ``most_nodes``.
         """
-        n, nodes, chain = used.replicas, used.nodes, math.ceil(used.replicas / most_nodes) - 1
+        # Rates are bytes per microsecond.
+        n, nodes = used.replicas, used.nodes
+        chain = math.ceil(n / most_nodes) - 1  # hops through the processes of a node
         if nodes < 2 or any(fabric.measured for fabric in fabrics):
             return None
         variants: list[tuple[float, float, float]] = []  # start_us, us_per_byte, fill_us_per_byte
         card_rate, depth = used.fabric.between.bytes_per_s / 1e6, math.ceil(math.log2(nodes))
-        tree_rate = card_rate * (2.0 if nodes == 2 else 1.0)
-        ring_passes = 2.0 * (n - 1) / n
+        tree_rate = card_rate * (2.0 if nodes == 2 else 1.0)  # on two nodes half of the data crosses each way
+        ring_passes = 2.0 * (n - 1) / n  # how often a ring passes every byte over a link
         has_cards = all(fabric.between.kind != "plain" for fabric in fabrics)
         has_constants = has_cards or (n > nodes and all(fabric.inside.kind != "plain" for fabric in fabrics))
         generations = [_GENERATIONS.get(fabric.inside.kind, _ANY) for fabric in fabrics]
         start_us = min(generation.start_us for generation in generations)
-        for protocol in range(len(PROTOCOLS)):
+        for protocol in range(len(PROTOCOLS)):  # a ring and a tree with each
             ring_base_us, tree_base_us = (
                 start_us + _BASE_US[algorithm][protocol] if has_constants else 0.0 for algorithm in ("ring", "tree")
             )
+            # The shortest hop inside a node and between nodes, over all fabrics.
             (ring_inside_us, ring_between_us), (tree_inside_us, tree_between_us) = (
                 [
                     min(used._hop_us(link, algorithm, protocol) for link in links)
@@ -503,7 +536,7 @@ class Floor:
         return cls(start_us=starts_us, us_per_byte=us_per_byte, fill_us_per_byte=fill, most_filled_bytes=most)
 
     def all_reduce_s(self, size_bytes: Size) -> Size:
-        """Return the seconds below which none of the groups reduces ``size_bytes`` on every process."""
+        """Return the seconds below which none of the groups reduces ``size_bytes``, a number or an array of one to two axes."""
         size = np.atleast_2d(np.asarray(size_bytes, dtype=np.float64))
         fill_us = self.fill_us_per_byte * np.minimum(size, self.most_filled_bytes)
         least_s = 1e-6 * (self.start_us + self.us_per_byte * size + fill_us).min(axis=0)
@@ -515,7 +548,9 @@ class Replicated:
     """One shard group of several: what it has reduced is reduced over the groups as well (HSDP)."""
 
     inside: Group
+    """The processes of the shard group."""
     between: Group
+    """The processes that hold the same part, one of each shard group."""
     sharing: int
     """Groups of ``between`` that go through the same cards at once."""
 
@@ -525,11 +560,11 @@ class Replicated:
         return self.inside.replicas
 
     def all_gather_s(self, size_bytes: Size) -> Size:
-        """Return the seconds to gather within the group."""
+        """Return the seconds to gather ``size_bytes`` (the whole) within the group."""
         return self.inside.all_gather_s(size_bytes)
 
     def reduce_scatter_s(self, size_bytes: Size) -> Size:
-        """Return the seconds to reduce and scatter within the group, and then over the groups."""
+        """Return the seconds to reduce and scatter within the group, and then to reduce each part over the groups."""
         part_bytes = size_bytes * (self.sharing / self.inside.replicas)
         return self.inside.reduce_scatter_s(size_bytes) + self.between.all_reduce_s(part_bytes)
 

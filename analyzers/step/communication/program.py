@@ -19,7 +19,7 @@ from ddltool.precision import precision_of
 
 # Below the first a change is lost in the noise of real steps; from the second on it pays for the work of enforcing it.
 SMALL_GAIN, CLEAR_GAIN = 0.01, 0.05
-# Beyond this, a larger batch or a faster network is the answer and no setting is.
+# Where a step takes more than this many times its compute, a larger batch or a faster network is the answer and no setting is.
 _STARVED = 1.5
 
 
@@ -44,7 +44,7 @@ class Program:
     """All compute, one op after another."""
 
     def starved(self, exposed_s: float) -> str:
-        """Return a sentence for a step that is mostly exposed communication, else an empty string."""
+        """Return an advice for a step with ``exposed_s`` seconds of communication beside its compute; "": it needs none."""
         ratio = 1.0 + exposed_s / self.compute_s if self.compute_s > 0 else 0.0
         if ratio < _STARVED:
             return ""
@@ -52,7 +52,7 @@ class Program:
 
 
 def stretched(program: Program, compute_s: float) -> Program:
-    """Return the same step on a device on which all compute takes ``compute_s`` seconds."""
+    """Return the same step on a device on which all compute takes ``compute_s`` seconds, each op in proportion."""
     factor = compute_s / program.compute_s
     return replace(
         program,
@@ -72,7 +72,7 @@ def own_fabric(graph: Graph) -> Fabric | None:
 
 
 def share_saved(step_s: float, before_s: float) -> float:
-    """Return the share of a step that is saved, 0 where there was nothing to save."""
+    """Return the share of a step of ``before_s`` seconds that one of ``step_s`` saves; 0: it took no time before."""
     return 1.0 - step_s / before_s if before_s > 0 else 0.0
 
 
@@ -98,7 +98,7 @@ def program_of(graph: Graph) -> Program:
     ready_s, producer_index = np.zeros(n), np.zeros(n)
     np.maximum.at(ready_s, user, end[source])
     np.maximum.at(producer_index, user, program_index[source])
-    # gradients ready at one time go in the order of their producers: views among them take no time
+    # Gradients that are ready at one time, because views that make them take no time, go in the order of their producers.
     sends = sends[np.lexsort((producer_index[sends], ready_s[sends]))]
     recvs = graph.of_kind(RECV)
     first_use_s = np.full(n, np.inf)
@@ -124,12 +124,17 @@ def _gathered_share(graph: Graph) -> float:
 
 
 def _find_backward_start(graph: Graph, start: Floats, compute_s: float) -> float:
-    """Return the seconds at which backward begins: at the first op named ``backward/``, else the first not all sends need."""
+    """Return the seconds at which the backward pass begins: at the first op named ``backward/``.
+
+    In a graph without such names it is the first op that some sends need and others do not: every gradient needs the whole
+    forward pass. ``start`` (n,): the start of every op.
+    """
     compute_ops = graph.of_kind(COMPUTE).tolist()
     named_starts = [float(start[op]) for op in compute_ops if graph.names[op].startswith("backward/")]
     if named_starts:
         return min(named_starts)
     sends = graph.of_kind(SEND).tolist()
     needed_by = collected(reversed_edges(input_lists(graph)), graph.topological_order().tolist()[::-1], sends)
-    late_starts = [float(start[op]) for op in compute_ops if needed_by[op] not in (0, (1 << len(sends)) - 1)]
+    no_sends, all_sends = 0, (1 << len(sends)) - 1  # as bits
+    late_starts = [float(start[op]) for op in compute_ops if needed_by[op] not in (no_sends, all_sends)]
     return min(late_starts, default=compute_s)

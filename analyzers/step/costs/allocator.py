@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-_ROUND = 512
-_SMALL = 2**20
-_SMALL_SEGMENT = 2 * 2**20
-_LARGE_SEGMENT = 20 * 2**20
-_OWN_SEGMENT = 10 * 2**20
-_STEP = 2 * 2**20
+# All in bytes, by the names of torch's source where it has one.
+_ROUND = 512  # kMinBlockSize: every size is rounded up to a multiple
+_SMALL = 2**20  # kSmallSize: the largest block of a small segment
+_SMALL_SEGMENT = 2 * 2**20  # kSmallBuffer
+_LARGE_SEGMENT = 20 * 2**20  # kLargeBuffer
+_OWN_SEGMENT = 10 * 2**20  # kMinLargeAlloc: from here on a block gets a segment of its own
+_STEP = 2 * 2**20  # kRoundLarge: the size of such a segment is a multiple
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +28,9 @@ class _Block:
 
     address: int
     size: int
+    """In bytes."""
     small: bool
+    """Whether it lies in a small segment."""
     free: bool = True
     before: _Block | None = None
     after: _Block | None = None
@@ -35,28 +38,40 @@ class _Block:
 
 @dataclass(slots=True)
 class CachingAllocator:
-    """Blocks of memory in segments; ``reserved_bytes`` of the device, ``most_bytes`` so far, at most ``limit_bytes``."""
+    """Simulates the allocator of one process: it reserves segments of a device, and gives out blocks of them."""
 
     limit_bytes: float = inf
+    """The most bytes that may be reserved."""
     reserved_bytes: int = 0
+    """Bytes of all segments that are reserved now."""
     most_bytes: int = 0
-    _address: int = 0
-    _free: dict[bool, list[tuple[int, int]]] = field(default_factory=lambda: {True: [], False: []})
-    """(size, address) of the free blocks of small segments and of the others, smallest first."""
-    _at: dict[int, _Block] = field(default_factory=dict)
+    """The most bytes that were ever reserved."""
+    _next_address: int = 0
+    """Where the next segment begins; addresses are counted up, never used again."""
+    _free_blocks: dict[bool, list[tuple[int, int]]] = field(default_factory=lambda: {True: [], False: []})
+    """(size, address) of the free blocks, smallest first; True: those of small segments, False: of the others."""
+    _block_at: dict[int, _Block] = field(default_factory=dict)
+    """All blocks, free or in use, by their addresses."""
 
     def take(self, size_bytes: float) -> int:
-        """Return the address of a block. Raises MemoryError where the limit leaves none. O(free blocks)."""
+        """Take a block for a tensor of ``size_bytes`` and return its address, to be given to :meth:`give_back` later.
+
+        The smallest free block that is large enough is taken, else a new segment is reserved; what is left of it becomes a
+        free block. Raises MemoryError where the limit leaves none. O(free blocks).
+        """
         size = max(-(-int(size_bytes) // _ROUND), 1) * _ROUND
         is_small = size <= _SMALL
-        free_blocks = self._free[is_small]
+        free_blocks = self._free_blocks[is_small]
         index = bisect_left(free_blocks, (size, 0))
-        block = (
-            self._at[free_blocks.pop(index)[1]] if index < len(free_blocks) else self._reserve_segment(size, is_small)
-        )
+        if index < len(free_blocks):
+            _, address = free_blocks.pop(index)
+            block = self._block_at[address]
+        else:
+            block = self._reserve_segment(size, is_small)
         block.free = False
         rest_bytes = block.size - size
-        if rest_bytes >= _ROUND if is_small else rest_bytes > _SMALL:
+        is_split = rest_bytes >= _ROUND if is_small else rest_bytes > _SMALL
+        if is_split:
             rest_block = _Block(block.address + size, rest_bytes, is_small, before=block, after=block.after)
             if block.after is not None:
                 block.after.before = rest_block
@@ -65,11 +80,11 @@ class CachingAllocator:
         return block.address
 
     def give_back(self, address: int) -> None:
-        """Free the block at an address."""
-        block = self._at[address]
+        """Free the block at an address that :meth:`take` returned, and join it with free neighbours in its segment."""
+        block = self._block_at[address]
         for neighbour in (block.before, block.after):
             if neighbour is not None and neighbour.free:
-                free_blocks = self._free[neighbour.small]
+                free_blocks = self._free_blocks[neighbour.small]
                 free_blocks.pop(bisect_left(free_blocks, (neighbour.size, neighbour.address)))
         if block.after is not None and block.after.free:
             self._merge_blocks(block, block.after)
@@ -80,38 +95,50 @@ class CachingAllocator:
         self._add_free_block(block)
 
     def _reserve_segment(self, size: int, small: bool) -> _Block:
-        whole_steps = -(-size // _STEP) * _STEP
-        segment_bytes = _SMALL_SEGMENT if small else _LARGE_SEGMENT if size < _OWN_SEGMENT else whole_steps
+        """Reserve a segment for a block of ``size`` bytes; return it as one block that is not in the list of free blocks.
+
+        Where it exceeds the limit, empty segments are given up first. Raises MemoryError if that is not enough.
+        """
+        if small:
+            segment_bytes = _SMALL_SEGMENT
+        elif size < _OWN_SEGMENT:
+            segment_bytes = _LARGE_SEGMENT
+        else:
+            segment_bytes = -(-size // _STEP) * _STEP  # rounded up
         if self.reserved_bytes + segment_bytes > self.limit_bytes:
             self._give_up_segments()
             if self.reserved_bytes + segment_bytes > self.limit_bytes:
                 raise MemoryError(f"{size} bytes")
-        block = self._at[self._address] = _Block(self._address, segment_bytes, small)
-        self._address += segment_bytes
+        block = _Block(self._next_address, segment_bytes, small)
+        self._block_at[block.address] = block
+        self._next_address += segment_bytes
         self.reserved_bytes += segment_bytes
         self.most_bytes = max(self.most_bytes, self.reserved_bytes)
         return block
 
     def _give_up_segments(self) -> None:
         """Return all segments without a block in use to the device."""
-        for free_blocks in self._free.values():
+        for free_blocks in self._free_blocks.values():
             for size, address in list(free_blocks):
-                if (block := self._at[address]).before is None and block.after is None:
+                block = self._block_at[address]
+                if block.before is None and block.after is None:  # a free block without neighbours is a whole segment
                     free_blocks.remove((size, address))
-                    del self._at[address]
+                    del self._block_at[address]
                     self.reserved_bytes -= size
 
     def _add_free_block(self, block: _Block) -> None:
+        """Mark a block as free and enter it, by its size, into the list of free blocks."""
         block.free = True
-        self._at[block.address] = block
-        insort(self._free[block.small], (block.size, block.address))
+        self._block_at[block.address] = block
+        insort(self._free_blocks[block.small], (block.size, block.address))
 
-    def _merge_blocks(self, block: _Block, other: _Block) -> None:
-        block.size += other.size
-        block.after = other.after
-        if other.after is not None:
-            other.after.before = block
-        del self._at[other.address]
+    def _merge_blocks(self, block: _Block, next_block: _Block) -> None:
+        """Extend ``block`` over its neighbour ``next_block``, which no longer exists afterwards."""
+        block.size += next_block.size
+        block.after = next_block.after
+        if next_block.after is not None:
+            next_block.after.before = block
+        del self._block_at[next_block.address]
 
 
 def reserved_bytes(
@@ -120,16 +147,22 @@ def reserved_bytes(
     spans: Sequence[tuple[int, int, float]],
     limit_bytes: float = inf,
 ) -> int | None:
-    """Return the most bytes of segments that two steps reserve; None: they exceed ``limit_bytes``.
+    """Return the most bytes of segments that a process reserves in two steps; None: they exceed ``limit_bytes``.
 
-    ``lasting`` tensors are allocated at the start, ``later`` ones at the end of the first step, as the states of torch's
-    optimizers are; ``spans``: (place made, place freed, bytes). At one place tensors are freed before others are made.
+    Two steps are played, because the states of torch's optimizers are allocated at the end of the first and change what is
+    free in the second.
+
+    Args:
+        lasting: bytes of the tensors that are allocated before the first step, and stay.
+        later: bytes of the tensors that are allocated at the end of the first step, and stay.
+        spans: (place made, place freed, bytes) of the tensors that every step makes and frees. A place is an index into
+            the step's program; at one place tensors are freed before others are made.
+
     O(spans log spans).
     """
-    events = sorted(
-        [(end, 0, tensor_index) for tensor_index, (_, end, _) in enumerate(spans)]
-        + [(start, 1, tensor_index) for tensor_index, (start, _, _) in enumerate(spans)]
-    )
+    frees = [(end, 0, tensor_index) for tensor_index, (_, end, _) in enumerate(spans)]
+    makes = [(start, 1, tensor_index) for tensor_index, (start, _, _) in enumerate(spans)]
+    events = sorted(frees + makes)
     allocator = CachingAllocator(limit_bytes)
     addresses: dict[int, int] = {}
     try:

@@ -24,12 +24,16 @@ from ddltool.errors import Infeasible
 from ddltool.solver import run, solver_for
 from ddltool.units import show_bytes
 
-# All sets of products are tried in a block of so many; of more, the sets of those that cost most time per byte.
+# In a block of at most so many products all their sets are tried. In a larger one the products are ranked by the time that
+# they save per byte, and only the sets of the best 0, 1, 2, ... are.
 _EVERY_SET = 5
+# The most sets of products that the solver may choose from, by block.
 _OPTIONS = 8
 _LIMIT_S = 10.0
-# Seconds become whole nanoseconds.
+# The solver counts in integers: seconds become whole nanoseconds.
 _UNIT_S = 1e-9
+# A set that saves less than this share of the time is no faster: it differs by rounding.
+_NO_FASTER = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,13 +41,17 @@ class CheckpointingChoice:
     """A choice of what to compute again, what it costs, and the least that any choice costs."""
 
     saved_ops: dict[str, tuple[int, ...]]
+    """By checkpointed block, the numbers of its products that are kept; the other blocks are kept whole."""
     peak_bytes: float
+    """The most bytes of tensors at one time."""
     recompute_s: float
+    """Seconds of all recomputation."""
     bound_s: float
+    """The proven lower bound of these seconds over all choices."""
 
     @property
     def gap(self) -> float:
-        """Return the relative distance of the cost from its proven lower bound; 0: proven to be cheapest."""
+        """Return how far the cost lies above its proven lower bound, as a share of the cost; 0: proven to be cheapest."""
         return 1.0 - self.bound_s / self.recompute_s if self.recompute_s else 0.0
 
 
@@ -61,7 +69,10 @@ def cheapest(
     Args:
         lifetimes: the step's storages, with blocks that can be checkpointed.
         seconds: (nodes,) of :meth:`TensorLifetimes.seconds`.
-        batch_size: None: the traced one.
+        sharding: how the replicas share parameters, gradients and the optimizer's state.
+        optimizer: a name of ``OPTIMIZERS``.
+        budget_bytes: the most bytes of tensors at one time.
+        batch_size: local samples; None: as many as were traced.
         limit_s: time limit of the search; the best choice found by then is returned with its bound.
 
     Raises Infeasible, with the least bytes that any choice holds, if no choice fits or none is found in time.
@@ -86,14 +97,17 @@ def cheapest(
 def options(lifetimes: TensorLifetimes, seconds: Array, size: Array) -> list[list[tuple[int, ...]]]:
     """Return for every block at most ``_OPTIONS`` Pareto-optimal sets of products to save, by ascending bytes.
 
-    ``seconds`` (nodes,) of the program's places, ``size`` (storages,) in bytes. Each further set holds more bytes and takes
-    less time to recompute the rest.
+    A set is a tuple of the products' numbers in their block. ``seconds`` (nodes,) of the program's places, ``size``
+    (storages,) in bytes. Each further set of a block holds more bytes and takes less time to recompute the rest.
     """
     options_by_block = []
     for index, block in enumerate(lifetimes.blocks):
 
         def cost_of(saved: tuple[int, ...], index: int = index, name: str = block.name) -> tuple[float, float]:
-            """Return the bytes of the block's saved products, and the seconds in which the others are recomputed."""
+            """Return the bytes of the block's saved products, and the seconds in which the others are recomputed.
+
+            ``index`` and ``name`` are bound as defaults, so that they stay this block's.
+            """
             recomputation = Recomputation(lifetimes, {name: saved})
             return float(size[recomputation.kept].sum()), float(lifetimes.recompute_s(recomputation, seconds)[index])
 
@@ -105,14 +119,15 @@ def options(lifetimes: TensorLifetimes, seconds: Array, size: Array) -> list[lis
             alone_costs = [cost_of((product,)) for product in block.keepable]
             seconds_per_byte = [(full_recompute_s - cost) / max(saved_bytes, 1.0) for saved_bytes, cost in alone_costs]
             by_gain = sorted(range(count), key=lambda place: (-seconds_per_byte[place], place))
-            order = [block.keepable[place] for place in by_gain]
-            sets = [tuple(sorted(order[:length])) for length in range(count + 1)]
+            best_first = [block.keepable[place] for place in by_gain]
+            sets = [tuple(sorted(best_first[:length])) for length in range(count + 1)]
         front: list[tuple[int, ...]] = []
         fastest_s = np.inf
-        for _, cost_s, saved in sorted((*cost_of(saved), saved) for saved in sets):
-            if cost_s < fastest_s * (1 - 1e-9):
+        for _, cost_s, saved in sorted((*cost_of(saved), saved) for saved in sets):  # by ascending bytes
+            if cost_s < fastest_s * (1 - _NO_FASTER):
                 front.append(saved)
                 fastest_s = cost_s
+        # A long front is thinned evenly, with its ends.
         front_indices = np.unique(np.linspace(0, len(front) - 1, min(len(front), _OPTIONS)).round().astype(int))
         options_by_block.append([front[place] for place in front_indices.tolist()])
     return options_by_block
@@ -142,10 +157,17 @@ class _Problem:
     def of(
         cls, lifetimes: TensorLifetimes, seconds: Array, sharding: Sharding, optimizer: str, size: Array
     ) -> _Problem:
-        """Return the problem of a step whose storages have ``size`` (storages,) bytes and whose places take ``seconds``."""
+        """Return the problem of a step whose storages have ``size`` (storages,) bytes and whose places take ``seconds``.
+
+        The bytes that a set adds are those of the program with this block's recomputation less those of the program without
+        any; both have the same places, because empty slots are inserted where nothing is recomputed.
+        """
         sets = options(lifetimes, seconds, size)
         blocks = list(zip(lifetimes.blocks, sets, strict=True))
-        recompute_s, longest = [], np.zeros(len(blocks), dtype=np.int64)
+        recompute_s, longest = (
+            [],
+            np.zeros(len(blocks), dtype=np.int64),
+        )  # longest: places of each block's recomputation
         for index, (block, block_sets) in enumerate(blocks):
             plans = [Recomputation(lifetimes, {block.name: saved}) for saved in block_sets]
             recompute_s.append([float(lifetimes.recompute_s(plan, seconds)[index]) for plan in plans])
@@ -154,11 +176,11 @@ class _Problem:
         read_once, read_by_several = _split_inputs_by_readers(lifetimes)
         added = []
         for index, (block, block_sets) in enumerate(blocks):
-            read = read_once[read_once[:, 1] == index]
-            changed = np.union1d(lifetimes.owned[index], read[:, 0])  # the others live as without recomputation
-            activations = lifetimes.activations(empty, size, read, changed)
+            own_inputs = read_once[read_once[:, 1] == index]
+            changed = np.union1d(lifetimes.owned[index], own_inputs[:, 0])  # the others live as without recomputation
+            before = lifetimes.activations(empty, size, own_inputs, changed)
             plans = [Recomputation(lifetimes, {block.name: saved}, longest) for saved in block_sets]
-            added.append(np.array([lifetimes.activations(plan, size, read, changed) - activations for plan in plans]))
+            added.append(np.array([lifetimes.activations(plan, size, own_inputs, changed) - before for plan in plans]))
         return cls(
             lifetimes=lifetimes,
             sets=sets,
@@ -228,7 +250,7 @@ class _Problem:
         return model, block_picks, limit
 
     def curve(self, choice: Sequence[int]) -> Array:
-        """Return the bytes at every place, shape (places,)."""
+        """Return (places,) the bytes that a choice holds at every place; ``choice``: by block, as for the class."""
         curve = self.base.copy()
         for index, pick in enumerate(choice):
             if pick:
@@ -239,7 +261,7 @@ class _Problem:
         return curve
 
     def cost_s(self, choice: Sequence[int]) -> float:
-        """Return the seconds of all recomputation."""
+        """Return the seconds of all recomputation of a choice."""
         return sum(self.recompute_s[index][pick - 1] for index, pick in enumerate(choice) if pick)
 
     def saved_ops(self, choice: Sequence[int]) -> dict[str, tuple[int, ...]]:
@@ -249,7 +271,11 @@ class _Problem:
 
 
 def _split_inputs_by_readers(lifetimes: TensorLifetimes) -> tuple[Places, Places]:
-    """Return the rows of ``lifetimes.read`` with storages that one block reads, and those that several blocks read."""
+    """Return the rows of ``lifetimes.read`` whose storage one block reads, and the rows whose storage several blocks read.
+
+    A row is (storage, block, last place of the block that reads it). What one block reads depends on that block's choice
+    alone; what several read is held once, whichever of them are recomputed.
+    """
     reader_counts = np.bincount(lifetimes.read[:, 0], minlength=1)
     read_once = reader_counts[lifetimes.read[:, 0]] == 1
     return lifetimes.read[read_once], lifetimes.read[~read_once]
@@ -258,9 +284,11 @@ def _split_inputs_by_readers(lifetimes: TensorLifetimes) -> tuple[Places, Places
 def _sum_shared_inputs(
     lifetimes: TensorLifetimes, empty: Recomputation, reads: Places, size: Array
 ) -> list[tuple[frozenset[int], Array]]:
-    """Return the bytes (places,) of inputs after their last use without checkpointing, by the blocks that read them so late.
+    """Return by set of blocks the bytes (places,) of the inputs that they share, held for their recomputations alone.
 
-    ``reads``: rows of ``lifetimes.read``; the recomputation of a reading block holds its inputs until it has read them.
+    An input that several blocks read is held beyond its last use without checkpointing, until the recomputation of each of
+    its readers has read it. Between two such readings it is there if any of the readers still to come is recomputed: those
+    readers are the set. ``reads``: rows of ``lifetimes.read``. ``empty``: the program with slots for all recomputations.
     """
     freed_at = empty.moved(lifetimes.free) + 1
     added: dict[frozenset[int], Array] = {}

@@ -24,22 +24,28 @@ from ddltool.analyzers.step.costs.memory import ACTIVATION, TensorLifetimes
 from ddltool.analyzers.step.recording.op_rules import CLASSES, class_of, names_in, normal_type
 from ddltool.graph import COMPUTE, SEND, Graph, Recorded
 
+# Classes of ops, and ops, that inductor fuses with their neighbours.
 _FUSED = frozenset(("pointwise", "copy", "normalisation", "softmax", "reduction"))
 _LOOKUPS = names_in("embedding index index_select gather unsafe_index take take_along_dim")
+# What the names of random ops begin with.
 _RANDOM = ("bernoulli", "rand", "normal", "uniform", "native_dropout")
 # Sums over samples end before the kernel starts that reads the tensor again; so do those of a parameter's gradient.
 _READ_TWICE = ("native_batch_norm", "native_group_norm", "batch_norm_with_update", "native_layer_norm_backward")
 # An op that makes a quarter of what it reads is a reduction, and one that reads a quarter of what it makes is made again
 # wherever it is read.
 _QUARTER = 4.0
+# Bytes of the largest single number.
 _ONE_NUMBER = 8.0
 # The partitioner's price of a byte: twice for what no kernel would write otherwise, and a tenth more for each op between it
-# and the backward pass, of which it sees about three where a trace has one.
+# and the backward pass, of which it sees about three where a trace has one; ops farther away than the last cost no more.
 _UNWRITTEN, _AWAY, _FARTHEST = 2.0, 1.1**3, 8
-_MOST_FLOW = 2**30
-# Of inductor's choice of a layout: what convolutions in groups and others gain or lose by channels_last when only the forward
-# pass runs; nodes for each convolution; channels of a small one, and the taps of usual filters.
-_GROUPED_COST, _OTHER_COST, _FEW, _SMALL, _TAPS = 1.358, 0.823, 300, 64, 9
+# scipy's maximum flow counts in int32: capacities are scaled so that all finite ones together are at most this, and the
+# infinite ones are the largest int32.
+_MOST_FLOW, _INFINITE_FLOW = 2**30, 2**31 - 1
+# Of inductor's choice of a layout: the time of convolutions in groups, and of others, in channels_last over that in
+# channels_first when only the forward pass runs; nodes for each convolution from which on it keeps the layout; channels of a
+# small convolution, and the taps of usual filters (3 x 3).
+_GROUPED_COST, _OTHER_COST, _NODES_EACH, _SMALL, _TAPS = 1.358, 0.823, 300, 64, 9
 FUSED = "inductor.fused"
 """The op type of a fused kernel."""
 
@@ -49,9 +55,9 @@ class Fusion:
     """The kernels of a compiled step, by op of its graph."""
 
     leader: NDArray[np.intp]
-    """(n,) the last op of the fused kernel that an op is part of; -1: of none."""
+    """(n,) the last op of the fused kernel that an op is part of; -1: the op is part of none."""
     traffic: NDArray[np.float64]
-    """(n,) bytes that the fused kernel moves, at its leader."""
+    """(n,) bytes that a fused kernel reads and writes, at its leader; 0 elsewhere."""
     written: NDArray[np.bool_]
     """(n,) whether an op's output comes to memory."""
     last: NDArray[np.intp]
@@ -59,15 +65,15 @@ class Fusion:
 
 
 def fuse(graph: Graph) -> Fusion:
-    """Return the fused kernels of a traced or recorded step. O(n + e), and the cut."""
+    """Return the fused kernels of a traced or recorded step. O(n + e) for its ops and edges, and a minimum cut."""
     return _Fuser(graph).fuse()
 
 
 def compiled(graph: Graph) -> Graph:
-    """Return the graph under ``torch.compile``: each fused kernel is one op, the others of it cost nothing.
+    """Return the graph under ``torch.compile``: the last op of each fused kernel stands for it, its other ops cost nothing.
 
-    ``meta`` says so (``compiled``), and whether inductor turns images to channels_last. A graph without written bytes (from
-    a file of an older version) only loses its launches.
+    ``meta`` says so (``compiled``), and whether inductor turns images to channels_last. In a graph without written bytes
+    (from a file of an older version) only the launches of the fused ops are saved, not their traffic.
     """
     fusion = fuse(graph)
     size, op_type, estimate = graph.size_bytes.copy(), list(graph.op_type), list(graph.estimate)
@@ -78,14 +84,19 @@ def compiled(graph: Graph) -> Graph:
             op_type[op] = FUSED
         else:
             estimate[op] = "free"
-    meta = {**graph.meta, "compiled": True, "channels_last": bool(graph.meta.get("channels_last")) or _turns(graph)}
+    meta = {
+        **graph.meta,
+        "compiled": True,
+        "channels_last": bool(graph.meta.get("channels_last")) or _uses_channels_last(graph),
+    }
     return replace(graph, size_bytes=size, op_type=tuple(op_type), estimate=tuple(estimate), meta=meta)
 
 
 def compiled_lifetimes(lifetimes: TensorLifetimes, *, blocks_only: bool = False) -> TensorLifetimes:
-    """Return the lifetimes of a traced step's tensors under ``torch.compile``: what no kernel writes takes no memory.
+    """Return the lifetimes of a traced step's tensors under ``torch.compile``.
 
-    ``blocks_only``: each block of the model is compiled by itself, and the rest is not: torchtitan's way.
+    A tensor that no kernel writes gets elements of width 0, and others may be freed at another place. ``blocks_only``: each
+    block of the model is compiled by itself, and the rest is not, as torchtitan does.
     """
     places = lifetimes.op_places
     size = np.array(lifetimes.elements) * lifetimes.width
@@ -94,7 +105,9 @@ def compiled_lifetimes(lifetimes: TensorLifetimes, *, blocks_only: bool = False)
         spans = [span for block in lifetimes.blocks for span in ((block.first, block.last), (block.begins, block.ends))]
         is_inside = [(first <= lifetimes.alloc) & (lifetimes.alloc <= last) for first, last in spans]
         is_activation &= np.any(is_inside, axis=0)
-    free, written = _under(fuse(lifetimes.traced.graph), places, lifetimes.alloc, lifetimes.free, size, is_activation)
+    free, written = _lives_when_compiled(
+        fuse(lifetimes.traced.graph), places, lifetimes.alloc, lifetimes.free, size, is_activation
+    )
     return replace(
         lifetimes,
         width=np.where(written, lifetimes.width, 0.0),
@@ -105,13 +118,16 @@ def compiled_lifetimes(lifetimes: TensorLifetimes, *, blocks_only: bool = False)
 
 
 def compiled_storages(graph: Graph, recorded: Recorded) -> Recorded:
-    """Return a recorded step's storages under ``torch.compile``: what no kernel writes takes no memory."""
+    """Return a recorded step's storages under ``torch.compile``: those that no kernel writes have 0 bytes.
+
+    ``graph``: the recorded step's.
+    """
     is_compute = graph.kind == COMPUTE
     places = np.where(is_compute, np.cumsum(is_compute) - 1, -1)
     made, freed = np.array(recorded.made), np.array([-1 if place is None else place for place in recorded.freed])
     size = np.array(recorded.storage_bytes)
     is_activation = np.array([part == "activations" for part in recorded.parts], dtype=bool) & (freed >= 0)
-    free, written = _under(fuse(graph), places, made, freed, size, is_activation)
+    free, written = _lives_when_compiled(fuse(graph), places, made, freed, size, is_activation)
     return replace(
         recorded,
         freed=tuple(
@@ -121,7 +137,7 @@ def compiled_storages(graph: Graph, recorded: Recorded) -> Recorded:
     )
 
 
-def _under(
+def _lives_when_compiled(
     fusion: Fusion,
     places: NDArray[np.int64],
     alloc: NDArray[np.int64],
@@ -129,28 +145,39 @@ def _under(
     size: NDArray[np.float64],
     is_activation: NDArray[np.bool_],
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return the (s,) place of each storage's last use once compiled, and whether it comes to memory.
+    """Return (s,) the place of each storage's last use once compiled, and (s,) whether it is written to memory at all.
 
-    ``places`` (n,): of the graph's ops. Of an op's storages the largest is its output; what else it makes, such as the
-    statistics of a normalisation or the mask of a dropout, stays as it is.
+    Of an op's storages the largest is its output; what else the op makes, such as the statistics of a normalisation or the
+    mask of a dropout, stays as it is.
+
+    Args:
+        fusion: the kernels of the step, by op of its graph.
+        places: (n,) the place at which each op runs; -1: at none.
+        alloc, free: (s,) the places at which each storage is made and last used in the step as it is.
+        size: (s,) bytes.
+        is_activation: (s,) whether compiling may change a storage.
     """
     op_at = {place: op for op, place in enumerate(places.tolist()) if place >= 0}
-    output: dict[int, int] = {}
+    output_of: dict[int, int] = {}  # by place, the op's output
     for storage in np.flatnonzero(is_activation).tolist():
         place = int(alloc[storage])
-        if place in op_at and (place not in output or size[storage] > size[output[place]]):
-            output[place] = storage
-    free, written = free.copy(), np.ones(len(size), dtype=bool)
-    for place, storage in output.items():
-        written[storage] = fusion.written[op_at[place]]
-        free[storage] = max(place, int(places[fusion.last[op_at[place]]]))
-    return free, written
+        if place in op_at and (place not in output_of or size[storage] > size[output_of[place]]):
+            output_of[place] = storage
+    last_use, is_written = free.copy(), np.ones(len(size), dtype=bool)
+    for place, storage in output_of.items():
+        is_written[storage] = fusion.written[op_at[place]]
+        last_use[storage] = max(place, int(places[fusion.last[op_at[place]]]))
+    return last_use, is_written
 
 
 class _Fuser:
-    """Reads one graph: its readers through views, the cut before its backward pass, its kernels."""
+    """Reads one graph of n ops: which ops read which tensors, what is kept for the backward pass, and which ops fuse.
+
+    A view counts as the tensor that it is a view of.
+    """
 
     def __init__(self, graph: Graph) -> None:
+        """Sort the ops into kinds ((n,) arrays of bool), and find by op what it reads and which ops read it."""
         self.graph = graph
         count = len(graph)
         is_compute = graph.kind == COMPUTE
@@ -159,6 +186,7 @@ class _Fuser:
         is_cast = np.array([name == "to_copy" for name in names], dtype=bool)
         is_free = np.array([mark == "free" for mark in graph.estimate], dtype=bool) & ~is_cast
         self.is_op = is_compute & ~is_free
+        """(n,) ops that compute: neither views nor transfers."""
         self.is_backward = np.array([name.startswith("backward") for name in graph.names], dtype=bool)
         self.is_fusible = self.is_op & np.array(
             [
@@ -170,12 +198,14 @@ class _Fuser:
         # What comes after both passes is not compiled.
         self.is_fusible &= np.array([name.startswith(("forward", "backward")) for name in graph.names], dtype=bool)
         self.is_random = np.array([name.startswith(_RANDOM) and "backward" not in name for name in names], dtype=bool)
-        twice = _READ_TWICE if graph.mode == "training" else ("native_group_norm",)
-        self.is_read_twice = np.array([name.startswith(twice) for name in names], dtype=bool)
+        read_twice = _READ_TWICE if graph.mode == "training" else ("native_group_norm",)
+        self.is_read_twice = np.array([name.startswith(read_twice) for name in names], dtype=bool)
+        """(n,) ops that read their inputs in two kernels, one after another."""
         self.is_norm = np.array(
             [CLASSES[class_of(op_type)] in ("normalisation", "softmax") for op_type in graph.op_type]
         )
         self.order = [op for op in graph.topological_order().tolist() if self.is_op[op]]
+        # The op of which a view is a view (any other op: itself), and whether a transfer sends its output.
         root, sent = np.arange(count), np.zeros(count, dtype=bool)
         self.reads: list[dict[int, float]] = [{} for _ in range(count)]
         """By op the ops and parameters whose tensors it reads, with their bytes."""
@@ -185,116 +215,135 @@ class _Fuser:
             if is_compute[op] and is_free[op] and inputs:
                 root[op] = root[inputs[0]]
             elif self.is_op[op]:
+                reads = self.reads[op]
                 for source in inputs:
-                    made = float((graph.written_bytes if is_compute[source] else graph.size_bytes)[source])
-                    self.reads[op][int(root[source])] = max(self.reads[op].get(int(root[source]), 0.0), made)
-                whole = sum(self.reads[op].values())
-                if whole > read_bytes[op] and not is_cast[op]:  # a part of each
-                    self.reads[op] = {source: size * read_bytes[op] / whole for source, size in self.reads[op].items()}
+                    made_bytes = float((graph.written_bytes if is_compute[source] else graph.size_bytes)[source])
+                    source_root = int(root[source])
+                    reads[source_root] = max(reads.get(source_root, 0.0), made_bytes)
+                whole_bytes = sum(reads.values())
+                if whole_bytes > read_bytes[op] and not is_cast[op]:  # it reads a part of each
+                    self.reads[op] = {source: size * read_bytes[op] / whole_bytes for source, size in reads.items()}
             elif graph.kind[op] == SEND:
                 sent[[root[source] for source in inputs]] = True
         self.own_bytes = read_bytes - np.array([sum(each.values()) for each in self.reads])
         self.own_bytes = np.where(is_cast, 0.0, np.maximum(self.own_bytes, 0.0))
         """(n,) bytes read that no op made, such as tokens."""
         self.sent = sent
+        """(n,) ops whose output a transfer sends: gradients of parameters."""
         self.readers: list[list[int]] = [[] for _ in range(count)]
+        """By op the ops that read its output, in their order."""
         for op in self.order:
             for source in self.reads[op]:
                 self.readers[source].append(op)
         shrinks = self.is_fusible & (_QUARTER * graph.written_bytes < read_bytes) & ~self.is_norm
         for op in np.flatnonzero(shrinks & self.is_backward).tolist():
             self.is_read_twice[op] |= bool(sent[op] or any(sent[reader] for reader in self.readers[op]))
-        is_small = self.is_fusible & (_QUARTER * read_bytes < graph.written_bytes) & ~self.is_random
+        is_cheap = self.is_fusible & (_QUARTER * read_bytes < graph.written_bytes) & ~self.is_random
         self.ends = self.is_fusible & (graph.written_bytes <= _ONE_NUMBER) & (read_bytes > _ONE_NUMBER)
         """(n,) ops that make one number of a whole tensor: what reads it is another kernel."""
-        self.is_inlined = is_small & ~self.is_norm
-        """(n,) ops that are made again in each kernel that reads them."""
+        self.is_inlined = is_cheap & ~self.is_norm
+        """(n,) ops that are computed again in each kernel that reads them."""
         self.saved = self._cut()
+        """(n,) ops of the forward pass whose outputs are kept for the backward pass."""
 
     def fuse(self) -> Fusion:
-        """Return the kernels, and what they write and read."""
-        effective = {op: self._effective(op) for op in self.order}
-        leader = self._leaders(effective)
+        """Return the kernels, and what they write and read.
+
+        A fused kernel reads once what its ops read of others' outputs, and writes what another kernel, a transfer or the
+        backward pass needs.
+        """
+        reads_of = {op: self._effective_reads(op) for op in self.order}
+        leader = self._leaders(reads_of)
         count = len(self.graph)
         written, last = np.zeros(count, dtype=bool), np.arange(count)
         traffic = np.zeros(count)
-        read: list[dict[int, float]] = [{} for _ in range(count)]
+        kernel_reads: list[dict[int, float]] = [{} for _ in range(count)]  # at the leader, sources and bytes
         for op in self.order:
-            own = leader[op]
-            for source, size in effective[op].items():
-                if own < 0 or leader[source] != own:
+            own_leader = leader[op]
+            for source, size in reads_of[op].items():
+                if own_leader < 0 or leader[source] != own_leader:
                     last[source] = max(last[source], op)
                     written[source] = True
-                    if own >= 0:
-                        read[own][source] = max(read[own].get(source, 0.0), size)
+                    if own_leader >= 0:
+                        kernel_reads[own_leader][source] = max(kernel_reads[own_leader].get(source, 0.0), size)
         has_reader = np.array([bool(readers) for readers in self.readers])
         written |= self.is_op & (~has_reader | self.sent | self.saved | ~self.is_fusible)
         for op in self.order:
             if leader[op] >= 0:
-                twice = sum(effective[op].values()) if self.is_read_twice[op] else 0.0
-                made = float(self.graph.written_bytes[op]) if written[op] else 0.0
-                traffic[leader[op]] += made + twice + float(self.own_bytes[op])
-        traffic += [sum(each.values()) for each in read]
-        for op in reversed(self.order):  # what an op writes in place is its input's storage
-            if self.graph.op_type[op].endswith("_") and (kept := next(iter(self.reads[op]), -1)) >= 0:
-                written[kept] |= written[op]
-                last[kept] = max(last[kept], last[op])
+                second_read_bytes = sum(reads_of[op].values()) if self.is_read_twice[op] else 0.0
+                made_bytes = float(self.graph.written_bytes[op]) if written[op] else 0.0
+                traffic[leader[op]] += made_bytes + second_read_bytes + float(self.own_bytes[op])
+        traffic += [sum(reads.values()) for reads in kernel_reads]
+        for op in reversed(self.order):
+            if self.graph.op_type[op].endswith("_"):  # it works in place: its output is its first input's storage
+                overwritten = next(iter(self.reads[op]), -1)
+                if overwritten >= 0:
+                    written[overwritten] |= written[op]
+                    last[overwritten] = max(last[overwritten], last[op])
         return Fusion(leader=leader, traffic=traffic, written=written, last=last)
 
-    def _effective(self, op: int) -> dict[int, float]:
-        """Return what an op reads once dropped and inlined tensors are computed from what is there: sources and bytes."""
+    def _effective_reads(self, op: int) -> dict[int, float]:
+        """Return the ops and parameters whose outputs the kernel of an op reads from memory, with their bytes.
+
+        An input that is not there, because the backward pass does not get it or it is inlined, is computed in the kernel:
+        what that computation reads takes its place.
+        """
         found: dict[int, float] = {}
         waiting = list(self.reads[op].items())
-        passed: set[int] = set()
+        computed_again: set[int] = set()
         while waiting:
             source, size = waiting.pop()
-            if source in passed:
+            if source in computed_again:
                 continue
-            is_dropped = self.is_op[source] and self.is_backward[op] and not self.is_backward[source]
-            if (is_dropped and not self.saved[source]) or (self.is_inlined[source] and self.is_fusible[op]):
-                passed.add(source)
+            is_of_forward = self.is_op[source] and self.is_backward[op] and not self.is_backward[source]
+            is_dropped = is_of_forward and not self.saved[source]
+            if is_dropped or (self.is_inlined[source] and self.is_fusible[op]):
+                computed_again.add(source)
                 waiting += self.reads[source].items()
             else:
                 found[source] = max(found.get(source, 0.0), size)
         return found
 
-    def _stages(self, effective: dict[int, dict[int, float]]) -> NDArray[np.int64]:
-        """Return (n,) the stage of each op: a stage ends with what products make of it.
+    def _stages(self, reads_of: dict[int, dict[int, float]]) -> NDArray[np.int64]:
+        """Return (n,) the stage of each op: the number of kernels of other ops that have to run one after another before it.
 
-        Ops of one stage have no other kernel between them.
+        Ops of one stage can be one kernel, because none of them waits for a kernel that waits for another of them; an op
+        that is not fused, and a sum to a single number, begin a new stage for what reads them. ``reads_of``: by op its
+        effective reads.
         """
         fusible, stage = self.is_fusible, np.zeros(len(self.graph), dtype=np.int64)
         for op in self.order:
-            for source in effective[op]:
-                ends = self.ends[source] or (self.is_op[source] and not fusible[source])
-                stage[op] = max(stage[op], stage[source] + int(ends))
-        for op in reversed(self.order):  # what is only read later is made where it is read
+            for source in reads_of[op]:
+                begins_stage = self.ends[source] or (self.is_op[source] and not fusible[source])
+                stage[op] = max(stage[op], stage[source] + int(begins_stage))
+        for op in reversed(self.order):  # what is read in later stages alone is made there
             if fusible[op] and not self.is_norm[op] and not self.saved[op]:
                 readers = [reader for reader in self.readers[op] if self.is_backward[reader] == self.is_backward[op]]
                 if readers and all(fusible[reader] for reader in readers):
                     stage[op] = max(stage[op], min(stage[reader] for reader in readers))
         return stage
 
-    def _leaders(self, effective: dict[int, dict[int, float]]) -> NDArray[np.intp]:
+    def _leaders(self, reads_of: dict[int, dict[int, float]]) -> NDArray[np.intp]:
         """Return (n,) the last op of each op's kernel, -1 for ops that are not fused.
 
-        One kernel is what reads another op's output in its stage and pass, or reads the same tensor there.
+        Two ops of one stage and pass (forward or backward) are one kernel if one reads the other's output, or if both read
+        the same tensor. ``reads_of``: by op its effective reads.
         """
-        count, fusible, stage = len(self.graph), self.is_fusible, self._stages(effective)
-        together: list[tuple[int, int]] = []
+        count, fusible, stage = len(self.graph), self.is_fusible, self._stages(reads_of)
+        together: list[tuple[int, int]] = []  # pairs of ops of one kernel
         first_reader: dict[tuple[int, int, bool], int] = {}
         for op in self.order:
             if not fusible[op]:
                 continue
-            for source in effective[op]:
+            for source in reads_of[op]:
                 if not self.is_op[source]:
                     continue
-                is_beside = fusible[source] and stage[source] == stage[op]
-                if is_beside and self.is_backward[source] == self.is_backward[op]:
+                is_in_stage = fusible[source] and stage[source] == stage[op]
+                if is_in_stage and self.is_backward[source] == self.is_backward[op]:
                     together.append((op, source))
                 else:
-                    place = (source, int(stage[op]), bool(self.is_backward[op]))
-                    together.append((op, first_reader.setdefault(place, op)))
+                    read_where = (source, int(stage[op]), bool(self.is_backward[op]))
+                    together.append((op, first_reader.setdefault(read_where, op)))
         ends = np.array(together, dtype=np.intp).reshape(-1, 2).T
         links: Any = csr_array((np.ones(len(together)), (ends[0], ends[1])), shape=(count, count))
         _, kernel = connected_components(links, directed=False)
@@ -305,7 +354,12 @@ class _Fuser:
         return np.where(fusible, leader[kernel], -1)
 
     def _cut(self) -> NDArray[np.bool_]:
-        """Return (n,) the ops of the forward pass whose outputs are kept for the backward pass: a minimum cut."""
+        """Return (n,) the ops of the forward pass whose outputs are kept for the backward pass, at the least price.
+
+        The choice is a minimum cut of a network. Each op is an edge from its own node "in" to its own node "out", as wide as
+        the price of keeping its output. What cannot be computed again hangs on the source, what the backward pass reads on
+        the sink, so that on every way between them some output is kept.
+        """
         count = len(self.graph)
         saved = np.zeros(count, dtype=bool)
         forward = [op for op in self.order if not self.is_backward[op]]
@@ -316,60 +370,72 @@ class _Fuser:
         chosen = [op for op in forward if op in needed]
         if not chosen:
             return saved
+        # How many ops lie between an op and the first op of the backward pass that needs it.
         distance = dict.fromkeys(chosen, _FARTHEST)
         for op in reversed(chosen):
-            ways = [
+            reader_distances = [
                 1 if self.is_backward[reader] else 1 + distance.get(reader, _FARTHEST) for reader in self.readers[op]
             ]
-            distance[op] = min(ways, default=_FARTHEST)
-        apart = self._read_apart(forward)
-        node = {op: 2 + 2 * place for place, op in enumerate(chosen)}
+            distance[op] = min(reader_distances, default=_FARTHEST)
+        read_late = self._read_late(forward)
+        node_in = {op: 2 + 2 * index for index, op in enumerate(chosen)}
+        node_out = {op: node + 1 for op, node in node_in.items()}
         source, sink = 0, 1
         edges: list[tuple[int, int, float]] = []
         for op in chosen:
-            into, out = node[op], node[op] + 1
             is_unwritten = self.is_fusible[op] and all(self.is_fusible[reader] for reader in self.readers[op])
             price = float(self.graph.written_bytes[op]) * _AWAY ** min(distance[op], _FARTHEST)
-            edges.append((into, out, max(price, 1.0) * (_UNWRITTEN if is_unwritten else 1.0)))
-            if op in apart or self._is_banned(op):
-                edges.append((source, into, np.inf))
-            edges += [(node[each] + 1, into, np.inf) for each in self.reads[op] if each in node]
+            edges.append((node_in[op], node_out[op], max(price, 1.0) * (_UNWRITTEN if is_unwritten else 1.0)))
+            if op in read_late or self._is_banned(op):
+                edges.append((source, node_in[op], np.inf))
+            edges += [(node_out[each], node_in[op], np.inf) for each in self.reads[op] if each in node_out]
             if any(self.is_backward[reader] for reader in self.readers[op]):
-                edges.append((out, sink, np.inf))
+                edges.append((node_out[op], sink, np.inf))
         is_reached = _reachable(edges, 2 + 2 * len(chosen), source, sink)
         for op in chosen:
-            saved[op] = is_reached[node[op]] and not is_reached[node[op] + 1]
+            saved[op] = is_reached[node_in[op]] and not is_reached[node_out[op]]
         return saved
 
-    def _read_apart(self, forward: Sequence[int]) -> set[int]:
+    def _read_late(self, forward: Sequence[int]) -> set[int]:
         """Return the ops that read a tensor again after a product of it, such as the sums of a residual stream.
 
-        To compute them again is to compute again all that came before.
+        They are not computed again: each would need the one before it, and so all that came before. ``forward``: the ops of
+        the forward pass in their order.
         """
-        place = {op: number for number, op in enumerate(forward)}
-        apart: set[int] = set()
+        place_of = {op: place for place, op in enumerate(forward)}
+        late: set[int] = set()
         for op in forward:
-            readers = sorted(place[reader] for reader in self.readers[op] if reader in place)
+            readers = sorted(place_of[reader] for reader in self.readers[op] if reader in place_of)
             if len(readers) > 1 and self.is_fusible[op]:
-                product = self._first_product(readers, place, forward)
-                apart.update(forward[reader] for reader in readers if reader > product)
-        return apart
+                product = self._first_product(readers, place_of, forward)
+                late.update(forward[reader] for reader in readers if reader > product)
+        return late
 
-    def _first_product(self, readers: Sequence[int], place: Mapping[int, int], forward: Sequence[int]) -> int:
-        """Return the first place behind some, and before the last of them, of an op that is not fused; else that last one."""
-        waiting, seen = list(readers), set(readers)  # sorted, and so a heap
+    def _first_product(self, readers: Sequence[int], place_of: Mapping[int, int], forward: Sequence[int]) -> int:
+        """Return the place of the first op that is not fused among the readers of a tensor and what follows from them.
+
+        Only ops up to the last reader count; if all of them are fused, that reader's place is returned. ``readers``: places
+        in ``forward``, ascending; ``place_of``: the place of each op there.
+        """
+        waiting, seen = list(readers), set(readers)  # a sorted list is a heap
+        last_reader = readers[-1]
         while waiting:
-            number = heappop(waiting)
-            if not self.is_fusible[forward[number]]:
-                return number
-            for reader in self.readers[forward[number]]:
-                if (after := place.get(reader, readers[-1] + 1)) <= readers[-1] and after not in seen:
-                    seen.add(after)
-                    heappush(waiting, after)
-        return readers[-1]
+            place = heappop(waiting)
+            if not self.is_fusible[forward[place]]:
+                return place
+            for reader in self.readers[forward[place]]:
+                reader_place = place_of.get(reader, last_reader + 1)
+                if reader_place <= last_reader and reader_place not in seen:
+                    seen.add(reader_place)
+                    heappush(waiting, reader_place)
+        return last_reader
 
     def _is_banned(self, op: int) -> bool:
-        """Return whether nothing computes an op again: a product, a reduction, random, or written again if it were."""
+        """Return whether the partitioner never computes an op again.
+
+        It bans products and other ops that are not fused, random ops, reductions, and ops that a kernel of the backward pass
+        that is not fused reads, for which they would have to be written to memory all the same.
+        """
         read_bytes = sum(self.reads[op].values())
         is_reduction = not self.is_norm[op] and _QUARTER * self.graph.written_bytes[op] < read_bytes
         is_written_again = any(self.is_backward[each] and not self.is_fusible[each] for each in self.readers[op])
@@ -377,31 +443,40 @@ class _Fuser:
 
 
 def _reachable(edges: Sequence[tuple[int, int, float]], count: int, source: int, sink: int) -> NDArray[np.bool_]:
-    """Return (count,) which nodes the source reaches once the flow to the sink is as large as it can be."""
+    """Return (count,) which of the nodes 0 to ``count - 1`` the source reaches once the flow to the sink is maximal.
+
+    ``edges``: (from, to, capacity), infinite for an edge that must not be cut. The edges from a reached node to one that is
+    not reached are the minimum cut.
+    """
     start, end, capacity = (np.array(column) for column in zip(*edges, strict=True))
-    finite = capacity[np.isfinite(capacity)]
-    whole = np.maximum(np.where(np.isfinite(capacity), capacity, 0.0) * (_MOST_FLOW / finite.sum()), 1.0)
-    units = np.where(np.isfinite(capacity), whole, 2**31 - 1).astype(np.int64)
+    is_finite = np.isfinite(capacity)
+    finite_sum = capacity[is_finite].sum()
+    scaled = np.maximum(np.where(is_finite, capacity, 0.0) * (_MOST_FLOW / finite_sum), 1.0)
+    units = np.where(is_finite, scaled, _INFINITE_FLOW).astype(np.int64)
     network: Any = csr_array((units.astype(np.int32), (start, end)), shape=(count, count))
-    left = (network - maximum_flow(network, source, sink).flow).tocoo()
-    is_open = left.data > 0
-    residual = csr_array((left.data[is_open], (left.row[is_open], left.col[is_open])), shape=(count, count))
+    unused = (network - maximum_flow(network, source, sink).flow).tocoo()
+    is_open = unused.data > 0
+    residual = csr_array((unused.data[is_open], (unused.row[is_open], unused.col[is_open])), shape=(count, count))
     reached = np.zeros(count, dtype=bool)
     reached[breadth_first_order(residual, source, return_predecessors=False)] = True
     return reached
 
 
-def _turns(graph: Graph) -> bool:
-    """Return whether inductor runs a graph's convolutions in channels_last: ``GraphLowering.decide_layout_opt``."""
+def _uses_channels_last(graph: Graph) -> bool:
+    """Return whether inductor turns a graph's convolutions to channels_last, by its ``GraphLowering.decide_layout_opt``.
+
+    It does not where few of the ops are convolutions. For inference it compares the operations of grouped convolutions, which
+    lose by it, with those of others, which gain; for training it wants no grouped, narrowing or small convolutions.
+    """
     is_convolution = np.array([normal_type(op_type) == "convolution" for op_type in graph.op_type], dtype=bool)
     is_convolution &= graph.gemm[:, 1] > 0
-    if not is_convolution.any() or (graph.kind == COMPUTE).sum() >= _FEW * is_convolution.sum():
+    if not is_convolution.any() or (graph.kind == COMPUTE).sum() >= _NODES_EACH * is_convolution.sum():
         return False
     groups, _, outputs, taps = graph.gemm[is_convolution].T
     is_grouped = (groups > 1) & (outputs > 1)
     if graph.mode == "inference":
-        share = graph.flops[is_convolution][is_grouped].sum() / graph.flops[is_convolution].sum()
-        return bool(_GROUPED_COST * share + _OTHER_COST * (1.0 - share) <= 1.0)
-    # So do filters of 3 x 3 that make half as many channels, or fewer, and models of 64 channels at most.
+        grouped_share = graph.flops[is_convolution][is_grouped].sum() / graph.flops[is_convolution].sum()
+        return bool(_GROUPED_COST * grouped_share + _OTHER_COST * (1.0 - grouped_share) <= 1.0)
+    # A narrowing convolution is a filter of 3 x 3 that makes at most half as many channels as it reads.
     is_narrowing, is_small = taps >= 2 * _TAPS * outputs, (outputs * groups <= _SMALL) & (taps <= _TAPS * _SMALL)
     return not bool((is_grouped | is_narrowing).any() or is_small.all())

@@ -43,8 +43,10 @@ from ddltool.graph import COMPUTE, SEND, Graph
 
 Array = NDArray[np.float64]
 _SCALARS = ("start_s", "cache", "turn_s", "issue_s", "update_s")
-# Host and device time meet softly here, as cases hold kernels without their order.
+# The power of the norm that joins the host's and the device's time: the longer of the two, and softly where they are alike,
+# for cases hold kernels without their order.
 _MEETING = 6.0
+# By which share constants are raised to tell slopes from differences.
 _STEP = 1e-5
 # Seconds that a setting adds, before anything is known of it.
 _ADDED_S = 0.01
@@ -67,7 +69,9 @@ class Case:
     generation: str
     """The device's architecture."""
     measured_s: float
+    """Seconds of the step."""
     weight: float = 1.0
+    """How much its error counts beside that of another case."""
     error: float = 0.1
     """Relative error that is expected of such a measurement, model and prediction together."""
     setting: str = ""
@@ -87,7 +91,7 @@ class Belief:
     """Seconds that a setting adds to each step."""
 
     def spread_of(self, name: str) -> float:
-        """Return how far a constant may be off."""
+        """Return how far the constant of that name may be off: the standard deviation of its logarithm; 0: it is fixed."""
         return self.spread.get(name, self.spread.get(name.partition(":")[0], self.spread["*"]))
 
     def at(self, generation: str) -> Constants:
@@ -96,7 +100,10 @@ class Belief:
 
 
 def names(generations: Sequence[str], settings: Sequence[str] = ()) -> list[str]:
-    """Return the names of all constants in the order in which they are fitted."""
+    """Return the names of all constants in the order in which they are fitted, such as "arithmetic:attention/tensor".
+
+    Each of ``generations`` has a factor for each unit, and each of ``settings`` has seconds of its own.
+    """
     shares = [
         *(f"arithmetic:{n}" for n in ARITHMETIC),
         *(f"traffic:{n}" for n in TRAFFIC),
@@ -107,6 +114,7 @@ def names(generations: Sequence[str], settings: Sequence[str] = ()) -> list[str]
 
 
 def _to_vector(belief: Belief, generations: Sequence[str], settings: Sequence[str]) -> Array:
+    """Return (constants,) the logarithms of a belief's constants, in the order of :func:`names`."""
     constants = belief.constants
     values = [constants.arithmetic[n] for n in ARITHMETIC] + [constants.traffic[n] for n in TRAFFIC]
     values += [constants.feed[n] for n in FEED] + [getattr(constants, n) for n in _SCALARS]
@@ -117,6 +125,10 @@ def _to_vector(belief: Belief, generations: Sequence[str], settings: Sequence[st
 
 
 def _from_vector(logs: Array, generations: Sequence[str], settings: Sequence[str], belief: Belief) -> Belief:
+    """Return ``belief`` with the constants whose logarithms are ``logs``, as :func:`_to_vector` orders them.
+
+    Generations and settings that are not named, and all spreads, stay as they are.
+    """
     values = iter(np.exp(logs).tolist())
     constants = Constants(
         arithmetic={n: next(values) for n in ARITHMETIC},
@@ -138,21 +150,27 @@ class _Stack:
     """The cases with their kernels in one table, (kernels,) and (cases,) arrays, so that one pass predicts every step."""
 
     def __init__(self, cases: Sequence[Case]) -> None:
+        """Join the cases' kernels, and note for each kernel its case, and for each case its generation and setting."""
         values_by_field = {f.name: [getattr(case.demand, f.name) for case in cases] for f in fields(Demand)}
         self.demand = Demand(**{name: np.concatenate(values) for name, values in values_by_field.items()})
         self.count = np.concatenate([case.count for case in cases])
         lengths = [len(case.count) for case in cases]
         self.case = np.repeat(np.arange(len(cases)), lengths)
+        """(kernels,) the index of the case that a kernel belongs to."""
         generations, self.generation = np.unique([case.generation for case in cases], return_inverse=True)
         self.generations = [str(name) for name in generations]
+        """The names of all generations; ``generation`` (cases,) are indices into them."""
         settings = [case.setting for case in cases]
         self.settings = sorted(set(settings) - {""})
         self.setting = np.array([self.settings.index(name) if name else -1 for name in settings])
+        """(cases,) the index of a case's setting in ``settings``; -1: it has none."""
         self.issued = np.array([case.ops + VIEW * case.views for case in cases])
+        """(cases,) ops that the host issues, a view counted as a part of one."""
         self.tensors = np.array([case.tensors for case in cases], dtype=np.float64)
+        """(cases,) parameter tensors that are updated."""
 
     def steps_s(self, belief: Belief) -> Array:
-        """Return (cases,) predicted seconds."""
+        """Return (cases,) the predicted seconds of each step: its pass, its update per tensor, and what its setting adds."""
         device_s, host_s = self.device_s(belief), self.host_s(belief)
         predicted_s: Array = (
             _combine_host_and_device(device_s, host_s) + self._tensors_s(belief) + self._added_s(belief)
@@ -169,7 +187,11 @@ class _Stack:
         return issued_s
 
     def slopes(self, belief: Belief) -> Array:
-        """Return (cases, constants) d log(seconds) / d log(constant), constants as :func:`names` gives them."""
+        """Return (cases, constants) d log(seconds) / d log(constant), constants as :func:`names` gives them.
+
+        Each kernel uses at most one constant of a kind, so all of a kind are raised together: one difference tells the slope
+        of every kernel, and thereby that of every constant.
+        """
         columns_count = len(names(self.generations, self.settings))
         constants = self._constants(belief)
         kernels_s = self._kernels_s(constants)
@@ -180,10 +202,11 @@ class _Stack:
             flat_index = self.case[is_nonzero] * columns_count + column[is_nonzero]
             flat += np.bincount(flat_index, weights=slope[is_nonzero], minlength=len(flat))
         slopes = flat.reshape(-1, columns_count)
+        # From the device's seconds to those of the pass, by the chain rule; then what depends on the host alone.
         device_s, host_s = self._per_case(kernels_s), self.host_s(belief)
         pass_s, case_index = _combine_host_and_device(device_s, host_s), np.arange(len(host_s))
         slopes *= ((_combine_host_and_device(device_s * (1.0 + _STEP), host_s) - pass_s) / (_STEP * device_s))[:, None]
-        column_of = {name: flat_index for flat_index, name in enumerate(names(self.generations, self.settings))}
+        column_of = {name: column for column, name in enumerate(names(self.generations, self.settings))}
         slopes[:, column_of["issue_s"]] += (_combine_host_and_device(device_s, host_s * (1.0 + _STEP)) - pass_s) / _STEP
         tensors_s = self._tensors_s(belief)
         slopes[:, column_of["update_s"]] += tensors_s
@@ -196,7 +219,8 @@ class _Stack:
     def _raise_by_kind(self, constants: Constants) -> Iterator[tuple[Constants, NDArray[np.intp]]]:
         """Yield constants with all of one kind raised by ``_STEP``, and (kernels,) the columns of those that kernels use.
 
-        Columns are those of :func:`names`; -1: the kernel uses no constant of the kind, of which it uses at most one.
+        Columns are indices into :func:`names`; -1: the kernel uses no constant of the kind. It never uses more than one. The
+        kinds are the shares of arithmetic, of traffic, what feeds the units, each scalar of kernels, and each unit's factors.
         """
         factor = 1.0 + _STEP
         arithmetic_of = self.demand.arithmetic_of
@@ -222,7 +246,7 @@ class _Stack:
             yield replace(constants, units=units), first_column + factor_offset + unit_index
 
     def _constants(self, belief: Belief) -> Constants:
-        """Return the constants whose units are (kernels,) arrays: the factors of each kernel's generation."""
+        """Return the belief's constants for all kernels at once: ``units`` are (kernels,) factors, by each one's generation."""
         units_by_generation = [belief.at(name).units for name in self.generations]
         case_factors = {
             unit: np.array([units[unit] for units in units_by_generation])[self.generation] for unit in UNITS
@@ -231,10 +255,12 @@ class _Stack:
         return replace(belief.constants, units=units)  # type: ignore[arg-type]
 
     def _kernels_s(self, constants: Constants) -> Array:
+        """Return (kernels,) the seconds of all runs of each kernel."""
         kernels_s: Array = self.count * seconds(self.demand, constants)
         return kernels_s
 
     def _per_case(self, values: Array) -> Array:
+        """Return (cases,) the sums of ``values`` (kernels,) over the kernels of each case."""
         sums: Array = np.bincount(self.case, weights=values, minlength=len(self.issued)).astype(np.float64)
         return sums
 
@@ -251,7 +277,7 @@ class _Stack:
 
 
 def _combine_host_and_device(device_s: Array, host_s: Array) -> Array:
-    """Return the time of a pass: the longer of the two, and a little more where they are alike."""
+    """Return (cases,) the seconds of a pass: the longer of the two, and a little more where they are alike."""
     longer_s, shorter_s = np.maximum(device_s, host_s), np.minimum(device_s, host_s)
     pass_s: Array = longer_s * (1.0 + (shorter_s / longer_s) ** _MEETING) ** (1.0 / _MEETING)
     return pass_s
@@ -270,7 +296,7 @@ def host_bound(cases: Sequence[Case], belief: Belief) -> NDArray[np.bool_]:
 
 
 def library_bound(cases: Sequence[Case], belief: Belief) -> NDArray[np.bool_]:
-    """Return (cases,) whether kernels that differ by the library's version say how far off a step is."""
+    """Return (cases,) whether kernels whose time differs by their library's version take ``LIBRARY_BOUND`` of the device's."""
     stack = _Stack(cases)
     kernels_s = stack._kernels_s(stack._constants(belief))
     library_s = stack._per_case(kernels_s * by_library(stack.demand))
@@ -279,11 +305,17 @@ def library_bound(cases: Sequence[Case], belief: Belief) -> NDArray[np.bool_]:
 
 
 def fit(cases: Sequence[Case], prior: Belief, *, first: Belief | None = None, rounds: int = 30) -> Belief:
-    """Return the belief after the cases. O(rounds x kernels).
+    """Return the belief after the cases: the constants that predict them best without leaving the prior far.
 
-    Generations and settings that occur in ``cases`` get factors of their own. ``first``: where the search begins, None: at
-    ``prior``; the result of a fit to similar cases makes it shorter. Constants with spread 0 stay fixed. Raises ValueError
-    for no cases.
+    Generations and settings that occur in ``cases`` get factors of their own. Constants with spread 0 stay fixed.
+
+    Args:
+        cases: the measured steps.
+        prior: what is believed before them.
+        first: where the search begins; None: at ``prior``. The result of a fit to similar cases makes the search shorter.
+        rounds: the most evaluations of all predictions.
+
+    O(rounds x kernels). Raises ValueError for no cases.
     """
     if not cases:
         raise ValueError("no cases to fit")
@@ -297,21 +329,26 @@ def fit(cases: Sequence[Case], prior: Belief, *, first: Belief | None = None, ro
     is_free = spread > 0
 
     def belief_at(logs: Array) -> Belief:
+        """Return the belief with these logarithms (free,) of the constants that are not fixed."""
         all_logs = prior_logs.copy()
         all_logs[is_free] = logs
         return _from_vector(all_logs, *groups, prior)
 
     def errors(belief: Belief) -> Array:
+        """Return (cases,) log(predicted / measured), in units of the error that is expected."""
         weighted: Array = (np.log(stack.steps_s(belief)) - measured) * weights
         return weighted
 
     def residuals(logs: Array) -> Array:
+        """Return (cases + free,) the softened errors and the distances from the prior, whose squares are summed."""
         weighted_errors = errors(belief_at(logs))
+        # Soft L1: half the square of this is sqrt(1 + error^2) - 1, which grows like the error itself where it is large.
         soft_errors = np.sign(weighted_errors) * np.sqrt(2.0 * (np.sqrt(1.0 + weighted_errors**2) - 1.0))
         weighted: Array = np.concatenate([soft_errors, (logs - prior_logs[is_free]) / spread[is_free]])
         return weighted
 
     def jacobian(logs: Array) -> Array:
+        """Return (cases + free, free) the derivatives of the residuals by the logarithms."""
         belief = belief_at(logs)
         roots = np.sqrt(1.0 + errors(belief) ** 2)
         case_rows = stack.slopes(belief)[:, is_free] * (weights * np.sqrt((1.0 + roots) / 2.0) / roots)[:, None]
@@ -346,7 +383,9 @@ class MeasuredStep:
 
     model: str
     batch: int
+    """Samples."""
     optimizer: str
+    """A name of ``OPTIMIZERS``."""
     seconds: float
 
 
@@ -404,7 +443,10 @@ def update(
 
 
 def merged(rows: Sequence[MeasuredStep]) -> list[MeasuredStep]:
-    """Return one step for the rows of each model, batch size and optimizer: the median of their logarithms. O(rows)."""
+    """Return one step for the rows of each model, batch size and optimizer, in that order, with their median time. O(rows).
+
+    The median is of logarithms, so that of two rows it is the geometric mean.
+    """
     logs: dict[tuple[str, int, str], list[float]] = defaultdict(list)
     for row in rows:
         logs[row.model, row.batch, row.optimizer].append(math.log(row.seconds))
@@ -437,16 +479,16 @@ def _case_of(graph: Graph, model: CostModel, step: MeasuredStep, model_steps: in
 
 
 def prior_of(model: CostModel) -> Belief:
-    """Return what is believed of a device before its own rows are read."""
+    """Return what is believed of a device before its own rows are read: its model's constants, each as sure as ``SPREAD``."""
     return Belief(
         constants=replace(model.constants, units={}), generations={OWN: dict(model.constants.units)}, spread=SPREAD
     )
 
 
 def refit(cases: Sequence[Case], prior: Belief) -> Belief:
-    """Return the belief after the cases of a device (``generation``: ``OWN``), its factors bounded by the datasheet.
+    """Return the belief after the cases of one device, with its factors bounded by the datasheet.
 
-    A factor beyond its bound is fixed there, and the others are fitted again.
+    The generation of all cases is ``OWN``. A factor beyond its bound is fixed there, and the others are fitted again.
     """
     constants, prior_factors = prior.constants, prior.generations[OWN]
     reached_shares = {
@@ -486,18 +528,18 @@ def residuals_after(cases: Sequence[Case], models: Sequence[str], prior: Belief,
     model_variances = [
         float(np.mean(errors[[name == model_name for model_name in models]] ** 2)) for name in sorted(set(models))
     ]
-    row_variance = float(np.mean(model_variances))
-    prior_variance = _deviation(before) ** 2
-    other_models = len(model_variances) - 1 if len(cases) >= _ENOUGH else 0
-    range_factor = math.sqrt(
-        max(
-            row_variance,
-            (_PRIOR_MODELS * prior_variance + other_models * row_variance) / (_PRIOR_MODELS + other_models),
-        )
-        / prior_variance
-    )
+    row_variance = float(np.mean(model_variances))  # r^2
+    prior_variance = _deviation(before) ** 2  # s0^2
+    other_models = len(model_variances) - 1 if len(cases) >= _ENOUGH else 0  # k
+    pooled_variance = (_PRIOR_MODELS * prior_variance + other_models * row_variance) / (_PRIOR_MODELS + other_models)
+    range_factor = math.sqrt(max(row_variance, pooled_variance) / prior_variance)
     median = float(np.median(np.expm1(errors)))
-    left_out = "the model" if len(model_variances) > 1 else "the batch size" if len(cases) > 1 else "any row"
+    if len(model_variances) > 1:
+        left_out = "the model"
+    elif len(cases) > 1:
+        left_out = "the batch size"
+    else:
+        left_out = "any row"
     return Residuals(
         low=float(f"{before.low**range_factor:.4g}"),
         high=float(f"{before.high**range_factor:.4g}"),
@@ -513,7 +555,8 @@ def _leave_out_errors(cases: Sequence[Case], models: Sequence[str], prior: Belie
     Folds hold whole models; with one model only, single steps. A single case is predicted by the prior.
     """
     has_several_models = len(set(models)) > 1
-    groups = list(models) if has_several_models else [str(fold_index) for fold_index in range(len(cases))]
+    # What must not be torn apart: the steps of a model, or with one model each step by itself.
+    groups = list(models) if has_several_models else [str(case_index) for case_index in range(len(cases))]
     fold_of = {group: fold_index % _FOLDS for fold_index, group in enumerate(dict.fromkeys(groups))}
     fold = np.array([fold_of[group] for group in groups])
     measured = np.log([case.measured_s for case in cases])
@@ -528,7 +571,7 @@ def _leave_out_errors(cases: Sequence[Case], models: Sequence[str], prior: Belie
 
 
 def _deviation(residuals: Residuals) -> float:
-    """Return the standard deviation of the logarithm that an 80 % range stands for."""
+    """Return the standard deviation of the logarithm whose middle 80 % is the range of ``residuals``."""
     return math.log(residuals.high / residuals.low) / (2.0 * _TENTH)
 
 

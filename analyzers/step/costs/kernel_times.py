@@ -76,7 +76,10 @@ _CUDNN_CHANNELS, _CUDNN_TAPS, _CUDNN_STRIDED, _FILLING = 32, (1, 9, 25), 512, 6.
 
 
 def _names() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of all shares of arithmetic, and of all shares of traffic."""
+    """Return the names of all shares of arithmetic, and of all shares of traffic, such as "convolution/channels_last".
+
+    A name is a class of kernels, and what its share depends on beside it: the unit, the layout, the alignment.
+    """
     arithmetic = [f"{name}/{unit}" for name in _PRODUCTS[1:] for unit in ("tensor", "vector")]
     arithmetic += [f"convolution/{unit}" for unit in ("tensor/channels_first", "tensor/channels_last", "vector")]
     arithmetic += ["matrix_product/tensor/tf32", "matrix_product/misaligned", "convolution/misaligned"]
@@ -164,16 +167,18 @@ class Demand:
     """(k,) whether arithmetic and traffic add up instead of overlapping: grouped convolutions."""
 
     def then(self, other: Demand) -> Demand:
-        """Return the demand of these kernels and of others after them."""
+        """Return the demand of these kernels followed by those of ``other``."""
         return Demand(**{f.name: np.concatenate([getattr(self, f.name), getattr(other, f.name)]) for f in fields(self)})
 
 
 def demand_of(
     kernels: Kernels, device: Device, *, precision: str = "fp32", channels_last: bool = False, brief: bool = False
 ) -> Demand:
-    """Return the demand of the kernels on a device. ``precision``: as in :class:`Numerics`. O(k).
+    """Return the demand of the kernels on a device: their work in seconds at its datasheet rates. O(k).
 
-    ``brief``: the kernels run by themselves for milliseconds, and matrix units keep the boost clock.
+    Products are padded to tiles and filled up to waves of them, and clocks are those that the power limit allows.
+    ``precision``: as in :class:`Numerics`. ``channels_last``: the layout of images. ``brief``: the kernels run by themselves
+    for milliseconds, so that matrix units keep the boost clock.
     """
     peak, on_tensor = _peaks(kernels, device, precision)
     matrix_clock = 1.0 if brief else sustained(device, matrix=True)
@@ -245,7 +250,11 @@ def sustained(device: Device, *, matrix: bool) -> float:
 
 
 def seconds(demand: Demand, constants: Constants) -> Array:
-    """Return (k,) seconds of every kernel."""
+    """Return (k,) the seconds of every kernel: its start, and the longer of its arithmetic and its traffic.
+
+    ``demand`` says what a kernel would take at the datasheet's rates, ``constants`` which shares of these it reaches. Where
+    arithmetic and traffic are alike the kernel takes somewhat more than either.
+    """
     units = constants.units
     index = np.maximum(demand.arithmetic_of, 0)  # kernels without a product take any share: their arithmetic is 0
     unit_factor = np.where(demand.on_tensor, units["tensor"], units["vector"])
@@ -300,7 +309,10 @@ def tiled_flops(gemm: Array, multiprocessors: int, edge: Array | float) -> Array
 
 
 def _peaks(kernels: Kernels, device: Device, precision: str) -> tuple[Array, NDArray[np.bool_]]:
-    """Return (k,) FLOP/s of each kernel's type, and whether that is the matrix units' rate."""
+    """Return (k,) the datasheet's FLOP/s for each kernel's type, and (k,) whether that is the matrix units' rate.
+
+    float32 kernels use TF32 under ``precision`` tf32; convolutions and recurrent layers do so by torch's default.
+    """
     vector_peak = device.peak_flops["float32"]
     tf32_peak = device.peak_flops.get("tf32", vector_peak)
     may_use_tf32 = np.isin(kernels.kind, [CLASS["convolution"], CLASS["recurrent"]])

@@ -44,30 +44,33 @@ class Kernels:
     """Ops of the graph."""
 
     def __len__(self) -> int:
+        """Return the number of kernels."""
         return len(self.op)
 
     def per_op(self, values: Array) -> Array:
-        """Return (ops,) sums over the kernels of each op of ``values``, (k,)."""
+        """Return (ops,) the sum of ``values`` (k,), one for each kernel, over the kernels of each op of the graph."""
         sums: Array = np.bincount(self.op, weights=values, minlength=self.ops).astype(np.float64)
         return sums
 
     def chosen(self, places: Sequence[int]) -> Kernels:
-        """Return some of the kernels, by their indices."""
+        """Return the kernels at these indices, in that order; their graph stays the same."""
         dtype = tuple(self.dtype[place] for place in places)
         arrays = {name: getattr(self, name)[list(places)] for name in _ARRAYS}
         return Kernels(**arrays, dtype=dtype, ops=self.ops)
 
 
 _ARRAYS = ("op", "kind", "direction", "flops", "moved_bytes", "gemm", "width")
+# Bytes of an element, where they are not 4.
 _WIDTH = {"complex128": 16, "complex64": 8, "float64": 8, "int64": 8}
 _WIDTH |= {"float16": 2, "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
 _WIDTH |= {"float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
 def product_kernels(gemm: Array, dtype: str, width: float, result_width: int) -> Kernels:
-    """Return one matrix product per row of ``gemm`` (k, 4): count, m, n, k, as operations of their own.
+    """Return a matrix product for each row of ``gemm`` (k, 4), each as an op of its own.
 
-    ``width``, ``result_width``: bytes of an element of the operands, which are of type ``dtype``, and of the result.
+    The columns of ``gemm`` are count, m, n, k: so many products of an (m, k) and a (k, n) matrix. ``width``: bytes of an
+    element of the operands, which are of type ``dtype``; ``result_width``: of the result.
     """
     count, m, n, k = gemm.T
     rows = len(gemm)
@@ -85,7 +88,7 @@ def product_kernels(gemm: Array, dtype: str, width: float, result_width: int) ->
 
 
 def memory_kernels(moved_bytes: Sequence[float]) -> Kernels:
-    """Return one element-wise kernel for each number of bytes that are read and written, as operations of their own."""
+    """Return one element-wise float32 kernel for each number of bytes read and written in all, each as an op of its own."""
     rows = len(moved_bytes)
     return Kernels(
         op=np.arange(rows),
@@ -101,7 +104,11 @@ def memory_kernels(moved_bytes: Sequence[float]) -> Kernels:
 
 
 def kernels_of(graph: Graph) -> Kernels:
-    """Return the kernels of a graph's compute ops; ops that cost nothing have none. O(n)."""
+    """Return the kernels of a graph's compute ops, in their order; ops that cost nothing have none. O(n).
+
+    Most ops are one kernel. The backward pass of a convolution is two where its operations are those of two products: the
+    gradient of the weights comes first, then that of the input, each with half of the operations and its own shape.
+    """
     graph_dtype = str(graph.meta.get("dtype", "float32"))
     has_cost = (graph.kind == COMPUTE) & np.array([source != "free" for source in graph.estimate], dtype=bool)
     ops = np.flatnonzero(has_cost)
@@ -116,6 +123,7 @@ def kernels_of(graph: Graph) -> Kernels:
     kind[is_convolution & (gemm[:, 0] > 1) & (gemm[:, 2] <= 1)] = CLASS["depthwise_convolution"]
     is_backward = is_convolution & np.array([op_type.endswith("_backward") for op_type in op_types], dtype=bool)
     is_attention = (kind == CLASS["attention"]) & (gemm[:, 1] > 0)
+    # Attention is two products (scores, values); its backward pass is five: four gradients, and the scores once more.
     products = np.array([5.0 if op_type.endswith("_backward") else 2.0 for op_type in op_types])
     product_flops = 2.0 * gemm.prod(axis=1)
     flops[is_attention] = (products * product_flops)[is_attention]  # less than counted, under a causal mask
@@ -131,6 +139,7 @@ def kernels_of(graph: Graph) -> Kernels:
     order = np.argsort(np.concatenate([ops, ops[is_double]]), kind="stable")
 
     def interleave(first: NDArray[np.generic], second: NDArray[np.generic]) -> NDArray[np.generic]:
+        """Return the values of all kernels in the order of their ops: an op's first kernel, then its second if it has one."""
         return np.concatenate([first, second])[order]
 
     names = np.array(dtype, dtype=object)

@@ -44,7 +44,8 @@ Checkpointing = Literal["none", "selective", "full"]
 # Checkpointed blocks, and which of their products (by number) each saves.
 SavedOps = Mapping[str, Sequence[int]]
 PARAMETER, GIVEN, GRADIENT, ACTIVATION = range(4)
-# cuDNN's FFT_TILING: half of the numbers of a real tile's transform say all.
+"""The roles of a storage: a parameter, another input of the step, a parameter's gradient, or anything that the step makes."""
+# cuDNN's FFT_TILING transforms tiles of 32 x 32 numbers. Of a real tile's transform half are kept: the others are conjugates.
 _TILE, _COMPLEX_BYTES = 32, 8.0
 
 
@@ -104,10 +105,11 @@ class ModelBlock:
     name: str
     first: int
     last: int
-    """Of its forward pass."""
+    """The first and the last place of its forward pass."""
     begins: int
     ends: int
-    """Of its backward pass: the nodes that read a storage that only this block owns, or make its gradients."""
+    """The first and the last place of its backward pass: the nodes that read a storage that only this block owns, or make
+    its gradients."""
     products: tuple[int, ...]
     """Places of the products of its forward pass (:func:`ddltool.plans.is_product`)."""
     keepable: tuple[int, ...]
@@ -149,8 +151,8 @@ class TensorLifetimes:
     read: Places
     """(r, 3) storage, block, place: inputs made before a block, and the last place of its forward pass that reads them."""
     trained_bytes: Array
-    """(blocks + 1,) of the parameters that get a gradient, as they are kept, reduced and updated; those outside all blocks
-    come last."""
+    """(blocks + 1,) bytes of the parameters that get a gradient, as they are kept, reduced and updated; those outside all
+    blocks come last."""
     kept_share: float
     """Bytes of the parameters as they are kept (float32 under FSDP's mixed precision) over those that the ops read."""
     blocks: tuple[ModelBlock, ...]
@@ -158,9 +160,10 @@ class TensorLifetimes:
     numbers: Mapping[int, int] = field(default_factory=dict)
     """The index of each storage, by the address of torch's."""
     _sizes: dict[int | None, Array] = field(default_factory=dict)
+    """What :meth:`sizes` has computed, by batch size."""
 
     def sizes(self, batch_size: int | None = None) -> Array:
-        """Return (s,) bytes at a batch size; None: the traced one. O(s) once for each size.
+        """Return (s,) the bytes of every storage at a batch size; None: the traced one. O(s) once for each batch size.
 
         Raises InputError for a batch size to which the trace cannot be scaled.
         """
@@ -173,7 +176,10 @@ class TensorLifetimes:
         return self._sizes[batch_size]
 
     def _scale(self, batch_size: int | None) -> Scale:
-        """Return the scale from the traced batch size; raises InputError if the trace's shapes do not scale."""
+        """Return what converts traced element counts to those at a batch size, None: the traced one.
+
+        Raises InputError if the trace's shapes do not scale to it.
+        """
         if batch_size is None or batch_size == self.traced.graph.batch_size:
             return AS_TRACED
         scale = self.traced.scale(batch_size)
@@ -182,23 +188,27 @@ class TensorLifetimes:
         return scale
 
     def workspace_bytes(self, batch_size: int | None = None) -> float:
-        """Return the largest workspace that cuDNN may try for a convolution: Fourier transforms in tiles of 32 x 32. O(nodes).
+        """Return the bytes of the largest workspace that cuDNN may try for a convolution of the step. O(nodes).
 
-        A tile of complex numbers for every filter (k, c), and for every tile and channel of the images (n, c, h, w) and of
-        the outputs; only convolutions of stride 1 without groups have this algorithm.
+        It is that of Fourier transforms in tiles of 32 x 32, which only convolutions of stride 1 without groups have: a tile
+        of complex numbers for every filter (k, c), and for every tile and channel of the images (n, c, h, w) and of the
+        outputs. ``batch_size`` None: the traced one.
         """
         scale, most_bytes = self._scale(batch_size), 0.0
         for node in self.traced.program.nodes:
-            if getattr(node.target, "overloadpacket", None) is torch.ops.aten.convolution:
-                images, weight = value_of(node.args[0]), value_of(node.args[1])
-                is_plain = images.dim() == 4 and math.prod(node.args[3]) == node.args[8] == 1
-                if is_plain and (taps := weight.shape[2:]).numel() > 1 and max(taps) < _TILE:
-                    outputs, inputs = weight.shape[:2]
-                    tiles = math.prod(
-                        math.ceil(size / (_TILE - tap + 1)) for size, tap in zip(images.shape[2:], taps, strict=True)
-                    )
-                    tile_count = inputs * outputs + scale.size(images.shape[0]) * tiles * (inputs + outputs)
-                    most_bytes = max(most_bytes, tile_count * _TILE * (_TILE // 2 + 1) * _COMPLEX_BYTES)
+            if getattr(node.target, "overloadpacket", None) is not torch.ops.aten.convolution:
+                continue
+            images, weight, stride, groups = value_of(node.args[0]), value_of(node.args[1]), node.args[3], node.args[8]
+            taps = weight.shape[2:]
+            is_plain = images.dim() == 4 and math.prod(stride) == groups == 1
+            if is_plain and taps.numel() > 1 and max(taps) < _TILE:
+                outputs, inputs = weight.shape[:2]
+                # Neighbouring tiles overlap by the filter's taps less one.
+                tiles_of_image = math.prod(
+                    math.ceil(size / (_TILE - tap + 1)) for size, tap in zip(images.shape[2:], taps, strict=True)
+                )
+                tile_count = inputs * outputs + scale.size(images.shape[0]) * tiles_of_image * (inputs + outputs)
+                most_bytes = max(most_bytes, tile_count * _TILE * (_TILE // 2 + 1) * _COMPLEX_BYTES)
         return most_bytes
 
     def peak(
@@ -215,7 +225,10 @@ class TensorLifetimes:
         return self.held(Recomputation(self, saved_ops or {}), sharding, optimizer, self.sizes(batch_size)).peak()
 
     def held(self, recomputation: Recomputation, sharding: Sharding, optimizer: str, size: Array) -> Held:
-        """Return the bytes that one process holds at every place, if storages have ``size`` (s,) bytes."""
+        """Return the bytes that one process holds at every place of the program with ``recomputation``.
+
+        ``size`` (s,): the bytes of the storages, see :meth:`sizes`. ``optimizer``: a name of ``OPTIMIZERS``.
+        """
         held = Held(self.nodes + recomputation.extra)
         self.hold_activations(held, recomputation, size)
         update = OPTIMIZERS[optimizer]
@@ -239,29 +252,39 @@ class TensorLifetimes:
         return {block.name: block.keepable if keeps_products else () for block in self.blocks}
 
     def seconds(self, timed: Graph) -> Array:
-        """Return (nodes,) the seconds of each place, by the durations of a graph of this step."""
+        """Return (nodes,) the seconds of each place: the durations of ``timed``, a graph of this step, at its ops' nodes."""
         seconds = np.zeros(self.nodes)
         places = self.op_places
         np.add.at(seconds, places[places >= 0], timed.duration_s[places >= 0])
         return seconds
 
     def recompute_s(self, recomputation: Recomputation, seconds: Array) -> Array:
-        """Return (blocks,) the seconds of each recomputation; ``seconds`` (nodes,) of the places."""
+        """Return (blocks,) the seconds in which each block is computed again, 0 for a block that is not.
+
+        ``seconds`` (nodes,): of the places, see :meth:`seconds`.
+        """
         recomputed_s = np.zeros(len(self.blocks))
         for index in np.flatnonzero(recomputation.length).tolist():
             recomputed_s[index] = seconds[self._recomputed_of(recomputation, index)].sum()
         return recomputed_s
 
     def lengthened(self, saved_ops: SavedOps, timed: Graph) -> Graph:
-        """Return ``timed``, a graph of this step, with each block's recomputation in the first op of its backward pass."""
+        """Return ``timed``, a graph of this step, with the time of each block's recomputation added to one of its ops.
+
+        That op is the first of the block's backward pass, before which the block is computed again.
+        """
         durations, places = timed.duration_s.copy(), self.op_places
         recompute_s = self.recompute_s(Recomputation(self, saved_ops), self.seconds(timed))
         for block, added_s in zip(self.blocks, recompute_s.tolist(), strict=True):
-            durations[int(np.where(places >= block.begins, places, self.nodes).argmin())] += added_s
+            first_backward_op = int(np.where(places >= block.begins, places, self.nodes).argmin())
+            durations[first_backward_op] += added_s
         return timed.with_durations(durations, timed.estimate)
 
     def clock(self, recomputation: Recomputation, timed: Graph) -> Array:
-        """Return (places,) the seconds at which each place of the program with recomputation ends."""
+        """Return (places,) when each place of the program with recomputation ends, in seconds from the step's start.
+
+        The places run one after another, each as long as the durations of ``timed``, a graph of this step, say.
+        """
         seconds = self.seconds(timed)
         place_s = np.zeros(self.nodes + recomputation.extra)
         place_s[recomputation.moved(np.arange(self.nodes))] = seconds
@@ -276,7 +299,10 @@ class TensorLifetimes:
         return [self._recomputed_of(recomputation, index) for index in range(len(self.blocks))]
 
     def _recomputed_of(self, recomputation: Recomputation, index: int) -> Places:
-        """Return the places of a block's forward pass that are computed again."""
+        """Return the places of the forward pass of the block with that index which are computed again.
+
+        These are all up to the recomputation's end but the saved products.
+        """
         block, length = self.blocks[index], int(recomputation.length[index])
         is_recomputed = np.ones(length, dtype=bool)
         saved_places = np.array(block.products, dtype=np.int64)[recomputation.saved[index, : len(block.products)]]
@@ -302,10 +328,9 @@ class TensorLifetimes:
     def activations(
         self, recomputation: Recomputation, size: Array, read: Places | None = None, among: Places | None = None
     ) -> Array:
-        """Return (places,) the bytes of activations.
+        """Return (places,) the bytes of activations at every place of the program with ``recomputation``.
 
-        ``read``: the rows of ``self.read`` whose storages wait for a recomputation; None: all rows. ``among``: as for
-        :meth:`hold_activations`.
+        The arguments are those of :meth:`hold_activations`.
         """
         held = Held(self.nodes + recomputation.extra)
         self.hold_activations(held, recomputation, size, read, among)
@@ -324,10 +349,17 @@ class TensorLifetimes:
         read: Places | None = None,
         among: Places | None = None,
     ) -> None:
-        """Add the step's inputs, and its activations: unowned or of other blocks, saved, dropped, and recomputed.
+        """Add the step's inputs and activations to ``held``, over the places of the program with ``recomputation``.
 
-        ``freed`` (s,) is the place of the program with recomputation from which a storage is free. ``among``: the indices
-        of the activations to add, those of checkpointed blocks with them; None: of all, and the step's inputs.
+        Activations outside checkpointed blocks live as traced, saved ones until their recomputation reads them. Dropped ones
+        are held twice: until their last use in the forward pass, and from their recomputation on.
+
+        Args:
+            held: what they are added to, as the part "activations".
+            size: (s,) the bytes of all storages.
+            read: the rows of ``self.read`` whose storages are held until a recomputation has read them; None: all rows.
+            among: the indices of the activations to add, those of checkpointed blocks always with them; None: all of them,
+                and the step's inputs.
         """
         if among is None:
             held.add("activations", 0, held.places, size[self.role == GIVEN])
@@ -336,18 +368,21 @@ class TensorLifetimes:
         is_not_dropped[self.all_activations if among is None else among] = True
         is_not_dropped[dropped] = False
         stays = np.flatnonzero(is_not_dropped)
+        # (s,) the place of the program with recomputation from which on a storage is free.
         freed = recomputation.moved(self.free) + 1
-        read = self.read if read is None else read
-        for storage, block_index, last in read[is_not_dropped[read[:, 0]]]:  # held until the recomputation reads it
-            if recomputation.length[block_index]:
-                offset = min(last - self.blocks[block_index].first, recomputation.length[block_index] - 1)
+        input_rows = self.read if read is None else read
+        for storage, block_index, last_read in input_rows[is_not_dropped[input_rows[:, 0]]]:
+            if recomputation.length[block_index]:  # the input is held until the recomputation has read it
+                offset = min(last_read - self.blocks[block_index].first, recomputation.length[block_index] - 1)
                 freed[storage] = max(freed[storage], recomputation.start[block_index] + offset + 1)
         owner = self.owner[kept]
         offsets = self.alloc[kept] - recomputation.first[owner]
-        # A saved product is held until the recomputation reads it; behind the recomputation's end, until the backward's.
-        ends = recomputation.moved(np.array([block.ends for block in self.blocks], dtype=np.int64))[owner]
+        # A saved product is held until the recomputation reads it. One that the recomputation does not reach is held until
+        # the end of the block's backward pass.
+        backward_ends = recomputation.moved(np.array([block.ends for block in self.blocks], dtype=np.int64))[owner]
         is_reached = offsets < recomputation.length[owner]
-        freed[kept] = np.maximum(freed[kept], np.where(is_reached, recomputation.start[owner] + offsets, ends) + 1)
+        last_place = np.where(is_reached, recomputation.start[owner] + offsets, backward_ends)
+        freed[kept] = np.maximum(freed[kept], last_place + 1)
         held.add("activations", recomputation.moved(self.alloc[stays]), freed[stays], size[stays])
         held.add("activations", self.alloc[dropped], self.forward[dropped] + 1, size[dropped])
         owner = self.owner[dropped]
@@ -362,7 +397,11 @@ class TensorLifetimes:
     def _hold_whole(
         self, held: Held, recomputation: Recomputation, size: Array, sharding: Sharding, update: Optimizer
     ) -> None:
-        """Add parameters, gradients and optimizer state of a process that holds all parameters: none, ddp and zero1."""
+        """Add what a process holds that keeps all parameters and gradients: under none, ddp and zero1.
+
+        ``zero1`` alone splits the optimizer's state over the ``sharding.shard`` processes. DDP copies all gradients into
+        buckets, to exchange many at a time; they stay for the whole step.
+        """
         is_parameter, is_gradient = self.role == PARAMETER, self.role == GRADIENT
         bucket_bytes = float(self.trained_bytes.sum())
         held.add("parameters", 0, held.places, size[is_parameter])
@@ -379,9 +418,12 @@ class TensorLifetimes:
             held.add("buckets", 0, held.places, bucket_bytes)
 
     def _states(self, kept_bytes: Array, update: Optimizer) -> Array:
-        """Return the bytes of the optimizer's states of parameters of so many bytes each."""
-        share = update.state_share(precision_of(self.traced.graph.meta.get("precision")).width)
-        return np.tile(kept_bytes * share / max(update.states, 1), update.states)
+        """Return (states * parameters,) the bytes of each state tensor that the optimizer keeps for each parameter.
+
+        ``kept_bytes`` (parameters,): the parameters as they are kept.
+        """
+        share_of_all = update.state_share(precision_of(self.traced.graph.meta.get("precision")).width)
+        return np.tile(kept_bytes * share_of_all / max(update.states, 1), update.states)
 
     def _hold_shards(
         self, held: Held, recomputation: Recomputation, size: Array, sharding: Sharding, update: Optimizer
@@ -389,11 +431,11 @@ class TensorLifetimes:
         """Add parameters, gradients and optimizer state of a process that gathers blocks as ``fully_shard`` does.
 
         A block is gathered into a buffer ("gathering") and copied out of it ("gathered"); its gradients go through the
-        input of a reduce-scatter ("reducing").
+        input of a reduce-scatter ("reducing"). What lies outside all blocks stays gathered for the whole step.
         """
         is_parameter, is_gradient = self.role == PARAMETER, self.role == GRADIENT
         alloc, end, shard = recomputation.moved(self.alloc), held.places, sharding.shard
-        reduced_bytes = self.trained_bytes
+        reduced_bytes = self.trained_bytes  # (blocks + 1,)
         held.add("parameters", 0, end, size[is_parameter] * self.kept_share / shard)
         states = self._states(size[is_gradient] * self.kept_share, update)
         held.add("optimizer", 0, end, states / shard)
@@ -448,11 +490,15 @@ class TensorLifetimes:
 class Recomputation:
     """The program of a step with the forward passes of checkpointed blocks repeated before their backward passes.
 
-    ``slots`` (blocks,): places to insert for each block, at least as many as its recomputation has; None: as many. A place
-    at which nothing runs changes no peak, so programs of different choices can have one length.
+    ``slots`` (blocks,): places to insert for each block, at least as many as its recomputation has; None: just as many. A
+    place at which nothing runs changes no peak, so programs of different choices can have one length.
     """
 
     def __init__(self, lifetimes: TensorLifetimes, saved_ops: SavedOps, slots: Places | None = None) -> None:
+        """Find which storages are recomputed and which are saved, and how many places each recomputation takes.
+
+        ``saved_ops``: by checkpointed block the numbers of the products that it saves; other blocks are not checkpointed.
+        """
         blocks = lifetimes.blocks
         self.first = np.array([block.first for block in blocks], dtype=np.int64)
         """(blocks,) the first place of the forward pass."""
@@ -478,7 +524,7 @@ class Recomputation:
 
     @cached_property
     def _shift(self) -> Places:
-        """(places + 1,) how many places are inserted up to each of the traced program."""
+        """(nodes + 1,) how many places are inserted up to and before each place of the traced program."""
         inserted = np.zeros(self._nodes + 1, dtype=np.int64)
         np.add.at(inserted, self._begins, self.slots)
         return np.cumsum(inserted)
@@ -504,14 +550,18 @@ class Held:
     """Bytes held over the places of a program, by part: parameters, gradients, activations and others."""
 
     def __init__(self, places: int) -> None:
+        """Hold nothing yet, over a program of that many places."""
         self.places = places
         self._change: dict[str, Array] = {}
         """By part (places + 1,) the bytes added at each place, less those freed."""
         self._spans: list[tuple[str, Places, Places, Array]] = []
-        """Part, first places, places of release, bytes."""
+        """What was added: its part, and (tensors,) first places, places of release, and bytes."""
 
     def add(self, part: str, start: Places | int, end: Places | int, size: Array | float) -> None:
-        """Add ``size`` bytes to a part over the places ``start`` to ``end - 1``, clipped to the program; arrays broadcast."""
+        """Add ``size`` bytes to a part over the places ``start`` to ``end - 1``, clipped to the program.
+
+        Each entry of the arguments, which are broadcast, is one tensor.
+        """
         if part not in self._change:
             self._change[part] = np.zeros(self.places + 1)
         changes = self._change[part]
@@ -532,7 +582,7 @@ class Held:
         return {part: np.cumsum(change)[:-1] for part, change in self._change.items()}
 
     def peak(self) -> Peak:
-        """Return the most bytes held at one place, with all parts summed."""
+        """Return the most bytes held at one place, all parts together, which bytes of each part these are, and the curve."""
         curves = self.curves()
         curve = np.sum(list(curves.values()), axis=0)
         fullest = int(curve.argmax())
@@ -548,12 +598,13 @@ class Held:
         None: ``limit_bytes`` do not suffice. O(tensors log tensors).
         """
         lasting: list[float] = []
-        from_second_step: list[float] = []
+        from_second_step: list[float] = []  # the optimizer's states: the first update makes them
         spans: list[tuple[int, int, float]] = []
         for part, starts, ends, sizes in self._spans:
             is_held = (ends > starts) & (sizes > 0)
             is_lasting = is_held & (starts == 0) & (ends == self.places)
-            (from_second_step if part == "optimizer" else lasting).extend(sizes[is_lasting].tolist())
+            target = from_second_step if part == "optimizer" else lasting
+            target.extend(sizes[is_lasting].tolist())
             is_temporary = is_held & ~is_lasting
             spans += zip(
                 starts[is_temporary].tolist(), ends[is_temporary].tolist(), sizes[is_temporary].tolist(), strict=True
@@ -587,15 +638,18 @@ class _Reader:
     """Reads the storages and blocks of a recorded step in one pass; storages are numbered in the order of first use."""
 
     def __init__(self, traced: TracedStep) -> None:
+        """Find the model's list of blocks, and where each block's forward pass begins and ends."""
         self.traced, graph = traced, traced.graph
         self.nodes: list[Node] = list(traced.program.nodes)
         self.op_names = {node: name for name, node in traced.nodes.items()}
-        received = graph.kind == RECV
+        received = graph.kind == RECV  # one op for each parameter
         parameters = [graph.parameter[op] or "" for op in np.flatnonzero(received).tolist()]
         self.container = block_container(parameters, graph.size_bytes[received].tolist())
+        """The name of the module list that holds the blocks; None: there is none."""
         self.parameters = {node: name for name, node in traced.parameters.items()}
         starts = (place for place, node in enumerate(self.nodes) if self.op_names.get(node, "").startswith("backward"))
         self.backward = next(starts, len(self.nodes) - 1)
+        """The first place of the backward pass."""
         self.block_at = self._read_block_names()
         self.spans = self._read_spans()
         self.block_numbers = {name: number for number, name in enumerate(self.spans)}
@@ -606,8 +660,12 @@ class _Reader:
         """By storage and block index, the last place of the block's forward pass that reads the storage."""
 
     def read(self) -> TensorLifetimes:
-        """Return the lifetimes of all storages, and the blocks."""
-        used_storages = [
+        """Return the lifetimes of all storages, and the blocks. To be called once.
+
+        Every use of a storage is recorded first, so that what is said of a storage later may depend on all of them. Where
+        the blocks cannot be told from one another, no storage has an owner.
+        """
+        used_storages = [  # by node, the indices of the storages that it reads or makes
             {
                 self._record_use(source, tensor, place)
                 for source in (*node.all_input_nodes, node)
@@ -650,7 +708,10 @@ class _Reader:
         )
 
     def _record_use(self, source: Node, tensor: Tensor, place: int) -> int:
-        """Record that the node at ``place`` reads or makes a tensor of ``source``; return the index of its storage."""
+        """Record that the node at ``place`` reads or makes a tensor of ``source``; return the index of its storage.
+
+        A storage that is new gets its role by where it comes from: a parameter, another input, or an op.
+        """
         storage_memory = tensor.untyped_storage()
         if storage_memory._cdata not in self.storage_numbers:
             is_placeholder = source.op == "placeholder"
@@ -675,7 +736,7 @@ class _Reader:
         return storage_index
 
     def _owner(self, parameter: str) -> int:
-        """Return the index of a parameter's block; -1: it lies outside all blocks."""
+        """Return the index of the block of the parameter with that name; -1: it lies outside all blocks."""
         return self.block_numbers.get(block_of(parameter, self.container), -1) if self.container is not None else -1
 
     def _free_as_recorded(self) -> None:
@@ -687,13 +748,16 @@ class _Reader:
             storage.free = max(storage.free, len(self.nodes) - 1 if last is None else places[last])
 
     def _mark_gradients(self) -> None:
-        """Mark the gradients of the parameters, which are held to the program's end."""
+        """Set role, owner and last place of the parameters' gradients, which are held to the program's end."""
         for name, gradient in self.traced.gradients.items():
             storage = self.storages[self.storage_numbers[gradient.untyped_storage()._cdata]]
             storage.free, storage.role, storage.owner = len(self.nodes) - 1, GRADIENT, self._owner(name)
 
     def _assign_activations(self) -> None:
-        """Set the owner of each activation whose last use in the forward pass lies in the block that makes it."""
+        """Give each activation that its block alone uses in the forward pass that block as its owner.
+
+        Checkpointing a block may drop such tensors: no other block would miss them.
+        """
         for storage in self.storages:
             if storage.role == ACTIVATION and storage.alloc < self.backward:
                 block_name = self.block_at[storage.alloc]
@@ -701,9 +765,10 @@ class _Reader:
                     storage.owner = self.block_numbers[block_name]
 
     def _read_blocks(self, storages_by_place: Sequence[set[int]]) -> tuple[ModelBlock, ...]:
-        """Return the blocks; none if a block has no backward pass.
+        """Return the blocks in the order of their forward passes; none at all if one of them has no backward pass.
 
-        ``storages_by_place``: indices of the storages that each node reads or makes.
+        ``storages_by_place``: indices of the storages that each node reads or makes. A block's backward pass is where nodes
+        touch a storage that it owns.
         """
         backward_places: list[list[int]] = [[] for _ in self.spans]
         for place in range(self.backward, len(self.nodes) - 1):
@@ -732,7 +797,10 @@ class _Reader:
         return tuple(blocks)
 
     def _kept_share(self) -> float:
-        """Return the bytes of all parameters as the graph receives them over those that its ops read."""
+        """Return the bytes of all parameters as they are kept (as the graph receives them) over those that its ops read.
+
+        1.0 for a step whose ops read no parameters.
+        """
         graph = self.traced.graph
         read_bytes = sum(tensor.nbytes for node, name in self.parameters.items() if name for tensor in _tensors(node))
         return float(graph.parameter_bytes) / read_bytes if read_bytes else 1.0
@@ -747,10 +815,11 @@ class _Reader:
         return trained_bytes
 
     def _storages_of(self, node: Node) -> set[int]:
+        """Return the indices of the storages of a node's outputs."""
         return {self.storage_numbers[tensor.untyped_storage()._cdata] for tensor in _tensors(node)}
 
     def _overwritten_storages(self) -> set[int]:
-        """Return the storages that an op of the forward pass changes in place."""
+        """Return the indices of the storages that an op of the forward pass changes in place, by the op's schema."""
         overwritten = set()
         for node in self.nodes[: self.backward]:
             if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
@@ -760,7 +829,10 @@ class _Reader:
         return overwritten
 
     def _read_block_names(self) -> list[str]:
-        """Return the block of every node of the forward pass, "": none; a node without a name runs in its predecessor's."""
+        """Return the name of the block in which every node of the forward pass runs; "": in none.
+
+        A node without a name runs where its predecessor does.
+        """
         blocks: list[str] = []
         current_block = ""
         for node in self.nodes[: self.backward]:
@@ -771,19 +843,26 @@ class _Reader:
         return blocks
 
     def _read_spans(self) -> dict[str, tuple[int, int]]:
-        """Return by block the first and the last place of its forward pass; {} if a block runs in several pieces."""
+        """Return by block the first and the last place of its forward pass.
+
+        {}: a block runs in several pieces, or there are fewer than two blocks.
+        """
         spans: dict[str, tuple[int, int]] = {}
         named_blocks: Sequence[str] = [name for name in self.block_at if name]
+        # Uninterrupted runs of one block: as many as blocks, if each runs in one piece.
         run_count = 1 + sum(block != next_block for block, next_block in pairwise(named_blocks)) if named_blocks else 0
         for place, name in enumerate(self.block_at):
             if name:
-                spans[name] = (spans.get(name, (place, place))[0], place)
+                first_place, _ = spans.get(name, (place, place))
+                spans[name] = (first_place, place)
         return spans if len(spans) == run_count and len(spans) > 1 else {}
 
 
 def _is_product(node: Node) -> bool:
+    """Return whether a node is a matrix product, convolution or the like (:func:`ddltool.plans.is_product`)."""
     return isinstance(node.target, OpOverload) and is_product(node.target.overloadpacket.__name__)
 
 
 def _tensors(node: Node) -> list[Tensor]:
+    """Return the tensors that a node makes, as they were traced."""
     return tensors_of(value_of(node))

@@ -32,11 +32,11 @@ HOST_BOUND = 0.9
 _HIDDEN = 0.5
 # From this share of the device's time on, kernels that differ by the library's version say how far off a step is.
 LIBRARY_BOUND = 0.3
-# A view is no kernel, but the host makes it: measured beside ops that launch one.
+# A view is no kernel, but the host makes it, in this share of the time that an op takes which launches one (measured).
 VIEW = 0.25
 _DETACH = "aten.detach"
-# A compiled step's wrapper launches a kernel in so much of the time that Python, autograd and the dispatcher take for an op;
-# what it fused, and views, cost the host nothing.
+# Of the time that the host takes for an op in eager mode, through Python, autograd and the dispatcher, a compiled step's
+# wrapper takes this share to launch a kernel. What is fused into a kernel, and views, then cost the host nothing.
 WRAPPED = 0.4
 # The optimizer of whoever names none: predictions, plans and traces then speak of the same step.
 OPTIMIZER = "adam"
@@ -65,11 +65,14 @@ class Optimizer:
     """Bytes of an element of a state, which the last kernel reads and writes; None: as wide as the parameter, and counted."""
 
     def state_share(self, width: float) -> float:
-        """Return the bytes of all its states over those of parameters of ``width`` bytes each."""
+        """Return the bytes of all its states as a share of the parameters', whose elements have ``width`` bytes."""
         return self.states * (1.0 if self.state_width is None else self.state_width / width)
 
     def kernels_at(self, width: float) -> tuple[float, ...]:
-        """Return, for parameters of ``width`` bytes, how often each kernel reads or writes their size."""
+        """Return by kernel how often it reads or writes the parameters' size, for elements of ``width`` bytes.
+
+        States of a width of their own are read and written once each by the last kernel.
+        """
         if self.state_width is None:
             return self.kernels
         return (*self.kernels[:-1], self.kernels[-1] + 2 * self.state_share(width))
@@ -100,9 +103,9 @@ for each step of the formula, torch's own default."""
 
 
 def memory_words(precision: str, optimizer: str, copied: bool = False) -> str:
-    """Return what a precision stands for, and the bytes of each parameter with its gradient and optimizer states.
+    """Return in words what a precision stands for, and the bytes of each parameter with its gradient and optimizer states.
 
-    ``copied``: whether a half type is what parameters are read in, and float32 what copies of them are updated in.
+    ``copied``: whether ops read parameters in a half type, and the optimizer updates copies of them in float32.
 
     >>> memory_words("bf16", "adamw")
     'bf16: autocast over float32 parameters, 16 bytes a parameter with adamw'
@@ -112,9 +115,10 @@ def memory_words(precision: str, optimizer: str, copied: bool = False) -> str:
     update, kept = OPTIMIZERS[optimizer], precision_of(precision)
     if copied and kept.is_autocast:
         return f"{precision_name(precision)}: parameters in {kept.computes}, updated in float32 with {optimizer}"
-    size = f"{round(kept.width * (2 + update.state_share(kept.width)), 1):g} bytes a parameter"
-    size += f" with {optimizer}" if update.passes else " with its gradient"
-    return f"{precision_name(precision)}: {', '.join(filter(None, (kept.words, size)))}"
+    parameter_bytes = kept.width * (2 + update.state_share(kept.width))  # the parameter, its gradient, and its states
+    size_words = f"{round(parameter_bytes, 1):g} bytes a parameter"
+    size_words += f" with {optimizer}" if update.passes else " with its gradient"
+    return f"{precision_name(precision)}: {', '.join(filter(None, (kept.words, size_words)))}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -141,16 +145,16 @@ class PredictedStep:
     sum_launch_s: float = 0.0
     """The part of :attr:`sum_s` that kernels of no bytes would take, which sharding the tensors does not shorten."""
     library_s: float = 0.0
-    """The part of ``device_s`` in kernels whose time differs by the library's version."""
+    """The part of ``device_s`` in kernels whose time differs by the version of their library (cuDNN)."""
 
     @property
     def pass_s(self) -> float:
-        """When the device is done: forward, and backward in training."""
+        """Seconds from the start until the device has done the pass: forward, and backward in training."""
         return float(self.end_s[-1]) if len(self.end_s) else 0.0
 
     @property
     def step_s(self) -> float:
-        """Pass and update."""
+        """Seconds of the pass and the update."""
         return self.pass_s + self.update_s
 
     @property
@@ -160,7 +164,7 @@ class PredictedStep:
 
     @property
     def library_share(self) -> float:
-        """What kernels take that differ by the library's version, as a share of what the device takes."""
+        """The share of the device's time in kernels whose time differs by the library's version, 0 to 1."""
         return self.library_s / self.device_s if self.device_s > 0 else 0.0
 
     @property
@@ -182,10 +186,16 @@ class Exchanges:
 def time_step(
     graph: Graph, device: Device, constants: Constants, *, optimizer: str = "none", exchanges: Exchanges | None = None
 ) -> PredictedStep:
-    """Return the predicted time of one step of a traced graph. O(n).
+    """Return the predicted time of one step of a traced graph: a pass over its ops, and the optimizer's update. O(n).
 
-    Precision and layout are those that the graph was traced in (``meta``). ``exchanges``: of a step on several devices. Raises
-    InputError for float8 on a device without.
+    The host issues ops one after another, and the device runs each once it was issued and the one before it has ended.
+    Precision and layout are those that the graph was traced in (``meta``).
+
+    Args:
+        optimizer: a name of ``OPTIMIZERS``, whose update follows the graph's ops; not for a graph that recorded an update.
+        exchanges: the collectives of a step on several devices; None: it runs on one.
+
+    Raises InputError for a precision in float8 on a device without it.
     """
     demand_float8(device, graph.meta.get("precision"))
     kernels = kernels_of(graph)
@@ -218,6 +228,7 @@ def time_step(
     sum_launch_s = constants.issue_s if is_host_bound else constants.start_s
     all_issue_s = np.concatenate([issue_s, np.full(len(update_op_s), constants.issue_s)])
     all_op_s = np.concatenate([op_s, update_op_s])
+    # Between two restarts the host issues ops ahead of the device; at a restart both begin together.
     bounds = [0, *(exchanges.restarts if exchanges is not None else ()), len(all_op_s)]
     end_s = np.zeros(len(all_op_s))
     for begin, end in pairwise(bounds):
@@ -247,12 +258,15 @@ def demand_float8(device: Device, precision: object) -> None:
 def _ends_s(issue_s: Array, op_s: Array) -> Array:
     """Return (n,) when each op ends, from when the host begins to issue them.
 
-    An op starts once it was issued and the one before it has ended: end_i = max over j <= i of issued_j + t_j + ... + t_i.
+    ``issue_s``, ``op_s`` (n,): the seconds of every op on the host and on the device. An op starts once it was issued and the
+    one before it has ended: end_i = max over j <= i of issued_j + t_j + ... + t_i.
     """
     issued_s, done_s = np.cumsum(issue_s), np.cumsum(op_s)
-    slack_s = np.where(op_s > 0, issued_s - (done_s - op_s), -np.inf)
-    latest_slack_s = np.maximum.accumulate(slack_s)
-    ends_s: Array = np.where(np.isfinite(latest_slack_s), done_s + latest_slack_s, 0.0)
+    # How much later than without any waiting the device would start an op if only this op had to wait for the host; ops
+    # that take the device no time, such as views, keep nothing waiting.
+    delay_s = np.where(op_s > 0, issued_s - (done_s - op_s), -np.inf)
+    longest_delay_s = np.maximum.accumulate(delay_s)
+    ends_s: Array = np.where(np.isfinite(longest_delay_s), done_s + longest_delay_s, 0.0)
     return ends_s
 
 
@@ -261,19 +275,22 @@ UPDATE = "update/"
 
 
 def update_kernels(graph: Graph, optimizer: str) -> Kernels:
-    """Return the kernels of an optimizer's update of a traced training step; none for inference and for a recorded update."""
+    """Return the kernels of an optimizer's update after a traced training step; none for inference and a recorded update.
+
+    ``optimizer``: a name of ``OPTIMIZERS``. A kernel over the step counters of all tensors comes first where it keeps them.
+    """
     update, trained_bytes = OPTIMIZERS[optimizer], graph.trained_bytes
     if graph.mode != "training" or not trained_bytes:
         return memory_kernels(())
-    counter_bytes = float(update.counters * len(graph.of_kind(SEND)))
-    counting = [2.0 * counter_bytes] if counter_bytes else []
+    counter_bytes = float(update.counters * len(graph.of_kind(SEND)))  # one send for each parameter tensor
+    counting = [2.0 * counter_bytes] if counter_bytes else []  # read and written
     passes_of_kernels = update.kernels_at(precision_of(graph.meta.get("precision")).width)
     return memory_kernels([*counting, *(passes * trained_bytes + counter_bytes for passes in passes_of_kernels)])
 
 
 @dataclass(frozen=True, eq=False)
 class CostModel:
-    """Times on one device."""
+    """Times on one device. ``Residuals`` are the range of measured / predicted, by what was predicted."""
 
     device: Device
     constants: Constants
@@ -299,9 +316,15 @@ class CostModel:
     ) -> tuple[float, float]:
         """Return the lower and upper seconds between which 80 % of measurements of a step are expected.
 
-        Those of compiled steps widen it as they are, those of host-bound and library-bound steps in proportion to two shares:
-        ``host_share``, the host's time over the device's, has no weight below ``_HIDDEN`` and all from ``HOST_BOUND`` on;
-        ``library_share``, of kernels that differ by the library's version, has all weight from ``LIBRARY_BOUND`` on.
+        The range begins as that of steps bound by the device, and is widened towards the ranges of three other kinds of step.
+
+        Args:
+            step_s: the predicted seconds.
+            host_share: the host's time over the device's; the host-bound range has no weight below ``_HIDDEN``, and all of
+                it from ``HOST_BOUND`` on.
+            library_share: share of the device's time in kernels that differ by the library's version; their range has all
+                weight from ``LIBRARY_BOUND`` on.
+            compiled: whether the step runs under ``torch.compile``; the range of such steps then has all weight.
         """
         low_ratio, high_ratio = self.residuals.low, self.residuals.high  # the prediction lies between them
         for wider_residuals, share in (
@@ -327,7 +350,11 @@ _OF_ALL: tuple[Literal["host", "library", "product", "collective", "compiled"], 
 
 
 def cost_model(device: Device, calibration: CalibrationTable) -> CostModel:
-    """Return the cost model of a device: with its own fit if a user calibrated it, else with its generation's factors."""
+    """Return the cost model of a device: with its own fit if a user calibrated it, else with its generation's factors.
+
+    A CPU has neither, and is taken to reach its datasheet. How sure predictions are depends on what was measured: steps on
+    this very device, steps on its generation, or none.
+    """
     of_all = tuple(calibration.residuals[kind] for kind in _OF_ALL)
     own_fit = device.fitted
     if own_fit is not None:
@@ -360,12 +387,17 @@ def datasheet(device: Device) -> CostModel:
 
 
 def _constants(calibration: CalibrationTable, units: dict[str, float]) -> Constants:
+    """Return the calibrated constants, which all devices share, with the factors of one device by unit."""
     shared: dict[str, Any] = {f.name: getattr(calibration, f.name) for f in fields(Constants) if f.name != "units"}
     return Constants(**shared, units=units)
 
 
 def _units(branch: str, calibration: CalibrationTable) -> dict[str, float]:
-    """Return the factors of a branch by unit: measured, else the geometric mean of its measured neighbours', else 1."""
+    """Return the factors of a branch of chips on the shares that its units reach: matrix, float32, memory.
+
+    They are the measured ones; else the geometric mean of those of the nearest measured branches before and after it in
+    ``BRANCHES``; else 1.
+    """
     factors_by_branch = calibration.generations
     if branch in factors_by_branch:
         return dict(factors_by_branch[branch])
@@ -409,7 +441,10 @@ def estimate(
     is_compute = graph.kind == COMPUTE
     transfer_s = network.latency_s + graph.size_bytes / network.bandwidth_bytes_per_s
     durations = np.where(is_compute, np.diff(step.end_s, prepend=0.0), transfer_s)
-    sources = tuple(_estimate_source(s) if c else "rule" for s, c in zip(graph.estimate, is_compute, strict=True))
+    sources = tuple(
+        _estimate_source(source) if computes else "rule"
+        for source, computes in zip(graph.estimate, is_compute, strict=True)
+    )
     meta = {
         **graph.meta,
         "oracle": "roofline",
@@ -436,7 +471,10 @@ def _estimate_source(source: Estimate | None) -> Estimate:
 
 
 def coverage(graph: Graph) -> CoverageFigures:
-    """Return the shares of compute ops, and of their estimated time, by the source of the estimate."""
+    """Return the shares of compute ops, and of their estimated time, by the source of the estimate.
+
+    "free" ops take no time. The types of ops without a rule of their own ("default") are listed, the most frequent first.
+    """
     is_compute = graph.kind == COMPUTE
     source, times_s = np.array(graph.estimate, dtype=object)[is_compute], np.nan_to_num(graph.duration_s)[is_compute]
     op_count, total_s = max(len(times_s), 1), float(times_s.sum()) or 1.0

@@ -35,20 +35,26 @@ _TYPES: dict[ProductPrecision, tuple[str, float, int]] = {
 }
 _UNMEASURED = "; by the datasheet alone, no product in four bits was measured"
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
-# Operands that a loop of one operation finds in the last cache move so much less than from memory.
+# A loop of one operation finds its operands in the last cache as far as they fit; this share of their traffic is then saved.
 _CACHED = 0.5
-_MOST = 2**40
+# A longer side of a product is a slip of the user's.
+_LARGEST_SIDE = 2**40
+# Memory limits a product that would take this share of its time for its traffic alone.
+_BY_MEMORY = 0.8
+# Large enough that NCCL chooses an algorithm by its bandwidth.
+_LARGE_BYTES = 2.0**30
 # NVLink joins so many GPUs of a rack.
 _RACK, _RACK_GPUS = "NVL72", 72
 
 
 def time_product(model: CostModel, text: str, precision: str) -> OperationTime:
-    """Return the time of a product ``MxNxK`` or ``COUNTxMxNxK`` on a device, run again and again by itself.
+    """Return the time of a product ``MxNxK`` or ``COUNTxMxNxK`` on a device, run again and again by itself, and its limit.
 
-    ``precision``: of the operands, see ``ProductPrecision``; the result of ``fp8`` and ``nvfp4`` is bfloat16. Raises
-    InputError for another text, and for a precision that the device's datasheet has no rate for.
+    The product is of an (M, K) and a (K, N) matrix, COUNT of them at once. ``precision``: of the operands, see
+    ``ProductPrecision``; the result of ``fp8`` and ``nvfp4`` is bfloat16. Raises InputError for another text, and for a
+    precision that the device's datasheet has no rate for.
     """
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2,3}", text) or max(map(int, text.split("x"))) > _MOST:
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2,3}", text) or max(map(int, text.split("x"))) > _LARGEST_SIDE:
         raise InputError("--product", f"{text!r} is no product", "give MxNxK, such as 8192x8192x4096")
     name: ProductPrecision = known("--precision", precision, get_args(ProductPrecision))  # type: ignore[assignment]
     dtype, width, result_width = _TYPES[name]
@@ -56,17 +62,17 @@ def time_product(model: CostModel, text: str, precision: str) -> OperationTime:
     device = model.device
     device.demand_rate(rate, name)
     sizes = [float(size) for size in text.split("x")]
-    kernels = product_kernels(np.array([[1.0, *sizes][-4:]]), dtype, width, result_width)
+    count_m_n_k = [1.0, *sizes][-4:]  # a count of 1 where the text has none
+    kernels = product_kernels(np.array([count_m_n_k]), dtype, width, result_width)
     demand = warm_demand(kernels, device, "tf32" if name == "tf32" else "fp32")
     [time_s] = seconds(demand, model.constants).tolist()
     start_s = model.constants.start_s
-    [traffic_s] = seconds(
-        replace(demand, arithmetic_s=demand.arithmetic_s * 0.0, fed_s=demand.fed_s * 0.0), model.constants
-    )
+    only_traffic = replace(demand, arithmetic_s=demand.arithmetic_s * 0.0, fed_s=demand.fed_s * 0.0)
+    [traffic_s] = seconds(only_traffic, model.constants).tolist()
     [on_units] = demand.on_tensor.tolist()
     limit = (
         "the start of a kernel" if start_s > time_s / 2
-        else "memory" if traffic_s - start_s > 0.8 * (time_s - start_s)
+        else "memory" if traffic_s - start_s > _BY_MEMORY * (time_s - start_s)
         else "matrix units" if on_units
         else "float32 units"
     )  # fmt: skip
@@ -81,7 +87,10 @@ def time_product(model: CostModel, text: str, precision: str) -> OperationTime:
 
 
 def warm_demand(kernels: Kernels, device: Device, precision: str) -> Demand:
-    """Return the demand of operations whose operands a loop finds in the last cache as far as they fit into it."""
+    """Return the demand of operations that run in a loop, and so find their operands in the last cache as far as they fit.
+
+    ``precision``: as of :func:`demand_of`.
+    """
     demand = demand_of(kernels, device, precision=precision, brief=True)
     fitting = np.minimum(device.l2_bytes / np.maximum(kernels.moved_bytes, 1.0), 1.0)
     return replace(demand, traffic_s=demand.traffic_s * (1.0 - _CACHED * fitting))
@@ -90,8 +99,9 @@ def warm_demand(kernels: Kernels, device: Device, precision: str) -> Demand:
 def time_collective(model: CostModel, text: str) -> OperationTime:
     """Return the time of ``all-reduce:64MiB:8``: a collective, its bytes, its GPUs; ``:ring``, ``:tree``, ``:nvls`` may follow.
 
-    The bytes are those of the whole: what is reduced, put together by all-gather or taken apart by reduce-scatter. The GPUs
-    fill nodes of the device's own link. Raises InputError for another text.
+    The bytes are those of the whole tensor: what is reduced, put together by all-gather or taken apart by reduce-scatter. The
+    GPUs are those of one node, on the device's own link. What limits the time is told with it, and so is the time without
+    NVLS where NCCL would choose that. Raises InputError for another text.
     """
     parts = text.split(":")
     remedy = "give NAME:SIZE:GPUS, such as all-reduce:64MiB:8"
@@ -113,7 +123,7 @@ def time_collective(model: CostModel, text: str) -> OperationTime:
     group = fabric.over(replicas)
     time_s = collective_s(group, name, size_bytes)
     chosen, protocol = group.chosen("all_reduce" if name == "all-reduce" else "all_gather", size_bytes)
-    latency_s = collective_s(group, name, 1.0)
+    latency_s = collective_s(group, name, 1.0)  # a single byte
     limit = "latency" if latency_s > time_s / 2 else f"{fabric.inside.text or 'the link'}"
     limit += f": {size_bytes / time_s / 1e9:.4g} GB/s, {chosen} {protocol}"
     if chosen == "nvls":
@@ -123,23 +133,31 @@ def time_collective(model: CostModel, text: str) -> OperationTime:
 
 
 def own_fabric(device: Device) -> Fabric:
-    """Return a node of a device type on its own link: a rack of 72 where NVLink joins one, else a board of 8."""
+    """Return the fabric of one node of a device type on its own link.
+
+    The node is a rack of 72 where the datasheet says that NVLink joins one, else a board of 8.
+    """
     is_rack = _RACK in f"{device.title} {device.source} {device.note}"
     return fabric_of(device, gpus_per_node=_RACK_GPUS if is_rack else DEVICES_PER_NODE)
 
 
 def collective_s(group: Group, name: str, size_bytes: float) -> float:
-    """Return the seconds of a collective by its name with hyphens; an all-to-all passes each link as often as a gather."""
+    """Return the seconds of a collective of ``_COLLECTIVES`` on a tensor of ``size_bytes`` in all.
+
+    An all-to-all counts as an all-gather: as many bytes pass each link.
+    """
     if name == "all-reduce":
         return group.all_reduce_s(size_bytes)
     return group.reduce_scatter_s(size_bytes) if name == "reduce-scatter" else group.all_gather_s(size_bytes)
 
 
 def _algorithms(group: Group, size_bytes: float) -> Sequence[Algorithm]:
-    return [group.chosen("all_reduce", size)[0] for size in (size_bytes, 2.0**30)]
+    """Return the algorithms that NCCL chooses for an all-reduce of that size and of a large one, to tell if NVLS is there."""
+    return [group.chosen("all_reduce", size)[0] for size in (size_bytes, _LARGE_BYTES)]
 
 
 def _ranged(operation: str, time_s: float, residuals: Residuals, limit: str) -> OperationTime:
+    """Return the time of an operation with the range in which 80 % of measurements are expected, by ``residuals``."""
     return OperationTime(
         operation=operation,
         time_s=time_s,

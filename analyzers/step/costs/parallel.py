@@ -51,17 +51,19 @@ from ddltool.errors import InputError
 from ddltool.graph import SEND, Graph
 from ddltool.precision import precision_of
 
-# Parameters that are kept at this many times the bytes that they are read at have a copy to update.
+# Parameters that are kept at more than this many times the bytes that they are read at have a copy to update.
 _COPIED = 1.5
-# Of an update with copies, beside the optimizer's own passes: the gradients' norm is read, and parameters of the half type are
-# written; the buffer of gradients is filled with zeros whole, however the update is shared.
+# How often an update with copies passes over the bytes of the float32 parameters, beside the optimizer's own passes: the
+# gradients are read for their norm, and parameters of the half type, which has half the bytes, are written. The buffer of
+# gradients is filled with zeros whole, however the update is shared.
 _NORM_AND_CAST, _ZEROED = 1.5, 1.0
 
 
 def parallel_curve(curve: WorkCurve, setting: Setting) -> WorkCurve:
     """Return the work of one GPU's stage and rank under a setting's layout; ``curve`` itself for a layout of one GPU.
 
-    Raises InputError for what :func:`rank_of` refuses, for blocks that the stages do not divide, and for a budget of memory.
+    ``curve``: the work of the step on one GPU. Raises InputError for what :func:`rank_of` refuses, for blocks that the
+    stages do not divide, and for a budget of memory.
     """
     layout = setting.layout
     if layout == ParallelDegrees():
@@ -76,20 +78,24 @@ def parallel_curve(curve: WorkCurve, setting: Setting) -> WorkCurve:
         raise InputError("--virtual-stages", problem, remedy)
     if setting.budget_bytes is not None:
         raise InputError("--checkpointing", "no budget is kept stage by stage", "give none, selective or full")
-    made = ParallelCurve.of(curve, layout, setting.accumulation)
-    made.lifetimes(made.traced.graph.batch_size or 1)  # refuses stages that do not divide the blocks
-    return made
+    parallel = ParallelCurve.of(curve, layout, setting.accumulation)
+    parallel.lifetimes(parallel.traced.graph.batch_size or 1)  # refuses stages that do not divide the blocks
+    return parallel
 
 
 class _Ranks:
-    """The ranks' steps of the traces of a curve."""
+    """Makes of each trace of a curve the step of one rank of a tensor group, once for each batch size."""
 
     def __init__(self, curve: WorkCurve, layout: ParallelDegrees) -> None:
         self.curve, self.layout = curve, layout
         self._known: dict[int | None, Rank] = {}
+        """What :meth:`rank` has returned, by traced batch size."""
 
     def rank(self, traced: TracedStep) -> Rank:
-        """Return the step of one rank of a tensor group."""
+        """Return the step of one rank of a tensor group; all of the step if the group has one rank.
+
+        Traces at other batch sizes that are made of the result are a rank's, too.
+        """
         size = traced.graph.batch_size
         if size not in self._known:
             rank = Rank(traced=traced, exchanges=(), divided={})
@@ -97,8 +103,9 @@ class _Ranks:
                 blocks = self.curve.lifetimes(size or 1).blocks
                 rank = rank_of(traced, blocks, self.layout.tensor, sequence=self.layout.sequence)
 
-            def again(other: int) -> TracedStep:
-                return self.rank(traced.traced_at(other)).traced
+            def again(other_size: int) -> TracedStep:
+                """Return the rank's step, traced at another batch size."""
+                return self.rank(traced.traced_at(other_size)).traced
 
             self._known[size] = replace(rank, traced=replace(rank.traced, again=again))
         return self._known[size]
@@ -109,15 +116,20 @@ class ParallelCurve(WorkCurve):
     """The work of one GPU at any batch size; ``traced`` is a rank's step, with the blocks of all stages."""
 
     whole: WorkCurve
+    """The work of the step on one GPU, neither split nor staged."""
     ranks: _Ranks
     layout: ParallelDegrees
     passes: int
     """Of a step whose memory is asked for: as many micro-batches go through the pipeline."""
     _stages: dict[int, Stages] = field(default_factory=dict)
+    """By traced batch size."""
 
     @classmethod
     def of(cls, curve: WorkCurve, layout: ParallelDegrees, passes: int) -> ParallelCurve:
-        """Return the work of a GPU of a layout; with one of one GPU, a step as Megatron-LM runs it there."""
+        """Return the work of a GPU of a layout. A layout of one GPU gives the step as Megatron-LM runs it there.
+
+        ``passes``: micro-batches of a step.
+        """
         curve = curve.under(Sharding(kind="fsdp"))  # computes in the half type, without casts between the ops
         ranks = _Ranks(curve, layout)
         return cls(traced=ranks.rank(curve.traced).traced, whole=curve, ranks=ranks, layout=layout, passes=passes)
@@ -140,14 +152,17 @@ class ParallelCurve(WorkCurve):
         size = stages.lifetimes.sizes(self.scaled(batch_size))
         saved_ops = stages.lifetimes.every_block(saved_ops) if isinstance(saved_ops, str) else saved_ops
         recomputation = Recomputation(stages.lifetimes, saved_ops)
-        held = (
+        held_by_stage = (
             stages.held(stage, recomputation, sharding, optimizer, size, self.passes)
             for stage in range(self.layout.pipeline)
         )
-        return max(held, key=lambda each: each.peak().total_bytes)
+        return max(held_by_stage, key=lambda held: held.peak().total_bytes)
 
     def timed(self, batch_size: int, model: CostModel, setting: Setting) -> Graph:
-        """Return the graph of a rank's pass through all stages, its exchanges within the tensor group included."""
+        """Return the graph of a rank's pass through all stages, with the model's times.
+
+        The exchanges within the tensor group count in the ops that they follow.
+        """
         graph = self.traced.at(batch_size)
         rank = self._stages_at(batch_size).rank
         group = setting.fabric.over(self.layout.tensor)
@@ -166,14 +181,17 @@ class ParallelCurve(WorkCurve):
     def step_time(
         self, graph: Graph, program: Program, model: CostModel, setting: Setting, placement: Placement, batch_size: int
     ) -> StepSeconds:
-        """Return the time of a step: the schedule's end on each GPU, what its replicas exchange, and its update."""
+        """Return the time of a step: the schedule's end on each GPU, what its replicas exchange, and its update.
+
+        The schedule is played with the passes of every piece; sharded replicas lengthen a stage's passes by what FSDP adds.
+        ``graph``: a rank's timed pass through all stages, see :meth:`timed`.
+        """
         stages, layout = self._stages_at(batch_size), self.layout
         size = stages.lifetimes.sizes(self.scaled(batch_size))
         forward_s, backward_s = stages.seconds(graph)
         trained_bytes, bytes_per_s = stages.trained_bytes(size), _memory_rate(model)
-        backward_s = (
-            backward_s + 2.0 * stages.summed_share * trained_bytes / bytes_per_s
-        )  # each sum is read and written
+        # Each backward pass adds its gradients to the buffer, whose sums are read and written.
+        backward_s = backward_s + 2.0 * stages.summed_share * trained_bytes / bytes_per_s
         transfer_s = stages.transfer_s(size, setting.fabric, placement)
         alone_s = float(play(forward_s, backward_s, layout.pipeline, setting.accumulation, transfer_s).max())
         sharding = setting.sharded(placement.num_replicas)
@@ -188,26 +206,26 @@ class ParallelCurve(WorkCurve):
         after_s = np.zeros(layout.pipeline)
         if sharding.gathers:
             near = setting.fabric.over(sharding.forward_shard) if sharding.forward_shard else None
+            factor = np.ones(len(forward_s))  # by piece
             for stage in range(layout.pipeline):
                 root, units = stages.units(stage, graph, size)
                 pass_s = simulate_fsdp(root, units, group, 1, 1, reshard=sharding.reshards, near=near).step_s
-                mine = np.arange(len(forward_s)) % layout.pipeline == stage
-                longer = pass_s / float((forward_s + backward_s)[mine].sum())
-                forward_s = np.where(mine, forward_s * longer, forward_s)
-                backward_s = np.where(mine, backward_s * longer, backward_s)
-        else:
-            gradients = stages.summed_share * stages.by_stage(trained_bytes)
-            parameters = stages.by_stage(stages.parameter_bytes(size))
-            after_s = (
-                group.reduce_scatter_s(gradients) + group.all_gather_s(parameters)
-                if sharding.kind == "zero1"
-                else group.all_reduce_s(gradients)
-            )
+                pieces = slice(stage, None, layout.pipeline)
+                factor[pieces] = pass_s / float((forward_s + backward_s)[pieces].sum())
+            forward_s, backward_s = forward_s * factor, backward_s * factor
+        else:  # the buffer of gradients is reduced after the last pass
+            gradient_bytes = stages.summed_share * stages.by_stage(trained_bytes)
+            if sharding.kind == "zero1":
+                parameter_bytes = stages.by_stage(stages.parameter_bytes(size))
+                after_s = group.reduce_scatter_s(gradient_bytes) + group.all_gather_s(parameter_bytes)
+            else:
+                after_s = group.all_reduce_s(gradient_bytes)
         ends_s = play(forward_s, backward_s, layout.pipeline, setting.accumulation, transfer_s)
         step_s = float((ends_s + after_s + update_s).max())
         return StepSeconds(step_s=step_s, passes_s=alone_s, update_s=float(update_s.max()))
 
     def _stages_at(self, batch_size: int) -> Stages:
+        """Return the stages of the trace that serves a batch size; sizes to which one trace scales share them."""
         whole = self.whole.lifetimes(batch_size)
         size = whole.traced.graph.batch_size or 0
         if size not in self._stages:
@@ -218,10 +236,16 @@ class ParallelCurve(WorkCurve):
 class Stages:
     """The stages of a pipeline in a traced step: which places and storages are whose.
 
-    Arrays by piece are (pipeline x virtual,): piece ``i`` is of GPU ``i % pipeline``.
+    A piece is a run of neighbouring blocks on one GPU; with interleaving a GPU has several. Arrays by piece are
+    (pipeline x virtual,): piece ``i`` is of GPU ``i % pipeline``.
     """
 
     def __init__(self, whole: TensorLifetimes, rank: Rank, layout: ParallelDegrees) -> None:
+        """Divide the blocks among the pieces, and find the places and storages of each.
+
+        ``whole``: the lifetimes of the step that is not split; ``rank``: one rank's step of it. Raises InputError for blocks
+        that the pieces do not divide.
+        """
         self.rank, self.layout = rank, layout
         self.pieces = layout.pipeline * layout.virtual
         blocks = whole.blocks
@@ -245,18 +269,25 @@ class Stages:
         self.lifetimes = replace(
             whole, traced=rank.traced, width=whole.width * share, trained_bytes=trained_bytes, _sizes={}
         )
+        """Of the rank's tensors in all stages; a divided tensor has narrower elements, not fewer."""
         self.has_copies = whole.kept_share > _COPIED
         """Whether parameters are read in a half type and updated in float32."""
         # Megatron-LM sums gradients in float32 for bfloat16 alone.
         is_half = self.has_copies and precision_of(graph.meta.get("precision")).computes == "float16"
         self.summed_share = 0.5 if is_half else 1.0
+        """The bytes of the summed gradients over those of the parameters as they are updated."""
         self.piece_of_block = np.arange(len(blocks)) * self.pieces // max(len(blocks), 1)
         self.piece_at = self._pieces_at()
-        self.holds, self.sent = self._storages()
+        """(nodes,) the piece in which each place of the program runs."""
+        self.holds, self.sent = self._held_and_sent()
         """(pieces, s) whether a piece holds a storage, and (s,) whether the next piece gets it."""
 
     def _pieces_at(self) -> Places:
-        """Return (nodes,) the piece in which each place of the program runs."""
+        """Return (nodes,) the piece in which each place of the program runs.
+
+        What lies before the first block belongs to the first piece, and what lies between two blocks to the one that ran
+        last: the earlier block in the forward pass, the later one in the backward pass.
+        """
         blocks, life = self.lifetimes.blocks, self.lifetimes
         if not blocks:
             return np.zeros(life.nodes, dtype=np.int64)
@@ -269,7 +300,12 @@ class Stages:
         pieces: Places = self.piece_of_block[block]
         return pieces
 
-    def _storages(self) -> tuple[np.ndarray, np.ndarray]:
+    def _held_and_sent(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return (pieces, s) whether a piece holds a storage, and (s,) whether a storage is sent to the next piece.
+
+        A piece holds what its nodes read or make. An activation that a block's forward pass makes and the next piece reads is
+        sent; a piece that made it for the next one alone does not keep it.
+        """
         life = self.lifetimes
         reads = np.zeros((self.pieces, len(life.elements)), dtype=bool)
         makes = np.zeros_like(reads)
@@ -279,23 +315,26 @@ class Stages:
             piece = self.piece_at[place]
             for source in (*node.all_input_nodes, node):
                 for tensor in tensors_of(value_of(source)):
-                    number = life.numbers.get(tensor.untyped_storage()._cdata)
-                    if number is not None:
-                        is_made = source is node and life.alloc[number] == place
-                        (makes if is_made else reads)[piece, number] = True
-        is_activation = life.role == ACTIVATION
-        forward = is_activation & (life.alloc < life.backward)
-        in_block = np.zeros(life.nodes, dtype=bool)
+                    storage = life.numbers.get(tensor.untyped_storage()._cdata)
+                    if storage is not None:
+                        is_made_here = source is node and life.alloc[storage] == place
+                        used = makes if is_made_here else reads
+                        used[piece, storage] = True
+        is_of_forward = (life.role == ACTIVATION) & (life.alloc < life.backward)
+        is_in_block = np.zeros(life.nodes, dtype=bool)
         for block in life.blocks:
-            in_block[block.first : block.last + 1] = True
-        sent = np.zeros(len(is_activation), dtype=bool)
-        for piece in range(self.pieces - 1):  # what a block makes and only the next piece needs has been sent away
-            sent |= makes[piece] & reads[piece + 1] & forward & in_block[life.alloc]
-        elsewhere = sent & (makes & ~reads).any(axis=0)
-        return reads | (makes & ~elsewhere), sent
+            is_in_block[block.first : block.last + 1] = True
+        is_sent = np.zeros(len(is_of_forward), dtype=bool)
+        for piece in range(self.pieces - 1):
+            is_sent |= makes[piece] & reads[piece + 1] & is_of_forward & is_in_block[life.alloc]
+        is_sent_away = is_sent & (makes & ~reads).any(axis=0)
+        return reads | (makes & ~is_sent_away), is_sent
 
     def restarts(self, graph: Graph) -> list[int]:
-        """Return the ops with which a GPU's passes begin, before which it and its host have waited for another's tensor."""
+        """Return the indices of the ops with which a piece's forward or backward pass begins, but for the very first.
+
+        Before each the GPU and its host wait for another stage's tensor, so that the host has issued nothing ahead.
+        """
         if self.pieces == 1:
             return []
         life = self.lifetimes
@@ -304,10 +343,14 @@ class Stages:
             (op, place_of[life.traced.nodes[name]]) for op, name in enumerate(graph.names) if name in life.traced.nodes
         ]
         passes = [(op, self.piece_at[place], place < life.backward) for op, place in ops]
-        return [after[0] for before, after in pairwise(passes) if before[1:] != after[1:]]
+        return [
+            op
+            for (_, piece_before, forward_before), (op, piece, is_forward) in pairwise(passes)
+            if (piece_before, forward_before) != (piece, is_forward)
+        ]
 
     def by_stage(self, values: Array) -> Array:
-        """Return (pipeline,) sums over the pieces of each GPU."""
+        """Return (pipeline,) the sums of ``values`` (pieces,) over the pieces of each GPU."""
         sums: Array = values.reshape(self.layout.virtual, self.layout.pipeline).sum(axis=0)
         return sums
 
@@ -316,14 +359,17 @@ class Stages:
         return np.asarray(self.holds @ np.where(self.lifetimes.role == PARAMETER, size, 0.0))
 
     def trained_bytes(self, size: Array) -> Array:
-        """Return (pieces,) the bytes of parameters with a gradient, as they are updated."""
+        """Return (pieces,) the bytes of parameters with a gradient, as they are updated; ``size``: (s,) bytes of the storages.
+
+        Frozen parameters are taken to be spread over the pieces like the others.
+        """
         life = self.lifetimes
         kept_bytes = size[life.role == PARAMETER].sum() * life.kept_share
         share = float(life.trained_bytes.sum() / kept_bytes) if kept_bytes else 0.0
         return self.parameter_bytes(size) * life.kept_share * share
 
     def trained_share(self, size: Array) -> Array:
-        """Return (pipeline,) the share of the model's update that is a GPU's."""
+        """Return (pipeline,) each GPU's share of the model's update; ``size``: (s,) bytes of the storages."""
         trained = self.by_stage(self.trained_bytes(size))
         return trained / max(float(self.lifetimes.trained_bytes.sum()), 1.0)
 
@@ -337,26 +383,31 @@ class Stages:
         return forward_s, backward_s
 
     def transfer_s(self, size: Array, fabric: Fabric, placement: Placement) -> float:
-        """Return the seconds in which one micro-batch gets from a stage to the next.
+        """Return the seconds in which one micro-batch gets from a stage to the next; ``size``: (s,) bytes of the storages.
 
-        Each rank of a tensor group sends its part, and gathers what it gets from the others.
+        Each rank of a tensor group sends its part, and gathers what it gets from the others; under sequence parallelism
+        parts are all that is needed. Over several nodes, the GPUs of one share its network card.
         """
         if self.layout.pipeline == 1:
             return 0.0
-        layout, together = self.layout, self.layout.tensor * placement.num_replicas
+        layout, gpus_of_stage = self.layout, self.layout.tensor * placement.num_replicas
         sent_bytes = float(size[self.sent].sum()) / max(self.pieces - 1, 1)
         part_bytes = sent_bytes / (1 if layout.sequence else layout.tensor)
-        crosses = placement.num_nodes > 1
-        shared = fabric.between.bytes_per_s / min(fabric.gpus_per_node, together)
-        link = replace(fabric, between=replace(fabric.between, bytes_per_s=shared)).over(2, 2 if crosses else 1)
+        crosses_nodes = placement.num_nodes > 1
+        bytes_per_s_each = fabric.between.bytes_per_s / min(fabric.gpus_per_node, gpus_of_stage)
+        shared_fabric = replace(fabric, between=replace(fabric.between, bytes_per_s=bytes_per_s_each))
+        link = shared_fabric.over(2, 2 if crosses_nodes else 1)
         gather_s = 0.0 if layout.sequence else fabric.over(layout.tensor).all_gather_s(sent_bytes)
         return link.collective_s("broadcast", part_bytes) + gather_s
 
     def units(self, stage: int, graph: Graph, size: Array) -> tuple[Unit, list[Unit]]:
-        """Return what ``fully_shard`` gathers on a stage: its root and its blocks, with their seconds in a timed graph."""
+        """Return what ``fully_shard`` gathers on a stage: its root and its blocks, with their bytes and seconds.
+
+        The root is all that lies outside the blocks. ``graph``: a timed pass; ``size``: (s,) bytes of the storages.
+        """
         life, seconds = self.lifetimes, self.lifetimes.seconds(graph)
         is_parameter = (life.role == PARAMETER) & self.holds[stage :: self.layout.pipeline].any(axis=0)
-        mine = self.piece_at % self.layout.pipeline == stage
+        runs_here = self.piece_at % self.layout.pipeline == stage  # (nodes,)
         units = []
         for number, block in enumerate(life.blocks):
             if self.piece_of_block[number] % self.layout.pipeline == stage:
@@ -370,43 +421,51 @@ class Stages:
             "",
             root_bytes,
             root_bytes * life.kept_share,
-            max(float(seconds[mine & is_forward].sum()) - sum(unit.forward_s for unit in units), 0.0),
-            max(float(seconds[mine & ~is_forward].sum()) - sum(unit.backward_s for unit in units), 0.0),
+            max(float(seconds[runs_here & is_forward].sum()) - sum(unit.forward_s for unit in units), 0.0),
+            max(float(seconds[runs_here & ~is_forward].sum()) - sum(unit.backward_s for unit in units), 0.0),
         )
         return root, units
 
     def held(
         self, stage: int, recomputation: Recomputation, sharding: Sharding, optimizer: str, size: Array, passes: int
     ) -> Held:
-        """Return what a process of a stage holds at every place of a pass, with its micro-batches in flight."""
+        """Return the bytes that a process of a stage holds at every place of a pass, with its micro-batches in flight.
+
+        ``size``: (s,) bytes of the storages; ``passes``: micro-batches of a step.
+        """
         life, layout = self.lifetimes, self.layout
-        pieces = self.holds[stage :: layout.pipeline]
-        mine = np.where(pieces.any(axis=0), size, 0.0)
+        pieces = self.holds[stage :: layout.pipeline]  # of this stage's GPU
+        own_size = np.where(pieces.any(axis=0), size, 0.0)
         trained_bytes = float(self.by_stage(self.trained_bytes(size))[stage])
-        activations = life.activations(recomputation, mine)
+        activations = life.activations(recomputation, own_size)
         saved_bytes = float(activations[life.backward])
-        in_flight = max(in_flight_passes(stage, layout, passes) - 1.0, 0.0) * saved_bytes
+        in_flight_bytes = max(in_flight_passes(stage, layout, passes) - 1.0, 0.0) * saved_bytes  # beside this pass
         if sharding.gathers:
             of_stage = np.array([self.piece_of_block[n] % layout.pipeline == stage for n in range(len(life.blocks))])
             root_bytes = max(trained_bytes - float(life.trained_bytes[:-1][of_stage].sum()), 0.0)
             own_bytes = np.append(np.where(of_stage, life.trained_bytes[:-1], 0.0), root_bytes)
-            held = replace(life, trained_bytes=own_bytes).held(recomputation, sharding, optimizer, mine)
+            held = replace(life, trained_bytes=own_bytes).held(recomputation, sharding, optimizer, own_size)
         else:
             held = Held(life.nodes + recomputation.extra)
-            life.hold_activations(held, recomputation, mine)
-            self._hold_state(held, recomputation, mine, trained_bytes, sharding.shard, optimizer)
-        if in_flight:
-            held.add("activations", 0, held.places, in_flight)
+            life.hold_activations(held, recomputation, own_size)
+            self._hold_state(held, recomputation, own_size, trained_bytes, sharding.shard, optimizer)
+        if in_flight_bytes:
+            held.add("activations", 0, held.places, in_flight_bytes)
         return held
 
     def _hold_state(
         self, held: Held, recomputation: Recomputation, size: Array, trained_bytes: float, shard: int, optimizer: str
     ) -> None:
-        """Add parameters, the buffer of gradients, each gradient until it is added to it, and the optimizer's state."""
+        """Add parameters, gradients and the optimizer's state of a stage that holds its parameters whole.
+
+        Each gradient is held until it has been added to the buffer of gradients, which stays; the optimizer's state, copies
+        included, is divided by ``shard``. ``size``: (s,) bytes of the stage's storages.
+        """
         life = self.lifetimes
         is_gradient = life.role == GRADIENT
         made = recomputation.moved(life.alloc)[is_gradient]
         width = precision_of(self.rank.traced.graph.meta.get("precision")).width
+        # States, and the float32 copy of a parameter, in copies of the trained parameters.
         copies = OPTIMIZERS[optimizer].state_share(width) + (self.has_copies and optimizer != "none")
         held.add("parameters", 0, held.places, size[life.role == PARAMETER])
         held.add("gradients", made, made + 2, size[is_gradient])
@@ -415,13 +474,17 @@ class Stages:
 
 
 def replica_group(fabric: Fabric, layout: ParallelDegrees, replicas: int, sharding: Sharding) -> Communicator:
-    """Return the group that holds the same part of every replica."""
+    """Return the group of GPUs that hold the same part of every replica, and so exchange its gradients."""
     spread = between_replicas(fabric, layout)
     return spread.sharded(replicas, sharding.shard) if sharding.gathers else spread.over(replicas)
 
 
 def between_replicas(fabric: Fabric, layout: ParallelDegrees) -> Fabric:
-    """Return the fabric of those that hold the same part of every replica, on nodes whose cards all such groups share."""
+    """Return the fabric of the GPUs that hold the same part of every replica: one of each tensor group.
+
+    A node has fewer of them than GPUs, and their links between nodes are slower, because the other groups on a node use its
+    network card at the same time.
+    """
     per_node = max(1, fabric.gpus_per_node // layout.tensor)
     sharing = fabric.gpus_per_node // per_node
     between = replace(fabric.between, bytes_per_s=fabric.between.bytes_per_s / sharing)
@@ -429,7 +492,9 @@ def between_replicas(fabric: Fabric, layout: ParallelDegrees) -> Fabric:
 
 
 def in_flight_passes(stage: int, layout: ParallelDegrees, passes: int) -> float:
-    """Return of how many micro-batches a stage holds activations at a time.
+    """Return of how many micro-batches a stage holds activations at a time, at most.
+
+    ``passes``: micro-batches of a step. With several pieces to a GPU, each holding its part of one, it may be a fraction.
 
     >>> [in_flight_passes(stage, ParallelDegrees(pipeline=4), 8) for stage in range(4)]
     [4.0, 3.0, 2.0, 1.0]
@@ -439,7 +504,10 @@ def in_flight_passes(stage: int, layout: ParallelDegrees, passes: int) -> float:
 
 
 def _warm_up(stage: int, pipeline: int, virtual: int, passes: int) -> int:
-    """Return the forward passes of a stage's pieces before its first backward pass."""
+    """Return how many forward passes the pieces of a stage have done before its first backward pass begins.
+
+    Under 1F1B that is the number of stages behind it; the interleaved form is Megatron-LM's.
+    """
     if virtual == 1:
         return min(pipeline - 1 - stage, passes)
     return min(2 * (pipeline - 1 - stage) + (virtual - 1) * pipeline, passes * virtual)
@@ -451,23 +519,24 @@ def play(forward_s: Array, backward_s: Array, pipeline: int, passes: int, transf
     ``forward_s``, ``backward_s``: (pieces,) seconds of a micro-batch in each piece; piece ``i`` is of GPU ``i % pipeline``. A
     GPU waits while it sends. With uniform pieces the step takes (passes + (pipeline - 1) / virtual) times a micro-batch:
 
-    >>> play(np.full(4, 1.0), np.full(4, 2.0), pipeline=4, passes=8).max()
+    >>> float(play(np.full(4, 1.0), np.full(4, 2.0), pipeline=4, passes=8).max())
     33.0
     """
     pieces = len(forward_s)
     virtual = pieces // pipeline
     orders = [_order(stage, pipeline, virtual, passes) for stage in range(pipeline)]
-    # When a piece's input is there: of the forward pass, and of the backward pass.
+    # When the input of a pass is there, by (whether it is a forward pass, its piece, its micro-batch).
     arrived_s: dict[tuple[bool, int, int], float] = {(True, 0, number): 0.0 for number in range(passes)}
-    done = [0] * pipeline
+    done = [0] * pipeline  # passes of each GPU
     clock_s = np.zeros(pipeline)
+    # Each GPU runs ahead as far as inputs have arrived; round after round more have.
     while any(done[stage] < len(orders[stage]) for stage in range(pipeline)):
         for stage, order in enumerate(orders):
             while done[stage] < len(order) and (arrival_s := arrived_s.get(order[done[stage]])) is not None:
                 is_forward, piece, number = order[done[stage]]
                 end_s = max(clock_s[stage], arrival_s) + float((forward_s if is_forward else backward_s)[piece])
                 next_piece = piece + 1 if is_forward else piece - 1
-                if is_forward and next_piece == pieces:
+                if is_forward and next_piece == pieces:  # the last piece turns round
                     arrived_s[False, piece, number] = end_s
                 elif next_piece >= 0:
                     end_s += transfer_s
@@ -478,24 +547,34 @@ def play(forward_s: Array, backward_s: Array, pipeline: int, passes: int, transf
 
 
 def _order(stage: int, pipeline: int, virtual: int, passes: int) -> Sequence[tuple[bool, int, int]]:
-    """Return the passes of a GPU in order, each as whether it is a forward pass, its piece, and its micro-batch."""
-    count, together = passes * virtual, pipeline * virtual
+    """Return the passes of a GPU in order, each as (whether it is a forward pass, its piece, its micro-batch).
 
-    def one(step: int, is_forward: bool) -> tuple[bool, int, int]:
-        group, within = divmod(step, together)
-        chunk = within // pipeline
-        chunk = chunk if is_forward else virtual - 1 - chunk
-        number = step if virtual == 1 else group * pipeline + within % pipeline
-        return is_forward, (0 if virtual == 1 else chunk) * pipeline + stage, number
+    After the warm-up's forward passes, one forward and one backward pass alternate until no forward pass is left. With
+    several pieces, ``pipeline`` micro-batches at a time go through all pieces of a GPU, backward from the last piece on.
+
+    >>> _order(stage=0, pipeline=2, virtual=1, passes=2)
+    [(True, 0, 0), (True, 0, 1), (False, 0, 0), (False, 0, 1)]
+    """
+    count, group_length = passes * virtual, pipeline * virtual
+
+    def pass_at(step: int, is_forward: bool) -> tuple[bool, int, int]:
+        """Return the GPU's forward or backward pass of that number."""
+        if virtual == 1:
+            return is_forward, stage, step
+        group, within = divmod(step, group_length)
+        chunk = within // pipeline if is_forward else virtual - 1 - within // pipeline
+        return is_forward, chunk * pipeline + stage, group * pipeline + within % pipeline
 
     warm_up = _warm_up(stage, pipeline, virtual, passes)
-    order = [one(step, True) for step in range(warm_up)]
+    order = [pass_at(step, True) for step in range(warm_up)]
     for step in range(count):
-        order += [one(step + warm_up, True)] * (step + warm_up < count) + [one(step, False)]
+        if step + warm_up < count:
+            order.append(pass_at(step + warm_up, True))
+        order.append(pass_at(step, False))
     return order
 
 
 def _memory_rate(model: CostModel) -> float:
-    """Return the bytes per second at which a device runs through its memory."""
+    """Return the bytes per second at which an element-wise kernel runs through a device's memory."""
     share = model.constants.traffic["pointwise"] * model.constants.units["memory"]
     return model.device.free_of_codes * model.device.memory_bytes_per_s * share

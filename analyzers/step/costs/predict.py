@@ -69,12 +69,15 @@ CONTEXT_BYTES = 2.0 * 2**30
 FRAGMENTED = 1.15
 # Of each of NCCL's communicators: 4 MiB (NCCL_BUFFSIZE) each way for up to 32 channels.
 _COMMUNICATOR_BYTES = 2 * 32 * 4 * 2.0**20
-# A choice of activations that leaves its device no room is made again for a smaller budget, so many times.
+# A choice of activations for which the allocator finds no room is made again for this share of the budget, at most so often.
 _TIGHTER, _TIGHTENED = 0.95, 8
-# Moments of a timeline of memory.
+# Moments of a timeline of memory: as many as a picture can show.
 _MOMENTS = 160
 # A rate of 90 % of the best predicted one counts as saturated, as for measured profiles.
 _SATURATED = 0.9
+# The search for the largest batch ends here: nothing that grows with the batch fits a device then.
+_LARGEST_BATCH = 2**40
+# Fields of a setting that are reported as assumptions.
 _ASSUMED = ("compile", "optimizer", "accumulation", "sharding", "checkpointing")
 
 
@@ -94,13 +97,16 @@ class WorkCurve:
     _lifetimes: dict[int, TensorLifetimes] = field(default_factory=dict)
     """By traced batch size."""
     _gathered: list[WorkCurve] = field(default_factory=list)
+    """What ``gathered`` made, once it was asked for; a list, because the curve is frozen."""
     _compiled: list[WorkCurve] = field(default_factory=list)
+    """The same work under ``torch.compile`` once it was asked for: of an eager curve with its blocks compiled, of that one
+    compiled as a whole."""
 
     def under(self, sharding: Sharding, compile: bool = False) -> WorkCurve:
-        """Return the work of the step under a sharding. It is traced again the first time, for FSDP and autocast.
+        """Return the work of the step under a sharding.
 
-        A model that runs in a half type under autocast alone is computed so under FSDP, too. ``compile``: its tensors live
-        as under ``torch.compile``.
+        FSDP computes an autocast model in its half type throughout, for which the step is traced again the first time; a
+        model that does not run so is taken as it is. ``compile``: its tensors live as under ``torch.compile``.
         """
         if compile and not self.compile:
             eager = self.under(sharding)
@@ -113,7 +119,7 @@ class WorkCurve:
         if not self._gathered:
             try:
                 self._gathered.append(self.gathered())
-            except InputError:
+            except InputError:  # it runs in the half type under autocast alone
                 self._gathered.append(self)
         return self._gathered[0]
 
@@ -143,8 +149,9 @@ class WorkCurve:
     ) -> Held | None:
         """Return the bytes of tensors that one process holds at every place of the program; no workspace of kernels.
 
-        None: ``batch_size`` is larger than any at which the step was traced. Raises InputError for checkpointing of a
-        model without a list of blocks.
+        ``saved_ops``: one kind of checkpointing for every block, or the products that each checkpointed block saves. None:
+        ``batch_size`` is larger than any at which the step was traced. Raises InputError for checkpointing of a model without
+        a list of blocks.
         """
         if self.traced.largest is not None and batch_size > self.traced.largest:
             return None
@@ -157,16 +164,23 @@ class WorkCurve:
     def least(
         self, batch_size: int, sharding: Sharding, optimizer: str, saved_ops: SavedOps, peak_bytes: float
     ) -> float:
-        """Return the least peak of a step that holds ``peak_bytes`` as it is: compiled as a whole it may hold less."""
+        """Return the least peak in bytes of a step that holds ``peak_bytes`` with its blocks compiled one by one.
+
+        Compiled as a whole it may hold less; which of the two a trainer does is not known. A curve that is not compiled by
+        blocks has no other peak.
+        """
         held = self._compiled[0].held(batch_size, sharding, optimizer, saved_ops) if self.compile == "blocks" else None
         return peak_bytes if held is None else min(peak_bytes, held.peak().total_bytes)
 
     def workspace_bytes(self, batch_size: int) -> float:
-        """Return what cuDNN may take beside the tensors: :meth:`TensorLifetimes.workspace_bytes`."""
+        """Return the bytes that cuDNN may take beside the tensors: :meth:`TensorLifetimes.workspace_bytes`."""
         return self.lifetimes(batch_size).workspace_bytes(self.scaled(batch_size))
 
     def scaled(self, batch_size: int) -> int | None:
-        """Return the argument of :meth:`TensorLifetimes.sizes` for a batch size; None: its lifetimes need no scaling."""
+        """Return the argument of :meth:`TensorLifetimes.sizes` for a batch size.
+
+        None: the lifetimes are of a trace at that very size, and need no scaling.
+        """
         return batch_size if self.lifetimes(batch_size).traced is self.traced else None
 
     def peak(
@@ -177,13 +191,19 @@ class WorkCurve:
         return None if held is None else held.peak()
 
     def timed(self, batch_size: int, model: CostModel, setting: Setting) -> Graph:
-        """Return the graph of a pass at a batch size with the model's times. Raises InputError as :meth:`TracedStep.at`."""
+        """Return the graph of one pass at a batch size, with the cost model's times.
+
+        Raises InputError where the step does not run at it, as :meth:`TracedStep.at` does.
+        """
         return timed_step(self.traced.at(batch_size), model, setting)
 
     def step_time(
         self, graph: Graph, program: Program, model: CostModel, setting: Setting, placement: Placement, batch_size: int
     ) -> StepSeconds:
-        """Return the time of a step whose passes are those of a timed ``graph`` and its ``program``."""
+        """Return the time of a step whose passes are those of a timed ``graph`` and its ``program``.
+
+        ``model`` and ``batch_size`` are for the curves of parallel layouts, which need them.
+        """
         sharding = setting.sharded(placement.num_replicas)
         update_s = own_update_s(graph, sharding)
         sums_s = (setting.accumulation - 1) * own_sum_s(graph, sharding)
@@ -205,14 +225,16 @@ class WorkCurve:
 def measure_work(
     build: Callable[[], TrainingStep], numerics: Numerics = AS_DEFAULT, like: TracedStep | None = None
 ) -> WorkCurve:
-    """Return the work of the training step that ``build`` makes; ``like`` as of :func:`trace_any_batch`.
+    """Return the work of the training step that ``build`` makes, which is traced in the given numerics.
 
-    Raises InputError when it cannot be traced.
+    ``like``: an earlier trace of the step in other numerics, as of :func:`trace_any_batch`. Raises InputError when the step
+    cannot be traced.
     """
     build = cache(build)
     traced = trace_any_batch(build, mode="training", numerics=numerics, like=like)
 
     def again(**changed: Any) -> WorkCurve:
+        """Return the work of the same step with some of its numerics changed."""
         return measure_work(build, replace(numerics, **changed), traced)
 
     eighth = partial(again, precision="fp8") if numerics.precision == "bf16" else None
@@ -239,7 +261,7 @@ class ParallelDegrees:
     pipeline: int = 1
     """GPUs that have some of the blocks each."""
     sequence: bool = False
-    """Whether those of ``tensor`` also share the tokens of what they do not share otherwise."""
+    """Whether the GPUs of ``tensor`` also divide by tokens what lies between the products that they share."""
     virtual: int = 1
     """Stages of each GPU of a pipeline; several are interleaved."""
 
@@ -259,6 +281,7 @@ class Placement:
     """Of one replica."""
 
     def __post_init__(self) -> None:
+        """Raise InputError for nodes without a GPU of the job."""
         if not 1 <= self.num_nodes <= self.num_replicas * self.gpus:
             text = f"{self.num_replicas} replicas on {self.num_nodes} nodes"
             raise InputError("--replicas", text, "every node holds at least one replica")
@@ -274,13 +297,14 @@ class Setting:
     """Passes in a step."""
     compile: bool = False
     sharding: str | Sharding = "ddp"
-    """Of any number of replicas by a text for :meth:`Sharding.named`, or of so many; one replica is never sharded."""
+    """A text for :meth:`Sharding.named`, which says it for any number of replicas (one is never sharded), or the sharding of
+    one number of them."""
     checkpointing: str = "none"
     """Of every block (none, selective, full), or the budget in bytes of a step's tensors, such as 40GiB."""
     layout: ParallelDegrees = ParallelDegrees()
 
     def sharded(self, replicas: int) -> Sharding:
-        """Return how ``replicas`` share the step's state."""
+        """Return how so many replicas share the step's parameters, gradients and optimizer state."""
         sharding = self.sharding
         if not isinstance(sharding, Sharding):
             sharding = Sharding.named(sharding if replicas > 1 else "none", replicas)
@@ -288,7 +312,7 @@ class Setting:
 
     @property
     def budget_bytes(self) -> float | None:
-        """Return the budget of a step's tensors; None: ``checkpointing`` names one kind for all blocks."""
+        """Return the budget of a step's tensors in bytes; None: ``checkpointing`` names one kind for all blocks."""
         if self.checkpointing in get_args(Checkpointing):
             return None
         return parse_bytes(self.checkpointing, "--checkpointing")
@@ -300,10 +324,11 @@ class Setting:
         return next((kind for kind in kinds if kind == self.checkpointing), "full")
 
     def __post_init__(self) -> None:
+        """Raise InputError for unknown texts of checkpointing, sharding and optimizer."""
         if not any(sign.isdigit() for sign in self.checkpointing) and self.checkpointing not in get_args(Checkpointing):
             suggestion = did_you_mean(self.checkpointing, (*get_args(Checkpointing), "40GiB"))
             raise InputError("--checkpointing", f"unknown {self.checkpointing!r}", suggestion)
-        _ = self.budget_bytes
+        _ = self.budget_bytes  # raises for a text that is no size
         if isinstance(self.sharding, str):
             shard = self.sharding.partition(":")[2]
             Sharding.named(self.sharding, int(shard) if shard.isdecimal() else 1)  # one replica is checked, too
@@ -334,11 +359,11 @@ def predict_on(
     for model, setting in model_settings:
         placements = [
             Placement(
-                num_nodes=math.ceil(n * setting.layout.gpus / setting.fabric.gpus_per_node),
-                num_replicas=n,
+                num_nodes=math.ceil(replica_count * setting.layout.gpus / setting.fabric.gpus_per_node),
+                num_replicas=replica_count,
                 gpus=setting.layout.gpus,
             )
-            for n in replicas
+            for replica_count in replicas
         ]
         sizes = batch_sizes or _fitting_sizes(curve, model, setting, max(replicas))
         predicted = predict(curve, model, setting, sizes, placements, source)
@@ -355,7 +380,9 @@ def predict_on(
             price_per_hour=model.device.price_per_hour,
             error=model.residuals,
             link_bytes_per_s=setting.fabric.inside.bytes_per_s,
-            memory=timeline(curve, model, setting, max(fitting_rows, key=lambda row: row.samples_per_s))
+            memory=timeline(
+                curve, model, setting, max(fitting_rows, key=lambda row: row.samples_per_s)
+            )  # the fastest row
             if fitting_rows
             else None,
         )
@@ -376,7 +403,10 @@ def predict_on(
 
 
 def _fitting_sizes(curve: WorkCurve, model: CostModel, setting: Setting, replicas: int) -> tuple[int, ...]:
-    """Return 1, 2, 4, ... up to the memory limit. Raises Infeasible when one sample does not fit."""
+    """Return the local batch sizes 1, 2, 4, ... up to the memory limit, those at which the step runs.
+
+    Raises Infeasible when one sample does not fit; its message names the least change of options that helps.
+    """
     limit = memory_limit_batch(curve, model.device, setting, replicas)
     sharding = setting.sharded(replicas)
     if limit < 1 and setting.budget_bytes:
@@ -398,17 +428,19 @@ def _fitting_sizes(curve: WorkCurve, model: CostModel, setting: Setting, replica
 def remedy(curve: WorkCurve, device: Device, setting: Setting, replicas: int) -> str:
     """Return the least change of options by which one sample fits a device, with its largest batch; "": no change helps.
 
-    Changes are tried by number of replicas, then by kind of sharding, then by checkpointing, the least first.
+    Changes are tried by number of replicas, then by kind of sharding, then by checkpointing, the least first. ``replicas``:
+    the number of them on which no sample fits. The result reads like "with --sharding fsdp a local batch of 4 does".
     """
     checkpointings: list[Checkpointing] = ["none", "selective", "full"]
     checkpointings = checkpointings[checkpointings.index(setting.uniform) :] if curve.lifetimes(1).blocks else ["none"]
-    replica_counts = [replicas, *(2**power for power in range(1, 11) if 2**power > replicas)]
+    replica_counts = [replicas, *(2**power for power in range(1, 11) if 2**power > replicas)]  # up to 1,024
     for replica_count in replica_counts:
-        sharding_kinds = (
-            [setting.sharding, "zero1", "fsdp"]
-            if replica_count == replicas > 1
-            else [setting.sharding if replica_count == 1 else "fsdp"]
-        )
+        if replica_count == 1:
+            sharding_kinds = [setting.sharding]
+        elif replica_count == replicas:
+            sharding_kinds = [setting.sharding, "zero1", "fsdp"]
+        else:
+            sharding_kinds = ["fsdp"]
         for sharding_kind in dict.fromkeys(sharding_kinds):
             for checkpointing in checkpointings:
                 if (replica_count, sharding_kind, checkpointing) == (replicas, setting.sharding, setting.uniform):
@@ -432,10 +464,10 @@ def predict(
 ) -> list[PredictedRow]:
     """Return one prediction per placement and local batch size, placements outermost. O(ops log ops) per batch size.
 
-    Raises InputError for a batch size at which the step cannot be traced, and Infeasible for a budget of memory that no
-    choice of checkpointing keeps.
+    ``source``: the model's name, for the rows. Raises InputError for a batch size at which the step cannot be traced, and
+    Infeasible for a budget of memory that no choice of checkpointing keeps.
     """
-    timed: dict[tuple[int, bool], Graph] = {}
+    timed: dict[tuple[int, bool], Graph] = {}  # by batch size, and whether parameters are gathered
     recomputed_steps: dict[tuple[int, Sharding], _RecomputedStep] = {}
     rows = []
     for placement in placements:
@@ -445,6 +477,7 @@ def predict(
             if (size, sharding.gathers) not in timed:
                 timed[size, sharding.gathers] = work.timed(size, model, setting)
             if (size, sharding) not in recomputed_steps:
+                # Without a budget, what is recomputed depends on whether parameters are gathered alone.
                 same_size_step = next(
                     (
                         step
@@ -498,9 +531,10 @@ def _recompute_step(
 def _choose_saved_ops(
     curve: WorkCurve, model: CostModel, setting: Setting, sharding: Sharding, seconds: Array, size: int
 ) -> CheckpointingChoice:
-    """Return the cheapest choice of saved ops under the setting's budget of memory; ``seconds`` (nodes,) of the places.
+    """Return the cheapest choice of saved ops under the setting's budget of memory, at local batch ``size``.
 
-    A choice for which the device's allocator finds no room is made again for a smaller budget.
+    ``seconds`` (nodes,): of the program's places. A choice for which the device's allocator finds no room, because its
+    segments take more than the tensors, is made again for a smaller budget. Raises Infeasible if no choice fits.
     """
     from ddltool.analyzers.step.costs.checkpointing import cheapest  # it loads a solver
 
@@ -530,7 +564,10 @@ def _predict_row(
     size: int,
     source: str,
 ) -> PredictedRow:
-    """Return the predicted time, throughput, memory and price of one placement at local batch ``size``."""
+    """Return the predicted time, throughput, memory and price of one placement at local batch ``size``.
+
+    ``step``: the timed step with its recomputation. ``source``: the model's name.
+    """
     graph, program = step.graph, step.program
     sharding = setting.sharded(placement.num_replicas)
     host_share = float(graph.meta.get("host_share") or 0.0)
@@ -594,7 +631,8 @@ def step_of(program: Program, setting: Setting, placement: Placement, sharding: 
 def own_update_s(graph: Graph, sharding: Sharding) -> float:
     """Return the seconds in which a process updates its shard, from the ``meta`` of a graph.
 
-    The host's share per tensor stays whole if every tensor is sharded (fsdp), and shrinks if tensors are shared out (zero1).
+    The host's time per tensor stays whole if every process has a part of every tensor (fsdp), and is divided if each has some
+    of the tensors (zero1).
     """
     whole_s, host_s = (float(graph.meta.get(name) or 0.0) for name in ("update_s", "update_host_s"))
     return host_s + (whole_s - host_s) / sharding.shard if sharding.gathers else whole_s / sharding.shard
@@ -640,7 +678,10 @@ def usable_bytes(device: Device) -> float:
 
 
 def _synchronized_pass_s(program: Program, setting: Setting, placement: Placement, sharding: Sharding) -> float:
-    """Return the seconds of a pass that communicates: forward, backward, and the collectives that outlast them."""
+    """Return the seconds of a pass that communicates: forward, backward, and the collectives that outlast them.
+
+    With one replica nothing is communicated. Raises InputError for several replicas that never exchange anything (none).
+    """
     if placement.num_replicas == 1:
         return program.compute_s
     if not sharding.gathers:
@@ -694,6 +735,7 @@ def memory_limit_batch(curve: WorkCurve, device: Device, setting: Setting, num_r
     curve = curve.under(sharding, setting.compile)
 
     def fits(size: int) -> bool:
+        """Return whether a local batch keeps the budget and finds room in the device's allocator."""
         memory = curve.held(size, sharding, setting.optimizer, setting.uniform)
         if memory is None or memory.peak().total_bytes > min(available_bytes, setting.budget_bytes or available_bytes):
             return False
@@ -703,7 +745,7 @@ def memory_limit_batch(curve: WorkCurve, device: Device, setting: Setting, num_r
     if not fits(1):
         return 0
     fitting_size, larger_size = 1, 2
-    while fits(larger_size) and larger_size < 2**40:
+    while fits(larger_size) and larger_size < _LARGEST_BATCH:
         fitting_size, larger_size = larger_size, 2 * larger_size
     while larger_size - fitting_size > 1:
         middle_size = (fitting_size + larger_size) // 2
@@ -726,14 +768,15 @@ def timeline(curve: WorkCurve, model: CostModel, setting: Setting, row: Predicte
     end_s = lifetimes.clock(Recomputation(lifetimes, saved_ops), curve.timed(size, model, setting))
     bytes_by_part, total_bytes = held.curves(), held.peak().curve
     span_index = np.minimum((_MOMENTS * end_s / max(end_s[-1], 1e-30)).astype(np.int64), _MOMENTS - 1)
-    order = np.lexsort((total_bytes, span_index))
-    fullest_places = np.sort(order[np.append(np.diff(span_index[order]) > 0, True)])
-    fullest_bytes = {part: curve[fullest_places] for part, curve in bytes_by_part.items()}
+    order = np.lexsort((total_bytes, span_index))  # by span, and by bytes within a span
+    is_last_of_span = np.append(np.diff(span_index[order]) > 0, True)
+    fullest_places = np.sort(order[is_last_of_span])
+    fullest_bytes = {part: part_bytes[fullest_places] for part, part_bytes in bytes_by_part.items()}
     return MemoryTimeline(
         num_replicas=row.num_replicas,
         local_batch_size=size,
         time_s=end_s[fullest_places].tolist(),
-        parts={part: np.maximum(curve, 0.0).tolist() for part, curve in fullest_bytes.items() if curve.any()},
+        parts={part: np.maximum(held, 0.0).tolist() for part, held in fullest_bytes.items() if held.any()},
     )
 
 
@@ -744,9 +787,10 @@ def work_of(
     lora: int | None = None,
     attention: str | None = None,
 ) -> WorkCurve:
-    """Return the work of SOURCE's training step at any batch size; ``lora``: of adapters of this rank alone.
+    """Return the work of SOURCE's training step at any batch size.
 
-    ``attention``: eager, sdpa, or flash: sdpa by the kernel that takes 16-bit numbers alone.
+    ``sequence_length``: tokens of a sample; None: as the source says. ``lora``: the rank of adapters, which alone are then
+    trained; None: the whole model is. ``attention``: eager, sdpa, or flash (sdpa by the kernel for 16-bit numbers alone).
 
     Raises InputError for a graph or ONNX file, and for a library's model of which the example inputs miss a part.
     """
@@ -755,6 +799,7 @@ def work_of(
         raise InputError(str(source), "holds one batch size only and cannot be traced at others", remedy)
 
     def build() -> TrainingStep:
+        """Return the source's step, with adapters if they are asked for."""
         step = resolve_step(source, sequence_length, "sdpa" if attention == "flash" else attention)
         return step if lora is None else with_lora(step, lora, numerics)
 
@@ -765,7 +810,10 @@ def work_of(
 
 
 def predicted_profile(result: PredictResult) -> pd.DataFrame:
-    """Return the predicted rows as a table of measured ones; columns without any value are left out."""
+    """Return the predicted rows in the columns of a table of measured ones, each with its ``settings`` in words.
+
+    Columns without any value are left out, and so are those of parallel layouts if every replica is one GPU.
+    """
     assumptions = result.assumptions
     layout_label = ", channels_last" if assumptions.channels_last else ""
     compile_label = ", compiled" if assumptions.compile else ""

@@ -23,7 +23,9 @@ from ddltool.graph import COMPUTE, Graph, Recorded
 from ddltool.graph_results import MemoryTimeline, PredictedDevice, PredictedRow, PredictionAssumptions, PredictResult
 from ddltool.precision import precision_of
 
+# Moments of a timeline of memory: as many as a picture can show.
 _MOMENTS = 160
+# What the op types of collectives begin with, such as c10d.all_reduce.
 _COLLECTIVE = "c10d."
 
 
@@ -45,7 +47,13 @@ class StreamedStep:
 
 
 def predict_recorded(graph: Graph, model_fabrics: Sequence[tuple[CostModel, Fabric]], source: str) -> PredictResult:
-    """Return a recorded step's predicted row on each device. ``graph.recorded`` must be there."""
+    """Return a recorded step's predicted row on each device, with the assumptions and each device's memory over time.
+
+    Args:
+        graph: a step as a script ran it; ``graph.recorded`` must be there.
+        model_fabrics: by device its cost model, and how such devices are joined.
+        source: the name of the script, for the rows.
+    """
     rows, devices = [], {}
     recorded = graph.recorded
     assert recorded is not None
@@ -82,7 +90,10 @@ def predict_recorded(graph: Graph, model_fabrics: Sequence[tuple[CostModel, Fabr
 
 
 def simulate_streams(graph: Graph, model: CostModel, fabric: Fabric) -> StreamedStep:
-    """Return the times of a recorded step's ops on a device. O(ops + edges)."""
+    """Return the times of a recorded step's compute ops on a device, collectives among them. O(ops + edges).
+
+    The step is played twice: as it is, and with collectives that take no time, to tell what they cost.
+    """
     recorded = graph.recorded
     assert recorded is not None
     timed = time_step(graph, model.device, model.constants)
@@ -105,7 +116,10 @@ def simulate_streams(graph: Graph, model: CostModel, fabric: Fabric) -> Streamed
 
 
 def collective_s(name: str, size_bytes: float, ranks: Sequence[int], fabric: Fabric) -> float:
-    """Return the seconds of a collective over ranks that fill nodes in their order."""
+    """Return the seconds of a collective of ``size_bytes`` over ranks that fill nodes in the order of their numbers.
+
+    ``name``: as in op types, such as all_reduce. A single rank exchanges nothing.
+    """
     if len(ranks) < 2:
         return 0.0
     nodes = len({rank // fabric.gpus_per_node for rank in ranks})
@@ -125,31 +139,45 @@ def _play(
     issue_s: NDArray[np.float64],
     waits: Sequence[int],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
-    """Return start and end of every compute op, and when the host has issued the last."""
+    """Play a step, and return (c,) the start and (c,) the end of every compute op, and when the host is done, in seconds.
+
+    Args:
+        graph: its ``resource`` is the stream of each op.
+        positions: (c,) the indices of the graph's compute ops, in the order in which the host issues them.
+        seconds: (c,) of each op on the device.
+        issue_s: (c,) of each op on the host.
+        waits: places among ``positions`` after which the host waits until all streams are idle.
+    """
     place_of = np.full(len(graph), -1, dtype=np.int64)
     place_of[positions] = np.arange(len(positions))
     starts, ends = np.zeros(len(positions)), np.zeros(len(positions))
-    free: dict[int, float] = {}
-    waited = set(waits)
+    stream_free_s: dict[int, float] = {}
+    host_waits = set(waits)
     host_s = 0.0
     for place, position in enumerate(positions.tolist()):
         host_s += float(issue_s[place])
-        resource = int(graph.resource[position])
-        start_s = max(free.get(resource, 0.0), host_s if seconds[place] > 0 else 0.0)
+        stream = int(graph.resource[position])
+        start_s = max(stream_free_s.get(stream, 0.0), host_s if seconds[place] > 0 else 0.0)
         for source in graph.inputs_of(position).tolist():
-            if (before := place_of[source]) >= 0 and graph.resource[source] != resource:
-                start_s = max(start_s, ends[before])
+            if (source_place := place_of[source]) >= 0 and graph.resource[source] != stream:
+                start_s = max(start_s, ends[source_place])
         starts[place] = start_s
-        ends[place] = free[resource] = start_s + float(seconds[place])
-        if place in waited:
-            host_s = max(host_s, max(free.values()))
+        ends[place] = stream_free_s[stream] = start_s + float(seconds[place])
+        if place in host_waits:
+            host_s = max(host_s, max(stream_free_s.values()))
     return starts, ends, host_s
 
 
 def _predict_row(
     graph: Graph, recorded: Recorded, model: CostModel, fabric: Fabric, source: str
 ) -> tuple[PredictedRow, MemoryTimeline]:
-    run, recorded = (compiled(graph), compiled_storages(graph, recorded)) if recorded.compiled else (graph, recorded)
+    """Return the predicted time, throughput, memory and price of a recorded step on one device, and its memory over time.
+
+    A step that was recorded under ``torch.compile`` is predicted with its fused kernels and without what they do not write.
+    """
+    run = graph
+    if recorded.compiled:
+        run, recorded = compiled(graph), compiled_storages(graph, recorded)
     step = simulate_streams(run, model, fabric)
     timed = time_step(run, model.device, model.constants)
     low_s, high_s = model.interval(
@@ -162,6 +190,7 @@ def _predict_row(
     held = recorded.held_bytes(int((graph.kind == COMPUTE).sum()))
     peak_bytes = float(held.max(initial=0.0))
     limited = _reserved(recorded, len(held), usable_bytes(model.device))
+    # A step that does not fit is reported with what it would reserve of an unlimited device.
     reserved = limited if limited is not None else _reserved(recorded, len(held)) or 0
     low_bytes, high_bytes = memory_range(peak_bytes, reserved, Sharding.named("none", 1), replicas, 0.0)
     row = PredictedRow(
@@ -192,7 +221,10 @@ def _predict_row(
 
 
 def _reserved(recorded: Recorded, places: int, limit_bytes: float = math.inf) -> int | None:
-    """Return the bytes of segments that the allocator reserves for the storages; None: more than the limit."""
+    """Return the bytes of segments that torch's allocator reserves for a recorded step's storages; None: over the limit.
+
+    ``places``: how many the step has. Storages that were there before the step and outlive it are allocated once.
+    """
     start, end, size = recorded.lives(places)
     lasts = np.array(
         [made < 0 and freed is None for made, freed in zip(recorded.made, recorded.freed, strict=True)], dtype=bool
@@ -203,12 +235,16 @@ def _reserved(recorded: Recorded, places: int, limit_bytes: float = math.inf) ->
 
 
 def _timeline(recorded: Recorded, step: StreamedStep, row: PredictedRow) -> MemoryTimeline:
-    """Return the bytes by part at the fullest moment of each of ``_MOMENTS`` equal spans of the step."""
+    """Return the bytes by part at the fullest moment of each of ``_MOMENTS`` equal spans of the step.
+
+    ``row``: the step's prediction, whose replicas and batch size the timeline names.
+    """
     places = len(step.end_s)
     total_bytes, at_s = recorded.held_bytes(places), np.maximum.accumulate(step.end_s)
     span = np.minimum((_MOMENTS * at_s / max(step.step_s, 1e-30)).astype(np.int64), _MOMENTS - 1)
-    order = np.lexsort((total_bytes, span))
-    fullest = np.sort(order[np.append(np.diff(span[order]) > 0, True)])
+    order = np.lexsort((total_bytes, span))  # by span, and by bytes within a span
+    is_last_of_span = np.append(np.diff(span[order]) > 0, True)
+    fullest = np.sort(order[is_last_of_span])
     parts = {
         part: np.maximum(recorded.held_bytes(places, part)[fullest], 0.0) for part in dict.fromkeys(recorded.parts)
     }

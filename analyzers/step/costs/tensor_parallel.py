@@ -40,7 +40,7 @@ from ddltool.analyzers.step.tracing.torch_adapter import TracedStep
 from ddltool.errors import InputError
 from ddltool.graph import RECV, SEND
 
-# Products, by the places of their factors.
+# Products, and which of their arguments are the two factors.
 _FACTORS = {
     "mm": (0, 1),
     "_scaled_mm": (0, 1),
@@ -50,7 +50,7 @@ _FACTORS = {
     "baddbmm": (1, 2),
 }
 _BATCHED = names_in("bmm baddbmm")
-# What gives on the tensor that it gets: a view, or a copy of it.
+# Ops that pass on the tensor that they get: a view, or a copy of it.
 _PASSING = names_in(
     "t transpose permute view _unsafe_view reshape expand unsqueeze squeeze _to_copy to_float8 clone detach alias slice"
 )
@@ -60,14 +60,15 @@ _NEEDS_WHOLE = names_in(
     "cumsum linalg_vector_norm norm"
 )
 _ADDED = names_in("add add_")
-# What is linear in a tensor of rows: sums over experts come before the exchange. Of scaling that counts in the forward pass
-# alone, for a norm's backward pass is linear, too, and stands behind the exchange.
+# Ops that are linear in a tensor of rows, so that they may run on partial sums: sums over experts come before the exchange.
+# Scaling counts as one in the forward pass alone: a norm's backward pass is linear, too, but comes after the exchange.
 _LINEAR = names_in("index index_put _unsafe_index_put index_add scatter_add gather index_select")
 _LINEAR_FORWARD = names_in("mul div sum")
-# Cut along whichever dimension is longest: of an op whose cost depends on the number of elements alone.
+# In the place of a dimension's index: cut along whichever is longest. For ops whose cost depends on the number of elements
+# alone.
 _LONGEST = -99
 # A loss divided by the vocabulary exchanges of every token its largest logit, the label's, and the sum of exponentials.
-_LOSS_EXCHANGES, _LOSS_WIDTH = 3, 4
+_LOSS_EXCHANGES = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +80,7 @@ class TensorExchange:
     tensor: Sized
     """What is reduced, at the traced batch size."""
     whole: bool = False
-    """Whether all ranks need the sum at once: an all-reduce also under sequence parallelism."""
+    """Whether every rank needs the whole sum: the exchange is then an all-reduce under sequence parallelism, too."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -93,17 +94,17 @@ class Rank:
     """By the address of a torch storage, the share of it that the rank holds, where that is less than all."""
 
     def exchanged_bytes(self, batch_size: int) -> list[float]:
-        """Return the bytes of each exchange at a batch size."""
+        """Return the bytes of the tensor of each exchange, in their order, at a batch size."""
         scale = self.traced.scale(batch_size) or AS_TRACED
         return [scale.bytes([exchange.tensor]) for exchange in self.exchanges]
 
 
 def rank_of(traced: TracedStep, blocks: Sequence[ModelBlock], ranks: int, *, sequence: bool = False) -> Rank:
-    """Return the step of one of ``ranks`` that share a traced training step. O(nodes) for each kind of product not split.
+    """Return the step of one of ``ranks`` that share a traced training step by tensor parallelism.
 
     ``blocks``: those of the step's lifetimes. ``sequence``: whether what lies between the chains is divided by tokens. Raises
     InputError for a step without blocks, without a product that can be split, and for ranks that do not divide its heads or
-    the width of a product.
+    the width of a product. O(nodes), again for every time that products turn out not to begin a chain.
     """
     if not blocks:
         problem = f"{traced.graph.name} has no list of blocks that run one after another"
@@ -112,30 +113,36 @@ def rank_of(traced: TracedStep, blocks: Sequence[ModelBlock], ranks: int, *, seq
 
 
 class _Divider:
-    """Finds what of a step is divided, and writes the rank's step."""
+    """Finds which tensors of a step are divided among the ranks, and makes one rank's step of it."""
 
     def __init__(self, traced: TracedStep, blocks: Sequence[ModelBlock], ranks: int, sequence: bool) -> None:
+        """Note where the backward pass begins and in which block each node runs; nothing is divided yet."""
         self.traced, self.ranks, self.sequence = traced, ranks, sequence
         self.nodes: list[Node] = list(traced.program.nodes)
         self.names = {node: name for name, node in traced.nodes.items()}
         starts = (place for place, node in enumerate(self.nodes) if self.names.get(node, "").startswith("backward"))
         self.backward = next(starts, len(self.nodes))
+        """The index of the first node of the backward pass."""
         self.parameters = {node: name for name, node in traced.parameters.items()}
         self.place_of = {node: place for place, node in enumerate(self.nodes)}
         self.block_at = [-1] * len(self.nodes)
+        """By node the number of the block in whose forward pass it runs; -1: in none."""
         for number, block in enumerate(blocks):
             self.block_at[block.first : block.last + 1] = [number] * (block.last + 1 - block.first)
         self.head_from = max(block.last for block in blocks)
+        """The index of the last node of all blocks' forward passes, which the head follows."""
         self.split: dict[Node, str] = {}
-        """Weights that are divided, and how: by rows, columns, vocabulary."""
+        """Weights and biases that are divided, and how: by "rows", "columns" or "vocabulary"."""
         self.widths: dict[str, int] = {}
-        """What the ranks have to divide, in words."""
+        """Numbers that the ranks have to divide, by what they count, such as "heads of attention"."""
         self.divided: set[Node] = set()
+        """Nodes of whose tensor each rank holds a part."""
         self.partial: set[Node] = set()
+        """Nodes of which each rank holds a summand in the tensor's whole shape."""
         self.exchanges: list[TensorExchange] = []
 
     def rank(self) -> Rank:
-        """Return the rank's step."""
+        """Return the rank's step. To be called once. Raises InputError where the ranks do not divide what they have to."""
         self._split_weights()
         for words, width in self.widths.items():
             if width % self.ranks:
@@ -148,7 +155,11 @@ class _Divider:
     # Which weights are split ------------------------------------------------------------------------------------------
 
     def _split_weights(self) -> None:
-        """Find the weights that are split; products that cannot begin a chain are left whole, and the rest is tried again."""
+        """Decide which weights are split: fill ``split``, and ``widths`` with what the ranks then have to divide.
+
+        A product that turns out not to begin a chain is left whole, which may change what the others are: all is tried again
+        without it, until no product fails. Raises InputError if no product is left.
+        """
         whole: set[Node] = set()
         while failed := self._try_chains(whole):
             whole |= failed
@@ -157,50 +168,59 @@ class _Divider:
         self._split_vocabulary()
 
     def _try_chains(self, whole: set[Node]) -> set[Node]:
-        """Split the weights of all chains but those that ``whole`` products would begin; return more products that begin none.
+        """Split the weights of all chains but those that the products ``whole`` would begin.
 
-        ``begun`` holds of each node the products of open chains that it comes from, ``flat`` those of which it still has the
-        width in its last dimension.
+        A chain is a product split by columns, the ops on its divided result, and the product split by rows that ends it.
+        Return the further products that cannot begin one: no product of the same block ends it, or something in between
+        needs the whole width.
         """
         self.split.clear()
         self.widths.clear()
         none: frozenset[Node] = frozenset()
-        begun: dict[Node, frozenset[Node]] = {}
-        flat: dict[Node, frozenset[Node]] = {}
-        closed: set[Node] = set()
+        open_chains: dict[Node, frozenset[Node]] = {}
+        """By node the products that begin the open chains that it comes from."""
+        in_last_dimension: dict[Node, frozenset[Node]] = {}
+        """By node those of these products whose divided width is still its last dimension."""
+        ended_chains: set[Node] = set()
         failed: set[Node] = set()
         for place, node in enumerate(self.nodes[: self.backward]):
-            chains = none.union(*(begun.get(source, none) for source in node.all_input_nodes))
+            chains = none.union(*(open_chains.get(source, none) for source in node.all_input_nodes))
+            # A chain must end within its block.
             failed |= {product for product in chains if self.block_at[self.place_of[product]] != self.block_at[place]}
             factors = _factors(node)
             weight = self._weight_of(node) if self.block_at[place] >= 0 else None
             if factors and weight is not None:
-                ended = begun.get(factors[0], none)
-                closed |= ended
-                if ended or node not in whole:
-                    self._split_product(node, weight, "rows" if ended else "columns")
-                if not ended and node not in whole:
-                    begun[node] = flat[node] = frozenset((node,))
+                ends_here = open_chains.get(factors[0], none)
+                ended_chains |= ends_here
+                if ends_here or node not in whole:
+                    self._split_product(node, weight, "rows" if ends_here else "columns")
+                if not ends_here and node not in whole:
+                    open_chains[node] = in_last_dimension[node] = frozenset((node,))
                 continue
             if not chains:
                 continue
-            begun[node] = chains
-            kept = none.union(*(flat.get(source, none) for source in node.all_input_nodes if _keeps_last(source, node)))
+            open_chains[node] = chains
+            keeping_sources = [source for source in node.all_input_nodes if _keeps_last(source, node)]
+            kept = none.union(*(in_last_dimension.get(source, none) for source in keeping_sources))
             if base_name(node.target) in _NEEDS_WHOLE:
                 failed |= kept
             if _is_attention(node):
                 self._note_heads(node, chains)
-                if not all(begun.get(source) for source in factors or node.all_input_nodes[:3]):
+                if not all(open_chains.get(source) for source in factors or node.all_input_nodes[:3]):
                     failed |= chains  # of queries, keys and values some are whole, and so all heads are
             else:
-                flat[node] = kept
+                in_last_dimension[node] = kept
             for source in node.all_input_nodes:  # the bias of a split product, added by itself
                 if kept and source in self.parameters and value_of(source).dim() == 1:
                     self.split.setdefault(source, "columns")
-        return (failed | {product for chains in begun.values() for product in chains if product not in closed}) - whole
+        never_ended = {product for chains in open_chains.values() for product in chains} - ended_chains
+        return (failed | never_ended) - whole
 
     def _split_product(self, node: Node, weight: Node, how: str) -> None:
-        """Split a product's weight; a bias is split where the product's columns are."""
+        """Note that a product's weight is split by "rows", "columns" or "vocabulary", and its bias unless by rows.
+
+        The width of a product split by columns has to be divided by the ranks.
+        """
         self.split[weight] = how
         if how == "rows":
             return
@@ -210,8 +230,11 @@ class _Divider:
             self.widths[f"columns of {module}"] = _width(node)
 
     def _split_vocabulary(self) -> None:
-        """Divide the largest embedding outside the blocks, and the product after them with a logit for each of its rows."""
-        rows = {
+        """Divide the largest embedding outside the blocks, and the head: the product after them with a logit for each row.
+
+        Nothing is divided in a model without such an embedding.
+        """
+        rows = {  # by embedding table
             node.all_input_nodes[0]: int(value_of(node.all_input_nodes[0]).shape[0])
             for place, node in enumerate(self.nodes[: self.backward])
             if base_name(node.target) == "embedding" and self.block_at[place] < 0
@@ -226,7 +249,11 @@ class _Divider:
                 self._split_product(node, weight, "vocabulary")
 
     def _note_heads(self, node: Node, products: Iterable[Node]) -> None:
-        """Note the heads of attention that the ranks have to divide: those of queries, and of keys and values if fewer."""
+        """Note the heads of attention that the ranks have to divide: those of queries, and of keys and values if fewer.
+
+        ``node``: an attention, or the product of queries and keys. ``products``: those that queries, keys and values come
+        from; one with fewer columns than heads times a head's width makes keys or values that several heads share.
+        """
         is_fused = base_name(node.target) not in _BATCHED
         shapes = [tuple(value_of(source).shape) for source in node.all_input_nodes[:3]]
         width = shapes[0][-1] if is_fused else min(min(shape[-2:]) for shape in shapes)
@@ -237,7 +264,10 @@ class _Divider:
                 self.widths["heads of keys and values"] = _width(product) // width
 
     def _weight_of(self, node: Node) -> Node | None:
-        """Return the parameter that a product multiplies its input with; None: it is no product, or multiplies two tensors."""
+        """Return the parameter that a node multiplies its input with, looked up through views and casts.
+
+        None: the node is no product, or multiplies two tensors of which neither is a parameter.
+        """
         factors = _factors(node)
         if not factors:
             return None
@@ -247,6 +277,7 @@ class _Divider:
         return weight if self.parameters.get(weight) else None
 
     def _is_bias(self, node: Node) -> bool:
+        """Return whether a node is a parameter of one dimension, or a view or cast of one."""
         while node.op == "call_function" and base_name(node.target) in _PASSING:
             node = node.all_input_nodes[0]
         return bool(self.parameters.get(node)) and value_of(node).dim() == 1
@@ -254,7 +285,10 @@ class _Divider:
     # What follows from them ----------------------------------------------------------------------------------------------
 
     def _divide(self) -> None:
-        """Follow the split weights through the program: what is divided, what is a partial sum, and where it is completed."""
+        """Follow the split weights through the program, and fill ``divided``, ``partial`` and ``exchanges``.
+
+        A partial sum is passed on as long as ops allow it; an exchange completes it before the first op that does not.
+        """
         self.divided |= set(self.split)
         whole_gradients = self._whole_gradients()
         vocabularies = {int(value_of(table).shape[0]) for table, how in self.split.items() if how == "vocabulary"}
@@ -298,14 +332,20 @@ class _Divider:
             self.divided.add(node)
 
     def _stays_partial(self, node: Node, parts: Sequence[Node]) -> bool:
-        """Return whether an op gives partial sums on: a view or cast of one, or the sum of several."""
+        """Return whether an op on partial sums gives a partial sum, so that no exchange is needed yet.
+
+        ``parts``: those of its inputs that are partial sums. Views, casts and linear ops do; so does the sum of several.
+        """
         name, is_forward = base_name(node.target), self.place_of[node] < self.backward
         if name in _ADDED:  # gradients that meet are summed before they are exchanged
             return len(parts) == len(node.all_input_nodes) or not is_forward
         return name in _PASSING or name in _LINEAR or (is_forward and name in _LINEAR_FORWARD)
 
     def _complete(self, node: Node, among: set[Node]) -> None:
-        """Exchange a tensor of ``among``, where its views began; from there on it is whole."""
+        """Exchange a tensor if it is in ``among`` (``divided`` or ``partial``), and take it and its views out: they are whole.
+
+        A view is not exchanged itself, but the tensor that it is a view of. Weights stay divided.
+        """
         if node not in among or node in self.split:
             return
         while base_name(node.target) in _PASSING and node.all_input_nodes[0] in among:
@@ -320,6 +360,7 @@ class _Divider:
 
     def _whole_gradients(self) -> set[Node]:
         """Return the products that make the gradients of weights that are not split."""
+        # By the address of a torch storage, the last node whose tensor lies in it.
         made_by = {
             tensor.untyped_storage()._cdata: node for node in self.nodes for tensor in tensors_of(value_of(node))
         }
@@ -338,25 +379,29 @@ class _Divider:
         return base_name(node.target) in _BATCHED and self._weight_of(node) is None
 
     def _exchange(self, node: Node) -> None:
+        """Add an exchange of a node's tensor, after the op that makes it."""
         maker = node
         while maker not in self.names:  # one of several results
             maker = maker.all_input_nodes[0]
         self.exchanges.append(TensorExchange(op=self.names[maker], tensor=_sized(tensors_of(value_of(node))[0])))
 
     def _exchange_loss(self, node: Node) -> None:
-        """Add the exchanges of a loss whose logits are divided: numbers for every token."""
+        """Add the exchanges of a loss whose logits are divided: of one float32 number for every token each."""
         tokens = value_of(node.all_input_nodes[0]).shape[:-1]
-        each = _sized(torch.empty(tokens, dtype=torch.float32, device="meta"))
-        self.exchanges += [TensorExchange(op=self.names[node], tensor=each, whole=True)] * _LOSS_EXCHANGES
+        number_each = _sized(torch.empty(tokens, dtype=torch.float32, device="meta"))
+        self.exchanges += [TensorExchange(op=self.names[node], tensor=number_each, whole=True)] * _LOSS_EXCHANGES
 
     # The rank's step -----------------------------------------------------------------------------------------------------
 
     def _traced(self) -> TracedStep:
-        """Return the traced step with the work, parameters and gradients that are left to the rank."""
+        """Return the traced step with the work, parameters and gradients that are left to the rank.
+
+        Each op's cost is that of its call with the tensors cut to the rank's part; ops whose tensors are whole keep theirs.
+        """
         graph, traced = self.traced.graph, self.traced
         distinct: dict[Issued, int] = {call: index for index, call in enumerate(traced.issued)}
         calls = dict(traced.calls)
-        known: dict[tuple[Any, ...], int] = {}
+        known: dict[tuple[Any, ...], int] = {}  # by whole call and cuts the index of the cut call: layers repeat
         for name, node in traced.nodes.items():
             cuts = self._cuts(node)
             if not any(cut is not None for cut in cuts.values()):
@@ -375,13 +420,16 @@ class _Divider:
         split = {self.parameters[node] for node in self.split if node in self.parameters}
         for op in np.flatnonzero((graph.kind == RECV) | (graph.kind == SEND)).tolist():
             if graph.parameter[op] in split:
-                work[1, op] /= self.ranks
+                work[1, op] /= self.ranks  # size_bytes
         flops, size_bytes, written_bytes = work
         divided = replace(graph, flops=flops, size_bytes=size_bytes, written_bytes=written_bytes, gemm=gemm)
         return replace(traced, graph=divided, issued=tuple(distinct), calls=calls, _traces={})
 
     def _cuts(self, node: Node) -> dict[Node, int | None]:
-        """Return of an op's inputs and of itself the dimension along which the rank has a part; None: all of it."""
+        """Return for an op's inputs and its output the dimension along which the rank has a part; None: it has all.
+
+        A dimension counts from the end in a product (-2: rows, -1: columns); :data:`_LONGEST` stands for any.
+        """
         tensors = [*node.all_input_nodes, node]
         factors = _factors(node)
         if factors and not self._is_batch_product(node):
@@ -402,11 +450,14 @@ class _Divider:
         }
 
     def _is_activation(self, node: Node) -> bool:
-        """Return whether a node is a tensor of the step's samples."""
+        """Return whether a node is what an op makes, of two dimensions or more: a tensor of the step's samples."""
         return node.op == "call_function" and any(tensor.dim() > 1 for tensor in tensors_of(value_of(node)))
 
     def _shares(self) -> dict[int, float]:
-        """Return the share of each torch storage that the rank holds, where that is less than all."""
+        """Return the share of a torch storage that the rank holds, by the storage's address, where that is less than all.
+
+        Under sequence parallelism that is also true of activations between the chains, but not of partial sums.
+        """
         shares: dict[int, float] = {}
         whole: set[int] = set()
         for node in self.nodes:
@@ -432,12 +483,13 @@ class _Divider:
 
 
 def _factors(node: Node) -> tuple[Node, Node] | None:
-    """Return the factors of a product, None for another op."""
+    """Return the two factors of a product, the input first and the weight second; None: the node is no product."""
     places = _FACTORS.get(base_name(node.target)) if isinstance(node.target, OpOverload) else None
     return (node.args[places[0]], node.args[places[1]]) if places else None  # type: ignore[return-value]
 
 
 def _is_attention(node: Node) -> bool:
+    """Return whether a node is a fused attention, or a batched product, as attention without fusion has two of."""
     name = base_name(node.target)
     return name in _BATCHED or ("scaled_dot_product" in name and "attention" in name)
 
@@ -448,7 +500,7 @@ def _width(node: Node) -> int:
 
 
 def _keeps_last(source: Node, node: Node) -> bool:
-    """Return whether an op leaves the last dimension of an input what it is: no view that splits or moves it."""
+    """Return whether an op leaves the last dimension of its input ``source`` in place: a view may split or move it."""
     if base_name(node.target) not in _PASSING or base_name(node.target) == "slice":
         return True
     before, after = value_of(source), value_of(node)
@@ -456,7 +508,7 @@ def _keeps_last(source: Node, node: Node) -> bool:
 
 
 def _sized(tensor: Tensor) -> Sized:
-    """Return a whole tensor's properties."""
+    """Return what costs depend on of a tensor: shape, elements, type."""
     return Sized(
         shape=tuple(map(int, tensor.shape)),
         stored=tensor.numel(),
@@ -467,7 +519,10 @@ def _sized(tensor: Tensor) -> Sized:
 
 
 def _issued_cut(node: Node, cuts: Mapping[Node, int | None], ranks: int) -> Issued:
-    """Return the cost properties of a call whose tensors are cut along dimensions."""
+    """Return what the cost of a call depends on, with its tensors cut along dimensions (``cuts``, None: whole).
+
+    The nodes' values are replaced while they are read, and restored.
+    """
     before = {each: each.meta.get("val") for each in cuts}
     try:
         for each, dimension in cuts.items():
@@ -481,7 +536,11 @@ def _issued_cut(node: Node, cuts: Mapping[Node, int | None], ranks: int) -> Issu
 
 
 def _cut(value: Any, dimension: int, ranks: int) -> Any:
-    """Return tensors without storage of the shape that is left to a rank; expanded dimensions stay expanded."""
+    """Return a tensor without storage, of the shape of the first rank's part of ``value`` along a dimension.
+
+    Expanded dimensions (stride 0) stay expanded. A list is cut item by item; what is no tensor, or has no such dimension, is
+    returned as it is.
+    """
     if isinstance(value, (list, tuple)):
         return type(value)(_cut(item, dimension, ranks) for item in value)
     if not isinstance(value, Tensor) or not value.dim():
@@ -491,6 +550,6 @@ def _cut(value: Any, dimension: int, ranks: int) -> Any:
         dimension = max(range(min(1, len(shape) - 1), len(shape)), key=lambda place: shape[place])
     if dimension < -len(shape) or dimension >= len(shape):
         return value
-    shape[dimension] = -(-shape[dimension] // ranks)
+    shape[dimension] = -(-shape[dimension] // ranks)  # rounded up
     held = [1 if stride == 0 else size for size, stride in zip(shape, value.stride(), strict=True)]
     return torch.empty(held, dtype=value.dtype, device="meta").expand(shape)

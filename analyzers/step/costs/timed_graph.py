@@ -38,12 +38,16 @@ def timed_graph(
     tell: Callable[[str], None] = lambda line: None,
     progress: Callable[[int, str], None] = lambda done, remark: None,
 ) -> Graph:
-    """Return the graph of SOURCE with a duration for every op.
+    """Return the graph of SOURCE with a duration in seconds for every op.
 
     Args:
+        source: what the user names (a model, a graph or ONNX file), or the command that runs a training script, as a list.
+        mode, batch_size, bindings, precision, channels_last, sequence_length: how the model is traced; None: as the source
+            says. ``bindings``: sizes of the symbolic dimensions of an ONNX file.
+        device, devices_file: the device type whose times are predicted, and a file of types beside the known ones.
+        bandwidth, latency, parameter_servers: the network of the transfers.
         oracle: roofline, measured, or the path of a profiler trace; None: the times of a graph file that has them, else
             roofline.
-        devices_file: device types beside the known ones.
         tell: takes remarks on the source and on ops that a profiler trace lacks.
         progress: takes the measured ops so far and a remark.
 
@@ -99,12 +103,15 @@ def _time_on_this_machine(
     network: Network,
     progress: Callable[[int, str], None],
 ) -> Graph:
-    """Return the graph of a torch SOURCE with ops timed on this machine's CPU."""
+    """Return the graph of a torch SOURCE with ops timed on this machine's CPU; ``progress`` as of :func:`timed_graph`.
+
+    Raises InputError for a graph or ONNX file, whose ops torch cannot run.
+    """
     from ddltool.analyzers.step.measured.measured import estimate_measured
 
     if is_graph_file(source) or is_onnx_file(source):
         raise InputError("--oracle", f"{source} has no ops that can be run", "measured needs a torch SOURCE")
-    with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr):  # what the user's model prints must not mix with the result
         return estimate_measured(
             lambda: resolve_step(source, sequence_length),
             mode=mode or "training",
@@ -115,7 +122,10 @@ def _time_on_this_machine(
 
 
 def _time_from_profiler(graph: Graph, estimated: Graph, path: Path, tell: Callable[[str], None]) -> Graph:
-    """Return the graph with the times of a profiler trace; transfers and ops that it lacks keep those of ``estimated``."""
+    """Return the graph with the times of the profiler trace at ``path``; ``tell`` takes remarks on how its ops matched.
+
+    Transfers, and ops that the trace lacks, keep the times of ``estimated``.
+    """
     from ddltool.analyzers.step.measured.kineto import read_trace
     from ddltool.analyzers.step.measured.matching import apply, match
 

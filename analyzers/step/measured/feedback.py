@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _PARTS = 8
 # Upper quantile of the two-sided 80 % interval.
 _WITHIN = 0.9
+# What two runs must have in common, rank by rank, to count as repeats of each other.
 _SHAPE_COLUMNS = ("rank", "device", "batch")
 
 
@@ -32,12 +33,16 @@ class RankRun:
     rank: int
     device: str
     batch: int
+    """Samples of a step."""
     steps: int
     compute_s: float
     wait_s: float
+    """Waiting for other ranks."""
     sync_s: float
+    """Synchronisation of the gradients."""
     step_s: float
     error: float
+    """Of ``compute_s``, relative."""
     overhead_s: float = 0.0
     """Step time without compute, waiting and synchronisation: the rank's optimizer and loader."""
     mean_step_s: float = 0.0
@@ -81,7 +86,10 @@ class Run:
 
     @property
     def imbalance(self) -> float:
-        """Return the slowest rank's wait for others, which are late by turns, over the longest compute."""
+        """Return how long the slowest rank waits for others, as a share of the longest compute.
+
+        It waits although it is the slowest, because in each step another rank may be late.
+        """
         overhead_s = max(rank.overhead_s for rank in self.ranks)
         return max(0.0, self.other_s - overhead_s) / max(rank.compute_s for rank in self.ranks)
 
@@ -95,7 +103,7 @@ class Run:
         return self._largest_by_device(lambda rank: rank.error)
 
     def _largest_by_device(self, value: Callable[[RankRun], float]) -> dict[str, float]:
-        """Return the largest value over the ranks of each device type."""
+        """Return by device type the largest of what ``value`` returns for its ranks, at least 0."""
         largest: dict[str, float] = {}
         for rank in self.ranks:
             largest[rank.device] = max(largest.get(rank.device, 0.0), value(rank))
@@ -105,6 +113,8 @@ class Run:
 def read_run(frame: pd.DataFrame, where: str, tell: Tell = log_remark) -> Run:
     """Return the last run of a telemetry table without its first ``WARMUP_STEPS`` steps (a short run keeps them).
 
+    How far another run may be off is told by the earlier runs in the table with the same ranks, devices and batches;
+    without such a run, by how the parts of this one differ. ``where``: the table, for errors; ``tell`` takes remarks.
     Raises InputError for rows that :func:`check_rows` refuses, and for a run without a step with samples.
     """
     all_rows = rows_of_runs(frame, where)
@@ -129,7 +139,7 @@ def read_run(frame: pd.DataFrame, where: str, tell: Tell = log_remark) -> Run:
 
 
 def _steady_rows(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return a run's rows after warm-up, without an epoch's last step where its batch is smaller."""
+    """Return a run's rows after warm-up, without those of a smaller batch, as an epoch's last step has."""
     steps = np.sort(rows["step"].unique())
     first_step = steps[WARMUP_STEPS] if len(steps) > 2 * WARMUP_STEPS else steps[0]
     full_batch = rows.groupby("rank")["batch"].transform("max")
@@ -138,13 +148,14 @@ def _steady_rows(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _run_shape(steady_rows: pd.DataFrame) -> list[list[Any]]:
-    """Return rank, device and batch of each rank: runs of equal shape are repeats."""
+    """Return rank, device and batch of each rank, ascending by rank: runs of equal shape are repeats of each other."""
     rank_rows = steady_rows.drop_duplicates("rank").sort_values("rank")
     shape: list[list[Any]] = rank_rows[list(_SHAPE_COLUMNS)].to_numpy().tolist()
     return shape
 
 
 def _split_in_time(values: pd.Series[float]) -> list[Floats]:
+    """Return the values of a run's steps cut into ``_PARTS`` neighbouring parts of about equal length, fewer of a short run."""
     return np.array_split(values.to_numpy(dtype=float), min(_PARTS, len(values)))
 
 
@@ -155,7 +166,7 @@ def drift(medians: Sequence[float]) -> float:
     Student's quantile with n - 1 degrees of freedom and sqrt(2) stands for two single draws. 0 for fewer than two.
 
     >>> round(drift([1.0, 1.02, 0.97, 1.01]), 3), drift([1.0])
-    (0.05, 0.0)
+    (0.052, 0.0)
     """
     from scipy.special import stdtrit  # most plans are made without a run
 
@@ -165,7 +176,7 @@ def drift(medians: Sequence[float]) -> float:
 
 
 def _rank_run(rank: int, rows: pd.DataFrame) -> RankRun:
-    """Return one rank's figures over its steady rows."""
+    """Return one rank's medians over its steady rows of telemetry, one row for each step."""
     low_s, median_s, high_s = rows["compute_s"].quantile([0.25, 0.5, 0.75])
     overhead_s = (rows["step_s"] - rows["compute_s"] - rows["wait_s"] - rows["sync_s"]).median()
     return RankRun(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import re
 from array import array
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,7 +33,12 @@ from ddltool.errors import InputError, one_line
 
 # A child span may end this much after its parent: some profilers cut times to whole microseconds.
 _OVERHANG_S = 1.0e-6
+# Rows of a column that are Python objects at a time.
 _CHUNK = 1 << 16
+# Left-out steps that a remark names.
+_STEPS_SHOWN = 4
+# Integers below this are exact as floats, in which all columns are kept.
+_EXACT_BELOW = 2**53
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,20 +58,28 @@ class TraceSpans:
 
     @classmethod
     def build(cls, key: Indices, thread: Indices, start_s: Floats, duration_s: Floats) -> tuple[TraceSpans, Places]:
-        """Return the sorted spans, and the order that sorts other columns likewise. O(m log m)."""
+        """Return the spans of these columns (m,), sorted and nested, and (m,) the order that sorts other columns likewise.
+
+        O(m log m).
+        """
         order = np.lexsort((-duration_s, start_s, thread))
         key, thread, start_s, duration_s = key[order], thread[order], start_s[order], duration_s[order]
         parent, depth = _nested(thread, start_s, start_s + duration_s)
         by_depth = np.argsort(depth, kind="stable").astype(np.int32)
-        levels = np.split(by_depth, np.cumsum(np.bincount(depth))[:-1])[1:] if depth.size else []
+        level_ends = np.cumsum(np.bincount(depth))
+        levels = np.split(by_depth, level_ends[:-1])[1:] if depth.size else []  # without the top, which has no parents
         table = cls(key=key, thread=thread, start_s=start_s, duration_s=duration_s, parent=parent, levels=levels)
         return table, order
 
     def __len__(self) -> int:
+        """Return the number of spans, m."""
         return len(self.key)
 
     def below(self, marked: Flags) -> Flags:
-        """Return (m,) whether any ancestor of each span is marked; a span's own mark does not count. O(m)."""
+        """Return (m,) whether any ancestor of each span is marked; a span's own mark does not count. O(m).
+
+        ``marked``: (m,). Parents are done before their children, level by level.
+        """
         is_below = np.zeros(len(self), dtype=bool)
         for level in self.levels:
             parents = self.parent[level]
@@ -73,14 +87,17 @@ class TraceSpans:
         return is_below
 
     def with_nested(self, amount: Floats) -> Floats:
-        """Return (m,) each span's amount plus the amounts of all its descendants. O(m)."""
+        """Return (m,) each span's ``amount`` (m,) plus the amounts of all its descendants. O(m)."""
         total = amount.copy()
         for level in reversed(self.levels):
             np.add.at(total, self.parent[level], total[level])
         return total
 
     def innermost(self, thread: Indices, time_s: Floats) -> Indices:
-        """Return (k,) the index of the innermost span around each moment on its thread, -1 outside every span. O(k log m)."""
+        """Return (k,) the index of the innermost span around each of k moments, -1 outside every span. O(k log m).
+
+        ``thread`` (k,): the thread on which to look; ``time_s`` (k,): the moment, on the clock of ``start_s``.
+        """
         span_of = np.full(len(time_s), -1, dtype=np.int32)
         for thread_number in np.unique(thread):
             moments = np.flatnonzero(thread == thread_number)
@@ -96,27 +113,26 @@ class TraceSpans:
 
 
 def _nested(thread: Indices, start_s: Floats, end_s: Floats) -> tuple[Indices, Indices]:
-    """Return (m,) each span's parent index (-1 at the top) and (m,) its depth.
+    """Return (m,) each span's parent index (-1 at the top) and (m,) its depth, 0 at the top.
 
-    ``stack`` holds index and end of the spans that are open at the current start, outermost first.
+    The columns (m,) are those of sorted spans, so that the spans that are open at a start form a stack.
     """
     parents, depths = np.empty(len(thread), dtype=np.int32), np.empty(len(thread), dtype=np.int32)
-    stack: list[tuple[int, float]] = []
-    stack_thread = -1
-    for chunk_start in range(
-        0, len(thread), _CHUNK
-    ):  # Python floats take three times an array's memory: a chunk at a time
+    open_spans: list[tuple[int, float]] = []  # index and end, outermost first
+    current_thread = -1
+    # Python floats take three times an array's memory: they are made a chunk at a time.
+    for chunk_start in range(0, len(thread), _CHUNK):
         chunk = slice(chunk_start, chunk_start + _CHUNK)
         rows = zip(thread[chunk].tolist(), start_s[chunk].tolist(), end_s[chunk].tolist(), strict=True)
         for span_index, (row_thread, start, end) in enumerate(rows, chunk_start):
-            if row_thread != stack_thread:
-                stack_thread = row_thread
-                stack.clear()
-            while stack and (start >= stack[-1][1] or end > stack[-1][1] + _OVERHANG_S):
-                stack.pop()
-            parents[span_index] = stack[-1][0] if stack else -1
-            depths[span_index] = len(stack)
-            stack.append((span_index, end))
+            if row_thread != current_thread:
+                current_thread = row_thread
+                open_spans.clear()
+            while open_spans and (start >= open_spans[-1][1] or end > open_spans[-1][1] + _OVERHANG_S):
+                open_spans.pop()
+            parents[span_index] = open_spans[-1][0] if open_spans else -1
+            depths[span_index] = len(open_spans)
+            open_spans.append((span_index, end))
     return parents, depths
 
 
@@ -125,13 +141,13 @@ def union(intervals: Floats) -> Floats:
     if not intervals.size:
         return np.zeros((2, 0))
     start, end = intervals[:2, np.argsort(intervals[0], kind="stable")]
-    reach = np.maximum.accumulate(end)
-    new = np.concatenate([[True], start[1:] > reach[:-1]])
-    return np.stack([start[new], np.append(reach[:-1][new[1:]], reach[-1])])
+    latest_end = np.maximum.accumulate(end)
+    begins = np.concatenate([[True], start[1:] > latest_end[:-1]])  # whether there is a gap before an interval
+    return np.stack([start[begins], np.append(latest_end[:-1][begins[1:]], latest_end[-1])])
 
 
 def clipped(intervals: Floats, low: float, high: float) -> Floats:
-    """Return the parts of ordered, disjoint intervals (2, n) that lie within the window from ``low`` to ``high``."""
+    """Return (2, m) the parts of ordered, disjoint intervals (2, n) that lie within the window from ``low`` to ``high``."""
     first, last = np.searchsorted(intervals[1], low, side="right"), np.searchsorted(intervals[0], high, side="left")
     return np.clip(intervals[:, first:last], low, high)
 
@@ -155,7 +171,8 @@ _SYNC_ROWS = frozenset(["Device Sync", "Stream Sync", "Event Sync", "Context Syn
 _NCCL_KERNEL = re.compile(r"[nr]ccl(?:Dev)?Kernel_?[A-Za-z]")
 # Calls whose time grows with the size of the input. Nested calls may both count: all ranks call the same operators.
 _PRODUCT = re.compile(r"aten::(mm|addmm|bmm|baddbmm|_?convolution|embedding|_?scaled_dot_product_\w+)$")
-_DEEPEST = 4000  # brackets opened within one read of 64 KiB
+# Brackets that one read of 64 KiB may open without closing them.
+_DEEPEST = 4000
 # Names of kernels hold control characters now and then, which JSON does not allow.
 _TO_BLANKS = bytes(32 if code < 32 else code for code in range(256))
 
@@ -323,7 +340,10 @@ def read_steps(path: str | Path) -> TraceSteps:
 
 
 def read_rank(path: str | Path) -> RankTrace:
-    """Return one rank's trace for the comparison of ranks, streamed. Raises InputError as :func:`read_steps` does."""
+    """Return one rank's trace for the comparison of ranks: its steps, collectives, kernels and amounts of work. Streamed.
+
+    Raises InputError as :func:`read_steps` does.
+    """
     events = _EventColumns(path)
     spans = events.spans()[0]
     steps = events.steps(spans)
@@ -332,12 +352,11 @@ def read_rank(path: str | Path) -> RankTrace:
     kind, _, start, duration, _, _, group = events.table("activities")
     launched = events.launched_s()
     is_collective = kind == _COMMUNICATION_KERNEL
-    times = np.stack([start, start + duration, launched * 1e6]) * 1e-6
-    host_collectives = events.collectives()
-    names = tuple(events.known["group"])
-    host_columns = np.stack(
-        [host_collectives[0] + len(names), host_collectives[1], host_collectives[1] + host_collectives[2]]
-    )
+    times = np.stack([start, start + duration, launched * 1e6]) * 1e-6  # start, end, launch in seconds
+    group_names = tuple(events.known["group"])
+    # Names of the host's collectives follow those of the kernels' groups.
+    host_name, host_start_s, host_duration_s = events.collectives()
+    host_columns = np.stack([host_name + len(group_names), host_start_s, host_start_s + host_duration_s])
     header = _header(path)
     rank, host = header.get("distributedInfo.rank"), header.get("host_name")
     base_ns = header.get("baseTimeNanoseconds", 0)
@@ -349,7 +368,7 @@ def read_rank(path: str | Path) -> RankTrace:
         names=events.names,
         spans=spans,
         steps=steps,
-        groups=(*names, *events.names),
+        groups=(*group_names, *events.names),
         collectives=np.concatenate([np.stack([group, times[0], times[1]])[:, is_collective], host_columns], axis=1),
         kernels=times[:, ~is_collective],
         work=events.table("work") * np.array([[1e-6], [1.0]]),
@@ -357,7 +376,10 @@ def read_rank(path: str | Path) -> RankTrace:
 
 
 def _launchers(events: _EventColumns, spans: TraceSpans, order: Places) -> Indices:
-    """Return (k,) the innermost span that launched each GPU activity, -1 where no launch was recorded."""
+    """Return (k,) the index of the innermost span that launched each GPU activity, -1 where no launch was recorded.
+
+    ``order``: that which sorted ``spans``. How a launch is found is said at this module's head.
+    """
     correlation, external = events.table("activities")[4:6]
     identity, thread, time = events.table("launches")
     call = _index_by_id(identity, correlation)
@@ -370,7 +392,7 @@ def _launchers(events: _EventColumns, spans: TraceSpans, order: Places) -> Indic
 
 
 def _index_by_id(ids: Floats, wanted: Floats) -> Ints:
-    """Return the index in ``ids`` of each wanted id, -1 where ``ids`` lacks the id."""
+    """Return the index in ``ids`` of each wanted id, in their shape; -1 where ``ids`` lacks the id. O((n + k) log n)."""
     if not len(ids):
         return np.full(len(wanted), -1, dtype=np.int64)
     order = np.argsort(ids, kind="stable")
@@ -379,12 +401,15 @@ def _index_by_id(ids: Floats, wanted: Floats) -> Ints:
 
 
 def _sum_by_index(index: Indices, amount: Floats, size: int) -> Floats:
-    """Return (size,) the sum of the amounts at each index."""
+    """Return (size,) at each index the sum of the amounts with that index; ``index`` and ``amount`` (n,)."""
     return np.bincount(index, weights=amount, minlength=size).astype(np.float64)
 
 
 def busy_within(start: Floats, duration: Floats, begin: Floats, end: Floats) -> Floats:
-    """Return (k,) the busy seconds inside each window [begin, end), overlapping intervals counted once. O(n log n + k)."""
+    """Return (k,) the busy seconds inside each of k windows [begin, end), overlapping intervals counted once.
+
+    ``start``, ``duration`` (n,): the intervals in which something was busy. O(n log n + k).
+    """
     busy = union(np.stack([start, start + duration]))
     windows = zip(begin.tolist(), end.tolist(), strict=True)
     return np.array([float(np.diff(clipped(busy, low, high), axis=0).sum()) for low, high in windows])
@@ -403,11 +428,16 @@ class _EventColumns:
     WIDTH: Mapping[str, int] = {"ranges": 5, "launches": 3, "waits": 3, "activities": 7, "collectives": 4, "work": 2}
 
     def __init__(self, path: str | Path) -> None:
+        """Read all events of a trace. Raises InputError as :func:`read_events` does, and for an event without finite times."""
         self.where = str(path)
         self.categories: Counter[str] = Counter()
+        """How many events of each category there are."""
         self._values = {kind: array("d") for kind in self.WIDTH}
+        """By kind of event its rows, one after another."""
         self.known: dict[str, dict[str, int]] = {"name": {}, "thread": {}, "device": {}, "group": {}}
+        """The index of each text that columns refer to, by what it is: texts repeat, and columns hold numbers alone."""
         self.base_us: float | None = None
+        """The start of the first event; None: there is none."""
         for number, event in enumerate(read_events(path)):
             if not isinstance(event, dict):
                 raise InputError(self.where, f"event {number} is no JSON object", "export the trace again")
@@ -449,12 +479,12 @@ class _EventColumns:
             for index in np.flatnonzero(~is_kept)
         ]
         counts = f"{len(shown)} of {len(is_kept)} steps"
-        remark = f"{counts} hold less than half of the work and are left out: {', '.join(shown[:4])}"
+        remark = f"{counts} hold less than half of the work and are left out: {', '.join(shown[:_STEPS_SHOWN])}"
         columns = {name: getattr(all_steps, name)[is_kept] for name in ("number", "start_s", "length_s", "until_s")}
         return ProfiledSteps(**columns, end_s=all_steps.end_s, left_out=(remark,))
 
     def launched_s(self) -> Floats:
-        """Return (n,) when the host launched each GPU activity; the activity's start where no launch was recorded."""
+        """Return (n,) the seconds at which the host launched each GPU activity; the activity's start where that is unknown."""
         _, _, start, _, correlation, _, _ = self.table("activities")
         correlation_id, _, call_start = self.table("launches")
         call = _index_by_id(correlation_id, correlation)
@@ -469,7 +499,7 @@ class _EventColumns:
         return np.stack([name[is_kept], start[is_kept] * 1e-6, duration[is_kept] * 1e-6])
 
     def busy(self, spans: TraceSpans, end_s: float) -> Iterator[tuple[Floats, Floats]]:
-        """Yield for each device (2, n) start and duration of its compute, and likewise of its communication.
+        """Yield for each device (2, n) start and duration in seconds of its compute, and likewise of its communication.
 
         Work launched after ``end_s`` is left out. In a trace without kernels the host computes: its operators count as compute,
         and the collectives of gloo, MPI and UCC as communication.
@@ -495,7 +525,7 @@ class _EventColumns:
         return tuple(self.known["name"])
 
     def table(self, kind: str) -> Floats:
-        """Return (width, n) the columns of the n rows of one kind."""
+        """Return (width, n) the columns of the n rows of one kind, as ``WIDTH`` names and orders them."""
         return np.frombuffer(self._values[kind]).reshape(-1, self.WIDTH[kind]).T
 
     def spans(self) -> tuple[TraceSpans, Places]:
@@ -504,7 +534,10 @@ class _EventColumns:
         return TraceSpans.build(name.astype(np.int32), thread.astype(np.int32), start * 1e-6, duration * 1e-6)
 
     def _append_event(self, event: Mapping[str, Any], number: int) -> None:
-        """Append the rows of one complete event. Raises InputError for an event without a start or with a negative duration."""
+        """Append the rows of one complete event to the kinds that it belongs to; events of no kind are only counted.
+
+        ``number``: its place in the file. Raises InputError for an event without a start or with a negative duration.
+        """
         start, duration = self._time(event, "ts", number), self._time(event, "dur", number)
         if start is None or (duration is not None and duration < 0):
             problem = "has no ts" if start is None else f"dur is {event['dur']}"
@@ -515,8 +548,8 @@ class _EventColumns:
         category = _EARLIER.get(category, category)
         self.categories[category] += 1
         name, thread = str(event.get("name", "")), f"{event.get('pid')} {event.get('tid')}"
-        given = event.get("args")
-        args: Mapping[str, Any] = given if isinstance(given, dict) else {}
+        event_args = event.get("args")
+        args: Mapping[str, Any] = event_args if isinstance(event_args, dict) else {}
         correlation = _event_id(args.get("correlation"))
         external = _event_id(args.get("External id", args.get("external id")))
         if category in _SPANS and _COLLECTIVE.match(name):
@@ -542,6 +575,7 @@ class _EventColumns:
             self._append_row("activities", kind, device, start, duration, correlation, external, group)
 
     def _append_row(self, kind: str, *row: float) -> None:
+        """Append a row to the columns of a kind, in the order that ``WIDTH`` names."""
         self._values[kind].extend(row)
 
     def _index_of(self, kind: str, key: str) -> int:
@@ -549,7 +583,10 @@ class _EventColumns:
         return self.known[kind].setdefault(key, len(self.known[kind]))
 
     def _time(self, event: Mapping[str, Any], field: str, event_index: int) -> float | None:
-        """Return an event's time in microseconds, None where the field is missing. Raises InputError for no finite number."""
+        """Return the time in an event's field ("ts" or "dur") in microseconds, None where the field is missing.
+
+        Raises InputError for what is no finite number.
+        """
         value = event.get(field)
         if value is None:
             return None
@@ -583,7 +620,7 @@ def _event_id(value: Any) -> int:
         number = -1 if value is None else int(value)
     except (TypeError, ValueError, OverflowError):
         return -1
-    return number if abs(number) < 2**53 else -1
+    return number if abs(number) < _EXACT_BELOW else -1
 
 
 def read_events(path: str | Path) -> Iterator[Any]:
@@ -596,7 +633,10 @@ def read_events(path: str | Path) -> Iterator[Any]:
 
 
 def _header(path: str | Path) -> dict[str, Any]:
-    """Return the first value at each place of the document before its events, keyed by ijson's prefix of the place."""
+    """Return the values that stand before a trace's events: its device, its rank, its clock.
+
+    Keys are ijson's prefixes, such as "distributedInfo.rank"; of several values at one place the first counts.
+    """
     values: dict[str, Any] = {}
     with _opened(path) as (stream, _):
         for prefix, _, value in ijson.parse(stream):
@@ -613,6 +653,7 @@ class _CleanStream:
         self.stream = stream
 
     def read(self, size: int = -1) -> bytes:
+        """Return the next ``size`` bytes, cleaned. Raises ijson's JSONError where they open too many brackets."""
         data = self.stream.read(size)
         if data.count(b"[") + data.count(b"{") - data.count(b"]") - data.count(b"}") > _DEEPEST:
             raise ijson.JSONError("nested too deeply")
@@ -631,9 +672,9 @@ def _opened(path: str | Path) -> Iterator[tuple[_CleanStream, bool]]:
             head = stream.peek(256)
             if not head:
                 raise InputError(where, "is empty", f"expected {_WHAT}")
-            if head.startswith(b"\xef\xbb\xbf"):
-                stream.read(3)
-            yield _CleanStream(stream), head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+            if head.startswith(BOM_UTF8):
+                stream.read(len(BOM_UTF8))
+            yield _CleanStream(stream), head.removeprefix(BOM_UTF8).lstrip().startswith(b"[")
     except (ijson.JSONError, UnicodeDecodeError) as error:
         problem = f"is not JSON, or is cut off ({one_line(str(error))[:120]})"
         raise InputError(where, problem, f"expected {_WHAT}") from None

@@ -20,8 +20,9 @@ MOST_COUNT = 10**12
 
 
 def read_length_lines(path: Path) -> pd.DataFrame | None:
-    """Return the lengths in a file of one number per line (``.txt``, or a ``.csv`` without a header), else None.
+    """Return a table with the column ``length`` of a file of one number per line: a ``.txt``, or a ``.csv`` without a header.
 
+    None: the file is of another kind. A line that is no number stays a text, so that the check of lengths can name it.
     Raises InputError for a file that is empty or cannot be read.
     """
     if ending(path) not in (".txt", ".csv"):
@@ -31,14 +32,15 @@ def read_length_lines(path: Path) -> pd.DataFrame | None:
         return None
     cells = pd.Series([line for line in lines if line], dtype=object)
     values = pd.to_numeric(cells, errors="coerce")
-    return pd.DataFrame({"length": cells.where(values.isna(), values)})  # what is no number is told as it stands
+    return pd.DataFrame({"length": cells.where(values.isna(), values)})
 
 
 def lengths_of(frame: pd.DataFrame, path: Path) -> tuple[Ints, Ints] | None:
-    """Return (n,) lengths and how many samples have each, (n,), of a table; None where it has no column of lengths.
+    """Return (n,) the lengths in a table, and (n,) how many samples each stands for; None: it has no column of lengths.
 
-    A column ``count`` makes it a histogram. Raises InputError naming the row of the first length that is no whole number
-    from 1 to MOST_TOKENS, or count that is none from 0 to MOST_COUNT, and where all counts are 0.
+    A column ``count`` makes it a histogram; without it every row is a sample. ``path``: the table's, for errors. Raises
+    InputError naming the row of the first length that is no whole number from 1 to MOST_TOKENS, or count that is none from
+    0 to MOST_COUNT, and where all counts are 0.
     """
     name = next((name for name in LENGTH_COLUMNS if name in frame.columns), None)
     if name is None:

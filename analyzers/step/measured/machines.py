@@ -24,15 +24,24 @@ from ddltool.plain_values import from_json, from_yaml
 from ddltool.shipped import devices
 from ddltool.units import show_bytes
 
+# Limits on what is read: bytes of a list, its nodes, devices of a node, elements of an XML document.
 _MAX_BYTES, _MAX_NODES, _MAX_DEVICES, _MAX_ELEMENTS = 1 << 26, 10_000, 1024, 2_000_000
 _STAND_IN = "zoo:resnet50_v1"
 """The model in job.yaml where the user gives none, so that the job can be planned."""
-_BATCH_SIZE, _MEMORY_TOLERANCE = 8, 0.1
+# The batch size that a new job.yaml begins with.
+_BATCH_SIZE = 8
+# A reported memory within this share of the table's is the table's: drivers keep a part of it to themselves.
+_MEMORY_TOLERANCE = 0.1
+# The memory in the commented example of a device's figures, where the machine does not report its own.
+_EXAMPLE_GIB = "24"
+# Names that a remark on several nodes shows; the others are counted.
+_NAMES_SHOWN = 3
 _COMMANDS = "nvidia-smi -q -x, scontrol show node or kubectl get nodes -o json"
 # States of Slurm in which a node runs no new job until an administrator acts.
 _UNAVAILABLE = (
     *("DOWN", "DRAIN", "FAIL", "MAINT", "NOT_RESPONDING", "UNKNOWN", "ERROR", "FUTURE", "INVAL", "POWERED_DOWN"),
 )
+# Labels of Kubernetes nodes that name their GPU, and resources by which pods ask for GPUs.
 _PRODUCT_LABELS = (
     *("nvidia.com/gpu.product", "amd.com/gpu.product-name", "cloud.google.com/gke-accelerator"),
     *("k8s.amazonaws.com/accelerator", "karpenter.k8s.aws/instance-gpu-name"),
@@ -79,7 +88,8 @@ class Nodes:
 def read_nodes(paths: Sequence[Path]) -> Nodes:
     """Return the nodes of one or more lists; ``-`` is standard input.
 
-    Of a Slurm or Kubernetes list, nodes that can run no job are left out and named in the remarks. Raises InputError (one
+    The format of a list is told by how it begins: XML is nvidia-smi's, JSON kubectl's, and ``NodeName=`` scontrol's. Of a
+    Slurm or Kubernetes list, nodes that can run no job are left out and named in the remarks. Raises InputError (one
     line) for text in no known format, and for lists without a usable node.
     """
     nodes: list[Node] = []
@@ -112,7 +122,10 @@ def read_nodes(paths: Sequence[Path]) -> Nodes:
 
 
 def _read_text_list(path: Path, where: str) -> str:
-    """Return the text of a list of nodes. Raises InputError for a file that is too long, not UTF-8 or empty."""
+    """Return the text of the list of nodes at ``path``, ``-``: standard input; ``where`` names it in errors.
+
+    Raises InputError for a file that is too long, not UTF-8 or empty.
+    """
     try:
         data = sys.stdin.buffer.read(_MAX_BYTES + 1) if str(path) == "-" else read_bytes(path, _MAX_BYTES)
         if len(data) > _MAX_BYTES:
@@ -134,11 +147,17 @@ def named(node: Node) -> Node:
 
 
 def _merge_remarks(remarks: Iterable[str]) -> Iterator[str]:
-    """Yield the remarks (``NAME: REASON``) with the names of equal reasons joined, from four on counted."""
+    """Yield the remarks (``NAME: REASON``) with the names of equal reasons joined, of many the first three.
+
+    >>> list(_merge_remarks(["a: is DOWN, left out", "b: is DOWN, left out"]))
+    ['a, b: is DOWN, left out']
+    """
     split_remarks = [remark.partition(": ") for remark in remarks]
     for reason, group in groupby(sorted(split_remarks, key=lambda pieces: pieces[2]), key=lambda pieces: pieces[2]):
         names = [name for name, _, _ in group]
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        shown, more_count = ", ".join(names[:_NAMES_SHOWN]), len(names) - _NAMES_SHOWN
+        if more_count > 0:
+            shown += f" and {more_count} more"
         yield f"{shown}: {reason}"
 
 
@@ -198,7 +217,10 @@ def _mib_to_gib(text: str | None) -> float | None:
 
 
 def _from_scontrol(text: str, where: str) -> Iterator[Node | str]:
-    """Yield a node for each device type of a record of ``scontrol show node``, or a remark."""
+    """Yield a node for each device type of each record of ``scontrol show node``, or a remark on what is left out.
+
+    A record is ``KEY=VALUE`` fields from one ``NodeName=`` to the next. Raises InputError for a record without a name.
+    """
     for record in re.split(r"^[ \t]*(?=NodeName=)", text, flags=re.MULTILINE)[1:]:
         fields = dict(re.findall(r"(?:^|\s)([A-Za-z]\w*)=(\S*)", record))
         name = fields["NodeName"]
@@ -209,7 +231,7 @@ def _from_scontrol(text: str, where: str) -> Iterator[Node | str]:
         if unavailable_states or "*" in state:
             yield f"{name}: is {state}, left out"
             continue
-        resources = re.sub(r"\([^)]*\)", "", fields.get("Gres", "")).split(",")
+        resources = re.sub(r"\([^)]*\)", "", fields.get("Gres", "")).split(",")  # without "(S:0-1)", the sockets
         gpu_entries = [resource for resource in resources if resource.startswith("gpu")]
         if not gpu_entries:
             yield f"{name}: has no gpu in Gres, left out"
@@ -229,7 +251,13 @@ def _from_scontrol(text: str, where: str) -> Iterator[Node | str]:
 
 
 def _gres(entry: str, where: str) -> tuple[str | None, int]:
-    """Return type and count of ``gpu``, ``gpu:COUNT``, ``gpu:TYPE`` or ``gpu:TYPE:COUNT``; the type may not be said."""
+    """Return type (None: not said) and count of Slurm's ``gpu``, ``gpu:COUNT``, ``gpu:TYPE`` or ``gpu:TYPE:COUNT``.
+
+    Raises InputError for an entry of another form.
+
+    >>> _gres("gpu:a100:8", "nodes.txt"), _gres("gpu:4", "nodes.txt")
+    (('a100', 8), (None, 4))
+    """
     match = re.fullmatch(r"gpu(?::(?P<type>[^:=]+))?(?::(?P<count>[0-9]{1,6}))?", entry)
     if match is None:
         raise InputError(where, f"has {shortened(entry, 60)!r}", "gpu:TYPE:COUNT is expected")
@@ -243,7 +271,11 @@ def _gres(entry: str, where: str) -> tuple[str | None, int]:
 
 
 def _from_kubectl(text: str, where: str) -> Iterator[Node | str]:
-    """Yield a node for each item of ``kubectl get nodes -o json``, or a remark. Raises InputError for another document."""
+    """Yield a node for each item of ``kubectl get nodes -o json``, or a remark on what is left out.
+
+    Nodes on which a job's pods cannot run are left out, and so are slices of GPUs (MIG) and GPUs that several pods share.
+    Raises InputError for another document.
+    """
     document = from_json(text, where)
     items = document.get("items", [document]) if isinstance(document, dict) else document
     if not isinstance(items, list) or not all(
@@ -285,7 +317,10 @@ def _from_kubectl(text: str, where: str) -> Iterator[Node | str]:
 
 
 def _mapping_field(item: Mapping[str, Any], name: str, location: str) -> Mapping[str, Any]:
-    """Return a mapping of an item, empty where it is missing. Raises InputError for another type."""
+    """Return the field of an item with that name, which must be a mapping; an empty one where it is missing.
+
+    ``location``: of the item, for the InputError about a field of another type.
+    """
     value = item.get(name) or {}
     if not isinstance(value, dict):
         raise InputError(f"{location}.{name}", "is no mapping", "give the output of kubectl get nodes -o json")
@@ -293,7 +328,11 @@ def _mapping_field(item: Mapping[str, Any], name: str, location: str) -> Mapping
 
 
 def _unschedulable_reason(spec: Mapping[str, Any], status: Mapping[str, Any], location: str) -> str | None:
-    """Return why a job's pods cannot run on a node, None where they can. Taints of the GPU resources do not count."""
+    """Return why a job's pods cannot run on a node, None where they can.
+
+    ``spec``, ``status``: of the node's item at ``location``. Taints of the GPU resources do not count: pods that ask for GPUs
+    tolerate them. Raises InputError for taints or conditions of another type.
+    """
     if spec.get("unschedulable") is True:
         return "is unschedulable (cordoned)"
     taints, conditions = spec.get("taints") or [], status.get("conditions") or []
@@ -311,7 +350,7 @@ def _unschedulable_reason(spec: Mapping[str, Any], status: Mapping[str, Any], lo
 
 
 def _checked_count(count: int, where: str, name: str) -> int:
-    """Return the number of devices. Raises InputError above ``_MAX_DEVICES``."""
+    """Return the number of devices of the node with that name. Raises InputError above ``_MAX_DEVICES``."""
     if count > _MAX_DEVICES:
         raise InputError(where, f"{name} has {count} devices", f"a node has at most {_MAX_DEVICES}")
     return count
@@ -323,8 +362,9 @@ def _checked_count(count: int, where: str, name: str) -> int:
 def first_files(found: Nodes, model: str | None, folder: Path) -> tuple[dict[str, str], list[str]]:
     """Return the texts of ``cluster.yaml`` and ``job.yaml`` by file name, and remarks for the user.
 
-    ``model``: the job's SOURCE, None for a stand-in. Raises InputError for nodes that a job cannot express, such as a name
-    with control characters.
+    The job plans a model on all devices of the nodes. ``model``: its SOURCE; None: a model of the zoo stands in for it.
+    ``folder``: where the files will be, to which the path of a graph file is made relative. Raises InputError for nodes that
+    a job cannot express, such as a name with control characters.
     """
     remarks, counts = list(found.remarks), found.counts
     source = _STAND_IN if model is None else model
@@ -346,7 +386,7 @@ def first_files(found: Nodes, model: str | None, folder: Path) -> tuple[dict[str
 
 
 def _cluster_lines(found: Nodes) -> Iterator[str]:
-    """Yield the lines of cluster.yaml, a line for each run of equal nodes."""
+    """Yield the lines of cluster.yaml: an entry for each run of equal nodes, and comments on what the user may add."""
     yield "kind: ddltool.cluster"
     yield "nodes:"
     for (device, count), equal_nodes in groupby(found.nodes, key=lambda node: (node.device, node.count)):
@@ -362,9 +402,13 @@ def _cluster_lines(found: Nodes) -> Iterator[str]:
 
 
 def _job_lines(found: Nodes, source: str, max_workers: int) -> Iterator[str]:
-    """Yield the lines of job.yaml; unknown device types are commented out beside known ones. ``max_workers``: devices."""
+    """Yield the lines of job.yaml; unknown device types are commented out beside known ones.
+
+    ``source``: the model. ``max_workers``: the number of devices, each of which one worker uses.
+    """
     yield "kind: ddltool.job"
-    yield f"name: {_yaml_scalar(re.sub(r'[^A-Za-z0-9_.-]+', '-', source.rpartition(':')[2]).strip('-') or 'job')}"
+    job_name = re.sub(r"[^A-Za-z0-9_.-]+", "-", source.rpartition(":")[2]).strip("-")
+    yield f"name: {_yaml_scalar(job_name or 'job')}"
     code = "  # your code: ddltool plan asks for --allow-code" if is_code(source) else ""
     yield f"model: {_yaml_scalar(source)}{code}"
     yield f"max_workers: {max_workers}  # times batch_size: samples of a step on all devices together"
@@ -385,12 +429,16 @@ def _job_lines(found: Nodes, source: str, max_workers: int) -> Iterator[str]:
 
 
 def _device_entry(name: str, memory_gib: float | None, spec: Mapping[str, Any] | None) -> str:
-    """Return the entry of a device type in job.yaml: ``spec`` where given, else what differs from ddltool's table."""
+    """Return the entry of a device type in job.yaml.
+
+    It holds the measured figures (``spec``) if given; else the memory that the machine reports, if the table's differs. For
+    a type that the table lacks, a comment shows which figures the user has to fill in.
+    """
     table_spec = devices().find(name)
     if spec is not None:
         return f"{{type: {_yaml_scalar(name)}, spec: {json.dumps(spec)}}}"
     if table_spec is None:
-        shown = f"{memory_gib:g}" if memory_gib else "24"
+        shown = f"{memory_gib:g}" if memory_gib else _EXAMPLE_GIB
         rates = "memory_bytes_per_s: 9.0e+11, peak_flops: {float32: 3.0e+13}"
         return f"{{type: {_yaml_scalar(name)}}}  # spec: {{like: A100, memory_gib: {shown}, {rates}}}"
     has_table_memory = memory_gib is None or abs(memory_gib / table_spec.memory_gib - 1) <= _MEMORY_TOLERANCE
@@ -399,6 +447,10 @@ def _device_entry(name: str, memory_gib: float | None, spec: Mapping[str, Any] |
 
 
 def _yaml_scalar(text: str) -> str:
-    """Return a text as YAML for a flow mapping, quoted where YAML would read it otherwise."""
+    """Return a text as a YAML scalar that may stand in a flow mapping, quoted where YAML would read it as something else.
+
+    >>> _yaml_scalar("zoo:resnet50_v1"), _yaml_scalar("yes"), _yaml_scalar("a, b")
+    ('zoo:resnet50_v1', '"yes"', '"a, b"')
+    """
     plain = re.fullmatch(r"[A-Za-z][\w.+-]*(?::[\w.+-]+)?", text, re.ASCII) and from_yaml(text, text) == text
     return text if plain else json.dumps(text, ensure_ascii=True)

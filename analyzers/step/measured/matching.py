@@ -29,6 +29,8 @@ _OUTSIDE_RANGES = (
 
 LEAST_MATCHED_TIME = 0.45
 """Least share of a trace's time that the graph's ops must take; a trace with less is of another model."""
+# How many of each kind a line of remarks names.
+_TYPES_SHOWN, _CALLS_SHOWN = 6, 5
 Names = tuple[str, ...]
 
 
@@ -64,13 +66,14 @@ class Match:
             f"least of {self.steps} step(s)"
         ]
         if self.unmatched_types:
-            shown = ", ".join(f"{name} x{count}" for name, count in self.unmatched_types[:6])
+            shown = ", ".join(f"{name} x{count}" for name, count in self.unmatched_types[:_TYPES_SHOWN])
             lines.append(f"ops without a time in the trace (scaled roofline instead): {shown}")
         if self.unmatched_calls:
-            shown = ", ".join(f"{name} x{calls} ({seconds:.3g} s)" for name, calls, seconds in self.unmatched_calls[:5])
+            shown_calls = self.unmatched_calls[:_CALLS_SHOWN]
+            shown = ", ".join(f"{name} x{calls} ({seconds:.3g} s)" for name, calls, seconds in shown_calls)
             lines.append(f"in the trace but not in the graph: {shown}")
         if self.inexact_types:
-            shown = ", ".join(self.inexact_types[:6])
+            shown = ", ".join(self.inexact_types[:_TYPES_SHOWN])
             lines.append(f"called more or less often than in the graph, mean taken: {shown}")
         return lines
 
@@ -105,14 +108,14 @@ def match(graph: Graph, trace: ProfilerTrace) -> Match:
 
 
 def apply(graph: Graph, match: Match, fallback: Graph) -> Graph:
-    """Return ``fallback``, the same graph timed by the roofline, with the measured times; see :func:`with_measured`.
+    """Return ``fallback``, the same graph timed by the roofline, with the times of the match; see :func:`with_measured`.
 
     Raises InputError when the graphs differ, when nothing matched, or less than :data:`LEAST_MATCHED_TIME`.
     """
     if graph.names != fallback.names or not fallback.timed:
         raise InputError("fallback", f"is not {graph.name} with every op timed", "estimate the same graph")
     if not match.measured.any():
-        shown = ", ".join(name for name, _, _ in match.unmatched_calls[:5]) or "no operator calls"
+        shown = ", ".join(name for name, _, _ in match.unmatched_calls[:_CALLS_SHOWN]) or "no operator calls"
         problem = f"no op of {graph.name} occurs in the trace (it has {shown})"
         raise InputError("--oracle", problem, "give a trace of the same model")
     if match.matched_time < LEAST_MATCHED_TIME:
@@ -124,11 +127,12 @@ def apply(graph: Graph, match: Match, fallback: Graph) -> Graph:
 
 
 def with_measured(fallback: Graph, durations: Floats, measured: Flags) -> Graph:
-    """Return the timed graph ``fallback`` with ``durations`` (n,) in its compute ops: NaN for an unknown time, 0 for free ops.
+    """Return the timed graph ``fallback`` with ``durations`` (n,) in seconds in its compute ops.
 
-    An op of unknown time gets its fallback time times the median ratio of measured to fallback time over the ops of its
-    type, or over all measured ops where its type has none. Compute ops are marked ``measured``, ``default`` (scaled) or
-    ``free``; transfers keep the fallback's time and mark.
+    ``durations`` are NaN for an unknown time and 0 for free ops; ``measured`` (n,) says which were measured. An op of
+    unknown time gets its fallback time times the median ratio of measured to fallback time over the ops of its type, or
+    over all measured ops where its type has none. Compute ops are marked ``measured``, ``default`` (scaled) or ``free``;
+    transfers keep the fallback's time and mark.
     """
     is_compute = fallback.kind == COMPUTE
     is_unmeasured = is_compute & np.isnan(durations)
@@ -148,7 +152,11 @@ def with_measured(fallback: Graph, durations: Floats, measured: Flags) -> Graph:
 
 
 def _candidate_calls(graph: Graph, costly_ops: Places, trace: ProfilerTrace) -> Places:
-    """Return indices of the spans that may be ops of the graph, by start: the outermost of its types, inside steps if any."""
+    """Return the indices of the spans that may be ops of the graph, by their start.
+
+    They are operator calls of the types of ``costly_ops`` outside any other such call: not in the optimizer, the reducer or
+    the accumulation of gradients, and inside a step if the trace marks steps.
+    """
     types = {normal_type(graph.op_type[op]) for op in costly_ops}
     is_candidate = trace.is_operator & trace.marked(lambda name: normal_type(name) in types)
     is_outside = trace.marked(lambda name: name.startswith(_OUTSIDE_RANGES))
@@ -162,10 +170,17 @@ def _candidate_calls(graph: Graph, costly_ops: Places, trace: ProfilerTrace) -> 
 def _fill_by_type(
     graph: Graph, costly_ops: Places, trace: ProfilerTrace, calls: Places, durations: Floats
 ) -> tuple[int, Names, Floats]:
-    """Fill ``durations`` type by type, the k-th op from the k-th call of a step.
+    """Fill ``durations`` (n,) type by type, the k-th op from the k-th call of a step; the least over the steps counts.
 
-    Return the number of steps, the types with other counts of calls than of ops, and (c,) for each call its type's
-    agreement of the counts (0 to 1).
+    Only steps with as many calls of a type as ops count; if there is none, all ops of the type get the least mean time of a
+    call.
+
+    Args:
+        costly_ops: the graph's ops that cost something.
+        calls: (c,) indices of the spans that may be ops, by start.
+
+    Returns the number of steps, the types with other counts of calls than of ops, and (c,) for each call how well the
+    counts of its type agree (0 to 1).
     """
     agreement = np.ones(len(calls))
     types = np.array([normal_type(graph.op_type[op]) for op in costly_ops], dtype=str)
@@ -198,15 +213,18 @@ def _repetitions(type_of_op: Places, type_of_call: Places) -> Indices:
     """Return (c,) the repetition of the step to which each call belongs, for a trace that marks no steps.
 
     Their number is the most common ratio of calls to ops over the types with a whole ratio; all calls of a type with
-    another ratio are in repetition 0. ``type_of_call`` holds no -1.
+    another ratio are in repetition 0. ``type_of_op`` and ``type_of_call`` (c,) are indices of types, none of them -1.
     """
     type_count = int(type_of_op.max(initial=-1)) + 1
     op_counts, call_counts = np.bincount(type_of_op), np.bincount(type_of_call, minlength=type_count)
     is_multiple = (call_counts > 0) & (call_counts % np.maximum(op_counts, 1) == 0)
-    common_ratios = Counter((call_counts[is_multiple] // op_counts[is_multiple]).tolist()).most_common(1)
+    ratios = Counter((call_counts[is_multiple] // op_counts[is_multiple]).tolist())
     repetition = np.zeros(len(type_of_call), dtype=np.int32)
-    for type_index in np.flatnonzero(is_multiple) if common_ratios else []:
-        if call_counts[type_index] == op_counts[type_index] * common_ratios[0][0]:
+    if not ratios:
+        return repetition
+    [(common_ratio, _)] = ratios.most_common(1)
+    for type_index in np.flatnonzero(is_multiple):
+        if call_counts[type_index] == op_counts[type_index] * common_ratio:
             call_rows = np.flatnonzero(type_of_call == type_index)
             repetition[call_rows] = np.arange(len(call_rows)) // op_counts[type_index]
     return repetition
@@ -218,17 +236,19 @@ def _unmatched_calls(
     """Return the unmatched operators (name, calls, seconds) and the matched share of time (0 to 1).
 
     A composite call counts without its matched descendants, and calls outside the steps do not count. In a trace with
-    kernels the share is of device time: the host runs ahead, so that its time is not the step's.
+    kernels the share is of device time: the host runs ahead, so that its time is not the step's. ``calls`` (c,): indices of
+    the matched spans; ``agreement`` (c,): the part of the time of each that counts as matched.
     """
     spans = trace.spans
-    time = trace.device_s if trace.device_s.any() else trace.time_s
+    has_kernels = trace.device_s.any()
+    time = trace.device_s if has_kernels else trace.time_s
     is_taken = np.zeros(len(spans), dtype=bool)
     is_taken[calls] = True
     is_counted = trace.is_top & ((trace.span_step >= 0) | (not trace.steps))
     matched_s = spans.with_nested(np.where(is_taken, time, 0.0))
-    doubted_s = np.zeros(len(spans))
+    doubted_s = np.zeros(len(spans))  # time of matched calls that does not count as matched
     doubted_s[calls] = time[calls] * (1.0 - agreement)
-    top = np.flatnonzero(is_counted)
+    top = np.flatnonzero(is_counted)  # operator calls outside all others
     unmatched_s = np.maximum(time[top] - matched_s[top], 0.0)
     call_counts = np.bincount(spans.key[top[~is_taken[top]]], minlength=len(trace.names))
     seconds = np.bincount(spans.key[top], weights=unmatched_s, minlength=len(trace.names))

@@ -38,14 +38,16 @@ from ddltool.units import show_bytes
 Call = Callable[[], Any]
 Progress = Callable[[int, int], None]
 DEFAULT_MEMORY_BYTES = 2 * 2**30
-# Nominal rates: only the ratio of roofline times matters, since measured ops set the scale.
+# Nominal rates of the ops that cannot be timed: only the ratio of their times matters, since measured ops set the scale.
 _NOMINAL_FLOPS, _NOMINAL_BYTES_PER_S, _NOMINAL_LAUNCH_S = 1e11, 1e10, 1e-6
+# Arguments, and ops whose arguments, must be positive.
 _POSITIVE_ARGUMENTS = frozenset(
     ["running_var", "save_invstd", "save_var", "rstd", "invstd", "logsumexp", "total_weight"]
 )
 _POSITIVE_OPS = frozenset(["pow", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "lgamma", "digamma"])
 # Ops that read a buffer in a private format, packed by another op of the same library.
 _OPAQUE = frozenset(["mkldnn_rnn_layer_backward"])
+# Random numbers that are drawn for a tensor; a larger one repeats them.
 _POOL_ELEMENTS = 1 << 20
 
 
@@ -62,15 +64,19 @@ class OpTimes:
 
 @dataclass(slots=True, eq=False)
 class _Candidate:
-    """One distinct call: its ops' ``names``, shortest time so far, kept ``call`` (None: made anew in every round), and
-    the ``reason`` why it cannot be timed ("" while it can)."""
+    """One distinct call that is timed for all ops with its signature."""
 
     node: Node
     need_bytes: float
+    """Of its arguments and results."""
     names: list[str] = field(default_factory=list)
+    """The ops that it stands for."""
     best_s: float = float("inf")
+    """The shortest time so far."""
     call: Call | None = None
+    """The call with its arguments, kept over the rounds; None: it is made anew in every round."""
     reason: str = ""
+    """Why it cannot be timed; "": it can."""
 
 
 def measure_ops(
@@ -81,7 +87,7 @@ def measure_ops(
     memory_bytes: float = DEFAULT_MEMORY_BYTES,
     progress: Progress | None = None,
 ) -> OpTimes:
-    """Return the shortest time in seconds of ``runs`` calls of every op that is not free.
+    """Return the shortest time in seconds of ``runs`` calls of every op that is not free, and why others have none.
 
     Args:
         threads: torch's number of threads; None keeps the current number.
@@ -116,7 +122,12 @@ def estimate_measured(
 ) -> Graph:
     """Return the graph of one step with measured compute ops and transfers timed by ``network``.
 
-    See :func:`.torch_adapter.trace_torch` for the first arguments and its errors, :func:`measure_ops` for the others.
+    Args:
+        build: makes the step; its model is traced in float32 for this machine's CPU.
+        mode, batch_size: of the step that is traced; None: the batch size that ``build`` gives. See
+            :func:`.torch_adapter.trace_torch` for these and for what it raises.
+        network: of the transfers; None: the default one.
+        runs, threads, progress: as of :func:`measure_ops`.
     """
     traced = trace_step(build, mode=mode, batch_size=batch_size, numerics=Numerics(cuda=False))
     times = measure_ops(traced, runs=runs, threads=threads, progress=progress)
@@ -163,7 +174,11 @@ def _quiet_torch(threads: int | None) -> Iterator[None]:
 
 
 def _time_in_rounds(candidates: list[_Candidate], runs: int, memory_bytes: float, progress: Progress | None) -> None:
-    """Call every candidate once per round and keep its shortest time; the first round warms up and is not timed."""
+    """Call every candidate once per round, and store its shortest time, or the reason why it has none, in it.
+
+    The first round warms up and is not timed. Its arguments are kept for the later rounds as long as ``memory_bytes`` leave
+    room for those of the largest op; others are made anew. ``progress``: as of :func:`measure_ops`.
+    """
     kept_bytes = 0.0
     needs_bytes = (candidate.need_bytes for candidate in candidates)
     largest_bytes = max((need for need in needs_bytes if need <= memory_bytes), default=0.0)
@@ -197,6 +212,7 @@ def signature(node: Node) -> Hashable:
     tensor_indices: dict[Node, int] = {}
 
     def describe(value: Any) -> Hashable:
+        """Return an argument as a key: a node by its number and its value, a container item by item, else type and text."""
         if isinstance(value, Node):
             tensor_index = tensor_indices.setdefault(value, len(tensor_indices))
             return (tensor_index, *(_describe_value(leaf) for leaf in _leaves(value_of(value))))
@@ -215,7 +231,7 @@ def working_bytes(node: Node) -> float:
 
 
 def make_call(node: Node) -> Call:
-    """Return a function that runs the call node on random arguments, which it keeps in memory.
+    """Return a function without arguments that runs the node's op on random ones, which it keeps in memory.
 
     Raises NotImplementedError for an op with arguments of a private format or of an unknown type.
     """
@@ -250,17 +266,22 @@ def time_call(call: Call) -> float:
 
 
 def _index_limits(name: str, arguments: Mapping[str, Any], argument: str) -> Sequence[int] | int | None:
-    """Return the exclusive upper limit of an argument's indices, one per item for a list; None for no index argument."""
+    """Return the exclusive upper limit of the indices in an argument; None: it holds no indices.
+
+    For a list of index tensors (``index``, ``index_put``) the limits are one for each dimension. ``name``: the op's;
+    ``arguments``: all of its arguments by name, whose shapes tell what is indexed.
+    """
     name = name.strip("_").removeprefix("unsafe_")
 
     def shape(key: str) -> tuple[int, ...]:
+        """Return the shape of the tensor in an argument."""
         return tuple(value_of(arguments[key]).shape)
 
     if name == "embedding" and argument == "indices":
         return shape("weight")[0]
     if name == "embedding_dense_backward" and argument == "indices":
         return int(arguments["num_weights"])
-    if name.startswith("nll_loss") and argument == "target":
+    if name.startswith("nll_loss") and argument == "target":  # classes: (classes,) or (samples, classes, ...)
         return shape("self")[1 if len(shape("self")) > 1 else 0]
     if name in ("index", "index_put") and argument == "indices":
         return shape("self")
@@ -271,7 +292,10 @@ def _index_limits(name: str, arguments: Mapping[str, Any], argument: str) -> Seq
 
 
 def _nodes_with_limits(value: Any, limit: Sequence[int] | int | None) -> Iterator[tuple[Node, int]]:
-    """Yield each node in an argument with the exclusive limit of its integers (1: zeros only)."""
+    """Yield each node in an argument, a node or a list of them, with the exclusive limit of its integers (1: zeros only).
+
+    ``limit``: as :func:`_index_limits` returns it.
+    """
     if isinstance(value, Node):
         yield value, limit if isinstance(limit, int) else 1
     elif isinstance(value, (list, tuple)):
@@ -280,9 +304,10 @@ def _nodes_with_limits(value: Any, limit: Sequence[int] | int | None) -> Iterato
 
 
 def _materialise(value: Any, *, limit: int, positive: bool) -> Any:
-    """Return a random value with the shapes, strides and types of a traced one.
+    """Return a random tensor with the shape, strides and type of a traced one; of a list, a list of them.
 
-    Raises NotImplementedError for a value that is no tensor.
+    ``limit``: exclusive, of integers. ``positive``: whether floats are drawn from [0.1, 1), else they are normal. Raises
+    NotImplementedError for a value that is no tensor.
     """
     if isinstance(value, (list, tuple)):
         return type(value)(_materialise(item, limit=limit, positive=positive) for item in value)
@@ -304,7 +329,11 @@ def _materialise(value: Any, *, limit: int, positive: bool) -> Any:
 
 
 def _set_pool_indices(name: str, arguments: Mapping[str, Any], tensor_of: dict[Node, Any]) -> None:
-    """Set the indices of a pooling's backward pass to those of its forward: random indices would miss every cache."""
+    """Set the indices that a pooling's backward pass gets to those of its forward pass on the same random input.
+
+    Random indices would miss every cache. ``name``: of the backward op; ``tensor_of``: the random tensors, one of which is
+    overwritten.
+    """
     argument_names = ("self", "kernel_size", "stride", "padding", "dilation", "ceil_mode")
     forward_arguments = [map_arg(arguments[key], tensor_of.__getitem__) for key in argument_names]
     forward = getattr(torch.ops.aten, name.removesuffix("_backward")).default
@@ -312,10 +341,12 @@ def _set_pool_indices(name: str, arguments: Mapping[str, Any], tensor_of: dict[N
 
 
 def _describe_value(value: Any) -> Hashable:
+    """Return shape, strides and type of a tensor, or the text of another value, as a key."""
     return (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, Tensor) else repr(value)
 
 
 def _leaves(value: Any) -> list[Any]:
+    """Return the items of nested lists and tuples in their order, without None; of another value, itself alone."""
     if isinstance(value, (list, tuple)):
         return [leaf for item in value for leaf in _leaves(item)]
     return [] if value is None else [value]
@@ -329,5 +360,6 @@ def _storage_elements(value: Tensor) -> int:
 
 
 def _tensor_bytes(value: Any) -> float:
+    """Return the bytes of storage under the tensors in a value, which may be a tensor or nested lists of them."""
     tensors = (leaf for leaf in _leaves(value) if isinstance(leaf, Tensor))
     return float(sum(_storage_elements(tensor) * tensor.element_size() for tensor in tensors))

@@ -15,6 +15,8 @@ from ddltool.telemetry import check_rows
 
 COMPUTE = ("forward", "backward", "compute")
 """The parts whose time grows with the batch size."""
+# Compute that is shorter than this is taken as this long: speeds stay finite.
+_LEAST_COMPUTE_S = 1e-9
 TELEMETRY = ("step", "compute_s", "wait_s", "sync_s", "step_s", "batch")
 """The columns of telemetry in the comparison of ranks."""
 
@@ -31,7 +33,9 @@ class RankSteps:
     parts: Mapping[str, Floats]
     """A rank's own work by part: input, forward, backward, optimizer and host; in telemetry compute and host."""
     wait_s: Floats
+    """Waiting for other ranks."""
     exposed_s: Floats
+    """Communication in which a rank computed nothing."""
     step_s: Floats
     after: Mapping[str, Floats] | None = None
     """The time of each part after the step's last collective, for which other ranks wait in the next step."""
@@ -54,31 +58,35 @@ class RankSteps:
     """By rank, (start, end, activity) rows of some steps."""
 
     def between_meetings(self) -> RankSteps:
-        """Return the times from one step's last collective to the next step's, as ranks wait for each other in collectives.
+        """Return the same steps cut at their last collectives, in which ranks wait for each other, not where a step begins.
 
-        Work before the first step is unknown: it is taken as the median of the rank's steps.
+        What a rank does after a step's last collective then counts in the next step. What came before the first step is
+        unknown: the median over the rank's steps is taken. Times without ``after``, as of telemetry, are returned as they are.
         """
         if self.after is None or self.gap_s is None or self.gap_after_s is None:
             return self
 
-        def shifted(whole_s: Floats, after_s: Floats) -> Floats:
-            carried: Floats = np.concatenate([np.median(after_s, axis=1, keepdims=True), after_s[:, :-1]], axis=1)
-            return np.add(whole_s - after_s, carried)
+        def carried(after_s: Floats) -> Floats:
+            """Return (R, K) what each step gets from the one before it: the times after that one's last collective."""
+            carried_s: Floats = np.concatenate([np.median(after_s, axis=1, keepdims=True), after_s[:, :-1]], axis=1)
+            return carried_s
 
-        parts = {name: shifted(whole_s, self.after[name]) for name, whole_s in self.parts.items()}
+        parts = {
+            name: np.add(whole_s - self.after[name], carried(self.after[name])) for name, whole_s in self.parts.items()
+        }
         own_s: Floats = np.sum(list(parts.values()), axis=0)
         gap_before_s = np.where(self.gap_s > self.gap_after_s, self.gap_s, 0.0)
-        gap_s = np.maximum(
-            gap_before_s,
-            np.concatenate([np.median(self.gap_after_s, axis=1, keepdims=True), self.gap_after_s[:, :-1]], axis=1),
-        )
+        gap_s = np.maximum(gap_before_s, carried(self.gap_after_s))
         step_s = own_s + self.wait_s + self.exposed_s
         return replace(self, parts=parts, step_s=step_s, gap_s=gap_s, after=None)
 
     def speed(self, batch: float = 1.0) -> Floats:
-        """Return (R, K) samples per second of each rank's own compute; ``batch``: samples of a step where none are counted."""
+        """Return (R, K) the samples per second of each rank's own compute in each step, without waiting for others.
+
+        ``batch``: samples of a step, where the source does not count them.
+        """
         samples = self.samples if self.samples is not None else np.full(self.step_s.shape, batch)
-        speed: Floats = samples / np.maximum(self.compute_s, 1e-9)
+        speed: Floats = samples / np.maximum(self.compute_s, _LEAST_COMPUTE_S)
         return speed
 
     @property
@@ -113,7 +121,10 @@ def of_telemetry(frame: pd.DataFrame, where: str, tell: Tell = log_remark) -> Ra
 
 
 def of_columns(columns: Mapping[str, Floats], ranks: Sequence[int]) -> RankSteps:
-    """Return the steps of telemetry given as one array (R, K) for each of :data:`TELEMETRY`."""
+    """Return the steps of telemetry given as one array (R, K) for each of :data:`TELEMETRY`; ``ranks``: the R rank numbers.
+
+    What a step takes beside compute, waiting and synchronisation is the host's part.
+    """
     host_s = columns["step_s"] - columns["compute_s"] - columns["wait_s"] - columns["sync_s"]
     return RankSteps(
         ranks=tuple(ranks),

@@ -28,6 +28,8 @@ END_COLUMNS = ("worker", "iteration", "end_s")
 MOST_S = 1e15
 # Above this, floats skip whole numbers.
 MOST_ITERATIONS = 2**53 - 1
+# Fewer iterations do not tell how workers differ.
+_LEAST_WARM_UP = 20
 
 
 def read_speeds(path: Path, tell: Tell, frame: pd.DataFrame | None = None) -> SpeedTrace:
@@ -35,7 +37,8 @@ def read_speeds(path: Path, tell: Tell, frame: pd.DataFrame | None = None) -> Sp
 
     Telemetry of the training hook is accepted as well: its speed is the samples per second of the rank's own compute, and
     its CPU and memory readings are 1. Every worker needs a row for every iteration; ``tell`` receives a remark about
-    iterations that no worker has; ``frame``: the table, where it has been read. Raises InputError naming row and column.
+    iterations that no worker has; ``frame``: the table, where it has been read already. Raises InputError naming row and
+    column.
     """
     frame = read_table(path, SPEED_COLUMNS) if frame is None else frame
     if "compute_s" in frame.columns:
@@ -70,7 +73,7 @@ def read_speeds(path: Path, tell: Tell, frame: pd.DataFrame | None = None) -> Sp
 
 
 def _tell_gaps(iterations: Floats, path: Path, tell: Tell) -> None:
-    """Tell how many iterations are missing between the (K,) ascending ones, and where the first gap is."""
+    """Tell how many iterations are missing between the (K,) ascending ones, and where the first gap is; nothing if none is."""
     strides = np.diff(iterations)
     if (strides > 1).any():
         gap_index = int(np.argmax(strides > 1))
@@ -122,7 +125,7 @@ def read_recorded(path: Path, tell: Tell) -> WorkerIterations:
             raise InputError(f"{path}:worker {name}", problem, "give two or more rows of each worker, or --predicted")
     lengths = [np.diff(worker_ends) for worker_ends in ends]
     last_ends_s = np.array([worker_ends[-1] for worker_ends in ends])
-    is_lagging = [
+    is_lagging = [  # more than two of its longest iterations behind the newest row
         last_ends_s.max() - last_end_s > 2 * lengths_s.max()
         for last_end_s, lengths_s in zip(last_ends_s, lengths, strict=True)
     ]
@@ -148,7 +151,10 @@ def read_predicted(path: Path, lookahead: int | None) -> tuple[tuple[str, ...], 
 
 
 def _from_telemetry(frame: pd.DataFrame, where: str) -> WorkerIterations:
-    """Return each rank's step times without waiting. Raises InputError for a step that consists of waiting."""
+    """Return each rank's step times without waiting, from the rows of the training hook; next iterations begin at 0.
+
+    ``where``: the table, for errors. Raises InputError for a step that consists of waiting alone.
+    """
     names, steps, _ = _rows_by_worker(frame, ("rank", "step", "step_s"), where, ascending=False)
     _, waits, _ = _rows_by_worker(frame, ("rank", "step", "wait_s"), where, least=0.0, ascending=False)
     only_waits = (frame["wait_s"] >= frame["step_s"]).to_numpy()
@@ -189,10 +195,15 @@ def _from_sync(frame: pd.DataFrame, where: str) -> WorkerIterations:
 def _rows_by_worker(
     frame: pd.DataFrame, columns: Sequence[str], where: str, *, least: float = -MOST_S, ascending: bool = True
 ) -> tuple[list[str], list[Floats], list[int]]:
-    """Return the worker names in natural order, each worker's values by iteration, and the row of its last value.
+    """Return the worker names in natural order, each worker's values by iteration, and the index of its last row.
 
-    ``columns`` are those of worker, iteration and value. Raises InputError for iterations that repeat or leave gaps, and
-    for falling values where ``ascending``.
+    Args:
+        columns: the names of the columns of worker, iteration and value.
+        where: the table, for errors.
+        least: the least value that is accepted.
+        ascending: whether a worker's values must not fall.
+
+    Raises InputError for iterations that repeat or leave gaps, and for values out of range.
     """
     demand_columns(frame, columns, where)
     worker, iteration, value = columns
@@ -245,7 +256,10 @@ class SpeedTrace:
 
     @classmethod
     def of(cls, names: tuple[str, ...], speed: Floats, cpu: Floats, memory: Floats) -> SpeedTrace:
-        """Return a checked trace. Raises InputError naming iteration and worker of the first unusable value."""
+        """Return a checked trace of (K, n) arrays; ``names``: the n workers.
+
+        Raises InputError for arrays of another shape, and naming iteration and worker of the first unusable value.
+        """
         arrays = {"speed": speed, "cpu": cpu, "memory": memory}
         shape = (len(speed), len(names))
         for name, array in arrays.items():
@@ -273,5 +287,5 @@ class SpeedTrace:
 
 
 def default_warm_up(iterations: int, wanted: int) -> int:
-    """Return the warm-up that a trace allows: ``wanted``, or half of a shorter trace, and never below 20."""
-    return max(20, min(wanted, iterations // 2))
+    """Return how many iterations to leave out as warm-up: ``wanted``, or half of a shorter trace, and never below 20."""
+    return max(_LEAST_WARM_UP, min(wanted, iterations // 2))

@@ -36,12 +36,15 @@ from ddltool.units import show_seconds
 
 # Simulated steps that decide between two orders: common random numbers, so few suffice.
 _RUNS = 8
-# Compute ops get priority numbers only where those gain this share of the step.
+# Compute ops get priority numbers only where those gain more than this share of the step.
 _WORTHWHILE_SHARE = 1e-3
 # CP-SAT works on whole numbers; horizons beyond this are rounded down for the bound (times of real graphs lose less
 # than a millionth), and the schedule found is timed again with the full figures.
 _LARGEST_HORIZON = 2**34
+# A schedule within this share of its bound counts as optimal.
 _CLOSED = 1e-6
+# What the bound of the solver, a float, may lie above a whole number by rounding.
+_ROUNDED = 1e-6
 
 
 def improve(
@@ -50,7 +53,13 @@ def improve(
     """Return the schedule of the shortest mean step in simulation: TAC's, TIC's, or one of whole joins.
 
     Its priority numbers are those of the recvs, or of every op where that shortens a training step further: a runtime that
-    only orders transfers gains less then. ``start``: TAC's order, ``problem``: the reduced graph, where they are at hand.
+    only orders transfers gains less then.
+
+    Args:
+        seed: of the first of ``_RUNS`` simulated steps, whose mean is compared.
+        start: TAC's order, where it is at hand.
+        problem: the reduced graph, where it is at hand.
+
     Raises InputError for ops without a duration.
     """
     tac_schedule = replace(tac(graph) if start is None else start, name="improved")
@@ -62,6 +71,7 @@ def improve(
     simulator = Simulator(graph)
 
     def mean_step_s(schedule: Schedule) -> float:
+        """Return the mean seconds of the simulated steps under a schedule."""
         return sum(simulator.run(schedule.priority, seed + run).makespan_s for run in range(_RUNS)) / _RUNS
 
     step_by_order = {order: mean_step_s(schedule) for order, schedule in schedules.items()}
@@ -81,12 +91,14 @@ def improve(
 def _order_by_joins(graph: Graph, problem: ShopProblem, *, by_load: bool) -> tuple[str, ...]:
     """Return the recvs' names join by join, the next join by Johnson's rule on (missing transfers, compute they unlock).
 
-    A join is a set of recvs for which blocks of H (all compute blocks where H is empty) wait. ``by_load``: the largest load
-    per missing transfer first, in place of Johnson's rule. Times are whole units.
+    A join is a set of recvs for which some block waits: a block of H, the compute that every send needs, or any compute
+    block where H is empty. ``by_load``: the join with the largest load per missing transfer comes next, in place of Johnson's
+    rule. Times are whole units.
     """
     recvs = problem.of_kind(RECV)
     loads: dict[int, int] = {}  # by join, as bits: compute time of the blocks that wait for it
-    for block in sorted(problem.head) or (op for op in range(len(problem)) if problem.kind[op] != RECV):
+    blocks = sorted(problem.head) or [op for op in range(len(problem)) if problem.kind[op] != RECV]
+    for block in blocks:
         if needed_recvs := problem.needed[block]:
             loads[needed_recvs] = loads.get(needed_recvs, 0) + problem.times[block]
     joins = as_matrix(list(loads), len(recvs))  # (joins, recvs)
@@ -106,9 +118,16 @@ def _order_by_joins(graph: Graph, problem: ShopProblem, *, by_load: bool) -> tup
 
 
 def _next_join(candidates: Places, transfer: Ints, load: Ints, *, by_load: bool) -> int:
-    """Return the index of the candidate join that comes next, the first among equals; arguments as in the caller."""
+    """Return the index of the candidate join that comes next, the first among equals.
+
+    Args:
+        candidates: indices of the joins of which recvs are missing.
+        transfer: (joins,) the time of each join's missing transfers.
+        load: (joins,) the time of the compute that waits for each join.
+        by_load: whether the largest load per transfer comes first; else Johnson's rule decides.
+    """
     transfer, load = transfer[candidates], load[candidates]
-    if by_load:
+    if by_load:  # 1 is added to both: times may be 0
         return int(candidates[((load + 1) / (transfer + 1)).argmax()])
     # Johnson's rule: joins that transfer faster than they compute by ascending transfer, then the others by descending load
     is_early = transfer < load
@@ -155,9 +174,14 @@ def solve_exact(
 ) -> ExactResult:
     """Return the shortest step over all orders on all resources, or the best found with a bound.
 
-    ``start`` is the order to begin with (TAC's by default); the result is never worse than the schedule it gives.
-    ``problem``: the reduced graph where it is at hand. ``workers``: solver threads, 0 for one per processor. Raises
-    InputError for ops without a duration.
+    Args:
+        time_limit_s: seconds for the solver.
+        workers: solver threads; 0: one for each processor.
+        seed: of the solver, and of the simulated runs of ``start``.
+        start: the order to begin with, None: TAC's. The result is never worse than the schedule that it gives.
+        problem: the reduced graph, where it is at hand.
+
+    Raises InputError for ops without a duration.
     """
     started = time.perf_counter()
     problem = shop.reduce(graph) if problem is None else problem
@@ -190,7 +214,10 @@ def solve_exact(
 
 
 def _as_timeline(graph: Graph, problem: ShopProblem, block_starts: Sequence[int]) -> Timeline:
-    """Return the timeline in which every resource follows the order of a reduced schedule."""
+    """Return the timeline of the graph's ops in which every resource follows the order of a reduced schedule.
+
+    ``block_starts`` (blocks,): the starts of the blocks of ``problem``, in whole units.
+    """
     whole = shop.unreduced(graph)
     ops = [op for (op,) in whole.members]
     starts = np.empty(len(graph), dtype=np.int64)
@@ -202,9 +229,13 @@ def _as_timeline(graph: Graph, problem: ShopProblem, block_starts: Sequence[int]
 
 
 def _block_priorities(graph: Graph, problem: ShopProblem, priority: Mapping[str, int]) -> list[list[int]]:
-    """Return several lists (blocks,) of priority numbers to try: recvs by their ``priority``, and before all other blocks."""
+    """Return several lists (blocks,) of priority numbers to try: recvs by their ``priority``, and before all other blocks.
+
+    ``priority``: by the names of the graph's ops; recvs that it lacks come last among the recvs.
+    """
     recv_names = {block: graph.names[problem.members[block][0]] for block in problem.of_kind(RECV)}
     op_count = len(graph)
+    # Below zero, and so before all other blocks, whose numbers begin at 0.
     recvs = {block: priority.get(name, op_count) - 2 * op_count for block, name in recv_names.items()}
     return [[recvs.get(block, number) for block, number in enumerate(numbers)] for numbers in shop.numberings(problem)]
 
@@ -217,13 +248,22 @@ def _makespan(problem: ShopProblem, starts: Sequence[int]) -> int:
 def _solve_with_cp_sat(
     problem: ShopProblem, hint: Sequence[int], bound: int, time_limit_s: float, workers: int, seed: int
 ) -> tuple[Sequence[int], int]:
-    """Return CP-SAT's starts in whole units (the hint if it found nothing) and the bound that it proved."""
+    """Return CP-SAT's starts in whole units (the hint if it found nothing), and the bound on the makespan that it proved.
+
+    Each op is an interval on its resource, where intervals must not overlap, and starts after its inputs have ended.
+
+    Args:
+        hint: starts of a schedule that the search begins with; its makespan is the horizon.
+        bound: a lower bound on the makespan that is known already, in whole units.
+        time_limit_s, workers, seed: as of :func:`solve_exact`.
+    """
     from ortools.sat.python import cp_model
 
     from ddltool.solver import run, solver_for
 
     span_of_hint = _makespan(problem, hint)
-    unit = fold(math.gcd, problem.times, 0) or 1  # whole time units in one of the solver's
+    # Whole time units in one of the solver's: as many as divide all times, more if the horizon would be too long.
+    unit = fold(math.gcd, problem.times, 0) or 1
     if span_of_hint // unit > _LARGEST_HORIZON:
         unit = -(-span_of_hint // _LARGEST_HORIZON)
     times, horizon = [length // unit for length in problem.times], -(-span_of_hint // unit)
@@ -244,15 +284,15 @@ def _solve_with_cp_sat(
     model.minimize(makespan)
     solver = solver_for(time_limit_s, seed, threads=workers)
     status = run(solver, model)
-    proven_bound = math.ceil(solver.best_objective_bound - 1e-6) * unit
+    proven_bound = math.ceil(solver.best_objective_bound - _ROUNDED) * unit
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return hint, proven_bound
     solver_order = shop.order_of(problem, [solver.value(start) for start in starts], times)
     return shop.run_order(problem, solver_order, problem.times), proven_bound
 
 
-# Loads this close are as good as equal.
-_BALANCED = 1.05
+# A ratio of loads below this is as good as equal; above the other, the smaller load is not worth a word.
+_BALANCED, _ONE_SIDED = 1.05, 1e4
 # An order whose first runs are all equal leaves nothing to chance; the remaining samples would repeat them.
 _ENOUGH_EQUAL = 5
 
@@ -262,8 +302,11 @@ class MakespanBounds:
     """U (``upper_s``), L (``lower_s``) and S (``speedup``) of a graph; S is None when L is 0: nothing takes any time."""
 
     upper_s: float
+    """All ops one after the other."""
     lower_s: float
+    """The busiest resource alone."""
     speedup: float | None
+    """What overlap could gain at best, as a share of L."""
     compute_s: float
     """Busiest compute resource."""
     transfer_s: float
@@ -332,9 +375,13 @@ def simulated(
     seed: int = 0,
     tell: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, ScheduleFigures], dict[str, Timeline]]:
-    """Return figures of each order's runs, and the run nearest their mean; ``tell`` is called after each run.
+    """Return by name the figures of each order's simulated runs, and the run nearest their mean.
 
-    An order of None leaves all picks to chance.
+    Args:
+        orders: by name; None leaves all picks to chance.
+        limits: the graph's bounds, for the efficiency.
+        samples: runs of each order, with the seeds from ``seed`` on; fewer where the first ones are all equal.
+        tell: is called after each run.
     """
     simulator = Simulator(graph)
     figures, timelines = {}, {}
@@ -370,7 +417,7 @@ def compare(
     exact_s: float | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Comparison:
-    """Simulate random orders, TIC, TAC and the improved one, ``samples`` runs each with seeds from ``seed``.
+    """Return how random orders, TIC, TAC and the improved one compare, in ``samples`` simulated runs each, seeds from ``seed``.
 
     ``exact_s``: seconds for the exact optimum, None without it. ``progress`` is called with (runs done, runs in all). Raises
     InputError for ops without a duration.
@@ -378,12 +425,14 @@ def compare(
     comparison, runs_done = Comparison(bounds=bounds(graph)), 0
 
     def tell() -> None:
+        """Count a run and report it."""
         nonlocal runs_done
         runs_done += 1
         if progress is not None:
-            progress(runs_done, 4 * samples)
+            progress(runs_done, 4 * samples)  # four orders
 
     def simulate(orders: Mapping[str, Schedule | None]) -> None:
+        """Add the figures and timelines of these orders to the comparison."""
         figures, timelines = simulated(graph, orders, comparison.bounds, samples=samples, seed=seed, tell=tell)
         comparison.schedules.update(figures)
         comparison.timelines.update(timelines)
@@ -427,9 +476,10 @@ def compare(
 
 
 def _attribute_loss(comparison: Comparison, makespan_s: float, known_s: float) -> LostEfficiency | None:
-    """Return the parts of 1 - E of a makespan (seconds): winnable by a known order, open, and lost to the graph itself.
+    """Return the parts of 1 - E of a makespan: what a known order wins, what is open, and what is lost to the graph itself.
 
-    ``known_s``: the shortest step of any order compared. None: E is undefined.
+    Open is what lies between the best known order and the lower bound; below the bound no order can come. ``known_s``: the
+    shortest step of any order compared, in seconds as ``makespan_s``. None: E is undefined.
     """
     if comparison.undefined_reason is not None:
         return None
@@ -454,7 +504,7 @@ def verdict(comparison: Comparison) -> TraceVerdict:
     heavier, lighter = ("computation", "communication")[:: -1 if limits.transfer_s > limits.compute_s else 1]
     ratio = max(limits.transfer_s, limits.compute_s) / max(min(limits.transfer_s, limits.compute_s), 1e-300)
     balance = f"{heavier} takes {ratio:.1f} times as long as {lighter}"
-    if ratio < _BALANCED or ratio > 1e4:
+    if ratio < _BALANCED or ratio > _ONE_SIDED:
         balance = "communication and computation are balanced" if ratio < _BALANCED else f"{heavier} is all there is"
     share_text = f"{ceiling:.0%} of a step without any overlap (S = {limits.speedup:.2f})"
     potential_text = f"At best an order saves {share_text}; {balance}."

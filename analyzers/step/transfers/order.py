@@ -27,6 +27,7 @@ from ddltool.arrays import Flags, Ints, Places
 from ddltool.dependencies import Dependencies, bits_of, find_dependencies, whole_times
 from ddltool.graph import Graph, natural_key
 
+# Larger than any time in whole units, and than any level.
 _NEVER = 2**62
 
 
@@ -43,26 +44,28 @@ class Schedule:
 def tic(graph: Graph) -> Schedule:
     """Return the timing-independent order (Algorithm 2): priority is M+ with unit transfers, equal M+ equal priority.
 
-    Needs no durations. O((n + e) r / 64) for the dependency sets, then O(groups (log groups + r / 64)).
+    M+ of a recv is the least time of all transfers of an op that needs it and other recvs beside it: how soon such an op can
+    run. Needs no durations. O((n + e) r / 64) for the dependency sets, then O(groups (log groups + r / 64)).
     """
     dependencies = find_dependencies(graph)
-    _, dense = np.unique(_unit_impending(dependencies), return_inverse=True)
-    order = np.lexsort((_graph_order(graph, dependencies), dense))
+    _, priority = np.unique(_unit_impending(dependencies), return_inverse=True)  # 0, 1, ... in place of M+
+    order = np.lexsort((_graph_order(graph, dependencies), priority))
     names = [graph.names[op] for op in dependencies.recvs]
     return Schedule(
         name="tic",
-        priority={names[recv]: int(dense[recv]) for recv in order},
+        priority={names[recv]: int(priority[recv]) for recv in order},
         order=tuple(names[recv] for recv in order),
     )
 
 
 def _unit_impending(dependencies: Dependencies) -> list[int]:
-    """Return M+ of each of the r recvs when each transfer takes 1 and all are outstanding: its least set of two or more recvs.
+    """Return M+ of each of the r recvs when every transfer takes time 1 and none has come yet.
 
-    Sets come in ascending size, so the first set with a recv is its least; ``_NEVER``: no such set holds the recv.
+    It is the size of the smallest dependency set (the recvs that some op needs) of two or more recvs that holds the recv;
+    ``_NEVER``: no such set does.
     """
     impending = [_NEVER] * len(dependencies.recvs)
-    seen = 0
+    seen = 0  # recvs, as bits, of which a smaller set has been met
     for size, bits in sorted((bits.bit_count(), bits) for bits in dependencies.sets):
         if size > 1:
             for recv in bits_of(bits & ~seen):
@@ -96,17 +99,25 @@ class Properties:
     """
 
     def __init__(self, dependencies: Dependencies, times: Ints) -> None:
-        """Take the dependency sets and the times (n,) of all ops in whole units."""
+        """Begin with all r recvs outstanding; ``times``: (n,) of all ops of the graph, in whole units.
+
+        Groups are the dependency sets: the ops of one group need the same recvs.
+        """
         self.recv_time = times[dependencies.recvs]
+        """(r,) M of each recv: the time of its transfer."""
         self.outstanding = np.ones(len(dependencies.recvs), dtype=bool)
         self.compute = np.zeros(len(dependencies.recvs), dtype=np.int64)
         """P of each recv: compute time that it alone still blocks."""
         is_grouped = dependencies.group >= 0
         self._compute_load = np.zeros(len(dependencies.sets), dtype=np.int64)
+        """(groups,) compute time of each group's ops."""
         np.add.at(self._compute_load, dependencies.group[is_grouped], times[is_grouped])
         self._needs = dependencies.matrix()
+        """(r, groups) whether a group needs a recv."""
         self._recvs_left = self._needs.sum(axis=0)
+        """(groups,) how many outstanding recvs each group needs."""
         self._transfer_left = np.zeros(len(dependencies.sets), dtype=np.int64)
+        """(groups,) the time of these recvs' transfers."""
         for is_needed, time in zip(self._needs, self.recv_time, strict=True):
             self._transfer_left[is_needed] += time
         self._unblock(np.flatnonzero(self._recvs_left == 1))
@@ -118,7 +129,11 @@ class Properties:
             np.add.at(self.compute, recvs, self._compute_load[groups])
 
     def least_impending(self, candidates: Flags) -> Flags:
-        """Return the mask (r,) of the candidates with the least M+; ``candidates``: a mask (r,) of outstanding recvs."""
+        """Return the mask (r,) of the candidates with the least M+; ``candidates``: a mask (r,) of outstanding recvs.
+
+        Groups that need several outstanding recvs are gone through by the time of their transfers, those of equal time at
+        once, until one needs a candidate. All candidates are returned if none does: their M+ is infinite.
+        """
         blocked = np.flatnonzero(self._recvs_left > 1)
         blocked = blocked[np.argsort(self._transfer_left[blocked], kind="stable")]
         impending = self._transfer_left[blocked]
@@ -132,7 +147,7 @@ class Properties:
         return candidates
 
     def complete(self, recv: int) -> None:
-        """Remove a recv, by its index among the recvs, from the outstanding set."""
+        """Take a recv, by its index among the recvs, as transferred: it is outstanding no longer, and blocks no group."""
         self.outstanding[recv] = False
         is_touched = self._needs[recv]
         self._recvs_left -= is_touched
@@ -141,7 +156,10 @@ class Properties:
 
 
 def first_recv(properties: Properties, rank: Places) -> int:
-    """Return the index of the outstanding recv that goes first; ``rank`` (r,) is graph order."""
+    """Return the index of the outstanding recv that goes first by Equation 6; ``rank`` (r,): places in graph order.
+
+    Ties are broken by the smallest M+, then the largest P, then graph order.
+    """
     compute, transfer = properties.compute, properties.recv_time
     candidates = unpreceded(compute, transfer, properties.outstanding)
     is_chosen = candidates if int(candidates.sum()) == 1 else properties.least_impending(candidates)
@@ -152,10 +170,11 @@ def first_recv(properties: Properties, rank: Places) -> int:
 
 
 def unpreceded(compute: Ints, transfer: Ints, outstanding: Flags) -> Flags:
-    """Return which outstanding recvs no other precedes by Equation 6 alone, shape (r,), from P and M (r,). O(r).
+    """Return (r,) which outstanding recvs no other precedes by Equation 6 alone, at least one if any is outstanding. O(r).
 
-    At least one if any is outstanding. Johnson's rule in one pass: recvs that transfer faster than they compute go by
-    ascending M, before the others by descending P; a recv with P = M ties with either side.
+    ``compute`` (r,) is P, the compute time that a recv alone unlocks; ``transfer`` (r,) is M, the time of its transfer.
+    Johnson's rule in one pass: recvs that transfer faster than they compute go by ascending M, before the others by
+    descending P; a recv with P = M ties with either side.
     """
     is_early = outstanding & (transfer < compute)
     is_even = outstanding & (transfer == compute)
@@ -168,11 +187,15 @@ def unpreceded(compute: Ints, transfer: Ints, outstanding: Flags) -> Flags:
 
 
 def _graph_order(graph: Graph, dependencies: Dependencies) -> Places:
-    """Return each recv's place in graph order, shape (r,): level of its earliest consumer, then name."""
+    """Return (r,) each recv's place in graph order: by the level of its earliest consumer, then by name.
+
+    An op's level is the longest path to it from an op without inputs, in edges.
+    """
     levels, earliest_levels = [0] * len(graph), [_NEVER] * len(graph)
     for op in dependencies.order:
         if inputs := dependencies.inputs[op]:
-            consumer_level = levels[op] = 1 + max([levels[source] for source in inputs])
+            consumer_level = 1 + max([levels[source] for source in inputs])
+            levels[op] = consumer_level
             for source in inputs:
                 if consumer_level < earliest_levels[source]:
                     earliest_levels[source] = consumer_level

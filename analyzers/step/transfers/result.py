@@ -10,7 +10,10 @@ from ddltool.graph_results import BucketFigures, CollectiveFigures, TraceBounds,
 
 
 def trace_result(graph: Graph, comparison: Comparison, plans: CollectiveFigures | None = None) -> TraceResult:
-    """Return a trace as the command's result: graph, bounds, schedules, what is winnable, collectives, coverage, verdict."""
+    """Return a trace as the command's result: graph, bounds, schedules, what is winnable, collectives, coverage, verdict.
+
+    ``plans``: of the data-parallel frameworks' collectives; None: for inference there are none.
+    """
     bounds, best_s = comparison.bounds, comparison.best_bound_s
     return TraceResult(
         graph=_traced_graph(graph),
@@ -33,7 +36,7 @@ _DESCRIPTION = (
 
 
 def _traced_graph(graph: Graph) -> TracedGraph:
-    """Return a graph's figures."""
+    """Return a graph's name, counts and sizes, and what its times are of (``_DESCRIPTION``)."""
     recvs, sends = len(graph.of_kind(RECV)), len(graph.of_kind(SEND))
     counts = {"parameters": recvs, "parameter_bytes": int(graph.parameter_bytes)}
     counts |= {"ops": len(graph), "recvs": recvs, "sends": sends}
@@ -52,7 +55,7 @@ def _servers_of(graph: Graph) -> dict[str, list[str]]:
 
 
 def _drop_other_bucket_names(plans: CollectiveFigures) -> CollectiveFigures:
-    """Return the plans with parameter names in the best buckets only."""
+    """Return the plans with parameter names in DDP's best buckets only: three lists of all names would fill the result."""
     plans_without_names = {"default": plans.ddp.default, "best_cap": plans.ddp.best_cap}
     shortened = {
         name: BucketFigures(**bucket_plan.model_dump(exclude={"bucket_parameters"}))

@@ -56,6 +56,8 @@ _BYPASS_EDGES = 256
 _SUBSET_EDGES = 8
 # The ancestor matrix takes n^2 bytes; beyond this many blocks only paths are looked at.
 _MATRIX_OPS = 6000
+# Rows of a matrix of flags that are widened to integers at a time.
+_ROWS_AT_ONCE = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +79,14 @@ class ShopProblem:
     """The blocks of H."""
 
     def __len__(self) -> int:
+        """Return the number of ops, n."""
         return len(self.times)
 
     def part(self, chosen: Sequence[int], inputs: Sequence[Sequence[int]] | None = None) -> ShopProblem:
-        """Return the problem of the ``chosen`` ops, ascending; ``inputs``: of all ops, in place of the problem's own."""
+        """Return the problem of the ``chosen`` ops alone; their inputs must be among them.
+
+        ``chosen``: ascending. ``inputs``: of all ops of this problem, in place of its own.
+        """
         new_index = {op: index for index, op in enumerate(chosen)}
         edges = self.inputs if inputs is None else inputs
         return ShopProblem(
@@ -93,7 +99,7 @@ class ShopProblem:
         )
 
     def of_kind(self, kind: int) -> list[int]:
-        """Return the ops of one kind."""
+        """Return the indices of the ops of one kind, ascending."""
         return [op for op, op_kind in enumerate(self.kind) if op_kind == kind]
 
     @cached_property
@@ -108,7 +114,11 @@ class ShopProblem:
 
     @cached_property
     def heads_and_tails(self) -> tuple[Ints, Ints]:
-        """For each op the least time before its start and after its end, each shape (n,), whole time units."""
+        """For each op the least time before its start, and the least time after its end, each (n,), in whole time units.
+
+        All ops that an op needs, directly or not, run before it; those on one resource one after another. So do the ops of
+        every path to it. The same holds for the ops that need it.
+        """
         count, times = len(self), np.array(self.times, dtype=np.int64)
         head, tail = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
         if 0 < count <= _MATRIX_OPS:
@@ -129,7 +139,10 @@ class ShopProblem:
         return head, tail
 
     def _head_end_bound(self, needs: Flags) -> Ints:
-        """Return (n,) the earliest end of H for ops that need all of H, 0 for the others; ``needs`` (n, n): op by input."""
+        """Return (n,) the earliest end of H for ops that need all of H, 0 for the others.
+
+        ``needs`` (n, n): whether the op of a row needs that of a column, directly or not.
+        """
         head_blocks = sorted(self.head)
         is_inside = np.zeros(len(self), dtype=bool)
         is_inside[head_blocks] = True
@@ -139,12 +152,19 @@ class ShopProblem:
 
 
 def _rows_times(rows: Flags, columns: Ints) -> Ints:
-    """Return ``rows @ columns`` in exact integers without a wide copy of the matrix."""
-    return np.concatenate([rows[start : start + 256] @ columns for start in range(0, len(rows), 256)])
+    """Return ``rows @ columns`` in exact integers, some rows at a time.
+
+    numpy copies the flags to int64 for the product, which would take eight times the memory of the whole matrix.
+    """
+    parts = [rows[start : start + _ROWS_AT_ONCE] @ columns for start in range(0, len(rows), _ROWS_AT_ONCE)]
+    return np.concatenate(parts)
 
 
 def unreduced(graph: Graph) -> ShopProblem:
-    """Return the graph as it is, renumbered topologically. Raises InputError for ops without a duration."""
+    """Return the graph's ops as a job shop, renumbered topologically but not merged: each op has one member, itself.
+
+    Raises InputError for ops without a duration.
+    """
     order = graph.topological_order().tolist()
     new_index = {op: number for number, op in enumerate(order)}
     times, inputs = whole_times(graph).tolist(), input_lists(graph)
@@ -159,7 +179,9 @@ def unreduced(graph: Graph) -> ShopProblem:
 
 
 def reduce(graph: Graph) -> ShopProblem:
-    """Return the merged problem of a timed graph. O((n + e) r / 64 + b^2) for b blocks.
+    """Return the merged problem of a timed graph, whose least makespan is that of the graph. O((n + e) r / 64 + b^2).
+
+    n ops with e edges and r recvs become b blocks, by the rules of this module's head.
 
     Graphs with several compute resources are only renumbered. Raises InputError for ops without a duration.
     """
@@ -170,7 +192,10 @@ def reduce(graph: Graph) -> ShopProblem:
 
 
 def _without_free_ops(problem: ShopProblem) -> ShopProblem:
-    """Return the problem without the compute ops of rule 1, which become members of no block."""
+    """Return the problem without the compute ops of rule 1, which take no time and need no recv directly.
+
+    What such an op needs becomes an input of what needs it. Removed ops are members of no block.
+    """
     inputs = [list(sources) for sources in problem.inputs]
     consumers = [list(targets) for targets in problem.consumers]
     removed: set[int] = set()
@@ -189,31 +214,32 @@ def _without_free_ops(problem: ShopProblem) -> ShopProblem:
 
 
 def _merge_ops(problem: ShopProblem) -> ShopProblem:
-    """Return the problem of the blocks: rules 2 to 6 on one compute resource. ``block_of`` names a block by one of its ops."""
+    """Return the problem of the blocks that rules 2 to 6 form, for a problem with one compute resource."""
+    # Sets of recvs and of sends are integers, with a bit for each.
     needed, sends, compute = problem.needed, problem.of_kind(SEND), problem.of_kind(COMPUTE)
     leads_to = collected(problem.consumers, range(len(problem) - 1, -1, -1), sends)
     all_sends = (1 << len(sends)) - 1
-    head = [op for op in compute if leads_to[op] == all_sends]
+    head = [op for op in compute if leads_to[op] == all_sends]  # H
     needed_by_compute, needed_by_head = (fold(or_, (needed[op] for op in ops), 0) for ops in (compute, head))
-    block_of = list(range(len(problem)))
-    representative: dict[object, int] = {}
-    for op in head:  # rule 2
+    block_of = list(range(len(problem)))  # by op, one of the ops of its block
+    representative: dict[object, int] = {}  # by what the ops of a block have in common, the first of them
+    for op in head:  # rule 2: ops of H that need the same recvs
         block_of[op] = representative.setdefault(needed[op], op)
     recvs = problem.of_kind(RECV)
     needs = {needed[op] for op in (*compute, *sends)}
-    users = as_matrix(sorted(needs), len(recvs)).T
-    for recv_index in bits_of(needed_by_head):  # rule 3
+    users = as_matrix(sorted(needs), len(recvs)).T  # (recvs, sets) whether a recv is in each set that is needed
+    for recv_index in bits_of(needed_by_head):  # rule 3: recvs of one channel with the same users
         op = recvs[recv_index]
         block_of[op] = representative.setdefault((problem.resource[op], users[recv_index].tobytes()), op)
     after_all_recvs = [op for op in compute if leads_to[op] != all_sends and needed[op] == needed_by_compute]
     last_ops = [op for op in after_all_recvs if not leads_to[op]]
-    for op in last_ops:  # rule 5
+    for op in last_ops:  # rule 5: compute that leads to no send
         block_of[op] = last_ops[-1]
-    for op in reversed(after_all_recvs):  # rule 4
+    for op in reversed(after_all_recvs):  # rule 4: compute whose consumers are one block
         targets = {block_of[target] for target in problem.consumers[op] if leads_to[target]}
         if len(targets) == 1 and all(problem.kind[target] == COMPUTE for target in problem.consumers[op]):
             block_of[op] = targets.pop()
-    if head and needed_by_head == needed_by_compute:  # rule 6
+    if head and needed_by_head == needed_by_compute:  # rule 6: sends of one channel that wait for the same blocks
         for op in sends:
             waits_for = frozenset(block_of[source] for source in problem.inputs[op])
             block_of[op] = representative.setdefault((problem.resource[op], waits_for), op)
@@ -221,10 +247,13 @@ def _merge_ops(problem: ShopProblem) -> ShopProblem:
 
 
 def _join_blocks(problem: ShopProblem, block: Sequence[int], head: set[int], last: Sequence[int]) -> ShopProblem:
-    """Return the problem of the blocks; a block's key is one of its ops.
+    """Return the problem of the blocks, in topological order; a block's key is one of its ops.
 
-    ``block``: the key of each op's block; ``head``: the keys of the blocks of H; ``last``: that of rule 5, which
-    runs after all other compute, or nothing.
+    Args:
+        problem: the problem of the single ops.
+        block: the key of each op's block.
+        head: the keys of the blocks of H.
+        last: the key of the block of rule 5, which runs after all other compute; empty where there is none.
     """
     members: dict[int, list[int]] = {}
     for op, key in enumerate(block):
@@ -253,9 +282,10 @@ def _join_blocks(problem: ShopProblem, block: Sequence[int], head: set[int], las
 
 
 def _head_edges(problem: ShopProblem, block: Sequence[int], head: set[int]) -> dict[int, set[int]]:
-    """Return the inputs of the blocks of H: recvs, and blocks with a subset of them in place of those recvs.
+    """Return by key the inputs of the blocks of H: recvs, and blocks with a subset of them in place of those recvs.
 
-    Jackson's rule runs a block with a subset of the recvs first, so that edge costs nothing.
+    Jackson's rule runs a block with a subset of the recvs first, so that such an edge loses nothing, and there are fewer
+    edges. The arguments are those of :func:`_join_blocks`.
     """
     needed, recvs = problem.needed, problem.of_kind(RECV)
     by_size = sorted(head, key=lambda key: (needed[key].bit_count(), key))
@@ -275,15 +305,20 @@ def _head_edges(problem: ShopProblem, block: Sequence[int], head: set[int]) -> d
 
 
 def lower_bound(problem: ShopProblem) -> int:
-    """Return a lower bound on the makespan, whole time units. O(n^2 / 8 + n resources log n) for n blocks."""
+    """Return a lower bound on the makespan in whole time units: the largest of the resources' own.
+
+    Each resource is a one-machine problem with heads and tails, see this module's head. O(n^2 / 8 + n resources log n) for
+    n blocks.
+    """
     head, tail = (times.tolist() for times in problem.heads_and_tails)
     return max((_one_machine_bound(problem, resource, head, tail) for resource in range(problem.resources)), default=0)
 
 
 def _one_machine_bound(problem: ShopProblem, resource: int, head: Sequence[int], tail: Sequence[int]) -> int:
-    """Return the makespan of Jackson's preemptive schedule: the resource always runs the available op with the longest tail.
+    """Return the makespan of Jackson's preemptive schedule of one resource, which no real schedule can beat.
 
-    An op is available ``head[op]`` after the start of the step, and the step ends ``tail[op]`` after the op at the earliest.
+    The resource always runs the available op with the longest tail, and may interrupt it. An op is available ``head[op]``
+    after the start of the step, and the step ends ``tail[op]`` after the op at the earliest. All times are whole units.
     """
     by_head = sorted((head[op], op) for op in range(len(problem)) if problem.resource[op] == resource)
     remaining = {op: problem.times[op] for _, op in by_head}
@@ -314,7 +349,7 @@ def numberings(problem: ShopProblem) -> list[list[int]]:
     They are the order of the graph and the longest tail first, each also with the blocks moved to the front that a send
     waits for directly: a channel that is fed early has less left over at the end.
     """
-    tail = problem.heads_and_tails[1].tolist()
+    _, tail = (times.tolist() for times in problem.heads_and_tails)
     feeds_a_send = [any(problem.kind[target] == SEND for target in targets) for targets in problem.consumers]
     in_graph_order = list(range(len(problem)))
     longest_tail_first = sorted(in_graph_order, key=lambda block: -tail[block])
@@ -333,25 +368,31 @@ def _ranks(order: Sequence[int]) -> list[int]:
 
 
 def list_schedule(problem: ShopProblem, priority: Sequence[int]) -> list[int]:
-    """Return starts when each free resource takes the ready op with the lowest number (ties: op number). O(n log n)."""
+    """Return (n,) the starts in whole units when each free resource takes the ready op with the lowest priority. O(n log n).
+
+    ``priority`` (n,): of equal ones the lower op index goes first.
+    """
     numbers = _ranks(sorted(range(len(problem)), key=priority.__getitem__))
-    inputs = [len(sources) for sources in problem.inputs]
-    return play(problem.times, problem.resource, problem.consumers, inputs, numbers, random.Random(0))[0]
+    input_counts = [len(sources) for sources in problem.inputs]
+    unused_chance = random.Random(0)  # all numbers differ: nothing is left to it
+    starts, _, _ = play(problem.times, problem.resource, problem.consumers, input_counts, numbers, unused_chance)
+    return starts
 
 
 def order_of(problem: ShopProblem, starts: Sequence[int], times: Sequence[int]) -> list[int]:
-    """Return all ops by start, then end, then number.
+    """Return all ops by start, then end, then index; ``starts`` and ``times`` (n,) in the same units.
 
     It is an order in which inputs and every resource's earlier ops come first, zero times included: along both kinds of
-    edges none of the three decreases, and the number increases.
+    edges none of the three decreases, and the index increases.
     """
     return sorted(range(len(problem)), key=lambda op: (starts[op], starts[op] + times[op], op))
 
 
 def run_order(problem: ShopProblem, order: Sequence[int], times: Sequence[int]) -> list[int]:
-    """Return the start of each op when every resource runs its ops in that order, each as early as it can be.
+    """Return (n,) the start of each op when every resource runs its ops in that order, each as early as it can be.
 
-    Raises ValueError when an op stands before one of its inputs.
+    ``times`` (n,): in the units of the result, other than the problem's where a solver rounds them. Raises ValueError when
+    an op stands before one of its inputs.
     """
     starts, ends = [0] * len(problem), [-1] * len(problem)
     free_at = [0] * problem.resources
@@ -367,7 +408,10 @@ def run_order(problem: ShopProblem, order: Sequence[int], times: Sequence[int]) 
 
 
 def expand(problem: ShopProblem, whole: ShopProblem, starts: Sequence[int]) -> list[int]:
-    """Return the ops of the unreduced problem in the order of a reduced schedule; free ops follow their last input."""
+    """Return the ops of the unreduced problem in the order of a reduced schedule; ops in no block follow their last input.
+
+    ``whole``: the unreduced problem of the same graph; ``starts``: of the blocks of ``problem``, in whole units.
+    """
     op_index = {op: index for index, (op,) in enumerate(whole.members)}
     positions = [-1] * len(whole)
     for block_position, block in enumerate(order_of(problem, starts, problem.times)):

@@ -41,9 +41,13 @@ class Ready:
     __slots__ = ("buckets", "free", "order")
 
     def __init__(self) -> None:
+        """Begin with no ready op."""
         self.free: list[int] = []
+        """Ops without a priority number."""
         self.buckets: dict[int, list[int]] = {}
+        """By priority number its ops; no bucket is empty."""
         self.order: list[int] = []
+        """The numbers of the buckets, a heap."""
 
     def add(self, op: int, priority: int) -> None:
         """Add an op that became ready; a negative priority: the op has no number."""
@@ -56,18 +60,24 @@ class Ready:
             heapq.heappush(self.order, priority)
 
     def pick(self, chance: random.Random) -> int:
-        """Remove and return a random op of the lowest bucket or without a number; -1: no op is ready."""
-        bucket = self.buckets[self.order[0]] if self.order else []
-        total = len(bucket) + len(self.free)
-        if total == 0:
+        """Remove and return a random op among those of the lowest bucket and those without a number; -1: no op is ready.
+
+        Every one of them is as likely as any other. The last op of a list takes the place of the one that is removed, which
+        costs O(1).
+        """
+        lowest_bucket = self.buckets[self.order[0]] if self.order else []
+        candidate_count = len(lowest_bucket) + len(self.free)
+        if candidate_count == 0:
             return -1
-        index = int(chance.random() * total) if total > 1 else 0
-        bucket_or_free = bucket if index < len(bucket) else self.free
-        index = index if index < len(bucket) else index - len(bucket)
-        op = bucket_or_free[index]
-        bucket_or_free[index] = bucket_or_free[-1]
-        bucket_or_free.pop()
-        if bucket_or_free is bucket and not bucket:
+        index = int(chance.random() * candidate_count) if candidate_count > 1 else 0
+        if index < len(lowest_bucket):
+            ops = lowest_bucket
+        else:
+            ops, index = self.free, index - len(lowest_bucket)
+        op = ops[index]
+        ops[index] = ops[-1]
+        ops.pop()
+        if ops is lowest_bucket and not lowest_bucket:
             del self.buckets[heapq.heappop(self.order)]
         return op
 
@@ -80,12 +90,19 @@ def play(
     numbers: Sequence[int],
     chance: random.Random,
 ) -> tuple[list[int], list[int], int]:
-    """Return start and end times of all ops in whole units, and the last end. O((n + e) log n).
+    """Return (n,) the starts and (n,) the ends of all ops in whole units, and the last end. O((n + e) log n).
 
-    ``inputs``: number of inputs of each op; ``numbers``: priorities, negative: none. A lane is a resource's index; free lanes
-    pick in ascending order. All ops that end at one instant complete before any lane picks, so that a pick sees every ready
-    op. A lane runs one op at a time: the next event is the least of ``until``.
+    All ops that end at one instant complete before any resource picks, so that a pick sees every ready op.
+
+    Args:
+        times: (n,) in whole units.
+        resource: (n,) the index of each op's resource; a free resource ("lane") picks its next op, the lowest index first.
+        following: the ops of which each op is an input.
+        inputs: (n,) how many inputs each op has.
+        numbers: (n,) priorities; negative: the op has none, and may be picked at any time.
+        chance: decides among ops that may be picked.
     """
+    # A lane runs one op at a time, until ``until``: the next event is the least of these.
     pending = list(inputs)
     lanes = range(max(resource, default=0) + 1)
     ready = [Ready() for _ in lanes]
@@ -164,7 +181,10 @@ class Simulator:
         return [priority.get(name, -1) for name in self._names] if priority else [-1] * len(self._names)
 
     def run(self, priority: Mapping[str, int] | None, seed: int) -> Timeline:
-        """Return one run under ``priority`` (op name to number >= 0; others have none)."""
+        """Return one simulated run; its picks among ops of equal priority are those of ``seed``.
+
+        ``priority``: numbers of 0 and more by op name, ops that it lacks have none; None: all picks are left to chance.
+        """
         chance = random.Random(seed)
         starts, ends, last = play(
             self.times, self.resource, self.following, self.inputs, self.numbers(priority), chance
@@ -176,15 +196,15 @@ class Simulator:
 
 
 def simulate(graph: Graph, priority: Mapping[str, int] | None, seed: int) -> Timeline:
-    """Return one run of a timed graph; see :class:`Simulator` for many."""
+    """Return one run of a timed graph; see :class:`Simulator` for many, and :meth:`Simulator.run` for the arguments."""
     return Simulator(graph).run(priority, seed)
 
 
 def to_chrome_trace(graph: Graph, timeline: Timeline, priority: Mapping[str, int] | None) -> dict[str, Any]:
     """Return a timeline as a JSON-ready mapping that Perfetto and chrome://tracing open.
 
-    One complete event per op, one thread per resource, microseconds.
-    Format: "Trace Event Format" (Google), complete ("X") and metadata ("M") events.
+    Each op is an event in microseconds, each resource a thread. ``priority``: numbers by op name, which are shown with the
+    ops; None: there are none. Format: "Trace Event Format" (Google), complete ("X") and metadata ("M") events.
     """
     title = f"{graph.name} ({graph.mode}, simulated)"
     events: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": title}}]
