@@ -334,7 +334,7 @@ def show_plan(
         return
     refuse("a plan of one job", {"share"}, instead="name the other jobs by --with")
     try:
-        with nullcontext() if is_command(call["job"]) else progress("planning"):
+        with nullcontext() if is_command(call["job"]) or "+" in (call["devices"] or "") else progress("planning"):
             result = call()
     except NothingFits as error:
         if error.layouts and not as_json:

@@ -12,6 +12,7 @@ sends the fragments, one after the other in the same order on all islands.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 from collections import deque
@@ -214,17 +215,19 @@ class OuterSteps:
         self._sent = deque(_Sent(int(part), int(due), _done(average.to(self.outer[0]))) for part, due, average in sent)
 
     def close(self) -> None:
-        """Count no more steps; what is on its way is let go. Idempotent."""
+        """Count no more steps; waits for what is on its way, which is not applied. Idempotent."""
         self._watch.remove()
         self._sender.close()
 
 
 class _Sender:
-    """A thread that does what it is given, one after the other; the process ends without waiting for it."""
+    """A thread that does what it is given, one after the other; at exit it is waited for, as other islands wait for it."""
 
     def __init__(self) -> None:
         self._given: queue.SimpleQueue[tuple[Future[Tensor], Callable[[], Tensor]] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="ddltool-outer", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="ddltool-outer", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
 
     def submit(self, work: Callable[[], Tensor]) -> Future[Tensor]:
         """Return the result that ``work`` will have."""
@@ -233,8 +236,10 @@ class _Sender:
         return future
 
     def close(self) -> None:
-        """End the thread after what it was given."""
+        """End the thread after what it was given. Idempotent."""
+        atexit.unregister(self.close)
         self._given.put(None)
+        self._thread.join()
 
     def _run(self) -> None:
         while (given := self._given.get()) is not None:
@@ -243,6 +248,8 @@ class _Sender:
                 future.set_result(work())
             except Exception as error:  # it is raised where the result is asked for
                 future.set_exception(error)
+            # A group whose last reference is this thread's would end the process when it goes away at exit.
+            del given, future, work
 
 
 def island_group(address: str, island: int, islands: int, *, meeting: int = 0, timeout_s: float = 300.0) -> Group:

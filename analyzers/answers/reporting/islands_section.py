@@ -75,7 +75,7 @@ def _verdict(plan: IslandsPlan) -> Verdict:
             then="plan the devices of that step as one job",
             good=True,
         )
-    steps = f"every={best.inner_steps[0]}" if len(set(best.inner_steps)) == 1 else f"every=H of {best.inner_steps}"
+    by_steps = {steps: one.devices for steps, one in zip(best.inner_steps, plan.islands, strict=True)}
     more = f", fragments={plan.outer.fragments}" if plan.outer.fragments > 1 else ""
     more += f", overlap={plan.outer.overlap}" if plan.outer.overlap else ""
     more += f", bits={plan.outer.bits}" if plan.outer.bits < 32 else ""
@@ -83,7 +83,10 @@ def _verdict(plan: IslandsPlan) -> Verdict:
         answer=f"Meet every {best.outer_every:,} steps: {show_seconds(best.overlapped_s)} a step, {gain} synchronous "
         f"({meeting.text}); what it costs in loss is measured, not predicted.",
         sure="predicted; the link as given",
-        then=f"hook.outer(model, optimizer, {steps}{more})",
+        then=", ".join(
+            f"hook.outer(model, optimizer, every={steps}{more})" + (f" on {devices}" if len(by_steps) > 1 else "")
+            for steps, devices in by_steps.items()
+        ),
     )
 
 

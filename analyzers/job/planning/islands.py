@@ -111,6 +111,10 @@ def plan_islands(
         raise InputError("--batch-size", f"is {total}", f"give {len(texts)} (a sample for each island) or more")
     planner = _Planner(source, texts, model, options, stage)
     shares = _shared([1 / count for count in counts], total)
+    elements, reads_tokens = trained_numbers(planner.job(texts[0], shares[0]))
+    exchange = Exchange(elements=elements, islands=len(texts), link=between, bits=outer.bits, fragments=outer.fragments)
+    fewest = min(outer.every)  # what cannot be is said before anything is planned
+    Rounds(step_s=[1.0], every=[fewest], fragment_s=0.0, fragments=outer.fragments)
     with stage("planning islands", 2 * len(texts) + 1) as advance:
         planner.advance = advance
         islands = planner.islands(shares)
@@ -121,8 +125,6 @@ def plan_islands(
         if is_mixed:
             by_speed = planner.islands(fairly)
         together = planner.together(total, sum(-(-count // DEVICES_PER_NODE) for count in counts), between)
-    elements, reads_tokens = trained_numbers(planner.job(texts[0], shares[0]))
-    exchange = Exchange(elements=elements, islands=len(texts), link=between, bits=outer.bits, fragments=outer.fragments)
     compared = _Compared(
         exchange=exchange,
         shares=shares,
