@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from ddltool import runtime
 from ddltool.runtime.hook.outer import OuterSteps
@@ -123,6 +124,19 @@ def inside(rank: int, port: int, steps: int, every: int) -> list[Tensor]:
     for number in range(1, steps + 1):
         step(model, optimizer, batch(rank, number))
     return values(model)
+
+
+def sharded(rank: int, steps: int, every: int) -> list[Tensor]:
+    """One island whose two ranks hold FSDP2's shards, each alone in the group of its place; they have the same batches."""
+    alone = [dist.new_group([one]) for one in range(2)][rank]
+    model = made()
+    fully_shard(model)
+    optimizer = inner_of(model)
+    outer = runtime.attach(None).outer(model, optimizer, every=every, group=alone)
+    for number in range(1, steps + 1):
+        step(model, optimizer, batch(0, number))
+    assert sum(part.numel() for part in outer.outer) < sum(value.numel() for value in model.parameters())
+    return [value.full_tensor().detach() for value in model.parameters()]  # type: ignore[attr-defined]
 
 
 def changing(rank: int, port: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``ddltool plan --devices A+B --link-between RATE``: figures that follow from the islands' own plans, and refusals in a line."""
+"""``ddltool plan --devices A+B --link-between RATE``: figures that follow from the islands' own plans, and refusals."""
 
 from __future__ import annotations
 

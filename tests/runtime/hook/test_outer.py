@@ -19,6 +19,7 @@ from tests.helpers.island_workers import (
     inside,
     made,
     refusals,
+    sharded,
     step,
     trained,
     values,
@@ -78,6 +79,10 @@ def test_resumed_training_is_the_uninterrupted_one(resume_at: int) -> None:
 
 def test_an_island_hands_the_average_on_and_islands_are_jobs_of_their_own() -> None:
     agree(crew().run(inside, free_port(), 9, 3), written_out(2, 9, every=3))
+
+
+def test_shards_of_fsdp2_take_outer_steps_by_themselves() -> None:
+    agree(crew().run(sharded, 9, 3), written_out(1, 9, every=3) * 2)
 
 
 def test_islands_leave_and_join_between_outer_steps() -> None:
