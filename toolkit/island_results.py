@@ -38,7 +38,7 @@ class IslandFigures(Part):
     outer_bytes: NonNegative = Field(description="of outer parameters and momentum on each device, as the plan shards")
     memory_bytes: NonNegative | None = Field(default=None, description="of a process without those; null: not known")
     free_bytes: Number | None = Field(default=None, description="that a device has left with both; below 0: too few")
-    plan: Plan
+    plan: Plan = Field(description="for the samples that the picked row takes")
 
 
 class SynchronousStep(Part):

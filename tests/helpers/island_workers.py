@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -166,6 +167,30 @@ def changing(rank: int, port: int) -> dict[str, Any]:
     for number in range(9, 13 if rank == 0 else 11):
         step(model, optimizer, batch(rank, number))
     found["after"] = values(model)
+    return found
+
+
+def losing(rank: int, port: int) -> dict[str, Any]:
+    """Two islands; after a round island 1 goes away, in its next exchange island 0 finds out, regroups and goes on. H is 4."""
+    address = f"127.0.0.1:{port}"
+    group = runtime.island_group(address, rank, 2, meeting=1, timeout_s=60)
+    model = made()
+    optimizer = inner_of(model, "sgd")
+    outer = OuterSteps(model, optimizer, every=4, optimizer=(0.5, 0.5), group=group)
+    for number in range(1, 5):
+        step(model, optimizer, batch(rank, number))
+    found: dict[str, Any] = {"together": values(model)}
+    if rank == 1:
+        outer.close()
+        del outer, group, model, optimizer
+        gc.collect()
+        return found
+    for number in range(5, 9):
+        found["said"] = message_of(step, model, optimizer, batch(0, number))
+    outer.regroup(runtime.island_group(address, 0, 1, meeting=2))
+    for number in range(9, 13):
+        step(model, optimizer, batch(0, number))
+    found["alone"] = values(model)
     return found
 
 

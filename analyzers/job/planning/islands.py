@@ -145,7 +145,7 @@ def plan_islands(
         total_batch=total,
         compute_s=compared.compute_s,
         islands=[
-            _figures(text, share, plan, fast, elements, is_mixed, planner.job(text, share))
+            _figures(text, plan, fast, elements, best.way if is_mixed else None, planner.job(text, share))
             for text, share, plan, fast in zip(texts, shares, islands, by_speed, strict=True)
         ],
         synchronous=synchronous,
@@ -218,19 +218,24 @@ def _layout(plan: Plan) -> str:
     return f"{how} on {devices}" if how else devices
 
 
-def _figures(text: str, samples: int, plan: Plan, fast: Plan, elements: int, is_mixed: bool, job: Job) -> IslandFigures:
-    """Return an island's figures, with what its devices have left beside the outer state."""
-    shard = 1 if plan.sharding is None else plan.sharding.shard
+def _figures(text: str, plan: Plan, fast: Plan, elements: int, way: Way | None, job: Job) -> IslandFigures:
+    """Return an island's figures, with what its devices have left beside the outer state.
+
+    ``plan``: for its samples by devices; ``fast``: for those by speed; ``way``: what the picked row takes, None: islands are
+    alike.
+    """
+    taken = fast if way == "samples" else plan
+    shard = 1 if taken.sharding is None else taken.sharding.shard
     outer_bytes = float(_STATES * _STATE_BYTES * elements / shard)
-    held = {} if plan.sharding is None else plan.sharding.memory_bytes
+    held = {} if taken.sharding is None else taken.sharding.memory_bytes
     table = devices_of(job, "--devices")
     free = [usable_bytes(table.device(name, "--devices")) - size - outer_bytes for name, size in held.items()]
-    optional: dict[str, Any] = (
-        {"samples_by_speed": _total(fast), "step_by_speed_s": fast.iteration_s} if is_mixed else {}
-    )
+    optional: dict[str, Any] = {}
+    if way is not None:
+        optional = {"samples_by_speed": _total(fast), "step_by_speed_s": fast.iteration_s}
     optional |= {"memory_bytes": float(max(held.values())), "free_bytes": float(min(free))} if held else {}
     return IslandFigures(
-        devices=text, samples=samples, step_s=plan.iteration_s, outer_bytes=outer_bytes, plan=plan, **optional
+        devices=text, samples=_total(plan), step_s=plan.iteration_s, outer_bytes=outer_bytes, plan=taken, **optional
     )
 
 

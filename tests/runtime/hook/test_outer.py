@@ -17,6 +17,7 @@ from tests.helpers.island_workers import (
     furthest,
     inner_of,
     inside,
+    losing,
     made,
     refusals,
     sharded,
@@ -118,6 +119,27 @@ def test_islands_leave_and_join_between_outer_steps() -> None:
     agree([one["alone"], other["joined"]], [seen["alone"]] * 2)
     agree([one["after"], other["after"]], [seen["after"]] * 2)
     assert (one["steps"], other["steps"]) == (8, 4)
+
+
+def test_a_lost_island_is_said_and_the_others_go_on() -> None:
+    """The exchange that failed is not applied: island 0's next difference, of eight inner steps, has all of it."""
+    one, other = crew().run(losing, free_port())
+    assert one["said"].startswith("an island is gone; give a group of those left to outer.regroup (")
+    agree([one["together"]], [other["together"]])
+    start, first = values(made()), one["together"]
+    model = made()
+    optimizer = inner_of(model, "sgd")
+    with torch.no_grad():
+        for value, given in zip(model.parameters(), first, strict=True):
+            value.copy_(given)
+    for number in range(5, 13):
+        step(model, optimizer, batch(0, number))
+    expected = []
+    for before, after, end in zip(start, first, values(model), strict=True):
+        kept = (before - after) / (0.5 * 1.5)  # of the first outer step: 0.5 (D + 0.5 D)
+        gradient = after - end
+        expected.append(after - 0.5 * (gradient + 0.5 * (0.5 * kept + gradient)))
+    agree([one["alone"]], [expected])
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
