@@ -46,7 +46,6 @@ _BACKWARD = 2 / 3
 # Numbers that an outer state has for each parameter (itself and its momentum), of so many bytes.
 _STATES, _STATE_BYTES, _GRADIENT_BITS = 2, 4, 32
 _MOST_SAMPLES = 10**9
-JobOf = Callable[..., Job]
 
 
 def link_of(text: str) -> Link:
@@ -109,21 +108,22 @@ def plan_islands(
     total = batch_size or 8 * sum(counts)
     if not len(texts) <= total <= _MOST_SAMPLES:
         raise InputError("--batch-size", f"is {total}", f"give {len(texts)} (a sample for each island) or more")
-    planner = _Planner(source, texts, model, options, stage)
+    if not outer.every:
+        raise InputError("outer_every", "is empty", "give the inner steps between outer steps to try, such as 1,8,64")
     shares = _shared([1 / count for count in counts], total)
-    elements, reads_tokens = trained_numbers(planner.job(texts[0], shares[0]))
-    exchange = Exchange(elements=elements, islands=len(texts), link=between, bits=outer.bits, fragments=outer.fragments)
-    fewest = min(outer.every)  # what cannot be is said before anything is planned
-    Rounds(step_s=[1.0], every=[fewest], fragment_s=0.0, fragments=outer.fragments)
     with stage("planning islands", 2 * len(texts) + 1) as advance:
-        planner.advance = advance
+        planner = _Planner(source, texts, model, options, advance)
+        elements, reads_tokens = trained_numbers(planner.job(texts[0], shares[0]))
+        exchange = Exchange(
+            elements=elements, islands=len(texts), link=between, bits=outer.bits, fragments=outer.fragments
+        )
+        # what cannot be is said before anything is planned
+        Rounds(step_s=[1.0], every=[min(outer.every)], fragment_s=0.0, fragments=outer.fragments)
         islands = planner.islands(shares)
         step_s = [plan.iteration_s for plan in islands]
         fairly = _shared([seconds / share for seconds, share in zip(step_s, shares, strict=True)], total)
-        by_speed = islands
         is_mixed = max(step_s) > _ALIKE * min(step_s) and fairly != shares
-        if is_mixed:
-            by_speed = planner.islands(fairly)
+        by_speed = planner.islands(fairly) if is_mixed else islands
         together = planner.together(total, sum(-(-count // DEVICES_PER_NODE) for count in counts), between)
     compared = _Compared(
         exchange=exchange,
@@ -179,8 +179,8 @@ class _Planner:
     texts: Sequence[str]
     model: dict[str, Any]
     options: PlanOptions
-    stage: Stage
-    advance: Callable[..., object] = print
+    advance: Callable[..., object]
+    """Told how many plans are done, and the next one's name."""
     _done: int = 0
 
     def job(self, devices: str, samples: int, **more: Any) -> Job:
