@@ -72,7 +72,7 @@ class OuterSetting(Part):
     every: Annotated[list[AtLeastOne], Field(min_length=2, description="inner steps of each island")]
     fragments: AtLeastOne
     overlap: Count
-    bits: Literal[4, 8, 16, 32]
+    bits: Annotated[int, Field(ge=4, le=32, description="of an exchanged number: 4, 8, 16 or 32")]
     learning_rate: Positive = 0.7
     momentum: Share = 0.9
     mixing: Share = Field(default=0.0, description="alpha: the share of its own parameters that an island keeps")

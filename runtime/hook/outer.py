@@ -55,6 +55,7 @@ class OuterSteps:
     All ranks of an island hold the same parameters, or the shards of FSDP2. ``group`` has the ranks that average: one rank of
     each island, which hands the average on over ``inside``, the island's own group; or without ``inside`` every rank with those
     of its place in the other islands (with FSDP2 a shard's). Buffers, such as BatchNorm's, are each island's own.
+    A check against one process (``ddltool doctor --check``) is for the script without outer steps.
 
     Attributes: ``steps``, inner steps made; ``rounds``, outer steps of all fragments; ``outer``, the outer parameters, flat,
     by fragment.

@@ -156,7 +156,7 @@ def plan_islands(
             every=best.inner_steps,
             fragments=outer.fragments,
             overlap=best.overlap,
-            bits=outer.bits,  # type: ignore[arg-type]  # Exchange has checked it
+            bits=outer.bits,
         ),
     )
 
