@@ -500,6 +500,7 @@ def test_the_options_are_a_decision() -> None:
                 "--compile",
                 "--save",
                 *("--vary", "--limit", "--keep-files"),
+                *("--link-between", "--outer-every", "--fragments", "--overlap", "--outer-bits"),
                 "--compress",
                 "--nccl-tests",
                 *("--strategy", "--graph", "--top-k", "--time-limit", "--lookahead", "--max-gap"),
