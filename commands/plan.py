@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 from ddltool.analyzers.answers.reporting.command_section import command_section
+from ddltool.analyzers.answers.reporting.islands_section import islands_section
 from ddltool.analyzers.answers.reporting.plan_section import joint_section, layouts_table, plan_section
 from ddltool.analyzers.answers.reporting.section import Section
 from ddltool.analyzers.job.planning.candidates import STRATEGIES
 from ddltool.analyzers.job.planning.commands import NodeOfDevices, knobs_of, plan_command, plan_recorded
+from ddltool.analyzers.job.planning.islands import OuterOptions, island_texts, link_of, plan_islands
 from ddltool.analyzers.job.planning.job_inputs import (
     Offered,
     graph_of,
@@ -38,7 +40,18 @@ from ddltool.analyzers.step.recording.command import LIMIT_S, is_command
 from ddltool.analyzers.step.tracing.sources import Source, is_graph_file
 from ddltool.artifacts import check_outputs, read_document, save, to_yaml, write_text
 from ddltool.commands.handed import Devices, card_of, devices_text, is_model, named, on_cluster, total_batch
-from ddltool.commands.options import AS_TEXT, OPTIMIZER, VOICE, LocalLink, Seed, number, one_of, some_of, within
+from ddltool.commands.options import (
+    AS_TEXT,
+    OPTIMIZER,
+    VOICE,
+    LocalLink,
+    Seed,
+    integers,
+    number,
+    one_of,
+    some_of,
+    within,
+)
 from ddltool.commands.output import answer, note, progress, show
 from ddltool.commands.verbs import VerbCall, demand_part, is_given, refuse, verb
 from ddltool.decision import NothingFits, Objective
@@ -46,6 +59,7 @@ from ddltool.device import DeviceTable
 from ddltool.errors import Infeasible, InputError, known
 from ddltool.graph import Graph, read_graph
 from ddltool.graph_results import CommandPlan
+from ddltool.island_results import IslandsPlan
 from ddltool.job import LINKS, Cluster, Job
 from ddltool.plans import Plan
 from ddltool.precision import NAMES, precision_name
@@ -83,6 +97,10 @@ _MORE = {
 # What the plan of a recorded step reads, and what one that is to be recorded reads beside.
 _STEP = {"job", "devices", "link", "nic", "bandwidth", "latency", "nccl_tests", "devices_file", "output", "as_json"}
 _COMMAND = {"vary", "limit", "keep_files"}
+# What the plan of islands on a slow link reads, and what says how they meet.
+_OUTER = {"link_between", "outer_every", "fragments", "overlap", "outer_bits"}
+_ISLANDS = {*_STEP, *_MODEL, *_OUTER, "time_limit_s", "seed"} - {"nodes", "save_job"}
+_EVERY = (1, 8, 64, 500)
 # What the plan of several jobs reads.
 _TOGETHER = {"job", "strategy", "together", "share", "devices_file", "allow_code", "time_limit_s", "seed", "as_json"}
 
@@ -138,8 +156,22 @@ def _lora_ranks(given: int | str | None, option: str) -> list[int | None]:
     return list(dict.fromkeys(None if part in ("none", "full") else int(rank(part, option)) for part in parts))
 
 
+def _named_numerics(precision: str, optimizer: str | None, lora: int | str | None) -> list[dict[str, Any]]:
+    """Return every combination of the named values as fields of a job; a precision that is not given is the job's own."""
+    return combinations(
+        precision.split(",") if is_given("precision") else [None],
+        [None] if optimizer is None else optimizer.split(","),
+        _lora_ranks(lora, "--lora"),
+    )
+
+
 def _ranks(text: str, option: str) -> str:
     return ",".join("none" if rank is None else str(rank) for rank in _lora_ranks(text, option))
+
+
+def _every(text: str, option: str) -> tuple[int, ...]:
+    """Return the inner steps between outer steps in ``1,8,64``."""
+    return integers(text, option, most=10_000_000)
 
 
 def _failures(text: str, option: str) -> Failures:
@@ -158,6 +190,11 @@ def plan(
     objective: Annotated[Objective, one_of(*get_args(Objective))] = "fastest",
     devices: Annotated[Devices | None, {"type": str}] = None,
     batch: Any = None,
+    link_between: str | None = None,
+    outer_every: Annotated[Sequence[int], {"reader": _every, "metavar": "H,H,..."}] = _EVERY,
+    fragments: Annotated[int, within(1, 100_000)] = 1,
+    overlap: Annotated[int, within(0, 100_000)] = 1,
+    outer_bits: Annotated[int, within(4, 32)] = 32,
     price: str | None = None,
     nodes: Annotated[int | None, within(1)] = None,
     batch_size: Annotated[int | None, within(1)] = None,
@@ -195,7 +232,7 @@ def plan(
     seed: Seed = 0,
     tell: Tell = log_remark,
     stage: Stage = quietly,
-) -> Plan | CommandPlan:
+) -> Plan | CommandPlan | IslandsPlan:
     """Compare the ways to run a job on its devices, or plan by one, and predict the step time.
 
     ``job``: a job.yaml, a Job or its fields as a dict; or with ``devices`` (``"8xA100,4xV100"``, a dict of counts, a Cluster) a
@@ -208,6 +245,9 @@ def plan(
     With ``devices`` (those of a node: ``8xH100,4xA100``) ``job`` may be the words of a command that trains: it and, where
     options of its own ``vary`` (``["--batch-size 4,8"]``), each combination of their values is recorded and predicted; or a
     graph.json of a recorded step, which is predicted. Both return a CommandPlan, the fastest that fits first.
+
+    ``devices`` with ``+`` between islands (``8xH100+8xA100``), which ``link_between`` joins: an IslandsPlan, for each number
+    of inner steps in ``outer_every``, in ``fragments`` of ``outer_bits``, each hidden behind ``overlap`` inner steps.
     """
     if isinstance(job, Mapping):
         job = Job.from_dict(job)
@@ -225,6 +265,32 @@ def plan(
     assert isinstance(job, (str, Path, Job, list))
     cluster = devices if isinstance(devices, Cluster) else None
     devices = None if devices is None else devices_text(devices)
+    if devices is not None and cluster is None and not isinstance(job, (Job, list)) and len(island_texts(devices)) > 1:
+        demand_part("a plan of islands", _ISLANDS)
+        if link_between is None:
+            raise InputError("--link-between", "is missing", "say what joins the islands: 1Gbit, or 1Gbit,30ms")
+        check_outputs([], {"-o": output})
+        each = PlanOptions(
+            bandwidth=bandwidth,
+            latency=latency,
+            nccl_tests=tuple(nccl_tests),
+            limit_s=time_limit_s,
+            seed=seed,
+            tell=tell,
+        )
+        [model, *others] = _named_numerics(precision, optimizer, lora)
+        if others:
+            raise InputError("a plan of islands", "names several precisions, optimizers or ranks", "give one of each")
+        model |= {"sequence_length": sequence_length, "compile": compile, "devices_file": devices_file}
+        outer = OuterOptions(every=outer_every, fragments=fragments, overlap=overlap, bits=outer_bits)
+        meeting = plan_islands(
+            str(job), devices, link_of(link_between), outer, each, batch_size=batch_size, stage=stage, link=link, nic=nic,
+            **model,
+        )  # fmt: skip
+        if output is not None:
+            save(meeting, output)
+        return meeting
+    refuse("a plan of devices on one network", _OUTER, instead="separate islands by +: --devices 8xH100+8xA100")
     recorded = _recorded(job)
     if is_command(job) or recorded is not None:
         if not is_command(job):
@@ -271,12 +337,7 @@ def plan(
             sequence_length=sequence_length,
             compile=compile,
         )
-        several = combinations(
-            precision.split(",") if is_given("precision") else [None],
-            [None] if optimizer is None else optimizer.split(","),
-            _lora_ranks(lora, "--lora"),
-        )
-        jobs = [described(**numerics) for numerics in several]  # type: ignore[arg-type]
+        jobs = [described(**numerics) for numerics in _named_numerics(precision, optimizer, lora)]  # type: ignore[arg-type]
         if cluster is not None:
             jobs = [on_cluster(one, cluster) for one in jobs]
             bandwidth = bandwidth or card_of(cluster)
@@ -338,7 +399,7 @@ def plan(
 
 
 def show_plan(
-    call: VerbCall[Plan | CommandPlan],
+    call: VerbCall[Plan | CommandPlan | IslandsPlan],
     *,
     together: list[Path] | None = None,
     share: Annotated[str, one_of(*SHARING)] = "sum",
@@ -357,7 +418,7 @@ def show_plan(
         return
     refuse("a plan of one job", {"share"}, instead="name the other jobs by --with")
     try:
-        with nullcontext() if is_command(call["job"]) else progress("planning"):
+        with nullcontext() if is_command(call["job"]) or "+" in (call["devices"] or "") else progress("planning"):
             result = call()
     except NothingFits as error:
         if error.layouts and VOICE.verbose and not as_json:
@@ -366,6 +427,9 @@ def show_plan(
         raise
     if isinstance(result, Plan):
         answer(result, partial(plan_section, result, result.job), as_json, output)
+        return
+    if isinstance(result, IslandsPlan):
+        answer(result, partial(islands_section, result), as_json, output)
         return
     answer(result, partial(command_section, result), as_json, output)
     if result.best is None:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, TypeAdapter
 
-from ddltool import graph_results, results, simulation_results
+from ddltool import graph_results, island_results, results, simulation_results
 from ddltool.analyzers.step.costs.timed_graph import timed_graph
 from ddltool.artifacts import kind_of, make_folder, save
 from ddltool.calibration import CalibrationTable
@@ -172,7 +172,7 @@ _FILE_MODELS: tuple[type[BaseModel], ...] = (
 )
 _RESULT_MODELS = [
     model
-    for module in (results, graph_results, simulation_results)
+    for module in (results, graph_results, island_results, simulation_results)
     for model in vars(module).values()
     if isinstance(model, type) and issubclass(model, results.Result)
 ]

@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from ddltool.runtime.elastic import RunRecorder as RunRecorder
     from ddltool.runtime.elastic import first_difference as first_difference
     from ddltool.runtime.hook import Hook as Hook
+    from ddltool.runtime.hook import OuterSteps as OuterSteps
     from ddltool.runtime.hook import apply_prefetch as apply_prefetch
     from ddltool.runtime.hook import attach as attach
     from ddltool.runtime.hook import bucket_report as bucket_report
     from ddltool.runtime.hook import ddp_arguments as ddp_arguments
+    from ddltool.runtime.hook import island_group as island_group
     from ddltool.runtime.hook import prefetch_units as prefetch_units
     from ddltool.runtime.hook import shard as shard
     from ddltool.runtime.hook.loggers import log_steps as log_steps
@@ -30,7 +32,10 @@ _NAMES = {
     "agent": ("GoodputAgent",),
     "balancing": ("BalanceOptions", "balance"),
     "elastic": ("ElasticTrainer", "RunRecorder", "first_difference"),
-    "hook": ("Hook", "apply_prefetch", "attach", "bucket_report", "ddp_arguments", "prefetch_units", "shard"),
+    "hook": (
+        *("Hook", "OuterSteps", "apply_prefetch", "attach", "bucket_report", "ddp_arguments", "island_group"),
+        *("prefetch_units", "shard"),
+    ),
     "hook.loggers": ("log_steps",),
     "measuring.straggler_monitor": ("watch_ranks",),
     "processes.lengths": ("Lengths",),

@@ -13,6 +13,7 @@ from ddltool.errors import InputError, did_you_mean
 from ddltool.goodput_model import Goodput
 from ddltool.graph import from_document
 from ddltool.graph_results import CommandPlan, MemoryTimeline, TraceResult
+from ddltool.island_results import IslandsPlan
 from ddltool.plans import Enforcement, Plan
 from ddltool.profiles import check_profile, read_profile
 from ddltool.results import (
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 _TABLE_SUFFIXES = (".csv", ".jsonl", ".ndjson")
 # Sections stand in the order in which data flow.
 ORDER = (
-    *("graph", "profile", "network", "goodput", "plan", "command_plan", "enforcement", "telemetry"),
+    *("graph", "profile", "network", "goodput", "plan", "command_plan", "islands_plan", "enforcement", "telemetry"),
     *("verification", "stragglers"),
     *("sync", "barrier", "balance", "lengths", "simulation", "sweep", "gate"),
 )
@@ -45,6 +46,7 @@ RECORDS: dict[str, type[Artifact]] = {
         *(
             Plan,
             CommandPlan,
+            IslandsPlan,
             Enforcement,
             Goodput,
             TraceResult,

@@ -36,6 +36,7 @@ from ddltool.runtime.hook.guards import leave_alone
 from ddltool.runtime.hook.job import bare_optimizer, check_model, check_parameters, config_path, load_and_check
 from ddltool.runtime.hook.loader import CountedLoader, GivenLoader, StreamLoader
 from ddltool.runtime.hook.loss_scaling import LossScaler, Reduction
+from ddltool.runtime.hook.outer import OuterSteps
 from ddltool.runtime.hook.telemetry import StepRecorder, TelemetryFile
 from ddltool.runtime.processes.batches import Sizes, VariableBatchSampler, fitting_sizes
 from ddltool.runtime.processes.checking import begin_check, is_set, note_unchecked
@@ -66,6 +67,7 @@ class Hook:
         self._samplers: weakref.WeakSet[DistributedSampler[Any] | VariableBatchSampler] = weakref.WeakSet()
         self._epoch: int | None = None
         self._steps_made = 0
+        self._outer: OuterSteps | None = None
 
     def dataloader(
         self,
@@ -192,6 +194,29 @@ class Hook:
         said; for more, and what is refused, see :meth:`~ddltool.runtime.hook.loss_scaling.LossScaler.loss`.
         """
         return loss if self._scaler is None else self._scaler.loss(loss, count=count, reduction=reduction)
+
+    def outer(self, model: nn.Module, inner: torch.optim.Optimizer, *, every: int, **settings: Any) -> OuterSteps:
+        """Average this island's parameters with the other islands' after every ``every`` steps of the optimizer ``inner``.
+
+        Once, on every rank, before the first step; the loop stays as it is. ``settings``: those of
+        :class:`~ddltool.runtime.hook.outer.OuterSteps`. Raises InputError for a setting that cannot be followed.
+        """
+        if self._outer is not None:
+            raise InputError("outer", "was called already", "call it once for each model that is attached to")
+        self._outer = OuterSteps(model, bare_optimizer(inner), every=every, **settings)
+        return self._outer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank needs to resume beside model, optimizer and loader: the state of its outer steps."""
+        return {} if self._outer is None else {"outer": self._outer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from :meth:`state_dict`, after :meth:`outer`. Raises InputError for a state that does not fit."""
+        if ("outer" in state) != (self._outer is not None):
+            problem = "has outer steps, and the hook has none" if "outer" in state else "has no outer steps"
+            raise InputError("state", problem, "call hook.outer first, as in the run before")
+        if self._outer is not None:
+            self._outer.load_state_dict(state["outer"])
 
     def close(self) -> None:
         """Write the rows of telemetry that are still held back; also called at exit. Gradients stay weighted. Idempotent."""

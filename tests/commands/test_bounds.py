@@ -54,6 +54,7 @@ READERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "job_state": (("simulate", "advise", "FILE"),),
     "plan": (("emit", "FILE", "-o", "out.json"), ("verify", "FILE", "telemetry.jsonl"), *ANY),
     "command_plan": ANY,
+    "islands_plan": ANY,
     "enforcement": (("the hook", "FILE"), *ANY),
     "telemetry": (
         ("fit", "FILE"),

@@ -68,6 +68,8 @@ def write_all(place: Path, *, recorded: bool = True) -> list[Path]:
             Path("knobs.py").write_text(KNOBS)
             tried = ["--devices", "1xH100", "--vary", "--batch-size 4,8"]
             _do("plan", *tried, "-o", "command-plan.json", "--", "python", "knobs.py")
+        islands = ["--devices", "1xV100+1xT4", "--link-between", "100Mbit", "--outer-every", "1,8"]
+        _do("plan", "zoo:cifarnet", *islands, "-o", "islands_plan.json")
         _do("emit", "plan-est.json", "-o", "enforce.json")
         ranks = len(json.loads(Path("enforce.json").read_text())["ranks"])
         write_telemetry(Path("telemetry.jsonl"), ranks=ranks)

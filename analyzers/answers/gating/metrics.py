@@ -25,6 +25,7 @@ from ddltool.artifacts import parse
 from ddltool.errors import InputError, did_you_mean, one_line, shortened
 from ddltool.graph import COMPUTE, RECV, SEND, Graph, from_document
 from ddltool.graph_results import CommandPlan, TraceResult
+from ddltool.island_results import IslandsPlan
 from ddltool.plans import Enforcement, Plan
 from ddltool.simulation_results import SweepDocument
 from ddltool.units import show_bytes, show_seconds
@@ -284,6 +285,17 @@ def _command_figures(plan: CommandPlan, where: str) -> Iterator[Metric]:
             yield from figure(name, variant.row.samples_per_s, "1/s")
 
 
+def _islands_figures(plan: IslandsPlan, where: str) -> Iterator[Metric]:
+    """Yield the picked number of inner steps with its step, and the step of each as ``step_s/H``."""
+    yield from figure("outer_every", plan.picked)
+    yield from figure("step_s", plan.best.overlapped_s, "s")
+    yield from figure("compute_s", plan.compute_s, "s")
+    yield from figure("parameters", plan.parameters)
+    for row in plan.rows:
+        yield from figure(f"step_s/{row.outer_every}", row.overlapped_s, "s")
+        yield from figure(f"sent_bytes/{row.outer_every}", row.sent_bytes, "bytes")
+
+
 def _enforcement_figures(enforcement: Enforcement, where: str) -> Iterator[Metric]:
     batches = [rank.local_batch_size for rank in enforcement.ranks]
     yield from figure("local_batch_most", max(batches))
@@ -420,6 +432,7 @@ _COMPUTED_FIGURES: dict[str, Callable[[Any, str], Iterator[Metric]]] = {
     "ddltool.trace": _trace_figures,
     "ddltool.plan": _plan_figures,
     "ddltool.command_plan": _command_figures,
+    "ddltool.islands_plan": _islands_figures,
     "ddltool.enforcement": _enforcement_figures,
     "ddltool.sweep": _sweep_figures,
     "ddltool.demo": _demo_figures,

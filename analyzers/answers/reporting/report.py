@@ -19,6 +19,7 @@ from ddltool.analyzers.answers.reporting import (
 )
 from ddltool.analyzers.answers.reporting.command_section import command_section
 from ddltool.analyzers.answers.reporting.graph_section import graph_section
+from ddltool.analyzers.answers.reporting.islands_section import islands_section
 from ddltool.analyzers.answers.reporting.lengths_section import lengths_section
 from ddltool.analyzers.answers.reporting.section import Section
 from ddltool.analyzers.answers.reporting.telemetry_section import stragglers_section
@@ -84,6 +85,7 @@ def section_of(artifact: ReadArtifact, artifacts: Sequence[ReadArtifact] = (), n
 
 _DRAWERS: dict[str, Callable[[Any, str], Section]] = {
     "command_plan": command_section,
+    "islands_plan": islands_section,
     "enforcement": plan_section.enforcement_section,
     "sync": telemetry_section.sync_section,
     "network": result_sections.network_section,
@@ -114,6 +116,7 @@ _IMPORTANCE = (
         "stragglers",
         "plan",
         "command_plan",
+        "islands_plan",
         "simulation",
         "sweep",
         "balance",

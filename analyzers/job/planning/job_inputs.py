@@ -479,6 +479,13 @@ def _untimed_graph(job: Job, folder: Path) -> Graph:
     return job_work(job).traced.at(job.batch_size)
 
 
+def trained_numbers(job: Job) -> tuple[int, bool]:
+    """Return how many numbers a step of the job's model has gradients of (parameters or adapters); whether it reads tokens."""
+    graph = _untimed_graph(job, Path())
+    size_bytes = float(graph.size_bytes[graph.of_kind(SEND)].sum())
+    return round(size_bytes / precision_of(graph.meta.get("precision")).width), "tokens_per_sample" in graph.meta
+
+
 # What is tried where nothing fits: adapters of this rank, samples of no fewer tokens.
 _RANK, _SHORTEST = 16, 256
 _OFFER = re.compile(r"((?P<times>[0-9]{1,7})x)?(?P<type>[^=,@]+?)(=(?P<count>[0-9]{1,7}))?(@(?P<price>[0-9.]{1,12}))?")

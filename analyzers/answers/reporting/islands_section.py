@@ -1,0 +1,172 @@
+"""The section of islands on a slow link: whether a synchronous step is good enough, else after how many steps to meet."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ddltool.analyzers.answers.reporting.figures import Line, Lines
+from ddltool.analyzers.answers.reporting.section import Column, Section, Verdict, pictured, tabled
+from ddltool.analyzers.job.barriers.islands import Exchange, Rounds
+from ddltool.island_results import IslandsPlan, OuterRow, PublishedLoss, Way
+from ddltool.links import Link
+from ddltool.units import counted, faster_than, show_bytes, show_rate, show_seconds
+
+_WAYS: dict[Way, str] = {
+    "equal": "equal steps and samples",
+    "steps": "inner steps by speed",
+    "samples": "samples by speed",
+}
+# Of the picture: link rates from a thousandth of the link's to a thousand times it.
+_DECADES, _POINTS, _DRAWN = 3, 49, 6
+
+
+def islands_section(plan: IslandsPlan, name: str = "") -> Section:
+    """Return the section of islands: the answer, what it stands against, a row for each number of inner steps."""
+    verdict = _verdict(plan)
+    lead = [
+        verdict.answer,
+        f"Synchronous: {'; '.join(f'{step.text} {show_seconds(step.step_s)}' for step in plan.synchronous)}. "
+        f"With a link that costs nothing a step of {plan.total_batch:,} samples takes {show_seconds(plan.compute_s)}.",
+        f"Islands: {'; '.join(f'{one.devices}, {one.samples} samples in {show_seconds(one.step_s)}' for one in plan.islands)}.",
+        *_by_speed(plan),
+        _state(plan),
+        *_losses(plan),
+        f"Next: {verdict.then}.",
+    ]
+    columns: dict[str, Column[OuterRow]] = {
+        "H": lambda row: f"{row.outer_every:,}",
+        "step": "step_s",
+        f"overlap {plan.outer.overlap}": "overlapped_s",
+        "of compute": lambda row: f"{row.overlapped_s / plan.compute_s:.2f}",
+        "sent": "sent_bytes",
+        "Mbit/s": lambda row: show_rate(row.sent_bytes_per_s * 8e-6),
+        "loss": lambda row: "not published" if row.published is None else _range(row.published),
+    }
+    if any(row.way == "steps" for row in plan.rows):
+        columns["inner steps"] = lambda row: " + ".join(f"{steps:,}" for steps in row.inner_steps)
+    link = f"{show_rate(plan.link_bytes_per_s * 8e-6)} Mbit/s between islands"
+    exchanged = f"{counted(plan.outer.fragments, 'fragment')} of {plan.outer.bits} bits"
+    table = tabled(
+        f"A step by the inner steps between outer steps (H): {link}, {exchanged}; sent by an island in a round",
+        "predicted",
+        plan.rows,
+        columns,
+        spare=("Mbit/s", "sent"),
+    )
+    return Section(
+        title=f"Islands: {plan.source}" + (f" ({name})" if name else ""),
+        lead=lead,
+        blocks=[pictured("Time of a step by the rate of the link.", table, _figure(plan))],
+        verdict=verdict,
+    )
+
+
+def _verdict(plan: IslandsPlan) -> Verdict:
+    best, meeting = plan.best, plan.synchronous[0]
+    gain = faster_than(meeting.step_s / best.overlapped_s - 1)
+    if plan.good_enough:
+        answer = (
+            f"Synchronous is good enough: {meeting.text} takes {show_seconds(meeting.step_s)} a step, islands at best "
+            f"{show_seconds(best.overlapped_s)} (H = {best.outer_every:,})."
+        )
+        return Verdict(
+            answer=answer,
+            sure="predicted; the link as given",
+            then="plan the devices of that step as one job",
+            good=True,
+        )
+    by_steps = {steps: one.devices for steps, one in zip(best.inner_steps, plan.islands, strict=True)}
+    more = f", fragments={plan.outer.fragments}" if plan.outer.fragments > 1 else ""
+    more += f", overlap={plan.outer.overlap}" if plan.outer.overlap else ""
+    more += f", bits={plan.outer.bits}" if plan.outer.bits < 32 else ""
+    return Verdict(
+        answer=f"Meet every {best.outer_every:,} steps: {show_seconds(best.overlapped_s)} a step, {gain} synchronous "
+        f"({meeting.text}); what it costs in loss is measured, not predicted.",
+        sure="predicted; the link as given",
+        then=", ".join(
+            f"hook.outer(model, optimizer, every={steps}{more})" + (f" on {devices}" if len(by_steps) > 1 else "")
+            for steps, devices in by_steps.items()
+        ),
+    )
+
+
+def _by_speed(plan: IslandsPlan) -> list[str]:
+    """Return what unequal islands gain by their speeds, at the picked row."""
+    best = plan.best
+    if len(best.ways) == 1:
+        return []
+    ways = ", ".join(f"{_WAYS[way]} {show_seconds(seconds)}" for way, seconds in best.ways.items())
+    shares = " + ".join(str(one.samples_by_speed) for one in plan.islands)
+    steps = " + ".join(f"{steps:,}" for steps in best.inner_steps)
+    taken = {"equal": "", "steps": f" ({steps} steps)", "samples": f" ({shares} samples)"}[best.way]
+    return [f"Unequal islands at H = {best.outer_every:,}: {ways}. Taken: {_WAYS[best.way]}{taken}."]
+
+
+def _state(plan: IslandsPlan) -> str:
+    """Return what the outer state takes on each device, and whether there is room."""
+    held = dict.fromkeys(show_bytes(size) for size in sorted(one.outer_bytes for one in plan.islands))
+    text = f"Outer parameters and momentum: {' to '.join([*held][:1] + [*held][1:][-1:])} on each device"
+    short = [one for one in plan.islands if one.free_bytes is not None and one.free_bytes < 0]
+    if short:
+        names = ", ".join(f"{one.devices} lacks {show_bytes(-(one.free_bytes or 0.0))}" for one in short)
+        return f"{text}; {names}: shard it, or keep it in the host's memory."
+    return f"{text}; it fits." if all(one.free_bytes is not None for one in plan.islands) else f"{text}."
+
+
+def _range(loss: PublishedLoss) -> str:
+    return f"{100 * loss.low:+.1f}..{100 * loss.high:+.1f} %"
+
+
+def _losses(plan: IslandsPlan) -> list[str]:
+    """Return where the ranges of losses come from."""
+    found = {row.published.source: (row.outer_every, row.published) for row in plan.rows if row.published is not None}
+    if not found:
+        return ["Loss: nobody has published a setting like these; try one on a small model."]
+    parts = [
+        f"H = {every:,}: {counted(loss.islands, 'island')}, H = {loss.every}, "
+        f"{' to '.join(dict.fromkeys((_size(loss.parameters_low), _size(loss.parameters_high))))} ({source})"
+        for source, (every, loss) in found.items()
+    ]
+    return [f"Loss: what papers measured against data parallel training, no promise. {'; '.join(parts)}."]
+
+
+def _size(parameters: float) -> str:
+    return f"{parameters / 1e9:.3g}B" if parameters >= 1e9 else f"{parameters / 1e6:.3g}M"
+
+
+def _figure(plan: IslandsPlan) -> Lines:
+    """Return the time of a step over the rate of the link, a line for each row, of the islands' own steps."""
+    rates = plan.link_bytes_per_s * np.logspace(-_DECADES, _DECADES, _POINTS)
+    lines = []
+    for row in plan.rows[:_DRAWN]:
+        steps = [(one.step_by_speed_s if row.way == "samples" else one.step_s) or one.step_s for one in plan.islands]
+        made = sum(taken * one.samples for taken, one in zip(row.inner_steps, plan.islands, strict=True))
+        seconds = []
+        for rate in rates:
+            exchange = Exchange(
+                elements=plan.parameters,
+                islands=len(plan.islands),
+                link=Link(kind="plain", bytes_per_s=float(rate), latency_s=plan.link_latency_s),
+                bits=plan.outer.bits,
+                fragments=plan.outer.fragments,
+            )
+            rounds = Rounds(
+                step_s=steps,
+                every=row.inner_steps,
+                fragment_s=exchange.fragment_s,
+                fragments=plan.outer.fragments,
+                overlap=row.overlap,
+            )
+            seconds.append(rounds.round_s * plan.total_batch / made)
+        lines.append(Line(label=f"H = {row.outer_every:,}", x=rates * 8e-6, y=np.array(seconds)))
+    return Lines(
+        lines=lines,
+        xlabel="link between islands, Mbit/s",
+        ylabel="a step",
+        x_axis="log",
+        log_y=True,
+        seconds=True,
+        title="Time of a step by the rate of the link and by the inner steps between outer steps",
+        levels=[("synchronous", plan.synchronous[0].step_s)],
+        marks=[("this link", plan.link_bytes_per_s * 8e-6)],
+    )

@@ -1,0 +1,331 @@
+"""Islands of devices on a slow link: each one's own best plan, and what meeting every H steps costs. :func:`plan_islands`.
+
+Against them stand two synchronous steps: one job over all devices, whatever the planner finds best for it (it may leave an
+island idle), and every island by its own plan with its gradients averaged over the link in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ddltool.analyzers.job.balancing.minmax import DeviceCurves, spread
+from ddltool.analyzers.job.barriers.islands import Exchange, Rounds
+from ddltool.analyzers.job.barriers.outer_losses import published
+from ddltool.analyzers.job.planning.job_inputs import job_of, read_with_specs, trained_numbers
+from ddltool.analyzers.job.planning.options import PlanOptions
+from ddltool.analyzers.job.planning.planning import solve
+from ddltool.analyzers.step.communication.fabrics import between_nodes
+from ddltool.analyzers.step.costs.predict import usable_bytes
+from ddltool.device import DEVICES_PER_NODE
+from ddltool.errors import Infeasible, InputError
+from ddltool.island_results import (
+    IslandFigures,
+    IslandsPlan,
+    OuterRow,
+    OuterSetting,
+    PublishedLoss,
+    SynchronousStep,
+    Way,
+)
+from ddltool.job import Job
+from ddltool.links import Link
+from ddltool.plans import Plan
+from ddltool.shipped import devices_of
+from ddltool.stages import Stage
+
+# As fast as another: nobody would take a longer round, or islands, for less.
+_AS_FAST = 1.05
+# Islands whose speeds differ by less are alike.
+_ALIKE = 1.02
+# Of a step: the backward pass, behind which an all-reduce of gradients can hide.
+_BACKWARD = 2 / 3
+# Numbers that an outer state has for each parameter (itself and its momentum), of so many bytes.
+_STATES, _STATE_BYTES, _GRADIENT_BITS = 2, 4, 32
+_MOST_SAMPLES = 10**9
+
+
+def link_of(text: str) -> Link:
+    """Return the link between islands that ``1Gbit`` or ``1Gbit,30ms`` names. Raises InputError for anything else."""
+    rate, _, latency = text.partition(",")
+    link = between_nodes(None, rate.strip(), latency.strip() or None, ("", "--link-between", "--link-between"))
+    assert link is not None  # a rate was given
+    return link
+
+
+def island_texts(devices: str) -> list[str]:
+    """Return the devices of each island in ``8xH100+8xA100``. Raises InputError for an island without any."""
+    texts = [part.strip() for part in devices.split("+")]
+    if len(texts) > 1 and not all(texts):
+        raise InputError("--devices", f"{devices!r} has an island without devices", "for example 8xH100+8xA100")
+    return texts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OuterOptions:
+    """What is asked of the outer steps: inner steps to try, fragments, inner steps that hide a fragment, bits of a number."""
+
+    every: Sequence[int]
+    fragments: int = 1
+    overlap: int = 1
+    bits: int = 32
+
+
+def plan_islands(
+    source: str,
+    devices: str,
+    between: Link,
+    outer: OuterOptions,
+    options: PlanOptions,
+    *,
+    batch_size: int | None,
+    stage: Stage,
+    **model: Any,
+) -> IslandsPlan:
+    """Return the plan of islands of ``devices`` (``+`` between them) for each number of inner steps in ``outer.every``.
+
+    Args:
+        source: the model.
+        between: the link of one island to the others.
+        batch_size: samples of all islands' inner steps together; None: 8 per device.
+        model: how it is trained and what joins an island's own devices, as :func:`job_of` takes it.
+
+    Raises InputError, and Infeasible, which names the island.
+    """
+    texts = island_texts(devices)
+    heard: set[str] = set()
+
+    def once(line: str) -> None:
+        if line not in heard:
+            heard.add(line)
+            options.tell(line)
+
+    options = replace(options, tell=once)
+    counts = [sum(offer.count for offer in job_of(source, text, **model).devices) for text in texts]
+    total = batch_size or 8 * sum(counts)
+    if not len(texts) <= total <= _MOST_SAMPLES:
+        raise InputError("--batch-size", f"is {total}", f"give {len(texts)} (a sample for each island) or more")
+    if not outer.every:
+        raise InputError("outer_every", "is empty", "give the inner steps between outer steps to try, such as 1,8,64")
+    shares = _shared([1 / count for count in counts], total)
+    with stage("planning islands", 2 * len(texts) + 1) as advance:
+        planner = _Planner(source, texts, model, options, advance)
+        elements, reads_tokens = trained_numbers(planner.job(texts[0], shares[0]))
+        exchange = Exchange(
+            elements=elements, islands=len(texts), link=between, bits=outer.bits, fragments=outer.fragments
+        )
+        # what cannot be is said before anything is planned
+        Rounds(step_s=[1.0], every=[min(outer.every)], fragment_s=0.0, fragments=outer.fragments)
+        islands = planner.islands(shares)
+        step_s = [plan.iteration_s for plan in islands]
+        fairly = _shared([seconds / share for seconds, share in zip(step_s, shares, strict=True)], total)
+        is_mixed = max(step_s) > _ALIKE * min(step_s) and fairly != shares
+        by_speed = planner.islands(fairly) if is_mixed else islands
+        together = planner.together(total, sum(-(-count // DEVICES_PER_NODE) for count in counts), between)
+    compared = _Compared(
+        exchange=exchange,
+        shares=shares,
+        step_s=step_s,
+        step_by_speed_s=[plan.iteration_s for plan in by_speed] if is_mixed else None,
+        overlap=outer.overlap,
+        reads_tokens=reads_tokens,
+    )
+    rows = [compared.row(every) for every in sorted(set(outer.every))]
+    fastest_s = min(row.overlapped_s for row in rows)
+    best = next(row for row in rows if row.overlapped_s <= _AS_FAST * fastest_s)
+    synchronous = sorted([*together, compared.each_step()], key=lambda step: step.step_s)
+    return IslandsPlan(
+        source=source,
+        link_bytes_per_s=between.bytes_per_s,
+        link_latency_s=between.latency_s,
+        parameters=elements,
+        total_batch=total,
+        compute_s=compared.compute_s,
+        islands=[
+            _figures(text, plan, fast, elements, best.way if is_mixed else None, planner.job(text, share))
+            for text, share, plan, fast in zip(texts, shares, islands, by_speed, strict=True)
+        ],
+        synchronous=synchronous,
+        rows=rows,
+        picked=best.outer_every,
+        good_enough=synchronous[0].step_s <= _AS_FAST * best.overlapped_s,
+        outer=OuterSetting(
+            every=best.inner_steps,
+            fragments=outer.fragments,
+            overlap=best.overlap,
+            bits=outer.bits,
+        ),
+    )
+
+
+def _shared(seconds: Sequence[float], total: int) -> list[int]:
+    """Return whole shares of ``total`` with which all end as early as can be, of so many seconds each; at least 1 each.
+
+    LB-BSP, Equation 3, of samples; of inner steps DyLU (Asynchronous Local-SGD, arXiv 2401.09135).
+    """
+    rows = spread(DeviceCurves.of(per_sample_s=list(seconds)), [1] * len(seconds), total)
+    assert rows is not None  # each takes any number of them
+    return [row.size for row in sorted(rows, key=lambda row: row.kind)]
+
+
+@dataclass(slots=True)
+class _Planner:
+    """Plans of islands, and of all devices as one job."""
+
+    source: str
+    texts: Sequence[str]
+    model: dict[str, Any]
+    options: PlanOptions
+    advance: Callable[..., object]
+    """Told how many plans are done, and the next one's name."""
+    _done: int = 0
+
+    def job(self, devices: str, samples: int, **more: Any) -> Job:
+        """Return the job of some devices."""
+        made = job_of(self.source, devices, batch_size=samples, **{**self.model, **more})
+        return read_with_specs(made, self.model.get("devices_file"), allow_code=True)
+
+    def islands(self, shares: Sequence[int]) -> list[Plan]:
+        """Return each island's own best plan for its samples. Raises Infeasible, which names the island."""
+        return [
+            self._solved(self.job(text, samples), f"island {number} ({text})", self.options)
+            for number, (text, samples) in enumerate(zip(self.texts, shares, strict=True), 1)
+        ]
+
+    def together(self, total: int, nodes: int, link: Link) -> list[SynchronousStep]:
+        """Return the step of one job over all devices, the link between its nodes; none where no plan is feasible."""
+        rate, latency = f"{link.bytes_per_s:.15g}B/s", f"{link.latency_s:.15g}s"
+        job = self.job(",".join(self.texts), total, nodes=nodes, nic=None)
+        options = replace(self.options, bandwidth=rate, latency=latency, nccl_tests=(), tell=lambda _: None)
+        with suppress(Infeasible):
+            plan = self._solved(job, "all islands", options)
+            return [SynchronousStep(name="one job", text=_layout(plan), step_s=plan.iteration_s)]
+        return []
+
+    def _solved(self, job: Job, name: str, options: PlanOptions) -> Plan:
+        self.advance(self._done, name)
+        self._done += 1
+        return solve("lb-bsp", job, Path(name), options)
+
+
+def _layout(plan: Plan) -> str:
+    """Return in words who trains how."""
+    devices = " + ".join(f"{row.devices} {row.device_type}" for row in plan.assignments)
+    how = "" if plan.decision is None or not plan.decision.layouts else plan.decision.layouts[0].text
+    return f"{how} on {devices}" if how else devices
+
+
+def _figures(text: str, plan: Plan, fast: Plan, elements: int, way: Way | None, job: Job) -> IslandFigures:
+    """Return an island's figures, with what its devices have left beside the outer state.
+
+    ``plan``: for its samples by devices; ``fast``: for those by speed; ``way``: what the picked row takes, None: islands are
+    alike.
+    """
+    taken = fast if way == "samples" else plan
+    shard = 1 if taken.sharding is None else taken.sharding.shard
+    outer_bytes = float(_STATES * _STATE_BYTES * elements / shard)
+    held = {} if taken.sharding is None else taken.sharding.memory_bytes
+    table = devices_of(job, "--devices")
+    free = [usable_bytes(table.device(name, "--devices")) - size - outer_bytes for name, size in held.items()]
+    optional: dict[str, Any] = {}
+    if way is not None:
+        optional = {"samples_by_speed": _total(fast), "step_by_speed_s": fast.iteration_s}
+    optional |= {"memory_bytes": float(max(held.values())), "free_bytes": float(min(free))} if held else {}
+    return IslandFigures(
+        devices=text, samples=_total(plan), step_s=plan.iteration_s, outer_bytes=outer_bytes, plan=taken, **optional
+    )
+
+
+def _total(plan: Plan) -> int:
+    return plan.max_workers * plan.batch_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Compared:
+    """Islands with their samples and the seconds of an inner step; ``step_by_speed_s`` with samples by speed, None: alike."""
+
+    exchange: Exchange
+    shares: Sequence[int]
+    step_s: Sequence[float]
+    step_by_speed_s: Sequence[float] | None
+    overlap: int
+    reads_tokens: bool
+
+    @property
+    def compute_s(self) -> float:
+        """Return the seconds of a total batch if nothing had to be sent: all islands work all the time."""
+        rates = [share / seconds for share, seconds in zip(self.shares, self.step_s, strict=True)]
+        by_steps = sum(self.shares) / sum(rates)
+        return min([by_steps, *([max(self.step_by_speed_s)] if self.step_by_speed_s else [])])
+
+    def each_step(self) -> SynchronousStep:
+        """Return the step in which every island averages its gradients with the others', behind its backward pass."""
+        inner_s = min(max(self.step_s), max(self.step_by_speed_s or self.step_s))
+        sent_s = replace(self.exchange, bits=_GRADIENT_BITS, fragments=1).fragment_s
+        step_s = inner_s + max(0.0, sent_s - _BACKWARD * inner_s)
+        return SynchronousStep(name="DDP between islands", text="DDP between islands", step_s=step_s)
+
+    def row(self, every: int) -> OuterRow:
+        """Return the figures of ``every`` inner steps on average, by what is fastest for unequal islands."""
+        ways = self._ways(every)
+        step = {way: self._step_s(rounds.round_s, rounds.every) for way, rounds in ways.items()}
+        way = min(ways, key=lambda one: step[one])
+        best = ways[way]
+        blocking = replace(best, overlap=0)
+        exchange = self.exchange
+        return OuterRow(
+            outer_every=every,
+            inner_steps=list(best.every),
+            way=way,
+            step_s=self._step_s(blocking.round_s, best.every),
+            exposed_s=self._step_s(blocking.exposed_s, best.every),
+            overlap=best.overlap,
+            overlapped_s=step[way],
+            overlapped_exposed_s=self._step_s(best.exposed_s, best.every),
+            sent_bytes=exchange.sent_bytes,
+            sent_bytes_per_s=exchange.sent_bytes / best.round_s,
+            ways=step,
+            published=_published(exchange.elements, exchange.islands, every) if self.reads_tokens else None,
+        )
+
+    def _ways(self, every: int) -> dict[Way, Rounds]:
+        """Return the rounds by what islands take by their speeds: nothing, inner steps, samples."""
+        steps: dict[Way, tuple[Sequence[float], list[int]]] = {"equal": (self.step_s, [every] * len(self.shares))}
+        if self.step_by_speed_s is not None:
+            steps["steps"] = self.step_s, _shared(self.step_s, every * len(self.shares))
+            steps["samples"] = self.step_by_speed_s, steps["equal"][1]
+        return {
+            way: Rounds(
+                step_s=seconds,
+                every=numbers,
+                fragment_s=self.exchange.fragment_s,
+                fragments=self.exchange.fragments,
+                overlap=min(self.overlap, min(numbers) - 1),
+            )
+            for way, (seconds, numbers) in steps.items()
+            if min(numbers) >= self.exchange.fragments or way == "equal"
+        }
+
+    def _step_s(self, seconds: float, every: Sequence[int]) -> float:
+        """Return a round's seconds per total batch of samples."""
+        made = sum(steps * share for steps, share in zip(every, self.shares, strict=True))
+        return seconds * sum(self.shares) / made
+
+
+def _published(elements: int, islands: int, every: int) -> PublishedLoss | None:
+    """Return the range of losses that papers measured in settings like this one."""
+    runs = published(elements, islands, every)
+    if not runs:
+        return None
+    return PublishedLoss(
+        low=min(run.change for run in runs),
+        high=max(run.change for run in runs),
+        islands=runs[0].islands,
+        every=runs[0].every,
+        parameters_low=min(run.parameters for run in runs),
+        parameters_high=max(run.parameters for run in runs),
+        source="; ".join(dict.fromkeys(run.source for run in runs)),
+    )
