@@ -103,7 +103,7 @@ def record(
 
 
 def _without_script_arguments(words: Sequence[str]) -> str:
-    """Return a command as one text that ends with its last_shown: ``torchrun train.py`` for ``torchrun train.py --lr 1``."""
+    """Return a command as one text that ends with its script: ``torchrun train.py`` for ``torchrun train.py --lr 1``."""
     last_shown = next(
         (number for number, word in enumerate(words) if word.endswith(".py") or words[number - 1] == "-m"), 0
     )

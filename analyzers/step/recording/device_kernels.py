@@ -50,7 +50,8 @@ _WIDEST_FLASH_HEAD = 256
 class Autocast:
     """CUDA's autocast for the registered device: kernels under its dispatch key, and a cache of parameters' casts.
 
-    torch has such lists for CUDA alone; a device that is registered as PrivateUse1 has to bring its own kernels.
+    torch has autocast kernels for its own devices alone; a device that is registered as PrivateUse1 has to bring its
+    own. The operators in each list, and what they are cast to, are CUDA's.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -121,7 +122,8 @@ class Autocast:
             """Cast the floating-point tensors of the call where a type is wanted, and run the op on them."""
             dtype = wanted([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
             with self._without_autocast():
-                if dtype is not None:  # the last argument first, as torch's builds for Linux do
+                # The last argument is cast first, as in torch's builds for Linux, so that the ops come in the same order.
+                if dtype is not None:
                     kwargs = {name: self.cast_all(value, dtype) for name, value in reversed(kwargs.items())}
                     args = tuple(self.cast_all(value, dtype) for value in reversed(args))[::-1]
                 return op(*args, **kwargs)
@@ -196,7 +198,7 @@ def _recurrent(autocast: Autocast) -> Callable[..., Any]:
 
     def run(x: Tensor, hidden: Any, weights: list[Tensor], _bias: bool, _layers: int, _dropout: float, _training: bool,
             bidirectional: bool, batch_first: bool) -> tuple[Tensor, ...]:  # fmt: skip
-        """Cast inputs and weights where autocast is on, and return outputs and last states of all _layers."""
+        """Return outputs and last states of all layers, from inputs and weights that are cast where autocast is on."""
         if torch.is_autocast_enabled(autocast.type):
             half = torch.get_autocast_dtype(autocast.type)
             x, weights = autocast.cast(x, half), [autocast.cast(weight, half) for weight in weights]

@@ -21,7 +21,7 @@ from torch import nn
 from ddltool.analyzers.step.recording.packages import Inert
 
 _OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_EVALUATE_OFFLINE")
-# What from_pretrained takes that says where a file comes from and how it is read.
+# Arguments of from_pretrained that say where a file comes from and how it is read.
 _OF_LOADING = (
     "cache_dir", "ignore_mismatched_sizes", "force_download", "local_files_only", "token", "use_auth_token", "revision",
     "use_safetensors", "weights_only", "fusion_config", "disable_mmap", "low_cpu_mem_usage", "device_map", "max_memory",
@@ -30,6 +30,7 @@ _OF_LOADING = (
     "key_mapping", "gguf_file", "use_flash_attention_2", "load_in_8bit", "load_in_4bit", "quantization_config", "dtype",
     "torch_dtype", "commit_hash", "_commit_hash", "_from_auto", "tp_size", "device_mesh", "use_kernels", "keep_in_fp32_modules",
 )  # fmt: skip
+# Those of them that the loading of a configuration takes, too.
 _OF_CONFIGURATIONS = (
     "cache_dir",
     "force_download",
@@ -160,14 +161,16 @@ def _pack_weights(model: Any, bits: int, dtype: Any, quantization: Any) -> None:
 
 
 def _known_configurations(module: Any) -> None:
-    """Let configurations of well-known_fields models be found by their names on the hub, without the hub.
+    """Let configurations of well-known models be found by their names on the hub, without asking the hub.
 
     ``module`` is ``transformers.configuration_utils``; the configurations are those of ``models.toml``.
     """
     read_cached = module.PreTrainedConfig._get_config_dict.__func__
 
     def _get_config_dict(cls: Any, /, name: Any, **kwargs: Any) -> Any:
-        """Return a configuration's fields and the options that are left, from the hub's cache or from the known_fields ones."""
+        """Return a configuration's fields and the options that are left, from the hub's cache or from the table of
+        known models.
+        """
         try:
             return read_cached(cls, name, **kwargs)
         except OSError:
@@ -278,9 +281,7 @@ def _inert_metrics(module: Any) -> None:
 
 
 def _blank_tokenizers(module: Any) -> None:
-    """Let well-known_fields models whose tokenizers are not here have one that splits words into pieces of two or three
-    letters.
-    """
+    """Let well-known models whose tokenizers are not here have one that splits words into pieces of two or three letters."""
     load_cached = module.PreTrainedTokenizerBase.from_pretrained.__func__
 
     def from_pretrained(cls: Any, /, name: Any, *args: Any, **kwargs: Any) -> Any:
@@ -292,12 +293,10 @@ def _blank_tokenizers(module: Any) -> None:
             if known_fields is None:
                 raise
             return _tokenizer_of_pieces(str(name), known_fields)
-        # Some classes are content without a vocabulary.
-        return (
-            tokenizer
-            if known_fields is None or len(tokenizer) >= _LEAST_TOKENS
-            else _tokenizer_of_pieces(str(name), known_fields)
-        )
+        # Some classes load without a vocabulary and raise nothing.
+        if known_fields is None or len(tokenizer) >= _LEAST_TOKENS:
+            return tokenizer
+        return _tokenizer_of_pieces(str(name), known_fields)
 
     module.PreTrainedTokenizerBase.from_pretrained = classmethod(from_pretrained)
 
@@ -367,14 +366,15 @@ def _encodings(module: Any) -> None:
         """Return the cached encoding, or one whose tokens are single bytes and whose other entries never occur in a text."""
         try:
             return get_cached(name)
-        except Exception:  # as many kinds as there are networks
+        except Exception:  # without a network it raises whatever the library of the download raises
             if name not in _VOCABULARIES:
                 raise
         import tiktoken  # type: ignore[import-not-found]
 
         tokens = _VOCABULARIES[name]
-        ranks = {bytes([place]): place for place in range(256)}
-        ranks |= {b"\xff" + place.to_bytes(3, "big"): place for place in range(256, tokens - 1)}
+        ranks = {bytes([byte]): byte for byte in range(256)}
+        # The byte 255 is in no text, so these tokens only fill the vocabulary.
+        ranks |= {b"\xff" + token.to_bytes(3, "big"): token for token in range(256, tokens - 1)}
         end = {"<|endoftext|>": tokens - 1}
         return tiktoken.Encoding(
             name, pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens=end, explicit_n_vocab=tokens

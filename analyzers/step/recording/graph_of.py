@@ -206,8 +206,8 @@ class _Reader:
         return self._placeholders_of_storage.get(storage, [])
 
     def placeholder_of(self, shadow: Shadow) -> Node:
-        """Return the node that made a tensor; a tensor that no call has made yet gets a placeholder: it was there
-        before the step.
+        """Return the node that made a tensor; a tensor that no call has made gets a placeholder, because it was there
+        before.
         """
         key = _view_of(shadow)
         if key not in self._node_of_tensor:

@@ -330,8 +330,9 @@ class _StandInDdp(nn.Module):
                     torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:
-        """Copy the exchanged buckets back to the gradients; after the first step, make buckets in the order of the
-        gradients.
+        """Copy the exchanged buckets back to the gradients.
+
+        After the first step new buckets are made, in the order in which gradients came.
         """
         for number in range(len(self._buckets)):
             self._copy_back(number)

@@ -169,6 +169,7 @@ def _product(call: Call) -> Product | None:
         matrices = [tuple(weight) for weight in weights if isinstance(weight, tuple) and len(weight) == 2]
         inputs = call.named["input"] if "input" in call.named else call.named["x"]
         return _recurrent_layers(inputs, matrices, backward="backward" in call.name) if matrices else None
+    # All other ops have a rule by their name.
     rule = _PRODUCTS.get(call.name)
     return rule(call) if rule is not None else None
 
