@@ -31,6 +31,8 @@ _SHOWN_PLACES = 3
 """At most so many places of assumed values are named in one line."""
 _CAPABILITY = (9, 0)
 """The compute capability that scripts see: Hopper's."""
+_RELAY_S = 5.0
+"""Seconds to wait for the rest of what an ended recording has printed."""
 _POLL_S = 0.5
 """Seconds between two looks at whether a recording is to end."""
 
@@ -177,7 +179,7 @@ def _run_child(arguments: list[str], limit_s: float, name: str, shows: bool, end
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-        relay.join(timeout=5)
+        relay.join(timeout=_RELAY_S)
     if child.returncode < 0:
         return f"was ended by {signal.Signals(-child.returncode).name}"
     return failures[-1] if failures else ""

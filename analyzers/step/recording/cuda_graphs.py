@@ -14,9 +14,9 @@ from ddltool.analyzers.step.recording.recorder import Recorder
 def stand_in_graphs(recorder: Recorder) -> None:
     """Let ``torch.cuda`` capture and replay graphs of the recorder's calls.
 
-    While a graph is captured its calls run, are recorded, and are kept on its tape. What was recorded then stands for
-    the first replay, because CUDA itself would only have captured it; later replays hand the kept calls to the
-    recorder again.
+    While a graph is captured its calls run, are recorded, and are kept with it. What was recorded then stands for the
+    first replay, because CUDA itself would only have captured it. Later replays hand the kept calls to the recorder
+    again.
     """
     real_note = recorder._note
     capturing: list[list[tuple[Any, ...]]] = []  # the calls of every graph under capture, the innermost graph last

@@ -90,8 +90,9 @@ class Autocast:
         return self._casting(op, lambda _tensors: torch.float32)
 
     def _widest(self, op: Any) -> Callable[..., Any]:
-        """Return the kernel of an op that casts to float32 where one of its tensors is float32, and casts nothing
-        otherwise.
+        """Return the kernel of an op that casts to the widest type of its tensors.
+
+        That is float32 where one of them is float32; otherwise nothing is cast.
         """
         return self._casting(op, lambda tensors: torch.float32 if torch.float32 in {t.dtype for t in tensors} else None)
 
@@ -209,9 +210,7 @@ def _recurrent(autocast: Autocast) -> Callable[..., Any]:
 
 @cache
 def kernels_of(device_type: str) -> Autocast:
-    """Return the device's autocast, and register the kernels that CUDA has and a registered device lacks; once in a
-    process.
-    """
+    """Return the device's autocast, and give the device the kernels that only CUDA has; once in a process."""
     autocast = Autocast(device_type)
     library = torch.library.Library("aten", "IMPL")
     library.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")

@@ -168,8 +168,9 @@ def _known_configurations(module: Any) -> None:
     read_cached = module.PreTrainedConfig._get_config_dict.__func__
 
     def _get_config_dict(cls: Any, /, name: Any, **kwargs: Any) -> Any:
-        """Return a configuration's fields and the options that are left, from the hub's cache or from the table of
-        known models.
+        """Return a configuration's fields, and the options that are left over.
+
+        The fields are those of the hub's cache, or of the table of known models where the cache has none.
         """
         try:
             return read_cached(cls, name, **kwargs)

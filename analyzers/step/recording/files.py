@@ -118,7 +118,7 @@ def _reading(real: Callable[..., Any], over: Overlay) -> Callable[..., Any]:
 
     def run_on_newest(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
         """Read the path in the scratch folder where it was written there, else on the disk."""
-        if kwargs.get("dir_fd") is not None:
+        if kwargs.get("dir_fd") is not None:  # the path is relative to an open folder
             return real(path, *args, **kwargs)
         return real(over.read(path), *args, **kwargs)
 

@@ -34,13 +34,13 @@ def stand_in_flexible_attention(module: Any) -> None:
 
     def create_block_mask(mask_mod: Any, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: Any = None,
                           BLOCK_SIZE: Any = 128, *_: Any, **__: Any) -> Any:  # fmt: skip
-        """Return a mask of (batch, heads, queries' blocks, keys' blocks) without values; ``mask_mod`` is kept and
-        never called.
+        """Return a mask of (batch, heads, queries' blocks, keys' blocks) without values.
 
-        ``B`` or ``H`` None: one mask for all samples or heads. ``BLOCK_SIZE``: tokens in a block, or (queries, keys).
+        ``mask_mod`` is kept and never called. ``B`` or ``H`` None: one mask for all samples or heads. ``BLOCK_SIZE``:
+        tokens in a block, or (queries, keys).
         """
         rows, columns = BLOCK_SIZE if isinstance(BLOCK_SIZE, tuple) else (BLOCK_SIZE, BLOCK_SIZE)
-        shape = (B or 1, H or 1, -(-Q_LEN // rows), -(-KV_LEN // columns))
+        shape = (B or 1, H or 1, -(-Q_LEN // rows), -(-KV_LEN // columns))  # numbers of blocks, rounded up
         count = torch.empty(shape[:3], dtype=torch.int32, device=device or "cuda")
         places = torch.empty(shape, dtype=torch.int32, device=device or "cuda")
         return module.BlockMask.from_kv_blocks(

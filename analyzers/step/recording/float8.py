@@ -74,12 +74,12 @@ class Float8Linears(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run one function of torch: ``linear`` of a chosen weight in float8, anything else as it is."""
-        given = dict(kwargs or {})
+        keywords = dict(kwargs or {})
         if func is functional.linear:
-            named = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **given}
-            if id(named["weight"]) in self.weights:
-                return self._linear(named["input"], named["weight"], named.get("bias"))
-        return func(*args, **given)
+            arguments = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **keywords}
+            if id(arguments["weight"]) in self.weights:
+                return self._linear(arguments["input"], arguments["weight"], arguments.get("bias"))
+        return func(*args, **keywords)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return ``linear`` in float8: x (..., k), weight (n, k), bias (n,) or None -> (..., n) in the mode's type."""
@@ -95,10 +95,10 @@ class Float8Linears(TorchFunctionMode):
 
 
 class _Linear(torch.autograd.Function):
-    """The autograd function of one layer: rows (t, k) as given and cast to float8, weight (n, k), bias (n,) or None
-    -> (t, n).
+    """The autograd function of one linear layer in float8.
 
-    ``x`` is passed along with its cast ``values`` and ``scale`` only so that its gradient is asked for.
+    Its rows are (t, k), as given (``x``) and cast to float8 (``values`` with their ``scale``); weight (n, k), bias
+    (n,) or None -> (t, n). ``x`` is passed along only so that its gradient is asked for.
     """
 
     @staticmethod

@@ -134,6 +134,7 @@ def graph_of(step: Recording, name: str) -> Graph:
     ]
     dtypes = Counter(shadow.tensor.dtype for shadow in step.parameters.values())
     main_dtype = str(dtypes.most_common(1)[0][0]) if dtypes else ""
+    # The step's forward passes get inputs of one shape, whose first dimension is the batch.
     batch = step.inputs[0][0] if step.inputs else None
     meta: dict[str, str | int | float | bool | None] = {
         "framework": "torch",
@@ -146,7 +147,7 @@ def graph_of(step: Recording, name: str) -> Graph:
         meta["tokens_per_sample"] = step.inputs[0][1]
     recorded = Recorded(
         world_size=step.world_size,
-        passes=max(1, len(step.inputs)),
+        passes=max(1, len(step.inputs)),  # more than one where gradients are accumulated
         compiled=step.compiled,
         made=tuple(storage.made for storage in step.storages),
         freed=tuple(storage.freed for storage in step.storages),
@@ -187,7 +188,8 @@ class _Reader:
         node = self.program.create_node("call_function", call.target, args, kwargs, name=name)
         node.meta["val"] = _mapped(call.output, lambda shadow: shadow.tensor)
         returns_several = isinstance(call.output, (tuple, list))
-        for index, output in enumerate(call.output if returns_several else [call.output]):
+        outputs = call.output if returns_several else [call.output]
+        for index, output in enumerate(outputs):
             if not isinstance(output, Shadow):
                 continue
             maker = node
@@ -206,8 +208,9 @@ class _Reader:
         return self._placeholders_of_storage.get(storage, [])
 
     def placeholder_of(self, shadow: Shadow) -> Node:
-        """Return the node that made a tensor; a tensor that no call has made gets a placeholder, because it was there
-        before.
+        """Return the node that made a tensor.
+
+        A tensor that no call has made gets a placeholder, because it was there before the step.
         """
         key = _view_of(shadow)
         if key not in self._node_of_tensor:

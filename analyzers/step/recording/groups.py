@@ -131,7 +131,7 @@ def _spawn_here() -> None:
     from torch import multiprocessing
 
     def spawn(fn: Callable[..., None], args: tuple[Any, ...] = (), nprocs: int = 1, *_: Any, **__: Any) -> Any:
-        """Run ``fn`` as rank 0; the returned object can only be joined, at once."""
+        """Run ``fn`` as rank 0 in this process; the object that is returned can only be joined, which succeeds at once."""
         fn(0, *args)
         return SimpleNamespace(join=lambda *_, **__: True)
 
@@ -227,8 +227,9 @@ class _StandInDdp(nn.Module):
         self._flat_buckets: dict[int, Tensor] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module; where gradients are on, its buffers are sent before and the next backward pass exchanges
-        gradients.
+        """Call the module, as DistributedDataParallel does.
+
+        Where gradients are on, rank 0's buffers are sent first, and the next backward pass exchanges the gradients.
         """
         is_exchanged = self.require_backward_grad_sync and torch.is_grad_enabled()
         if is_exchanged:
@@ -247,7 +248,7 @@ class _StandInDdp(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let the backward passes within the block exchange nothing, so that gradients accumulate."""
+        """Let the backward passes within the block exchange nothing, so that gradients accumulate on each rank."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
@@ -270,7 +271,7 @@ class _StandInDdp(nn.Module):
         return {}
 
     def _expect_all(self) -> None:
-        """Let the next backward pass exchange every bucket."""
+        """Let the next backward pass exchange every bucket: all gradients are still to come."""
         self._still_to_come = {number: {id(p) for p in bucket} for number, bucket in enumerate(self._buckets)}
         self._next_bucket = 0
 

@@ -46,8 +46,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_s
 
 
 def packed_attention(qkv: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Return attention (batch, tokens, heads, width) of queries, keys and values in one tensor (batch, tokens, 3,
-    heads, width).
+    """Return attention (batch, tokens, heads, width) of queries, keys and values in one tensor.
+
+    That is (batch, tokens, 3, heads, width).
     """
     q, k, v = qkv.unbind(2)
     return attention(q, k, v, *args, **kwargs)
@@ -68,7 +69,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_s
     are not known here, so the sequences are taken as equally long and the last is padded.
     """
     sequences = max(1, cu_seqlens_q.shape[0] - 1)
-    query_length, key_length = -(-q.shape[0] // sequences), -(-k.shape[0] // sequences)
+    query_length, key_length = -(-q.shape[0] // sequences), -(-k.shape[0] // sequences)  # of each, rounded up
     if max_seqlen_q and query_length > int(max_seqlen_q):  # more offsets than sequences, or fewer
         query_length = int(max_seqlen_q)
         sequences = -(-q.shape[0] // query_length)
@@ -115,16 +116,16 @@ class LowerTriangularMask:
 
 
 def unpad_input(hidden_states: Tensor, attention_mask: Tensor, *_: Any) -> tuple[Any, ...]:
-    """Return all tokens of a padded batch one after another, as flash_attn's function does: none is taken as padding.
+    """Return all tokens of a padded batch one after another, as flash_attn's function of this name does.
 
-    Which are padding only a run knows. Returned: tokens (batch x length, ...), their indices, the sequences' offsets,
-    the longest length, and None.
+    Which tokens are padding only a run knows, so none is taken out and ``attention_mask`` is not read. Returned are
+    the tokens (batch x length, ...), their indices, the sequences' offsets (batch + 1), the longest length, and None.
     """
     batch, length = hidden_states.shape[:2]
     flat = hidden_states.reshape(batch * length, *hidden_states.shape[2:])
     starts = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=hidden_states.device)
-    places = torch.arange(batch * length, device=hidden_states.device)
-    return flat, places, starts, length, None
+    indices = torch.arange(batch * length, device=hidden_states.device)
+    return flat, indices, starts, length, None
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -251,11 +252,10 @@ class OneStateOfOneByte(StatesOfOneByte):
 
 @cache
 def own_ops() -> Any:
-    """Return the namespace of ops that torch does not have, whose cost is what they read and write; declared once in
-    a process.
+    """Return the namespace of ops that torch does not have, whose cost is what they read and write.
 
     ``update`` changes a parameter and its optimizer states, ``kernel`` stands for a kernel of the script's own, and
-    ``dequantize`` unpacks a weight of few bits.
+    ``dequantize`` unpacks a weight of few bits. The ops are declared once in a process.
     """
     library = torch.library.Library("ddltool", "FRAGMENT")
     library.define("update(Tensor(a!) parameter, Tensor gradient, Tensor(b!)[] states) -> ()")
@@ -335,8 +335,9 @@ class _PackedProduct(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, packed: Tensor, scales: Tensor, shape: tuple[int, int], bias: Tensor | None
     ) -> Tensor:
-        """Return x (..., inputs) times the weight of ``shape`` (outputs, inputs), plus bias; only the packed weight
-        is kept.
+        """Return x (..., inputs) times the weight of ``shape`` (outputs, inputs), plus bias.
+
+        Only the packed weight is kept for the backward pass.
         """
         ctx.packed, ctx.scales, ctx.shape = packed, scales, shape
         weight = own_ops().dequantize(packed, scales, *shape, x.dtype)
@@ -372,7 +373,7 @@ class TritonKernel:
         return self.run
 
     def run(self, *args: Any, **kwargs: Any) -> None:
-        """Record one launch."""
+        """Record one launch of the kernel, whose cost is to read and write the tensors among its arguments."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if tensors:
             with torch.no_grad():

@@ -161,7 +161,10 @@ def _is_attention(name: str) -> bool:
 
 
 def _product(call: Call) -> Product | None:
-    """Return FLOPs and (count, m, n, k) of an op that multiplies matrices or has a rule of its own, None for any other."""
+    """Return FLOPs and (count, m, n, k) of an op that multiplies matrices or has a rule of its own, None for any other.
+
+    These stand for ``count`` products of (m, k) by (k, n) matrices.
+    """
     if _is_attention(call.name):
         return _attention(call)
     if call.name.startswith(_RECURRENT):
@@ -175,8 +178,9 @@ def _product(call: Call) -> Product | None:
 
 
 def _product_of_inputs(left_place: int = 0, right_place: int = 1) -> Callable[[Call], Product | None]:
-    """Return the rule of an op that multiplies its inputs at two places: ``addmm`` has its bias at 0, its factors at
-    1 and 2.
+    """Return the rule of an op that multiplies its inputs at two places.
+
+    ``addmm`` has its bias at 0, and its factors at 1 and 2.
     """
 
     def count_product(call: Call) -> Product | None:
@@ -229,8 +233,8 @@ def _grouped(call: Call) -> Product | None:
     """Return FLOPs and (count, m, n, k) of ``_grouped_mm``, which multiplies each group of rows by a matrix of its own.
 
     (t, k) x (g, k, n): the t rows are dealt out to g groups, and every row meets its group's matrix. (m, t) x (t, n)
-    gives (g, m, n), the gradient of those matrices: the inner dimension is dealt out. (g, m, k) x (k, t): the columns
-    are.
+    gives (g, m, n), the gradient of those matrices: here the inner dimension t is dealt out. (g, m, k) x (k, t): here
+    the t columns are. Every group is taken to get an equal share.
     """
     left, right = call.inputs[0] or (), call.inputs[1] or ()
     if len(left) == 2 and len(right) == 3:

@@ -158,7 +158,11 @@ class _StandIns(MetaPathFinder, Loader):
     def __init__(
         self, names: Sequence[str], known: Mapping[str, Mapping[str, Any]], used: Callable[[str], None]
     ) -> None:
-        """``known``: by a package's name, what it holds unless it is inert; ``used`` is told each package imported."""
+        """Stand in for packages of these names.
+
+        ``known``: by a package's name, what it holds; a package that is not there is inert. ``used`` is called with
+        the name of each package that is imported.
+        """
         self._names, self._known, self._used = tuple(names), known, used
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -184,9 +188,9 @@ class _StandIns(MetaPathFinder, Loader):
 
     def find_distributions(self, context: DistributionFinder.Context = DistributionFinder.Context()) -> Any:  # noqa: B008
         """Yield the metadata of a stood-in package that is asked for by name."""
-        plain = (context.name or "").replace("-", "_").lower()
-        if any(plain == name.lower() for name in self._names):
-            yield _Distribution(plain)
+        asked_for = (context.name or "").replace("-", "_").lower()
+        if any(asked_for == name.lower() for name in self._names):
+            yield _Distribution(asked_for)
 
 
 def stand_in_packages(

@@ -97,7 +97,7 @@ class PosedBackend(ModuleType):
         return Stream(stream_id=Stream.recorder.stream)
 
     def stream(self, stream: Any) -> Any:
-        """Return the block in which a stream is the current one."""
+        """Return the block in which a stream is the current one; None: one that changes nothing."""
         return stream if stream is not None else contextlib.nullcontext()
 
     def set_stream(self, stream: Any) -> None:
@@ -124,8 +124,9 @@ class Event:
         Stream.recorder.wait_for(Stream.recorder.stream if stream is None else stream.stream_id, self.place)
 
     def elapsed_time(self, end: Any) -> float:
-        """Return the milliseconds between the moments at which two events were recorded; never zero, since scripts
-        divide by it.
+        """Return the milliseconds between the moments at which two events were recorded.
+
+        It is never zero, since scripts divide by it.
         """
         return max(_LEAST_ELAPSED_MS, 1e3 * float(end.recorded_s - self.recorded_s))
 
@@ -146,7 +147,7 @@ class Stream:
     _numbers = count(1)
 
     def __init__(self, device: Any = None, priority: int = 0, stream_id: int | None = None, **_: Any) -> None:
-        """Make a stream with the next number, or stand for the one with ``stream_id``."""
+        """Make a stream with the next number, or stand for the one with ``stream_id``; 0 is the default stream."""
         self.device, self.priority = CUDA, priority
         self.stream_id = next(Stream._numbers) if stream_id is None else stream_id
         self.cuda_stream = self.stream_id
@@ -216,7 +217,7 @@ class Pose(TorchFunctionMode):
     """
 
     def __init__(self, recorder: Recorder) -> None:
-        """``recorder``: notes the values that are read and assumed; its device takes the place of CUDA's."""
+        """Stand in for CUDA with the device of ``recorder``, which also notes the values that are read and assumed."""
         super().__init__()
         self.recorder, self.gpu = recorder, recorder.gpu
 
@@ -257,7 +258,7 @@ class Pose(TorchFunctionMode):
     def _of_tensor(self, func: Any, name: str, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a tensor's property or method without running an operation; NotImplemented for any other call.
 
-        ``func`` is called ``name`` with the tensor as the first of ``args``.
+        ``func`` is torch's function, ``name`` its name, and the tensor the first of ``args``.
         """
         if name == "__get__":
             return self._property(func, args, kwargs)
@@ -278,7 +279,10 @@ class Pose(TorchFunctionMode):
         return value
 
     def _property(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return a tensor's property: ``is_cuda`` is true on the device, and a device that is the registered one is CUDA's."""
+        """Return a tensor's property as CUDA would.
+
+        For a tensor of the registered device ``is_cuda`` is true, and ``device`` is CUDA's.
+        """
         if getattr(getattr(func, "__self__", None), "__name__", "") == "is_cuda":
             return isinstance(args[0], FakeTensor) and args[0].fake_device.type == self.gpu.type
         value = func(*args, **kwargs)
@@ -363,7 +367,8 @@ def posed(
     if not _TURN.acquire(timeout=_TURN_S):
         raise InputError("record", f"another thread has recorded for {_TURN_S:g} s", "let it end first")
     autocast = kernels_of(recorder.gpu.type)
-    pose, stand_ins, outer_recorder = Pose(recorder), _StandIns(), getattr(Stream, "recorder", recorder)
+    pose, stand_ins = Pose(recorder), _StandIns()
+    outer_recorder = getattr(Stream, "recorder", recorder)
     Stream.recorder = recorder
     PosedBackend.posed += 1
     swaps_parameters = torch.__future__.get_swap_module_params_on_conversion()
@@ -386,10 +391,10 @@ def posed(
 
 
 def _stand_in_cuda(stand_ins: _StandIns, name: str, memory_bytes: int, capability: tuple[int, int], count: int) -> None:
-    """Let ``torch.cuda`` and ``torch.accelerator`` answer for ``count`` GPUs of a name, a memory and a compute capability.
+    """Let ``torch.cuda`` and ``torch.accelerator`` answer for ``count`` GPUs of a name, a memory in bytes and a capability.
 
     The GPUs are always free and idle: memory in use is 0 bytes, and to synchronise is noted as a wait of the host.
-    What is not told by the arguments is an H100's (132 multiprocessors, 50 MiB of L2 cache).
+    What the arguments do not say is an H100's (132 multiprocessors, 50 MiB of L2 cache).
     """
     device = PosedBackend()
     major, minor = capability
@@ -397,6 +402,7 @@ def _stand_in_cuda(stand_ins: _StandIns, name: str, memory_bytes: int, capabilit
         name=name, total_memory=memory_bytes, major=major, minor=minor, multi_processor_count=132, is_integrated=False,
         warp_size=32, max_threads_per_multi_processor=2048, L2_cache_size=50 * 2**20, gcnArchName="", uuid="0",
     )  # fmt: skip
+    # Answers that take any arguments.
     nothing: Callable[..., None] = lambda *_, **__: None  # noqa: E731
     zero: Callable[..., int] = lambda *_, **__: 0  # noqa: E731
     true: Callable[..., bool] = lambda *_, **__: True  # noqa: E731
@@ -613,13 +619,14 @@ def _stand_in_files(stand_ins: _StandIns, pose: Pose) -> None:
     real_load, signature = torch.load, inspect.signature(torch.load)
 
     def load(*args: Any, **kwargs: Any) -> Any:
-        """Load a file as ``torch.load`` does: on the CPU, and then moved to the device where ``map_location`` asks
-        for CUDA.
+        """Load a file as ``torch.load`` does, and move it to the device where ``map_location`` asks for CUDA.
+
+        It is read to the CPU first, because torch cannot read a file to a device without memory.
         """
-        bound = signature.bind(*args, **kwargs)
-        device_asked = bound.arguments.get("map_location")
-        bound.arguments["map_location"] = "cpu"
-        loaded = real_load(*bound.args, **bound.kwargs)
+        call_arguments = signature.bind(*args, **kwargs)
+        device_asked = call_arguments.arguments.get("map_location")
+        call_arguments.arguments["map_location"] = "cpu"
+        loaded = real_load(*call_arguments.args, **call_arguments.kwargs)
         is_ours = isinstance(device_asked, (str, torch.device)) and pose.here(device_asked) != device_asked
         return tree_map_only(Tensor, lambda tensor: tensor.to(pose.gpu), loaded) if is_ours else loaded
 
@@ -628,16 +635,19 @@ def _stand_in_files(stand_ins: _StandIns, pose: Pose) -> None:
     real_loader = data.DataLoader.__init__
 
     @wraps(real_loader)  # Lightning makes loaders anew by the parameters of this one
-    def loader(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Begin a data loader without workers and without pinned memory, whatever is asked for."""
-        bound = inspect.signature(real_loader).bind(self, *args, **kwargs)
-        bound.arguments.update(
+    def init_loader(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Begin a data loader without workers and without pinned memory, whatever is asked for.
+
+        Workers are processes of their own, which would not be recorded. The arguments are those of ``DataLoader``.
+        """
+        call_arguments = inspect.signature(real_loader).bind(self, *args, **kwargs)
+        call_arguments.arguments.update(
             num_workers=0, pin_memory=False, persistent_workers=False, prefetch_factor=None, timeout=0
         )
-        bound.arguments.pop("multiprocessing_context", None)
-        real_loader(*bound.args, **bound.kwargs)
+        call_arguments.arguments.pop("multiprocessing_context", None)
+        real_loader(*call_arguments.args, **call_arguments.kwargs)
 
-    stand_ins.set(data.DataLoader, __init__=loader)
+    stand_ins.set(data.DataLoader, __init__=init_loader)
 
 
 def _fake_class_for_torch_alone() -> type:
@@ -718,15 +728,16 @@ def _swap(first: Tensor, second: Tensor) -> None:
 
 
 def _first_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[int, ...], bool] | None:
-    """Return the shape of the first tensor among a module's inputs, and whether it holds whole numbers; None: there is none.
+    """Return the shape of the first tensor among a module's inputs, and whether it holds whole numbers; None without one.
 
-    For a list of images the shape begins with their number, as a batch's does.
+    For a list of images the shape begins with their number, as a batch's does. Whole numbers are taken for tokens.
     """
     first = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()), None)
     if first is None:
         return None
     is_list = bool(args) and isinstance(args[0], (list, tuple)) and first.dim() == _IMAGE_DIMENSIONS
-    return ((len(args[0]), *first.shape) if is_list else tuple(first.shape)), not first.is_floating_point()
+    shape = (len(args[0]), *first.shape) if is_list else tuple(first.shape)
+    return shape, not first.is_floating_point()
 
 
 @contextlib.contextmanager
@@ -740,7 +751,10 @@ def recording_modules(recorder: Recorder) -> Iterator[None]:
     watched: set[int] = set()  # identities of parameters whose gradients are noted
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note that a module's forward pass begins; of an outermost module also its name, its input and its parameters."""
+        """Note that a module's forward pass begins; of an outermost module also its name, its input and its parameters.
+
+        Each trained parameter gets a hook that notes its gradient as soon as it is complete.
+        """
         # A part that is called by itself, as checkpoints do in the backward pass, keeps its name.
         if not recorder.modules and not names.get(id(module)):
             names.update({id(child): name for name, child in module.named_modules()})

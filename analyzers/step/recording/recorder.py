@@ -91,7 +91,10 @@ class Shadow:
 
 
 def shadows_of(value: Any) -> Iterator[Shadow]:
-    """Yield the tensors among a call's values, in nested tuples, lists and mappings."""
+    """Yield the tensors among a call's values, in nested tuples, lists and mappings.
+
+    In a recorded call every GPU tensor is a :class:`Shadow`: the number of its storage, and its shape and type.
+    """
     if isinstance(value, Shadow):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -161,7 +164,7 @@ class Recorder(TorchDispatchMode):
     """The mode under which a script runs: GPU operations run on fake tensors, which have sizes and no values.
 
     While :attr:`recording` is true every such operation, its storages and its collectives are noted in :attr:`step`.
-    The "place" of a call is its index among the step's calls.
+    Calls are known by their index among the step's calls, which some names call their place.
     """
 
     def __init__(self, gpu: torch.device) -> None:
@@ -173,23 +176,24 @@ class Recorder(TorchDispatchMode):
         self.recording = False
         self.phase: Phase = "forward"
         self.modules: list[str] = []
+        """Names of the modules whose forward passes are under way, the innermost last."""
         self.stream = 0
         """The current stream's number; collectives have the negative number of their group."""
         self._last_place: dict[int, int] = {}
-        """By stream, the place of its last call."""
+        """By stream, the index of its last call."""
         self._waiting: dict[int, set[int]] = {}
-        """By stream, the places of calls that its next call waits for."""
+        """By stream, the indices of calls that its next call waits for."""
         self._group_numbers: dict[tuple[int, ...], int] = {}
-        """By its ranks, a process group's number: groups are numbered as they exchange first."""
+        """By a process group's ranks, its number, in the order of the groups' first exchanges."""
         self.kept: list[Any] = []
         """What must live as long as the process: libraries of operators."""
         self._handles: list[Any] = []  # torch holds only the C++ half of a collective's handle; this keeps the other
         self._filled_by: dict[int, int] = {}
-        """By a storage's number, the place of the collective that fills it."""
+        """By a storage's number, the index of the collective's call that fills it."""
         self.roots: dict[int, nn.Module] = {}
         """The outermost modules that were called, by identity."""
         self.inputs: dict[int, list[tuple[tuple[int, ...], bool]]] = {}
-        """Of every pass of these: the shape of the first tensor that it gets, and whether that holds whole numbers."""
+        """By an outermost module's identity, the input of each of its passes: its shape, and whether it is of integers."""
         self._storages: dict[int, tuple[RecordedStorage, Any]] = {}
         """By torch's identifier, the storages that live, each with a weak reference that notes when it is freed."""
         self._gradients: dict[int, Shadow] = {}
@@ -258,7 +262,7 @@ class Recorder(TorchDispatchMode):
         if name == "_wrap_tensor_autograd":
             from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-            return AsyncCollectiveTensor(args[0])  # who uses it first waits for its collective
+            return AsyncCollectiveTensor(args[0])  # its first use waits for its collective
         return NotImplemented
 
     def _on_fake_tensors(self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
@@ -313,7 +317,8 @@ class Recorder(TorchDispatchMode):
             notes.clear()
         for record, _ in self._storages.values():
             self.step.storages.append(record)
-            record.number, record.made = len(self.step.storages) - 1, -1
+            record.number = len(self.step.storages) - 1
+            record.made = -1  # before the step
         self.recording = True
 
     def stop(self) -> None:
@@ -363,15 +368,16 @@ class Recorder(TorchDispatchMode):
         return Shadow(record.number, view)
 
     def last_place(self, stream: int) -> int | None:
-        """Return the place of a stream's last call, which an event that is recorded now stands for; None before its
-        first call.
+        """Return the index of a stream's last call, None before its first call.
+
+        An event that is recorded now stands for that call and all before it.
         """
         return self._last_place.get(stream)
 
-    def wait_for(self, stream: int, place: int | None) -> None:
-        """Let the next call of a stream wait for the call at a place; None: there is nothing to wait for."""
-        if place is not None:
-            self._waiting.setdefault(stream, set()).add(place)
+    def wait_for(self, stream: int, call_index: int | None) -> None:
+        """Let the next call of a stream wait for an earlier call, given by its index; None: nothing to wait for."""
+        if call_index is not None:
+            self._waiting.setdefault(stream, set()).add(call_index)
 
     def host_waits(self) -> None:
         """Note that the host (the script's own thread) waits for all calls that it has issued."""
@@ -379,16 +385,17 @@ class Recorder(TorchDispatchMode):
             self.step.host_waits.append(len(self.step.calls) - 1)
 
     def resized(self, storage: Any, nbytes: int) -> None:
-        """Note that a storage is about to be resized to ``nbytes``, as FSDP frees and allocates storages under the
-        same tensors.
+        """Note that a storage is about to be resized to ``nbytes``.
 
-        The old storage counts as freed, and a new one as made unless ``nbytes`` is 0.
+        FSDP frees and allocates storages in this way, under the same tensors. The old storage counts as freed, and a
+        new one as made unless ``nbytes`` is 0.
         """
         key = storage._cdata
         entry = self._storages.get(key)
         if entry is None or entry[0].size_bytes == nbytes:
             return
-        entry[0].freed = len(self.step.calls) - 1
+        record, _ = entry
+        record.freed = len(self.step.calls) - 1
         del self._storages[key]
         if nbytes:
             self._remember(storage, key, nbytes)
@@ -418,12 +425,12 @@ class Recorder(TorchDispatchMode):
     def _of_ones(self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         """Return fake tensors of the shapes that an op gives on the CPU, with ones for all values that are not known."""
         with _disable_current_modes():
-            ones = tree_map_only(Tensor, self._value_or_ones, (args, kwargs))
+            real_args, real_kwargs = tree_map_only(Tensor, self._value_or_ones, (args, kwargs))
             if name in ("unique", "_unique2", "unique_dim", "unique_consecutive"):  # all elements count as different
                 first = tensors[0]
                 positions = torch.arange(first.numel()).reshape(first.shape).to(first.dtype)
-                ones = ((positions, *ones[0][1:]), ones[1])
-            result = func(*ones[0], **ones[1])
+                real_args = (positions, *real_args[1:])
+            result = func(*real_args, **real_kwargs)
         with self.fake:
             return tree_map_only(
                 Tensor, lambda value: torch.empty(value.shape, dtype=value.dtype, device=tensors[0].device), result
@@ -448,21 +455,21 @@ class Recorder(TorchDispatchMode):
                 return value.reshape(())
             return torch.full((), getattr(tensor, _TRUTH, True), dtype=tensor.dtype)
 
-        if name == "any" or name.endswith(("zeros", "zeros_like")):
+        if name == "any" or name.endswith(("zeros", "zeros_like")):  # the latter make tensors of False
             return False
         if torch.Tag.pointwise in func.tags:
             with _disable_current_modes():
                 return bool(
                     func(*tree_map_only(Tensor, one_element, args), **tree_map_only(Tensor, one_element, dict(kwargs)))
                 )
+        # Any other op, such as an indexing or a reshaping one, passes on the truth of its first boolean input.
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         return next((getattr(tensor, _TRUTH, True) for tensor in tensors if tensor.dtype == torch.bool), True)
 
     def _exchange(self, func: Any, name: str, args: tuple[Any, ...]) -> Any:
-        """Record a collective of a process group; return what torch's operator does: the tensors and a handle, or the
-        handle alone.
+        """Record a collective of a process group, and return what torch's operator returns.
 
-        Nothing is exchanged: the ranks are taken to be alike.
+        That is the tensors and a handle, or the handle alone. Nothing is exchanged: the ranks are taken to be alike.
         """
         from torch.distributed import ProcessGroup, get_process_group_ranks
 
@@ -477,11 +484,11 @@ class Recorder(TorchDispatchMode):
                 value = self._values.of(tensor)
                 if value is not None and bool(value.any()):
                     self._values.forget(tensor)
-        place = None
+        call_index = None
         if any(self._is_on_gpu(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)):
             size_bytes = sum(leaf.numel() * leaf.element_size() for leaf in moved)
-            place = self._note_exchange(Collective(_plain_name(name), size_bytes, ranks), func, args, None)
-        handle = _RecordedWork(self, place)
+            call_index = self._note_exchange(Collective(_plain_name(name), size_bytes, ranks), func, args, None)
+        handle = _RecordedWork(self, call_index)
         self._handles.append(handle)
         boxed = handle.boxed()
         return (args[0], boxed) if len(func._schema.returns) == 2 else boxed
@@ -489,7 +496,7 @@ class Recorder(TorchDispatchMode):
     def _note_exchange(self, exchange: Collective, func: Any, args: Any, output: Any) -> int | None:
         """Record a collective on the stream of its group, after all that the current stream has issued.
 
-        Return its place, None where no step is being recorded.
+        Return its index among the calls, None where no step is being recorded.
         """
         if not self.recording:
             return None
@@ -505,10 +512,10 @@ class Recorder(TorchDispatchMode):
         return entry[0] if entry is not None else self._remember(storage, storage._cdata, storage.nbytes())
 
     def _remember(self, storage: Any, key: int, nbytes: int) -> RecordedStorage:
-        """Return a new record of a storage, which counts as made by the next call.
+        """Return a new record of a storage, which counts as made by the call that is noted next.
 
-        ``key``: torch's identifier of the storage, which it uses again once the storage is freed; ``nbytes``: its
-        size.
+        ``key``: torch's identifier of the storage, which it uses again for another once this one is freed;
+        ``nbytes``: its size.
         """
         record = RecordedStorage(len(self.step.storages), nbytes, len(self.step.calls))
         if self.recording:
@@ -556,30 +563,31 @@ class Recorder(TorchDispatchMode):
         whole = output if name == "all_gather" else args[0]
         size_bytes = sum(t.numel() * t.element_size() for t in tree_leaves(whole) if isinstance(t, Tensor))
         ranks = tuple(get_process_group_ranks(_resolve_process_group(argument_values["group_name"])))
-        place = self._note_exchange(Collective(name, size_bytes, ranks), func, args, output)
+        call_index = self._note_exchange(Collective(name, size_bytes, ranks), func, args, output)
         for leaf in tree_leaves(output):
-            if place is not None and isinstance(leaf, Tensor):
-                self._filled_by[self._storage(leaf).number] = place
+            if call_index is not None and isinstance(leaf, Tensor):
+                self._filled_by[self._storage(leaf).number] = call_index
 
     def _append(self, func: Any, values: Any, stream: int, exchange: Collective | None = None) -> int:
-        """Append a call to the step and return its place. Raises MemoryError beyond the limit of calls.
+        """Append a call to the step and return its index among the calls. Raises MemoryError beyond the limit of calls.
 
-        ``values``: its arguments, keyword arguments and output.
+        ``values``: its arguments, keyword arguments and output, in which tensors are replaced by their shadows.
+        ``exchange``: what it moves between ranks, None for no collective.
         """
-        place = len(self.step.calls)
-        if place >= _MAX_CALLS:
+        call_index = len(self.step.calls)
+        if call_index >= _MAX_CALLS:
             raise MemoryError(f"a step of more than {_MAX_CALLS:,} operations")
         with _disable_current_modes():
             shadowed = tree_map_only(Tensor, self._shadow, values)
-        in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = torch._C._current_graph_task_id() != -1  # -1: autograd runs no backward pass
         waits = tuple(sorted(self._waiting.pop(stream, ())))
         args, kwargs, output = shadowed
         # An update in the backward pass (an optimizer of each parameter) is one all the same.
         phase: Phase = "backward" if in_backward and self.phase != "update" else self.phase
         module = self.modules[-1] if self.modules else ""
         self.step.calls.append(RecordedCall(func, args, kwargs, output, phase, module, stream, waits, exchange))
-        self._last_place[stream] = place
-        return place
+        self._last_place[stream] = call_index
+        return call_index
 
     def _shadow(self, tensor: Tensor) -> Any:
         """Return the shadow of a GPU tensor, None for a tensor of the CPU, which takes no part in the step's memory."""
@@ -598,14 +606,14 @@ def _local(tensor: Any) -> Any:
 class _RecordedWork(Work):
     """The handle that a collective returns: to wait for it lets the current stream wait for the collective."""
 
-    def __init__(self, recorder: Recorder, place: int | None) -> None:
-        """``place``: of the collective's call, None where it was not recorded."""
+    def __init__(self, recorder: Recorder, call_index: int | None) -> None:
+        """Stand for the collective with this index among the calls; None: it was not recorded."""
         super().__init__()
-        self._recorder, self._place = recorder, place
+        self._recorder, self._call_index = recorder, call_index
 
     def wait(self, timeout: Any = None) -> bool:
         """Let the current stream wait, as NCCL's handles do; the host goes on. Return True: the exchange succeeds."""
-        self._recorder.wait_for(self._recorder.stream, self._place)
+        self._recorder.wait_for(self._recorder.stream, self._call_index)
         return True
 
     def is_completed(self) -> bool:

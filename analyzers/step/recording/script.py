@@ -62,18 +62,19 @@ def main(arguments: list[str]) -> int:
         launch = launched(arguments[arguments.index("--") + 1 :], request["count"])
     except InputError as error:
         sys.stderr.write(f"\x00{error.problem}; {error.remedy}\n")
-        return 2
+        return 2  # the status of wrong input
+    # The world that the script finds: the launcher's variables, its files, its ranks, and packages that are not here.
     os.environ.update(launch.variables())
     socket.setdefaulttimeout(_NETWORK_S)
     if request.get("scratch"):
         shutil.rmtree(request["scratch"], ignore_errors=True)
         overlay(Path(request["scratch"]))
-    torchvision_ops = declare_torchvision()  # the script may import it
+    torchvision_ops = declare_torchvision()  # before the script imports torchvision, which fails without its ops
     threading.Thread(target=_follow_parent, args=(os.getppid(),), daemon=True).start()
     recorder = Recorder(register_device())
     started_s = time.perf_counter()
     window = StepWindow(recorder, lambda: _write(window, request, started_s))
-    random.seed(0)
+    random.seed(0)  # two recordings of a script draw alike
     stand_in_groups(recorder)
     script = list(launch.script)
     sys.path.insert(0, os.getcwd() if launch.is_module else str(Path(script[0]).resolve().parent))
@@ -83,9 +84,10 @@ def main(arguments: list[str]) -> int:
     change_libraries(recorder, torchvision_ops)
     sys.argv = script
     gpu = {"name": request["name"], "memory_bytes": request["memory_bytes"], "capability": tuple(request["capability"])}
+    gpu_count = launch.per_node if launch.processes is not None else 1
     try:
         with (
-            posed(recorder, **gpu, count=launch.per_node if launch.processes is not None else 1),
+            posed(recorder, **gpu, count=gpu_count),
             recording_modules(recorder),
         ):
             if launch.is_module:
@@ -94,8 +96,9 @@ def main(arguments: list[str]) -> int:
                 runpy.run_path(script[0], run_name="__main__")
     except SystemExit as error:
         retry.without_what_is_missing(error)
+        # A library of command lines may catch the script's exception, and end the process in its place.
         if error.code not in (None, 0) and isinstance(error.__context__, Exception):
-            return _raised(error.__context__, window)  # a library of commands caught it, and ended the process
+            return _raised(error.__context__, window)
         if error.code not in (None, 0):
             return _failed(f"the script ended with {error.code!r}", window)
     except Exception as error:  # whatever the script raises is its user's to read
@@ -183,7 +186,8 @@ def _follow_parent(parent: int) -> None:
 def _raised(error: Exception, window: StepWindow) -> int:
     """Say that the script raised an error, with the first line of its text; return the exit status.
 
-    Semicolons become commas, because the parent process takes what follows one for the remedy.
+    The traceback goes to stderr first. Semicolons become commas, because the parent process takes what follows one
+    for the remedy.
     """
     traceback.print_exception(error)
     text = str(error).strip()

@@ -114,6 +114,10 @@ AS_TRACED = Scale()
 """Changes no size."""
 
 
+_LEAST_PRIME = 61
+"""Smaller primes divide too many of a model's sizes."""
+
+
 def prime_batch(sizes: Iterable[int]) -> int:
     """Return a prime, 61 or more, that divides none of the ``sizes``.
 
@@ -122,7 +126,7 @@ def prime_batch(sizes: Iterable[int]) -> int:
     taken = {int(size) for size in sizes if size}
     return next(
         number
-        for number in count(61, 2)
+        for number in count(_LEAST_PRIME, 2)  # odd numbers, so odd divisors are enough
         if all(number % divisor for divisor in range(3, math.isqrt(number) + 1, 2))
         and all(size % number for size in taken)
     )
@@ -181,7 +185,10 @@ def _sized(tensor: Tensor) -> Sized:
 
 
 def _hashable(value: Any) -> Any:
-    """Return an argument in a form that can be compared and hashed: tensors as :class:`Sized`, lists as tuples."""
+    """Return an argument in a form that can be compared and hashed: tensors as :class:`Sized`, lists as tuples.
+
+    A value that has no hash, such as a dictionary, becomes its text.
+    """
     if isinstance(value, Tensor):
         return _sized(value)
     if isinstance(value, (list, tuple)):

@@ -31,7 +31,7 @@ class Values:
     """
 
     def __init__(self, *, only_whole: bool = False) -> None:
-        """Begin with no known values."""
+        """Begin with no known values; ``only_whole``: keep no fractions of tensors of several elements."""
         self._only_whole = only_whole
         self._values: Any = WeakTensorKeyDictionary()  # a real tensor of the CPU by the tensor without storage
 

@@ -44,16 +44,20 @@ _BOXES_PER_KEPT = 3
 
 
 def stand_in_vision(declared: torch.library.Library | None, device: torch.device) -> dict[str, Callable[[Any], None]]:
-    """Declare torchvision's operators beside the two that ``declared`` has; None: torchvision's own library was loaded.
+    """Declare torchvision's operators where its compiled library is not loaded, and return patches for its modules.
 
-    ``device``: the recorded one. Returns, by its name, a function that patches each module of torchvision.
+    ``declared``: the library that declares torchvision's two first operators; None: its own was loaded, and nothing
+    is done. ``device``: the recorded one. Returned is, by the name of a module of torchvision, a function that
+    patches it.
     """
     if declared is None:
         return {}
     for name, schema in _SCHEMAS.items():
         declared.define(f"{name}{schema}")
+    # torchvision compares the version with torch's when it is imported.
     declared.define("_cuda_version() -> int")
-    declared.impl("_cuda_version", lambda: -1, "CompositeExplicitAutograd")
+    declared.impl("_cuda_version", lambda: -1, "CompositeExplicitAutograd")  # -1: compiled without CUDA
+    # It returns the indices of the boxes that are kept; their number is rounded up.
     declared.impl("nms", lambda boxes, _scores, _iou: torch.arange(-(-len(boxes) // _BOXES_PER_KEPT)), "CPU")
     declared.impl("_columns", _columns, "Meta")
     declared.impl("_columns_backward", lambda grad, x, offset, mask: (
@@ -86,10 +90,8 @@ def _in_float32(op: Any) -> Callable[..., Any]:
 
     def run(first: Tensor, *args: Any) -> Any:
         """Run the op without autocast on floating-point inputs cast to float32."""
-        without_autocast = torch._C._ExcludeDispatchKeyGuard(
-            torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
-        )  # type: ignore[attr-defined]
-        with without_autocast:
+        autocast_key = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(autocast_key)):
             float32_arguments = [
                 arg.float() if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in (first, *args)
             ]
@@ -113,8 +115,9 @@ def _columns(x: Tensor, offset: Tensor, _mask: Tensor | None, height: int, width
 
 
 def _columns_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """Return the gradients of the arguments of ``_columns``: x, offset, the mask where there is one, and None for the
-    sizes.
+    """Return the gradients of the arguments of ``_columns``.
+
+    These are x, the offsets, the mask where there is one, and None for the sizes.
     """
     x, offset, mask, *_ = ctx.inputs
     x_gradient, offset_gradient, mask_gradient = torch.ops.torchvision._columns_backward(grad, x, offset, mask)

@@ -70,9 +70,7 @@ def with_lora(step: TrainingStep, rank: int, numerics: Numerics) -> TrainingStep
 
 
 def _head_of(module: nn.Module) -> nn.Module | None:
-    """Return the layer that makes the logits of a transformers model; None for another module, or a model without
-    such a layer.
-    """
+    """Return the layer that makes the logits of a transformers model; None where there is none."""
     get_head = getattr(module, "get_output_embeddings", None)
     head = get_head() if callable(get_head) else None
     return head if isinstance(head, nn.Module) else None

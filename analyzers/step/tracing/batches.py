@@ -152,7 +152,7 @@ def loss_against(example: Tensor) -> Callable[[Any], Tensor]:
     """
 
     def loss(output: Any) -> Tensor:
-        """Return the loss of the output's first floating-point tensor."""
+        """Return the loss of the output's first floating-point tensor, which is (batch, ...), against targets of zeros."""
         own_loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if isinstance(own_loss, Tensor) or not tensors_in(output):
             return default_loss(output)

@@ -102,7 +102,10 @@ def scan(graph: Graph, facts: Mapping[str, OpFacts] | None = None) -> Determinis
 
 
 def op_facts(traced: TracedStep) -> dict[str, OpFacts]:
-    """Return, by the name of each compute op of a traced step, what its arguments say beyond its type."""
+    """Return, by the name of each compute op of a traced step, what its arguments say beyond its type.
+
+    That is whether it reads floating-point tensors, and whether it is a convolution of separate windows.
+    """
     return {
         name: OpFacts(floating=any(map(_is_floating, node.all_input_nodes)), patches=_has_separate_windows(node))
         for name, node in traced.nodes.items()

@@ -231,8 +231,9 @@ def _import_module(name: str, source: str) -> Any:
 
 
 def _import_file(location: str, source: str) -> Any:
-    """Return an imported Python file, whose folder is put on the path. Raises InputError for a missing file or a
-    failing import.
+    """Return an imported Python file, whose folder is put on the path.
+
+    Raises InputError for a missing file or a failing import.
     """
     path = Path(location)
     spec = importlib.util.spec_from_file_location(path.stem, path)

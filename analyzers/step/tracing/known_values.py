@@ -107,8 +107,9 @@ class AssumedValues(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run one function of torch, with the two assumptions of the class; known values can also be printed and made
-        into lists.
+        """Run one function of torch, with the two assumptions of the class.
+
+        Known values can also be printed, and made into lists.
         """
         if not args:
             return func(**(kwargs or {}))
@@ -133,12 +134,15 @@ class AssumedValues(TorchFunctionMode):
             is_mask = isinstance(index, Tensor) and index.dtype == torch.bool and index.dim()
             return index.nonzero().unbind(1) if is_mask and self._known.holds(index) else index
         indices = [self._masks_to_indices(item) for item in index]
-        return tuple(tensor for item in indices for tensor in (item if isinstance(item, tuple) else (item,)))
+        # A mask over several dimensions becomes several indices, so that the lists are put together.
+        parts = [item if isinstance(item, tuple) else (item,) for item in indices]
+        return tuple(tensor for part in parts for tensor in part)
 
 
 def refusal(source: str, error: Exception) -> InputError:
-    """Return the error for a model that raised ``error`` on the inputs that ddltool made for it; ``source`` names the
-    model.
+    """Return the error for a model that raised ``error`` on the inputs that ddltool made for it.
+
+    ``source`` names the model.
     """
     if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
         problem = "cannot be traced: what it does depends on its activations"
@@ -186,7 +190,7 @@ class _Method(nn.Module):
     """A module whose forward is a method of another module, so that ``functional_call`` can run it."""
 
     def __init__(self, owner: nn.Module, name: str) -> None:
-        """``owner``: the module; ``name``: of its method."""
+        """Stand for the method called ``name`` of the module ``owner``."""
         super().__init__()
         self.owner, self.name = owner, name
 

@@ -74,6 +74,7 @@ class Numerics:
         if not self.format.linears:
             return nullcontext()
         layers = linear_layers(module)
-        names = {id(value): name for name, value in module.named_parameters()}  # a shared weight has one name here
+        # A weight that several layers share has one name among the parameters, which need not be the layer's.
+        names = {id(value): name for name, value in module.named_parameters()}
         weights = [parameters[names[id(layers[name].weight)]] for name in float8_layers(module)]
         return Float8Linears(weights, getattr(torch, self.format.computes))

@@ -61,10 +61,10 @@ def trace_onnx(path: str, *, batch_size: int | None = None, bindings: Mapping[st
     models that includes int8 and 4-bit weights and int32 biases, but no scales and zero points. ``meta["dtype"]`` is
     the type of most FLOPs; ``meta["note"]`` names work that is not counted in full.
 
-
     Args:
         batch_size: see :func:`~.onnx_shapes.set_dimensions`.
         bindings: sizes of symbolic dimensions by name, see there.
+
     Raises InputError for a file that is no ONNX model, inputs that no node makes, external data outside the file's folder,
     symbolic dimensions without a size and sizes without a dimension, a ``batch_size`` other than the file's fixed one, and
     shapes that contradict each other.
@@ -130,7 +130,8 @@ def _tensors(graph: GraphProto) -> list[TensorProto]:
         for attribute in node.attribute:
             if attribute.type == AttributeProto.TENSOR:
                 tensors.append(attribute.t)
-            for subgraph in [attribute.g] if attribute.type == AttributeProto.GRAPH else attribute.graphs:
+            subgraphs = [attribute.g] if attribute.type == AttributeProto.GRAPH else attribute.graphs
+            for subgraph in subgraphs:
                 tensors += _tensors(subgraph)
     return tensors
 
@@ -303,7 +304,8 @@ class _GraphBuilder:
                 flops_by_type[self.types[name]] += elements
         if not flops_by_type:
             return "float32"
-        name = str(helper.tensor_dtype_to_np_dtype(flops_by_type.most_common(1)[0][0]).name)
+        [(main_type, _)] = flops_by_type.most_common(1)
+        name = str(helper.tensor_dtype_to_np_dtype(main_type).name)
         return "int8" if name == "uint8" else name
 
     def _uncounted_notes(self) -> list[str]:
@@ -364,4 +366,4 @@ def _stored_bytes(elements: int, data_type: int) -> float:
     if data_type in (TensorProto.UNDEFINED, TensorProto.STRING):
         return 0.0
     bits = _PACKED_BITS.get(data_type) or 8 * int(helper.tensor_dtype_to_np_dtype(data_type).itemsize)
-    return float(-(-elements * bits // 8))
+    return float(-(-elements * bits // 8))  # rounded up

@@ -56,10 +56,10 @@ class Batch:
 def set_dimensions(graph: GraphProto, bindings: Mapping[str, int], batch_size: int | None, path: str) -> Batch:
     """Write sizes into a graph's symbolic dimensions and return its batch.
 
-
     Args:
         bindings: sizes by name; a dimension without a name is called ``INPUT.PLACE`` (the input and the dimension's index).
         batch_size: size of the symbolic first dimensions without a binding, which are the batch; None: 1.
+
     Where no first dimension is symbolic the batch is fixed: the first dimension of the first input. Raises InputError for a
     name that no input has, an impossible size, symbolic dimensions without a size, and a batch size other than the fixed one.
     """
@@ -67,13 +67,13 @@ def set_dimensions(graph: GraphProto, bindings: Mapping[str, int], batch_size: i
         raise InputError("--batch-size", f"is {batch_size}", f"it must be at least 1 and at most {_LARGEST_SIZE}")
     constants = {tensor.name for tensor in graph.initializer}
     inputs = {value.name: value.type.tensor_type.shape.dim for value in graph.input if value.name not in constants}
-    places = _name_dimensions(inputs)
-    _check_bindings(bindings, places, path)
+    first_places = _name_dimensions(inputs)
+    _check_bindings(bindings, first_places, path)
     leading = [dims[0] for dims in inputs.values() if dims]
     batch_names = {dim.dim_param for dim in leading if dim.dim_value <= 0 and dim.dim_param not in bindings}
-    unbound = [name for name in places if name not in bindings and name not in batch_names]
+    unbound = [name for name in first_places if name not in bindings and name not in batch_names]
     if unbound:
-        listed = ", ".join(f"{name} ({places[name]})" for name in unbound)
+        listed = ", ".join(f"{name} ({first_places[name]})" for name in unbound)
         remedy = f"give them with --bind {','.join(f'{name}=SIZE' for name in unbound)}"
         raise InputError(path, f"has dimensions without a size: {listed}", remedy)
     if batch_size is not None and not leading:
@@ -119,8 +119,9 @@ def _write_sizes(graph: GraphProto, sizes: Mapping[str, int]) -> None:
 
 
 def _check_bindings(bindings: Mapping[str, int], known: Mapping[str, str], path: str) -> None:
-    """Raise InputError for a binding whose name no dimension has, or whose size is impossible. ``known``: dimensions
-    by name.
+    """Raise InputError for a binding whose name no dimension has, or whose size is impossible.
+
+    ``known``: where each symbolic dimension stands first, by its name.
     """
     for name, size in bindings.items():
         if name not in known:
@@ -173,8 +174,8 @@ def infer(model: ModelProto) -> Inferred:
 def _shape(type_: TypeProto) -> Shape | None:
     """Return the shape of a tensor type, None where a dimension has no size."""
     tensor = type_.tensor_type
-    known = tensor.HasField("shape") and all(dim.HasField("dim_value") for dim in tensor.shape.dim)
-    return tuple(dim.dim_value for dim in tensor.shape.dim) if known else None
+    is_known = tensor.HasField("shape") and all(dim.HasField("dim_value") for dim in tensor.shape.dim)
+    return tuple(dim.dim_value for dim in tensor.shape.dim) if is_known else None
 
 
 def _single_node_model(
@@ -196,8 +197,9 @@ def _single_node_model(
 
 
 def _output_types(single: ModelProto) -> dict[str, TypeProto]:
-    """Return the inferred types of the outputs of a model of one node, by name; {} for a node that contradicts its
-    operator.
+    """Return the inferred types of the outputs of a model of one node, by name.
+
+    For a node that contradicts its operator there are none.
     """
     try:
         return {value.name: value.type for value in shape_inference.infer_shapes(single).graph.output}
@@ -237,7 +239,8 @@ def inputs_of(node: NodeProto) -> list[str]:
     """Return the names of the tensors that a node reads, then of those that its subgraphs read from outside of them."""
     names = [name for name in node.input if name]
     for attribute in node.attribute:
-        for subgraph in [attribute.g] if attribute.type == AttributeProto.GRAPH else attribute.graphs:
+        subgraphs = [attribute.g] if attribute.type == AttributeProto.GRAPH else attribute.graphs
+        for subgraph in subgraphs:
             made_inside = {output for child in subgraph.node for output in child.output}
             made_inside |= {value.name for value in (*subgraph.input, *subgraph.initializer)}
             made_inside |= {tensor.values.name for tensor in subgraph.sparse_initializer}
@@ -307,12 +310,12 @@ def sort_nodes(graph: GraphProto, path: str) -> bool:
 
     Raises InputError for names that no node makes or two nodes make, and for cycles.
     """
-    known = {tensor.name for tensor in graph.initializer} | {value.name for value in graph.input}
-    known |= {tensor.values.name for tensor in graph.sparse_initializer}
+    given_names = {tensor.name for tensor in graph.initializer} | {value.name for value in graph.input}
+    given_names |= {tensor.values.name for tensor in graph.sparse_initializer}
     producer: dict[str, int] = {}
     for number, node in enumerate(graph.node):
         for name in filter(None, node.output):
-            if name in producer or name in known:
+            if name in producer or name in given_names:
                 problem = f"{label(node)} makes {name!r}, which exists already"
                 raise InputError(path, problem, "every tensor needs a name of its own: export the model again")
             producer[name] = number
@@ -322,7 +325,7 @@ def sort_nodes(graph: GraphProto, path: str) -> bool:
         for name in inputs_of(node):
             if name in producer:
                 edges.add_edge(producer[name], number)
-            elif name not in known:
+            elif name not in given_names:
                 problem = f"{label(node)} reads {name!r}, which nothing makes"
                 raise InputError(path, problem, "an input must be a graph input, an initializer or a node's output")
     if all(source < number for source, number in edges.edges):

@@ -91,13 +91,13 @@ def load_graph(
 ) -> Graph:
     """Return the graph of any SOURCE. Torch sources default to a training step, ONNX files to inference.
 
-
     Args:
         mode: ``training`` or ``inference``; None: the default.
         batch_size: samples of the step; None: those of the example inputs or the file.
         bindings: sizes of an ONNX file's symbolic dimensions.
         numerics: precision and layout of a torch source.
         sequence_length: tokens in each sample of a torch source.
+
     Raises InputError when the source does not exist, does not run or has no such mode.
     """
     if is_graph_file(source):

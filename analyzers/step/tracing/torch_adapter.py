@@ -118,9 +118,7 @@ class TracedStep:
 
     @cached_property
     def _op_and_call_indices(self) -> tuple[list[int], list[int]]:
-        """The indices of the graph's compute ops, and the index in ``issued`` of each one's call; two lists of equal
-        length.
-        """
+        """The indices of the graph's compute ops, and of each one's call in ``issued``; two lists of equal length."""
         pairs = [(op_index, self.calls[name]) for op_index, name in enumerate(self.graph.names) if name in self.calls]
         return [op_index for op_index, _ in pairs], [call_index for _, call_index in pairs]
 
@@ -132,8 +130,9 @@ class TracedStep:
         return Scale(traced_batch, batch_size, self.prime)
 
     def traced_at(self, batch_size: int) -> TracedStep:
-        """Return the step traced at a batch size; each batch size is traced once. Raises InputError where the step
-        does not run.
+        """Return the step traced at a batch size; each batch size is traced once.
+
+        Raises InputError where the step does not run, and beyond the largest batch size that can be traced.
         """
         if batch_size == self.graph.batch_size:
             return self
@@ -154,13 +153,13 @@ def trace_torch(
 ) -> Graph:
     """Return the graph of one step of the module that ``build`` makes: FLOPs, bytes and where these come from, no durations.
 
-
     Args:
         build: is called under the ``meta`` device, where weights take no memory; a module that cannot be built there is
             built on the CPU.
         mode: ``training`` for forward, loss and backward, ``inference`` for forward alone.
         batch_size: replaces the batch of the example inputs; None keeps it.
         numerics: precision and layout.
+
     Raises InputError when the module does not run on its example inputs or its control flow depends on data.
     """
     return trace_step(build, mode=mode, batch_size=batch_size, numerics=numerics).graph
@@ -244,9 +243,9 @@ def _sizes(outputs: Sequence[OpOutput]) -> frozenset[int]:
 
 
 def _exceeds_32_bits(outputs: Sequence[OpOutput]) -> bool:
-    """Return whether an output has more elements than 32-bit indices reach.
+    """Return whether an output may have more elements than 32-bit indices reach.
 
-    A shape here ends with the count of stored elements, so the product is an upper bound.
+    Each of its shapes here ends with the count of stored elements, so the product is an upper bound.
     """
     return any(math.prod(shape) >= _LEAST_64_BIT_INDEX for _, shapes, _ in outputs for shape in shapes)
 
@@ -278,8 +277,9 @@ def _is_proportional(
 
 
 def _forward_outputs(step: TrainingStep, batch_size: int, mode: Mode, numerics: Numerics) -> list[OpOutput] | None:
-    """Return the outputs of all ops of the forward pass and loss at a batch size, in order; None when the step does
-    not run.
+    """Return the outputs of all ops of the forward pass and loss at a batch size, in order.
+
+    None: the step does not run at this batch size.
     """
     try:
         recorded = _recorded(step.at_batch(batch_size), mode, numerics, forward_only=True)
@@ -471,8 +471,9 @@ def _record(
 
 @contextmanager
 def _on_device(recorder: Recorder, everywhere: bool) -> Iterator[None]:
-    """Run the block under the recorder: on the CPU, or where CUDA seems to be there. ``everywhere``: as for
-    :func:`_record`.
+    """Run the block under the recorder: on the CPU, or where CUDA seems to be there.
+
+    ``everywhere``: tensors that are made without naming a device are made on the recorder's.
     """
     with (
         recorder if recorder.gpu.type == "cpu" else posed(recorder),
@@ -483,8 +484,9 @@ def _on_device(recorder: Recorder, everywhere: bool) -> Iterator[None]:
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """Seed Python's and NumPy's generators alike in every pass, and give back their states: some models skip layers
-    at random.
+    """Seed Python's and NumPy's generators alike in every pass, and give back their states afterwards.
+
+    Some models skip layers at random; compared passes have to skip the same ones.
     """
     python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 - the generator that models use
     random.seed(0)
@@ -497,8 +499,9 @@ def _seeded() -> Iterator[None]:
 
 
 def _run_guarded(run: Callable[[], Result], step: TrainingStep, mode: Mode) -> Result:
-    """Return what ``run`` returns, with warnings and logs silenced; an exception of the user's becomes an InputError
-    of one line.
+    """Return what ``run`` returns, with warnings and logs silenced.
+
+    An exception of the user's code becomes an InputError of one line.
     """
     try:
         with warnings.catch_warnings(), silent_log():
@@ -528,8 +531,9 @@ def _failed_collective(error: Exception) -> str:
 
 @contextmanager
 def silent_log() -> Iterator[None]:
-    """Silence all logs within the block: torch logs stacks of errors that are reported in one line or lead to another
-    attempt.
+    """Silence all logs within the block.
+
+    torch logs stacks of errors that are reported here in one line, or that lead to another attempt.
     """
     disabled_level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
@@ -542,10 +546,10 @@ def silent_log() -> Iterator[None]:
 def _to_graph(
     recorded: _RecordedModule, step: TrainingStep, mode: Mode, numerics: Numerics, again: Callable[[int], TracedStep]
 ) -> TracedStep:
-    """Return the traced step, whose graph has recv ops of the parameters, compute ops, and in training send ops of
-    the gradients.
+    """Return the traced step: its graph, and the recording from which that was read.
 
-    ``again``: a function that traces the step at another batch size.
+    The graph has recv ops of the parameters, compute ops, and in training send ops of the gradients. ``again``: a
+    function that traces the step at another batch size.
     """
     recording, kept_bytes = recorded.recording, recorded.kept_bytes
     recorded_ops = ops_of(recording, given=recorded.parameters)

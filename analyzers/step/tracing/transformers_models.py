@@ -88,12 +88,14 @@ def named_config(name: str) -> NamedConfig:
     title = model_type = name  # the name is a model type, unless it is a file's or a published model's
     if config_path is not None:
         fields = _read_config(config_path)
-        title, model_type, source = config_path.stem, str(fields.pop("model_type")), str(config_path)
+        title, source = config_path.stem, str(config_path)
+        model_type = str(fields.pop("model_type"))
     else:
         check_hub_name(source)
         published = find_model(name)
         if published is not None:
-            title, model_type, fields = published.name.partition("/")[2], published.model_type, dict(published.fields)
+            title = published.name.partition("/")[2]
+            model_type, fields = published.model_type, dict(published.fields)
     transformers = imported("transformers", source)
     transformers.logging.set_verbosity_error()
     known_types = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
@@ -270,8 +272,9 @@ def example_inputs(module: nn.Module, config: Any, source: str, length: int | No
 
 
 def packed(inputs: Mapping[str, Tensor]) -> frozenset[str]:
-    """Return the names of inputs without a batch dimension: patches of all images in a row, where the model takes
-    such grids.
+    """Return the names of inputs without a batch dimension, the patches of all images in a row.
+
+    Only a model that takes the images' grids has such inputs.
     """
     return _GRIDS | {"pixel_values", "hidden_states"} if _GRIDS.intersection(inputs) else frozenset()
 
@@ -327,8 +330,9 @@ class _InputMaker:
         return wanted
 
     def _learned_positions(self, max_positions: int) -> int | None:
-        """Return the number of positions that a model has learned vectors for; None for computed positions, which
-        have no limit.
+        """Return the number of positions that a model has learned vectors for.
+
+        None: positions are computed, and have no limit.
         """
         for submodule in self.module.modules():
             if not isinstance(submodule, nn.Embedding):
@@ -361,12 +365,13 @@ class _InputMaker:
             return candidates
         arguments = [_method_inputs(getattr(owner, method), candidate) for candidate in candidates]
         accepted = self._first_accepted(owner, method, arguments)
-        pairs = zip(candidates, arguments, strict=True)
+        pairs = zip(candidates, arguments, strict=True)  # of all inputs, and of those among them that the tower takes
         return [next(candidate for candidate, tower_inputs in pairs if tower_inputs is accepted)]
 
     def _tower_module(self, kind: str) -> nn.Module | None:
-        """Return the module whose ``get_KIND_features`` makes the rows that replace placeholder tokens; None without
-        placeholders.
+        """Return the module whose ``get_KIND_features`` makes the rows that replace placeholder tokens.
+
+        None: the configuration has no placeholder token, or no module has such a method.
         """
         modules = (self.module, getattr(self.module, "model", None))
         owner = next((module for module in modules if hasattr(module, f"get_{kind}_features")), None)
@@ -463,7 +468,8 @@ class _InputMaker:
         ids: list[int] = []
         token_types: list[int] = []
         for tower_type, tower in enumerate(("image", "audio"), start=1):
-            owner, token, method = self._tower_module(tower), self._placeholder_token(tower), f"get_{tower}_features"
+            owner, token = self._tower_module(tower), self._placeholder_token(tower)
+            method = f"get_{tower}_features"
             if owner is None or token is None:
                 continue
             tower_inputs = _method_inputs(getattr(owner, method), inputs)
@@ -487,8 +493,9 @@ class _InputMaker:
         return text
 
     def _feature_rows(self, features: Any) -> int:
-        """Return how many tokens the features of a tower replace: one for each vector of its pooled, or else of its
-        first output.
+        """Return how many tokens the features of a tower replace.
+
+        That is one for each vector of its pooled output, or else of its first output.
         """
         pooled = getattr(features, "pooler_output", None)
         leaves = tree_leaves(features if pooled is None else pooled)
@@ -557,8 +564,9 @@ def _nested_config(config: Any, *words: str) -> Any:
 
 
 def _first_attribute(configs: tuple[Any, ...], *names: str, default: Any = None) -> Any:
-    """Return the first of these attributes that a configuration has, else the default; an attribute that is None is
-    skipped.
+    """Return the first of these attributes that a configuration has, else the default.
+
+    An attribute that is None is skipped. Earlier names come first, then earlier configurations.
     """
     values = (getattr(config, name, None) for name in names for config in configs)
     return next((value for value in values if value is not None), default)
