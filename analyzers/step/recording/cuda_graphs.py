@@ -67,7 +67,7 @@ def stand_in_graphs(recorder: Recorder) -> None:
 
     @contextlib.contextmanager
     def graph(cuda_graph: Any, pool: Any = None, stream: Any = None, **_: Any) -> Iterator[None]:
-        """Capture what the block calls into ``cuda_graph``, as ``torch.cuda.graph`` does."""
+        """Capture what the block calls into ``cuda_graph``, on a stream; the arguments are those of ``torch.cuda.graph``."""
         cuda_graph.capture_begin()
         with torch.cuda.stream(stream):
             yield

@@ -255,7 +255,10 @@ def _blank(dataset_type: Any, fill: Callable[[Any], None]) -> None:
 
     def init_or_fill(self: Any, root: Any, train: bool = True, transform: Any = None, target_transform: Any = None,
              download: bool = False, **_: Any) -> None:  # fmt: skip
-        """Read the files where they are here, else fill the data set with blank samples if a download was asked for."""
+        """Take the arguments of torchvision's data sets; read the files where they are here.
+
+        Otherwise the data set gets blank samples, if the script asks for a download of these files, now or before.
+        """
         try:
             real_init(self, root, train, transform, target_transform, download=False)
         except RuntimeError:

@@ -126,13 +126,13 @@ def _reading(real: Callable[..., Any], over: Overlay) -> Callable[..., Any]:
 
 
 def _moving(real: Callable[..., Any], over: Overlay) -> Callable[..., Any]:
-    """Return a function of ``os`` that moves what the scratch folder holds within it."""
+    """Return a function of ``os`` that moves a file to another path (``rename``, ``replace``), within the scratch folder."""
 
     def move_in_scratch(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """Move a file within the scratch folder; a file that only the disk holds stays where it is."""
+        """Move a file that lies in the scratch folder; a file that only the disk holds stays where it is, without an error."""
         if over.owns(source):
             return real(source, target, *args, **kwargs)
-        moved = over.read(source)
-        return real(moved, over.written(target), *args, **kwargs) if moved is not source else None
+        newest = over.read(source)
+        return real(newest, over.written(target), *args, **kwargs) if newest is not source else None
 
     return move_in_scratch

@@ -73,7 +73,10 @@ class Float8Linears(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run one function of torch: ``linear`` of a chosen weight in float8, anything else as it is."""
+        """Run one function of torch, with its arguments given by position or by name.
+
+        ``functional.linear`` of a chosen weight runs in float8, anything else as it is.
+        """
         keywords = dict(kwargs or {})
         if func is functional.linear:
             arguments = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **keywords}

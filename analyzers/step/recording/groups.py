@@ -117,7 +117,10 @@ def _stand_in_mesh(module: Any, name: str, recorder: Recorder) -> None:
         return
 
     def mesh(device_type: str, *args: Any, **kwargs: Any) -> Any:
-        """Return a mesh; the default group is started first where the script has not done so, as torch does."""
+        """Return a mesh of the recorded device for "cuda".
+
+        As torch does, it starts the default group first where the script has not done so.
+        """
         if not dist.is_initialized():
             dist.init_process_group()
         with _without_modes():

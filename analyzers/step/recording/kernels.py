@@ -295,17 +295,21 @@ class PackedLinear(nn.Linear):
 
     def __init__(self, input_features: int, output_features: int, bias: bool = True, compute_dtype: Any = None,
                  *_: Any, device: Any = None, **__: Any) -> None:  # fmt: skip
-        """Take bitsandbytes' arguments; ``compute_dtype`` None: half-precision inputs keep their type, others take float16."""
-        super().__init__(input_features, output_features, bias, device="meta")
+        """Make a layer of packed weights (elements x bits / 8 bytes) and their scales, with bitsandbytes' arguments.
+
+        ``compute_dtype`` None: half-precision inputs keep their type, others are computed in float16.
+        """
+        super().__init__(input_features, output_features, bias, device="meta")  # the full weight takes no memory
         elements = input_features * output_features
         packed = torch.empty(elements * self.bits // 8, 1, dtype=torch.uint8, device=device)
         self.weight = nn.Parameter(packed, requires_grad=False)
-        scales = elements // _BLOCK if self.bits == 4 else output_features
+        scales = elements // _BLOCK if self.bits == 4 else output_features  # of 8 bits, one scale for each row
         self.scales = torch.empty(scales, dtype=torch.float32, device=device)  # no buffer: it keeps its type
         if bias:
             self.bias = nn.Parameter(torch.empty(output_features, device=device))
         self.compute_dtype = compute_dtype
         self._mark_weight()
+        # Settings that libraries of adapters read of an 8-bit layer.
         self.state = SimpleNamespace(threshold=0.0, has_fp16_weights=False, memory_efficient_backward=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

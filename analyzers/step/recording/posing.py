@@ -560,7 +560,10 @@ def _stand_in_tensors(stand_ins: _StandIns, pose: Pose) -> None:
     real_device: Any = FakeTensor.device.fget  # type: ignore[attr-defined]
 
     def device(tensor: FakeTensor) -> torch.device:
-        """Return CUDA's device for a tensor of the registered one; the registered one itself where torch's operators ask."""
+        """Return the device that a tensor says it is on: CUDA's for a tensor of the registered device.
+
+        torch's own operators ask without a function mode on the stack, and get the registered device itself.
+        """
         own: torch.device = real_device(tensor)
         return CUDA if own.type == pose.gpu.type and torch._C._len_torch_function_stack() else own
 
@@ -623,12 +626,12 @@ def _stand_in_files(stand_ins: _StandIns, pose: Pose) -> None:
 
         It is read to the CPU first, because torch cannot read a file to a device without memory.
         """
-        call_arguments = signature.bind(*args, **kwargs)
-        device_asked = call_arguments.arguments.get("map_location")
-        call_arguments.arguments["map_location"] = "cpu"
-        loaded = real_load(*call_arguments.args, **call_arguments.kwargs)
-        is_ours = isinstance(device_asked, (str, torch.device)) and pose.here(device_asked) != device_asked
-        return tree_map_only(Tensor, lambda tensor: tensor.to(pose.gpu), loaded) if is_ours else loaded
+        call = signature.bind(*args, **kwargs)
+        device_asked = call.arguments.get("map_location")
+        call.arguments["map_location"] = "cpu"
+        loaded = real_load(*call.args, **call.kwargs)
+        asks_for_cuda = isinstance(device_asked, (str, torch.device)) and pose.here(device_asked) != device_asked
+        return tree_map_only(Tensor, lambda tensor: tensor.to(pose.gpu), loaded) if asks_for_cuda else loaded
 
     real_default = torch.set_default_device
     stand_ins.set(torch, load=load, set_default_device=lambda device: real_default(pose.here(device)))
@@ -640,12 +643,12 @@ def _stand_in_files(stand_ins: _StandIns, pose: Pose) -> None:
 
         Workers are processes of their own, which would not be recorded. The arguments are those of ``DataLoader``.
         """
-        call_arguments = inspect.signature(real_loader).bind(self, *args, **kwargs)
-        call_arguments.arguments.update(
+        call = inspect.signature(real_loader).bind(self, *args, **kwargs)
+        call.arguments.update(
             num_workers=0, pin_memory=False, persistent_workers=False, prefetch_factor=None, timeout=0
         )
-        call_arguments.arguments.pop("multiprocessing_context", None)
-        real_loader(*call_arguments.args, **call_arguments.kwargs)
+        call.arguments.pop("multiprocessing_context", None)
+        real_loader(*call.args, **call.kwargs)
 
     stand_ins.set(data.DataLoader, __init__=init_loader)
 
@@ -681,7 +684,7 @@ def _data_parallel_of(pose: Pose) -> type[nn.Module]:
         """DataParallel over the one device."""
 
         def __init__(self, module: nn.Module, device_ids: Any = None, output_device: Any = None, dim: int = 0) -> None:
-            """Wrap a module; the devices are only counted."""
+            """Wrap a module; the devices are only counted, and several of them noted as an assumption."""
             if (len(device_ids) if device_ids is not None else torch.cuda.device_count()) > 1:
                 pose.recorder.assume()
             super().__init__(module, [0], 0, dim)

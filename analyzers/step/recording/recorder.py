@@ -311,7 +311,11 @@ class Recorder(TorchDispatchMode):
         return sparse
 
     def start(self) -> None:
-        """Begin the step, anew if one was begun. Storages that live now count as made before it (``made`` -1)."""
+        """Begin the step, anew if one was begun.
+
+        Storages that live now are numbered from 0 and count as made before it. What was assumed so far, and whether
+        the script compiles its model, is kept.
+        """
         self.step = Recording(assumed=self.step.assumed, compiled=self.step.compiled)
         for notes in (self._last_place, self._waiting, self._filled_by, self._gradients, self.inputs):
             notes.clear()

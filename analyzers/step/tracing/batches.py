@@ -79,7 +79,9 @@ def divided(module: nn.Module, batch: Any) -> Parts:
     if len(batch) < needed:
         problem = f"has {len(batch)} parts, and the forward of {type(module).__name__} takes {needed}"
         raise InputError("batch", problem, "give all of them, or by name")
-    return Parts(tuple(batch[:count]), _single_tensor(batch[count:]), has_loss=count == len(batch) > needed)
+    # A forward that takes the whole batch, more than it needs, is taken to return its loss.
+    has_loss = count == len(batch) > needed
+    return Parts(tuple(batch[:count]), _single_tensor(batch[count:]), has_loss)
 
 
 def _divided_by_name(module: nn.Module, batch: dict[str, Any], parameters: Any) -> Parts:
@@ -124,7 +126,6 @@ def _take_keywords(module: nn.Module) -> None:
 
     Only its class is changed: a wrapping module would rename its parameters.
     """
-
     module_type = type(module)
 
     def forward(self: nn.Module, **parts: Any) -> Any:

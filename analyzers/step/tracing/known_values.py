@@ -113,6 +113,7 @@ class AssumedValues(TorchFunctionMode):
         """
         if not args:
             return func(**(kwargs or {}))
+        # First what is assumed of all numbers, then what reads known values: masks, texts, lists.
         if func in (torch.isfinite, Tensor.isfinite):
             return torch.ones(args[0].shape, dtype=torch.bool, device=args[0].device)
         if func in (torch.isinf, Tensor.isinf, torch.isnan, Tensor.isnan):

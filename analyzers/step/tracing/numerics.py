@@ -52,7 +52,11 @@ class Numerics:
         return value.to(getattr(torch, self.format.keeps)) if is_half else value
 
     def cast(self, value: Tensor) -> Tensor:
-        """Return a parameter, buffer or input in the type and layout in which the module gets it."""
+        """Return a parameter, buffer or input in the type and layout in which the module gets it.
+
+        A gathered float32 parameter (:attr:`gathered`) becomes the half type; images and filters may get their
+        channels last.
+        """
         value = self.kept(value)
         if self.gathered and self.format.is_autocast and value.dtype == torch.float32:
             value = value.to(getattr(torch, self.format.computes))
@@ -67,7 +71,7 @@ class Numerics:
         return torch.autocast("cuda" if self.cuda else "cpu", dtype=getattr(torch, self.format.computes))
 
     def narrowed(self, module: nn.Module, parameters: Mapping[str, Tensor]) -> AbstractContextManager[object]:
-        """Return the block in which a module's linear layers run in float8; one that does nothing for any other precision.
+        """Return a block in which a module's linear layers run in float8; for other precisions one that does nothing.
 
         ``parameters``: the tensors that take the place of the module's own in the step, by name.
         """

@@ -278,15 +278,15 @@ def contradiction(node: NodeProto, shapes: Mapping[str, Shape]) -> str | None:
     words = None
     if kind == "Reshape" and source is not None and output is not None and math.prod(source) != math.prod(output):
         words = f"reshapes {show(source)} to {show(output)}"
-    if kind == "Resize" and source and output and source[0] != output[0]:
+    if kind == "Resize" and source and output and source[0] != output[0]:  # a constant size with another batch
         words = f"resizes {show(source)} to {show(output)}"
-    if kind in ("Gemm", "MatMul", "MatMulInteger", "QLinearMatMul") and source and second:
+    if kind in ("Gemm", "MatMul", "MatMulInteger", "QLinearMatMul") and source and second:  # the inner dimensions
         left = source[0] if attributes.get("transA") else source[-1]
         right = second[-1] if attributes.get("transB") or len(second) == 1 else second[-2]
         words = f"multiplies {show(source)} by {show(second)}" if left != right else None
     if kind in ("Conv", "ConvInteger", "QLinearConv") and source and second and min(len(source), len(second)) > 1:
-        is_other = source[1] != second[1] * attributes.get("group", 1)
-        words = f"convolves {show(source)} with {show(second)}" if is_other else None
+        has_other_channels = source[1] != second[1] * attributes.get("group", 1)
+        words = f"convolves {show(source)} with {show(second)}" if has_other_channels else None
     if kind in _RECURRENT and source and len(source) > 1 and not attributes.get("layout"):
         states = (shapes.get(name, ()) for name in node.input[5:7])
         other_batch = next((state for state in states if len(state) > 1 and state[1] != source[1]), None)

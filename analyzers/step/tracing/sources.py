@@ -154,6 +154,7 @@ def _resolve(source: Source, sequence_length: int | None) -> TrainingStep:
     from ddltool.analyzers.step.tracing.transformers_models import transformers_step
     from ddltool.fixtures import zoo
 
+    # A text may stand for a model of this program; a model may come with a batch; else it is an object or a name.
     if isinstance(source, str) and source.startswith("held:"):
         if source not in _held:
             raise InputError(source, "was a model of a program that has ended", "give the model again")

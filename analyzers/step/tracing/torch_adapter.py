@@ -266,14 +266,17 @@ def _is_proportional(
         """Yield the dimensions of several shapes, one after another."""
         return (size for shape in shapes for size in shape)
 
-    return len(small_outputs) == len(large_outputs) and all(
-        (small_output[0], small_output[2], [*map(len, small_output[1])])
-        == (large_output[0], large_output[2], [*map(len, large_output[1])])
-        and all(
-            scales(*pair) for pair in zip(dimensions_in(small_output[1]), dimensions_in(large_output[1]), strict=True)
-        )
-        for small_output, large_output in zip(small_outputs, large_outputs, strict=True)
-    )
+    def is_alike(small_output: OpOutput, large_output: OpOutput) -> bool:
+        """Return whether two outputs are of the same op and types, on dimensions that scale with the batch."""
+        (small_op, small_shapes, small_types), (large_op, large_shapes, large_types) = small_output, large_output
+        if (small_op, small_types) != (large_op, large_types):
+            return False
+        if [*map(len, small_shapes)] != [*map(len, large_shapes)]:  # other numbers of dimensions
+            return False
+        pairs = zip(dimensions_in(small_shapes), dimensions_in(large_shapes), strict=True)
+        return all(scales(small, large) for small, large in pairs)
+
+    return len(small_outputs) == len(large_outputs) and all(map(is_alike, small_outputs, large_outputs))
 
 
 def _forward_outputs(step: TrainingStep, batch_size: int, mode: Mode, numerics: Numerics) -> list[OpOutput] | None:

@@ -228,7 +228,7 @@ def _accept_any_grouped_product() -> torch.library.Library:
     def shape_of(
         left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
     ) -> Tensor:
-        """Return an empty tensor with the shape and type of the grouped product of two tensors of two or three dimensions.
+        """Return an empty tensor with the shape and type of the grouped product; its factors have two or three dimensions.
 
         ``offs``: where the groups of rows, columns or of the inner dimension end; its length is the number of groups.
         """
