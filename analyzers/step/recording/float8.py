@@ -85,7 +85,10 @@ class Float8Linears(TorchFunctionMode):
         return func(*args, **keywords)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return ``linear`` in float8: x (..., k), weight (n, k), bias (n,) or None -> (..., n) in the mode's type."""
+        """Return ``linear`` in float8: x (..., k), weight (n, k), bias (n,) or None -> (..., n) in the mode's type.
+
+        An input that was cast for the layer before is not cast again.
+        """
         rows = x.reshape(-1, x.shape[-1])
         last_input, values, scale = self._last_cast()
         if last_input is not x or values is None or scale is None:

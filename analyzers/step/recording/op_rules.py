@@ -278,7 +278,8 @@ def _aten_convolution(call: Call) -> Product | None:
 
 def _onnx_convolution(call: Call) -> Product | None:
     """Return FLOPs and (count, m, n, k) of ONNX's convolutions, None where a shape is unknown."""
-    weight = call.shape(3 if call.name == "QLinearConv" else 1)
+    weight = call.shape(3 if call.name == "QLinearConv" else 1)  # after the input's scale and zero point
+    # Every input position of a transposed convolution, every output position of another, meets its filters once.
     visited = call.shape(0) if call.name == "ConvTranspose" else call.output
     return convolution(visited, weight, int(call.named.get("group", 1)))
 

@@ -260,14 +260,15 @@ class Pose(TorchFunctionMode):
 
         ``func`` is torch's function, ``name`` its name, and the tensor the first of ``args``.
         """
-        if name == "__get__":
+        if name == "__get__":  # of a property: is_cuda, device
             return self._property(func, args, kwargs)
-        if name in ("cuda", "pin_memory"):
+        if name in ("cuda", "pin_memory"):  # memory cannot be pinned here
             return tensor.to(self.gpu, non_blocking=True) if name == "cuda" else tensor
         if name in _OF_MEMORY:
             return _OF_MEMORY[name]
         if isinstance(tensor, FakeTensor) and name in _READS:
             return self._read(name, tensor, args)
+        # The two methods that name the tensor types of torch's first years.
         return converted(name, tensor, args[1:], self.gpu) if name in ("new", "type") else NotImplemented
 
     def here(self, value: Any) -> Any:

@@ -649,7 +649,8 @@ def _plain_name(name: str) -> str:
 def _without_values(tensor: Tensor) -> Tensor:
     """Return a fake tensor of the same layout for a real one of the CPU; call it under the fake mode.
 
-    A fake tensor, and one that is not strided, is returned as it is.
+    An op whose result is fake takes no real tensors. A fake tensor, and one that is not strided, is returned as it
+    is.
     """
     if isinstance(tensor, FakeTensor) or tensor.layout != torch.strided:
         return tensor

@@ -132,7 +132,7 @@ def _write(window: StepWindow, request: Mapping[str, Any], started_s: float) -> 
 
 
 def _note_stand_in(window: StepWindow, package: str) -> None:
-    """Note that the script imported a stand-in for a package, in the graph and for messages."""
+    """Note once that the script imported a stand-in for a package that is not installed, in the graph and for messages."""
     if package not in window.absent:
         window.absent.append(package)
         window.recorder.step.assumed[f"{ABSENT}{package}"] = 1

@@ -107,7 +107,7 @@ class TracedStep:
         gemm = graph.gemm.copy()
         costs = [cost_of(call, scale) for call in self.issued]
         rows = [(cost.flops, cost.size_bytes, cost.written_bytes, *cost.gemm) for cost in costs]
-        cost_table = np.array(rows).reshape(-1, 7)
+        cost_table = np.array(rows).reshape(-1, 7)  # keeps its columns without any call
         op_indices, call_indices = self._op_and_call_indices
         work_of_op[:, op_indices] = cost_table[call_indices, :3].T
         gemm[op_indices] = cost_table[call_indices, 3:]
