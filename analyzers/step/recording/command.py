@@ -24,16 +24,21 @@ from ddltool.graph import Graph, read_graph
 COMMAND = "-- "
 """Before the command in a SOURCE that is one: ``-- python train.py``."""
 LIMIT_S = 300.0
-_FAILURE = "\0"
-"""Before the line in which the child process says why it recorded nothing."""
-_SHOWN_ASSUMPTIONS = 3
+"""Seconds that a recording may take, unless the caller says otherwise."""
+_FAILURE_MARK = "\0"
+"""The child process writes this byte before the line in which it says why it recorded nothing."""
+_SHOWN_PLACES = 3
+"""At most so many places of assumed values are named in one line."""
 _CAPABILITY = (9, 0)
-_LOOK_S = 0.5
-"""So often a recording looks whether it is to end."""
+"""The compute capability that scripts see: Hopper's."""
+_RELAY_S = 5.0
+"""Seconds to wait for the rest of what an ended recording has printed."""
+_POLL_S = 0.5
+"""Seconds between two looks at whether a recording is to end."""
 
 
 def is_command(source: object) -> TypeGuard[str | list[str]]:
-    """Return whether a SOURCE is a command that starts training: a text after ``-- ``, or a list of words."""
+    """Return whether a SOURCE is a command that starts training: a text that begins with ``-- ``, or a list of words."""
     if isinstance(source, str):
         return source.startswith(COMMAND)
     return isinstance(source, list) and all(isinstance(word, str) for word in source)
@@ -62,12 +67,15 @@ def record(
 ) -> Graph:
     """Return the graph of one steady step of a script: from the end of its first update to the end of the second.
 
-    The script runs as rank 0 with the user's rights, in this folder, on tensors without values that pose as ``device``'s.
-    What it prints goes to stderr where it ``shows``; what it writes to a folder that is removed, unless ``keep_files``.
-    ``ended``, set by another thread, ends it.
+    The script runs as rank 0 in a child process, with the user's rights and in this folder. Its GPU tensors have
+    sizes but no values, and they seem to be on ``device``'s GPUs (None: on a GPU of 80 GiB).
 
-    Raises InputError for a command that cannot be read, a script that fails or ends before its second update, and one that
-    takes longer than ``limit_s``.
+    ``shows``: what the script prints goes on to stderr. ``keep_files``: what it writes stays on the disk; otherwise
+    it goes to a folder that is removed at the end. ``ended``: an event that another thread sets to end the recording
+    early.
+
+    Raises InputError for a command that cannot be read, for a script that fails or ends before its second update, and
+    for one that takes longer than ``limit_s`` seconds.
     """
     words = words_of(source)
     with tempfile.TemporaryDirectory(prefix="ddltool-") as scratch:
@@ -86,50 +94,57 @@ def record(
             )
         )
         child = [sys.executable, "-m", _CHILD, str(request), "--", *words]
-        failure = _run(child, limit_s, _short(words), shows, ended or threading.Event())
+        failure = _run_child(child, limit_s, _without_script_arguments(words), shows, ended or threading.Event())
         if not out.exists():
+            # The child writes what is wrong and, after "; ", what would be right.
             problem, _, remedy = (failure or "recorded no step").partition("; ")
-            raise InputError(_short(words), problem, remedy or ("its output above says more" if shows else ""))
+            raise InputError(
+                _without_script_arguments(words), problem, remedy or ("its output above says more" if shows else "")
+            )
         return read_graph(out)
 
 
-def _short(words: Sequence[str]) -> str:
-    """Return a command without the arguments of its script."""
-    script = next((place for place, word in enumerate(words) if word.endswith(".py") or words[place - 1] == "-m"), 0)
-    return shlex.join(words[: script + 1])
+def _without_script_arguments(words: Sequence[str]) -> str:
+    """Return a command as one text that ends with its script: ``torchrun train.py`` for ``torchrun train.py --lr 1``."""
+    last_shown = next(
+        (number for number, word in enumerate(words) if word.endswith(".py") or words[number - 1] == "-m"), 0
+    )
+    return shlex.join(words[: last_shown + 1])
 
 
 _CHILD = "ddltool.analyzers.step.recording.script"
 
 
 def assumed(graph: Graph) -> str:
-    """Return the line that says which values of a recorded script were assumed, and where; "": none were."""
+    """Return the line that says which values a recorded script's graph assumes, and where; "" where it assumes none."""
     return assumption_line(graph.recorded.assumed) if graph.recorded is not None else ""
 
 
 def assumption_line(values: Mapping[str, int]) -> str:
-    """Return the line that says what was stood in for, which values were assumed, and where; "": nothing was.
+    """Return the line that says which packages were stood in for, which values were assumed, and where; "" for neither.
 
-    ``values``: how often a value was read, by ``file:line``; remarks after ``ABSENT`` and ``NOTE``.
+    ``values`` maps ``file:line`` to how often a value was read there. Its keys may also be ``ABSENT`` and a package's
+    name, or ``NOTE`` and a sentence; the numbers of these are not used.
     """
     absent = ", ".join(place.removeprefix(ABSENT) for place in values if place.startswith(ABSENT))
     notes = [f"Stood in for, not installed here: {absent}."] if absent else []
     for place in values:
         if place.startswith(NOTE):
-            said = place.removeprefix(NOTE)
-            notes.append(f"{said[0].upper()}{said[1:]}.")
-    read = ((place, count) for place, count in values.items() if not place.startswith((ABSENT, NOTE)))
-    counts = sorted(read, key=lambda item: -item[1])
-    if not counts:
+            sentence = place.removeprefix(NOTE)
+            notes.append(f"{sentence[0].upper()}{sentence[1:]}.")
+    read_values = ((place, count) for place, count in values.items() if not place.startswith((ABSENT, NOTE)))
+    most_read_first = sorted(read_values, key=lambda item: -item[1])
+    if not most_read_first:
         return " ".join(notes)
-    total = sum(count for _, count in counts)
-    named = ", ".join(_near(place) for place, _ in counts[:_SHOWN_ASSUMPTIONS])
-    more = f" and {len(counts) - _SHOWN_ASSUMPTIONS} more places" if len(counts) > _SHOWN_ASSUMPTIONS else ""
-    return f"Assumed: {total} value{'s' * (total > 1)} that only a run knows: {named}{more}. {' '.join(notes)}".rstrip()
+    times_read = sum(count for _, count in most_read_first)
+    named = ", ".join(_shortened_place(place) for place, _ in most_read_first[:_SHOWN_PLACES])
+    more = f" and {len(most_read_first) - _SHOWN_PLACES} more places" if len(most_read_first) > _SHOWN_PLACES else ""
+    counted = f"{times_read} value{'s' * (times_read > 1)}"
+    return f"Assumed: {counted} that only a run knows: {named}{more}. {' '.join(notes)}".rstrip()
 
 
-def _near(place: str) -> str:
-    """Return a place by its path from here where that is shorter."""
+def _shortened_place(place: str) -> str:
+    """Return ``file:line`` with its path from the current folder, or with its last two parts where it lies outside."""
     path, _, line = place.rpartition(":")
     try:
         return f"{Path(path).resolve().relative_to(Path.cwd())}:{line}"
@@ -137,8 +152,12 @@ def _near(place: str) -> str:
         return f"{'/'.join(Path(path).parts[-2:])}:{line}"
 
 
-def _run(arguments: list[str], limit_s: float, name: str, shows: bool, ended: threading.Event) -> str:
-    """Run the child to its end; return the line in which it says why it recorded nothing. Raises InputError at the limit."""
+def _run_child(arguments: list[str], limit_s: float, name: str, shows: bool, ended: threading.Event) -> str:
+    """Run the child process to its end; return the line in which it says why it recorded nothing, "" where it said none.
+
+    ``name``: the command in messages. The child leads a process group of its own, so that at the limit, or once
+    ``ended`` is set, the processes that it started are killed with it. Raises InputError after ``limit_s`` seconds.
+    """
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     child = subprocess.Popen(
         arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment,
@@ -155,22 +174,25 @@ def _run(arguments: list[str], limit_s: float, name: str, shows: bool, ended: th
                 problem = f"has not ended its second update in {limit_s:g} s"
                 raise InputError(name, problem, "give it more time by --limit, or a smaller job")
             with suppress(subprocess.TimeoutExpired):
-                child.wait(min(left_s, _LOOK_S))
+                child.wait(min(left_s, _POLL_S))
     finally:
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-        relay.join(timeout=5)
+        relay.join(timeout=_RELAY_S)
     if child.returncode < 0:
         return f"was ended by {signal.Signals(-child.returncode).name}"
     return failures[-1] if failures else ""
 
 
 def _relay(stream: IO[str], failures: list[str], shows: bool) -> None:
-    """Pass what the script prints on to stderr where it ``shows``, dimmed on a terminal."""
+    """Pass what the child prints on to stderr where ``shows`` is true, dimmed on a terminal.
+
+    Lines that the child marks as its reason for failing are appended to ``failures``.
+    """
     dims = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     for line in stream:
-        before, mark, failure = line.rstrip("\n").partition(_FAILURE)
+        before, mark, failure = line.rstrip("\n").partition(_FAILURE_MARK)
         if mark:
             failures.append(failure)
         if shows and (before or not mark):

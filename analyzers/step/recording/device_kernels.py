@@ -43,17 +43,28 @@ _AUTOCAST: Any = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-d
 _CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
 
 
+_WIDEST_FLASH_HEAD = 256
+"""Flash attention of torch takes heads up to this width."""
+
+
 class Autocast:
-    """CUDA's autocast for the registered device: kernels under its dispatch key, and the cache of parameters' casts."""
+    """CUDA's autocast for the registered device: kernels under its dispatch key, and a cache of parameters' casts.
+
+    torch has autocast kernels for its own devices alone; a device that is registered as PrivateUse1 has to bring its
+    own. The operators in each list, and what they are cast to, are CUDA's.
+    """
 
     def __init__(self, device_type: str) -> None:
+        """Register the kernels; ``device_type``: the name under which the device is registered with torch."""
         self.type = device_type
         self.cache: dict[int, tuple[Tensor, Tensor]] = {}
+        """By identity, a parameter and its cast; to hold the parameter keeps its identity from being used again."""
+        # A library's kernels are gone with it, so both live as long as this does.
         self.libraries = [
             torch.library.Library("aten", "IMPL"),
             torch.library.Library("_", "IMPL", "AutocastPrivateUse1"),
         ]
-        self.libraries[1].fallback(torch.library.fallthrough_kernel)
+        self.libraries[1].fallback(torch.library.fallthrough_kernel)  # ops that are in no list run without a cast
         for names, kernel in (
             (_IN_HALF, self._half),
             (_IN_FLOAT32, self._float32),
@@ -71,38 +82,49 @@ class Autocast:
         self.cache.clear()
 
     def _half(self, op: Any) -> Callable[..., Any]:
+        """Return the kernel of an op that casts to the type of the autocast block."""
         return self._casting(op, lambda _tensors: torch.get_autocast_dtype(self.type))
 
     def _float32(self, op: Any) -> Callable[..., Any]:
+        """Return the kernel of an op that casts to float32."""
         return self._casting(op, lambda _tensors: torch.float32)
 
     def _widest(self, op: Any) -> Callable[..., Any]:
+        """Return the kernel of an op that casts to the widest type of its tensors.
+
+        That is float32 where one of them is float32; otherwise nothing is cast.
+        """
         return self._casting(op, lambda tensors: torch.float32 if torch.float32 in {t.dtype for t in tensors} else None)
 
     def _unless_typed(self, op: Any) -> Callable[..., Any]:
-        """Return the kernel of an op that takes the type of its result: float32 where the call says none."""
+        """Return the kernel of an op whose ``dtype`` argument sets its result's type: float32 where the call gives none."""
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            with self._off():
+            """Run the op without autocast, with float32 as its result's type where the call gives no other."""
+            with self._without_autocast():
                 if kwargs.get("dtype") is None and args[0].dtype in _CASTABLE:
-                    args, kwargs["dtype"] = (
-                        tuple(arg for arg in args if not isinstance(arg, torch.dtype)),
-                        torch.float32,
-                    )
+                    args = tuple(arg for arg in args if not isinstance(arg, torch.dtype))
+                    kwargs["dtype"] = torch.float32
                 return op(*args, **kwargs)
 
         return kernel
 
-    def _off(self) -> Any:
+    def _without_autocast(self) -> Any:
+        """Return a block in which ops skip their autocast kernels, so that these can call the ops themselves."""
         return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_AUTOCAST))
 
     def _casting(self, op: Any, wanted: Callable[..., torch.dtype | None]) -> Callable[..., Any]:
-        """Return the kernel of an op that casts its floating-point tensors, then calls the op without autocast."""
+        """Return the kernel of an op that casts its floating-point tensors, then calls the op without autocast.
+
+        ``wanted`` gives the type to cast to from the tensors of the call; None: nothing is cast.
+        """
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
+            """Cast the floating-point tensors of the call where a type is wanted, and run the op on them."""
             dtype = wanted([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
-            with self._off():
-                if dtype is not None:  # the last argument first, as torch's builds for Linux do
+            with self._without_autocast():
+                # The last argument is cast first, as in torch's builds for Linux, so that the ops come in the same order.
+                if dtype is not None:
                     kwargs = {name: self.cast_all(value, dtype) for name, value in reversed(kwargs.items())}
                     args = tuple(self.cast_all(value, dtype) for value in reversed(args))[::-1]
                 return op(*args, **kwargs)
@@ -110,24 +132,28 @@ class Autocast:
         return kernel
 
     def cast_all(self, values: Any, dtype: torch.dtype) -> Any:
-        """Return an argument, a tensor or a list of them, cast."""
+        """Return an argument with its tensors cast: one tensor, or a list of them."""
         return tree_map(lambda leaf: self.cast(leaf, dtype), values)
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
-        """Return a castable tensor of the device in a type; a trained float32 leaf is cast once."""
+        """Return a floating-point tensor of the device in another type, any other value as it is.
+
+        A trained float32 parameter is cast once in an autocast block and taken from the cache then, as torch does on
+        CUDA.
+        """
         if not isinstance(value, Tensor) or value.dtype not in _CASTABLE or value.dtype == dtype:
             return value
         if value.device.type != self.type:
             return value
-        kept = (
+        is_cached = (
             torch.is_autocast_cache_enabled() and value.is_leaf and value.requires_grad and value.dtype == torch.float32
         )
-        if not kept or dtype == torch.float32:
+        if not is_cached or dtype == torch.float32:
             return value.to(dtype)
-        known = self.cache.get(id(value))
-        if known is None:
-            known = self.cache[id(value)] = (value, value.to(dtype))
-        return known[1]
+        cached = self.cache.get(id(value))
+        if cached is None:
+            cached = self.cache[id(value)] = (value, value.to(dtype))
+        return cached[1]
 
 
 def _attention(
@@ -141,7 +167,11 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return attention from the kernel that CUDA takes: flash in half precision without a mask, else the efficient one."""
+    """Return attention from the kernel that CUDA takes: flash in half precision without a mask, else the efficient one.
+
+    ``query``, ``key`` and ``value`` are (batch, heads, tokens, width); other ranks and float64 take the composed
+    kernel. The arguments and the result are those of ``functional.scaled_dot_product_attention``.
+    """
     ops = torch.ops.aten
     if query.dim() != 4 or query.dtype == torch.float64:
         return ops._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
@@ -150,8 +180,9 @@ def _attention(
     if enable_gqa:
         groups = query.shape[1] // key.shape[1]
         key, value = (part.repeat_interleave(groups, 1) if groups > 1 else part for part in (key, value))
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    if half and attn_mask is None and query.shape[-1] <= 256 and query.shape[-1] == value.shape[-1]:
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    width = query.shape[-1]
+    if is_half and attn_mask is None and width <= _WIDEST_FLASH_HEAD and width == value.shape[-1]:
         return ops._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), float("-inf"))
@@ -164,10 +195,11 @@ def _attention(
 
 
 def _recurrent(autocast: Autocast) -> Callable[..., Any]:
-    """Return the kernel of ``lstm.input``, ``gru.input`` and their kin: cuDNN's, one op for all layers."""
+    """Return the kernel of ``lstm.input``, ``gru.input`` and the two ``rnn`` ops: one op for all layers, as cuDNN has it."""
 
-    def run(x: Tensor, hidden: Any, weights: list[Tensor], bias: bool, layers: int, dropout: float, training: bool,
+    def run(x: Tensor, hidden: Any, weights: list[Tensor], _bias: bool, _layers: int, _dropout: float, _training: bool,
             bidirectional: bool, batch_first: bool) -> tuple[Tensor, ...]:  # fmt: skip
+        """Return outputs and last states of all layers, from inputs and weights that are cast where autocast is on."""
         if torch.is_autocast_enabled(autocast.type):
             half = torch.get_autocast_dtype(autocast.type)
             x, weights = autocast.cast(x, half), [autocast.cast(weight, half) for weight in weights]
@@ -178,7 +210,7 @@ def _recurrent(autocast: Autocast) -> Callable[..., Any]:
 
 @cache
 def kernels_of(device_type: str) -> Autocast:
-    """Return the device's autocast, with the kernels that CUDA has and a device without kernels has not; once in a process."""
+    """Return the device's autocast, and give the device the kernels that only CUDA has; once in a process."""
     autocast = Autocast(device_type)
     library = torch.library.Library("aten", "IMPL")
     library.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")

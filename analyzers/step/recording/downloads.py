@@ -21,7 +21,7 @@ from torch import nn
 from ddltool.analyzers.step.recording.packages import Inert
 
 _OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_EVALUATE_OFFLINE")
-# What from_pretrained takes that says where a file comes from and how it is read.
+# Arguments of from_pretrained that say where a file comes from and how it is read.
 _OF_LOADING = (
     "cache_dir", "ignore_mismatched_sizes", "force_download", "local_files_only", "token", "use_auth_token", "revision",
     "use_safetensors", "weights_only", "fusion_config", "disable_mmap", "low_cpu_mem_usage", "device_map", "max_memory",
@@ -30,6 +30,7 @@ _OF_LOADING = (
     "key_mapping", "gguf_file", "use_flash_attention_2", "load_in_8bit", "load_in_4bit", "quantization_config", "dtype",
     "torch_dtype", "commit_hash", "_commit_hash", "_from_auto", "tp_size", "device_mesh", "use_kernels", "keep_in_fp32_modules",
 )  # fmt: skip
+# Those of them that the loading of a configuration takes, too.
 _OF_CONFIGURATIONS = (
     "cache_dir",
     "force_download",
@@ -41,28 +42,37 @@ _OF_CONFIGURATIONS = (
 )
 
 
-def stand_in_downloads(device: torch.device) -> dict[str, Callable[[Any], None]]:
-    """Let hubs not be asked, unless a variable says so, and weights be left as they are made.
+_DIGIT_SAMPLES = {"train": 60_000, "test": 10_000}
+"""Images of 28 x 28 in MNIST and in the sets that are laid out like it, of ten classes."""
+_PICTURE_SAMPLES = {"train": 50_000, "test": 10_000}
+"""Images of 32 x 32 x 3 in CIFAR-10 and CIFAR-100."""
 
-    Returns by its name what changes each library that downloads: models come from configurations, small known data sets
-    are blank.
+
+def stand_in_downloads(device: torch.device) -> dict[str, Callable[[Any], None]]:
+    """Let the process download nothing: libraries of hubs are set to offline, and weights stay as they are initialised.
+
+    Environment variables that the user has set stay as they are. Returns a change for each library that downloads, by
+    the module's name: it takes the imported module and patches it. Models are then built from their configurations,
+    and small known data sets are blank.
     """
     for name in _OFFLINE:
         os.environ.setdefault(name, "1")
     real_list: Any = torch.hub.list
 
-    def listed(*args: Any, **kwargs: Any) -> Any:
+    def list_or_nothing(*args: Any, **kwargs: Any) -> Any:
+        """Return the models of a hub's repository; none where it is not here, since scripts ask only to offer a choice."""
         try:
             return real_list(*args, **kwargs)
-        except OSError:  # scripts ask what there is, to offer it
+        except OSError:
             return []
 
-    torch.hub.list = listed
+    torch.hub.list = list_or_nothing
     torch.hub.load_state_dict_from_url = lambda *_, **__: OrderedDict()
     real_load = nn.Module.load_state_dict
 
     def load_state_dict(self: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        if not state_dict:  # weights that were not fetched
+        """Load weights as torch does; an empty dictionary stands for weights that were not downloaded and changes nothing."""
+        if not state_dict:
             return torch.nn.modules.module._IncompatibleKeys([], [])
         return real_load(self, state_dict, *args, **kwargs)
 
@@ -82,46 +92,58 @@ def stand_in_downloads(device: torch.device) -> dict[str, Callable[[Any], None]]
 
 
 def _from_configuration(module: Any, device: torch.device) -> None:
-    """Let transformers' models be built from their configurations: what their weights are has no part in a step."""
+    """Let transformers' models be built from their configurations: the values of weights have no part in a step's cost.
+
+    ``module`` is ``transformers.modeling_utils``; models with a ``device_map`` are placed on ``device``.
+    """
 
     def from_pretrained(cls: Any, /, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
-        asked = {key: kwargs.pop(key) for key in _OF_LOADING if key in kwargs}
+        """Return a model with initial weights, as ``PreTrainedModel.from_pretrained`` does with those of the hub.
+
+        Options of loading are taken out of ``kwargs``; of them the type, few-bit weights, the device map and the
+        loading information have an effect. Those that remain change the configuration, as in the original.
+        """
+        loading_options = {key: kwargs.pop(key) for key in _OF_LOADING if key in kwargs}
         if isinstance(config, module.PreTrainedConfig):
             config = copy.deepcopy(config)
             for key in [key for key in kwargs if hasattr(config, key) and not key.startswith("attn_impl")]:
                 setattr(config, key, kwargs.pop(key))
         else:
-            given = {key: asked[key] for key in _OF_CONFIGURATIONS if key in asked}
+            configuration_options = {key: loading_options[key] for key in _OF_CONFIGURATIONS if key in loading_options}
             config, kwargs = cls.config_class.from_pretrained(
-                config or name, return_unused_kwargs=True, **given, **kwargs
+                config or name, return_unused_kwargs=True, **configuration_options, **kwargs
             )
-        dtype = asked.get("dtype") or asked.get("torch_dtype") or "auto"
+        dtype = loading_options.get("dtype") or loading_options.get("torch_dtype") or "auto"
         dtype = (config.dtype or torch.float32) if dtype == "auto" else dtype
         config.name_or_path = str(name)
         model = cls._from_config(config, *args, dtype=dtype, **kwargs).eval()
-        quantization = asked.get("quantization_config") or getattr(config, "quantization_config", None)
+        quantization = loading_options.get("quantization_config") or getattr(config, "quantization_config", None)
         for bits in (4, 8):
-            if asked.get(f"load_in_{bits}bit") or _of(quantization, f"load_in_{bits}bit"):
-                _pack(model, bits, _of(quantization, "bnb_4bit_compute_dtype"), quantization)
-        if asked.get("device_map") not in (None, "cpu", {"": "cpu"}):
+            if loading_options.get(f"load_in_{bits}bit") or _option_of(quantization, f"load_in_{bits}bit"):
+                _pack_weights(model, bits, _option_of(quantization, "bnb_4bit_compute_dtype"), quantization)
+        if loading_options.get("device_map") not in (None, "cpu", {"": "cpu"}):
             model = model.to(device)
-        told: dict[str, list[str]] = {
+        loading_info: dict[str, list[str]] = {
             "missing_keys": [],
             "unexpected_keys": [],
             "mismatched_keys": [],
             "error_msgs": [],
         }
-        return (model, told) if asked.get("output_loading_info") else model
+        return (model, loading_info) if loading_options.get("output_loading_info") else model
 
     module.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
 
 
-def _of(options: Any, name: str) -> Any:
+def _option_of(options: Any, name: str) -> Any:
+    """Return an option by its name from a dictionary or an object of options; None where it is not among them."""
     return options.get(name) if isinstance(options, dict) else getattr(options, name, None)
 
 
-def _pack(model: Any, bits: int, dtype: Any, quantization: Any) -> None:
-    """Let a model's linear layers but the head hold weights of few bits, as bitsandbytes replaces them."""
+def _pack_weights(model: Any, bits: int, dtype: Any, quantization: Any) -> None:
+    """Replace a model's linear layers, except its head, by layers with weights of 4 or 8 bits, as bitsandbytes does.
+
+    ``dtype``: the type that the layers compute in, or its name; ``quantization``: the options, kept on the model.
+    """
     import bitsandbytes  # type: ignore[import-not-found]  # stood in for where it is not installed
 
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
@@ -139,48 +161,56 @@ def _pack(model: Any, bits: int, dtype: Any, quantization: Any) -> None:
 
 
 def _known_configurations(module: Any) -> None:
-    """Let configurations of well-known models be at hand by their names on the hub."""
-    real = module.PreTrainedConfig._get_config_dict.__func__
+    """Let configurations of well-known models be found by their names on the hub, without asking the hub.
+
+    ``module`` is ``transformers.configuration_utils``; the configurations are those of ``models.toml``.
+    """
+    read_cached = module.PreTrainedConfig._get_config_dict.__func__
 
     def _get_config_dict(cls: Any, /, name: Any, **kwargs: Any) -> Any:
+        """Return a configuration's fields, and the options that are left over.
+
+        The fields are those of the hub's cache, or of the table of known models where the cache has none.
+        """
         try:
-            return real(cls, name, **kwargs)
+            return read_cached(cls, name, **kwargs)
         except OSError:
-            known = _CONFIGURATIONS.get(_plain(str(name)))
-            if known is None:
+            known_fields = _CONFIGURATIONS.get(_family_name(str(name)))
+            if known_fields is None:
                 raise
-            return {**known, "_name_or_path": str(name)}, {
+            return {**known_fields, "_name_or_path": str(name)}, {
                 key: value for key, value in kwargs.items() if key not in _OF_CONFIGURATIONS and key[0] != "_"
             }
 
     module.PreTrainedConfig._get_config_dict = classmethod(_get_config_dict)
 
 
-def _plain(name: str) -> str:
+def _family_name(name: str) -> str:
     """Return a model's name without its owner, and without what says that only its weights are others.
 
-    >>> _plain("meta-llama/Meta-Llama-3-8B-Instruct")
+    >>> _family_name("meta-llama/Meta-Llama-3-8B-Instruct")
     'llama-3-8b'
     """
     return re.sub(r"^meta-|-(instruct|chat|it|base|hf)(?=-|$)", "", name.rpartition("/")[2].lower())
 
 
 _CONFIGURATIONS: dict[str, Any] = {
-    _plain(name): fields
+    _family_name(name): fields
     for family in tomllib.loads(Path(__file__).with_name("models.toml").read_text(encoding="utf-8")).values()
     for name, fields in family.items()
 }
 
 
 def _diffusers_models(module: Any, device: torch.device) -> None:
-    """Let diffusers' models be built from their configurations."""
+    """Let diffusers' models be built from their configurations, without weights. ``device`` is not used: scripts move them."""
 
     def from_pretrained(cls: Any, /, name: Any, **kwargs: Any) -> Any:
-        asked = {key: kwargs.pop(key) for key in _OF_LOADING if key in kwargs}
-        given = {key: asked[key] for key in _OF_CONFIGURATIONS if key in asked}
-        config, kwargs = cls.load_config(name, return_unused_kwargs=True, **given, **kwargs)
+        """Return a model with initial weights, in ``torch_dtype`` or float32."""
+        loading_options = {key: kwargs.pop(key) for key in _OF_LOADING if key in kwargs}
+        configuration_options = {key: loading_options[key] for key in _OF_CONFIGURATIONS if key in loading_options}
+        config, kwargs = cls.load_config(name, return_unused_kwargs=True, **configuration_options, **kwargs)
         model = cls.from_config(config, **kwargs).eval()
-        return model.to(asked.get("torch_dtype") or torch.float32)
+        return model.to(loading_options.get("torch_dtype") or torch.float32)
 
     module.ModelMixin.from_pretrained = classmethod(from_pretrained)
 
@@ -191,10 +221,12 @@ def _without_weights(module: Any) -> None:
 
 
 def _blank_digits(module: Any) -> None:
+    """Let MNIST, and the data sets that derive from it, be blank where their files are not here."""
     import numpy as np
 
     def fill(dataset: Any) -> None:
-        samples = 60_000 if dataset.train else 10_000
+        """Give a data set black images and labels that run through the ten classes."""
+        samples = _DIGIT_SAMPLES["train" if dataset.train else "test"]
         dataset.data = torch.from_numpy(np.zeros((samples, 28, 28), dtype=np.uint8))
         dataset.targets = torch.from_numpy(np.arange(samples) % 10)
 
@@ -202,86 +234,101 @@ def _blank_digits(module: Any) -> None:
 
 
 def _blank_pictures(module: Any) -> None:
+    """Let CIFAR-10 and CIFAR-100 be blank where their files are not here."""
     import numpy as np
 
     def fill(dataset: Any) -> None:
+        """Give a data set black images, labels that run through its classes, and names of these."""
         classes = 100 if issubclass(type(dataset), module.CIFAR100) else 10
-        samples = 50_000 if dataset.train else 10_000
+        samples = _PICTURE_SAMPLES["train" if dataset.train else "test"]
         dataset.data = np.zeros((samples, 32, 32, 3), dtype=np.uint8)
-        dataset.targets = [place % classes for place in range(samples)]
+        dataset.targets = [sample % classes for sample in range(samples)]
         dataset.classes = [f"class {number}" for number in range(classes)]
         dataset.class_to_idx = {name: number for number, name in enumerate(dataset.classes)}
 
     _blank(module.CIFAR10, fill)
 
 
-def _blank(kind: Any, fill: Callable[[Any], None]) -> None:
-    """Let a data set of known size hold blank samples where its files are not here."""
-    real, blank = kind.__init__, set()
+def _blank(dataset_type: Any, fill: Callable[[Any], None]) -> None:
+    """Let a data set's class be filled by ``fill`` where its files are not here and the script would download them."""
+    real_init, blank_roots = dataset_type.__init__, set()
 
-    def init(self: Any, root: Any, train: bool = True, transform: Any = None, target_transform: Any = None,
+    def init_or_fill(self: Any, root: Any, train: bool = True, transform: Any = None, target_transform: Any = None,
              download: bool = False, **_: Any) -> None:  # fmt: skip
+        """Take the arguments of torchvision's data sets; read the files where they are here.
+
+        Otherwise the data set gets blank samples, if the script asks for a download of these files, now or before.
+        """
         try:
-            real(self, root, train, transform, target_transform, download=False)
+            real_init(self, root, train, transform, target_transform, download=False)
         except RuntimeError:
-            if not download and str(root) not in blank:
+            if not download and str(root) not in blank_roots:
                 raise
-            blank.add(str(root))  # its other half, too
+            blank_roots.add(str(root))  # scripts often ask for the download of one half (train or test) only
             fill(self)
 
-    kind.__init__ = init
+    dataset_type.__init__ = init_or_fill
 
 
 def _inert_metrics(module: Any) -> None:
-    """Let a metric that is not here say nothing: it has no part in a step."""
-    real = module.load
+    """Let a metric of ``evaluate`` that is not here be inert: it has no part in a step."""
+    real_load = module.load
 
-    def load(path: Any, *args: Any, **kwargs: Any) -> Any:
+    def load_or_inert(path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return a metric, or an object that takes any call and does nothing."""
         try:
-            return real(path, *args, **kwargs)
+            return real_load(path, *args, **kwargs)
         except (OSError, ImportError):
             return Inert(f"evaluate.load({path!r})")
 
-    module.load = load
+    module.load = load_or_inert
 
 
 def _blank_tokenizers(module: Any) -> None:
-    """Let the tokenizers of well-known models that are not here split words into pieces of three letters."""
-    real = module.PreTrainedTokenizerBase.from_pretrained.__func__
+    """Let well-known models whose tokenizers are not here have one that splits words into pieces of two or three letters."""
+    load_cached = module.PreTrainedTokenizerBase.from_pretrained.__func__
 
     def from_pretrained(cls: Any, /, name: Any, *args: Any, **kwargs: Any) -> Any:
-        known = _CONFIGURATIONS.get(_plain(str(name)))
+        """Return the tokenizer of the hub's cache, or one of letters' pieces for a model whose family is known."""
+        known_fields = _CONFIGURATIONS.get(_family_name(str(name)))
         try:
-            found = real(cls, name, *args, **kwargs)
+            tokenizer = load_cached(cls, name, *args, **kwargs)
         except OSError:
-            if known is None:
+            if known_fields is None:
                 raise
-            return _pieces(str(name), known)
-        # Some classes are content without a vocabulary.
-        return found if known is None or len(found) >= _LEAST_TOKENS else _pieces(str(name), known)
+            return _tokenizer_of_pieces(str(name), known_fields)
+        # Some classes load without a vocabulary and raise nothing.
+        if known_fields is None or len(tokenizer) >= _LEAST_TOKENS:
+            return tokenizer
+        return _tokenizer_of_pieces(str(name), known_fields)
 
     module.PreTrainedTokenizerBase.from_pretrained = classmethod(from_pretrained)
 
 
 _LEAST_TOKENS = 1000
+"""A tokenizer with fewer tokens was loaded without its vocabulary."""
 
 
-def _pieces(name: str, known: dict[str, Any]) -> Any:
-    """Return a tokenizer with the special tokens of a model's family: about as many tokens as its own makes of English."""
+def _tokenizer_of_pieces(name: str, known_fields: dict[str, Any]) -> Any:
+    """Return a tokenizer that splits words into pieces of two or three letters: about as many tokens as real ones make.
+
+    ``known_fields``: those of the model's configuration; their ``model_type`` says the special tokens and the longest
+    input.
+    """
     from itertools import product
     from string import ascii_lowercase
 
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    is_encoder = known["model_type"] in ("bert", "distilbert", "roberta")
+    is_encoder = known_fields["model_type"] in ("bert", "distilbert", "roberta")
     special = (
         {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
         if is_encoder
         else {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-        | ({"pad_token": "<pad>"} if known["model_type"] not in ("gpt2", "llama", "mistral") else {})
+        | ({"pad_token": "<pad>"} if known_fields["model_type"] not in ("gpt2", "llama", "mistral") else {})
     )
-    letters = [chr(code) for code in range(33, 127)]
+    letters = [chr(code) for code in range(33, 127)]  # the printable characters of ASCII
     syllables = ["".join(pair) for length in (2, 3) for pair in product(ascii_lowercase, repeat=length)]
     words = dict.fromkeys([*special.values(), *letters, *syllables])
     split = Tokenizer(models.WordPiece({word: place for place, word in enumerate(words)},
@@ -290,9 +337,9 @@ def _pieces(name: str, known: dict[str, Any]) -> Any:
     split.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     if is_encoder:
         split.post_processor = processors.BertProcessing(
-            ("[SEP]", _place(words, "[SEP]")), ("[CLS]", _place(words, "[CLS]"))
+            ("[SEP]", _index_of(words, "[SEP]")), ("[CLS]", _index_of(words, "[CLS]"))
         )
-    length = {"bert": 512, "distilbert": 512, "roberta": 512, "gpt2": 1024}.get(known["model_type"], 2048)
+    length = {"bert": 512, "distilbert": 512, "roberta": 512, "gpt2": 1024}.get(known_fields["model_type"], 2048)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=split, model_max_length=length, **special)
     tokenizer.name_or_path = name
     tokenizer.chat_template = (
@@ -301,7 +348,8 @@ def _pieces(name: str, known: dict[str, Any]) -> Any:
     return tokenizer
 
 
-def _place(words: dict[str, None], word: str) -> int:
+def _index_of(words: dict[str, None], word: str) -> int:
+    """Return a word's index among the keys of ``words``."""
     return list(words).index(word)
 
 
@@ -315,20 +363,22 @@ _VOCABULARIES = {
 
 
 def _encodings(module: Any) -> None:
-    """Let tiktoken's encodings that are not in its cache be of bytes, with as many tokens."""
-    real = module.get_encoding
+    """Let tiktoken's encodings that are not in its cache split text into bytes, with vocabularies of the true sizes."""
+    get_cached = module.get_encoding
 
     def get_encoding(name: str) -> Any:
+        """Return the cached encoding, or one whose tokens are single bytes and whose other entries never occur in a text."""
         try:
-            return real(name)
-        except Exception:  # as many kinds as there are networks
+            return get_cached(name)
+        except Exception:  # without a network it raises whatever the library of the download raises
             if name not in _VOCABULARIES:
                 raise
         import tiktoken  # type: ignore[import-not-found]
 
         tokens = _VOCABULARIES[name]
-        ranks = {bytes([place]): place for place in range(256)}
-        ranks |= {b"\xff" + place.to_bytes(3, "big"): place for place in range(256, tokens - 1)}
+        ranks = {bytes([byte]): byte for byte in range(256)}
+        # The byte 255 is in no text, so these tokens only fill the vocabulary.
+        ranks |= {b"\xff" + token.to_bytes(3, "big"): token for token in range(256, tokens - 1)}
         end = {"<|endoftext|>": tokens - 1}
         return tiktoken.Encoding(
             name, pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens=end, explicit_n_vocab=tokens

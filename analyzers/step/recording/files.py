@@ -19,47 +19,55 @@ _CACHES = ("XDG_CACHE_HOME", "HF_HOME", "HF_DATASETS_CACHE", "TORCH_HOME")
 
 
 class Overlay:
-    """Paths below ``scratch`` that stand for those of the disk."""
+    """Paths below ``scratch`` that stand for those of the disk: ``/data/log`` becomes ``scratch/data/log``."""
 
     def __init__(self, scratch: Path) -> None:
+        """Begin with a scratch folder; devices, this package's own folder and libraries' caches are not redirected."""
         self.scratch = str(scratch)
         caches = [os.environ[name] for name in _CACHES if os.environ.get(name)] + ["~/.cache"]
-        self._own = (str(scratch.parent), *_DEVICES, *(os.path.abspath(os.path.expanduser(each)) for each in caches))
+        cache_paths = [os.path.abspath(os.path.expanduser(folder)) for folder in caches]
+        self._not_redirected = (str(scratch.parent), *_DEVICES, *cache_paths)
 
     def written(self, path: Any) -> Any:
-        """Return where a path is written to; its folders are made."""
-        placed = self._place(path)
+        """Return where a file is to be written for a path; the folders above it are made."""
+        placed = self._path_in_scratch(path)
         if placed != path:
             _makedirs(os.path.dirname(placed), exist_ok=True)
         return placed
 
     def read(self, path: Any) -> Any:
-        """Return the scratch folder's path where it has one, else the path itself."""
-        placed = self._place(path)
+        """Return the path in the scratch folder where something was written there, else the path itself."""
+        placed = self._path_in_scratch(path)
         return placed if placed != path and _lexists(placed) else path
 
     def owns(self, path: Any) -> bool:
-        """Return whether a path is left as it is: devices, open files, and this package's own folder."""
-        return isinstance(path, int) or os.path.abspath(os.fsdecode(path)).startswith(self._own)
+        """Return whether a path is left as it is: an open file's number, a device, a cache, or this package's own folder."""
+        return isinstance(path, int) or os.path.abspath(os.fsdecode(path)).startswith(self._not_redirected)
 
-    def _place(self, path: Any) -> Any:
+    def _path_in_scratch(self, path: Any) -> Any:
+        """Return a path's place below the scratch folder, or the path itself where it is not redirected."""
         return path if self.owns(path) else self.scratch + os.path.abspath(os.fsdecode(path))
 
 
+# The functions as they are before they are redirected: the overlay itself works on the disk.
 _makedirs, _lexists = os.makedirs, os.path.lexists
+_FILE_EXISTS = 17
+"""The operating system's number for "File exists" (EEXIST)."""
 
 
 def overlay(scratch: Path) -> None:
     """Redirect what this process writes from now on to a folder, from which it then reads it; other files stay as they are.
 
-    A file that is changed in place is copied there first. ``torch.save`` writes nothing: tensors have no values here.
+    A file that is changed in place is copied there first. ``torch.save`` writes nothing, since tensors have no values
+    here.
     """
     import torch
 
     over = Overlay(scratch)
     real_open, real_os_open = builtins.open, os.open
 
-    def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+    def open_redirected(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        """Open a file as ``open`` does: in the scratch folder for writing, and for reading where it was written there."""
         if not any(letter in mode for letter in "wax+"):
             return real_open(over.read(file), mode, *args, **kwargs)
         target = over.written(file)
@@ -68,12 +76,13 @@ def overlay(scratch: Path) -> None:
                 copy.write(source.read())  # it is appended to, or changed
         return real_open(target, mode, *args, **kwargs)
 
-    def os_opened(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+    def os_open_redirected(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        """Open a file as ``os.open`` does, in the scratch folder where the flags ask to write."""
         writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
         return real_os_open(over.written(path) if writes else over.read(path), flags, *args, **kwargs)
 
-    builtins.open = io.open = opened
-    os.open = os_opened
+    builtins.open = io.open = open_redirected
+    os.open = os_open_redirected
     for name in ("mkdir", "remove", "unlink", "rmdir", "symlink", "chmod", "utime", "truncate"):
         _redirect(name, over, existing=name != "mkdir")
     for name in ("stat", "lstat", "statvfs", "listdir", "scandir", "access"):
@@ -84,35 +93,46 @@ def overlay(scratch: Path) -> None:
 
 
 def _redirect(name: str, over: Overlay, existing: bool) -> None:
+    """Let the function ``os.<name>``, which changes the path it is given, work in the scratch folder.
+
+    ``existing``: the function needs something at the path; what only the disk holds it leaves alone without an error.
+    """
     real = getattr(os, name)
 
-    def run(path: Any, *args: Any, **kwargs: Any) -> Any:
+    def run_redirected(path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Change the path in the scratch folder; a path that is not redirected is changed on the disk."""
         target = over.written(path)
         if target is path:
             return real(path, *args, **kwargs)
         if existing and not _lexists(target):
             return None  # what the disk holds stays there
         if name == "mkdir" and os.path.isdir(path):
-            raise FileExistsError(17, "File exists", os.fspath(path))
+            raise FileExistsError(_FILE_EXISTS, "File exists", os.fspath(path))
         return real(target, *args, **kwargs)
 
-    setattr(os, name, run)
+    setattr(os, name, run_redirected)
 
 
 def _reading(real: Callable[..., Any], over: Overlay) -> Callable[..., Any]:
-    def run(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("dir_fd") is not None:
+    """Return a function of ``os`` that looks first in the scratch folder for the path it reads."""
+
+    def run_on_newest(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+        """Read the path in the scratch folder where it was written there, else on the disk."""
+        if kwargs.get("dir_fd") is not None:  # the path is relative to an open folder
             return real(path, *args, **kwargs)
         return real(over.read(path), *args, **kwargs)
 
-    return run
+    return run_on_newest
 
 
 def _moving(real: Callable[..., Any], over: Overlay) -> Callable[..., Any]:
-    def run(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return a function of ``os`` that moves a file to another path (``rename``, ``replace``), within the scratch folder."""
+
+    def move_in_scratch(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """Move a file that lies in the scratch folder; a file that only the disk holds stays where it is, without an error."""
         if over.owns(source):
             return real(source, target, *args, **kwargs)
-        moved = over.read(source)
-        return real(moved, over.written(target), *args, **kwargs) if moved is not source else None
+        newest = over.read(source)
+        return real(newest, over.written(target), *args, **kwargs) if newest is not source else None
 
-    return run
+    return move_in_scratch

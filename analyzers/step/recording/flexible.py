@@ -18,19 +18,29 @@ def stand_in_flexible_attention(module: Any) -> None:
     def flex_attention(query: Tensor, key: Tensor, value: Tensor, score_mod: Any = None, block_mask: Any = None,
                        scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False,
                        kernel_options: Any = None, *, return_aux: Any = None) -> Any:  # fmt: skip
+        """Return attention of (batch, heads, tokens, width) from one fused op, causal where a block mask is given.
+
+        ``score_mod`` and ``kernel_options`` are ignored. With ``return_lse`` or ``return_aux`` a pair is returned,
+        whose second part has the shapes of torch's: (batch, heads, tokens) in float32.
+        """
         is_causal = block_mask is not None and query.shape[-2] > 1
         out = functional.scaled_dot_product_attention(
             query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
         if return_lse or return_aux is not None:
-            lse = out[..., 0].float()
-            return out, lse if return_lse else module.AuxOutput(lse=lse, max_scores=lse)
+            log_sums = out[..., 0].float()  # right in shape and type; nothing here has values
+            return out, log_sums if return_lse else module.AuxOutput(lse=log_sums, max_scores=log_sums)
         return out
 
     def create_block_mask(mask_mod: Any, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: Any = None,
                           BLOCK_SIZE: Any = 128, *_: Any, **__: Any) -> Any:  # fmt: skip
+        """Return a mask of (batch, heads, queries' blocks, keys' blocks) without values.
+
+        ``mask_mod`` is kept and never called. ``B`` or ``H`` None: one mask for all samples or heads. ``BLOCK_SIZE``:
+        tokens in a block, or (queries, keys).
+        """
         rows, columns = BLOCK_SIZE if isinstance(BLOCK_SIZE, tuple) else (BLOCK_SIZE, BLOCK_SIZE)
-        shape = (B or 1, H or 1, -(-Q_LEN // rows), -(-KV_LEN // columns))
+        shape = (B or 1, H or 1, -(-Q_LEN // rows), -(-KV_LEN // columns))  # numbers of blocks, rounded up
         count = torch.empty(shape[:3], dtype=torch.int32, device=device or "cuda")
         places = torch.empty(shape, dtype=torch.int32, device=device or "cuda")
         return module.BlockMask.from_kv_blocks(

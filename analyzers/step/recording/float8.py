@@ -21,19 +21,24 @@ from torch.overrides import TorchFunctionMode
 
 # Matrix units read rows of 16 bytes: torch refuses other widths. Below so many columns casts cost more than products gain:
 # routers, adapters and small heads stay as they are.
-_ALIGNED, _LEAST = 16, 256
+_WIDTH_MULTIPLE, _LEAST_WIDTH = 16, 256
+# e4m3 has the finer steps, for inputs and weights; e5m2 the wider range, which gradients need.
 _VALUES, _GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def float8_layers(module: nn.Module) -> list[str]:
-    """Return the names of a module's linear layers that are converted.
+    """Return the names of a module's linear layers that are converted to float8.
 
-    Those whose two widths are at least 256 and divisible by 16, but for a language model's head: a layer with an output for
-    each row of an embedding. A weight that is computed from others stays as it is. (Attention is no linear layer, nor is
-    transformers' ``Conv1D``.)
+    These are the layers whose two widths are at least 256 and divisible by 16. A language model's head is left out: a
+    layer with as many outputs as an embedding has rows. So is a weight that is computed from others. Attention is no
+    linear layer, nor is transformers' ``Conv1D``.
     """
-    rows = {each.num_embeddings for each in module.modules() if isinstance(each, nn.Embedding)}
-    return [name for name, each in linear_layers(module).items() if _is_wide(each) and each.out_features not in rows]
+    vocabularies = {each.num_embeddings for each in module.modules() if isinstance(each, nn.Embedding)}
+    return [
+        name
+        for name, layer in linear_layers(module).items()
+        if _pays_in_float8(layer) and layer.out_features not in vocabularies
+    ]
 
 
 def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
@@ -41,45 +46,66 @@ def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
     return {name: each for name, each in module.named_modules() if isinstance(each, nn.Linear)}
 
 
-def _is_wide(layer: nn.Linear) -> bool:
+def _pays_in_float8(layer: nn.Linear) -> bool:
+    """Return whether float8 units take a layer's widths and gain by it; False for a weight that is computed from others."""
     widths = layer.in_features, layer.out_features
-    return "weight" in layer._parameters and min(widths) >= _LEAST and not any(width % _ALIGNED for width in widths)
+    return (
+        "weight" in layer._parameters
+        and min(widths) >= _LEAST_WIDTH
+        and not any(width % _WIDTH_MULTIPLE for width in widths)
+    )
 
 
 class Float8Linears(TorchFunctionMode):
-    """Under it ``functional.linear`` of chosen weights runs in float8, with results in ``dtype``."""
+    """A mode under which ``functional.linear`` of chosen weights runs in float8, with results in ``dtype``."""
 
     def __init__(self, weights: Collection[Tensor], dtype: torch.dtype) -> None:
+        """Choose the weights, which are known by their identities, and the type of the results (a half type)."""
         super().__init__()
         self.weights, self.dtype = {id(weight) for weight in weights}, dtype
-        self._cast: Callable[[], tuple[Tensor | None, ...]] = lambda: (None, None, None)
-        """The last input, and what it was cast to, where they live: layers side by side read the same one."""
+        self._last_cast: Callable[[], tuple[Tensor | None, ...]] = lambda: (None, None, None)
+        """Return the last input, its values in float8 and its scale, each None once it is freed.
+
+        Layers side by side (query, key and value) read the same input, which is cast once. The references are weak, so
+        that the cache keeps no memory in use.
+        """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run one function of torch's."""
-        given = dict(kwargs or {})
+        """Run one function of torch, with its arguments given by position or by name.
+
+        ``functional.linear`` of a chosen weight runs in float8, anything else as it is.
+        """
+        keywords = dict(kwargs or {})
         if func is functional.linear:
-            named = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **given}
-            if id(named["weight"]) in self.weights:
-                return self._linear(named["input"], named["weight"], named.get("bias"))
-        return func(*args, **given)
+            arguments = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **keywords}
+            if id(arguments["weight"]) in self.weights:
+                return self._linear(arguments["input"], arguments["weight"], arguments.get("bias"))
+        return func(*args, **keywords)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return ``linear`` in float8: x (..., k), weight (n, k), bias (n,) or None -> (..., n) in the mode's type.
+
+        An input that was cast for the layer before is not cast again.
+        """
         rows = x.reshape(-1, x.shape[-1])
-        known, values, scale = self._cast()
-        if known is not x or values is None or scale is None:
+        last_input, values, scale = self._last_cast()
+        if last_input is not x or values is None or scale is None:
             with torch.no_grad():
                 values, scale = _scaled(rows, _VALUES)
             references = weakref.ref(x), weakref.ref(values), weakref.ref(scale)
-            self._cast = lambda: tuple(reference() for reference in references)
+            self._last_cast = lambda: tuple(reference() for reference in references)
         result: Tensor = _Linear.apply(rows, values, scale, weight, bias, self.dtype)  # type: ignore[no-untyped-call]
         return result.reshape(*x.shape[:-1], weight.shape[0])
 
 
 class _Linear(torch.autograd.Function):
-    """One layer: rows (t, k) in some type and as cast, weight (n, k), bias (n,) or None -> (t, n)."""
+    """The autograd function of one linear layer in float8.
+
+    Its rows are (t, k), as given (``x``) and cast to float8 (``values`` with their ``scale``); weight (n, k), bias
+    (n,) or None -> (t, n). ``x`` is passed along only so that its gradient is asked for.
+    """
 
     @staticmethod
     def forward(
@@ -91,7 +117,7 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Return the product, and keep the input as cast and the weight as it is."""
+        """Return the product in ``dtype``; the input is kept in float8 for the backward pass, the weight in high precision."""
         weight_values, weight_scale = _scaled(weight, _VALUES)
         # No save_for_backward: within torch.utils.checkpoint its hooks abort a process that records.
         ctx.kept = values, scale, weight, weight_scale
@@ -101,24 +127,24 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        """Return the gradients of input, weight and bias."""
+        """Return the gradients of input, weight and bias, None for the other arguments and for those that need none."""
         (values, scale, weight, weight_scale), ctx.kept = ctx.kept, None
         gradient = gradients[0].contiguous()
         cast, cast_scale = _scaled(gradient, _GRADIENTS)
-        of_input, _, _, of_weight, of_bias, _ = ctx.needs_input_grad
+        needs_input, _, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
         input_gradient = weight_gradient = None
-        if of_input:
+        if needs_input:
             columns = torch.ops.ddltool.to_float8(weight, weight_scale, _VALUES, True)
             input_gradient = torch._scaled_mm(cast, columns, cast_scale, weight_scale, out_dtype=ctx.dtype)
-        if of_weight:
+        if needs_weight:
             rows, columns = cast.t().contiguous(), values.t().contiguous().t()
             weight_gradient = torch._scaled_mm(rows, columns, cast_scale, scale, out_dtype=ctx.dtype)
-        bias_gradient = gradient.sum(0) if of_bias else None
+        bias_gradient = gradient.sum(0) if needs_bias else None
         return input_gradient, None, None, weight_gradient, bias_gradient, None
 
 
 def _scaled(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return a tensor cast to a type of float8, and its scale."""
+    """Return a tensor cast to a type of float8, and the scale that it was cast with: one float32 number, of shape ()."""
     scale = torch.ops.ddltool.float8_scale(tensor)
     return torch.ops.ddltool.to_float8(tensor, scale, dtype), scale
 
@@ -137,9 +163,11 @@ def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype, columns: bool = Fals
 
 @float8_scale.register_fake
 def _(x: Tensor) -> Tensor:
+    """Return the scale's shape and type: one number in float32."""
     return x.new_empty((), dtype=torch.float32)
 
 
 @to_float8.register_fake
 def _(x: Tensor, scale: Tensor, dtype: torch.dtype, columns: bool = False) -> Tensor:
+    """Return an empty tensor of x's shape in float8; with ``columns`` its memory runs along columns."""
     return x.new_empty(x.shape[::-1], dtype=dtype).t() if columns else x.new_empty(x.shape, dtype=dtype)

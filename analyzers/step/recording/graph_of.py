@@ -22,7 +22,10 @@ from ddltool.analyzers.step.recording.recorder import RecordedCall, Recording, S
 from ddltool.analyzers.step.recording.torch_costs import Issued, base_name, cost_of, issued
 from ddltool.graph import Graph, Op, Recorded
 
-_SAMPLE_DIMENSIONS = 2
+_TOKEN_DIMENSIONS = 2
+"""A batch of token sequences has two dimensions: (samples, tokens)."""
+_IMAGE_DIMENSIONS = 4
+"""A batch of images has four: (samples, channels, height, width)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,15 +33,18 @@ class RecordedOps:
     """The calls of a recording as nodes of a program, and what each costs."""
 
     program: FxGraph
-    """Placeholders of what lives from before the step, then the calls; ``node.meta["val"]`` holds tensors without memory."""
+    """Placeholders of tensors that live from before the step, then the calls.
+
+    ``node.meta["val"]`` holds tensors without memory.
+    """
     nodes: list[Node]
-    """Of each call."""
+    """The node of each recorded call, in the order of the calls."""
     ops: list[Op]
-    """Of each call, in the same order."""
+    """The op of each recorded call, in the same order."""
     given: dict[str, Node]
-    """The placeholders of the model's parameters that are read, or all that were asked for, by name."""
+    """By name, the placeholders of the model's parameters that the step reads, and of all that were asked for."""
     issued: tuple[Issued, ...]
-    """The distinct calls."""
+    """The distinct calls as far as their cost goes: equal calls appear once."""
     issued_of: dict[str, int]
     """Index in ``issued`` of each op, by its name."""
     last_writer: dict[int, str]
@@ -46,38 +52,41 @@ class RecordedOps:
 
 
 def ops_of(step: Recording, *, given: Mapping[str, Shadow] = MappingProxyType({})) -> RecordedOps:
-    """Return the ops of a recorded step with their costs and inputs; ``given``: parameters that are placeholders in any case.
+    """Return the ops of a recorded step with their costs and inputs.
 
-    An op depends on the ops that made its tensors, and on the last one that wrote in place to their storages.
+    An op depends on the ops that made its tensors, and on the last one that wrote in place to their storages. A
+    parameter's first reader depends on ``recv/<parameter>``. ``given``: parameters by name that get a placeholder
+    even where the step reads none of them. Equal calls are costed once.
     """
     reader = _Reader(step)
-    names_of = {node: name for name, shadow in given.items() for node in [reader.placeholder_of(shadow)]}
+    parameter_of = {reader.placeholder_of(shadow): name for name, shadow in given.items()}
     nodes = [reader.node_of(call) for call in step.calls]
     for name, shadow in step.parameters.items():
-        names_of |= dict.fromkeys(reader.read_of(shadow.storage), name)
+        parameter_of |= dict.fromkeys(reader.read_of(shadow.storage), name)
     producer: dict[Node, str | None] = dict.fromkeys(reader.placeholders)
-    producer |= {node: f"recv/{name}" for node, name in names_of.items()}
+    producer |= {node: f"recv/{name}" for node, name in parameter_of.items()}
     ops: list[Op] = []
     costs: list[Cost] = []
-    distinct: dict[Issued, int] = {}
+    index_of_issued: dict[Issued, int] = {}
     issued_of: dict[str, int] = {}
     written_by: dict[int, str] = {}
-    place_of = {node: place for place, node in enumerate(nodes)}
+    call_index_of = {node: place for place, node in enumerate(nodes)}
     for node in reader.program.nodes:
         if node.op != "call_function":
             continue
         if node.target is operator.getitem:
             producer[node] = producer.get(node.args[0])
             continue
-        call = step.calls[place_of[node]]
+        call = step.calls[call_index_of[node]]
         name = f"{_phase(call)}/{node.name}"
         inputs = dict.fromkeys(op for source in node.all_input_nodes if (op := producer.get(source)) is not None)
         for source in node.all_input_nodes:
             if (writer := written_by.get(_storage(source))) is not None:
                 inputs.setdefault(writer)
         written_by |= {shadow.tensor.untyped_storage()._cdata: name for shadow in shadows_of(_written(call))}
+        # A cost depends on the call's properties alone, so it is worked out once for each distinct call.
         cost_key = issued(node)
-        issued_of[name] = distinct.setdefault(cost_key, len(costs))
+        issued_of[name] = index_of_issued.setdefault(cost_key, len(costs))
         if issued_of[name] == len(costs):
             costs.append(cost_of(cost_key))
         cost = costs[issued_of[name]]
@@ -100,53 +109,55 @@ def ops_of(step: Recording, *, given: Mapping[str, Shadow] = MappingProxyType({}
         program=reader.program,
         nodes=nodes,
         ops=ops,
-        given={name: node for node, name in reversed(names_of.items())},
-        issued=tuple(distinct),
+        given={name: node for node, name in reversed(parameter_of.items())},
+        issued=tuple(index_of_issued),
         issued_of=issued_of,
         last_writer={storage: ops[place].name for storage, place in reader.writers.items()},
     )
 
 
 def graph_of(step: Recording, name: str) -> Graph:
-    """Return the graph of a recorded step.
+    """Return the graph of a recorded step, named ``name``.
 
-    A parameter's recv op comes before the first op that reads it, a gradient's send op after the op that completed it.
+    The graph has the ops of the calls, a recv op for every parameter, and a send op for every gradient that the step
+    writes. Its ``recorded`` part holds what only a recording knows: lives of storages, groups, waits of the host,
+    assumed values.
     """
     recorded_ops = ops_of(step)
     names = [op.name for op in recorded_ops.ops]
-    ops = [_placed(op, call, names) for op, call in zip(recorded_ops.ops, step.calls, strict=True)]
-    recvs = [transfer("recv", parameter, _bytes(shadow)) for parameter, shadow in step.parameters.items()]
+    ops = [_scheduled(op, call, names) for op, call in zip(recorded_ops.ops, step.calls, strict=True)]
+    recvs = [transfer("recv", parameter, _size_bytes(shadow)) for parameter, shadow in step.parameters.items()]
     sends = [
-        transfer("send", parameter, _bytes(shadow), recorded_ops.last_writer[shadow.storage])
+        transfer("send", parameter, _size_bytes(shadow), recorded_ops.last_writer[shadow.storage])
         for parameter, shadow in step.gradients.items()
         if shadow.storage in recorded_ops.last_writer
     ]
     dtypes = Counter(shadow.tensor.dtype for shadow in step.parameters.values())
+    main_dtype = str(dtypes.most_common(1)[0][0]) if dtypes else ""
+    # The step's forward passes get inputs of one shape, whose first dimension is the batch.
     batch = step.inputs[0][0] if step.inputs else None
     meta: dict[str, str | int | float | bool | None] = {
         "framework": "torch",
-        "dtype": str(dtypes.most_common(1)[0][0]).removeprefix("torch.") if dtypes else "float32",
+        "dtype": main_dtype.removeprefix("torch.") or "float32",
         "parameter_elements": sum(shadow.tensor.numel() for shadow in step.parameters.values()),
-        "precision": _precision(
-            ops, str(dtypes.most_common(1)[0][0]) if dtypes else "", "tf32" if step.tf32 else "fp32"
-        ),
+        "precision": _precision(ops, main_dtype, "tf32" if step.tf32 else "fp32"),
         "channels_last": _is_channels_last(step),
     }
-    if step.inputs and len(step.inputs[0]) == _SAMPLE_DIMENSIONS and step.tokens:
+    if step.inputs and len(step.inputs[0]) == _TOKEN_DIMENSIONS and step.tokens:
         meta["tokens_per_sample"] = step.inputs[0][1]
     recorded = Recorded(
         world_size=step.world_size,
-        passes=max(1, len(step.inputs)),
+        passes=max(1, len(step.inputs)),  # more than one where gradients are accumulated
         compiled=step.compiled,
         made=tuple(storage.made for storage in step.storages),
         freed=tuple(storage.freed for storage in step.storages),
         storage_bytes=tuple(storage.size_bytes for storage in step.storages),
-        parts=tuple(_parts(step, ops)),
+        parts=tuple(_kinds_of_storages(step, ops)),
         waits=tuple(step.host_waits),
         groups={name: call.exchange.ranks for name, call in zip(names, step.calls, strict=True) if call.exchange},
         assumed=dict(step.assumed),
         seconds=step.seconds,
-        batches=max(1, step.world_size // _sharing(step, ops)),
+        batches=max(1, step.world_size // _processes_sharing_a_batch(step, ops)),
     )
     return Graph.from_ops(
         name, "training", [*recvs, *ops, *sends], batch_size=batch, meta=meta, recorded=recorded, where=name
@@ -154,59 +165,70 @@ def graph_of(step: Recording, name: str) -> Graph:
 
 
 class _Reader:
-    """Makes fx nodes of recorded calls, whose arguments are the nodes that made them."""
+    """Makes fx nodes of recorded calls, one call after another; the arguments of a node are the nodes that made them."""
 
     def __init__(self, step: Recording) -> None:
+        """Begin with an empty program."""
         self.step = step
         self.program = FxGraph()
         self.placeholders: list[Node] = []
         self.writers: dict[int, int] = {}
-        """The place of the last call that wrote to a storage, by its number."""
-        self._made: dict[tuple[Any, ...], Node] = {}
-        self._readers: dict[int, list[Node]] = {}
-        self._place = 0
+        """By a storage's number, the index of the last call that wrote to it."""
+        self._node_of_tensor: dict[tuple[Any, ...], Node] = {}
+        """By a tensor's view of its storage (:func:`_view_of`), the node that made it last."""
+        self._placeholders_of_storage: dict[int, list[Node]] = {}
+        self._calls_read = 0
         self._first_call: Node | None = None
+        """Placeholders are inserted before it: torch.fx wants them all at the beginning."""
 
     def node_of(self, call: RecordedCall) -> Node:
-        """Return the node of the next call."""
+        """Return the node of the next call; each tensor of a call that returns several gets a ``getitem`` node of its own."""
         args, kwargs = _mapped(call.args, self.placeholder_of), _mapped(call.kwargs, self.placeholder_of)
         name = base_name(call.target)
         node = self.program.create_node("call_function", call.target, args, kwargs, name=name)
         node.meta["val"] = _mapped(call.output, lambda shadow: shadow.tensor)
-        outputs = call.output if isinstance(call.output, (tuple, list)) else None
-        for number, output in enumerate(outputs if outputs is not None else [call.output]):
-            made = node
-            if outputs is not None and isinstance(output, Shadow):
-                made = self.program.create_node("call_function", operator.getitem, (node, number), name="getitem")
-                made.meta["val"] = output.tensor
-            if isinstance(output, Shadow):
-                self._made[_signature(output)] = made
+        returns_several = isinstance(call.output, (tuple, list))
+        outputs = call.output if returns_several else [call.output]
+        for index, output in enumerate(outputs):
+            if not isinstance(output, Shadow):
+                continue
+            maker = node
+            if returns_several:
+                maker = self.program.create_node("call_function", operator.getitem, (node, index), name="getitem")
+                maker.meta["val"] = output.tensor
+            self._node_of_tensor[_view_of(output)] = maker
         for shadow in shadows_of((call.output, _written(call))):
-            self.writers[shadow.storage] = self._place
-        self._place += 1
+            self.writers[shadow.storage] = self._calls_read
+        self._calls_read += 1
         self._first_call = self._first_call or node
         return node
 
     def read_of(self, storage: int) -> list[Node]:
-        """Return the placeholders that read a storage from before the step."""
-        return self._readers.get(storage, [])
+        """Return the placeholders of a storage that lives from before the step, one for each way in which it is viewed."""
+        return self._placeholders_of_storage.get(storage, [])
 
     def placeholder_of(self, shadow: Shadow) -> Node:
-        """Return the node that made a tensor; one that lives from before the step has a placeholder."""
-        key = _signature(shadow)
-        if key not in self._made:
-            before = nullcontext() if self._first_call is None else self.program.inserting_before(self._first_call)
-            with before:
+        """Return the node that made a tensor.
+
+        A tensor that no call has made gets a placeholder, because it was there before the step.
+        """
+        key = _view_of(shadow)
+        if key not in self._node_of_tensor:
+            has_no_calls = self._first_call is None
+            with nullcontext() if has_no_calls else self.program.inserting_before(self._first_call):
                 node = self.program.placeholder(f"input{len(self.placeholders)}")
             node.meta["val"] = shadow.tensor
             self.placeholders.append(node)
-            self._readers.setdefault(shadow.storage, []).append(node)
-            self._made[key] = node
-        return self._made[key]
+            self._placeholders_of_storage.setdefault(shadow.storage, []).append(node)
+            self._node_of_tensor[key] = node
+        return self._node_of_tensor[key]
 
 
 def _mapped(value: Any, change: Callable[[Shadow], Any]) -> Any:
-    """Return a call's values with other things in the place of its tensors; torch's ``tree_map`` takes five times as long."""
+    """Return a call's values with ``change`` applied to each of its tensors, in nested tuples, lists and mappings.
+
+    torch's ``tree_map`` does the same and takes five times as long.
+    """
     if isinstance(value, Shadow):
         return change(value)
     if isinstance(value, (tuple, list)):
@@ -218,18 +240,19 @@ def _mapped(value: Any, change: Callable[[Shadow], Any]) -> Any:
 
 
 def _storage(node: Node) -> int:
-    """Return the identity of the storage behind a node's tensor, 0 for a node that is no single tensor."""
+    """Return an identifier of the storage behind a node's tensor, 0 for a node that is no single tensor."""
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else 0
 
 
-def _signature(shadow: Shadow) -> tuple[Any, ...]:
+def _view_of(shadow: Shadow) -> tuple[Any, ...]:
+    """Return what makes two tensors the same: their storage, shape, strides, offset and type."""
     tensor = shadow.tensor
     return shadow.storage, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 
 def _written(call: RecordedCall) -> list[Any]:
-    """Return the arguments that a call writes to in place, by its schema."""
+    """Return the arguments that a call writes to in place, as the operator's schema declares them."""
     schema = getattr(call.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
@@ -242,25 +265,33 @@ def _written(call: RecordedCall) -> list[Any]:
 
 
 def _phase(call: RecordedCall) -> str:
+    """Return the first part of an op's name: ``forward/<module>``, ``backward`` or ``update``."""
     return f"forward/{call.module}" if call.phase == "forward" and call.module else call.phase
 
 
-def _bytes(shadow: Shadow) -> float:
+def _size_bytes(shadow: Shadow) -> float:
+    """Return the bytes of a tensor's elements."""
     return float(shadow.tensor.numel() * shadow.tensor.element_size())
 
 
 def transfer(kind: Literal["recv", "send"], parameter: str, size_bytes: float, after: str | None = None) -> Op:
-    """Return a parameter's recv op, or its gradient's send op after the op that completed it."""
+    """Return a parameter's recv op, or its gradient's send op, which follows the op ``after`` that completed the gradient.
+
+    ``size_bytes``: of the parameter or gradient; ``after`` None: it depends on nothing.
+    """
     return Op(
         name=f"{kind}/{parameter}", kind=kind, resource="channel:0", size_bytes=size_bytes, parameter=parameter,
         inputs=(after,) if after is not None else (),
     )  # fmt: skip
 
 
-def _placed(op: Op, call: RecordedCall, names: list[str]) -> Op:
-    """Return the op on the resource of its stream, after what it waits for; a collective with what it moves."""
-    inputs = tuple(dict.fromkeys((*op.inputs, *(names[place] for place in call.waits))))
-    resource = f"compute:{call.stream if call.stream >= 0 else _FIRST_GROUP - call.stream}"
+def _scheduled(op: Op, call: RecordedCall, names: list[str]) -> Op:
+    """Return the op on the resource of its stream, depending also on the ops of other streams that its call waits for.
+
+    ``names``: of all ops, by the index of their call. A collective gets its name and the bytes it moves, and no work.
+    """
+    inputs = tuple(dict.fromkeys((*op.inputs, *(names[waited] for waited in call.waits))))
+    resource = f"compute:{call.stream if call.stream >= 0 else _STREAMS_OF_SCRIPT - call.stream}"
     if call.exchange is None:
         return replace(op, inputs=inputs, resource=resource)
     return replace(
@@ -269,45 +300,53 @@ def _placed(op: Op, call: RecordedCall, names: list[str]) -> Op:
     )  # fmt: skip
 
 
-# Collectives run on streams of their groups, whose numbers follow those of the script's own.
-_FIRST_GROUP = 999
+_STREAMS_OF_SCRIPT = 999
+"""A collective's stream has the number -1, -2, ... of its group; it becomes the resource 1000, 1001, ..., after those of
+the script's own streams."""
 
 
-def _parts(step: Recording, ops: list[Op]) -> list[str]:
-    """Return what each storage holds: parameters, gradients, buffers, optimizer's states, activations, others."""
+def _kinds_of_storages(step: Recording, ops: list[Op]) -> list[str]:
+    """Return what each storage holds, in the order of the step's storages.
+
+    One of: parameters, gradients, buffers, optimizer (states that an update reads and that were there before the
+    step), activations (made in the forward pass), temporary (made later) and other.
+    """
     parameters = {shadow.storage for shadow in step.parameters.values()}
     gradients = {shadow.storage for shadow in step.gradients.values()}
-    updated: set[int] = set()
+    used_by_update: set[int] = set()
     for call in step.calls:
         if call.phase == "update":
-            updated |= {leaf.storage for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Shadow)}
-    parts = []
+            used_by_update |= {
+                leaf.storage for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Shadow)
+            }
+    kinds = []
     for storage in step.storages:
         number = storage.number
-        made_in = step.calls[storage.made].phase if 0 <= storage.made < len(step.calls) else ""
-        parts.append(
+        phase_made_in = step.calls[storage.made].phase if 0 <= storage.made < len(step.calls) else ""
+        kinds.append(
             "parameters" if number in parameters
             else "gradients" if number in gradients
             else "buffers" if number in step.buffers
-            else "optimizer" if number in updated and storage.made < 0
-            else "activations" if made_in == "forward"
-            else "temporary" if made_in else "other"
+            else "optimizer" if number in used_by_update and storage.made < 0
+            else "activations" if phase_made_in == "forward"
+            else "temporary" if phase_made_in else "other"
         )  # fmt: skip
-    return parts
+    return kinds
 
 
 # An exchange of less than this share of the largest activation is of statistics (SyncBatchNorm's, a mean loss).
 _LEAST_SHARE = 1 / 500
 
 
-def _sharing(step: Recording, ops: list[Op]) -> int:
-    """Return how many processes share a batch: those whose forward passes exchange activations (tensor parallel groups).
+def _processes_sharing_a_batch(step: Recording, ops: list[Op]) -> int:
+    """Return how many processes work on the same batch: 1 for pure data parallelism, 8 for tensor parallelism over 8.
 
-    Activations come from products and embeddings. A group that gathers parameters in the forward pass has a batch a process:
-    what else it exchanges are tokens for experts.
+    These are the processes whose forward passes exchange activations. A tensor is an activation if a matrix product
+    or an embedding made it, or an op that read one. A group that gathers parameters in its forward pass (FSDP) is
+    left out: each of its processes has a batch of its own, and what else they exchange are tokens for experts.
     """
-    activations: set[int] = set()
-    sharing: set[tuple[int, ...]] = set()
+    activations: set[int] = set()  # numbers of storages
+    sharing: set[tuple[int, ...]] = set()  # groups, by the ranks of their processes
     gathering: set[tuple[int, ...]] = set()
     largest = max((storage.size_bytes for storage in step.storages if storage.made >= 0), default=0)
     for call, op in zip(step.calls, ops, strict=True):
@@ -323,35 +362,40 @@ def _sharing(step: Recording, ops: list[Op]) -> int:
                 gathering.add(call.exchange.ranks)
             elif is_activation and call.exchange.size_bytes >= _LEAST_SHARE * largest and _has_samples(step, call):
                 sharing.add(call.exchange.ranks)
-    wholes = [set(ranks) for ranks in sharing if not any(set(ranks) <= set(group) for group in gathering)]
-    return prod(len(group) for group in wholes if not any(group < other for other in wholes))
+    groups = [set(ranks) for ranks in sharing if not any(set(ranks) <= set(group) for group in gathering)]
+    # A group within a larger one adds nothing; groups that cross (tensor and context parallel ones) multiply.
+    return prod(len(group) for group in groups if not any(group < other for other in groups))
 
 
 def _has_samples(step: Recording, call: RecordedCall) -> bool:
-    """Return whether what a collective moves has a dimension of samples: a mean over the batch has none."""
-    batch = step.inputs[0][0] if step.inputs else 1
+    """Return whether a collective moves tensors with a dimension of samples; a mean over the batch has none."""
+    samples = step.inputs[0][0] if step.inputs else 1
     shapes = [tuple(leaf.tensor.shape) for leaf in tree_leaves(call.args) if isinstance(leaf, Shadow)]
-    return any(batch in shape or (len(shape) > 0 and shape[0] % batch == 0) for shape in shapes)
+    return any(samples in shape or (len(shape) > 0 and shape[0] % samples == 0) for shape in shapes)
 
 
-def _precision(ops: list[Op], kept: str, of_float32: str) -> str:
-    """Return the name of the precision in which most of the products' work is done; ``kept``: the parameters' type."""
-    work: Counter[str] = Counter()
+def _precision(ops: list[Op], parameter_dtype: str, of_float32: str) -> str:
+    """Return the name of the precision in which most of the work of matrix products is done.
+
+    One of fp8, bf16, fp16, bf16-pure, fp16-pure (the parameters are of that type, too), or ``of_float32``, the name
+    of float32's precision (tf32 or fp32). ``parameter_dtype``: the type of the parameters, as ``torch.float32``.
+    """
+    flops_of: Counter[str] = Counter()
     for op in ops:
         if op.gemm[1] > 0:
-            work[op.dtype] += int(op.flops)
-    [(main, _)] = work.most_common(1) or [("float32", 0)]
+            flops_of[op.dtype] += int(op.flops)
+    [(main, _)] = flops_of.most_common(1) or [("float32", 0)]
     if main.startswith("float8"):
         return "fp8"
-    half = {"bfloat16": "bf16", "float16": "fp16"}.get(main)
-    if half is None:
+    short_name = {"bfloat16": "bf16", "float16": "fp16"}.get(main)
+    if short_name is None:
         return of_float32
-    return half if kept == "torch.float32" else f"{half}-pure"
+    return short_name if parameter_dtype == "torch.float32" else f"{short_name}-pure"
 
 
 def _is_channels_last(step: Recording) -> bool:
-    """Return whether most convolutions get their input with its channels last."""
+    """Return whether most convolutions of images get their input with its channels last in memory."""
     inputs = [call.args[0].tensor for call in step.calls if base_name(call.target) == "convolution"]
-    images = [tensor for tensor in inputs if isinstance(tensor, Tensor) and tensor.dim() == 4]
+    images = [tensor for tensor in inputs if isinstance(tensor, Tensor) and tensor.dim() == _IMAGE_DIMENSIONS]
     last = [tensor for tensor in images if tensor.is_contiguous(memory_format=torch.channels_last)]
     return 2 * len(last) > len(images)

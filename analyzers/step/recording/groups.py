@@ -22,36 +22,44 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ddltool.analyzers.step.recording.recorder import Recorder
 
 _FIRST_BUCKET_BYTES = 2**20
+"""DDP's first bucket is small, so that its exchange starts early; the others hold 25 MiB (torch's defaults)."""
+_BUCKET_MIB = 25
+_MIB = 2**20
 
 
 def world_size() -> int:
-    """Return how many processes there are: those of the group, before it is made those of the launcher, 1 without one."""
+    """Return how many processes there are: those of the group, else those that the launcher announces, 1 without one."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def stand_in_groups(recorder: Recorder) -> None:
-    """Let ``torch.distributed`` start a group of the launcher's size in which every exchange has happened at once."""
+    """Let ``torch.distributed`` start a group of the launcher's size, in which every exchange has happened at once.
+
+    The group is torch's "fake" one, which sends nothing. DistributedDataParallel is replaced because its reducer, in
+    C++, needs gradients with memory.
+    """
     from torch.distributed import device_mesh, distributed_c10d
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    real_start = dist.init_process_group
+    real_init_group = dist.init_process_group
 
-    def start(backend: Any = None, init_method: Any = None, timeout: Any = None, world_size: int = -1, rank: int = -1,
-              store: Any = None, group_name: str = "", pg_options: Any = None, device_id: Any = None,
-              **_: Any) -> None:  # fmt: skip
+    def start_fake_group(backend: Any = None, init_method: Any = None, timeout: Any = None, world_size: int = -1,
+                         rank: int = -1, store: Any = None, group_name: str = "", pg_options: Any = None,
+                         device_id: Any = None, **_: Any) -> None:  # fmt: skip
+        """Take the arguments of ``init_process_group``; the size and the rank default to the launcher's variables."""
         size = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
         own_rank = rank if rank >= 0 else int(os.environ.get("RANK", "0"))
         with _without_modes():
-            real_start("fake", rank=own_rank, world_size=size, store=FakeStore())
+            real_init_group("fake", rank=own_rank, world_size=size, store=FakeStore())
 
     for module in (dist, distributed_c10d, device_mesh):
-        module.init_process_group = start  # type: ignore[attr-defined]
+        module.init_process_group = start_fake_group  # type: ignore[attr-defined]
     for name in ("init_device_mesh", "DeviceMesh"):
         _stand_in_mesh(device_mesh, name, recorder)
     setattr(dist, "init_device_mesh", device_mesh.init_device_mesh)  # noqa: B010 - mypy knows no such name
-    _outside(dist, distributed_c10d, "new_group")
-    _outside(dist, distributed_c10d, "new_subgroups")
-    _outside(dist, distributed_c10d, "new_subgroups_by_enumeration")
+    _run_outside_recording(dist, distributed_c10d, "new_group")
+    _run_outside_recording(dist, distributed_c10d, "new_subgroups")
+    _run_outside_recording(dist, distributed_c10d, "new_subgroups_by_enumeration")
     _spawn_here()
     for name, stand_in in _OBJECTS.items():
         for module in (dist, distributed_c10d):
@@ -65,32 +73,43 @@ def stand_in_groups(recorder: Recorder) -> None:
 
 @contextlib.contextmanager
 def _without_modes() -> Iterator[None]:
+    """Run the block as if no script were recorded: its tensors are real, and nothing of it is noted."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 
 
-def _outside(dist_module: Any, module: Any, name: str) -> None:
-    """Let a function of torch run as if no script were recorded: it reads values of small tensors."""
+def _run_outside_recording(dist_module: Any, module: Any, name: str) -> None:
+    """Replace a function of ``torch.distributed`` by one that runs as if no script were recorded.
+
+    The function makes small tensors and reads their values, which recorded tensors do not have. ``name`` is set in
+    both modules. Groups that it makes are fake ones and need no device.
+    """
     original = getattr(module, name)
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run_outside(*args: Any, **kwargs: Any) -> Any:
+        """Call the function with a fake backend, outside of the recording."""
         kwargs = {key: value for key, value in kwargs.items() if key != "device_id"}
         if kwargs.get("backend") is not None:
             kwargs["backend"] = "fake"
         with _without_modes():
             return original(*args, **kwargs)
 
-    setattr(module, name, run)
-    setattr(dist_module, name, run)
+    setattr(module, name, run_outside)
+    setattr(dist_module, name, run_outside)
 
 
 def _stand_in_mesh(module: Any, name: str, recorder: Recorder) -> None:
-    """Let a mesh of CUDA devices be one of the recorded device."""
+    """Let a device mesh that is asked for on "cuda" be one of the recorded device.
+
+    ``module`` is ``torch.distributed.device_mesh``, ``name`` that of the class DeviceMesh or of the function that
+    makes one.
+    """
     original: Any = getattr(module, name)
     if inspect.isclass(original):
         real_init: Any = getattr(original, "__init__")  # noqa: B009 - mypy takes it for object's
 
         def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+            """Make the mesh outside of the recording, on the recorded device for "cuda"."""
             with _without_modes():
                 real_init(self, recorder.gpu.type if device_type == "cuda" else device_type, *args, **kwargs)
 
@@ -98,6 +117,10 @@ def _stand_in_mesh(module: Any, name: str, recorder: Recorder) -> None:
         return
 
     def mesh(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        """Return a mesh of the recorded device for "cuda".
+
+        As torch does, it starts the default group first where the script has not done so.
+        """
         if not dist.is_initialized():
             dist.init_process_group()
         with _without_modes():
@@ -107,10 +130,11 @@ def _stand_in_mesh(module: Any, name: str, recorder: Recorder) -> None:
 
 
 def _spawn_here() -> None:
-    """Let ``torch.multiprocessing.spawn`` run the first of its processes in this one."""
+    """Let ``torch.multiprocessing.spawn`` run the first of its processes in this one, and no other."""
     from torch import multiprocessing
 
     def spawn(fn: Callable[..., None], args: tuple[Any, ...] = (), nprocs: int = 1, *_: Any, **__: Any) -> Any:
+        """Run ``fn`` as rank 0 in this process; the object that is returned can only be joined, which succeeds at once."""
         fn(0, *args)
         return SimpleNamespace(join=lambda *_, **__: True)
 
@@ -119,18 +143,22 @@ def _spawn_here() -> None:
 
 
 def _gather_object(objects: list[Any], value: Any, group: Any = None) -> None:
+    """Fill the list with this rank's value: all ranks are alike."""
     objects[:] = [value] * len(objects)
 
 
 def _gather_to_one(value: Any, objects: list[Any] | None = None, *_: Any, **__: Any) -> None:
+    """Fill the list, where this rank gives one, with this rank's value."""
     if objects is not None:
         objects[:] = [value] * len(objects)
 
 
 def _scatter_object(output: list[Any], objects: list[Any] | None = None, *_: Any, **__: Any) -> None:
+    """Put the first of the objects, rank 0's, into ``output``; None where this rank gives no objects."""
     output[0] = (objects or [None])[0]
 
 
+# Exchanges of Python objects, which have no cost on a GPU, and functions that only wait or end.
 _OBJECTS: dict[str, Callable[..., None]] = {
     "all_gather_object": _gather_object,
     "gather_object": _gather_to_one,
@@ -143,9 +171,10 @@ _OBJECTS: dict[str, Callable[..., None]] = {
 
 
 class _StandInDdp(nn.Module):
-    """Stands in for DistributedDataParallel: its buckets, filled as gradients come and exchanged when they are full.
+    """Stands in for DistributedDataParallel: gradients fill buckets as they come, and full buckets are exchanged.
 
-    The buckets are torch's from the second step on: in the order of the gradients, the last layers first.
+    A bucket is a flat tensor for the gradients of several parameters. From the second step on the buckets are
+    torch's: in the order in which gradients come, the last layers first.
     """
 
     recorder: ClassVar[Recorder]
@@ -158,6 +187,7 @@ class _StandInDdp(nn.Module):
                  static_graph: bool = False, delay_all_reduce_named_params: Any = None,
                  param_to_hook_all_reduce: Any = None,
                  mixed_precision: Any = None, device_mesh: Any = None, **_: Any) -> None:  # fmt: skip
+        """Wrap a module; the arguments are those of DistributedDataParallel."""
         super().__init__()
         self.module = module
         self.process_group = process_group
@@ -171,53 +201,57 @@ class _StandInDdp(nn.Module):
         self._sends_buffers = broadcast_buffers and any(True for _ in module.buffers())
         self._skipped = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._hook: tuple[Any, Callable[..., Any]] | None = None
-        cap = int((25 if bucket_cap_mb is None else bucket_cap_mb) * 2**20)
-        self._limits = (_FIRST_BUCKET_BYTES if bucket_cap_mb is None else cap), cap
+        bucket_bytes = int((_BUCKET_MIB if bucket_cap_mb is None else bucket_cap_mb) * _MIB)
+        self._limits = (_FIRST_BUCKET_BYTES if bucket_cap_mb is None else bucket_bytes), bucket_bytes
         trained = [p for n, p in module.named_parameters() if p.requires_grad and n not in self._skipped]
         self._finds_unused = find_unused_parameters and not static_graph
         # Torch fills buckets in the order of the first gradients, unless it looks for those that do not come.
-        self._order: list[Tensor] | None = None if self._finds_unused else []
+        self._arrival_order: list[Tensor] | None = None if self._finds_unused else []
         limits = self._limits if self._finds_unused else (sys.maxsize, sys.maxsize)
-        place = {id(parameter): number for number, parameter in enumerate(trained)}
-        first_buckets = sorted(_buckets(trained, limits), key=lambda bucket: -place[id(bucket[0])])
-        self._missing: dict[int, set[int]] = {}
-        """By bucket, the identities of the parameters whose gradients are still to come."""
-        self._works: dict[int, Any] = {}
-        """By bucket, the exchange under way."""
-        self._next = 0
-        """The bucket that is exchanged next: none is before those that precede it."""
-        self._fill(first_buckets)
+        # The buckets of the first step follow the order of the parameters, and are exchanged from the last one on.
+        index_of = {id(parameter): index for index, parameter in enumerate(trained)}
+        first_buckets = sorted(_in_buckets(trained, limits), key=lambda bucket: -index_of[id(bucket[0])])
+        self._still_to_come: dict[int, set[int]] = {}
+        """By a bucket's number, the identities of the parameters whose gradients are still to come in this pass."""
+        self._exchanges: dict[int, Any] = {}
+        """By a bucket's number, the handle of its exchange under way."""
+        self._next_bucket = 0
+        """The bucket that is exchanged next: buckets are exchanged in order, so that all ranks agree."""
+        self._take_buckets(first_buckets)
         if self._finds_unused:
             self._used = torch.zeros(len(trained), dtype=torch.int32, device=self.recorder.gpu)
         for parameter in trained:
-            parameter.register_post_accumulate_grad_hook(self._arrived)
+            parameter.register_post_accumulate_grad_hook(self._gradient_arrived)
 
-    def _fill(self, buckets: list[list[Tensor]]) -> None:
-        """Take other buckets: no gradient has come for them yet."""
+    def _take_buckets(self, buckets: list[list[Tensor]]) -> None:
+        """Use these buckets from now on; no gradient has come for them yet."""
         self._buckets = buckets
         self._bucket_of = {id(parameter): number for number, bucket in enumerate(buckets) for parameter in bucket}
-        self._flat: dict[int, Tensor] = {}
+        self._flat_buckets: dict[int, Tensor] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, with buffers sent before, and the next backward pass set to exchange its gradients."""
+        """Call the module, as DistributedDataParallel does.
+
+        Where gradients are on, rank 0's buffers are sent first, and the next backward pass exchanges the gradients.
+        """
         is_exchanged = self.require_backward_grad_sync and torch.is_grad_enabled()
         if is_exchanged:
             self._expect_all()
             if self._sends_buffers:
                 self._send_buffers()
-        if self.device_ids:  # what it is given goes to its device
+        if self.device_ids:  # torch moves the inputs to the device that it was given
             args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(self.recorder.gpu), (args, kwargs))
         outputs = self.module(*args, **kwargs)
-        if self._finds_unused and is_exchanged:
-            reached = _reached(outputs)
-            for missing in self._missing.values():
-                missing &= reached
+        if self._finds_unused and is_exchanged:  # no gradient will come for parameters that the outputs do not use
+            reached = _parameters_behind(outputs)
+            for awaited in self._still_to_come.values():
+                awaited &= reached
             self._exchange_ready()
         return outputs
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let the backward passes of the block exchange nothing."""
+        """Let the backward passes within the block exchange nothing, so that gradients accumulate on each rank."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
@@ -229,97 +263,103 @@ class _StandInDdp(nn.Module):
         return contextlib.nullcontext()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Let a function exchange the buckets."""
+        """Let a function of the script exchange the buckets; it is called as ``hook(state, bucket)``."""
         self._hook = state, hook
 
     def _set_static_graph(self) -> None:
-        pass
+        """Do nothing; libraries call it."""
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Return no statistics; libraries ask for them."""
         return {}
 
     def _expect_all(self) -> None:
-        """Let the next backward pass exchange every bucket."""
-        self._missing = {number: {id(p) for p in bucket} for number, bucket in enumerate(self._buckets)}
-        self._next = 0
+        """Let the next backward pass exchange every bucket: all gradients are still to come."""
+        self._still_to_come = {number: {id(p) for p in bucket} for number, bucket in enumerate(self._buckets)}
+        self._next_bucket = 0
 
     def _send_buffers(self) -> None:
-        """Broadcast rank 0's buffers, those of a type together."""
+        """Broadcast rank 0's buffers, one exchange for all of the same type."""
         buffers = [b for n, b in self.module.named_buffers() if n not in self._skipped]
         with torch.no_grad():
             for dtype in dict.fromkeys(b.dtype for b in buffers):
                 flat = torch.cat([b.detach().reshape(-1) for b in buffers if b.dtype == dtype])
                 dist.broadcast(flat, 0, group=self.process_group)
 
-    def _arrived(self, parameter: Tensor) -> None:
-        """Put a gradient that is complete into its bucket, and exchange the bucket when it was the last."""
-        number = self._bucket_of[id(parameter)]
-        missing = self._missing.get(number)
-        if not self.require_backward_grad_sync or missing is None or id(parameter) not in missing:
+    def _gradient_arrived(self, parameter: Tensor) -> None:
+        """Put a gradient that is complete into its bucket, and exchange the bucket if it was the last to come."""
+        bucket_number = self._bucket_of[id(parameter)]
+        awaited = self._still_to_come.get(bucket_number)
+        if not self.require_backward_grad_sync or awaited is None or id(parameter) not in awaited:
             return
         with torch.no_grad():
-            bucket, flat = self._buckets[number], self._flat_of(number)
-            start = sum(p.numel() for p in bucket[: next(i for i, p in enumerate(bucket) if p is parameter)])
-            place = flat[start : start + parameter.numel()].view(parameter.shape)
+            bucket, flat = self._buckets[bucket_number], self._flat_bucket(bucket_number)
+            position = next(index for index, other in enumerate(bucket) if other is parameter)
+            start = sum(other.numel() for other in bucket[:position])
+            own_part = flat[start : start + parameter.numel()].view(parameter.shape)
             assert parameter.grad is not None
             if not self.gradient_as_bucket_view:
-                torch.mul(parameter.grad, 1.0 / dist.get_world_size(self.process_group), out=place)
+                # Divided while it is copied, as torch does: the sum over ranks is then their mean.
+                torch.mul(parameter.grad, 1.0 / dist.get_world_size(self.process_group), out=own_part)
             elif parameter.grad.untyped_storage()._cdata != flat.untyped_storage()._cdata:
-                parameter.grad = place
-            missing.discard(id(parameter))
-            if self._order is not None:
-                self._order.append(parameter)
-            if not missing:
+                parameter.grad = own_part
+            awaited.discard(id(parameter))
+            if self._arrival_order is not None:
+                self._arrival_order.append(parameter)
+            if not awaited:
                 self._exchange_ready()
 
-    def _flat_of(self, number: int) -> Tensor:
-        """Return the flat tensor that a bucket's gradients are exchanged in; it is made when the first is needed."""
-        if number not in self._flat:
+    def _flat_bucket(self, number: int) -> Tensor:
+        """Return the flat tensor in which a bucket's gradients are exchanged; it is made when it is first needed."""
+        if number not in self._flat_buckets:
             bucket = self._buckets[number]
             size = sum(parameter.numel() for parameter in bucket)
-            self._flat[number] = torch.empty(size, dtype=bucket[0].dtype, device=bucket[0].device)
-        return self._flat[number]
+            self._flat_buckets[number] = torch.empty(size, dtype=bucket[0].dtype, device=bucket[0].device)
+        return self._flat_buckets[number]
 
     def _exchange_ready(self) -> None:
-        """Exchange the buckets that are full, none before those that precede it; after the last, let all come back."""
-        while not self._missing.get(self._next, {0}):
-            del self._missing[self._next]
-            flat = self._flat_of(self._next)  # empty so far where all its parameters go unused
+        """Exchange the buckets that are full, in order; after the last, let all be copied back when the backward pass ends."""
+        while not self._still_to_come.get(self._next_bucket, {0}):  # {0}: not empty, so past the last bucket it ends
+            del self._still_to_come[self._next_bucket]
+            flat = self._flat_bucket(self._next_bucket)  # empty so far where all its parameters go unused
             if self._hook is None:
-                self._works[self._next] = dist.all_reduce(flat, group=self.process_group, async_op=True)
+                self._exchanges[self._next_bucket] = dist.all_reduce(flat, group=self.process_group, async_op=True)
             else:
-                self._run_hook(flat, self._next)
-            self._next += 1
-            if not self._missing:
+                self._run_hook(flat, self._next_bucket)
+            self._next_bucket += 1
+            if not self._still_to_come:
                 if self._finds_unused:
                     dist.all_reduce(self._used, group=self.process_group, async_op=True)
                 if torch._C._current_graph_task_id() != -1:  # else nothing is used at all
                     torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:
-        """Copy what was exchanged back to the gradients; after the first step, fill buckets in the gradients' order."""
+        """Copy the exchanged buckets back to the gradients.
+
+        After the first step new buckets are made, in the order in which gradients came.
+        """
         for number in range(len(self._buckets)):
             self._copy_back(number)
-        if self._order is not None:
-            self._fill(_buckets(self._order, self._limits))
-            self._order = None
+        if self._arrival_order is not None:
+            self._take_buckets(_in_buckets(self._arrival_order, self._limits))
+            self._arrival_order = None
 
     def _copy_back(self, number: int) -> None:
-        """Wait for a bucket's exchange and copy it to the gradients, unless these are views of it."""
-        if (work := self._works.pop(number, None)) is not None:
-            work.wait()
+        """Wait for a bucket's exchange and copy it to the gradients, unless the gradients are views of the bucket."""
+        if (exchange := self._exchanges.pop(number, None)) is not None:
+            exchange.wait()
         if self.gradient_as_bucket_view:
             return
         with torch.no_grad():
             start = 0
             for parameter in self._buckets[number]:
                 if parameter.grad is not None:
-                    exchanged = self._flat[number][start : start + parameter.numel()]
+                    exchanged = self._flat_buckets[number][start : start + parameter.numel()]
                     parameter.grad.copy_(exchanged.view(parameter.shape))
                 start += parameter.numel()
 
     def _run_hook(self, flat: Tensor, number: int) -> None:
-        """Let the registered function exchange a bucket, which it gets as torch's ``GradBucket``."""
+        """Let the script's registered function exchange a bucket, which it gets as an object like torch's ``GradBucket``."""
         assert self._hook is not None
         parameters = self._buckets[number]
         bucket = SimpleNamespace(
@@ -330,32 +370,36 @@ class _StandInDdp(nn.Module):
         hook(state, bucket)
 
 
-def _reached(outputs: Any) -> set[int]:
-    """Return the identities of the leaves whose gradients a backward pass from outputs makes."""
+def _parameters_behind(outputs: Any) -> set[int]:
+    """Return the identities of the parameters that outputs depend on: a backward pass makes gradients for these alone."""
     visited: set[Any] = set()
-    leaves: set[int] = set()
-    open_nodes = [leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    parameters: set[int] = set()
+    open_nodes = [output.grad_fn for output in tree_leaves(outputs) if isinstance(output, Tensor)]
     while open_nodes:
         node = open_nodes.pop()
         if node is not None and node not in visited:
             visited.add(node)
-            leaves.add(id(getattr(node, "variable", None)))
-            open_nodes.extend(before for before, _ in node.next_functions)
-    return leaves
+            parameters.add(id(getattr(node, "variable", None)))
+            open_nodes.extend(earlier_node for earlier_node, _ in node.next_functions)
+    return parameters
 
 
-def _buckets(parameters: Sequence[Tensor], limits: tuple[float, float]) -> list[list[Tensor]]:
-    """Return parameters in DDP's buckets, in their order: one type each, closed once they hold their limit of bytes."""
+def _in_buckets(parameters: Sequence[Tensor], limits: tuple[float, float]) -> list[list[Tensor]]:
+    """Return parameters in DDP's buckets, in their order: each bucket has one type, and is closed once it is full.
+
+    ``limits``: the bytes at which a type's first bucket is full, and at which every later one is.
+    """
     open_buckets: dict[torch.dtype, list[Tensor]] = {}
     filled: dict[torch.dtype, int] = {}
     closed: list[list[Tensor]] = []
-    first_of: set[torch.dtype] = set()
+    has_first_bucket: set[torch.dtype] = set()
     for parameter in parameters:
         dtype = parameter.dtype
         open_buckets.setdefault(dtype, []).append(parameter)
         filled[dtype] = filled.get(dtype, 0) + parameter.numel() * parameter.element_size()
-        if filled[dtype] >= limits[dtype in first_of]:
+        first_limit, later_limit = limits
+        if filled[dtype] >= (later_limit if dtype in has_first_bucket else first_limit):
             closed.append(open_buckets.pop(dtype))
             filled[dtype] = 0
-            first_of.add(dtype)
+            has_first_bucket.add(dtype)
     return closed + [bucket for bucket in open_buckets.values() if bucket]

@@ -21,12 +21,17 @@ from torch.utils._pytree import tree_leaves
 from ddltool.analyzers.step.recording.packages import REST, Inert
 
 _BLOCK = 64
-"""Weights of 4 bits have one scale for so many."""
+"""Weights of 4 bits in a block that shares one scale (bitsandbytes' default)."""
+_STATE_BLOCK = 256
+"""Elements of an optimizer's state of 8 bits in a block that shares one scale (bitsandbytes')."""
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
               causal: bool = False, **_: Any) -> Tensor:  # fmt: skip
-    """Return attention of (batch, tokens, heads, width), as flash_attn lays it out; keys may have fewer heads."""
+    """Return attention of (batch, tokens, heads, width) tensors, flash_attn's layout, in the same layout.
+
+    Keys and values may have fewer heads than queries (grouped queries).
+    """
     query, key, value = (part.transpose(1, 2) for part in (q, k, v))
     grouped = q.shape[2] != k.shape[2]
     return functional.scaled_dot_product_attention(
@@ -41,13 +46,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_s
 
 
 def packed_attention(qkv: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Return attention of (batch, tokens, 3, heads, width)."""
+    """Return attention (batch, tokens, heads, width) of queries, keys and values in one tensor.
+
+    That is (batch, tokens, 3, heads, width).
+    """
     q, k, v = qkv.unbind(2)
     return attention(q, k, v, *args, **kwargs)
 
 
 def paired_attention(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Return attention of queries and of keys and values (batch, tokens, 2, heads, width)."""
+    """Return attention of queries (batch, tokens, heads, width) and of keys and values in (batch, tokens, 2, heads, width)."""
     k, v = kv.unbind(2)
     return attention(q, k, v, *args, **kwargs)
 
@@ -55,35 +63,47 @@ def paired_attention(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Tensor
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None,
                      max_seqlen_q: int = 0, max_seqlen_k: int = 0, dropout_p: float = 0.0,
                      softmax_scale: float | None = None, causal: bool = False, **_: Any) -> Tensor:  # fmt: skip
-    """Return attention of sequences that follow each other in (tokens, heads, width); their lengths are taken as equal."""
+    """Return attention of sequences that follow each other in (tokens, heads, width), in the same shape.
+
+    ``cu_seqlens_q`` and ``cu_seqlens_k`` hold the sequences' offsets, one more than there are sequences. Their values
+    are not known here, so the sequences are taken as equally long and the last is padded.
+    """
     sequences = max(1, cu_seqlens_q.shape[0] - 1)
-    length, width = -(-q.shape[0] // sequences), -(-k.shape[0] // sequences)
-    if max_seqlen_q and length > int(max_seqlen_q):  # more offsets than sequences, or fewer
-        length = int(max_seqlen_q)
-        sequences = -(-q.shape[0] // length)
-        width = -(-k.shape[0] // sequences)
+    query_length, key_length = -(-q.shape[0] // sequences), -(-k.shape[0] // sequences)  # of each, rounded up
+    if max_seqlen_q and query_length > int(max_seqlen_q):  # more offsets than sequences, or fewer
+        query_length = int(max_seqlen_q)
+        sequences = -(-q.shape[0] // query_length)
+        key_length = -(-k.shape[0] // sequences)
 
     def folded(part: Tensor, each: int) -> Tensor:
+        """Return (sequences, tokens of each, heads, width) for (tokens, heads, width), with padding at the end."""
         filled = sequences * each - part.shape[0]
         padded = functional.pad(part, (0, 0, 0, 0, 0, filled)) if filled else part
         return padded.view(sequences, each, *part.shape[1:])
 
-    out = attention(folded(q, length), folded(k, width), folded(v, width), dropout_p, softmax_scale, causal)
+    out = attention(
+        folded(q, query_length), folded(k, key_length), folded(v, key_length), dropout_p, softmax_scale, causal
+    )
     return out.reshape(-1, *out.shape[2:])[: q.shape[0]]
 
 
 def varlen_packed_attention(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **kwargs: Any) -> Tensor:
-    """Return attention of (tokens, 3, heads, width)."""
+    """Return attention of sequences that follow each other, queries, keys and values in one (tokens, 3, heads, width)."""
     q, k, v = qkv.unbind(1)
     return varlen_attention(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs)
 
 
 def efficient_attention(query: Tensor, key: Tensor, value: Tensor, attn_bias: Any = None, p: float = 0.0,
                         scale: float | None = None, **_: Any) -> Tensor:  # fmt: skip
-    """Return xformers' attention of (batch, tokens, heads, width) or (batch, tokens, width)."""
+    """Return xformers' attention of (batch, tokens, heads, width) or (batch, tokens, width), in the same shape.
+
+    ``attn_bias``: a mask that is added, LowerTriangularMask for a causal one, or None; ``p``: the share that is
+    dropped.
+    """
     parts = [part.unsqueeze(2) if part.dim() == 3 else part for part in (query, key, value)]
     q, k, v = (part.transpose(1, 2) for part in parts)
-    mask, is_causal = attn_bias if isinstance(attn_bias, Tensor) else None, isinstance(attn_bias, LowerTriangularMask)
+    mask = attn_bias if isinstance(attn_bias, Tensor) else None
+    is_causal = isinstance(attn_bias, LowerTriangularMask)
     out = functional.scaled_dot_product_attention(q, k, v, mask, p, is_causal, scale=scale).transpose(1, 2)
     return out.squeeze(2) if query.dim() == 3 else out
 
@@ -96,59 +116,69 @@ class LowerTriangularMask:
 
 
 def unpad_input(hidden_states: Tensor, attention_mask: Tensor, *_: Any) -> tuple[Any, ...]:
-    """Return all tokens one after another: how many are padding only a run knows."""
+    """Return all tokens of a padded batch one after another, as flash_attn's function of this name does.
+
+    Which tokens are padding only a run knows, so none is taken out and ``attention_mask`` is not read. Returned are
+    the tokens (batch x length, ...), their indices, the sequences' offsets (batch + 1), the longest length, and None.
+    """
     batch, length = hidden_states.shape[:2]
     flat = hidden_states.reshape(batch * length, *hidden_states.shape[2:])
     starts = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=hidden_states.device)
-    places = torch.arange(batch * length, device=hidden_states.device)
-    return flat, places, starts, length, None
+    indices = torch.arange(batch * length, device=hidden_states.device)
+    return flat, indices, starts, length, None
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Return (batch, tokens, heads, width) turned by the angles of each place."""
+    """Return (batch, tokens, heads, width) with each position's halves turned by its angles (rotary embeddings).
+
+    ``cos`` and ``sin`` are (positions, width / 2) or wider.
+    """
     first, second = x.chunk(2, -1)
     cos, sin = (part[: x.shape[1], None, : first.shape[-1]].to(x.dtype) for part in (cos, sin))
     return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's, by the arguments of the packages'."""
+    """torch's RMSNorm, with the arguments that the packages give theirs."""
 
     def __init__(
         self, hidden_size: Any, eps: float = 1e-6, *_: Any, device: Any = None, dtype: Any = None, **__: Any
     ) -> None:
+        """Take the packages' arguments; those that torch does not know are ignored."""
         super().__init__(hidden_size, eps=eps, device=device, dtype=dtype)
-        self.variance_epsilon = eps
+        self.variance_epsilon = eps  # the name under which scripts read it
 
 
 class LayerNorm(nn.LayerNorm):
-    """torch's, by the arguments of the packages'."""
+    """torch's LayerNorm, with the arguments that the packages give theirs."""
 
     def __init__(self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, **_: Any) -> None:
         super().__init__(normalized_shape, eps=eps, elementwise_affine=elementwise_affine)
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):
-    """torch's, whatever else the packages' take."""
+    """torch's cross entropy, which ignores the options that only the packages have."""
 
     def __init__(
         self, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0, **_: Any
     ) -> None:
+        """Take torch's options, and ignore any other."""
         super().__init__(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
 
 
 class LinearCrossEntropyLoss(CrossEntropyLoss):
-    """liger's: the product with the head and the loss in one."""
+    """Liger's loss of hidden states: the product with the head's weight, and cross entropy of its result."""
 
     def forward(self, weight: Tensor, hidden: Tensor, target: Tensor, bias: Tensor | None = None, **_: Any) -> Tensor:  # type: ignore[override]
-        """Return the loss of hidden states (tokens, width)."""
+        """Return the loss of hidden states (tokens, width), a weight (classes, width) and targets (tokens,)."""
         return super().forward(functional.linear(hidden, weight, bias), target)
 
 
 class SwiGLU(nn.Module):
-    """liger's gated layers, by a configuration."""
+    """Liger's gated layers of a transformer block, sized by the model's configuration."""
 
     def __init__(self, config: Any, **_: Any) -> None:
+        """Make the three layers of ``hidden_size`` and ``intermediate_size``."""
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -160,7 +190,10 @@ class SwiGLU(nn.Module):
 
 
 def fused(optimizer: type[torch.optim.Optimizer], *names: str) -> type[torch.optim.Optimizer]:
-    """Return an optimizer of torch that runs as one kernel and takes of the package's arguments those of ``names``."""
+    """Return a class of torch's optimizer that runs as one fused kernel.
+
+    Of the package's arguments it takes those in ``names``, which torch has too, and ignores the others.
+    """
 
     class Fused(optimizer):  # type: ignore[misc,valid-type]
         def __init__(self, params: Any, lr: float = 1e-3, **asked: Any) -> None:
@@ -174,18 +207,23 @@ def fused(optimizer: type[torch.optim.Optimizer], *names: str) -> type[torch.opt
 
 
 class StatesOfOneByte(torch.optim.Optimizer):
-    """bitsandbytes' optimizers: per element a byte of each state, and a scale for every 256; one kernel a parameter."""
+    """bitsandbytes' optimizers with states of 8 bits: one byte per element and state, and a scale for every 256 elements.
+
+    An update is one kernel for each parameter. Parameters below ``min_8bit_size`` elements keep states of float32.
+    """
 
     states = 2
+    """States of each element: Adam has two, a momentum and a mean square."""
 
     def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
                  weight_decay: float = 0.0, min_8bit_size: int = 4096, **_: Any) -> None:  # fmt: skip
+        """Take bitsandbytes' arguments; those of its kernels alone are ignored."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.least = min_8bit_size
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient."""
+        """Update every parameter that has a gradient, and make its states at its first update; return the closure's loss."""
         loss = closure() if closure is not None else None
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -193,30 +231,31 @@ class StatesOfOneByte(torch.optim.Optimizer):
                     continue
                 state = self.state[parameter]
                 if not state:
-                    small = parameter.numel() < self.least
+                    is_small = parameter.numel() < self.least
                     for number in range(self.states):
                         state[f"state{number + 1}"] = torch.zeros_like(
-                            parameter, dtype=torch.float32 if small else torch.uint8
+                            parameter, dtype=torch.float32 if is_small else torch.uint8
                         )
-                        if not small:
+                        if not is_small:
                             state[f"absmax{number + 1}"] = torch.zeros(
-                                -(-parameter.numel() // 256), device=parameter.device
+                                -(-parameter.numel() // _STATE_BLOCK), device=parameter.device
                             )
                 own_ops().update(parameter, parameter.grad, list(state.values()))
         return loss
 
 
 class OneStateOfOneByte(StatesOfOneByte):
-    """Those with a momentum alone."""
+    """Those of bitsandbytes' 8-bit optimizers that keep a momentum alone."""
 
     states = 1
 
 
 @cache
 def own_ops() -> Any:
-    """Return the ops that torch has not, whose cost is what they read and write; declared once in a process.
+    """Return the namespace of ops that torch does not have, whose cost is what they read and write.
 
-    ``update`` of a parameter and its states, ``kernel`` of the script's own, ``dequantize`` of a packed weight.
+    ``update`` changes a parameter and its optimizer states, ``kernel`` stands for a kernel of the script's own, and
+    ``dequantize`` unpacks a weight of few bits. The ops are declared once in a process.
     """
     library = torch.library.Library("ddltool", "FRAGMENT")
     library.define("update(Tensor(a!) parameter, Tensor gradient, Tensor(b!)[] states) -> ()")
@@ -230,14 +269,15 @@ def own_ops() -> Any:
 
 
 def _unpacked(packed: Tensor, _scales: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Return an empty weight (rows, columns): nothing here has values."""
     return packed.new_empty((rows, columns), dtype=dtype)
 
 
 class OneState(OneStateOfOneByte):
-    """Those whose momentum is kept in float32."""
+    """bitsandbytes' optimizers that keep a momentum alone, in float32."""
 
     def __init__(self, *args: Any, **asked: Any) -> None:
-        super().__init__(*args, **(asked | {"min_8bit_size": sys.maxsize}))
+        super().__init__(*args, **(asked | {"min_8bit_size": sys.maxsize}))  # no parameter is large enough for 8 bits
 
 
 class PackedWeight(nn.Parameter):
@@ -249,56 +289,67 @@ class PackedWeight(nn.Parameter):
 
 
 class PackedLinear(nn.Linear):
-    """A layer whose weight has few bits: it is unpacked for every product, forward and backward."""
+    """A linear layer whose weight has 4 or 8 bits an element: it is unpacked for every product, forward and backward."""
 
     bits = 8
 
     def __init__(self, input_features: int, output_features: int, bias: bool = True, compute_dtype: Any = None,
                  *_: Any, device: Any = None, **__: Any) -> None:  # fmt: skip
-        super().__init__(input_features, output_features, bias, device="meta")
+        """Make a layer of packed weights (elements x bits / 8 bytes) and their scales, with bitsandbytes' arguments.
+
+        ``compute_dtype`` None: half-precision inputs keep their type, others are computed in float16.
+        """
+        super().__init__(input_features, output_features, bias, device="meta")  # the full weight takes no memory
         elements = input_features * output_features
         packed = torch.empty(elements * self.bits // 8, 1, dtype=torch.uint8, device=device)
         self.weight = nn.Parameter(packed, requires_grad=False)
-        scales = elements // _BLOCK if self.bits == 4 else output_features
+        scales = elements // _BLOCK if self.bits == 4 else output_features  # of 8 bits, one scale for each row
         self.scales = torch.empty(scales, dtype=torch.float32, device=device)  # no buffer: it keeps its type
         if bias:
             self.bias = nn.Parameter(torch.empty(output_features, device=device))
         self.compute_dtype = compute_dtype
-        self._mark()
+        self._mark_weight()
+        # Settings that libraries of adapters read of an 8-bit layer.
         self.state = SimpleNamespace(threshold=0.0, has_fp16_weights=False, memory_efficient_backward=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Move the scales along with the parameters, without changing their type."""
         self.scales = fn(self.scales).float()
         moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._mark()  # a weight that moves is another
+        self._mark_weight()  # moving replaces the parameter, and its marks are gone
         return moved
 
-    def _mark(self) -> None:
-        """Let the weight say what libraries of adapters ask of it."""
+    def _mark_weight(self) -> None:
+        """Set on the weight the attributes of bitsandbytes' parameters that libraries of adapters (peft) read."""
         self.weight.__dict__.update(
             compress_statistics=True, quant_type="nf4", quant_storage=torch.uint8, quant_state=None
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the product in the type that is computed in."""
+        """Return (..., output features) in the input's type, computed in ``compute_dtype``."""
         dtype = self.compute_dtype or (x.dtype if x.dtype.itemsize == 2 else torch.float16)
-        weight = (self.out_features, self.in_features)
-        return _PackedProduct.apply(x.to(dtype), self.weight, self.scales, weight, self.bias).to(x.dtype)  # type: ignore[no-any-return,no-untyped-call]
+        shape = (self.out_features, self.in_features)
+        return _PackedProduct.apply(x.to(dtype), self.weight, self.scales, shape, self.bias).to(x.dtype)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _PackedProduct(torch.autograd.Function):
-    """A product with a packed weight, which is unpacked again for the gradient rather than kept."""
+    """The product with a packed weight, which is unpacked again for the gradient rather than kept."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, packed: Tensor, scales: Tensor, shape: tuple[int, int], bias: Tensor | None
     ) -> Tensor:
+        """Return x (..., inputs) times the weight of ``shape`` (outputs, inputs), plus bias.
+
+        Only the packed weight is kept for the backward pass.
+        """
         ctx.packed, ctx.scales, ctx.shape = packed, scales, shape
         weight = own_ops().dequantize(packed, scales, *shape, x.dtype)
         return functional.linear(x, weight, bias.to(x.dtype) if bias is not None else None)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        """Return the gradient of x; the weight, its scales and the bias are frozen."""
         [gradient] = gradients
         weight = own_ops().dequantize(ctx.packed, ctx.scales, *ctx.shape, gradient.dtype)
         return gradient @ weight, None, None, None, None
@@ -315,16 +366,18 @@ class Linear8bitLt(PackedLinear):
 
 
 class TritonKernel:
-    """A kernel that is compiled by Triton: launched, it passes over the tensors that it is given."""
+    """A kernel that Triton would compile: a launch is recorded as one pass over the tensors that it is given."""
 
     def __init__(self, function: Any) -> None:
+        """Keep the function, which is never run."""
         self.fn, self.__name__ = function, getattr(function, "__name__", "kernel")
 
     def __getitem__(self, _grid: Any) -> Callable[..., None]:
+        """Return what launches the kernel: ``kernel[grid](...)``."""
         return self.run
 
     def run(self, *args: Any, **kwargs: Any) -> None:
-        """Record one launch."""
+        """Record one launch of the kernel, whose cost is to read and write the tensors among its arguments."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if tensors:
             with torch.no_grad():
@@ -350,16 +403,17 @@ class CompiledKernel:
 
 
 def _decorated(function: Any = None, **_: Any) -> Any:
-    """Return what ``triton.jit`` makes of a function, with arguments or without."""
+    """Return what ``triton.jit`` makes of a function, written as ``@jit`` or as ``@jit(...)``."""
     return TritonKernel(function) if callable(function) else TritonKernel
 
 
 def _passing(*_: Any, **__: Any) -> Callable[[Any], Any]:
-    """Return a decorator that changes nothing."""
+    """Return a decorator that leaves the function as it is, whatever its arguments."""
     return lambda function: function
 
 
 def _flash_attn(name: str = "flash_attn") -> dict[str, Any]:
+    """Return what flash_attn holds, or a package of another name with its functions alone (``flash_attn_interface``)."""
     functions = {
         "flash_attn_func": attention, "flash_attn_qkvpacked_func": packed_attention,
         "flash_attn_kvpacked_func": paired_attention, "flash_attn_varlen_func": varlen_attention,
@@ -388,6 +442,7 @@ _PADDING: dict[str, Any] = {
 
 
 def _xformers() -> dict[str, Any]:
+    """Return what xformers holds: its attention and its causal mask."""
     return {
         "xformers.ops.memory_efficient_attention": efficient_attention,
         "xformers.ops.LowerTriangularMask": LowerTriangularMask,
@@ -397,13 +452,10 @@ def _xformers() -> dict[str, Any]:
 
 
 def _apex() -> dict[str, Any]:
-    adam, kept = (
-        fused(torch.optim.AdamW, "betas", "eps", "weight_decay"),
-        ("momentum", "dampening", "weight_decay", "nesterov"),
-    )
+    """Return what apex holds: torch's fused optimizers, its norms, and its data parallelism."""
     return {
-        "apex.optimizers.FusedAdam": adam,
-        "apex.optimizers.FusedSGD": fused(torch.optim.SGD, *kept),
+        "apex.optimizers.FusedAdam": fused(torch.optim.AdamW, "betas", "eps", "weight_decay"),
+        "apex.optimizers.FusedSGD": fused(torch.optim.SGD, "momentum", "dampening", "weight_decay", "nesterov"),
         "apex.normalization.FusedLayerNorm": LayerNorm, "apex.normalization.MixedFusedLayerNorm": LayerNorm,
         "apex.normalization.fused_layer_norm.FusedLayerNorm": LayerNorm,
         "apex.normalization.FusedRMSNorm": RMSNorm, "apex.normalization.MixedFusedRMSNorm": RMSNorm,
@@ -414,7 +466,8 @@ def _apex() -> dict[str, Any]:
 
 
 def _liger_kernel() -> dict[str, Any]:
-    # What changes a model in place leaves it as it is: the arithmetic is the same.
+    """Return what liger_kernel holds: fused layers and losses, and functions that would patch a model in place."""
+    # The functions that patch a model leave it as it is here: the arithmetic is the same.
     stand_ins: dict[str, Any] = {
         "RMSNorm": RMSNorm, "LigerRMSNorm": RMSNorm, "LigerLayerNorm": LayerNorm, "LigerSwiGLUMLP": SwiGLU,
         "LigerCrossEntropyLoss": CrossEntropyLoss, "LigerFusedLinearCrossEntropyLoss": LinearCrossEntropyLoss,
@@ -438,6 +491,7 @@ def _liger_kernel() -> dict[str, Any]:
 
 
 def _bitsandbytes() -> dict[str, Any]:
+    """Return what bitsandbytes holds: its optimizers of 8 and 32 bits, and layers with packed weights."""
     stand_ins: dict[str, Any] = {
         f"{prefix}{name}{suffix}": StatesOfOneByte
         for prefix in ("", "Paged") for name in ("Adam", "AdamW", "AdEMAMix", "LAMB") for suffix in ("8bit",)
@@ -451,7 +505,7 @@ def _bitsandbytes() -> dict[str, Any]:
         for name in ("Lion", "SGD", "RMSprop")
         for suffix in ("", "32bit")
     }
-    adam = fused(torch.optim.AdamW, "betas", "eps", "weight_decay")
+    adam = fused(torch.optim.AdamW, "betas", "eps", "weight_decay")  # states of 32 bits are torch's own
     stand_ins |= dict.fromkeys(
         ("Adam", "AdamW", "PagedAdam", "PagedAdamW", "AdamW32bit", "PagedAdamW32bit", "Adam32bit"), adam
     )
@@ -464,6 +518,7 @@ def _bitsandbytes() -> dict[str, Any]:
 
 
 def _triton() -> dict[str, Any]:
+    """Return what triton holds: decorators that make recordable kernels, and two helpers that scripts call for sizes."""
     return {
         "triton.jit": _decorated, "triton.autotune": _passing, "triton.heuristics": _passing,
         "triton.cdiv": lambda x, y: -(-x // y), "triton.next_power_of_2": lambda n: 1 << (int(n) - 1).bit_length(),
@@ -472,10 +527,12 @@ def _triton() -> dict[str, Any]:
 
 
 def _kernels() -> dict[str, Any]:
+    """Return what the package ``kernels`` holds: a function that fetches a kernel, of which flash attention is known."""
     functions = {key.rpartition(".")[2]: value for key, value in _flash_attn("flash_attn_interface").items()}
     package = SimpleNamespace(**functions, flash_attn_interface=SimpleNamespace(**functions))
 
     def get_kernel(name: str, *_: Any, **__: Any) -> Any:
+        """Return flash attention's functions. Raises ImportError for any other kernel."""
         if "flash" not in name:
             raise ImportError(f"the kernel {name} has no stand-in here")
         return package
@@ -484,8 +541,13 @@ def _kernels() -> dict[str, Any]:
 
 
 def _wandb() -> dict[str, Any]:
+    """Return what wandb holds: everything is inert except the configuration, which scripts (sweeps) read back."""
+
     class Config(SimpleNamespace):
+        """The run's configuration, read by attribute or by key."""
+
         def update(self, values: Any, **_: Any) -> None:
+            """Take the values of a mapping or of an object's attributes."""
             self.__dict__.update(values if isinstance(values, Mapping) else vars(values))
 
         def __getitem__(self, key: str) -> Any:
@@ -496,6 +558,7 @@ def _wandb() -> dict[str, Any]:
     run.__dict__["config"] = config
 
     def init(*_: Any, config: Any = None, **__: Any) -> Any:
+        """Return the run, with the script's configuration."""
         if config is not None:
             run.config.update(config)
         return run

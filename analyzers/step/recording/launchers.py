@@ -12,8 +12,10 @@ from typing import Any
 from ddltool.errors import InputError
 
 _FORMS = "python train.py, python -m package.train, torchrun train.py or accelerate launch train.py"
+"""The commands that are known, for messages."""
 _PYTHON = re.compile(r"python(3(\.\d+)?)?(\.exe)?")
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
+"""A variable set before the command: ``CUDA_VISIBLE_DEVICES=0``."""
 _MOST_PROCESSES = 100_000
 
 
@@ -30,7 +32,7 @@ class Launched:
     environment: dict[str, str] = field(default_factory=dict)
 
     def variables(self) -> dict[str, str]:
-        """Return the environment of rank 0."""
+        """Return the environment variables that rank 0 finds: those set before the command, and the launcher's own."""
         if self.processes is None:
             return self.environment
         world = {
@@ -43,9 +45,10 @@ class Launched:
 
 
 def launched(command: Sequence[str], gpus_per_node: int) -> Launched:
-    """Return what a command starts. ``gpus_per_node``: the processes of a node whose launcher asks for one per GPU.
+    """Return what a command starts, from its words.
 
-    Raises InputError for a launcher that is not known and for arguments that it does not take.
+    ``gpus_per_node``: the processes of a node where the launcher is to start one for each GPU. Raises InputError for
+    a launcher that is not known, for arguments that it does not take, and for a script that is not here.
     """
     words = list(command)
     environment = {}
@@ -75,7 +78,10 @@ def launched(command: Sequence[str], gpus_per_node: int) -> Launched:
 
 
 def _python(words: list[str], gpus_per_node: int) -> Launched:
-    """Read python's own options, up to the script or ``-m`` and a module."""
+    """Return what plain ``python`` starts: its own options are passed over, up to the script or to ``-m`` and a module.
+
+    A launcher that is started as a module (``python -m torch.distributed.run``) is read as that launcher.
+    """
     while words and words[0].startswith("-"):
         option = words.pop(0)
         if option == "-m" and words:
@@ -86,7 +92,7 @@ def _python(words: list[str], gpus_per_node: int) -> Launched:
             return Launched(tuple(words), is_module=True)
         if option == "-c":
             raise InputError("--", "python -c has no script to record", f"write {_FORMS}")
-        if option in ("-W", "-X") and words:
+        if option in ("-W", "-X") and words:  # these options take a word
             words.pop(0)
     if not words:
         raise InputError("--", "python without a script", f"write {_FORMS}")
@@ -94,11 +100,11 @@ def _python(words: list[str], gpus_per_node: int) -> Launched:
 
 
 def _torchrun(words: list[str], gpus_per_node: int) -> Launched:
-    """Read torchrun's options by its own parser."""
+    """Return what ``torchrun`` starts, its options read by its own parser."""
     from torch.distributed.run import get_args_parser
 
     options = _parsed(get_args_parser(), words, "torchrun")
-    nodes = int(str(options.nnodes).rpartition(":")[2])
+    nodes = int(str(options.nnodes).rpartition(":")[2])  # of "least:most" nodes, as many as may join
     asked_per_node = str(options.nproc_per_node)
     if not asked_per_node.isdigit() and asked_per_node not in ("gpu", "cpu", "auto"):
         raise InputError("torchrun", f"--nproc-per-node is {asked_per_node!r}", "give a number, or gpu")
@@ -109,7 +115,7 @@ def _torchrun(words: list[str], gpus_per_node: int) -> Launched:
 
 
 def _accelerate(words: list[str], gpus_per_node: int) -> Launched:
-    """Read the options of ``accelerate launch`` by its own parser; its configuration file is not read."""
+    """Return what ``accelerate launch`` starts, its options read by its own parser; its configuration file is not read."""
     try:
         from accelerate.commands.launch import launch_command_parser  # type: ignore[import-untyped]
     except ImportError:
@@ -123,17 +129,21 @@ def _accelerate(words: list[str], gpus_per_node: int) -> Launched:
     if options.use_fsdp:
         from accelerate.utils import prepare_multi_gpu_env  # type: ignore[import-untyped]
 
-        given = prepare_multi_gpu_env(options)
-        environment |= {name: value for name, value in given.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
+        variables = prepare_multi_gpu_env(options)
+        environment |= {name: value for name, value in variables.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
     script = (options.training_script, *options.training_script_args)
-    single = processes == 1 and not options.multi_gpu
-    return Launched(script, options.module, None if single else processes, max(1, processes // nodes), environment)
+    is_single = processes == 1 and not options.multi_gpu
+    return Launched(script, options.module, None if is_single else processes, max(1, processes // nodes), environment)
 
 
 def _parsed(parser: Any, words: list[str], name: str) -> Any:
-    """Return what a launcher's parser reads. Raises InputError in the parser's own words."""
+    """Return the options that a launcher's parser reads. Raises InputError in the parser's own words.
+
+    ``name``: the launcher in messages.
+    """
 
     def refuse(message: str) -> None:
+        """Raise InputError where argparse would print the usage and end the process."""
         raise InputError(name, message, f"write its options as {name} --help lists them")
 
     parser.error = refuse

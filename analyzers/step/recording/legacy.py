@@ -19,33 +19,40 @@ _TYPES = {
 
 
 class _OfType(type):
-    """Makes tensors of one element type on the GPU, and knows them."""
+    """The class of the old tensor types: calling a type makes a tensor on the GPU, and isinstance tells the type's tensors."""
 
     dtype: torch.dtype
 
     def __call__(cls, *args: Any, **_: Any) -> Any:
+        """Return a new tensor of the type, as ``torch.cuda.FloatTensor(2, 3)`` does."""
         return made(args, cls.dtype)
 
     def __instancecheck__(cls, value: Any) -> bool:
+        """Return whether a value is a tensor of this type on the GPU."""
         return isinstance(value, Tensor) and value.is_cuda and value.dtype == cls.dtype
 
 
 def made(args: tuple[Any, ...], dtype: torch.dtype, device: Any = "cuda") -> Tensor:
-    """Return a tensor on the GPU as the old constructors do: of sizes, of a list's or an array's values, or empty."""
+    """Return a tensor on the GPU as the old constructors do: of a list's or an array's values, else empty, of given sizes.
+
+    ``args``: what the constructor was called with; without arguments the tensor has no elements.
+    """
     if args and not isinstance(args[0], (int, torch.Size)):
         return torch.as_tensor(args[0], dtype=dtype).to(device)
-    return torch.empty(*args or (0,), dtype=dtype, device=device)
+    sizes = args or (0,)
+    return torch.empty(*sizes, dtype=dtype, device=device)
 
 
 def converted(name: str, tensor: Tensor, args: tuple[Any, ...], device: torch.device) -> Any:
-    """Return what ``tensor.type(kind)`` and ``tensor.new(...)`` give; NotImplemented where torch's own do.
+    """Return what ``tensor.type(kind)`` or ``tensor.new(...)`` gives for an old type; NotImplemented where torch's own works.
 
-    Call it where torch's functions are not those of the pose; ``device``: the one that poses.
+    ``name``: the method; ``args``: its arguments; ``device``: the recorded one, which seems to be a GPU. Call it
+    outside the mode that stands in for torch's functions.
     """
-    is_here = tensor.device.type in ("cuda", device.type)
-    if name == "new" and is_here:
+    is_on_gpu = tensor.device.type in ("cuda", device.type)
+    if name == "new" and is_on_gpu:
         return made(args, tensor.dtype, device)
-    if name == "type" and not args and is_here:
+    if name == "type" and not args and is_on_gpu:
         return f"torch.cuda.{next(kind for kind, dtype in _TYPES.items() if dtype == tensor.dtype)}"
     kind = args[0] if name == "type" and args else None
     if isinstance(kind, str) and kind.startswith("torch.cuda."):
@@ -54,21 +61,25 @@ def converted(name: str, tensor: Tensor, args: tuple[Any, ...], device: torch.de
 
 
 def stand_in_types() -> None:
-    """Let ``torch.cuda`` have the old types, also as the default of new tensors, and ``torch._six`` what torch 1 had there."""
-    old = ModuleType("torch._six")
-    old.__dict__.update(
+    """Give ``torch.cuda`` its old tensor types, and ``torch._six`` the names that torch 1 had there.
+
+    The types can also be set as the default of new tensors.
+    """
+    six = ModuleType("torch._six")
+    six.__dict__.update(
         inf=math.inf, nan=math.nan, string_classes=(str, bytes), int_classes=int, container_abcs=collections.abc
     )
-    sys.modules.setdefault(old.__name__, old)
+    sys.modules.setdefault(six.__name__, six)
     for name, dtype in _TYPES.items():
         setattr(torch.cuda, name, _OfType(name, (), {"dtype": dtype}))
-    real = torch.set_default_tensor_type
+    real_set_default = torch.set_default_tensor_type
 
     def set_default_tensor_type(kind: Any) -> None:
+        """Set the default type and device of new tensors; a type that is none of the old ones goes to torch's function."""
         if isinstance(kind, str) and kind.startswith("torch.cuda."):
             kind = getattr(torch.cuda, kind.rpartition(".")[2])
         if not isinstance(kind, _OfType):
-            return real(kind)
+            return real_set_default(kind)
         torch.set_default_dtype(kind.dtype)
         torch.set_default_device("cuda")
         return None

@@ -28,17 +28,19 @@ from ddltool.analyzers.step.recording.vision import stand_in_vision
 
 
 class _Changing(MetaPathFinder, Loader):
-    """Loads modules of some names as ever, then changes them."""
+    """Finds and loads modules of some names as Python does, and patches each of them right after it was run."""
 
     def __init__(self, changes: dict[str, Callable[[Any], None]]) -> None:
+        """``changes``: by a module's name, the function that patches it."""
         self._changes = changes
         self._loaders: dict[str, Any] = {}
+        """By a module's name, its own loader; None while this is being looked for."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        """Return the module's own spec, with this as its loader."""
+        """Return the module's own spec with this object as its loader; None for a module that is not patched."""
         if fullname not in self._changes or fullname in self._loaders:
             return None
-        self._loaders[fullname] = None  # find_spec asks here again
+        self._loaders[fullname] = None  # find_spec asks this finder again, which then passes
         spec = find_spec(fullname)
         if spec is None or spec.loader is None:
             return spec
@@ -46,24 +48,27 @@ class _Changing(MetaPathFinder, Loader):
         return spec
 
     def create_module(self, spec: Any) -> Any:
-        """Return what its own loader makes."""
+        """Return the module that its own loader makes, still empty."""
         return self._loaders[spec.name].create_module(spec)
 
     def exec_module(self, module: Any) -> None:
-        """Run the module, and change it."""
+        """Run the module by its own loader, then patch it."""
         self._loaders[module.__name__].exec_module(module)
         self._changes[module.__name__](module)
 
 
 def change_libraries(recorder: Recorder, torchvision_ops: torch.library.Library | None) -> None:
-    """Let libraries be changed once they are imported, those that are at once."""
+    """Patch libraries as soon as the script imports them, and at once those that are imported already.
+
+    ``torchvision_ops``: the library of torchvision's declared operators; None where its compiled one was loaded.
+    """
     changes = stand_in_downloads(recorder.gpu) | stand_in_vision(torchvision_ops, recorder.gpu)
     changes |= {
         "torch.distributed.pipelining.stage": lambda module: stand_in_neighbours(module, recorder),
         "torch.nn.attention.flex_attention": stand_in_flexible_attention,
         "accelerate.utils.dataclasses": _renamed_in_accelerate,
-        "lightning.fabric.utilities.device_parser": _any_device,
-        "lightning_fabric.utilities.device_parser": _any_device,
+        "lightning.fabric.utilities.device_parser": _accept_any_device,
+        "lightning_fabric.utilities.device_parser": _accept_any_device,
     }
     for name in [name for name in changes if name in sys.modules]:  # a launcher's parser has imported some
         changes.pop(name)(sys.modules[name])
@@ -76,21 +81,25 @@ def change_libraries(recorder: Recorder, torchvision_ops: torch.library.Library 
 
 
 def _renamed_in_accelerate(module: Any) -> None:
-    """Let DistributedType.TPU, which scripts still compare with, be what it is called today."""
+    """Give ``DistributedType`` its old member TPU, which scripts still compare with, as another name of XLA."""
     kinds = module.DistributedType
     if "TPU" not in kinds.__members__:
         type.__setattr__(kinds, "TPU", kinds.XLA)
 
 
-def _any_device(module: Any) -> None:
-    """Let Lightning take devices by number: a script that plain python starts asks for those of its other ranks too."""
+def _accept_any_device(module: Any) -> None:
+    """Let Lightning accept any number of devices.
+
+    A script that plain python starts asks for the devices of all its ranks, and the recorded process sees one.
+    """
     module._sanitize_gpu_ids = lambda gpus, **_: gpus
 
 
 class _OtherRank(subprocess.Popen[Any]):
-    """A process of the script itself is another rank, which is not started."""
+    """A ``Popen`` that does not start the script itself again: such a process is another rank, and only rank 0 is recorded."""
 
     def __init__(self, args: Any, *others: Any, **kwargs: Any) -> None:
+        """Start the process, unless it is the script itself: then it has the process number 0 and no streams."""
         words = [str(word) for word in args] if isinstance(args, (list, tuple)) else []
         script = Path(sys.argv[0]).resolve()
         if words[:1] == [sys.executable] and any(Path(word).resolve() == script for word in words[1:3]):
@@ -99,17 +108,18 @@ class _OtherRank(subprocess.Popen[Any]):
             self._child_created = False
             return
         if words[:1] == ["nvidia-smi"] and shutil.which("nvidia-smi") is None:
-            args = ["true"]  # scripts write down what it says
+            args = ["true"]  # scripts only log what nvidia-smi says: a command that says nothing will do
         super().__init__(args, *others, **kwargs)
 
     def poll(self) -> int | None:
-        """Every rank goes on."""
+        """Return the exit status, None while the process runs; another rank runs for as long as the script asks."""
         return super().poll() if self.pid else None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Every rank has done its part."""
+        """Return the exit status once the process ends; another rank has ended well at once."""
         return super().wait(timeout) if self.pid else 0
 
 
 def _start_no_ranks() -> None:
+    """Let the script's own ``subprocess.Popen`` start no other ranks."""
     setattr(subprocess, "Popen", _OtherRank)  # noqa: B010 - mypy lets no class be assigned

@@ -26,7 +26,7 @@ Product = tuple[float, Gemm]
 
 
 def names_in(text: str) -> frozenset[str]:
-    """Return the names in a table that is written as words."""
+    """Return the names in a table that is written as one text, with white space between the names."""
     return frozenset(text.split())
 
 
@@ -126,19 +126,23 @@ _PER_ELEMENT = {name: factor for factor, text in _FACTORS.items() for name in te
 
 
 def cost_of(call: Call) -> Cost:
-    """Return the cost of a call. O(1)."""
-    written, moved, dtype = call.written_bytes, call.read_bytes + call.written_bytes, call.dtype
+    """Return the cost of a call, by the first rule that knows its name: free, matrix product, copy, or work per element.
+
+    An op in no table is counted as one operation per element of its largest tensor. O(1).
+    """
+    written, dtype = call.written_bytes, call.dtype
+    moved = call.read_bytes + written
     if call.name in FREE:
         return Cost(flops=0.0, size_bytes=0.0, estimate="free", written_bytes=written)
     product = _product(call)
     if product is not None:
         flops, gemm = product
-        if dtype.startswith("complex"):  # four real products
+        if dtype.startswith("complex"):  # a product of complex numbers takes four of real ones
             flops, gemm = 4.0 * flops, (4.0 * gemm[0], *gemm[1:])
-        gemm = gemm if flops else NO_GEMM  # nothing fills no tile
+        gemm = gemm if flops else NO_GEMM  # an empty product runs no matrix kernel
         return Cost(flops=flops, size_bytes=moved, estimate="rule", written_bytes=written, gemm=gemm, dtype=dtype)
     if call.name in _LOOKUPS or call.name in _COPIES:
-        size = 2.0 * written if call.name in _LOOKUPS else moved
+        size = 2.0 * written if call.name in _LOOKUPS else moved  # a lookup reads as many bytes as it writes
         return Cost(flops=0.0, size_bytes=size, estimate="rule", written_bytes=written, dtype=dtype)
     factor = _PER_ELEMENT.get(call.name.removesuffix("_")) or _PER_ELEMENT.get(call.name)
     estimate: Estimate = "rule" if factor is not None or call.pointwise else "default"
@@ -147,7 +151,7 @@ def cost_of(call: Call) -> Cost:
 
 
 def multiplies(name: str) -> bool:
-    """Return whether an op of this name multiplies matrices: its inputs' type is what it computes in."""
+    """Return whether an op of this name multiplies matrices; such an op computes in the type of its inputs."""
     return name in _PRODUCTS or _is_attention(name) or name.startswith(_RECURRENT)
 
 
@@ -157,7 +161,10 @@ def _is_attention(name: str) -> bool:
 
 
 def _product(call: Call) -> Product | None:
-    """Return FLOPs and (count, m, n, k) of an op that multiplies matrices, None for any other."""
+    """Return FLOPs and (count, m, n, k) of an op that multiplies matrices or has a rule of its own, None for any other.
+
+    These stand for ``count`` products of (m, k) by (k, n) matrices.
+    """
     if _is_attention(call.name):
         return _attention(call)
     if call.name.startswith(_RECURRENT):
@@ -165,14 +172,19 @@ def _product(call: Call) -> Product | None:
         matrices = [tuple(weight) for weight in weights if isinstance(weight, tuple) and len(weight) == 2]
         inputs = call.named["input"] if "input" in call.named else call.named["x"]
         return _recurrent_layers(inputs, matrices, backward="backward" in call.name) if matrices else None
+    # All other ops have a rule by their name.
     rule = _PRODUCTS.get(call.name)
     return rule(call) if rule is not None else None
 
 
 def _product_of_inputs(left_place: int = 0, right_place: int = 1) -> Callable[[Call], Product | None]:
-    """Return the rule of an op that multiplies its inputs at two places."""
+    """Return the rule of an op that multiplies its inputs at two places.
+
+    ``addmm`` has its bias at 0, and its factors at 1 and 2.
+    """
 
     def count_product(call: Call) -> Product | None:
+        """Return FLOPs and (count, m, n, k) of the two inputs' product, None where a shape is unknown."""
         left, right = call.shape(left_place), call.shape(right_place)
         return None if left is None or right is None else _matmul(left, right)
 
@@ -180,34 +192,49 @@ def _product_of_inputs(left_place: int = 0, right_place: int = 1) -> Callable[[C
 
 
 def _matmul(left: Shape, right: Shape) -> Product | None:
-    """Return FLOPs and shape of (..., m, k) @ (..., k, n); the samples of a product with one matrix count as rows."""
+    """Return FLOPs and (count, m, n, k) of (..., m, k) @ (..., k, n), None for a factor without dimensions.
+
+    A vector counts as a matrix of one row or column. Where the right factor is one matrix, the left one's leading
+    dimensions count as rows; otherwise they are the count.
+    """
     if not left or not right:
         return None
-    left, right = (1, *left) if len(left) == 1 else left, (*right, 1) if len(right) == 1 else right
-    count = math.prod(np.broadcast_shapes(left[:-2], right[:-2])) if len(right) > 2 else 1
-    m = left[-2] if len(right) > 2 else math.prod(left[:-1])
-    return 2.0 * count * m * right[-1] * left[-1], (float(count), float(m), float(right[-1]), float(left[-1]))
+    left = (1, *left) if len(left) == 1 else left
+    right = (*right, 1) if len(right) == 1 else right
+    is_batched = len(right) > 2
+    count = math.prod(np.broadcast_shapes(left[:-2], right[:-2])) if is_batched else 1
+    m = left[-2] if is_batched else math.prod(left[:-1])
+    k, n = left[-1], right[-1]
+    return 2.0 * count * m * n * k, (float(count), float(m), float(n), float(k))
 
 
 def _gemm(call: Call) -> Product | None:
-    """Return FLOPs and shape of ONNX's Gemm, whose factors may be transposed."""
+    """Return FLOPs and (count, m, n, k) of ONNX's Gemm, whose factors may be transposed; None where a shape is unknown."""
     left, right = call.shape(0), call.shape(1)
     if left is None or right is None or len(left) != 2:
         return None
-    return _matmul(left[::-1] if call.named.get("transA") else left, right[::-1] if call.named.get("transB") else right)
+    left = left[::-1] if call.named.get("transA") else left
+    right = right[::-1] if call.named.get("transB") else right
+    return _matmul(left, right)
 
 
 def _linear(call: Call) -> Product | None:
-    """Return FLOPs and shape of (..., in) @ (out, in) transposed, all but the last dimension taken as rows."""
+    """Return FLOPs and (count, m, n, k) of ``linear``: inputs (..., in) times a weight (out, in) transposed.
+
+    All dimensions of the inputs but the last count as rows.
+    """
     inputs, weight = call.inputs[0] or (), call.inputs[1] or ()
-    return _matmul((math.prod(inputs) // max(weight[1], 1), weight[1]), weight[::-1])
+    in_features = weight[1]
+    rows = math.prod(inputs) // max(in_features, 1)
+    return _matmul((rows, in_features), weight[::-1])
 
 
 def _grouped(call: Call) -> Product | None:
-    """Return FLOPs and shape of ``_grouped_mm``: rows, or the inner dimension, are dealt out to the groups.
+    """Return FLOPs and (count, m, n, k) of ``_grouped_mm``, which multiplies each group of rows by a matrix of its own.
 
-    (t, k) x (g, k, n): every row meets its group's matrix. (m, t) x (t, n) gives (g, m, n): the gradient of that matrix.
-    (g, m, k) x (k, t): the columns are dealt out.
+    (t, k) x (g, k, n): the t rows are dealt out to g groups, and every row meets its group's matrix. (m, t) x (t, n)
+    gives (g, m, n), the gradient of those matrices: here the inner dimension t is dealt out. (g, m, k) x (k, t): here
+    the t columns are. Every group is taken to get an equal share.
     """
     left, right = call.inputs[0] or (), call.inputs[1] or ()
     if len(left) == 2 and len(right) == 3:
@@ -220,20 +247,27 @@ def _grouped(call: Call) -> Product | None:
 
 
 def convolution(visited: Shape | None, filters: Shape | None, groups: int) -> Product | None:
-    """Return FLOPs of a convolution and its implicit matrix product: one per group, positions x channels x taps.
+    """Return FLOPs of a convolution and its implicit matrix products (count, m, n, k), None where a shape is unknown.
 
-    ``visited``: the shape of the output (of the input, when transposed), every position of which meets every element of its
-    filters once. ``filters``: (out, in / groups, taps ...), or transposed (in, out / groups, taps ...).
+    There is one product per group; its m are the positions of all samples, its n the output channels, its k the input
+    channels times the filter's taps. ``visited``: the shape whose every position meets every element of its filters
+    once: the output's, or the input's when transposed. ``filters``: (out, in / groups, taps ...), or transposed (in,
+    out / groups, taps ...).
     """
     if visited is None or filters is None:
         return None
-    positions = (visited[0] if len(visited) == len(filters) else 1) * math.prod(visited[2:])
+    samples = visited[0] if len(visited) == len(filters) else 1  # else a single image without a batch dimension
+    positions = samples * math.prod(visited[2:])
     flops = 2.0 * positions * math.prod(filters)
     return flops, (float(groups), float(positions), filters[0] / max(groups, 1), float(math.prod(filters[1:])))
 
 
 def _aten_convolution(call: Call) -> Product | None:
-    """Return FLOPs and shape of aten's convolution; backward takes as many FLOPs for each of input and weight as forward."""
+    """Return FLOPs and (count, m, n, k) of aten's convolution, forward or backward.
+
+    The backward pass takes as many FLOPs as the forward pass for each of the two gradients that are asked for, the
+    input's and the weight's.
+    """
     arguments, is_backward = call.named, call.name.endswith("_backward")
     output = arguments["grad_output"] if is_backward else call.output
     visited = arguments["input"] if arguments["transposed"] else output
@@ -243,18 +277,20 @@ def _aten_convolution(call: Call) -> Product | None:
 
 
 def _onnx_convolution(call: Call) -> Product | None:
-    """Return FLOPs and shape of ONNX's convolutions."""
-    weight = call.shape(3 if call.name == "QLinearConv" else 1)
+    """Return FLOPs and (count, m, n, k) of ONNX's convolutions, None where a shape is unknown."""
+    weight = call.shape(3 if call.name == "QLinearConv" else 1)  # after the input's scale and zero point
+    # Every input position of a transposed convolution, every output position of another, meets its filters once.
     visited = call.shape(0) if call.name == "ConvTranspose" else call.output
     return convolution(visited, weight, int(call.named.get("group", 1)))
 
 
 def _attention(call: Call) -> Product | None:
-    """Return FLOPs and (heads of all samples, queries, keys, width) of fused attention.
+    """Return FLOPs and (count, m, n, k) of fused attention: heads of all samples, queries, keys, and width of a head.
 
-    Two products forward; five backward, since the scores are computed again. FLOPs count the whole square, as MFU is
-    usually reported; the keys of ``gemm`` are halved under a causal mask, of which kernels skip the upper half, and its
-    width is the mean over the products, so that each of these takes ``2 gemm.prod()`` operations.
+    There are two products in the forward pass, five in the backward pass, since the scores are computed again. FLOPs
+    count the whole square of queries and keys, as MFU is usually reported. The keys of ``gemm`` are halved under a
+    causal mask, of which kernels skip the upper half; its width is the mean over the products, so that each of these
+    takes ``2 gemm.prod()`` operations.
     """
     arguments = call.named
     if not all(isinstance(arguments.get(part), tuple) for part in ("query", "key", "value")):
@@ -262,31 +298,38 @@ def _attention(call: Call) -> Product | None:
     query, key, value = arguments["query"], arguments["key"], arguments["value"]
     heads, queries, score_width = math.prod(query[:-2]), query[-2], query[-1]
     keys, value_width = key[-2], value[-1]
-    of_scores, of_values = (3.0, 2.0) if "backward" in call.name else (1.0, 1.0)
-    width = (of_scores * score_width + of_values * value_width) / (of_scores + of_values)
-    flops = 2.0 * (of_scores + of_values) * heads * queries * keys * width
+    # How many products have the width of queries and keys, and how many that of the values.
+    score_products, value_products = (3.0, 2.0) if "backward" in call.name else (1.0, 1.0)
+    products = score_products + value_products
+    width = (score_products * score_width + value_products * value_width) / products
+    flops = 2.0 * products * heads * queries * keys * width
     is_causal = bool(arguments.get("is_causal", False)) and queries > 1
     return flops, (float(heads), float(queries), keys / 2 if is_causal else float(keys), width)
 
 
 def _recurrent_layers(inputs: Shape, matrices: Sequence[Shape], *, backward: bool = False) -> Product:
-    """Return FLOPs and shape of recurrent layers whose weight matrices are (gates x state, inputs) each.
+    """Return FLOPs and (count, m, n, k) of recurrent layers whose weight matrices are (gates x state, inputs) each.
 
-    Every step of every sample meets every weight once; backward twice, for the input and for the weights. The steps of one
-    layer wait for each other, hence ``gemm``'s count: steps times layers and directions. ``inputs``: (steps, batch, features).
+    Every step of every sample meets every weight once; in the backward pass twice, for the gradients of input and
+    weights. The steps of a layer wait for each other, hence the count: steps times layers and directions. ``inputs``:
+    (steps, batch, features).
     """
     rows = math.prod(inputs[:-1])
     flops = 2.0 * rows * sum(math.prod(matrix) for matrix in matrices)
     steps = float(inputs[0])
     gate_rows = float(matrices[0][0])
-    layers = max(sum(matrix[0] == gate_rows for matrix in matrices) / 2.0, 1.0)  # without projections of the state
+    # A layer has two matrices of so many rows, for its input and its state; a projection of the state has other rows.
+    layers = max(sum(matrix[0] == gate_rows for matrix in matrices) / 2.0, 1.0)
     mean_columns = flops / (2.0 * rows * layers * gate_rows) if flops else 0.0
     gemm = (steps * layers, rows / steps if steps else 0.0, gate_rows, mean_columns)
     return (2.0 * flops if backward else flops), gemm
 
 
 def _onnx_recurrent(call: Call) -> Product | None:
-    """Return FLOPs and shape of ONNX's LSTM, GRU and RNN: both weights are (directions, gates x state, inputs)."""
+    """Return FLOPs and (count, m, n, k) of ONNX's LSTM, GRU and RNN, None where a shape is unknown or not of three dimensions.
+
+    Both weights are (directions, gates x state, inputs).
+    """
     inputs, weight, state_weight = (call.shape(place) for place in range(3))
     if inputs is None or weight is None or state_weight is None:
         return None
@@ -296,7 +339,7 @@ def _onnx_recurrent(call: Call) -> Product | None:
 
 
 def _pooling(call: Call) -> Product | None:
-    """Return the FLOPs of ONNX's pooling, one per tap of the kernel; they are no matrix product."""
+    """Return the FLOPs of ONNX's pooling: one per output element and tap of the kernel. They are no matrix product."""
     kernel = call.named.get("kernel_shape")
     if call.output is None or kernel is None:
         return None
@@ -307,7 +350,8 @@ def _local_response(call: Call) -> Product | None:
     """Return the FLOPs of ONNX's LRN: a square and sum per neighbouring channel, and three to scale an element."""
     if call.output is None:
         return None
-    return float(math.prod(call.output) * (int(call.named.get("size", 1)) + 3)), NO_GEMM
+    flops_per_element = int(call.named.get("size", 1)) + 3
+    return float(math.prod(call.output) * flops_per_element), NO_GEMM
 
 
 _RECURRENT = ("mkldnn_rnn_layer", "recurrent")
@@ -427,7 +471,10 @@ _CLASS_BY_PART = (
 
 @lru_cache(maxsize=4096)
 def class_of(op_type: str) -> int:
-    """Return the index of an op type's class: a convolution's is refined by its groups later."""
+    """Return the index in ``CLASSES`` of the kernels behind an op type.
+
+    A grouped convolution is ``convolution`` here; who knows its groups refines that later.
+    """
     name = normal_type(op_type).rpartition(".")[2]
     if name in _CLASS_BY_NAME:
         return _CLASS_BY_NAME[name]

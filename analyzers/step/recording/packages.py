@@ -22,14 +22,15 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 ABSENT = "not installed: "
-"""Before the name of a package that was stood in for, among the places of a recording's assumptions."""
-REST = "*"
-"""In what a package holds: whatever else is asked of it is inert."""
+"""Marks a key of a recording's assumptions that is a package which was stood in for, and no place in a file."""
 NOTE = "note: "
-"""Before a sentence among them."""
+"""Marks a key of them that is a remark in words."""
+REST = "*"
+"""Among the names that a package holds: whatever else is asked of it is inert."""
 _VERSION = "99.0"
-# Packages whose absence is said in the words of others, by what those words hold.
-_TOLD = {
+"""The version of every stand-in: scripts ask for at least some version."""
+# Packages that other libraries miss with an error of their own, by a pattern that its text matches.
+_ERROR_PATTERNS = {
     "flash_attn": r"flash[ _-]?attn|flash[ _-]?attention",
     "bitsandbytes": r"bitsandbytes",
     "liger_kernel": r"liger[ _-]kernel",
@@ -45,11 +46,15 @@ INSTEAD = {
     "hydra": "pip install hydra-core",
 }
 """What to do without packages whose work a step needs and nothing here does."""
+# A package's name in the text of an ImportError.
 _NAMED = re.compile(r"(?:pip install |No module named |[`'\"])[`'\"]?([A-Za-z][\w.-]*)")
 
 
 class Inert:
-    """What an inert package holds: it can be called, entered, subclassed and asked for anything, and is no number."""
+    """Anything in an inert package: it can be called, entered, subclassed and asked for any attribute, and is no number.
+
+    ``name``: how it is written when it is printed, its dotted name in the package.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -61,6 +66,7 @@ class Inert:
         return Inert(f"{self._name}()")
 
     def __getattr__(self, name: str) -> Any:
+        """Return an inert attribute; special names raise AttributeError, so that Python's protocols see none of them."""
         if name.startswith("__") or name == "_name":
             raise AttributeError(name)
         return Inert(f"{self._name}.{name}")
@@ -105,15 +111,20 @@ class Inert:
 
 
 class _Package(ModuleType):
-    """A module that is stood in for; ``known``: what it holds by dotted names, None for an inert one."""
+    """A module that is stood in for. ``known``: its names and those of its submodules, dotted; None for an inert one."""
 
     def __init__(self, name: str, known: Mapping[str, Any] | None) -> None:
+        """Begin a package without files."""
         super().__init__(name)
         self._known = known
-        self.__path__: list[str] = []
+        self.__path__: list[str] = []  # what has a path may have submodules
         self.__version__ = _VERSION
 
     def __getattr__(self, name: str) -> Any:
+        """Return what the package has under a name: a known object, a submodule, or an inert object where it has those.
+
+        Raises AttributeError for special names, and for a name that a package with arithmetic does not know.
+        """
         if name.startswith("__"):
             raise AttributeError(name)
         full = f"{self.__name__}.{name}"
@@ -127,36 +138,41 @@ class _Package(ModuleType):
 
 
 class _Distribution(Distribution):
-    """What says of a stood-in package that it is installed."""
+    """The metadata by which a stood-in package counts as installed (``importlib.metadata``)."""
 
     def __init__(self, name: str) -> None:
-        self._told = f"Metadata-Version: 2.1\nName: {name}\nVersion: {_VERSION}\n"
+        self._metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {_VERSION}\n"
 
     def read_text(self, filename: str) -> str | None:
         """Return the package's metadata."""
-        return self._told if filename == "METADATA" else None
+        return self._metadata if filename == "METADATA" else None
 
     def locate_file(self, path: Any) -> Any:
-        """Return a place where nothing is."""
+        """Return the path itself, where nothing is: a stand-in has no files."""
         return Path(path)
 
 
 class _StandIns(MetaPathFinder, Loader):
-    """Finds the packages of some names, after all that are installed."""
+    """Finds stand-ins for packages of some names; it is asked last, so that an installed package comes first."""
 
     def __init__(
         self, names: Sequence[str], known: Mapping[str, Mapping[str, Any]], used: Callable[[str], None]
     ) -> None:
+        """Stand in for packages of these names.
+
+        ``known``: by a package's name, what it holds; a package that is not there is inert. ``used`` is called with
+        the name of each package that is imported.
+        """
         self._names, self._known, self._used = tuple(names), known, used
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return what makes a module of a stood-in package, None for another's."""
+        """Return a spec that makes a module of a stood-in package, None for a module of any other."""
         if not any(fullname == name or fullname.startswith(f"{name}.") for name in self._names):
             return None
         return ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the stand-in. Raises ImportError for a module that a package with arithmetic has not."""
+        """Return the stand-in. Raises ImportError for a submodule that a package with arithmetic does not hold."""
         stand_in = self._known.get(spec.name.partition(".")[0])
         self._used(next(name for name in self._names if f"{spec.name}.".startswith(f"{name}.")))
         if (
@@ -168,21 +184,22 @@ class _StandIns(MetaPathFinder, Loader):
         return _Package(spec.name, stand_in)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run nothing."""
+        """Run nothing: the stand-in is complete."""
 
     def find_distributions(self, context: DistributionFinder.Context = DistributionFinder.Context()) -> Any:  # noqa: B008
-        """Yield a stood-in package's metadata."""
-        plain = (context.name or "").replace("-", "_").lower()
-        if any(plain == name.lower() for name in self._names):
-            yield _Distribution(plain)
+        """Yield the metadata of a stood-in package that is asked for by name."""
+        asked_for = (context.name or "").replace("-", "_").lower()
+        if any(asked_for == name.lower() for name in self._names):
+            yield _Distribution(asked_for)
 
 
 def stand_in_packages(
     names: Sequence[str], packages: Mapping[str, Callable[[], Mapping[str, Any]]], used: Callable[[str], None]
 ) -> None:
-    """Let the process find packages of these names that are not installed, and tell ``used`` which are imported.
+    """Let the process find packages of these names that are not installed.
 
-    ``packages``: what those hold that are not inert.
+    ``packages``: by name, a function that returns what the package holds; one that is not there is inert. ``used`` is
+    called with the name of each package that is imported.
     """
     if names:
         stand_ins = {name: packages[name]() for name in names if name in packages}
@@ -190,33 +207,37 @@ def stand_in_packages(
 
 
 def missing(error: BaseException) -> list[str]:
-    """Return the packages for want of which a script failed, by the error and those that it came from.
+    """Return the packages for want of which a script failed, [] where it failed for another reason.
 
-    Where one is missing, others that the same file needs at its top come with it.
+    They are named by the error and by those that it came from. Where one is missing, others that the same files need
+    at their top are added, so that the script need not fail once for each.
     """
     packages: dict[str, None] = {}
     chain: list[BaseException] = [error]
     while chain:
         cause = chain.pop()
-        chain += [
-            before for before in (cause.__cause__, cause.__context__) if before is not None and before is not cause
-        ]
+        earlier = (cause.__cause__, cause.__context__)
+        chain += [other for other in earlier if other is not None and other is not cause]
         text = str(cause)
         if isinstance(cause, ImportError):
-            # What an installed module has not is a matter of versions.
+            # "cannot import name" is said of an installed module of another version, which is not missing.
             named = [] if text.startswith("cannot import name") else _NAMED.findall(text)
             names = [cause.name] if cause.name and isinstance(cause, ModuleNotFoundError) else named
             packages |= dict.fromkeys(filter(None, map(_absent, names)))
         if isinstance(cause, (ImportError, ValueError, RuntimeError, SystemExit)) and "install" in text.lower():
-            known = [name for name, words in _TOLD.items() if re.search(words, text, re.IGNORECASE)]
-            packages |= dict.fromkeys(name for name in known if _absent(name))
+            mentioned = [name for name, words in _ERROR_PATTERNS.items() if re.search(words, text, re.IGNORECASE)]
+            packages |= dict.fromkeys(name for name in mentioned if _absent(name))
     if packages:
         packages |= dict.fromkeys(_needed_beside(error))
     return list(packages)
 
 
 def _absent(name: str) -> str | None:
-    """Return the package of a module that cannot be found here: its first name, or two where others share the first."""
+    """Return the package of a module that cannot be found here; None where it is found, or is no package's name.
+
+    That is the first part of the module's name, or the first two where an installed package shares the first
+    (``google``).
+    """
     parts = name.replace("-", "_").split(".")
     for length in range(1, min(len(parts), 2) + 1):
         part = ".".join(parts[:length])
@@ -232,7 +253,7 @@ def _absent(name: str) -> str | None:
 
 
 def _needed_beside(error: BaseException) -> list[str]:
-    """Return absent packages that the files of an error's traceback import at their top, where nothing catches that."""
+    """Return absent packages that the files of an error's traceback import at their top, outside of any ``try``."""
     trace, files = error.__traceback__, set()
     while trace is not None:
         files.add(trace.tb_frame.f_code.co_filename)
@@ -241,7 +262,10 @@ def _needed_beside(error: BaseException) -> list[str]:
 
 
 def needed_by(files: Iterable[str]) -> list[str]:
-    """Return absent packages that files of Python import at their top, where nothing catches that."""
+    """Return absent packages that files of Python import at their top, outside of any ``try``.
+
+    Installed libraries, and files that cannot be read or parsed, are passed over.
+    """
     names: list[str] = []
     for file in files:
         if "site-packages" in file or not file.endswith(".py"):

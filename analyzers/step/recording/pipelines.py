@@ -15,17 +15,26 @@ from ddltool.analyzers.step.recording.recorder import Recorder
 
 
 def stand_in_neighbours(module: Any, recorder: Recorder) -> None:
-    """Let the stages of ``torch.distributed.pipelining.stage`` answer for their neighbours."""
+    """Let the stages of ``torch.distributed.pipelining.stage`` answer for their neighbours, which are on other ranks.
+
+    ``module`` is that module. Its stages tell each other the shapes of what they send before the first step.
+    """
     from torch.distributed.pipelining._utils import InferenceMode, _StageBackwardMeta, _StageForwardMeta
 
-    sent: list[Any] = []
+    sent: list[Any] = []  # descriptions of what this rank's stages sent forward, the latest last
     stage_type = module.PipelineStage
 
     def send(stage: Any, meta: Any, _to: int) -> None:
+        """Keep what a stage says of its outputs' shapes."""
         if isinstance(meta, _StageForwardMeta):
             sent.append(meta)
 
     def receive(stage: Any, source: int) -> Any:
+        """Return what the stage at index ``source`` would say of shapes.
+
+        A later stage sends back gradients of the stage's own outputs. An earlier one sends what was last sent
+        forward.
+        """
         recorder.step.assumed[f"{NOTE}the time in which a pipeline's stages wait for each other is not counted"] = 1
         if source > stage.stage_index:
             return _StageBackwardMeta(backward_metas=stage._stage_meta.outputs)
@@ -34,10 +43,12 @@ def stand_in_neighbours(module: Any, recorder: Recorder) -> None:
         return sent[-1]
 
     def vote(stage: Any, has_backward: bool, received_acc: Any = None) -> Any:
+        """Return 1 as a tensor where the shapes are static, as this stage alone decides; all others are taken to agree."""
         stage._votes_for_static = not InferenceMode.needs_dynamic(stage._user_meta, has_backward)
         return torch.tensor([int(stage._votes_for_static)], dtype=torch.int32)
 
     def result(stage: Any, received_result: Any = None) -> Any:
+        """Return the outcome of the vote, which is this stage's own."""
         return torch.tensor([int(stage._votes_for_static)], dtype=torch.int32)
 
     stage_type._send_meta, stage_type._recv_meta = send, receive

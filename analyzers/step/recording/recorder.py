@@ -33,16 +33,20 @@ Phase = Literal["forward", "backward", "update"]
 # A tensor of the CPU of at least so many bytes has no memory, unless it was filled with data.
 _LARGE_BYTES = 2**20
 _MAX_CALLS = 500_000
+"""Operations of the longest step that is recorded."""
 _TRUTH = "_ddltool_truth"
-"""Set on tensors of truth values: the one that is assumed of all its elements."""
+"""The attribute of a boolean tensor without values that holds the truth value assumed of all its elements."""
 _PARTS = "_ddltool_parts"
-"""Set on sparse tensors: their indices and values, which torch's fake ones lack."""
-_ROWS_OF_TABLE = {"embedding_backward": 2, "_embedding_bag_backward": 6}
-"""Where the number of an embedding's rows stands among the arguments of its gradient; whether that is sparse, three later."""
-_CONVOLUTIONS = {"convolution": 0, "convolution_backward": 1}
-"""Where the image stands among the arguments; the weight follows it."""
-_NEAR = 13
-"""So many callers away is who reads a value."""
+"""The attribute of a sparse tensor that holds its indices and values, which torch's fake sparse tensors lack."""
+_ROWS_ARGUMENT = {"embedding_backward": 2, "_embedding_bag_backward": 6}
+"""The index of the number of an embedding's rows among the arguments of its gradient."""
+_TO_SPARSE_ARGUMENT = 3
+"""So many arguments after it comes whether the gradient is sparse."""
+_IMAGE_ARGUMENT = {"convolution": 0, "convolution_backward": 1}
+"""The index of a convolution's image among its arguments; the weight follows it."""
+_CALLERS_SEARCHED = 13
+"""Frames to look through for who reads a value: between a script's call and the mode lie a few of torch's own."""
+# Operators that make a tensor without reading data.
 _FILLS = frozenset(
     [
         "empty",
@@ -65,12 +69,15 @@ _READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.
 
 @dataclass(slots=True)
 class RecordedStorage:
-    """The memory of a GPU tensor. Places are indices of calls; ``made`` -1: before the step, ``freed`` None: after it."""
+    """The memory behind GPU tensors, and its life in the step."""
 
     number: int
+    """Its index among the step's storages."""
     size_bytes: int
     made: int
+    """Index of the call that made it, -1 for one that was there before the step."""
     freed: int | None = None
+    """Index of the call after which it was freed, None for one that outlives the step."""
     shadow: Tensor | None = None
     """The same bytes on the meta device, behind the tensors that stand for those of the calls."""
 
@@ -84,7 +91,10 @@ class Shadow:
 
 
 def shadows_of(value: Any) -> Iterator[Shadow]:
-    """Yield the tensors among a call's values."""
+    """Yield the tensors among a call's values, in nested tuples, lists and mappings.
+
+    In a recorded call every GPU tensor is a :class:`Shadow`: the number of its storage, and its shape and type.
+    """
     if isinstance(value, Shadow):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -151,9 +161,14 @@ class Recording:
 
 
 class Recorder(TorchDispatchMode):
-    """Runs every operation on fake tensors of the GPU, and records those of the step while :attr:`recording` is true."""
+    """The mode under which a script runs: GPU operations run on fake tensors, which have sizes and no values.
+
+    While :attr:`recording` is true every such operation, its storages and its collectives are noted in :attr:`step`.
+    Calls are known by their index among the step's calls, which some names call their place.
+    """
 
     def __init__(self, gpu: torch.device) -> None:
+        """Begin with nothing recorded; ``gpu``: the registered device that the script takes for CUDA."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.gpu = gpu
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -161,30 +176,39 @@ class Recorder(TorchDispatchMode):
         self.recording = False
         self.phase: Phase = "forward"
         self.modules: list[str] = []
+        """Names of the modules whose forward passes are under way, the innermost last."""
         self.stream = 0
         """The current stream's number; collectives have the negative number of their group."""
-        self._last: dict[int, int] = {}
-        self._waits: dict[int, set[int]] = {}
-        self._groups: dict[tuple[int, ...], int] = {}
+        self._last_place: dict[int, int] = {}
+        """By stream, the index of its last call."""
+        self._waiting: dict[int, set[int]] = {}
+        """By stream, the indices of calls that its next call waits for."""
+        self._group_numbers: dict[tuple[int, ...], int] = {}
+        """By a process group's ranks, its number, in the order of the groups' first exchanges."""
         self.kept: list[Any] = []
         """What must live as long as the process: libraries of operators."""
-        self._works: list[Any] = []  # their Python halves live as long as the step
-        self._made_by: dict[int, int] = {}
-        """The place of the collective that fills a storage, by its number."""
+        self._handles: list[Any] = []  # torch holds only the C++ half of a collective's handle; this keeps the other
+        self._filled_by: dict[int, int] = {}
+        """By a storage's number, the index of the collective's call that fills it."""
         self.roots: dict[int, nn.Module] = {}
         """The outermost modules that were called, by identity."""
         self.inputs: dict[int, list[tuple[tuple[int, ...], bool]]] = {}
-        """Of every pass of these: the shape of the first tensor that it gets, and whether that holds whole numbers."""
+        """By an outermost module's identity, the input of each of its passes: its shape, and whether it is of integers."""
         self._storages: dict[int, tuple[RecordedStorage, Any]] = {}
+        """By torch's identifier, the storages that live, each with a weak reference that notes when it is freed."""
         self._gradients: dict[int, Shadow] = {}
+        """By a parameter's identity, its gradient of this step."""
         self._values = Values(only_whole=True)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run one operation: on the CPU as it is, on fake tensors where a GPU tensor takes part."""
+        """Run one operator and note it: on the CPU as it is, on fake tensors where a GPU tensor takes part.
+
+        Large tensors of the CPU that are filled without data are fake, too, so that they take no memory.
+        """
         if any(issubclass(kind, Tensor) and kind not in (Tensor, nn.Parameter, FakeTensor) for kind in types):
-            return NotImplemented  # a tensor of tensors: it calls again with its parts
+            return NotImplemented  # a subclass made of tensors (DTensor): it calls again with its parts
         kwargs = dict(kwargs or {})
         if kwargs.get("generator") is not None:
             kwargs["generator"] = None
@@ -213,7 +237,7 @@ class Recorder(TorchDispatchMode):
         elif is_fake:
             try:
                 output = self._on_fake_tensors(func, name, args, kwargs, tensors)
-            except DataDependentOutputException:  # of equal and its kin
+            except DataDependentOutputException:  # the op returns a Python value, as torch.equal does
                 return self._assumed_value(tensors[0])
         else:
             return func(*args, **kwargs)
@@ -227,24 +251,31 @@ class Recorder(TorchDispatchMode):
         return output
 
     def _without_running(self, func: Any, name: str, args: tuple[Any, ...], tensors: list[Tensor]) -> Any:
-        """Return the result of an op on fake tensors that is known without running it, NotImplemented for any other."""
-        if name in _ROWS_OF_TABLE and args[_ROWS_OF_TABLE[name] + 3]:
+        """Return the result of an op on fake tensors that is found without running it; NotImplemented for any other op.
+
+        ``tensors``: those among the arguments.
+        """
+        if name in _ROWS_ARGUMENT and args[_ROWS_ARGUMENT[name] + _TO_SPARSE_ARGUMENT]:
             return self._sparse_gradient(name, args)
         if func in _READS:
             return self._assumed_value(tensors[0])
         if name == "_wrap_tensor_autograd":
             from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-            return AsyncCollectiveTensor(args[0])  # who uses it first waits for its collective
+            return AsyncCollectiveTensor(args[0])  # its first use waits for its collective
         return NotImplemented
 
     def _on_fake_tensors(self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """Return what an op makes of fake tensors; where torch cannot tell its shape, what the CPU makes of ones."""
+        """Return what an op makes of fake tensors.
+
+        Where torch cannot tell the result's shape, the op runs on the CPU with known values, and with ones for
+        unknown ones.
+        """
         try:
             with self.fake:
                 output = func(*args, **kwargs)
-                return _as_cudnn_lays_out(name, args, output) if name in _CONVOLUTIONS else output
-        except DynamicOutputShapeException:  # the size depends on values: of those not known, all elements are taken
+                return _as_cudnn_lays_out(name, args, output) if name in _IMAGE_ARGUMENT else output
+        except DynamicOutputShapeException:  # the size depends on values; with ones, nonzero finds every element
             if any(self._values.of(tensor) is None for tensor in tensors if not tensor.is_floating_point()):
                 self.assume()
             self.host_waits()
@@ -253,7 +284,7 @@ class Recorder(TorchDispatchMode):
         return self._of_ones(func, name, args, kwargs, tensors)
 
     def _keep_parts(self, name: str, args: tuple[Any, ...], tensors: list[Tensor], output: Tensor) -> None:
-        """Note on a sparse result its indices and values, of a clone copies of them."""
+        """Set on a sparse result its indices and values: those it was made of, or copies where a sparse tensor is cloned."""
         parts = args[3:5] if name == "_sparse_coo_tensor_with_dims_and_tensors" else getattr(tensors[0], _PARTS)
         if name == "clone":
             with self:
@@ -261,8 +292,12 @@ class Recorder(TorchDispatchMode):
         setattr(output, _PARTS, parts)
 
     def _sparse_gradient(self, name: str, args: tuple[Any, ...]) -> Any:
-        """Return an embedding's gradient as a row for each index: torch makes it inside, where no mode sees its parts."""
-        gradient, indices, rows = args[0], args[1], args[_ROWS_OF_TABLE[name]]
+        """Return the sparse gradient of an embedding's table (rows, width), with one row for each index that was looked up.
+
+        torch makes it inside of one operator, where no mode sees its indices and values; here they are made by
+        operators that are noted.
+        """
+        gradient, indices, rows = args[0], args[1], args[_ROWS_ARGUMENT[name]]
         with self:
             flat = torch.ops.aten.view.default(indices, [1, -1])
             width = gradient.shape[-1]
@@ -276,23 +311,28 @@ class Recorder(TorchDispatchMode):
         return sparse
 
     def start(self) -> None:
-        """Begin the step, anew if one was begun: storages from now on are the step's, those that live are from before it."""
+        """Begin the step, anew if one was begun.
+
+        Storages that live now are numbered from 0 and count as made before it. What was assumed so far, and whether
+        the script compiles its model, is kept.
+        """
         self.step = Recording(assumed=self.step.assumed, compiled=self.step.compiled)
-        for notes in (self._last, self._waits, self._made_by, self._gradients, self.inputs):
+        for notes in (self._last_place, self._waiting, self._filled_by, self._gradients, self.inputs):
             notes.clear()
         for record, _ in self._storages.values():
             self.step.storages.append(record)
-            record.number, record.made = len(self.step.storages) - 1, -1
+            record.number = len(self.step.storages) - 1
+            record.made = -1  # before the step
         self.recording = True
 
     def stop(self) -> None:
-        """End the step, and note what the storages that live belong to."""
+        """End the step, and note its inputs, the model's parameters and buffers, and the gradients by name."""
         self.recording = False
         with _disable_current_modes():
-            trained = {
+            trained_elements = {
                 key: sum(p.numel() for p in self.roots[key].parameters() if p.requires_grad) for key in self.inputs
             }
-            passes = self.inputs[max(trained, key=trained.__getitem__)] if trained else []
+            passes = self.inputs[max(trained_elements, key=trained_elements.__getitem__)] if trained_elements else []
             self.step.inputs = [shape for shape, _ in passes]
             self.step.tokens = any(is_whole for _, is_whole in passes)
             for root in self.roots.values():
@@ -308,16 +348,21 @@ class Recorder(TorchDispatchMode):
                         self.step.buffers.add(self._storage(value).number)
 
     def gradient_of(self, parameter: Tensor) -> None:
-        """Note the gradient of a parameter, at the moment when it is complete."""
+        """Note a parameter's gradient; torch calls this at the moment when the gradient is complete."""
         if self.recording and parameter.grad is not None and self._is_on_gpu(gradient := _local(parameter.grad)):
             with _disable_current_modes():
                 self._gradients[id(parameter)] = self.shadow_of(gradient)
 
     def _lives(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is on the GPU and its storage is known."""
         return self._is_on_gpu(tensor) and tensor.untyped_storage()._cdata in self._storages
 
     def shadow_of(self, tensor: Tensor) -> Shadow:
-        """Return the tensor's stand-in without memory, of a sparse one that of its values; call it outside the modes."""
+        """Return the tensor's shadow: a tensor on the meta device, which has a shape and no memory, over the storage's shadow.
+
+        Tensors that share a storage have shadows that share one. A sparse tensor's shadow is that of its values. Call
+        it outside the modes, which would note the operations.
+        """
         tensor = getattr(tensor, _PARTS, (tensor,))[-1]
         record = self._storage(tensor)
         if record.shadow is None:
@@ -327,125 +372,161 @@ class Recorder(TorchDispatchMode):
         return Shadow(record.number, view)
 
     def last_place(self, stream: int) -> int | None:
-        """Return the place of a stream's last call: what an event that is recorded now stands for."""
-        return self._last.get(stream)
+        """Return the index of a stream's last call, None before its first call.
 
-    def wait_for(self, stream: int, place: int | None) -> None:
-        """Let the next call of a stream wait for the call at a place."""
-        if place is not None:
-            self._waits.setdefault(stream, set()).add(place)
+        An event that is recorded now stands for that call and all before it.
+        """
+        return self._last_place.get(stream)
+
+    def wait_for(self, stream: int, call_index: int | None) -> None:
+        """Let the next call of a stream wait for an earlier call, given by its index; None: nothing to wait for."""
+        if call_index is not None:
+            self._waiting.setdefault(stream, set()).add(call_index)
 
     def host_waits(self) -> None:
-        """Note that the host waits for all that it has issued."""
+        """Note that the host (the script's own thread) waits for all calls that it has issued."""
         if self.recording and self.step.calls:
             self.step.host_waits.append(len(self.step.calls) - 1)
 
     def resized(self, storage: Any, nbytes: int) -> None:
-        """Note that a storage is about to be freed or allocated anew under the same tensors."""
+        """Note that a storage is about to be resized to ``nbytes``.
+
+        FSDP frees and allocates storages in this way, under the same tensors. The old storage counts as freed, and a
+        new one as made unless ``nbytes`` is 0.
+        """
         key = storage._cdata
         entry = self._storages.get(key)
         if entry is None or entry[0].size_bytes == nbytes:
             return
-        entry[0].freed = len(self.step.calls) - 1
+        record, _ = entry
+        record.freed = len(self.step.calls) - 1
         del self._storages[key]
         if nbytes:
             self._remember(storage, key, nbytes)
 
     def assume(self) -> None:
-        """Note that the script reads a value that only a run knows."""
+        """Note that the script reads a value that only a run knows, at the script's line that reads it."""
         self.step.assumed[caller()] += 1
 
     def _assumed_value(self, tensor: Tensor) -> Any:
+        """Return the number that the script reads of a tensor: its value where that is known, else an assumed one.
+
+        Assumed are one, and for truth values what the ops before give for ones; a gradient scaler finds no infinity. To
+        read a value makes the host wait for the GPU.
+        """
         if self._is_on_gpu(tensor):
             self.host_waits()
         value = self._values.of(tensor)
         if value is not None:
             return value.item()
         self.assume()
-        if any("grad_scaler.py" in _file(frame) for frame in _frames(_NEAR)):
+        if any("grad_scaler.py" in _file(frame) for frame in _frames(_CALLERS_SEARCHED)):
             return 0.0  # no gradient was infinite
         if tensor.dtype == torch.bool:
             return getattr(tensor, _TRUTH, True)
         return 1.0 if tensor.is_floating_point() else 1
 
     def _of_ones(self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """Return fake tensors for what the CPU makes of ones."""
+        """Return fake tensors of the shapes that an op gives on the CPU, with ones for all values that are not known."""
         with _disable_current_modes():
-            ones = tree_map_only(Tensor, self._value_or_ones, (args, kwargs))
-            if name in ("unique", "_unique2", "unique_dim", "unique_consecutive"):
-                first = next(iter(tensors))
+            real_args, real_kwargs = tree_map_only(Tensor, self._value_or_ones, (args, kwargs))
+            if name in ("unique", "_unique2", "unique_dim", "unique_consecutive"):  # all elements count as different
+                first = tensors[0]
                 positions = torch.arange(first.numel()).reshape(first.shape).to(first.dtype)
-                ones = ((positions, *ones[0][1:]), ones[1])
-            result = func(*ones[0], **ones[1])
+                real_args = (positions, *real_args[1:])
+            result = func(*real_args, **real_kwargs)
         with self.fake:
             return tree_map_only(
                 Tensor, lambda value: torch.empty(value.shape, dtype=value.dtype, device=tensors[0].device), result
             )
 
     def _value_or_ones(self, tensor: Tensor) -> Tensor:
+        """Return a real tensor of the CPU: the known values of a tensor, else ones of its shape."""
         value = self._values.of(tensor)
         return torch.ones(tensor.shape, dtype=tensor.dtype) if value is None else value
 
     def _truth_of(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Return the truth value that is assumed of an op's results: what it gives where every number is one.
+        """Return the truth value that is assumed of all elements of an op's boolean result.
 
-        What ``any`` searches for is not there: a loop until then ends.
+        It is what the op gives where every unknown number is one. Where a script searches with ``any``, nothing is
+        found, so that a loop until then ends.
         """
 
-        def sample(tensor: Tensor) -> Tensor:
+        def one_element(tensor: Tensor) -> Tensor:
+            """Return one element that stands for all of a tensor: its only known value, or its assumed truth value."""
             value = self._values.of(tensor)
             if value is not None and value.numel() == 1:
                 return value.reshape(())
             return torch.full((), getattr(tensor, _TRUTH, True), dtype=tensor.dtype)
 
-        if name == "any" or name.endswith(("zeros", "zeros_like")):
+        if name == "any" or name.endswith(("zeros", "zeros_like")):  # the latter make tensors of False
             return False
         if torch.Tag.pointwise in func.tags:
             with _disable_current_modes():
-                return bool(func(*tree_map_only(Tensor, sample, args), **tree_map_only(Tensor, sample, dict(kwargs))))
+                return bool(
+                    func(*tree_map_only(Tensor, one_element, args), **tree_map_only(Tensor, one_element, dict(kwargs)))
+                )
+        # Any other op, such as an indexing or a reshaping one, passes on the truth of its first boolean input.
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         return next((getattr(tensor, _TRUTH, True) for tensor in tensors if tensor.dtype == torch.bool), True)
 
     def _exchange(self, func: Any, name: str, args: tuple[Any, ...]) -> Any:
-        """Record a collective of a process group and return what torch does: the tensors, and the work."""
+        """Record a collective of a process group, and return what torch's operator returns.
+
+        That is the tensors and a handle, or the handle alone. Nothing is exchanged: the ranks are taken to be alike.
+        """
         from torch.distributed import ProcessGroup, get_process_group_ranks
 
         group = next((leaf for leaf in args if isinstance(leaf, torch.ScriptObject) and _is_group(leaf)), None)
         ranks = tuple(get_process_group_ranks(ProcessGroup.unbox(group))) if group is not None else ()
-        whole = args[1] if "reduce_scatter" in name and len(args) > 1 else args[0] if args else []
+        # Its whole data is the larger side: the inputs of a reduce_scatter, the outputs of any other.
+        first = args[0] if args else []
+        whole = args[1] if "reduce_scatter" in name and len(args) > 1 else first
         moved = [leaf for leaf in tree_leaves(whole) if isinstance(leaf, Tensor)]
-        for tensor in moved if "broadcast" not in name else ():  # ranks are alike: 0 stays 0 however it is reduced
-            value = self._values.of(tensor)
-            if value is not None and bool(value.any()):
-                self._values.forget(tensor)
-        place = None
+        if "broadcast" not in name:  # a reduction changes values, except zeros, which alike ranks reduce to zeros
+            for tensor in moved:
+                value = self._values.of(tensor)
+                if value is not None and bool(value.any()):
+                    self._values.forget(tensor)
+        call_index = None
         if any(self._is_on_gpu(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)):
             size_bytes = sum(leaf.numel() * leaf.element_size() for leaf in moved)
-            place = self._note_exchange(Collective(_plain_name(name), size_bytes, ranks), func, args, None)
-        work = _RecordedWork(self, place)
-        self._works.append(work)
-        boxed = work.boxed()
+            call_index = self._note_exchange(Collective(_plain_name(name), size_bytes, ranks), func, args, None)
+        handle = _RecordedWork(self, call_index)
+        self._handles.append(handle)
+        boxed = handle.boxed()
         return (args[0], boxed) if len(func._schema.returns) == 2 else boxed
 
     def _note_exchange(self, exchange: Collective, func: Any, args: Any, output: Any) -> int | None:
-        """Record a collective on the stream of its group, after what its own stream has issued; return its place."""
+        """Record a collective on the stream of its group, after all that the current stream has issued.
+
+        Return its index among the calls, None where no step is being recorded.
+        """
         if not self.recording:
             return None
-        stream = -1 - self._groups.setdefault(exchange.ranks, len(self._groups))
-        self.wait_for(stream, self._last.get(self.stream))
+        # Groups have the streams -1, -2, ..., which no stream of the script has.
+        stream = -1 - self._group_numbers.setdefault(exchange.ranks, len(self._group_numbers))
+        self.wait_for(stream, self._last_place.get(self.stream))
         return self._append(func, (args, {}, output), stream, exchange)
 
     def _storage(self, tensor: Tensor) -> RecordedStorage:
+        """Return the record of a tensor's storage (of a sparse tensor's values), which is made when it is first seen."""
         storage = getattr(tensor, _PARTS, (tensor,))[-1].untyped_storage()
         entry = self._storages.get(storage._cdata)
         return entry[0] if entry is not None else self._remember(storage, storage._cdata, storage.nbytes())
 
     def _remember(self, storage: Any, key: int, nbytes: int) -> RecordedStorage:
+        """Return a new record of a storage, which counts as made by the call that is noted next.
+
+        ``key``: torch's identifier of the storage, which it uses again for another once this one is freed;
+        ``nbytes``: its size.
+        """
         record = RecordedStorage(len(self.step.storages), nbytes, len(self.step.calls))
         if self.recording:
             self.step.storages.append(record)
 
         def freed(_: Any) -> None:
+            """Note that the storage is freed after the last call so far."""
             if self.recording:
                 record.freed = len(self.step.calls) - 1
             if key in self._storages and self._storages[key][0] is record:
@@ -455,7 +536,7 @@ class Recorder(TorchDispatchMode):
         return record
 
     def _note(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Take notes of one call and its storages."""
+        """Note one operation and the storages it makes; outside of a step the storages alone, and nothing of the CPU's."""
         results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and self._is_on_gpu(leaf)]
         if not self.recording:
             for result in results:
@@ -472,44 +553,52 @@ class Recorder(TorchDispatchMode):
             self._append(func, (args, kwargs, output), self.stream)
 
     def _note_functional(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Note a collective whose group is a name among its arguments, or the wait for one."""
+        """Note a functional collective, whose group is a name among its arguments, or the wait for one (``wait_tensor``)."""
         from torch.distributed import get_process_group_ranks
         from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
         if func._schema.name.endswith("wait_tensor"):
-            self.wait_for(self.stream, self._made_by.get(self._storage(args[0]).number))
+            self.wait_for(self.stream, self._filled_by.get(self._storage(args[0]).number))
             return
-        bound = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
+        argument_values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(
+            kwargs
+        )
         name = _plain_name(func._schema.name.partition("::")[2])
         whole = output if name == "all_gather" else args[0]
         size_bytes = sum(t.numel() * t.element_size() for t in tree_leaves(whole) if isinstance(t, Tensor))
-        ranks = tuple(get_process_group_ranks(_resolve_process_group(bound["group_name"])))
-        place = self._note_exchange(Collective(name, size_bytes, ranks), func, args, output)
+        ranks = tuple(get_process_group_ranks(_resolve_process_group(argument_values["group_name"])))
+        call_index = self._note_exchange(Collective(name, size_bytes, ranks), func, args, output)
         for leaf in tree_leaves(output):
-            if place is not None and isinstance(leaf, Tensor):
-                self._made_by[self._storage(leaf).number] = place
+            if call_index is not None and isinstance(leaf, Tensor):
+                self._filled_by[self._storage(leaf).number] = call_index
 
     def _append(self, func: Any, values: Any, stream: int, exchange: Collective | None = None) -> int:
-        """Append a call and return its place. Raises MemoryError beyond the limit."""
-        place = len(self.step.calls)
-        if place >= _MAX_CALLS:
+        """Append a call to the step and return its index among the calls. Raises MemoryError beyond the limit of calls.
+
+        ``values``: its arguments, keyword arguments and output, in which tensors are replaced by their shadows.
+        ``exchange``: what it moves between ranks, None for no collective.
+        """
+        call_index = len(self.step.calls)
+        if call_index >= _MAX_CALLS:
             raise MemoryError(f"a step of more than {_MAX_CALLS:,} operations")
         with _disable_current_modes():
             shadowed = tree_map_only(Tensor, self._shadow, values)
-        in_backward = torch._C._current_graph_task_id() != -1
-        waits = tuple(sorted(self._waits.pop(stream, ())))
+        in_backward = torch._C._current_graph_task_id() != -1  # -1: autograd runs no backward pass
+        waits = tuple(sorted(self._waiting.pop(stream, ())))
         args, kwargs, output = shadowed
         # An update in the backward pass (an optimizer of each parameter) is one all the same.
         phase: Phase = "backward" if in_backward and self.phase != "update" else self.phase
         module = self.modules[-1] if self.modules else ""
         self.step.calls.append(RecordedCall(func, args, kwargs, output, phase, module, stream, waits, exchange))
-        self._last[stream] = place
-        return place
+        self._last_place[stream] = call_index
+        return call_index
 
     def _shadow(self, tensor: Tensor) -> Any:
+        """Return the shadow of a GPU tensor, None for a tensor of the CPU, which takes no part in the step's memory."""
         return self.shadow_of(tensor) if self._is_on_gpu(tensor) else None
 
     def _is_on_gpu(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is one of the registered device."""
         return isinstance(tensor, FakeTensor) and tensor.fake_device.type == self.gpu.type
 
 
@@ -519,15 +608,16 @@ def _local(tensor: Any) -> Any:
 
 
 class _RecordedWork(Work):
-    """The handle of a collective: who waits for it lets the current stream wait."""
+    """The handle that a collective returns: to wait for it lets the current stream wait for the collective."""
 
-    def __init__(self, recorder: Recorder, place: int | None) -> None:
+    def __init__(self, recorder: Recorder, call_index: int | None) -> None:
+        """Stand for the collective with this index among the calls; None: it was not recorded."""
         super().__init__()
-        self._recorder, self._place = recorder, place
+        self._recorder, self._call_index = recorder, call_index
 
     def wait(self, timeout: Any = None) -> bool:
-        """Let the current stream wait, as NCCL's handles do; the host goes on."""
-        self._recorder.wait_for(self._recorder.stream, self._place)
+        """Let the current stream wait, as NCCL's handles do; the host goes on. Return True: the exchange succeeds."""
+        self._recorder.wait_for(self._recorder.stream, self._call_index)
         return True
 
     def is_completed(self) -> bool:
@@ -535,7 +625,7 @@ class _RecordedWork(Work):
         return True
 
     def get_future(self) -> Any:
-        """Return a future that is done."""
+        """Return a future that is done, after the current stream was made to wait."""
         future: torch.futures.Future[None] = torch.futures.Future()
         self.wait()
         future.set_result(None)
@@ -543,11 +633,12 @@ class _RecordedWork(Work):
 
 
 def _is_group(script_object: Any) -> bool:
+    """Return whether an argument of a collective is its process group."""
     return "ProcessGroup" in str(script_object._type())
 
 
 def _plain_name(name: str) -> str:
-    """Return ``all_gather`` for ``_allgather_base_``, ``allgather_into_tensor_coalesced_`` and the like."""
+    """Return a collective's name without its variants: ``all_gather`` for ``allgather_into_tensor_coalesced_``."""
     plain_names = {
         "allreduce": "all_reduce", "all_reduce": "all_reduce", "allgather": "all_gather", "all_gather": "all_gather",
         "reduce_scatter": "reduce_scatter", "alltoall": "all_to_all", "all_to_all": "all_to_all",
@@ -556,19 +647,24 @@ def _plain_name(name: str) -> str:
 
 
 def _without_values(tensor: Tensor) -> Tensor:
-    """Return a fake tensor for a real one of the CPU; call it under the fake mode."""
+    """Return a fake tensor of the same layout for a real one of the CPU; call it under the fake mode.
+
+    An op whose result is fake takes no real tensors. A fake tensor, and one that is not strided, is returned as it
+    is.
+    """
     if isinstance(tensor, FakeTensor) or tensor.layout != torch.strided:
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
 def _as_cudnn_lays_out(name: str, args: tuple[Any, ...], output: Any) -> Any:
-    """Return a convolution's results with their channels last where cuDNN has them so: where its images or weights have.
+    """Return a convolution's results with their channels last in memory where cuDNN lays them out so.
 
-    Call it under the fake mode, which knows the layouts of the CPU and of CUDA alone.
+    It does where its image or its weight has its channels last. Call it under the fake mode, which knows the layouts
+    of the CPU and of CUDA alone. ``name``: ``convolution`` or ``convolution_backward``.
     """
-    image, weight = args[_CONVOLUTIONS[name] : _CONVOLUTIONS[name] + 2]
-    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
+    image, weight = args[_IMAGE_ARGUMENT[name] : _IMAGE_ARGUMENT[name] + 2]
+    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the dimensions of images and of volumes
     layout = layouts.get(image.dim())
     if layout is None or not any(
         tensor.is_contiguous(memory_format=layout) and not tensor.is_contiguous() for tensor in (image, weight)
@@ -576,6 +672,7 @@ def _as_cudnn_lays_out(name: str, args: tuple[Any, ...], output: Any) -> Any:
         return output
 
     def laid_out(tensor: Tensor) -> Tensor:
+        """Return an empty tensor with its channels last; a result of another rank, such as a bias gradient, as it is."""
         if tensor.dim() != image.dim():
             return tensor
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device, memory_format=layout)
@@ -584,14 +681,14 @@ def _as_cudnn_lays_out(name: str, args: tuple[Any, ...], output: Any) -> Any:
 
 
 def _is_large(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a tensor that is made from a size alone takes ``_LARGE_BYTES`` or more."""
+    """Return whether a tensor that an op makes from a size alone takes ``_LARGE_BYTES`` or more."""
     size = next((value for value in args if isinstance(value, (list, tuple))), ())
-    width = (kwargs.get("dtype") or torch.get_default_dtype()).itemsize
-    return all(isinstance(number, int) for number in size) and prod(size) * width >= _LARGE_BYTES
+    element_bytes = (kwargs.get("dtype") or torch.get_default_dtype()).itemsize
+    return all(isinstance(number, int) for number in size) and prod(size) * element_bytes >= _LARGE_BYTES
 
 
 def _frames(most: int) -> Iterator[Any]:
-    """Yield the innermost frames of this thread's callers."""
+    """Yield the frames of this thread's callers, the innermost first, at most so many."""
     frame: Any = sys._getframe(1)
     for _ in range(most):
         if frame is None:
@@ -601,11 +698,12 @@ def _frames(most: int) -> Iterator[Any]:
 
 
 def _file(frame: Any) -> str:
+    """Return the path of a frame's source file, "" without a frame."""
     return str(frame.f_code.co_filename) if frame is not None else ""
 
 
 def caller() -> str:
-    """Return ``file:line`` of the innermost frame that is neither torch's nor this package's."""
+    """Return ``file:line`` of the innermost frame that is neither torch's nor this package's; "?" where there is none."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         path = _file(frame)

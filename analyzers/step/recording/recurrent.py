@@ -11,15 +11,18 @@ from torch import Tensor
 def recurrent_layers(
     x: Tensor, hidden: Any, weights: list[Tensor], bidirectional: bool, batch_first: bool
 ) -> tuple[Tensor, ...]:
-    """Return a recurrent module's outputs and last states, from one op for all layers.
+    """Return a recurrent module's outputs and last states, from one op for all layers: cuDNN's kernels run them together.
 
-    ``x`` is (steps, batch, features), or (batch, steps, features) with ``batch_first``; ``hidden`` the first state, or the
-    state and the cell of an LSTM, each (layers, batch, width).
+    ``x`` is (steps, batch, features), or (batch, steps, features) with ``batch_first``; ``hidden`` the first state,
+    or the state and the cell of an LSTM, each (layers, batch, width). Returned are the outputs, laid out like ``x``,
+    then the state and, of an LSTM, the cell, shaped like those of ``hidden``.
     """
     state, *cells = hidden if isinstance(hidden, (tuple, list)) else (hidden,)
-    width = int(state.shape[-1]) * (2 if bidirectional else 1)
+    directions = 2 if bidirectional else 1
+    width = int(state.shape[-1]) * directions
     steps_first = x.transpose(0, 1) if batch_first else x
     outputs = torch.ops.ddltool.recurrent(steps_first, list(weights), width)
+    # Right in shape, and made of the outputs, so that a loss of the last state has a backward pass through the layers.
     last_state = outputs[-1:, :, : state.shape[-1]].expand(state.shape).to(state.dtype)
     returned = outputs.transpose(0, 1) if batch_first else outputs
     if not cells:
@@ -44,11 +47,13 @@ def recurrent_backward(gradient: Tensor, x: Tensor, weights: list[Tensor]) -> li
 
 @recurrent.register_fake
 def _(x: Tensor, weights: list[Tensor], width: int) -> Tensor:
+    """Return the outputs' shape and type."""
     return x.new_empty((*x.shape[:2], width))
 
 
 @recurrent_backward.register_fake
 def _(gradient: Tensor, x: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    """Return the gradients' shapes and types: those of x and of the weights."""
     return [torch.empty_like(x), *(torch.empty_like(weight) for weight in weights)]
 
 
@@ -68,27 +73,39 @@ torch.library.register_autograd("ddltool::recurrent", _differentiate, setup_cont
 
 
 def _lstm_cell(input_gates: Tensor, hidden_gates: Tensor, cell: Tensor, *_biases: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the new state and cell, each (batch, width), and the four gates that are kept for the backward pass."""
     return torch.empty_like(cell), torch.empty_like(cell), torch.empty_like(input_gates)
 
 
 def _lstm_cell_backward(
     _hidden: Any, _new_cell: Any, cell: Tensor, _kept: Tensor, gates: Tensor, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of the gates (batch, 4 width), of the cell, and of the bias (empty where there is none)."""
     return torch.empty_like(gates), torch.empty_like(cell), gates.new_empty(gates.shape[1] if has_bias else 0)
 
 
 def _gru_cell(input_gates: Tensor, hidden_gates: Tensor, state: Tensor, *_biases: Any) -> tuple[Tensor, Tensor]:
+    """Return the new state (batch, width), and what CUDA's kernel keeps for the backward pass: five values an element."""
     return torch.empty_like(state), state.new_empty(state.shape[0], 5 * state.shape[1])
 
 
 def _gru_cell_backward(gradient: Tensor, gates: Tensor, has_bias: bool) -> tuple[Tensor, ...]:
-    width = 3 * gradient.shape[1] if has_bias else 0
-    both = [gates.new_empty(gradient.shape[0], 3 * gradient.shape[1]) for _ in range(2)]
-    return *both, torch.empty_like(gradient), gates.new_empty(width), gates.new_empty(width)
+    """Return the gradients of input gates, hidden gates, state and the two biases (empty where there are none).
+
+    A GRU has three gates: those gradients are (batch, 3 width), and (3 width,) of a bias.
+    """
+    batch, gate_width = gradient.shape[0], 3 * gradient.shape[1]
+    bias_width = gate_width if has_bias else 0
+    input_gates, hidden_gates = (gates.new_empty(batch, gate_width) for _ in range(2))
+    state = torch.empty_like(gradient)
+    return input_gates, hidden_gates, state, gates.new_empty(bias_width), gates.new_empty(bias_width)
 
 
 def declare_cells(library: torch.library.Library) -> None:
-    """Give ``library`` (of aten) the sizes of what CUDA's kernels of one LSTM or GRU cell make, which torch does not know."""
+    """Tell torch the sizes of what CUDA's fused kernels of one LSTM or GRU cell return, which it does not know by itself.
+
+    ``library``: one of aten's implementations, which keeps them.
+    """
     for name, sizes in (
         ("_thnn_fused_lstm_cell", _lstm_cell),
         ("_thnn_fused_lstm_cell_backward_impl", _lstm_cell_backward),

@@ -42,44 +42,52 @@ from ddltool.errors import InputError
 from ddltool.graph import write_graph
 
 _NETWORK_S = 20.0
+"""Seconds after which the script's connections give up."""
+_FAILED = 3
+"""The exit status where no step was recorded."""
+_PARENT_POLL_S = 1.0
+"""Seconds between two looks at whether the parent process lives."""
 
 
 def main(arguments: list[str]) -> int:
-    """Run a script where CUDA seems to be there, and record one steady step; return the exit status where there was none.
+    """Run a script where CUDA seems to be there, and record one steady step.
 
-    ``arguments``: the request's file, ``--``, and the command. Once the step is recorded the graph is written and the process
-    ends (:func:`_write`). Whatever ends the script before is one line on stderr, behind a NUL byte.
+    ``arguments``: the request's file, ``--``, and the command. Once the step is recorded the graph is written and the
+    process ends (:func:`_write`); this function returns only where no step was recorded, with the exit status. The
+    reason is then one line on stderr, behind a NUL byte.
     """
     request = json.loads(Path(arguments[0]).read_text())
-    again = _Again(arguments, request, dict(os.environ), os.getcwd())
+    retry = _Retry(arguments, request, dict(os.environ), os.getcwd())
     try:
         launch = launched(arguments[arguments.index("--") + 1 :], request["count"])
     except InputError as error:
         sys.stderr.write(f"\x00{error.problem}; {error.remedy}\n")
-        return 2
+        return 2  # the status of wrong input
+    # The world that the script finds: the launcher's variables, its files, its ranks, and packages that are not here.
     os.environ.update(launch.variables())
     socket.setdefaulttimeout(_NETWORK_S)
     if request.get("scratch"):
         shutil.rmtree(request["scratch"], ignore_errors=True)
         overlay(Path(request["scratch"]))
-    torchvision_ops = declare_torchvision()  # the script may import it
+    torchvision_ops = declare_torchvision()  # before the script imports torchvision, which fails without its ops
     threading.Thread(target=_follow_parent, args=(os.getppid(),), daemon=True).start()
     recorder = Recorder(register_device())
     started_s = time.perf_counter()
     window = StepWindow(recorder, lambda: _write(window, request, started_s))
-    random.seed(0)
+    random.seed(0)  # two recordings of a script draw alike
     stand_in_groups(recorder)
     script = list(launch.script)
     sys.path.insert(0, os.getcwd() if launch.is_module else str(Path(script[0]).resolve().parent))
-    if not again.absent and not launch.is_module:
-        request["absent"] = needed_by(script[:1])  # what fails for sure need not fail first
-    stand_in_packages(again.absent, PACKAGES, partial(_note_stand_in, window))
+    if not retry.absent and not launch.is_module:
+        request["absent"] = needed_by(script[:1])  # what the script is sure to miss need not fail first
+    stand_in_packages(retry.absent, PACKAGES, partial(_note_stand_in, window))
     change_libraries(recorder, torchvision_ops)
     sys.argv = script
     gpu = {"name": request["name"], "memory_bytes": request["memory_bytes"], "capability": tuple(request["capability"])}
+    gpu_count = launch.per_node if launch.processes is not None else 1
     try:
         with (
-            posed(recorder, **gpu, count=launch.per_node if launch.processes is not None else 1),
+            posed(recorder, **gpu, count=gpu_count),
             recording_modules(recorder),
         ):
             if launch.is_module:
@@ -87,20 +95,25 @@ def main(arguments: list[str]) -> int:
             else:
                 runpy.run_path(script[0], run_name="__main__")
     except SystemExit as error:
-        again.without_what_is_missing(error)
+        retry.without_what_is_missing(error)
+        # A library of command lines may catch the script's exception, and end the process in its place.
         if error.code not in (None, 0) and isinstance(error.__context__, Exception):
-            return _raised(error.__context__, window)  # a library of commands caught it, and ended the process
+            return _raised(error.__context__, window)
         if error.code not in (None, 0):
             return _failed(f"the script ended with {error.code!r}", window)
     except Exception as error:  # whatever the script raises is its user's to read
-        again.without_what_is_missing(error)
+        retry.without_what_is_missing(error)
         return _raised(error, window)
     return _failed("the script ended", window)
 
 
 def _write(window: StepWindow, request: Mapping[str, Any], started_s: float) -> NoReturn:
-    """Write the graph, and end the process: threads and handlers of the script may wait for what never comes."""
-    status, step = 3, window.recorder.step
+    """Write the graph of the recorded step, and end the process at once.
+
+    The script is not run to its end, and its threads and exit handlers are not waited for: they may wait for other
+    ranks.
+    """
+    status, step = _FAILED, window.recorder.step
     try:
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             step.seconds = time.perf_counter() - started_s
@@ -119,28 +132,37 @@ def _write(window: StepWindow, request: Mapping[str, Any], started_s: float) -> 
 
 
 def _note_stand_in(window: StepWindow, package: str) -> None:
-    """Note that the script used a package that is not installed here, for the graph and for what is said at the end."""
+    """Note once that the script imported a stand-in for a package that is not installed, in the graph and for messages."""
     if package not in window.absent:
         window.absent.append(package)
         window.recorder.step.assumed[f"{ABSENT}{package}"] = 1
 
 
 @dataclass
-class _Again:
-    """Starts the recording anew in this process, with stand-ins for packages that the script turned out to need."""
+class _Retry:
+    """Starts the recording anew in this process, with stand-ins for packages that the script turned out to need.
+
+    A fresh start is needed because the failed import has left modules half loaded.
+    """
 
     arguments: list[str]
+    """The arguments of this process: the request's file, ``--``, and the command."""
     request: dict[str, Any]
     environment: dict[str, str]
+    """As it was at the start, before the script changed it."""
     folder: str
+    """The current folder at the start."""
 
     @property
     def absent(self) -> list[str]:
-        """The packages that are stood in for."""
+        """The packages that are stood in for; the request carries them from one start to the next."""
         return list(self.request.get("absent", []))
 
     def without_what_is_missing(self, error: BaseException) -> None:
-        """Begin anew where an error says that a package is missing; return where none is, or its stand-in did not do."""
+        """Replace this process by a new one, with more stand-ins, where an error says that a package is missing.
+
+        Returns where the error says nothing of packages, or where those it names are stood in for already.
+        """
         packages = [name for name in missing(error) if name not in self.absent]
         if not packages:
             return
@@ -155,21 +177,26 @@ class _Again:
 
 
 def _follow_parent(parent: int) -> None:
-    """End this process once the one that started it has ended, however that came."""
+    """End this process once its parent has ended, for whatever reason. ``parent``: its process number."""
     while os.getppid() == parent:
-        time.sleep(1.0)
+        time.sleep(_PARENT_POLL_S)
     os._exit(1)
 
 
 def _raised(error: Exception, window: StepWindow) -> int:
+    """Say that the script raised an error, with the first line of its text; return the exit status.
+
+    The traceback goes to stderr first. Semicolons become commas, because the parent process takes what follows one
+    for the remedy.
+    """
     traceback.print_exception(error)
     text = str(error).strip()
-    reason = text.splitlines()[0].replace(";", ",") if text else _place(error)
+    reason = text.splitlines()[0].replace(";", ",") if text else _raised_at(error)
     return _failed(f"the script raised {type(error).__name__}: {reason}", window, _remedy(error))
 
 
-def _place(error: BaseException) -> str:
-    """Return where an error without words came from."""
+def _raised_at(error: BaseException) -> str:
+    """Return where an error without a text was raised: ``at train.py:3 (loss.backward())``."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f"at {Path(frames[-1].filename).name}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
     return place.replace(";", ",")
@@ -181,31 +208,37 @@ _NETWORK = re.compile(
 
 
 def _remedy(error: BaseException) -> str:
-    """Return what to do where a script would have fetched something, by the errors that its own came from."""
+    """Return what to do where a script would have fetched something; "" where the error says nothing of a network.
+
+    The errors that this one came from are read too.
+    """
     causes: list[BaseException] = [error]
-    for cause in causes:
-        causes += [
-            before for before in (cause.__cause__, cause.__context__) if before is not None and before not in causes
-        ]
+    for cause in causes:  # the list grows while it is read
+        earlier = (cause.__cause__, cause.__context__)
+        causes += [other for other in earlier if other is not None and other not in causes]
     if any(isinstance(cause, OSError) and _NETWORK.search(f"{type(cause).__name__} {cause}") for cause in causes):
         return "what a run would fetch is to be here: fetch it before, or give a path of this disk"
     return ""
 
 
-def _failed(what: str, window: StepWindow, remedy: str = "") -> int:
-    line = f"{what} after {window.updates} of the 2 updates that are needed"
+def _failed(happening: str, window: StepWindow, remedy: str = "") -> int:
+    """Write the one line that says why no step was recorded, for the parent process; return the exit status.
+
+    ``happening``: what happened; ``remedy``: what would be right, where that is known.
+    """
+    line = f"{happening} after {window.updates} of the 2 updates that are needed"
     if window.absent:
         line += f" (stood in for, not installed here: {', '.join(window.absent)})"
-        instead = [INSTEAD[name] for name in window.absent if name in INSTEAD]
+        advice = [INSTEAD[name] for name in window.absent if name in INSTEAD]
         remedy = (
             remedy
-            or ", ".join(instead)
+            or ", ".join(advice)
             or f"if the script needs more of them: pip install {' '.join(window.absent)}, or leave them out"
         )
     if remedy:
         line += f"; {remedy}"
     sys.stderr.write(f"\x00{line}\n")
-    return 3
+    return _FAILED
 
 
 if __name__ == "__main__":

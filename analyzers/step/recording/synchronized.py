@@ -9,12 +9,15 @@ from torch import Tensor
 
 
 def stand_in_synchronized_norms() -> torch.library.Library:
-    """Say what the kernels of ``nn.SyncBatchNorm`` give; the returned library keeps that said."""
+    """Tell torch the shapes of what the CUDA kernels of ``nn.SyncBatchNorm`` return.
+
+    The caller has to keep the returned library: its kernels are gone with it.
+    """
     library = torch.library.Library("aten", "IMPL")
     kernels = {
-        "batch_norm_stats": lambda x, _eps: _statistics(x, 2),
-        "batch_norm_gather_stats": lambda x, *_: _statistics(x, 2),
-        "batch_norm_gather_stats_with_counts": lambda x, *_: _statistics(x, 2),
+        "batch_norm_stats": lambda x, _eps: _two_per_channel(x),
+        "batch_norm_gather_stats": lambda x, *_: _two_per_channel(x),
+        "batch_norm_gather_stats_with_counts": lambda x, *_: _two_per_channel(x),
         "batch_norm_elemt": lambda x, *_: torch.empty_like(x),
         "batch_norm_backward_reduce": _reduced,
         "batch_norm_backward_elemt": lambda grad, *_: torch.empty_like(grad),
@@ -25,14 +28,20 @@ def stand_in_synchronized_norms() -> torch.library.Library:
     return library
 
 
-def _statistics(x: Tensor, many: int) -> tuple[Tensor, ...]:
-    """Return vectors of a value per channel, in float32 for half precision."""
+def _two_per_channel(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two vectors (channels,), such as mean and deviation; in float32 where x is of half precision."""
     dtype = torch.float32 if x.dtype.itemsize == 2 else x.dtype
-    return tuple(x.new_empty(x.shape[1], dtype=dtype) for _ in range(many))
+    return x.new_empty(x.shape[1], dtype=dtype), x.new_empty(x.shape[1], dtype=dtype)
 
 
-def _reduced(_grad: Tensor, x: Tensor, _mean: Tensor, _invstd: Tensor, weight: Any, *asked: bool) -> tuple[Any, ...]:
-    """Return the sums of gradients, and the gradients of weight and bias where they are asked for."""
-    like = weight.dtype if isinstance(weight, Tensor) else torch.float32
-    sums = _statistics(x, 2)
-    return *sums, *(x.new_empty(x.shape[1] if wanted else 0, dtype=like) for wanted in asked[1:])
+def _reduced(
+    _grad: Tensor, x: Tensor, _mean: Tensor, _invstd: Tensor, weight: Any, _needs_input: bool, *needs_parameters: bool
+) -> tuple[Any, ...]:
+    """Return two sums of gradients per channel, then the gradients of weight and bias, empty where not needed.
+
+    ``needs_parameters``: whether the gradient of the weight, and that of the bias, is needed.
+    """
+    dtype = weight.dtype if isinstance(weight, Tensor) else torch.float32
+    channels = x.shape[1]
+    gradients = (x.new_empty(channels if is_needed else 0, dtype=dtype) for is_needed in needs_parameters)
+    return *_two_per_channel(x), *gradients

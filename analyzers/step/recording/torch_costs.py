@@ -25,11 +25,14 @@ from ddltool.analyzers.step.recording.op_rules import Call, Cost, names_in
 class Scale:
     """Scales sizes from a trace's batch size to a wanted one: dimensions that ``prime`` divides grow with the batch.
 
-    Exact when the prime divides no other dimension of the step (:func:`prime_batch`).
+    A trace at a batch of 61 samples has dimensions such as 61 x 196; at a batch of 4 they are 4 x 196. Exact when the
+    prime divides no other dimension of the step (:func:`prime_batch`).
     """
 
     traced: int = 1
+    """The batch size of the trace."""
     wanted: int = 1
+    """The batch size to scale to."""
     prime: int = 0
     """A divisor of ``traced``; 0: ``traced`` itself."""
 
@@ -50,11 +53,15 @@ class Scale:
         return grown % shrunk == 0
 
     def _ratio(self, number: int) -> tuple[int, int]:
-        """Return numerator and denominator of a scaled dimension; ``powers``: how often the prime divides it."""
+        """Return numerator and denominator of a scaled dimension, whose quotient need not be whole.
+
+        ``number`` is a product in which the batch size may occur several times (a square of the batch): each factor
+        is scaled.
+        """
         if self.traced == self.wanted:
             return number, 1
         prime = self.prime or self.traced
-        powers = 0
+        powers = 0  # how often the prime divides the number
         while number and number % prime == 0:
             number //= prime
             powers += 1
@@ -69,7 +76,7 @@ class Scale:
         return math.prod(self.shape(tensor))
 
     def bytes(self, tensors: Iterable[Sized]) -> float:
-        """Return the bytes of tensors at the wanted batch size; an expanded tensor counts the elements of its storage."""
+        """Return the bytes of tensors at the wanted batch size; an expanded tensor counts only the elements of its storage."""
         return float(sum(min(self.elements(tensor), self.size(tensor.stored)) * tensor.width for tensor in tensors))
 
 
@@ -88,11 +95,14 @@ class Sized:
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """The properties of a recorded call on which its cost depends."""
+    """A recorded call as far as its cost goes: two calls that are equal here cost the same."""
 
     name: str
+    """Without namespace and overload: ``convolution``."""
     free: bool
+    """Whether it costs nothing: a view, an allocation, or a cast that runs within a neighbour's kernel."""
     pointwise: bool
+    """Whether torch marks the op as element-wise."""
     arguments: tuple[tuple[str, Any], ...] = ()
     """(name, value) pairs; tensors as :class:`Sized`, lists as tuples."""
     inputs: tuple[Sized, ...] = ()
@@ -101,14 +111,22 @@ class Issued:
 
 
 AS_TRACED = Scale()
+"""Changes no size."""
+
+
+_LEAST_PRIME = 61
+"""Smaller primes divide too many of a model's sizes."""
 
 
 def prime_batch(sizes: Iterable[int]) -> int:
-    """Return a prime that divides none of the ``sizes``: in a trace at this batch, it divides the batch's dimensions only."""
+    """Return a prime, 61 or more, that divides none of the ``sizes``.
+
+    In a trace at a batch of so many samples it divides the batch's dimensions only, which tells them from all others.
+    """
     taken = {int(size) for size in sizes if size}
     return next(
         number
-        for number in count(61, 2)
+        for number in count(_LEAST_PRIME, 2)  # odd numbers, so odd divisors are enough
         if all(number % divisor for divisor in range(3, math.isqrt(number) + 1, 2))
         and all(size % number for size in taken)
     )
@@ -123,7 +141,7 @@ _CASTS_RESULT = frozenset(["_softmax_backward_data", "_log_softmax_backward_data
 
 
 def issued(node: Node) -> Issued:
-    """Return the cost properties of a call node, whose ``meta['val']`` holds its tensors without memory."""
+    """Return what the cost of a call node depends on; the node's ``meta['val']`` holds its results, tensors without memory."""
     target: Any = node.target
     name = base_name(target)
     output = tensors_of(node.meta.get("val"))
@@ -132,10 +150,10 @@ def issued(node: Node) -> Issued:
         return Issued(name, free=True, pointwise=False, output=tuple(map(_sized, output)))
     arguments = map_arg(arguments_by_name(node), lambda argument: argument.meta.get("val"))
     inputs = tensors_of(arguments)
-    if is_operator and not target._schema.returns:  # lists of tensors that an update writes to
+    if is_operator and not target._schema.returns:  # an update in place: what it writes is among its arguments
         written = [argument.name for argument in target._schema.arguments if _is_written(argument)]
         if name.startswith("_fused_") and arguments.get("grad_scale") is None:
-            written.remove("grads")  # written only where they are unscaled
+            written.remove("grads")  # a fused optimizer writes gradients only where it has to unscale them
         output = tensors_of([arguments.get(argument) for argument in written])
     if name in _CASTS_INPUT | _CASTS_RESULT:
         inputs, output = _without_casts(node, inputs, output)
@@ -150,6 +168,7 @@ def issued(node: Node) -> Issued:
 
 
 def _is_written(argument: Any) -> bool:
+    """Return whether an operator writes to an argument of its schema in place."""
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
@@ -166,7 +185,10 @@ def _sized(tensor: Tensor) -> Sized:
 
 
 def _hashable(value: Any) -> Any:
-    """Return an argument in comparable and hashable form."""
+    """Return an argument in a form that can be compared and hashed: tensors as :class:`Sized`, lists as tuples.
+
+    A value that has no hash, such as a dictionary, becomes its text.
+    """
     if isinstance(value, Tensor):
         return _sized(value)
     if isinstance(value, (list, tuple)):
@@ -177,7 +199,8 @@ def _hashable(value: Any) -> Any:
 def cost_of(call: Issued, scale: Scale = AS_TRACED) -> Cost:
     """Return the operations and bytes of a call, with its tensors scaled from the traced batch size to another.
 
-    An embedding bag reads the rows that it is asked for; all else follows the table of :mod:`.op_rules`.
+    An embedding bag reads the rows that it is asked for and adds them up; all else follows the table of
+    :mod:`.op_rules`.
     """
     written = scale.bytes(call.output)
     if call.free:
@@ -193,6 +216,7 @@ def cost_of(call: Issued, scale: Scale = AS_TRACED) -> Cost:
         return Cost(flops=added_elements, size_bytes=moved_bytes, estimate="rule", written_bytes=written, dtype=dtype)
 
     def to_shapes(value: Any) -> Any:
+        """Return an argument with its tensors as scaled shapes."""
         if isinstance(value, Sized):
             return scale.shape(value)
         return [to_shapes(item) for item in value] if isinstance(value, tuple) else value
@@ -216,16 +240,24 @@ def cost_of(call: Issued, scale: Scale = AS_TRACED) -> Cost:
 
 
 def _is_fused_cast(node: Node, name: str) -> bool:
-    """Return whether a node is a cast fused into a neighbour: a softmax or sum after it, a softmax's backward before it."""
-    if name != "_to_copy" or not isinstance(node.args[0], Node):
+    """Return whether a node is a cast that runs within the kernel of a neighbour, and so costs nothing by itself.
+
+    Softmax and sums cast what they read, so a cast is part of them where nothing else reads it. The backward pass of
+    a softmax casts what it writes.
+    """
+    source = node.args[0] if node.args else None
+    if name != "_to_copy" or not isinstance(source, Node):
         return False
-    if base_name(node.args[0].target) in _CASTS_RESULT:
-        return len(node.args[0].users) == 1
+    if base_name(source.target) in _CASTS_RESULT:
+        return len(source.users) == 1
     return bool(node.users) and all(base_name(user.target) in _CASTS_INPUT for user in node.users)
 
 
 def _without_casts(node: Node, inputs: list[Tensor], output: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors that a kernel with fused casts reads and writes: those before and after the casts."""
+    """Return the tensors that a kernel with fused casts really reads and writes: those before and after the casts.
+
+    ``inputs`` and ``output``: those of the node itself.
+    """
     for source in node.all_input_nodes:
         if _is_fused_cast(source, base_name(source.target)):
             cast = source.meta["val"]
@@ -244,7 +276,7 @@ def base_name(target: Any) -> str:
 
 
 def arguments_by_name(node: Node) -> dict[str, Any]:
-    """Return a call's arguments by the names of its schema, by index for an op without schema."""
+    """Return a call's arguments by their names in its schema; an op without schema has their indices as names."""
     schema = getattr(node.target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
     names += [str(number) for number in range(len(names), len(node.args))]
@@ -252,31 +284,36 @@ def arguments_by_name(node: Node) -> dict[str, Any]:
 
 
 def _dtype(tensors: Sequence[Sized]) -> str:
-    """Return the type that an op computes in: its largest floating-point tensor's, else its first's, "" without tensors."""
+    """Return the type that an op computes in, "" without tensors.
+
+    That is the type of its largest floating-point tensor, or of its first tensor where none is floating-point.
+    """
     floating = [tensor for tensor in tensors if tensor.floating]
-    chosen = max(floating, key=lambda tensor: math.prod(tensor.shape), default=tensors[0] if tensors else None)
-    return chosen.dtype if chosen is not None else ""
+    if floating:
+        return max(floating, key=lambda tensor: math.prod(tensor.shape)).dtype
+    return tensors[0].dtype if tensors else ""
 
 
 def tensors_of(values: Any) -> list[Tensor]:
     """Return the distinct tensors in nested lists, tuples and mappings; for a sparse tensor its indices and values."""
-    tensors: dict[int, Tensor] = {}
+    tensor_by_id: dict[int, Tensor] = {}
 
-    def visit(value: Any) -> None:
+    def collect(value: Any) -> None:
+        """Add the tensors in a value."""
         if isinstance(value, Tensor):
             if value.layout == torch.sparse_coo:
-                visit([value._indices(), value._values()])
+                collect([value._indices(), value._values()])
             else:
-                tensors.setdefault(id(value), value)
+                tensor_by_id.setdefault(id(value), value)
         elif isinstance(value, (list, tuple)):
             for item in value:
-                visit(item)
+                collect(item)
         elif isinstance(value, Mapping):
             for item in value.values():
-                visit(item)
+                collect(item)
 
-    visit(values)
-    return list(tensors.values())
+    collect(values)
+    return list(tensor_by_id.values())
 
 
 def value_of(node: Node) -> Any:

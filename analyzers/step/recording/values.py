@@ -24,31 +24,37 @@ _BY_SHAPE = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new
 
 
 class Values:
-    """The values of tensors without storage, as long as these live.
+    """The values of tensors without storage, for as long as these live.
 
-    ``only_whole``: fractions are kept of tensors of one element alone, so that tables of sines and freshly initialised
-    weights are not computed for nothing.
+    ``only_whole``: of fractions, only tensors of one element are kept, so that tables of sines and freshly
+    initialised weights are not computed for nothing.
     """
 
     def __init__(self, *, only_whole: bool = False) -> None:
+        """Begin with no known values; ``only_whole``: keep no fractions of tensors of several elements."""
         self._only_whole = only_whole
-        self._values: Any = WeakTensorKeyDictionary()
+        self._values: Any = WeakTensorKeyDictionary()  # a real tensor of the CPU by the tensor without storage
 
     def __contains__(self, tensor: Tensor) -> bool:
+        """Return whether the values of a tensor without storage are known."""
         return tensor in self._values
 
     def __setitem__(self, tensor: Tensor, value: Tensor) -> None:
+        """Note what a tensor without storage holds."""
         self._values[tensor] = value
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """Return what a tensor holds: a small one of the CPU itself, None for one whose values are not known."""
+        """Return a real tensor with the values of ``tensor``, None where they are not known.
+
+        A small real tensor of the CPU is its own answer; a parameter or a large tensor counts as unknown.
+        """
         if not isinstance(tensor, FakeTensor):
             is_constant = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.numel() <= MAX_ELEMENTS
             return tensor if is_constant else None
         return self._values.get(tensor)  # type: ignore[no-any-return]
 
     def forget(self, tensor: Tensor) -> None:
-        """Drop what is known of a tensor and of all that share its storage."""
+        """Drop what is known of a tensor and of all tensors that share its storage."""
         if tensor not in self._values:
             return
         storage = self._values[tensor].untyped_storage()._cdata
@@ -56,9 +62,9 @@ class Values:
             del self._values[alias]
 
     def computed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return an op's result on the values of its tensors, all known: real tensors of the CPU.
+        """Return an op's result on the values of its tensors, all of which are known: real tensors of the CPU.
 
-        Whole numbers are taken as floats where the CPU has a kernel for these only.
+        Integers are computed as floats where the CPU has a kernel for floats only.
         """
         with _disable_current_modes():
             on_cpu = {"device": torch.device("cpu")} if "device" in kwargs else {}
@@ -70,14 +76,15 @@ class Values:
                 return tree_map_only(Tensor, Tensor.long, func(*floats[0], **floats[1]))
 
     def follow(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outcome: Any) -> bool:
-        """Note what an op that ran without values would have made; return whether that is known.
+        """Note the values that an op would have made, after it ran on tensors without values; return whether they are known.
 
-        ``outcome``: its tensors without storage. What it writes to is forgotten where its values are not known any more.
+        They are where the values of all inputs are known, or do not matter. ``outcome``: the op's results, tensors
+        without storage. A tensor that the op writes to in place is forgotten where its new values are not known.
         """
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        is_known = func._schema.name.removeprefix("aten::") in _BY_SHAPE
-        is_known = is_known or all(self.of(leaf) is not None for leaf in leaves)
-        is_known = is_known and self._is_worth_keeping(func, outcome)
+        needs_shapes_only = func._schema.name.removeprefix("aten::") in _BY_SHAPE
+        can_compute = needs_shapes_only or all(self.of(leaf) is not None for leaf in leaves)
+        is_known = can_compute and self._is_worth_keeping(func, outcome)
         if is_known:
             self.record(outcome, self.computed(func, args, kwargs))
         elif func._schema.is_mutable:
@@ -85,30 +92,35 @@ class Values:
         return is_known
 
     def record(self, outcome: Any, value: Any) -> None:
-        """Note the values of an op's outputs."""
+        """Note the values of an op's outputs. ``value`` has the structure of ``outcome``, with real tensors in it."""
         for tensor, known_value in zip(tree_leaves(outcome), tree_leaves(value), strict=True):
             if isinstance(tensor, Tensor):
                 self._values[tensor] = known_value
 
     def _or_shape(self, tensor: Tensor) -> Tensor:
-        """Return what a tensor holds; of one whose values are not known, zeros of its shape that take no memory."""
+        """Return what a tensor holds; for unknown values, zeros of its shape that take no memory."""
         value = self.of(tensor)
         return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) if value is None else value
 
     def _is_worth_keeping(self, func: Any, outcome: Any) -> bool:
+        """Return whether an op's results are to be computed: not if they are random, empty, too large or unwanted fractions."""
         if torch.Tag.nondeterministic_seeded in func.tags:
             return False
-        made = [leaf for leaf in tree_leaves(outcome) if isinstance(leaf, Tensor)]
-        if self._only_whole and any(leaf.dtype.is_floating_point and leaf.numel() > 1 for leaf in made):
+        results = [leaf for leaf in tree_leaves(outcome) if isinstance(leaf, Tensor)]
+        if self._only_whole and any(leaf.dtype.is_floating_point and leaf.numel() > 1 for leaf in results):
             return False
         is_filled = not func._schema.name.startswith(("aten::empty", "aten::new_empty"))
-        return is_filled and all(leaf.numel() <= MAX_ELEMENTS for leaf in made)
+        return is_filled and all(leaf.numel() <= MAX_ELEMENTS for leaf in results)
 
     def _forget_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Drop the values of tensors that an op writes to in place, and of all tensors with the same storage."""
+        """Drop the values of tensors that an op writes to in place, and of all tensors that share their storage."""
         arguments = func._schema.arguments
-        given = dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
-        written = [given.get(each.name) for each in arguments if each.alias_info and each.alias_info.is_write]
+        argument_values = dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
+        written = [
+            argument_values.get(argument.name)
+            for argument in arguments
+            if argument.alias_info and argument.alias_info.is_write
+        ]
         for leaf in tree_leaves(written):
             if isinstance(leaf, Tensor):
                 self.forget(leaf)

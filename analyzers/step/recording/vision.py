@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Arguments that several operators share, as torch's schemas write them.
 _SIZE = "float spatial_scale, SymInt pooled_height, SymInt pooled_width"
 _SHAPE = "SymInt batch_size, SymInt channels, SymInt height, SymInt width"
 _DEFORM = ", ".join(f"SymInt {name}" for name in (
@@ -38,29 +39,37 @@ _SCHEMAS = {
     "_columns": "(Tensor input, Tensor offset, Tensor? mask, int height, int width) -> Tensor",
     "_columns_backward": "(Tensor grad, Tensor input, Tensor offset, Tensor? mask) -> (Tensor, Tensor, Tensor)",
 }  # fmt: skip
-_KEPT = 3
-"""Of so many boxes one is kept: region proposals of Faster R-CNN, 6,000 at first, are about 2,000 then (Ren et al. 2015)."""
+_BOXES_PER_KEPT = 3
+"""Suppression keeps one of so many boxes: Faster R-CNN's 6,000 region proposals become about 2,000 (Ren et al. 2015)."""
 
 
 def stand_in_vision(declared: torch.library.Library | None, device: torch.device) -> dict[str, Callable[[Any], None]]:
-    """Declare torchvision's operators beside the two that ``declared`` has (None: its own library was loaded).
+    """Declare torchvision's operators where its compiled library is not loaded, and return patches for its modules.
 
-    Returns by its name what changes each module of torchvision.
+    ``declared``: the library that declares torchvision's two first operators; None: its own was loaded, and nothing
+    is done. ``device``: the recorded one. Returned is, by the name of a module of torchvision, a function that
+    patches it.
     """
     if declared is None:
         return {}
     for name, schema in _SCHEMAS.items():
         declared.define(f"{name}{schema}")
+    # torchvision compares the version with torch's when it is imported.
     declared.define("_cuda_version() -> int")
-    declared.impl("_cuda_version", lambda: -1, "CompositeExplicitAutograd")
-    declared.impl("nms", lambda boxes, _scores, _iou: torch.arange(-(-len(boxes) // _KEPT)), "CPU")
+    declared.impl("_cuda_version", lambda: -1, "CompositeExplicitAutograd")  # -1: compiled without CUDA
+    # It returns the indices of the boxes that are kept; their number is rounded up.
+    declared.impl("nms", lambda boxes, _scores, _iou: torch.arange(-(-len(boxes) // _BOXES_PER_KEPT)), "CPU")
     declared.impl("_columns", _columns, "Meta")
     declared.impl("_columns_backward", lambda grad, x, offset, mask: (
         torch.empty_like(x), torch.empty_like(offset), torch.empty_like(offset if mask is None else mask)
     ), "Meta")  # fmt: skip
-    torch.library.register_autograd("torchvision::_columns", _of_columns, setup_context=_keep, lib=declared)
+    torch.library.register_autograd(
+        "torchvision::_columns", _columns_gradients, setup_context=_keep_inputs, lib=declared
+    )
     for name in ("nms", "roi_align", "roi_pool", "_columns"):
-        declared.impl(name, _in_float32(getattr(torch.ops.torchvision, name).default), f"Autocast{_key(device)}")
+        declared.impl(
+            name, _in_float32(getattr(torch.ops.torchvision, name).default), f"Autocast{_dispatch_key(device)}"
+        )
     return {
         "torchvision.extension": lambda module: setattr(module, "_has_ops", lambda: True),
         # Boxes of each class are suppressed apart: which classes there are only a run knows, and one pass does as much.
@@ -71,47 +80,61 @@ def stand_in_vision(declared: torch.library.Library | None, device: torch.device
     }
 
 
-def _key(device: torch.device) -> str:
+def _dispatch_key(device: torch.device) -> str:
+    """Return a device's name among torch's dispatch keys: ``CUDA``, or ``PrivateUse1`` for a registered device."""
     return "PrivateUse1" if device.type == torch._C._get_privateuse1_backend_name() else device.type.upper()
 
 
 def _in_float32(op: Any) -> Callable[..., Any]:
-    """Return an op's kernel under autocast, as torchvision has it: computed in float32, given back in the input's type."""
+    """Return an op's kernel under autocast, as torchvision has it: computed in float32, returned in the first input's type."""
 
     def run(first: Tensor, *args: Any) -> Any:
-        without = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1))  # type: ignore[attr-defined]
-        with without:
-            wide = [
+        """Run the op without autocast on floating-point inputs cast to float32."""
+        autocast_key = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(autocast_key)):
+            float32_arguments = [
                 arg.float() if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in (first, *args)
             ]
-            out = op(*wide)
+            out = op(*float32_arguments)
         return out.to(first.dtype) if isinstance(out, Tensor) and out.is_floating_point() else out
 
     return run
 
 
-def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+def _keep_inputs(ctx: Any, inputs: Any, output: Any) -> None:
+    """Keep the inputs of ``_columns`` for its backward pass."""
     ctx.inputs = inputs
 
 
 def _columns(x: Tensor, offset: Tensor, _mask: Tensor | None, height: int, width: int) -> Tensor:
-    """Return (batch, channels of the kernel's places, output's places)."""
+    """Return the columns that a deformable convolution multiplies: (batch, channels x filter taps, output positions).
+
+    ``height`` and ``width``: of the filter; ``offset`` has the height and width of the output as its last dimensions.
+    """
     return x.new_empty((x.shape[0], x.shape[1] * height * width, offset.shape[2] * offset.shape[3]))
 
 
-def _of_columns(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _columns_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """Return the gradients of the arguments of ``_columns``.
+
+    These are x, the offsets, the mask where there is one, and None for the sizes.
+    """
     x, offset, mask, *_ = ctx.inputs
-    of_x, of_offset, of_mask = torch.ops.torchvision._columns_backward(grad, x, offset, mask)
-    return of_x, of_offset, None if mask is None else of_mask, None, None
+    x_gradient, offset_gradient, mask_gradient = torch.ops.torchvision._columns_backward(grad, x, offset, mask)
+    return x_gradient, offset_gradient, None if mask is None else mask_gradient, None, None
 
 
 def deformed(input: Tensor, offset: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = (1, 1),
              padding: Any = (0, 0), dilation: Any = (1, 1), mask: Tensor | None = None) -> Tensor:  # fmt: skip
-    """Return a deformable convolution of (batch, channels, height, width): its columns, and a product with each group's."""
-    out_channels, in_group, height, width = weight.shape
-    groups = input.shape[1] // in_group
+    """Return a deformable convolution, which takes the arguments of torchvision's: (batch, channels, height, width).
+
+    It gathers columns of the input and multiplies each group's columns by its weight. ``stride``, ``padding`` and
+    ``dilation`` only shape the output, whose height and width are those of ``offset``.
+    """
+    out_channels, channels_per_group, height, width = weight.shape
+    groups = input.shape[1] // channels_per_group
     columns = torch.ops.torchvision._columns(input, offset, mask, height, width)
-    columns = columns.view(input.shape[0], groups, in_group * height * width, -1)
+    columns = columns.view(input.shape[0], groups, channels_per_group * height * width, -1)
     product = torch.matmul(weight.view(groups, out_channels // groups, -1), columns)
     out = product.view(input.shape[0], out_channels, *offset.shape[2:])
     return out if bias is None else out + bias.view(1, -1, 1, 1)
@@ -119,11 +142,11 @@ def deformed(input: Tensor, offset: Tensor, weight: Tensor, bias: Tensor | None 
 
 @cache
 def declare_torchvision() -> torch.library.Library | None:
-    """Declare torchvision's two ops where its compiled library cannot be loaded; the returned library keeps them declared.
+    """Declare torchvision's two ops where its compiled library cannot be loaded; the caller keeps the returned library.
 
     PyPI's torchvision is compiled for torch with CUDA. Beside a CPU torch its import fails when these ops get a meta
-    kernel, and so do the imports of timm and most of transformers, though no traced model calls the ops. None: torchvision
-    is missing, or its compiled library was loaded.
+    kernel, and so do the imports of timm and most of transformers, though no traced model calls the ops. None:
+    torchvision is missing, or its compiled library was loaded.
     """
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None:

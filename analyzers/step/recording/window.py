@@ -24,86 +24,101 @@ from ddltool.graph import Graph
 
 
 class StepWindow:
-    """Starts the recorder when the first update has ended, stops it when the second has, and calls ``then``; once.
+    """Starts the recorder when the first update has ended, stops it when the second has, and then calls ``then``; once.
 
-    An update is one of the optimizer that ended one first; a step in which another optimizer updates for the first time is
-    passed over. Updates are watched until :meth:`close`.
+    An update is a step of the optimizer whose step ended first. A step in which another optimizer updates for the
+    first time is passed over, because it makes states and so is not like the next. Updates are watched until
+    :meth:`close`.
     """
 
     def __init__(self, recorder: Recorder, then: Callable[[], None]) -> None:
+        """Watch all optimizers of the process from now on."""
         self.recorder, self.then = recorder, then
         self.is_over = False
         self.absent: list[str] = []
         """Packages that are stood in for."""
         self.first: Any = None
+        """The optimizer whose updates bound the step."""
         self.updates = 0
+        """Its updates that have ended so far."""
         self._seen: dict[int, Any] = {}
+        """By identity, what was updated before: optimizers and averaged weights, kept so that identities stay theirs."""
         self._is_steady = True
-        self._depth = 0  # optimizers that call others count once
+        """Whether nothing was updated for the first time since the step began."""
+        self._depth = 0
+        """Steps of optimizers under way: one may call another's, and only the outermost counts."""
         self._closing = ExitStack()
-        self._closing.callback(register_optimizer_step_pre_hook(self._begins).remove)
-        self._closing.callback(register_optimizer_step_post_hook(self._ended).remove)
+        self._closing.callback(register_optimizer_step_pre_hook(self._begin_update).remove)
+        self._closing.callback(register_optimizer_step_post_hook(self._end_update).remove)
         self._watch_averages()
 
     def close(self) -> None:
         """Watch no more updates."""
         self._closing.close()
 
-    def _starts(self, updated: Any) -> None:
-        """Note what is updated for the first time: a step in which something is so is not like the next."""
+    def _note_if_new(self, updated: Any) -> None:
+        """Note that something was updated; if it was for the first time, the step under way is not like the next."""
         if id(updated) not in self._seen:
             self._seen[id(updated)] = updated
             self._is_steady = not self.updates
 
     def _watch_averages(self) -> None:
-        """Let averaged weights count as what an update makes: their first one copies."""
+        """Let averaged weights (``AveragedModel``) count as something that is updated: their first update copies."""
         real_update = AveragedModel.update_parameters
 
         def update(average: Any, *args: Any, **kwargs: Any) -> None:
+            """Update the averages as torch does, and note it."""
             real_update(average, *args, **kwargs)
-            self._starts(average)
+            self._note_if_new(average)
 
         AveragedModel.update_parameters = update  # type: ignore[assignment, method-assign]
         self._closing.callback(setattr, AveragedModel, "update_parameters", real_update)
 
-    def _begins(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        self._depth += 1
-        self._updates_now(optimizer)
+    def _begin_update(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Note that an optimizer's step begins; return its arguments, as torch's hook asks for.
 
-        def with_passes(value: Any) -> Any:
-            """Return a closure whose passes are not the update's."""
+        A closure among them runs forward and backward passes, which are not counted as the update.
+        """
+        self._depth += 1
+        self._enter_update(optimizer)
+
+        def in_forward_phase(value: Any) -> Any:
+            """Return a closure that runs in the forward phase; any other value as it is."""
             if not callable(value) or value is optimizer:
                 return value
 
             def closure() -> Any:
+                """Run the script's closure, then go back to the update."""
                 self.recorder.phase = "forward"
                 try:
                     return value()
                 finally:
-                    self._updates_now(optimizer)
+                    self._enter_update(optimizer)
 
             return closure
 
-        return tuple(map(with_passes, args)), {name: with_passes(value) for name, value in kwargs.items()}
+        return tuple(map(in_forward_phase, args)), {name: in_forward_phase(value) for name, value in kwargs.items()}
 
-    def _updates_now(self, optimizer: Any) -> None:
+    def _enter_update(self, optimizer: Any) -> None:
+        """Note the gradients that the optimizer is about to use, and let what follows count as the update."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self.recorder.gradient_of(parameter)
         self.recorder.phase = "update"
 
-    def _ended(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    def _end_update(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        """Note that an optimizer's step ends, and start or stop the recorder where it is an update of the first optimizer."""
         self._depth -= 1
         if self._depth:
             return
         self.recorder.phase = "forward"
         if self.first is None:
             self.first = optimizer
-        self._starts(optimizer)  # it has made its states
+        self._note_if_new(optimizer)  # its first step makes its states
         if optimizer is not self.first or self.is_over:
             return
         self.updates += 1
-        if self.updates == 1 or not self._is_steady:
+        if self.updates == 1 or not self._is_steady:  # begin, or begin anew
             self._is_steady = True
             self.recorder.start()
         else:
@@ -114,13 +129,13 @@ class StepWindow:
 
 @dataclass(slots=True)
 class RecordedBlock:
-    """What :func:`record` gives its block."""
+    """The object that :func:`record` gives its block, to ask for the graph after it."""
 
     _graph: Graph | None = None
 
     @property
     def graph(self) -> Graph:
-        """Return the graph of the steady step; raises InputError before that has ended."""
+        """The graph of the steady step. Raises InputError before that step has ended."""
         if self._graph is None:
             raise InputError("record", "no step has been recorded yet", "ask after the block")
         return self._graph
@@ -149,14 +164,15 @@ def record(name: str = "step") -> Iterator[RecordedBlock]:
     """
     recorder, block = Recorder(register_device()), RecordedBlock()
 
-    def read() -> None:
+    def make_graph() -> None:
+        """Make the graph once the step has ended; a step without calls on the GPU leaves none."""
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             recorder.step.tf32 = torch.get_float32_matmul_precision() != "highest"
             if recorder.step.calls:
                 block._graph = graph_of(recorder.step, name)
 
     with posed(recorder), recording_modules(recorder):
-        window = StepWindow(recorder, read)  # watches once it is this thread's turn
+        window = StepWindow(recorder, make_graph)  # watches once it is this thread's turn
         try:
             yield block
         finally:

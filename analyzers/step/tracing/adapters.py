@@ -17,14 +17,17 @@ from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.step import TrainingStep
 from ddltool.errors import InputError
 
-# Of a model whose linear layers hold less than this share of the parameters, adapters do not train it.
+# Adapters do not train a model whose linear layers hold less than this share of the parameters.
 _LEAST_ADAPTED = 0.25
+_ADAPTER_SCALE = 2.0
+"""The factor on an adapter's output: peft's ``lora_alpha`` over the rank, as often 2. It has no part in the cost."""
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear layer ``base`` beside a product of rank ``rank``: ``base(x) + (x A') B'``."""
+    """A frozen linear layer ``base`` beside a product of a low rank: ``base(x) + 2 (x A') B'``."""
 
     def __init__(self, base: nn.Module, inputs: int, outputs: int, rank: int) -> None:
+        """Wrap a layer of so many inputs and outputs, with matrices A (rank, inputs) and B (outputs, rank) on its device."""
         super().__init__()
         device = next(base.parameters()).device
         self.base = base
@@ -32,14 +35,18 @@ class LoraLinear(nn.Module):
         self.lora_b = nn.Parameter(torch.empty(outputs, rank, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's output with the adapter's added, in the layer's type."""
+        """Return (..., outputs) for (..., inputs): the layer's output with the adapter's added, in the layer's type."""
         result = self.base(x)
         adapted = F.linear(F.linear(x.to(self.lora_a.dtype), self.lora_a), self.lora_b)
-        return (result + adapted * 2.0).to(result.dtype)  # type: ignore[no-any-return]
+        return (result + adapted * _ADAPTER_SCALE).to(result.dtype)  # type: ignore[no-any-return]
 
 
 def with_lora(step: TrainingStep, rank: int, numerics: Numerics) -> TrainingStep:
-    """Return a step that trains adapters of a rank alone. Raises InputError for a model without linear layers."""
+    """Return the step with its module's weights frozen and adapters of a rank beside its linear layers; the module is changed.
+
+    Raises InputError for a model without linear layers beside its head, and for one whose linear layers are a small
+    part of it.
+    """
     module = step.module
     module.requires_grad_(False)
     if numerics.format.is_autocast:
@@ -63,7 +70,7 @@ def with_lora(step: TrainingStep, rank: int, numerics: Numerics) -> TrainingStep
 
 
 def _head_of(module: nn.Module) -> nn.Module | None:
-    """Return what makes the logits of a transformers model; None for another module."""
+    """Return the layer that makes the logits of a transformers model; None where there is none."""
     get_head = getattr(module, "get_output_embeddings", None)
     head = get_head() if callable(get_head) else None
     return head if isinstance(head, nn.Module) else None

@@ -20,18 +20,22 @@ from ddltool.errors import InputError
 
 
 class Fed(NamedTuple):
-    """A model, as any SOURCE but a file of a graph, and one batch for it: a tensor, a sequence of parts, or parts by name."""
+    """A model and one batch for it.
+
+    The model is any SOURCE except a file of a graph. The batch is a tensor, a sequence of parts, or parts by name.
+    """
 
     model: Any
     batch: Any
 
 
 class Parts(NamedTuple):
-    """A batch, divided."""
+    """A batch divided into the inputs of a module and the targets of its loss."""
 
     example: Any
     """Inputs as :func:`~ddltool.analyzers.step.tracing.step.as_arguments` takes them."""
     targets: Tensor | None = None
+    """None: the batch has none, or several tensors are left over."""
     has_loss: bool = False
     """The module took the targets, too, so that a number among what it returns is its loss."""
     takes_mapping: bool = False
@@ -39,7 +43,7 @@ class Parts(NamedTuple):
 
 
 def samples_in(batch: Any) -> int:
-    """Return how many samples a batch holds. Raises InputError for what is none.
+    """Return how many samples a batch holds: the first dimension of its first tensor. Raises InputError for what is no batch.
 
     >>> samples_in({"x": torch.zeros(4, 2)})
     4
@@ -55,9 +59,10 @@ def samples_in(batch: Any) -> int:
 
 
 def divided(module: nn.Module, batch: Any) -> Parts:
-    """Return the parts of a batch, by the parameters of the module's ``forward``.
+    """Return a batch divided into inputs and targets, by the parameters of the module's ``forward``.
 
-    Raises InputError for a batch that holds no tensor, or that lacks what the module must be given.
+    Parts of a sequence are inputs in order, as far as the ``forward`` has parameters for data. Raises InputError for
+    a batch that holds no tensor, or that lacks what the module must be given.
     """
     samples_in(batch)
     parameters = inspect.signature(module.forward).parameters.values()
@@ -65,19 +70,25 @@ def divided(module: nn.Module, batch: Any) -> Parts:
         return _divided_by_name(module, {**batch}, parameters)
     if isinstance(batch, Tensor):
         return Parts(batch)
-    # A flag or a number with a default is a setting; what a batch has comes in parameters without one, or with None.
-    places = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    settings = [place for place, one in enumerate(places) if one.default not in (one.empty, None)]
+    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    # A parameter whose default is a flag or a number is a setting; data come in those without a default, or with None.
+    settings = [index for index, one in enumerate(positional) if one.default not in (one.empty, None)]
     takes_all = any(one.kind is one.VAR_POSITIONAL for one in parameters)
-    count = len(batch) if takes_all else min(len(batch), *settings[:1], len(places))
-    needed = sum(one.default is one.empty for one in places)
+    count = len(batch) if takes_all else min(len(batch), *settings[:1], len(positional))
+    needed = sum(one.default is one.empty for one in positional)
     if len(batch) < needed:
         problem = f"has {len(batch)} parts, and the forward of {type(module).__name__} takes {needed}"
         raise InputError("batch", problem, "give all of them, or by name")
-    return Parts(tuple(batch[:count]), _only(batch[count:]), has_loss=count == len(batch) > needed)
+    # A forward that takes the whole batch, more than it needs, is taken to return its loss.
+    has_loss = count == len(batch) > needed
+    return Parts(tuple(batch[:count]), _single_tensor(batch[count:]), has_loss)
 
 
 def _divided_by_name(module: nn.Module, batch: dict[str, Any], parameters: Any) -> Parts:
+    """Return a batch of parts by name divided into inputs, whose names are the ``forward``'s parameters, and targets.
+
+    A module that must be given one parameter, and none by these names, is taken to read the whole mapping.
+    """
     names = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
     needed = [one.name for one in parameters if one.name in names and one.default is one.empty]
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
@@ -88,17 +99,17 @@ def _divided_by_name(module: nn.Module, batch: dict[str, Any], parameters: Any) 
         problem = f"has no {missing[0]!r}, which the forward of {type(module).__name__} takes"
         raise InputError("batch", problem, f"it has {', '.join(map(str, batch))}")
     rest = [value for name, value in batch.items() if name not in inputs]
-    return Parts(inputs, _only(rest), has_loss=not rest and len(inputs) > len(needed))
+    return Parts(inputs, _single_tensor(rest), has_loss=not rest and len(inputs) > len(needed))
 
 
-def _only(rest: Any) -> Tensor | None:
-    """Return the targets among what is left of a batch: one tensor, else none that a loss is known of."""
+def _single_tensor(rest: Any) -> Tensor | None:
+    """Return the targets among the left-over parts of a batch: the only tensor, None where there are several or none."""
     tensors = [value for value in rest if isinstance(value, Tensor)]
     return tensors[0] if len(tensors) == 1 else None
 
 
 def fed(step: TrainingStep, parts: Parts) -> TrainingStep:
-    """Return the step on a batch: its inputs, and the loss on its targets."""
+    """Return the step on a batch: its inputs, and the loss on its targets, the module's own or the default one."""
     inputs, keywords = as_arguments(parts.example)
     loss: Callable[[Any], Tensor] = step.loss
     if parts.targets is not None:
@@ -106,41 +117,45 @@ def fed(step: TrainingStep, parts: Parts) -> TrainingStep:
     elif parts.has_loss:
         loss = _own_loss
     if parts.takes_mapping:
-        _by_name(step.module)
+        _take_keywords(step.module)
     return replace(step, inputs=inputs, keywords=keywords, loss=loss, note="")
 
 
-def _by_name(module: nn.Module) -> None:
-    """Let a module, which is a copy, take by keywords what it takes as one mapping. The names of its parameters stay."""
+def _take_keywords(module: nn.Module) -> None:
+    """Change a module, which is a copy, so that it takes by keywords the parts that it takes as one mapping.
 
-    kind = type(module)
+    Only its class is changed: a wrapping module would rename its parameters.
+    """
+    module_type = type(module)
 
     def forward(self: nn.Module, **parts: Any) -> Any:
-        return kind.forward(self, parts)
+        """Call the module's own forward with the keywords as one mapping."""
+        return module_type.forward(self, parts)
 
-    module.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+    module.__class__ = type(module_type.__name__, (module_type,), {"forward": forward})
 
 
 def _own_loss(output: Any) -> Tensor:
-    """Return the one number among what a module returns; else the default loss."""
-    values = (
-        output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else [output]
-    )
+    """Return the only single number among what a module returns, which is its loss; else the default loss."""
+    sequence = output if isinstance(output, (tuple, list)) else [output]
+    values = output.values() if isinstance(output, Mapping) else sequence
     numbers = [value for value in values if isinstance(value, Tensor) and value.dim() == 0]
     return numbers[0] if len(numbers) == 1 else default_loss(output)
 
 
 def loss_against(example: Tensor) -> Callable[[Any], Tensor]:
-    """Return the loss of an output against targets like ``example``, of any batch size.
+    """Return a loss function of an output against targets like ``example``, of any batch size; the targets are zeros.
 
-    Whole numbers are classes: cross entropy over the last dimension of the output, (batch, ..., classes), in float32, or over
-    its second, (batch, classes, ...), where the other dimensions are those of the targets. Numbers in the output's own
-    shape: the mean squared error. Anything else, or an output with a loss of its own: the default loss.
+    Integers are classes: cross entropy in float32 over the output's last dimension, (batch, ..., classes), or over
+    its second, (batch, classes, ...), where the other dimensions are those of the targets. Floating-point targets in
+    the output's own shape: the mean squared error. Anything else, or an output with a loss of its own: the default
+    loss.
     """
 
     def loss(output: Any) -> Tensor:
-        own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        if isinstance(own, Tensor) or not tensors_in(output):
+        """Return the loss of the output's first floating-point tensor, which is (batch, ...), against targets of zeros."""
+        own_loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if isinstance(own_loss, Tensor) or not tensors_in(output):
             return default_loss(output)
         predicted = tensors_in(output)[0]
         if example.is_floating_point():
@@ -148,11 +163,12 @@ def loss_against(example: Tensor) -> Callable[[Any], Tensor]:
             return F.mse_loss(predicted, torch.zeros_like(predicted)) if is_alike else default_loss(output)
         if predicted.dim() != example.dim() + 1:
             return default_loss(output)
+        # Of (batch, classes, ...); where both readings fit, the last dimension holds the classes.
         if predicted.shape[2:] == example.shape[1:] != predicted.shape[1:-1]:
             labels = torch.zeros((predicted.shape[0], *predicted.shape[2:]), dtype=torch.long, device=predicted.device)
             return F.cross_entropy(predicted, labels)
         flat = predicted.reshape(-1, predicted.shape[-1])
-        flat = flat.float() if example.dim() > 1 else flat
+        flat = flat.float() if example.dim() > 1 else flat  # token by token, as language models take their loss
         return F.cross_entropy(flat, torch.zeros(flat.shape[0], dtype=torch.long, device=flat.device))
 
     return loss

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from ddltool.analyzers.step.tracing.torch_adapter import TracedStep
 
 BACKWARD, MODEL = "(backward)", "(model)"
+"""What stands for a module in findings: the whole backward pass, and ops of the forward pass outside of any module."""
 _RANK = {"none": 0, "unknown": 1, "D1": 2, "D2": 3}
+"""Levels from the worst to the best; the worst finding is the step's level."""
 _TABLE: Mapping[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 TORCH_VERSION: str = _TABLE["torch_version"]
 CLASSES: Mapping[str, Mapping[str, str]] = _TABLE["classes"]
@@ -37,6 +39,9 @@ OPS: Mapping[str, str] = {
 }
 """Op type (``aten.NAME`` without overload and trailing underscore, ``onnx.NAME``) to the name of its class."""
 _FLOATING_ONLY = frozenset(_TABLE["floating_only"].split())
+"""Ops that are exact on integers: only rounding makes their order matter."""
+_LEAST_SHOWN_SHARE = 0.0005
+"""Of the step's FLOPs: a smaller share would be printed as 0.0 %."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +65,7 @@ def class_of(op_type: str, facts: OpFacts | None = None) -> str:
     'exact'
     """
     name = OPS.get(op_type) or OPS.get(op_type.rstrip("_"))
-    if name is None:  # the multi-tensor twins of element-wise ops
+    if name is None:  # an op on lists of tensors (``_foreach_add_``) has the class of the op on one
         name = OPS.get(f"aten.{op_type.removeprefix('aten._foreach_').rstrip('_')}", "unknown")
     if facts is not None and not facts.floating and op_type.removeprefix("aten.").rstrip("_") in _FLOATING_ONLY:
         return "exact"
@@ -70,10 +75,10 @@ def class_of(op_type: str, facts: OpFacts | None = None) -> str:
 def scan(graph: Graph, facts: Mapping[str, OpFacts] | None = None) -> DeterminismLevel:
     """Return the level of determinism that a step's compute ops allow once its ``settings`` are made, and what limits it.
 
-    ``facts``: what ops' arguments say, by op name (:func:`op_facts`); without, the cautious case is taken. A graph whose ops
-    have no types gets level ``unknown``; one without module paths in its op names (``forward/PATH/op``, as traces here
-    have) gets no modules. An inference graph says nothing of the backward pass. As in the paper, matrix products, reductions,
-    random draws and attention do not forbid D2: their kernels can be fixed.
+    ``facts``: what the arguments of ops say, by op name (:func:`op_facts`); None: the cautious case is taken. A graph
+    whose ops have no types gets level ``unknown``. One without module paths in its op names (``forward/PATH/op``, as
+    traces here have) gets no modules. An inference graph says nothing of the backward pass. As in the paper, matrix
+    products, reductions, random draws and attention do not forbid D2: their kernels can be fixed.
     """
     ops_by_kind: dict[tuple[str, str], list[int]] = {}  # by op type and class, the ops' indices
     for op in graph.of_kind(COMPUTE).tolist():
@@ -97,7 +102,10 @@ def scan(graph: Graph, facts: Mapping[str, OpFacts] | None = None) -> Determinis
 
 
 def op_facts(traced: TracedStep) -> dict[str, OpFacts]:
-    """Return, for each compute op of a traced step by name, what its arguments say beyond its type."""
+    """Return, by the name of each compute op of a traced step, what its arguments say beyond its type.
+
+    That is whether it reads floating-point tensors, and whether it is a convolution of separate windows.
+    """
     return {
         name: OpFacts(floating=any(map(_is_floating, node.all_input_nodes)), patches=_has_separate_windows(node))
         for name, node in traced.nodes.items()
@@ -111,8 +119,9 @@ def _is_floating(node: Node) -> bool:
 
 
 def _has_separate_windows(node: Node) -> bool:
-    """Return whether a node is a convolution whose windows do not overlap; arguments are in the order of aten's schema."""
+    """Return whether a node is a convolution whose windows do not overlap, so that no input element is read twice."""
     name = str(node.target)
+    # The places of the arguments are those of aten's schemas; the backward pass begins with the output's gradient.
     if name == "aten.convolution.default":
         weight, stride, padding, dilation, transposed, groups = (node.args[place] for place in (1, 3, 4, 5, 6, 8))
     elif name == "aten.convolution_backward.default":
@@ -125,7 +134,10 @@ def _has_separate_windows(node: Node) -> bool:
 
 
 def _finding(graph: Graph, op_type: str, kernel_class: str, ops: list[int]) -> DeterminismOp:
-    """Return the row of a type's ops of one class: the class's level, the FLOPs, and the modules that hold the ops."""
+    """Return the row of an op type's ops of one class: the class's level, their FLOPs, and the modules that they are in.
+
+    ``ops``: indices in the graph.
+    """
     entry = CLASSES[kernel_class]
     return DeterminismOp(
         op=op_type,
@@ -142,13 +154,20 @@ def _finding(graph: Graph, op_type: str, kernel_class: str, ops: list[int]) -> D
 def _reason(finding: DeterminismOp, step_flops: float) -> str:
     """Return a sentence: an op type, how often it occurs, its share of the step's FLOPs, and why it limits the level."""
     times = "once" if finding.count == 1 else f"{finding.count} times"
-    share = f", {finding.flops / step_flops:.1%} of the FLOPs" if finding.flops > 0.0005 * step_flops else ""
+    share = (
+        f", {finding.flops / step_flops:.1%} of the FLOPs" if finding.flops > _LEAST_SHOWN_SHARE * step_flops else ""
+    )
     return f"{finding.op or 'an op without a type'} ({times}{share}): {finding.reason}"
 
 
 def _module_of(name: str) -> str:
-    """Return the module path in an op's name, empty where it has none."""
+    """Return the module path in an op's name: ``layers.0`` for ``forward/layers.0/mm``; "" for a name without phase.
+
+    Ops outside of any module belong to ``MODEL``, all of the backward pass to ``BACKWARD``.
+    """
     phase, _, path = name.partition("/")
     if phase == "backward":
         return BACKWARD
-    return path.rpartition("/")[0] or MODEL if phase == "forward" else ""
+    if phase == "forward":
+        return path.rpartition("/")[0] or MODEL
+    return ""

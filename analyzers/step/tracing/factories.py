@@ -36,8 +36,11 @@ REMEDY = "write a factory that returns (module, example_inputs)"
 
 
 def imported(package: str, source: str) -> ModuleType:
-    """Return an optional package whose extra has the same name. Raises MissingExtra when it is not installed."""
-    declare_torchvision()
+    """Return an optional package, whose extra has the same name. Raises MissingExtra when it is not installed.
+
+    ``source``: what names the model, for messages.
+    """
+    declare_torchvision()  # timm and transformers import it
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
@@ -47,7 +50,7 @@ def imported(package: str, source: str) -> ModuleType:
 
 
 def nearest(name: str, known: Iterable[str], otherwise: Iterable[str]) -> str:
-    """Return a remedy that lists the known names closest to ``name``, or ``otherwise`` where none is close."""
+    """Return a remedy that lists up to five known names closest to ``name``, or ``otherwise`` where none is close."""
     close_names = difflib.get_close_matches(name, list(known), n=5) or list(otherwise)
     return f"did you mean {', '.join(close_names)}?"
 
@@ -58,7 +61,7 @@ def least_batch(module: nn.Module) -> int:
 
 
 def timm_step(name: str, attention: str | None = None) -> TrainingStep:
-    """Return one training step of a timm model on images of its own size, or of ``@SIZE`` pixels.
+    """Return one training step of a timm model on images of its own size, or of ``@SIZE`` pixels: ``resnet50@256``.
 
     ``attention``: eager or sdpa; None: what the library picks. Images are (batch, channels, height, width). Raises InputError
     for unknown names and for models that cannot be built, MissingExtra without timm.
@@ -118,13 +121,13 @@ def factory_step(source: str) -> TrainingStep:
 
 
 def fed_step(model: Any, batch: Any, name: str) -> TrainingStep:
-    """Return the step of a model on what its DataLoader yields.
+    """Return the step of a model on a batch of its DataLoader.
 
-    ``model``: a module, a function that makes one, either with example inputs, which give way to the batch; or the step of a
-    model that was named.
+    ``model`` is a module, a function that makes one, or the step of a model that was named. Example inputs that come
+    with a module are replaced by the batch.
     """
     if isinstance(model, TrainingStep):
-        vars(model.module).pop("forward", None)  # a named model's is bound to the inputs that were made for it
+        vars(model.module).pop("forward", None)  # a named model's forward was bound to the inputs made for it
         return fed(model, divided(model.module, batch))
     if callable(model) and not isinstance(model, nn.Module):
         with _user_errors(name, "the function raised", "it must work when called without arguments"):
@@ -141,7 +144,7 @@ def fed_step(model: Any, batch: Any, name: str) -> TrainingStep:
 def held_step(model: Any, name: str) -> TrainingStep:
     """Return the step of a module, of (module, example inputs) or of a function that returns either.
 
-    A module is traced as a copy without weights; the caller's module stays unchanged.
+    A module is traced as a copy without weights: the caller's module stays unchanged, and no memory is taken.
     """
     if callable(model) and not isinstance(model, nn.Module):
         with _user_errors(name, "the function raised", "it must work when called without arguments"):
@@ -152,21 +155,21 @@ def held_step(model: Any, name: str) -> TrainingStep:
             name, f"a {type(module).__name__} is no model", "give an nn.Module or (nn.Module, example_inputs)"
         )
     tensors = [*module.parameters(), *module.buffers()]
-    copies: dict[int, Any] = {}
+    copies: dict[int, Any] = {}  # by the identity of a weight; deepcopy takes what it finds here instead of copying
     for tensor in tensors:
         weightless = torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
         is_parameter = isinstance(tensor, nn.Parameter)
         copies[id(tensor)] = nn.Parameter(weightless, tensor.requires_grad) if is_parameter else weightless
     with _user_errors(name, "cannot be copied:", "give a function that makes it"):
-        module_copy = copy.deepcopy(module, copies)  # takes every weight, now without memory, from ``copies``
+        module_copy = copy.deepcopy(module, copies)
     return step_from(module_copy if inputs is None else (module_copy, inputs), name, name)
 
 
 def step_from(product: Any, source: str, name: str) -> TrainingStep:
-    """Return the step of a module or of (module, example inputs), which are one, a tuple, or a mapping of keywords.
+    """Return the step of a module or of (module, example inputs), where these are one, a tuple, or a mapping of keywords.
 
-    Its loss is ``module.loss(output, module.example_targets(batch_size))`` for a module that has both, else the default
-    loss. Raises InputError for any other product.
+    Its loss is ``module.loss(output, module.example_targets(batch_size))`` for a module that has both, else the
+    default loss. ``source`` names it in messages, ``name`` in results. Raises InputError for any other product.
     """
     note = ""
     if isinstance(product, tuple) and len(product) == 2 and isinstance(product[0], nn.Module):
@@ -194,6 +197,7 @@ def step_from(product: Any, source: str, name: str) -> TrainingStep:
         return step
 
     def loss(output: Any) -> Any:
+        """Return the module's own loss, against its own targets for the output's batch size."""
         first_output = tensors_in(output)[0]
         return module_loss(output, targets(first_output.shape[0]).to(first_output.device))
 
@@ -202,7 +206,10 @@ def step_from(product: Any, source: str, name: str) -> TrainingStep:
 
 @contextmanager
 def _user_errors(source: str, problem: str, remedy: str) -> Iterator[None]:
-    """Turn exceptions of the user's code into a one-line InputError, SystemExit too, which would end the command silently."""
+    """Turn exceptions of the user's code into an InputError of one line: ``problem``, then the exception.
+
+    SystemExit is turned, too: it would end the command without a word.
+    """
     try:
         yield
     except (DdlToolError, KeyboardInterrupt):
@@ -217,7 +224,7 @@ def _user_errors(source: str, problem: str, remedy: str) -> Iterator[None]:
 
 
 def _import_module(name: str, source: str) -> Any:
-    """Import a module from the installed packages or the working folder. Raises InputError when its import fails."""
+    """Return an imported module of the installed packages or the working folder. Raises InputError when its import fails."""
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)  # as `python -m` does, so that a package in the working folder is found
@@ -226,7 +233,10 @@ def _import_module(name: str, source: str) -> Any:
 
 
 def _import_file(location: str, source: str) -> Any:
-    """Import a Python file, with its folder on the path. Raises InputError for a missing file or a failing import."""
+    """Return an imported Python file, whose folder is put on the path.
+
+    Raises InputError for a missing file or a failing import.
+    """
     path = Path(location)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if not path.is_file() or spec is None or spec.loader is None:

@@ -32,18 +32,26 @@ from ddltool.analyzers.step.tracing.torch_adapter import silent_log
 from ddltool.errors import InputError, one_line
 
 _CHOICES = frozenset([torch.ops.aten.topk.default, torch.ops.aten.argmax.default, torch.ops.aten.max.dim])
+"""Ops that choose among options by values, as a router chooses experts."""
 _DYNAMIC = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
+"""Marks of ops whose result's shape, or whose result, depends on values."""
+_NO_SKIP = 0.5
+"""The number that a model draws to skip a layer (LayerDrop), which skips where it is below a small probability."""
 
 
 class KnownValues(TorchDispatchMode):
-    """While active, tracks the values of tensors without storage that follow from those given to :meth:`learn`."""
+    """A mode that tracks the values of tensors without storage, where they follow from those given to :meth:`learn`."""
 
     def __init__(self) -> None:
+        """Begin with no known values."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._values = Values()
 
     def learn(self, tensor: Tensor, value: Tensor) -> None:
-        """Set the values of a tensor without storage to ``value``, whose rows are repeated to the tensor's number."""
+        """Set the values of a tensor without storage to those of a real tensor of the CPU.
+
+        Its rows are repeated or cut to the tensor's number of rows. A large tensor stays unknown.
+        """
         if tensor.numel() <= MAX_ELEMENTS and value.device.type == "cpu":
             with _disable_current_modes():
                 self._values[tensor] = resized(value, 0, tensor.shape[0])
@@ -55,7 +63,7 @@ class KnownValues(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run the op, and the same op on values when the values of all its inputs are known."""
+        """Run an op without values, and the same op on values where the values of all its inputs are known."""
         kwargs = dict(kwargs or {})
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if _DYNAMIC.intersection(func.tags) and all(self._values.of(tensor) is not None for tensor in tensors):
@@ -65,39 +73,47 @@ class KnownValues(TorchDispatchMode):
             return outcome
         outcome = func(*args, **kwargs)
         if func is torch.ops.aten.rand.default and outcome.numel() == 1:
-            # The draw that skips a layer (LayerDrop): 0.5 stands for the usual outcome, no skip.
             with _disable_current_modes():
-                self._values[outcome] = torch.full(outcome.shape, 0.5)
+                self._values[outcome] = torch.full(outcome.shape, _NO_SKIP)
         elif not self._values.follow(func, args, kwargs, outcome) and func in _CHOICES:
             self._assume_balanced(func, args, outcome)
         return outcome
 
     def _assume_balanced(self, func: Any, args: tuple[Any, ...], outcome: Any) -> None:
-        """Make a choice by activations fall on all options in turn: a router sends equally many tokens to every expert."""
+        """Let a choice by activations fall on all options in turn, so that a router sends equally many tokens to every expert.
+
+        ``outcome``: the op's result, of which the second part holds the chosen indices where it has several.
+        """
         choice = outcome[1] if isinstance(outcome, (tuple, list)) else outcome
-        dimension_index = {"argmax": 1, "max": 1, "topk": 2}[func._schema.name.partition("::")[2]]
-        dimension = args[dimension_index] if len(args) > dimension_index else None
-        choice_count = args[0].shape[-1 if dimension is None else dimension]
+        # The index, among the op's arguments, of the dimension that is searched.
+        argument_index = {"argmax": 1, "max": 1, "topk": 2}[func._schema.name.partition("::")[2]]
+        dimension = args[argument_index] if len(args) > argument_index else None
+        option_count = args[0].shape[-1 if dimension is None else dimension]
         with _disable_current_modes():
-            self._values[choice] = (torch.arange(choice.numel()) % choice_count).reshape(choice.shape)
+            self._values[choice] = (torch.arange(choice.numel()) % option_count).reshape(choice.shape)
 
 
 class AssumedValues(TorchFunctionMode):
-    """While active, all numbers are finite, as in a healthy step, and masks with known values become indices.
+    """A mode under which all numbers are finite, as in a healthy step, and masks with known values become indices.
 
     A mask as an index gives a tensor of unknown size, in the backward pass again; indices give a known size.
     """
 
     def __init__(self, known: KnownValues) -> None:
+        """``known``: the mode that tracks values."""
         super().__init__()
         self._known = known
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Answer whether numbers are finite, replace known masks, and run everything else."""
+        """Run one function of torch, with the two assumptions of the class.
+
+        Known values can also be printed, and made into lists.
+        """
         if not args:
             return func(**(kwargs or {}))
+        # First what is assumed of all numbers, then what reads known values: masks, texts, lists.
         if func in (torch.isfinite, Tensor.isfinite):
             return torch.ones(args[0].shape, dtype=torch.bool, device=args[0].device)
         if func in (torch.isinf, Tensor.isinf, torch.isnan, Tensor.isnan):
@@ -119,11 +135,16 @@ class AssumedValues(TorchFunctionMode):
             is_mask = isinstance(index, Tensor) and index.dtype == torch.bool and index.dim()
             return index.nonzero().unbind(1) if is_mask and self._known.holds(index) else index
         indices = [self._masks_to_indices(item) for item in index]
-        return tuple(tensor for item in indices for tensor in (item if isinstance(item, tuple) else (item,)))
+        # A mask over several dimensions becomes several indices, so that the lists are put together.
+        parts = [item if isinstance(item, tuple) else (item,) for item in indices]
+        return tuple(tensor for part in parts for tensor in part)
 
 
 def refusal(source: str, error: Exception) -> InputError:
-    """Return the error of a model that does not run on the inputs that ddltool makes for it."""
+    """Return the error for a model that raised ``error`` on the inputs that ddltool made for it.
+
+    ``source`` names the model.
+    """
     if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
         problem = "cannot be traced: what it does depends on its activations"
     else:
@@ -137,18 +158,21 @@ def bind(
 ) -> tuple[Tensor, ...]:
     """Make ``module`` take the tensors of ``inputs`` by position, in place, and return them as a tuple.
 
-    ``inputs`` are CPU tensors with the batch in dimension 0; those in ``packed`` reach the forward without it, samples in a
-    row (patches of images of any size). While the module is traced, its inputs have the values given here, repeated to the
-    traced batch size, so that its forward may read them.
+    ``inputs`` are CPU tensors by name, with the batch in dimension 0; those in ``packed`` reach the forward without
+    it, all samples in a row (patches of images of any size). While the module is traced, its inputs have the values
+    given here, repeated to the traced batch size, so that its forward may read them. ``source`` names the model in
+    errors.
     """
     names = tuple(inputs)
     forward = module.forward
 
     def named_inputs(tensors: tuple[Tensor, ...]) -> dict[str, Any]:
+        """Return the tensors by their names, the packed ones without their batch dimension."""
         by_name = dict(zip(names, tensors, strict=True))
         return {name: tensor.flatten(0, 1) if name in packed else tensor for name, tensor in by_name.items()}
 
     def forward_by_position(*tensors: Tensor) -> Any:
+        """Call the module's own forward by names; in a trace, with the inputs' values known."""
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return forward(**named_inputs(tensors))
         with KnownValues() as known, AssumedValues(known):
@@ -164,20 +188,23 @@ def bind(
 
 
 class _Method(nn.Module):
-    """A method of a module, as a module."""
+    """A module whose forward is a method of another module, so that ``functional_call`` can run it."""
 
     def __init__(self, owner: nn.Module, name: str) -> None:
+        """Stand for the method called ``name`` of the module ``owner``."""
         super().__init__()
         self.owner, self.name = owner, name
 
     def forward(self, **inputs: Any) -> Any:
+        """Return the method's result."""
         return getattr(self.owner, self.name)(**inputs)
 
 
 def tried(owner: nn.Module, method: str, inputs: Mapping[str, Tensor], packed: frozenset[str] = frozenset()) -> Any:
     """Return the result of a module's method on named inputs, as tensors without values; raises what the method raises.
 
-    The method runs as in a trace: weights take no memory, and the inputs' values are known.
+    The method runs as in a trace: weights take no memory, and the inputs' values are known. ``packed``: inputs that
+    reach the method without their batch dimension.
     """
     module = _Method(owner, method)
     with (

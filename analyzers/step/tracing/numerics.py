@@ -15,16 +15,17 @@ from ddltool.precision import PRECISIONS, Precision, PrecisionName, precision_na
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """Precision and layout of a step.
+    """The precision and the memory layout of a step.
 
-    ``fp32``: float32 as torch runs it by default (convolutions may use TF32 where the device has it). ``tf32``: float32
-    with TF32 in matrix products too. ``bf16``, ``fp16``: autocast over float32 parameters; ``amp`` is read as ``fp16``.
-    ``bf16-pure``, ``fp16-pure``: parameters and activations in that type. ``fp8``: ``bf16``, and wide linear layers in
-    float8 (:mod:`ddltool.analyzers.step.recording.float8`). Raises InputError for another name.
+    ``fp32``: float32 as torch runs it by default (convolutions may use TF32 where the device has it). ``tf32``:
+    float32 with TF32 in matrix products too. ``bf16``, ``fp16``: autocast over float32 parameters; ``amp`` is read as
+    ``fp16``. ``bf16-pure``, ``fp16-pure``: parameters and activations in that type. ``fp8``: ``bf16``, and wide
+    linear layers in float8 (:mod:`ddltool.analyzers.step.recording.float8`). Raises InputError for another name.
     """
 
     precision: PrecisionName = "fp32"
     channels_last: bool = False
+    """Whether images and filters have their channels last in memory."""
     cuda: bool = True
     """False: record what runs on the CPU, kernel by kernel."""
     gathered: bool = False
@@ -32,11 +33,12 @@ class Numerics:
     shards of float32 are gathered in the half type and reduced in float32; nothing is cast between the ops."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "precision", precision_name(self.precision))
+        """Replace the precision by its canonical name."""
+        object.__setattr__(self, "precision", precision_name(self.precision))  # the class is frozen
 
     @property
     def format(self) -> Precision:
-        """Return what the precision computes and keeps in."""
+        """The types that the precision computes in and keeps parameters in."""
         return PRECISIONS[self.precision]
 
     @property
@@ -45,32 +47,38 @@ class Numerics:
         return self.format.is_autocast and not self.gathered
 
     def kept(self, value: Tensor) -> Tensor:
-        """Return a parameter in the type that it is kept, reduced and updated in."""
+        """Return a parameter in the type in which it is kept, reduced and updated."""
         is_half = self.format.keeps != "float32" and value.is_floating_point()
         return value.to(getattr(torch, self.format.keeps)) if is_half else value
 
     def cast(self, value: Tensor) -> Tensor:
-        """Return a parameter, buffer or input in the type and layout in which the module gets it."""
+        """Return a parameter, buffer or input in the type and layout in which the module gets it.
+
+        A gathered float32 parameter (:attr:`gathered`) becomes the half type; images and filters may get their
+        channels last.
+        """
         value = self.kept(value)
         if self.gathered and self.format.is_autocast and value.dtype == torch.float32:
             value = value.to(getattr(torch, self.format.computes))
-        if self.channels_last and value.dim() == 4:
+        if self.channels_last and value.dim() == 4:  # images and filters
             value = value.contiguous(memory_format=torch.channels_last)
         return value
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Return the block of autocast around the forward pass and the loss, an empty one where nothing is cast."""
+        """Return the block of autocast around the forward pass and the loss; one that does nothing where nothing is cast."""
         if not self.autocasts:
             return nullcontext()
         return torch.autocast("cuda" if self.cuda else "cpu", dtype=getattr(torch, self.format.computes))
 
     def narrowed(self, module: nn.Module, parameters: Mapping[str, Tensor]) -> AbstractContextManager[object]:
-        """Return the block in which a module's linear layers run in float8, an empty one for any other precision.
+        """Return a block in which a module's linear layers run in float8; for other precisions one that does nothing.
 
-        ``parameters``: what takes the place of the module's own, by name.
+        ``parameters``: the tensors that take the place of the module's own in the step, by name.
         """
         if not self.format.linears:
             return nullcontext()
-        layers, names = linear_layers(module), {id(value): name for name, value in module.named_parameters()}
+        layers = linear_layers(module)
+        # A weight that several layers share has one name among the parameters, which need not be the layer's.
+        names = {id(value): name for name, value in module.named_parameters()}
         weights = [parameters[names[id(layers[name].weight)]] for name in float8_layers(module)]
         return Float8Linears(weights, getattr(torch, self.format.computes))

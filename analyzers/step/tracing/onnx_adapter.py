@@ -54,12 +54,12 @@ _SETTINGS: Mapping[str, frozenset[int]] = {
 
 
 def trace_onnx(path: str, *, batch_size: int | None = None, bindings: Mapping[str, int] | None = None) -> Graph:
-    """Return the forward graph of an ONNX file: flops, bytes and their provenance, no durations.
+    """Return the forward graph of an ONNX file: FLOPs, bytes and where these come from, no durations.
 
-    Every used floating-point initializer is a recv, and so is every ConstantOfShape or Constant node in place of a weight;
-    running statistics too, since a worker needs them to run the model. Weights count as stored: int8 and 4-bit weights and
-    int32 biases of quantised models included, quantisation scales and zero points excluded. ``meta["dtype"]`` is the type
-    of most FLOPs; ``meta["note"]`` names work that is not counted in full.
+    Every used floating-point initializer is a recv op, and so is every ConstantOfShape or Constant node in place of a
+    weight; running statistics too, since a worker needs them to run the model. Weights count as stored. Of quantised
+    models that includes int8 and 4-bit weights and int32 biases, but no scales and zero points. ``meta["dtype"]`` is
+    the type of most FLOPs; ``meta["note"]`` names work that is not counted in full.
 
     Args:
         batch_size: see :func:`~.onnx_shapes.set_dimensions`.
@@ -102,7 +102,11 @@ _ABOVE_ZERO = ("strides", "dilations", "kernel_shape", "group")
 
 
 def _check_numbers(model: ModelProto, path: str) -> None:
-    """Raise InputError for an operator set that onnx does not know, a negative dimension, a stride that is not above 0."""
+    """Raise InputError for numbers in a file that cannot be true.
+
+    These are an operator set that this onnx does not know, a negative dimension, and a stride, dilation, kernel size
+    or number of groups below 1.
+    """
     newest = defs.onnx_opset_version()
     for entry in model.opset_import:
         if entry.domain in ("", "ai.onnx") and not 1 <= entry.version <= newest:
@@ -126,15 +130,16 @@ def _tensors(graph: GraphProto) -> list[TensorProto]:
         for attribute in node.attribute:
             if attribute.type == AttributeProto.TENSOR:
                 tensors.append(attribute.t)
-            for subgraph in [attribute.g] if attribute.type == AttributeProto.GRAPH else attribute.graphs:
+            subgraphs = [attribute.g] if attribute.type == AttributeProto.GRAPH else attribute.graphs
+            for subgraph in subgraphs:
                 tensors += _tensors(subgraph)
     return tensors
 
 
 def _check_tensors(model: ModelProto, path: Path) -> None:
-    """Raise InputError for unknown element types, and for external data outside the model's folder (links resolved).
+    """Raise InputError for unknown element types, and for external data outside the model's folder.
 
-    No external file is opened.
+    Links in paths are resolved, so that none leads outside. No external file is opened.
     """
     folder = path.resolve().parent
     known_types = set(TensorProto.DataType.values())
@@ -185,10 +190,17 @@ def _check_shapes(model: ModelProto, inferred: Inferred, batch: Batch, path: str
             raise InputError(path, problem, f"{remedy}export the model again")
 
 
+_BIAS_INPUTS = (("QLinearConv", 8), ("DequantizeLinear", 0))
+"""(op type, index of the input) of inputs that may be a quantised bias."""
+_STATISTICS_INPUTS = slice(3, 5)
+"""A BatchNormalization's running mean and variance among its inputs: parameters that are not trained."""
+
+
 class _GraphBuilder:
     """Turns a sorted model and its inferred shapes into a graph."""
 
     def __init__(self, model: ModelProto, inferred: Inferred, path: str) -> None:
+        """Read from the model which tensors are parameters; ``path`` names the file in messages."""
         self.graph = model.graph
         self.path = path
         self.opset = max(entry.version for entry in model.opset_import)
@@ -199,12 +211,15 @@ class _GraphBuilder:
             name
             for node in self.graph.node
             for index, name in enumerate(node.input)
-            if (node.op_type, index) in (("QLinearConv", 8), ("DequantizeLinear", 0))
+            if (node.op_type, index) in _BIAS_INPUTS
         }
         """Quantised biases: of int32 tensors only these are parameters, the others are shapes and indices."""
 
     def build(self, batch: int | None, notes: list[str]) -> Graph:
-        """Return the graph: recvs of the weights, then the nodes in file order. ``notes`` go to its meta."""
+        """Return the graph: recv ops of the weights, then the nodes in file order.
+
+        ``batch``: the samples of its inputs, None without a batch. ``notes``: remarks for the graph's meta.
+        """
         weights = self._weights()
         producer: dict[str, str] = {name: f"recv/{name}" for name in weights}
         ops = [
@@ -222,7 +237,10 @@ class _GraphBuilder:
             producer.update(dict.fromkeys((output for output in node.output if output), name))
         elements = sum(count for _, count in weights.values())
         statistics = {
-            name for node in self.graph.node if node.op_type == "BatchNormalization" for name in node.input[3:5]
+            name
+            for node in self.graph.node
+            if node.op_type == "BatchNormalization"
+            for name in node.input[_STATISTICS_INPUTS]
         }
         meta: dict[str, str | int | float | bool | None] = {
             "framework": "onnx",
@@ -238,7 +256,11 @@ class _GraphBuilder:
         return Graph.from_ops(name, "inference", ops, batch_size=batch, meta=meta, where=self.path)
 
     def _weights(self) -> dict[str, tuple[float, int]]:
-        """Return (bytes, elements) of every used weight by name, in file order."""
+        """Return (bytes, elements) of every weight that some node reads as data, by name, in file order.
+
+        Weights are initializers of a floating-point or quantised type, and constants of several floating-point
+        elements.
+        """
         weights: dict[str, tuple[float, int]] = {}
         for tensor in self.graph.initializer:
             is_quantised = tensor.data_type in _QUANTISED or (
@@ -257,17 +279,17 @@ class _GraphBuilder:
         return weights
 
     def _bytes_and_elements(self, name: str) -> tuple[float, int]:
-        """Return (bytes, elements) of a tensor of known shape and type."""
+        """Return (bytes, elements) of a tensor whose shape and type are known."""
         elements = math.prod(self.shapes[name])
         return _stored_bytes(elements, self.types[name]), elements
 
     def _total_bytes(self, names: Iterable[str]) -> float:
-        """Return the bytes of the distinct tensors of known shape; others count as 0."""
+        """Return the bytes of the distinct tensors of known shape among the names; others count as 0."""
         sized_names = {name for name in names if name in self.shapes}
         return sum(_stored_bytes(math.prod(self.shapes[name]), self.types.get(name, 1)) for name in sized_names)
 
     def _arithmetic_type(self, node: NodeProto) -> int:
-        """Return the element type that a node computes in, that of its first numeric input; 0 where no type is known."""
+        """Return the element type that a node computes in: that of its first numeric input, 0 where no type is known."""
         types = (self.types.get(name, 0) for name in node.input)
         return next((data_type for data_type in types if data_type in _FLOATING | _QUANTISED), 0)
 
@@ -282,7 +304,8 @@ class _GraphBuilder:
                 flops_by_type[self.types[name]] += elements
         if not flops_by_type:
             return "float32"
-        name = str(helper.tensor_dtype_to_np_dtype(flops_by_type.most_common(1)[0][0]).name)
+        [(main_type, _)] = flops_by_type.most_common(1)
+        name = str(helper.tensor_dtype_to_np_dtype(main_type).name)
         return "int8" if name == "uint8" else name
 
     def _uncounted_notes(self) -> list[str]:
@@ -322,21 +345,25 @@ class _GraphBuilder:
 
 
 def _unique_name(name: str, name_counts: Counter[str]) -> str:
-    """Return the name with the lowest suffix that makes it unique, and count it in ``name_counts``."""
+    """Return a name that no op before has, with the lowest suffix that makes it so: ``Conv``, then ``Conv_1``.
+
+    ``name_counts``: how often each name was asked for; the new one is counted.
+    """
     name_counts[name] += 1
     return name if name_counts[name] == 1 else _unique_name(f"{name}_{name_counts[name] - 1}", name_counts)
 
 
 def _data_inputs(node: NodeProto) -> list[str]:
-    """Return the names that a node and its subgraphs read as data, without scales, zero points and sizes."""
-    subgraph_inputs = inputs_of(node)[sum(1 for name in node.input if name) :]
+    """Return the names of tensors that a node and its subgraphs read as data: without scales, zero points and sizes."""
+    own_input_count = sum(1 for name in node.input if name)
+    subgraph_inputs = inputs_of(node)[own_input_count:]
     settings = _SETTINGS.get(node.op_type, ())
     return [name for index, name in enumerate(node.input) if name and index not in settings] + subgraph_inputs
 
 
 def _stored_bytes(elements: int, data_type: int) -> float:
-    """Return the stored bytes of a tensor, 0 for text and unknown types; types of less than 8 bits are packed."""
+    """Return the stored bytes of a tensor's elements, 0 for text and unknown types; types of less than 8 bits are packed."""
     if data_type in (TensorProto.UNDEFINED, TensorProto.STRING):
         return 0.0
     bits = _PACKED_BITS.get(data_type) or 8 * int(helper.tensor_dtype_to_np_dtype(data_type).itemsize)
-    return float(-(-elements * bits // 8))
+    return float(-(-elements * bits // 8))  # rounded up

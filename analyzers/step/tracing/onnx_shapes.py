@@ -37,6 +37,7 @@ from ddltool.errors import InputError, did_you_mean
 # Most elements of a tensor whose values decide shapes (shapes, axes, pads, scales); a larger tensor is a weight.
 SMALL_ELEMENTS = 1024
 _LARGEST_SIZE = 2**31 - 1
+"""The largest size of a dimension that is accepted."""
 _NAMELESS = frozenset(["", "?", "-1"])  # how exporters mark a dimension of any size
 # Ops whose initial states, inputs 5 and 6, have the batch as the second dimension.
 _RECURRENT = frozenset(["LSTM", "GRU", "RNN"])
@@ -56,23 +57,23 @@ def set_dimensions(graph: GraphProto, bindings: Mapping[str, int], batch_size: i
     """Write sizes into a graph's symbolic dimensions and return its batch.
 
     Args:
-        bindings: sizes by name; a dimension without a name is called ``INPUT.PLACE``.
+        bindings: sizes by name; a dimension without a name is called ``INPUT.PLACE`` (the input and the dimension's index).
         batch_size: size of the symbolic first dimensions without a binding, which are the batch; None: 1.
 
-    Without such a dimension the batch is fixed: the first dimension of the first input. Raises InputError for a name that
-    no input has, an impossible size, symbolic dimensions without a size, and a batch size other than the fixed one.
+    Where no first dimension is symbolic the batch is fixed: the first dimension of the first input. Raises InputError for a
+    name that no input has, an impossible size, symbolic dimensions without a size, and a batch size other than the fixed one.
     """
     if batch_size is not None and not 1 <= batch_size <= _LARGEST_SIZE:
         raise InputError("--batch-size", f"is {batch_size}", f"it must be at least 1 and at most {_LARGEST_SIZE}")
     constants = {tensor.name for tensor in graph.initializer}
     inputs = {value.name: value.type.tensor_type.shape.dim for value in graph.input if value.name not in constants}
-    places = _name_dimensions(inputs)
-    _check_bindings(bindings, places, path)
+    first_places = _name_dimensions(inputs)
+    _check_bindings(bindings, first_places, path)
     leading = [dims[0] for dims in inputs.values() if dims]
     batch_names = {dim.dim_param for dim in leading if dim.dim_value <= 0 and dim.dim_param not in bindings}
-    unbound = [name for name in places if name not in bindings and name not in batch_names]
+    unbound = [name for name in first_places if name not in bindings and name not in batch_names]
     if unbound:
-        listed = ", ".join(f"{name} ({places[name]})" for name in unbound)
+        listed = ", ".join(f"{name} ({first_places[name]})" for name in unbound)
         remedy = f"give them with --bind {','.join(f'{name}=SIZE' for name in unbound)}"
         raise InputError(path, f"has dimensions without a size: {listed}", remedy)
     if batch_size is not None and not leading:
@@ -93,18 +94,22 @@ def set_dimensions(graph: GraphProto, bindings: Mapping[str, int], batch_size: i
 
 
 def _name_dimensions(inputs: Mapping[str, Any]) -> dict[str, str]:
-    """Give the inputs' nameless dimensions without a size the name ``INPUT.PLACE``; return where each name stands first."""
-    places: dict[str, str] = {}
+    """Give the inputs' nameless dimensions without a size the name ``INPUT.PLACE``.
+
+    Returns, by the name of each symbolic dimension, where it stands first: ``images[0]``. ``inputs``: dimensions by
+    input.
+    """
+    first_places: dict[str, str] = {}
     for name, dims in inputs.items():
-        for place, dim in enumerate(dims):
+        for index, dim in enumerate(dims):
             if dim.dim_value <= 0:
-                dim.dim_param = f"{name}.{place}" if dim.dim_param in _NAMELESS else dim.dim_param
-                places.setdefault(dim.dim_param, f"{name}[{place}]")
-    return places
+                dim.dim_param = f"{name}.{index}" if dim.dim_param in _NAMELESS else dim.dim_param
+                first_places.setdefault(dim.dim_param, f"{name}[{index}]")
+    return first_places
 
 
 def _write_sizes(graph: GraphProto, sizes: Mapping[str, int]) -> None:
-    """Write sizes by name into a graph's dimensions; those without one stay unknown, whatever the file declares."""
+    """Write sizes by name into a graph's dimensions; dimensions without one become unknown, whatever the file declares."""
     for value in (*graph.input, *graph.value_info, *graph.output):
         for dim in value.type.tensor_type.shape.dim:
             if dim.dim_param in sizes:
@@ -114,7 +119,10 @@ def _write_sizes(graph: GraphProto, sizes: Mapping[str, int]) -> None:
 
 
 def _check_bindings(bindings: Mapping[str, int], known: Mapping[str, str], path: str) -> None:
-    """Raise InputError for a binding whose name no dimension has, or whose size is impossible."""
+    """Raise InputError for a binding whose name no dimension has, or whose size is impossible.
+
+    ``known``: where each symbolic dimension stands first, by its name.
+    """
     for name, size in bindings.items():
         if name not in known:
             remedy = did_you_mean(name, known) if known else "leave it out: all its dimensions have sizes"
@@ -125,16 +133,20 @@ def _check_bindings(bindings: Mapping[str, int], known: Mapping[str, str], path:
 
 @dataclass(frozen=True, kw_only=True)
 class Inferred:
-    """Shapes by tensor name, unknown ones missing, and element types (TensorProto.DataType, 0 for unknown)."""
+    """What is known of a model's tensors, by name."""
 
     shapes: Mapping[str, Shape]
+    """Tensors of unknown shape are missing."""
     types: Mapping[str, int]
+    """Element types (TensorProto.DataType), 0 for unknown."""
 
 
 def infer(model: ModelProto) -> Inferred:
-    """Return the shapes and types of the tensors of a topologically sorted model whose dimensions all have sizes.
+    """Return the shapes and types of the tensors of a model, whose nodes are sorted and whose dimensions all have sizes.
 
-    Shapes declared in the file are the fallback where inference has none, as for operators of other domains.
+    Node by node: the types of its outputs are inferred, and small outputs that follow from constants are computed,
+    since later shapes may depend on them. Shapes declared in the file are the fallback where inference has none, as
+    for operators of other domains.
     """
     graph = model.graph
     declared = {value.name: value.type for value in (*graph.value_info, *graph.output)}
@@ -160,10 +172,10 @@ def infer(model: ModelProto) -> Inferred:
 
 
 def _shape(type_: TypeProto) -> Shape | None:
-    """Return the shape of a tensor type, None unless every dimension has a size."""
+    """Return the shape of a tensor type, None where a dimension has no size."""
     tensor = type_.tensor_type
-    known = tensor.HasField("shape") and all(dim.HasField("dim_value") for dim in tensor.shape.dim)
-    return tuple(dim.dim_value for dim in tensor.shape.dim) if known else None
+    is_known = tensor.HasField("shape") and all(dim.HasField("dim_value") for dim in tensor.shape.dim)
+    return tuple(dim.dim_value for dim in tensor.shape.dim) if is_known else None
 
 
 def _single_node_model(
@@ -172,7 +184,10 @@ def _single_node_model(
     values: Mapping[str, TensorProto],
     opset_imports: Iterable[OperatorSetIdProto],
 ) -> ModelProto:
-    """Return a model of one node: its inputs have the known types, and are initializers where their values are known."""
+    """Return a model of one node, for the checker and the reference evaluator.
+
+    Its inputs have the known types, and are initializers where their values are known.
+    """
     names = dict.fromkeys(inputs_of(node))
     inputs = [helper.make_value_info(name, types.get(name, TypeProto())) for name in names]
     outputs = [helper.make_value_info(name, TypeProto()) for name in node.output if name]
@@ -182,7 +197,10 @@ def _single_node_model(
 
 
 def _output_types(single: ModelProto) -> dict[str, TypeProto]:
-    """Return the inferred types of a node's outputs, none for a node that contradicts its operator."""
+    """Return the inferred types of the outputs of a model of one node, by name.
+
+    For a node that contradicts its operator there are none.
+    """
     try:
         return {value.name: value.type for value in shape_inference.infer_shapes(single).graph.output}
     except Exception:  # the checker raises several unrelated types
@@ -192,9 +210,9 @@ def _output_types(single: ModelProto) -> dict[str, TypeProto]:
 def _small_outputs(
     node: NodeProto, single: ModelProto, types: Mapping[str, TypeProto], values: Mapping[str, TensorProto]
 ) -> dict[str, TensorProto]:
-    """Return the values of a node's outputs that follow from known values, {} unless all are small and known.
+    """Return the values of a node's outputs by name where they follow from known values; {} unless all are small and known.
 
-    External data are never opened.
+    ``single``: the model of this node. External data are never opened.
     """
     shapes = [_shape(types[name]) for name in node.output if name]
     if any(shape is None or math.prod(shape) > SMALL_ELEMENTS for shape in shapes):
@@ -202,7 +220,7 @@ def _small_outputs(
     if any(item.HasField("g") or item.t.data_location == TensorProto.EXTERNAL for item in node.attribute):
         return {}
     feeds: dict[str, NDArray[np.float32]] = {}
-    if node.op_type in ("Shape", "Size"):  # they read no values
+    if node.op_type in ("Shape", "Size"):  # these read a shape only: zeros that take no memory will do
         source = _shape(types[node.input[0]])
         if source is None:
             return {}
@@ -218,20 +236,21 @@ def _small_outputs(
 
 
 def inputs_of(node: NodeProto) -> list[str]:
-    """Return the names that a node reads, with those that its subgraphs capture from outside."""
+    """Return the names of the tensors that a node reads, then of those that its subgraphs read from outside of them."""
     names = [name for name in node.input if name]
     for attribute in node.attribute:
-        for subgraph in [attribute.g] if attribute.type == AttributeProto.GRAPH else attribute.graphs:
-            inner = {output for child in subgraph.node for output in child.output}
-            inner |= {value.name for value in (*subgraph.input, *subgraph.initializer)}
-            inner |= {tensor.values.name for tensor in subgraph.sparse_initializer}
-            names += [name for child in subgraph.node for name in inputs_of(child) if name not in inner]
-            names += [value.name for value in subgraph.output if value.name not in inner]
+        subgraphs = [attribute.g] if attribute.type == AttributeProto.GRAPH else attribute.graphs
+        for subgraph in subgraphs:
+            made_inside = {output for child in subgraph.node for output in child.output}
+            made_inside |= {value.name for value in (*subgraph.input, *subgraph.initializer)}
+            made_inside |= {tensor.values.name for tensor in subgraph.sparse_initializer}
+            names += [name for child in subgraph.node for name in inputs_of(child) if name not in made_inside]
+            names += [value.name for value in subgraph.output if value.name not in made_inside]
     return names
 
 
 def call_of(node: NodeProto, shapes: Mapping[str, Shape], size_bytes: Callable[[Iterable[str]], float]) -> Call:
-    """Return a node as a call for the cost rules; ``size_bytes`` returns the bytes of named tensors."""
+    """Return a node as a call for the cost rules. ``size_bytes`` is a function that returns the bytes of named tensors."""
     element_counts = [math.prod(shapes[name]) for name in (*node.input, *node.output) if name in shapes]
     return Call(
         name=node.op_type,
@@ -247,27 +266,27 @@ def call_of(node: NodeProto, shapes: Mapping[str, Shape], size_bytes: Callable[[
 
 
 def contradiction(node: NodeProto, shapes: Mapping[str, Shape]) -> str | None:
-    """Return the contradiction between a node's shapes in words, None for possible or unknown shapes.
+    """Return in words how a node's shapes contradict each other, None where they are possible or unknown.
 
     Shape inference compares neither a constant Reshape target with its input nor all inner dimensions.
     """
     kind = node.op_type
-    places = (0, 3 if kind.startswith("QLinear") else 1)
-    source, second = (shapes.get(node.input[place]) if place < len(node.input) else None for place in places)
+    second_index = 3 if kind.startswith("QLinear") else 1  # the first input's scale and zero point come between
+    source, second = (shapes.get(node.input[index]) if index < len(node.input) else None for index in (0, second_index))
     output = shapes.get(node.output[0]) if node.output else None
     attributes = {attribute.name: attribute.i for attribute in node.attribute}
     words = None
     if kind == "Reshape" and source is not None and output is not None and math.prod(source) != math.prod(output):
         words = f"reshapes {show(source)} to {show(output)}"
-    if kind == "Resize" and source and output and source[0] != output[0]:
+    if kind == "Resize" and source and output and source[0] != output[0]:  # a constant size with another batch
         words = f"resizes {show(source)} to {show(output)}"
-    if kind in ("Gemm", "MatMul", "MatMulInteger", "QLinearMatMul") and source and second:
+    if kind in ("Gemm", "MatMul", "MatMulInteger", "QLinearMatMul") and source and second:  # the inner dimensions
         left = source[0] if attributes.get("transA") else source[-1]
         right = second[-1] if attributes.get("transB") or len(second) == 1 else second[-2]
         words = f"multiplies {show(source)} by {show(second)}" if left != right else None
     if kind in ("Conv", "ConvInteger", "QLinearConv") and source and second and min(len(source), len(second)) > 1:
-        is_other = source[1] != second[1] * attributes.get("group", 1)
-        words = f"convolves {show(source)} with {show(second)}" if is_other else None
+        has_other_channels = source[1] != second[1] * attributes.get("group", 1)
+        words = f"convolves {show(source)} with {show(second)}" if has_other_channels else None
     if kind in _RECURRENT and source and len(source) > 1 and not attributes.get("layout"):
         states = (shapes.get(name, ()) for name in node.input[5:7])
         other_batch = next((state for state in states if len(state) > 1 and state[1] != source[1]), None)
@@ -276,27 +295,27 @@ def contradiction(node: NodeProto, shapes: Mapping[str, Shape]) -> str | None:
 
 
 def label(node: NodeProto) -> str:
-    """Return a node for messages: by its name, else by its first output."""
+    """Return how messages call a node: by its name, else by its first output, with its op type."""
     name = node.name or next((output for output in node.output if output), "?")
     return f"node {name!r} ({node.op_type})"
 
 
 def show(shape: Shape | None) -> str:
-    """Return a shape as ``1x3x224x224``."""
+    """Return a shape in words: ``1x3x224x224``, ``a scalar``, ``of unknown shape`` for None."""
     return "of unknown shape" if shape is None else "x".join(map(str, shape)) or "a scalar"
 
 
 def sort_nodes(graph: GraphProto, path: str) -> bool:
-    """Sort nodes topologically in place, in file order where free, and return whether the order changed.
+    """Sort nodes topologically in place, and return whether the order changed; nodes that are free keep the file's order.
 
     Raises InputError for names that no node makes or two nodes make, and for cycles.
     """
-    known = {tensor.name for tensor in graph.initializer} | {value.name for value in graph.input}
-    known |= {tensor.values.name for tensor in graph.sparse_initializer}
+    given_names = {tensor.name for tensor in graph.initializer} | {value.name for value in graph.input}
+    given_names |= {tensor.values.name for tensor in graph.sparse_initializer}
     producer: dict[str, int] = {}
     for number, node in enumerate(graph.node):
         for name in filter(None, node.output):
-            if name in producer or name in known:
+            if name in producer or name in given_names:
                 problem = f"{label(node)} makes {name!r}, which exists already"
                 raise InputError(path, problem, "every tensor needs a name of its own: export the model again")
             producer[name] = number
@@ -306,7 +325,7 @@ def sort_nodes(graph: GraphProto, path: str) -> bool:
         for name in inputs_of(node):
             if name in producer:
                 edges.add_edge(producer[name], number)
-            elif name not in known:
+            elif name not in given_names:
                 problem = f"{label(node)} reads {name!r}, which nothing makes"
                 raise InputError(path, problem, "an input must be a graph input, an initializer or a node's output")
     if all(source < number for source, number in edges.edges):

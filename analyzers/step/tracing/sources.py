@@ -31,15 +31,18 @@ FORMS = "model.onnx, package.module:factory, path/file.py:factory, zoo:NAME, tra
 # Share of the parameters' bytes: unread poolers and mask tokens stay below it, an unread tower exceeds it.
 _MAX_UNREAD_SHARE = 0.03
 _held: dict[str, Source] = {}
+"""Models of this program that a text stands for at the moment, by that text."""
 _held_before: set[str] = set()
+"""Names of all models that were held so far: a name that comes again gets a number."""
 _numbers = count(2)
 
 
 @contextlib.contextmanager
 def holding(source: Source) -> Iterator[str]:
-    """Let a text stand for a model of this program within the block, wherever a SOURCE is read: ``held:NAME``.
+    """Let a text, ``held:NAME``, stand for a model of this program within the block, wherever a SOURCE is read.
 
-    A text stays as it is. No two models get one text, so that what is kept of one is never taken for another.
+    A SOURCE that is a text already is given back as it is. No two models ever get the same text, so that results that
+    are kept for one are never taken for another's.
     """
     if isinstance(source, (str, Path)):
         yield str(source)
@@ -55,7 +58,7 @@ def holding(source: Source) -> Iterator[str]:
 
 
 def is_graph_file(source: Source | list[str]) -> TypeGuard[str | Path]:
-    """Return whether SOURCE names a graph document; ``-`` is one on standard input."""
+    """Return whether SOURCE names a graph document: a ``.json`` or ``.json.gz`` file, or ``-`` for standard input."""
     text = str(source) if isinstance(source, (str, Path)) else ""
     return text == "-" or (text.removesuffix(".gz").endswith(".json") and not text.startswith("transformers:"))
 
@@ -66,7 +69,7 @@ def is_onnx_file(source: Source | list[str]) -> TypeGuard[str | Path]:
 
 
 def name_of(source: Source | list[str]) -> str:
-    """Return the name of a SOURCE: its text, or the name of the module or function; a command's words."""
+    """Return the name of a SOURCE: its text, a command's words, or the name of the module's class or of the function."""
     if isinstance(source, list):
         return " ".join(map(str, source))
     if isinstance(source, (str, Path)):
@@ -89,6 +92,8 @@ def load_graph(
     """Return the graph of any SOURCE. Torch sources default to a training step, ONNX files to inference.
 
     Args:
+        mode: ``training`` or ``inference``; None: the default.
+        batch_size: samples of the step; None: those of the example inputs or the file.
         bindings: sizes of an ONNX file's symbolic dimensions.
         numerics: precision and layout of a torch source.
         sequence_length: tokens in each sample of a torch source.
@@ -122,14 +127,17 @@ def load_graph(
 
 
 def training_step(source: str, batch_size: int) -> TrainingStep:
-    """Return a real training step of a torch SOURCE at that batch size, weights allocated and initialised."""
+    """Return a real training step of a torch SOURCE at a batch size: its weights are allocated and initialised.
+
+    Raises InputError for a graph or ONNX file.
+    """
     if is_graph_file(source) or is_onnx_file(source):
         raise InputError(source, "cannot be trained here", "give a torch source: zoo:NAME, file.py:factory, ...")
     return resolve_step(source).at_batch(batch_size)
 
 
 def resolve_step(source: Source, sequence_length: int | None = None, attention: str | None = None) -> TrainingStep:
-    """Return the module of a torch SOURCE with example inputs and a loss, under the ambient default device.
+    """Return the module of a torch SOURCE with example inputs and a loss, made on the current default device.
 
     ``sequence_length``: tokens of text, None for the source's own length. ``attention``: eager or sdpa, of
     ``transformers:`` and ``timm:``; None: the library's choice. Raises InputError when the source does not exist, cannot be
@@ -140,13 +148,14 @@ def resolve_step(source: Source, sequence_length: int | None = None, attention: 
 
 
 def _resolve(source: Source, sequence_length: int | None, attention: str | None = None) -> TrainingStep:
-    """Return :func:`resolve_step`'s result; what the user's code prints goes wherever stdout goes."""
+    """Do the work of :func:`resolve_step`, without redirecting what the user's code prints."""
     from ddltool.analyzers.step.tracing.batches import Fed
     from ddltool.analyzers.step.tracing.factories import factory_step, fed_step, held_step, step_from, timm_step
     from ddltool.analyzers.step.tracing.step import with_sequence_length
     from ddltool.analyzers.step.tracing.transformers_models import transformers_step
     from ddltool.fixtures import zoo
 
+    # A text may stand for a model of this program; a model may come with a batch; else it is an object or a name.
     if isinstance(source, str) and source.startswith("held:"):
         if source not in _held:
             raise InputError(source, "was a model of a program that has ended", "give the model again")
@@ -181,9 +190,10 @@ def _resolve(source: Source, sequence_length: int | None, attention: str | None 
 def scan_source(
     source: Source, mode: Mode | None = None, batch_size: int | None = None, bindings: Mapping[str, int] | None = None
 ) -> tuple[Graph, DeterminismLevel]:
-    """Return the graph of any SOURCE and the level of determinism of its ops, with data types for torch sources.
+    """Return the graph of any SOURCE and the level of determinism that its ops allow.
 
-    Raises InputError as :func:`load_graph`.
+    For torch sources the data types of the ops are taken into account; files hold none. Raises InputError as
+    :func:`load_graph`.
     """
     if is_graph_file(source) or is_onnx_file(source):
         graph = load_graph(source, mode, batch_size, bindings)
@@ -196,21 +206,22 @@ def scan_source(
 
 
 def demand_whole(graph: Graph, source: Source) -> Graph:
-    """Return a torch SOURCE's graph with a note on parameters that no op reads.
+    """Return a torch SOURCE's graph, with a note on parameters that no op reads, if there are any.
 
-    Raises InputError for a model of ``transformers:`` or ``timm:`` when these parameters hold more than 3 % of the bytes:
-    the example inputs then miss a part of the model. A user's own model may have unused parameters.
+    Raises InputError for a model of ``transformers:`` or ``timm:`` when these parameters hold more than 3 % of the
+    bytes: the example inputs then miss a part of the model, such as its image encoder. A user's own model may have
+    unused parameters.
     """
     from ddltool.analyzers.step.tracing.torch_adapter import joined, module_names
 
-    read_ops = {int(source_op) for op in range(len(graph.names)) for source_op in graph.inputs_of(op)}
+    read_by_others = {int(source_op) for op in range(len(graph.names)) for source_op in graph.inputs_of(op)}
     received = [int(op) for op in graph.of_kind(RECV)]
-    unfed = [op for op in received if op not in read_ops]
-    if not unfed:
+    unread = [op for op in received if op not in read_by_others]
+    if not unread:
         return graph
-    share = sum(graph.size_bytes[op] for op in unfed) / max(1.0, sum(graph.size_bytes[op] for op in received))
-    names = module_names([graph.parameter[op] or "" for op in unfed])
-    problem = f"{len(unfed)} of {len(received)} parameters ({share:.1%} of their bytes) feed nothing: {names}"
+    share = sum(graph.size_bytes[op] for op in unread) / max(1.0, sum(graph.size_bytes[op] for op in received))
+    names = module_names([graph.parameter[op] or "" for op in unread])
+    problem = f"{len(unread)} of {len(received)} parameters ({share:.1%} of their bytes) feed nothing: {names}"
     if share > _MAX_UNREAD_SHARE and name_of(source).partition(":")[0] in ("transformers", "timm"):
         remedy = "no example input reaches them: write a factory that returns (module, example_inputs)"
         raise InputError(name_of(source), problem, remedy)

@@ -18,6 +18,7 @@ class TrainingStep:
     """One step, ``loss(module(*inputs))``."""
 
     name: str
+    """In results and messages."""
     module: nn.Module
     inputs: tuple[Any, ...]
     """Arguments; tensors have the batch in ``batch_dimension``, other values are passed unchanged."""
@@ -28,13 +29,14 @@ class TrainingStep:
     note: str = ""
     """A remark for the user on guessed inputs, "" for none."""
     batch_dimension: int = 0
+    """1 for a recurrent layer that takes (steps, batch, features)."""
 
     def at_batch(self, batch_size: int | None) -> TrainingStep:
-        """Return the step with its inputs at a batch size (None: unchanged). Raises InputError for inputs without batch."""
+        """Return the step with its inputs at a batch size; None: unchanged. Raises InputError for inputs without a batch."""
         return replace(self, inputs=with_batch_size(self.inputs, batch_size, self.batch_dimension))
 
     def run(self) -> Tensor:
-        """Return the loss of the example inputs."""
+        """Return the loss of the example inputs, a scalar tensor."""
         return self.loss(called(self.module, self.inputs, self.keywords))
 
 
@@ -49,7 +51,7 @@ def called(module: Callable[..., Any], inputs: tuple[Any, ...], keywords: tuple[
 
 
 def as_arguments(example: Any) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-    """Return a step's ``inputs`` and ``keywords`` for one input, a tuple or list of inputs, or inputs by name.
+    """Return a step's ``inputs`` and ``keywords`` for one input, a tuple or list of inputs, or a mapping of inputs by name.
 
     >>> as_arguments({"x": 1, "mask": 2})
     ((1, 2), ('x', 'mask'))
@@ -60,7 +62,7 @@ def as_arguments(example: Any) -> tuple[tuple[Any, ...], tuple[str, ...]]:
 
 
 def all_tensors(output: Any) -> list[Tensor]:
-    """Return the tensors in a module's output (tensor, sequence, mapping or dataclass), in order."""
+    """Return the tensors in a module's output, in order: a tensor, or a nested sequence, mapping or dataclass."""
     if isinstance(output, Tensor):
         return [output]
     values: Iterable[Any] = output if isinstance(output, (tuple, list)) else ()
@@ -77,10 +79,10 @@ def tensors_in(output: Any) -> list[Tensor]:
 
 
 def default_loss(output: Any) -> Tensor:
-    """Return a scalar loss for any output: its own ``loss`` if it has one, else one term per floating-point tensor.
+    """Return a scalar loss for any output: its own ``loss`` if it has one, else the sum of a term per floating-point tensor.
 
-    A matrix (batch, classes) gets cross entropy against class 0, at a classifier's cost; any other tensor its mean. Raises
-    InputError for an output without a floating-point tensor.
+    A matrix (batch, classes) gets cross entropy against class 0, at a classifier's cost; any other tensor its mean.
+    Raises InputError for an output without a floating-point tensor.
     """
     output_loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(output_loss, Tensor):
@@ -94,6 +96,7 @@ def default_loss(output: Any) -> Tensor:
 
 
 def _loss_term(tensor: Tensor) -> Tensor:
+    """Return the scalar loss of one tensor: cross entropy against class 0 for (batch, classes), else the mean."""
     if tensor.dim() == 2 and tensor.shape[1] > 1:
         return F.cross_entropy(tensor, torch.zeros(tensor.shape[0], dtype=torch.long, device=tensor.device))
     return tensor.mean()
@@ -112,8 +115,8 @@ def language_model_loss(output: Any) -> Tensor:
 def with_batch_size(inputs: tuple[Any, ...], batch_size: int | None, dimension: int = 0) -> tuple[Any, ...]:
     """Return the inputs at ``batch_size``: tensors of the same batch size as the first are resized along ``dimension``.
 
-    Rows are repeated, so that token indices stay valid. ``batch_size`` None returns the inputs unchanged. Raises InputError
-    when no tensor has a batch.
+    Other tensors and values stay as they are. Rows are repeated, so that token indices stay valid. ``batch_size``
+    None returns the inputs unchanged. Raises InputError when no tensor has a batch.
     """
     if batch_size is None:
         return inputs
@@ -125,15 +128,16 @@ def with_batch_size(inputs: tuple[Any, ...], batch_size: int | None, dimension: 
     if not batched:
         raise InputError("--batch-size", "the example inputs hold no tensor with a batch dimension", "leave it out")
     old_size = batched[0].shape[dimension]
-    # by identity: tensors compare element by element
+    # Tensors are told apart by identity, since == compares their elements.
     sharing = {id(value) for value in batched if value.shape[dimension] == old_size}
     return tuple(resized(value, dimension, batch_size) if id(value) in sharing else value for value in inputs)
 
 
 def with_sequence_length(inputs: tuple[Any, ...], length: int | None) -> tuple[Any, ...]:
-    """Return the inputs with dimension 1 of every (batch, length) tensor of integers set to ``length``.
+    """Return the inputs with ``length`` tokens in every sample: dimension 1 of each (batch, length) tensor of integers.
 
-    Columns are repeated; ``length`` None returns the inputs unchanged. Raises InputError when there is no such tensor.
+    Columns are repeated; ``length`` None returns the inputs unchanged. Raises InputError when there is no such
+    tensor.
     """
     if length is None:
         return inputs
@@ -145,30 +149,38 @@ def with_sequence_length(inputs: tuple[Any, ...], length: int | None) -> tuple[A
 
 
 def resized(tensor: Tensor, dimension: int, size: int) -> Tensor:
-    """Return a tensor with ``size`` entries along a dimension, its own in a cycle."""
+    """Return a tensor with ``size`` entries along a dimension: its own, repeated in a cycle or cut off."""
     indices = torch.arange(size, device=tensor.device) % tensor.shape[dimension]
     return tensor.index_select(dimension, indices)
 
 
+_GUESSED_LENGTH = 128
+"""Steps or tokens of a guessed sequence."""
+_GUESSED_PIXELS = 224
+"""Height and width of a guessed image, ImageNet's usual size."""
+
+
 def _sequence_input(layer: nn.RNNBase) -> Tensor:
+    """Return one sequence for a recurrent layer: (batch, steps, features), or (steps, batch, features) by its setting."""
     width = int(layer.input_size)
-    return torch.zeros(1, 128, width) if layer.batch_first else torch.zeros(128, 1, width)
+    return torch.zeros(1, _GUESSED_LENGTH, width) if layer.batch_first else torch.zeros(_GUESSED_LENGTH, 1, width)
 
 
+# A type of layer, what it takes in words, and a function that makes one sample of it for a layer.
 _GUESSES: tuple[tuple[type[nn.Module], str, Callable[[Any], Tensor]], ...] = (
-    (nn.Embedding, "token indices", lambda _: torch.zeros(1, 128, dtype=torch.long)),
-    (nn.Conv2d, "an image", lambda layer: torch.zeros(1, layer.in_channels, 224, 224)),
-    (nn.Conv1d, "a sequence", lambda layer: torch.zeros(1, layer.in_channels, 128)),
+    (nn.Embedding, "token indices", lambda _: torch.zeros(1, _GUESSED_LENGTH, dtype=torch.long)),
+    (nn.Conv2d, "an image", lambda layer: torch.zeros(1, layer.in_channels, _GUESSED_PIXELS, _GUESSED_PIXELS)),
+    (nn.Conv1d, "a sequence", lambda layer: torch.zeros(1, layer.in_channels, _GUESSED_LENGTH)),
     (nn.Linear, "a row", lambda layer: torch.zeros(1, layer.in_features)),
     (nn.RNNBase, "a sequence", _sequence_input),
 )
 
 
 def guess_inputs(module: nn.Module) -> tuple[Any, str]:
-    """Return example inputs for a bare module and a note on the guess, "" where the module provides them.
+    """Return example inputs for a bare module, and a note that says how they were guessed; "" where the module provides them.
 
-    The module may provide ``example_inputs()`` or ``example_input_array``; else the first layer of known input shape decides.
-    Raises InputError for a module with neither.
+    The module may provide ``example_inputs()`` or ``example_input_array``. Otherwise the first layer whose input
+    shape is known decides. Raises InputError for a module with neither.
     """
     method = getattr(module, "example_inputs", None)
     array = getattr(module, "example_input_array", None)
@@ -187,9 +199,10 @@ def guess_inputs(module: nn.Module) -> tuple[Any, str]:
 
 
 def batch_dimension(module: nn.Module, *, guessed: bool) -> int:
-    """Return the batch dimension of a module's inputs: 1 for a recurrent layer that takes the sequence first, else 0.
+    """Return the batch dimension of a module's inputs: 1 for a recurrent layer that takes (steps, batch, features), else 0.
 
-    ``guessed``: whether the inputs come from :func:`guess_inputs`, that is from the module's first layer of known shape.
+    ``guessed``: whether the inputs come from :func:`guess_inputs`, that is from the module's first layer of known
+    shape.
     """
     layer_types = tuple(layer_type for layer_type, _, _ in _GUESSES)
     layers = (submodule for submodule in module.modules() if isinstance(submodule, layer_types))

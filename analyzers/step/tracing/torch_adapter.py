@@ -46,9 +46,13 @@ from ddltool.analyzers.step.tracing.step import TrainingStep, called
 from ddltool.errors import DdlToolError, InputError, one_line
 from ddltool.graph import Graph, Mode
 
+# What a module may raise that computes on its weights while it is built without them.
 _META_REFUSALS = (NotImplementedError, RuntimeError, TypeError)
-# Forward passes are compared at a small and at a large batch size; a model that refuses the small one, at the multiple.
+# Forward passes are compared at a small and at a large batch size. A model that refuses the small one (it halves the
+# batch, say) is compared at the multiple instead.
 _SMALL, _LARGE, _MULTIPLE = 3, 256, 8
+_LEAST_64_BIT_INDEX = 2**31
+"""A tensor of so many elements has indices beyond 32 bits."""
 _HIGHEST_POWER = 3  # of the batch size in a tensor dimension: losses over all pairs have 2
 # The limit of a traced step: one that loops over its samples has ops in proportion to the batch size.
 _MOST_OPS = 10_000
@@ -71,9 +75,9 @@ class TracedStep:
     gradients: Mapping[str, Tensor]
     """The gradients of the parameters that are trained, by their names."""
     last: Mapping[int, Node]
-    """The node after which a storage is free, by the storage's identity; those that outlive the step have none."""
+    """The node after which a storage is free, by torch's identifier of the storage; one that outlives the step is missing."""
     issued: Sequence[Issued]
-    """The distinct calls."""
+    """The distinct calls as far as their cost goes: equal calls appear once."""
     calls: Mapping[str, int]
     """Index in ``issued`` of each compute op, by op name."""
     again: Callable[[int], TracedStep]
@@ -87,9 +91,10 @@ class TracedStep:
     _traces: dict[int, TracedStep] = field(default_factory=dict)
 
     def at(self, batch_size: int) -> Graph:
-        """Return the graph at another batch size: its work scaled from this trace, or read from a new trace.
+        """Return the graph at another batch size: its work scaled from this trace, or read from a new trace where that fails.
 
-        O(distinct calls). Raises InputError for a step that must be traced and does not run at this batch size.
+        O(distinct calls) where it is scaled. Raises InputError for a step that must be traced and does not run at
+        this batch size.
         """
         graph = self.graph
         if batch_size == graph.batch_size or graph.batch_size is None:
@@ -97,14 +102,15 @@ class TracedStep:
         scale = self.scale(batch_size)
         if scale is None or not all(scale.is_whole(size) for size in self.sizes):
             return self.traced_at(batch_size).graph
-        # Columns of a distinct call: flops, bytes, written bytes, then its four of ``gemm``.
+        # A row for each distinct call: FLOPs, bytes, written bytes, then the four numbers of ``gemm``.
         work_of_op = np.stack([graph.flops, graph.size_bytes, graph.written_bytes])
         gemm = graph.gemm.copy()
         costs = [cost_of(call, scale) for call in self.issued]
         rows = [(cost.flops, cost.size_bytes, cost.written_bytes, *cost.gemm) for cost in costs]
-        cost_table = np.array(rows).reshape(-1, 7)
+        cost_table = np.array(rows).reshape(-1, 7)  # keeps its columns without any call
         op_indices, call_indices = self._op_and_call_indices
-        work_of_op[:, op_indices], gemm[op_indices] = cost_table[call_indices, :3].T, cost_table[call_indices, 3:]
+        work_of_op[:, op_indices] = cost_table[call_indices, :3].T
+        gemm[op_indices] = cost_table[call_indices, 3:]
         flops, size_bytes, written_bytes = work_of_op
         return replace(
             graph, flops=flops, size_bytes=size_bytes, written_bytes=written_bytes, gemm=gemm, batch_size=batch_size
@@ -112,19 +118,22 @@ class TracedStep:
 
     @cached_property
     def _op_and_call_indices(self) -> tuple[list[int], list[int]]:
-        """Indices of the graph's compute ops, and index in ``issued`` of each."""
+        """The indices of the graph's compute ops, and of each one's call in ``issued``; two lists of equal length."""
         pairs = [(op_index, self.calls[name]) for op_index, name in enumerate(self.graph.names) if name in self.calls]
         return [op_index for op_index, _ in pairs], [call_index for _, call_index in pairs]
 
     def scale(self, batch_size: int) -> Scale | None:
-        """Return how dimensions of the trace scale to another batch size, None for a step that must be traced again."""
+        """Return how dimensions of the trace scale to another batch size; None for a step that must be traced again."""
         traced_batch = self.graph.batch_size
         if traced_batch is None or self.prime is None:
             return None
         return Scale(traced_batch, batch_size, self.prime)
 
     def traced_at(self, batch_size: int) -> TracedStep:
-        """Return the step traced at a batch size, from the cache when repeated. Raises InputError when it does not run."""
+        """Return the step traced at a batch size; each batch size is traced once.
+
+        Raises InputError where the step does not run, and beyond the largest batch size that can be traced.
+        """
         if batch_size == self.graph.batch_size:
             return self
         if self.largest is not None and batch_size > self.largest:
@@ -142,12 +151,14 @@ Result = TypeVar("Result")
 def trace_torch(
     build: Callable[[], TrainingStep], *, mode: Mode, batch_size: int | None = None, numerics: Numerics = AS_DEFAULT
 ) -> Graph:
-    """Return the graph of one step of the module that ``build`` makes: flops, bytes and their sources, no durations.
+    """Return the graph of one step of the module that ``build`` makes: FLOPs, bytes and where these come from, no durations.
 
     Args:
         build: is called under the ``meta`` device, where weights take no memory; a module that cannot be built there is
             built on the CPU.
+        mode: ``training`` for forward, loss and backward, ``inference`` for forward alone.
         batch_size: replaces the batch of the example inputs; None keeps it.
+        numerics: precision and layout.
 
     Raises InputError when the module does not run on its example inputs or its control flow depends on data.
     """
@@ -157,7 +168,7 @@ def trace_torch(
 def trace_step(
     build: Callable[[], TrainingStep], *, mode: Mode, batch_size: int | None = None, numerics: Numerics = AS_DEFAULT
 ) -> TracedStep:
-    """Return the graph of :func:`trace_torch` together with its recording. Raises as :func:`trace_torch` does."""
+    """Return the graph of :func:`trace_torch` together with the recording that it was read from. Raises as that does."""
     return _trace_at(_build(build, mode, numerics), batch_size, mode, numerics)
 
 
@@ -166,13 +177,15 @@ def trace_any_batch(
 ) -> TracedStep:
     """Return a trace whose :meth:`TracedStep.at` gives the graph at any batch size.
 
-    ``like``: a trace of the same step in other numerics, which do not change what grows with the batch.
+    The step is traced at a prime batch size that divides no other dimension. The multiples of the prime are then the
+    dimensions that grow with the batch. A module that takes no odd batch is traced at a multiple of the prime.
 
-    The step is traced at a prime that divides no other dimension: the multiples of the prime are the dimensions that grow
-    with the batch (at a multiple of the prime, for a module that takes no odd batch). Models may halve the batch, loop over
-    it or branch on its size; so forward passes at a small and a large batch must run the same ops, on dimensions that are
-    equal or in the ratio of the batches. A step that fails this is traced at every batch size asked for.
-    Raises InputError as :func:`trace_torch` does.
+    Models may halve the batch, loop over it or branch on its size. So forward passes at a small and a large batch
+    must run the same ops, on dimensions that are equal or in the ratio of the batches. A step that fails this is
+    traced at every batch size that is asked for.
+
+    ``like``: a trace of the same step in other numerics, which do not change what grows with the batch; it saves the
+    comparison. Raises InputError as :func:`trace_torch` does.
     """
     step = _build(build, mode, numerics)
     if like is not None and like.prime is not None:
@@ -197,20 +210,25 @@ def trace_any_batch(
         return replace(traced, prime=prime, sizes=_sizes(traced_outputs or ()))
     note = "its work does not grow in proportion with the batch: traced at every batch size"
     graph = replace(traced.graph, meta={**traced.graph.meta, "note": joined(traced.graph.meta.get("note"), note)})
+    # A step that loops over its samples is traced only up to the batch size, a power of two, with about _MOST_OPS ops.
     ops_per_sample = (len(large_outputs or small_outputs) - len(small_outputs)) / (large - small)
     largest = max(traced_batch, 2 ** int(np.log2(_MOST_OPS / ops_per_sample))) if ops_per_sample > 0 else None
     return replace(traced, graph=graph, largest=largest)
 
 
 def joined(*notes: object) -> str:
-    """Return the remarks that are not empty as one text."""
+    """Return the remarks that are not empty as one text, with semicolons between them."""
     return "; ".join(str(note) for note in notes if note)
 
 
 def module_names(parameters: Sequence[str]) -> str:
-    """Return the modules that own the parameters, without layer numbers; the first three by name, the others counted."""
+    """Return the modules that own parameters, without layer numbers: the first three by name, the others as a count.
+
+    Three parts of a path at most are shown: ``model.layers.mlp, lm_head, +2``.
+    """
 
     def module(parameter: str) -> str:
+        """Return the shortened path of the module that owns a parameter; a parameter of the model itself by its own name."""
         parts = [part for part in parameter.split(".")[:-1] if not part.isdigit()]
         return ".".join(parts[:3]) or parameter
 
@@ -220,37 +238,52 @@ def module_names(parameters: Sequence[str]) -> str:
 
 
 def _sizes(outputs: Sequence[OpOutput]) -> frozenset[int]:
+    """Return all dimensions, and counts of stored elements, that occur among ops' outputs."""
     return frozenset(size for _, shapes, _ in outputs for shape in shapes for size in shape)
 
 
 def _exceeds_32_bits(outputs: Sequence[OpOutput]) -> bool:
-    return any(math.prod(shape) >= 2**31 for _, shapes, _ in outputs for shape in shapes)
+    """Return whether an output may have more elements than 32-bit indices reach.
+
+    Each of its shapes here ends with the count of stored elements, so the product is an upper bound.
+    """
+    return any(math.prod(shape) >= _LEAST_64_BIT_INDEX for _, shapes, _ in outputs for shape in shapes)
 
 
 def _is_proportional(
     small_outputs: Sequence[OpOutput], large_outputs: Sequence[OpOutput], small_batch: int, large_batch: int
 ) -> bool:
-    """Return whether two forward passes run the same ops on dimensions that are equal, or in a power of the batches' ratio.
+    """Return whether two forward passes run the same ops, on dimensions that are equal or grow with a power of the batch size.
 
-    An output's fields are the op, the shapes and the types of its tensors.
+    The passes are at ``small_batch`` and ``large_batch``; an output is (op, shapes of its tensors, their types).
     """
 
     def scales(small: int, large: int) -> bool:
+        """Return whether two dimensions are in the ratio of the batches to a power of 0 to 3."""
         return any(small * large_batch**power == large * small_batch**power for power in range(_HIGHEST_POWER + 1))
 
-    def sizes(shapes: tuple[tuple[int, ...], ...]) -> Iterator[int]:
+    def dimensions_in(shapes: tuple[tuple[int, ...], ...]) -> Iterator[int]:
+        """Yield the dimensions of several shapes, one after another."""
         return (size for shape in shapes for size in shape)
 
-    return len(small_outputs) == len(large_outputs) and all(
-        (small_output[0], small_output[2], [*map(len, small_output[1])])
-        == (large_output[0], large_output[2], [*map(len, large_output[1])])
-        and all(scales(*pair) for pair in zip(sizes(small_output[1]), sizes(large_output[1]), strict=True))
-        for small_output, large_output in zip(small_outputs, large_outputs, strict=True)
-    )
+    def is_alike(small_output: OpOutput, large_output: OpOutput) -> bool:
+        """Return whether two outputs are of the same op and types, on dimensions that scale with the batch."""
+        (small_op, small_shapes, small_types), (large_op, large_shapes, large_types) = small_output, large_output
+        if (small_op, small_types) != (large_op, large_types):
+            return False
+        if [*map(len, small_shapes)] != [*map(len, large_shapes)]:  # other numbers of dimensions
+            return False
+        pairs = zip(dimensions_in(small_shapes), dimensions_in(large_shapes), strict=True)
+        return all(scales(small, large) for small, large in pairs)
+
+    return len(small_outputs) == len(large_outputs) and all(map(is_alike, small_outputs, large_outputs))
 
 
 def _forward_outputs(step: TrainingStep, batch_size: int, mode: Mode, numerics: Numerics) -> list[OpOutput] | None:
-    """Return the outputs of all ops of the forward pass and loss at a batch size, None when the step does not run."""
+    """Return the outputs of all ops of the forward pass and loss at a batch size, in order.
+
+    None: the step does not run at this batch size.
+    """
     try:
         recorded = _recorded(step.at_batch(batch_size), mode, numerics, forward_only=True)
     except InputError:
@@ -268,10 +301,11 @@ def _forward_outputs(step: TrainingStep, batch_size: int, mode: Mode, numerics: 
 
 
 def _trace_at(step: TrainingStep, batch_size: int | None, mode: Mode, numerics: Numerics) -> TracedStep:
-    """Return the step recorded at a batch size (None: that of its example inputs). Raises InputError when it does not run."""
+    """Return the step traced at a batch size (None: that of its example inputs). Raises InputError when it does not run."""
     sized_step = step.at_batch(batch_size)
 
     def trace_again(size: int) -> TracedStep:
+        """Return the step traced at another batch size; an InputError then names that size."""
         try:
             return _trace_at(step, size, mode, numerics)
         except InputError as error:
@@ -281,9 +315,9 @@ def _trace_at(step: TrainingStep, batch_size: int | None, mode: Mode, numerics: 
 
 
 def _build(build: Callable[[], TrainingStep], mode: Mode, numerics: Numerics) -> TrainingStep:
-    """Return the step that ``build`` makes, in the mode's train or eval state, with a note on what is float8.
+    """Return the step that ``build`` makes, in the mode's train or eval state, with a note on layers that run in float8.
 
-    Raises InputError without a parameter that is trained, and without a layer for float8.
+    Raises InputError without a parameter that is trained, and without a layer for float8 where that is asked for.
     """
     try:
         with torch.device("meta"):
@@ -299,30 +333,30 @@ def _build(build: Callable[[], TrainingStep], mode: Mode, numerics: Numerics) ->
 
 
 def _float8_note(step: TrainingStep) -> str:
-    """Return which linear layers of a step run in float8 and which do not. Raises InputError where none does."""
-    every, chosen = linear_layers(step.module), float8_layers(step.module)
+    """Return in words which linear layers of a step run in float8, and which do not. Raises InputError where none does."""
+    all_layers, chosen = linear_layers(step.module), float8_layers(step.module)
     if not chosen:
-        problem = f"has no linear layer for float8 among {len(every)}"
+        problem = f"has no linear layer for float8 among {len(all_layers)}"
         remedy = (
             "give bf16: widths must divide by 16 and be 256 or more, and a head over a vocabulary stays in bfloat16"
         )
         raise InputError(step.name, problem, remedy)
-    wide = [f"{name}.weight" for name in every if name not in chosen]
-    kept = f", in bfloat16: {module_names(wide)}" if wide else ""
-    return f"float8: {len(chosen)} of {len(every)} linear layers{kept}"
+    not_chosen = [f"{name}.weight" for name in all_layers if name not in chosen]
+    in_bfloat16 = f", in bfloat16: {module_names(not_chosen)}" if not_chosen else ""
+    return f"float8: {len(chosen)} of {len(all_layers)} linear layers{in_bfloat16}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _RecordedModule:
-    """What was recorded of a module's step."""
+    """What was recorded of a module's step: the recording, and what its storages are to the module, by parameters' names."""
 
     recording: Recording
     parameters: dict[str, Shadow]
     buffers: dict[str, Shadow]
     kept_bytes: dict[str, float]
-    """Of each parameter as it is kept, reduced and updated: float32 where ``fully_shard`` gathers a half type."""
+    """Bytes of each parameter as it is kept, reduced and updated: float32 where ``fully_shard`` gathers a half type."""
     kept_types: dict[str, str]
-    """Of each parameter."""
+    """The type in which each parameter is kept: ``float32``."""
     trained: list[str]
     """The names of the parameters that require a gradient."""
     gradients: dict[str, Shadow]
@@ -330,37 +364,44 @@ class _RecordedModule:
 
     @property
     def kept_type(self) -> str:
-        """Return the type of most parameters."""
+        """The type in which most parameters are kept; ``float32`` for a module without parameters."""
         types = Counter(self.kept_types.values())
         return types.most_common(1)[0][0] if types else "float32"
 
     def whole(self, module: nn.Module, blocks: EqualBlocks) -> _RecordedModule:
-        """Return the recording of the module whose list of blocks was shortened. Raises NotAlike."""
-        found = repeated(self.recording, blocks, {**self.parameters, **self.buffers})
-        short = {name: blocks.recorded(name) for name, _ in module.named_parameters()}
+        """Return the recording of the whole module, from that of the module with its list of equal blocks shortened.
 
-        def whole(named: Mapping[str, Shadow]) -> dict[str, Shadow]:
-            shadows = ((name, found.shadow_of(named, name)) for name in short)
-            return {name: shadow for name, shadow in shadows if shadow is not None}
+        A model of 80 equal blocks is recorded with a few, and their calls are repeated. ``module`` is the whole one.
+        Raises NotAlike where the blocks turn out to differ.
+        """
+        repetition = repeated(self.recording, blocks, {**self.parameters, **self.buffers})
+        # By a parameter's name in the whole module, the name of the one that was recorded in its place.
+        recorded_name = {name: blocks.recorded(name) for name, _ in module.named_parameters()}
+
+        def of_all_blocks(shadows: Mapping[str, Shadow]) -> dict[str, Shadow]:
+            """Return the shadows of all the module's parameters, from those of the recorded ones."""
+            found = ((name, repetition.shadow_of(shadows, name)) for name in recorded_name)
+            return {name: shadow for name, shadow in found if shadow is not None}
 
         return replace(
             self,
-            recording=replace(found.recording, parameters=whole(self.recording.parameters)),
-            parameters=whole(self.parameters),
-            kept_bytes={name: self.kept_bytes[recorded] for name, recorded in short.items()},
-            kept_types={name: self.kept_types[recorded] for name, recorded in short.items()},
-            trained=[name for name, recorded in short.items() if recorded in self.trained],
-            gradients=whole(self.gradients),
+            recording=replace(repetition.recording, parameters=of_all_blocks(self.recording.parameters)),
+            parameters=of_all_blocks(self.parameters),
+            kept_bytes={name: self.kept_bytes[recorded] for name, recorded in recorded_name.items()},
+            kept_types={name: self.kept_types[recorded] for name, recorded in recorded_name.items()},
+            trained=[name for name, recorded in recorded_name.items() if recorded in self.trained],
+            gradients=of_all_blocks(self.gradients),
         )
 
 
 def _recorded(
     step: TrainingStep, mode: Mode, numerics: Numerics, *, forward_only: bool = False, shorten: bool = True
 ) -> _RecordedModule:
-    """Return the recording of a step, or of its forward pass and loss. Raises InputError when the step does not run.
+    """Return the recording of a step, or of its forward pass and loss alone. Raises InputError when the step does not run.
 
-    ``shorten``: of many equal blocks a few are recorded; a forward pass alone is returned with these.
-    A forward pass that makes tensors on the CPU beside the GPU's is run once more with all of them made on the GPU.
+    ``shorten``: of many equal blocks only a few are recorded, and the others follow from them. ``forward_only``: a
+    forward pass and loss; of shortened blocks it is returned as recorded. A step that fails because it makes tensors
+    on the CPU beside the GPU's is run once more with all of them made on the GPU.
     """
     blocks = equal_blocks(step.module) if shorten else None
     if blocks is not None:
@@ -381,16 +422,17 @@ def _record(
 ) -> _RecordedModule:
     """Record a step on tensors without values: the GPU's, or the CPU's where ``numerics`` asks for its kernels.
 
-    ``everywhere``: what is made without a device is made on the GPU.
+    ``everywhere``: tensors that the module makes without naming a device are made on the GPU.
     """
     gpu = register_device() if numerics.cuda else torch.device("cpu")
     recorder = Recorder(gpu)
 
-    def fake(value: Tensor) -> Tensor:
+    def without_values(value: Tensor) -> Tensor:
+        """Return a tensor without values, of the same layout and type, on the recorded device."""
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=gpu)
 
     with _seeded(), _on_device(recorder, everywhere or not numerics.cuda), recording_modules(recorder):
-        weights = {name: fake(value) for name, value in step.module.named_parameters()}
+        weights = {name: without_values(value) for name, value in step.module.named_parameters()}
         kept = {name: numerics.kept(value) for name, value in weights.items()}
         kept_bytes = {name: float(value.nbytes) for name, value in kept.items()}
         kept_types = {name: str(value.dtype).removeprefix("torch.") for name, value in kept.items()}
@@ -399,8 +441,10 @@ def _record(
         parameters = {
             name: numerics.cast(weights.pop(name)).requires_grad_(needs_gradient[name]) for name in kept_bytes
         }
-        buffers = {name: numerics.cast(fake(value)) for name, value in step.module.named_buffers()}
-        inputs = tuple(numerics.cast(fake(value)) if isinstance(value, Tensor) else value for value in step.inputs)
+        buffers = {name: numerics.cast(without_values(value)) for name, value in step.module.named_buffers()}
+        inputs = tuple(
+            numerics.cast(without_values(value)) if isinstance(value, Tensor) else value for value in step.inputs
+        )
         with (
             _reparametrize_module(step.module, {**parameters, **buffers}, tie_weights=True),
             torch.set_grad_enabled(mode == "training"),
@@ -430,7 +474,10 @@ def _record(
 
 @contextmanager
 def _on_device(recorder: Recorder, everywhere: bool) -> Iterator[None]:
-    """Run the block under the recorder: on the CPU, or where CUDA seems to be there; ``everywhere``: as for :func:`_record`."""
+    """Run the block under the recorder: on the CPU, or where CUDA seems to be there.
+
+    ``everywhere``: tensors that are made without naming a device are made on the recorder's.
+    """
     with (
         recorder if recorder.gpu.type == "cpu" else posed(recorder),
         recorder.gpu if everywhere else nullcontext(),
@@ -440,7 +487,10 @@ def _on_device(recorder: Recorder, everywhere: bool) -> Iterator[None]:
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """Seed Python's and NumPy's generators alike in every pass: some models skip layers by their draws."""
+    """Seed Python's and NumPy's generators alike in every pass, and give back their states afterwards.
+
+    Some models skip layers at random; compared passes have to skip the same ones.
+    """
     python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 - the generator that models use
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002
@@ -452,7 +502,10 @@ def _seeded() -> Iterator[None]:
 
 
 def _run_guarded(run: Callable[[], Result], step: TrainingStep, mode: Mode) -> Result:
-    """Return what ``run`` returns, with warnings and logs silenced; the user's exceptions become one-line InputErrors."""
+    """Return what ``run`` returns, with warnings and logs silenced.
+
+    An exception of the user's code becomes an InputError of one line.
+    """
     try:
         with warnings.catch_warnings(), silent_log():
             warnings.simplefilter("ignore")
@@ -472,15 +525,19 @@ def _run_guarded(run: Callable[[], Result], step: TrainingStep, mode: Mode) -> R
 
 
 def _failed_collective(error: Exception) -> str:
-    """Return the name of the torch.distributed function that raised, "" for an error from elsewhere."""
+    """Return the name of the torch.distributed function that an error comes from, "" for an error from elsewhere."""
     frames = (frame for frame, _ in walk_tb(error.__traceback__))
     inside = (frame for frame in frames if str(frame.f_globals.get("__name__")).startswith("torch.distributed"))
+    # torch wraps its collectives in a decorator, whose frame comes first.
     return next((frame.f_code.co_name for frame in inside if frame.f_code.co_name != "wrapper"), "")
 
 
 @contextmanager
 def silent_log() -> Iterator[None]:
-    """Keep torch from logging stacks of errors that are reported in one line or lead to another attempt."""
+    """Silence all logs within the block.
+
+    torch logs stacks of errors that are reported here in one line, or that lead to another attempt.
+    """
     disabled_level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -492,13 +549,18 @@ def silent_log() -> Iterator[None]:
 def _to_graph(
     recorded: _RecordedModule, step: TrainingStep, mode: Mode, numerics: Numerics, again: Callable[[int], TracedStep]
 ) -> TracedStep:
-    """Return the traced step: recv ops of the parameters, compute ops, and in training send ops of the gradients."""
+    """Return the traced step: its graph, and the recording from which that was read.
+
+    The graph has recv ops of the parameters, compute ops, and in training send ops of the gradients. ``again``: a
+    function that traces the step at another batch size.
+    """
     recording, kept_bytes = recorded.recording, recorded.kept_bytes
     recorded_ops = ops_of(recording, given=recorded.parameters)
     recorded_ops.program.output(())
     recvs = [transfer("recv", name, kept_bytes[name]) for name in recorded.parameters]
     producers = {name: recorded_ops.last_writer.get(shadow.storage) for name, shadow in recorded.gradients.items()}
     sends = [transfer("send", name, kept_bytes[name], after) for name, after in producers.items() if after is not None]
+    # A parameter that is read and gets no gradient is mostly a mistake in the user's loss, so it is noted.
     sent = {send.parameter for send in sends}
     without_gradient = [name for name in recorded.trained if recorded_ops.given[name].users and name not in sent]
     note = joined(step.note, assumption_line(recording.assumed))

@@ -64,7 +64,10 @@ def transformers_step(name: str, sequence_length: int | None = None, attention: 
 def configured_step(
     named: NamedConfig, sequence_length: int | None = None, attention: str | None = None
 ) -> TrainingStep:
-    """Return one training step of a configuration; the rest and errors are those of :func:`transformers_step`."""
+    """Return one training step of a configuration; the rest and errors are those of :func:`transformers_step`.
+
+    A length beyond what the model is configured for is noted.
+    """
     head, module = build_model(named, attention)
     inputs = example_inputs(module, named.config, named.source, sequence_length)
     loss = language_model_loss if head in _TABLES["token_heads"] else _prediction_loss
@@ -78,19 +81,24 @@ def configured_step(
 
 
 def named_config(name: str) -> NamedConfig:
-    """Return the configuration that ``transformers:NAME`` means. Raises InputError as :func:`transformers_step`."""
+    """Return the configuration that ``transformers:NAME`` means: of a file, a published model or a model type.
+
+    Raises InputError as :func:`transformers_step`.
+    """
     source = f"transformers:{name}"
     config_path = Path(name) if name.endswith(".json") else None
     fields: dict[str, Any] = {}
-    title = model_type = name  # a type, unless it is a file or a name of the table
+    title = model_type = name  # the name is a model type, unless it is a file's or a published model's
     if config_path is not None:
         fields = _read_config(config_path)
-        title, model_type, source = config_path.stem, str(fields.pop("model_type")), str(config_path)
+        title, source = config_path.stem, str(config_path)
+        model_type = str(fields.pop("model_type"))
     else:
         check_hub_name(source)
         published = find_model(name)
         if published is not None:
-            title, model_type, fields = published.name.partition("/")[2], published.model_type, dict(published.fields)
+            title = published.name.partition("/")[2]
+            model_type, fields = published.model_type, dict(published.fields)
     transformers = imported("transformers", source)
     transformers.logging.set_verbosity_error()
     known_types = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
@@ -113,7 +121,10 @@ def named_config(name: str) -> NamedConfig:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Return a published configuration: a mapping with ``model_type``. Raises InputError for another file."""
+    """Return the fields of a published configuration file that say the model's sizes; ``model_type`` is among them.
+
+    Raises InputError for a file without ``model_type``.
+    """
     document = from_json(read_text(path), str(path))
     if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
         raise InputError(f"{path}:model_type", "is missing", "give a model's config.json, as transformers writes it")
@@ -122,7 +133,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def build_model(named: NamedConfig, attention: str | None = None) -> tuple[str, nn.Module]:
-    """Return the model of a configuration with the head for its training task, and that task.
+    """Return the training task of a configuration's model (a head of ``transformers.toml``), and the model with that head.
 
     ``attention``: eager or sdpa; None: what the library picks.
 
@@ -146,9 +157,12 @@ def build_model(named: NamedConfig, attention: str | None = None) -> tuple[str, 
     return head, module
 
 
-def _repair_defaults(config: Any, name: str) -> str:
-    """Replace defaults that do not fit together in place, and return a note on the replacements, "" for none."""
-    replacements = dict(_TABLES["repairs"].get(name, {}))
+def _repair_defaults(config: Any, model_type: str) -> str:
+    """Replace default values that do not fit together, in place; return a note on the replacements, "" for none.
+
+    ``model_type``: the model type, whose replacements ``transformers.toml`` lists.
+    """
+    replacements = dict(_TABLES["repairs"].get(model_type, {}))
     vision: Any = getattr(config, "vision_config", None)
     width = getattr(vision, "out_hidden_size", None)
     if width is not None and width != config.get_text_config().hidden_size:  # vision rows replace tokens: equal widths
@@ -161,20 +175,21 @@ def _repair_defaults(config: Any, name: str) -> str:
 
 
 def _model_error(source: str, problem: str, error: Exception) -> InputError:
-    """Return the one-line InputError for an error of transformers."""
+    """Return the one-line InputError for an exception of transformers; ``problem`` says what failed."""
     text = one_line(f"{type(error).__name__}: {error}")[:300]
     return InputError(source, f"{problem} ({text})", REMEDY)
 
 
-def _model_class(config: Any, name: str) -> tuple[str, Any]:
-    """Return the head of a type's training task ("" for a model without head) and the class with this head."""
+def _model_class(config: Any, model_type: str) -> tuple[str, Any]:
+    """Return the head of a model type's training task ("" for a model without head), and the class with this head."""
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
     def class_name_for(task: str) -> Any:
+        """Return the name of the type's class for a task ("" for none), None where transformers has none."""
         table = vars(auto).get(f"MODEL_{task and f'FOR_{task}_'}MAPPING_NAMES", {})
-        names = table.get(name)
-        return names[0] if isinstance(names, (tuple, list)) else names
+        class_names = table.get(model_type)
+        return class_names[0] if isinstance(class_names, (tuple, list)) else class_names
 
     for head in _TABLES["heads"]:
         # A type that can predict masked tokens is an encoder, which is trained as a classifier.
@@ -194,13 +209,14 @@ def _model_class(config: Any, name: str) -> tuple[str, Any]:
     ]
     if not candidates:
         raise InputError(
-            f"transformers:{name}", "is a configuration without a model", "name the model that it is a part of"
+            f"transformers:{model_type}", "is a configuration without a model", "name the model that it is a part of"
         )
+    # The shortest name is the model itself: others are named after a task or a part of it.
     return "", min(candidates, key=lambda cls: (len(cls.__name__), cls.__name__))
 
 
 def _prediction_loss(output: Any) -> Tensor:
-    """Return a loss on an output's logits and predictions, or on the whole output of a model without either."""
+    """Return a loss on those outputs whose names hold "logits" or "pred", or on the whole output of a model without any."""
     if not isinstance(output, Mapping):
         return default_loss(output)
     predictions = {key: value for key, value in output.items() if "logits" in key or "pred" in key}
@@ -217,7 +233,10 @@ def _accept_any_grouped_product() -> torch.library.Library:
     def shape_of(
         left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
     ) -> Tensor:
-        """Return an empty tensor with the shape and type of the grouped product."""
+        """Return an empty tensor with the shape and type of the grouped product; its factors have two or three dimensions.
+
+        ``offs``: where the groups of rows, columns or of the inner dimension end; its length is the number of groups.
+        """
         if left.dim() == 2 and right.dim() == 2 and offs is not None:
             size = [offs.shape[0], left.shape[0], right.shape[1]]  # one product for each group of the inner dimension
         elif left.dim() == 3 and right.dim() == 2:
@@ -232,37 +251,48 @@ def _accept_any_grouped_product() -> torch.library.Library:
 
 
 _GRIDS = frozenset(["image_grid_thw", "grid_thw"])
-_TEXT_LENGTH = 128
+"""Inputs that say how many patches an image has along time, height and width."""
+_TEXT_LENGTH = 128  # tokens
 _GRID = 16  # patches along each side of a packed image
 _SAMPLES = 16_000  # one second of sound, as most models of raw sound sample it
+# Names under which configurations say the longest text.
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len", "seq_length")
+# Names under which they say the token that an image or a sound is put in the place of.
 _PLACEHOLDERS = ("{}_token_id", "{}_token_index", "{}_token", "boi_token_id")
 
+_MOST_EXTRA_ROWS = 4
+"""A table of position vectors holds up to so many rows more than positions, such as an offset and padding."""
+
 Inputs = dict[str, Tensor]
+"""Example inputs by name, with one sample in dimension 0."""
 
 
 def example_inputs(module: nn.Module, config: Any, source: str, length: int | None) -> Inputs:
-    """Return one sample of example inputs for a transformers model, by name; integers lie on the CPU, with real values.
+    """Return example inputs for a transformers model, by name; integers lie on the CPU and have real values.
 
-    ``length``: tokens of text, None for the default. Raises InputError for an input that ddltool cannot make, for inputs
-    that the model refuses, and for a length beyond the model's maximum.
+    ``length``: tokens of text, None for the default. ``source`` names the model in errors. Raises InputError for an
+    input that ddltool cannot make, for inputs that the model refuses, and for a length beyond the model's maximum.
     """
     return _InputMaker(module, config, source, length).inputs()
 
 
 def packed(inputs: Mapping[str, Tensor]) -> frozenset[str]:
-    """Return the inputs without a batch dimension: the patches of all images in a row."""
+    """Return the names of inputs without a batch dimension, the patches of all images in a row.
+
+    Only a model that takes the images' grids has such inputs.
+    """
     return _GRIDS | {"pixel_values", "hidden_states"} if _GRIDS.intersection(inputs) else frozenset()
 
 
 class _InputMaker:
-    """Makes example inputs for one model.
+    """Makes example inputs for one model. A "tower" is the part of a model that encodes images or sound for its text part.
 
-    ``takes`` are the parameters of its forward; ``vision`` and ``audio`` the configurations of its towers, or the model's
-    own where it has no such tower.
+    ``takes`` are the parameters of the model's forward; ``vision`` and ``audio`` the configurations of its towers, or
+    the model's own where it has no such tower.
     """
 
     def __init__(self, module: nn.Module, config: Any, source: str, length: int | None) -> None:
+        """Read what the model takes; ``length``: the tokens of text that are asked for, None for the default."""
         self.module = module
         self.config = config
         self.source = source
@@ -279,9 +309,9 @@ class _InputMaker:
         combinations: list[Inputs] = []
         batch = least_batch(self.module)
         for images, sounds in product(*towers):
-            inputs = images | sounds
-            # Text first: it defines a sample's length.
-            inputs = self._text_inputs(inputs) | inputs | self._other_inputs(inputs)
+            media = images | sounds
+            # Text comes first, because the first tensor says how long a sample is.
+            inputs = self._text_inputs(media) | media | self._other_inputs(media)
             taken = {name: tensor for name, tensor in inputs.items() if name in self.takes}
             combinations.append({name: resized(tensor, 0, batch) for name, tensor in taken.items()})
         if not combinations[0]:
@@ -292,7 +322,7 @@ class _InputMaker:
         return self._first_accepted(self.module, "forward", combinations)
 
     def _text_length(self, wanted: int | None) -> int:
-        """Return the tokens of text: those asked for, else the default (None). Raises InputError beyond the model's maximum."""
+        """Return the tokens of text: ``wanted``, or for None the default. Raises InputError beyond the model's maximum."""
         max_positions = _max_positions(self.config)
         if wanted is None:
             axial = _first_attribute((self.config,), "axial_pos_shape")  # Reformer trains on texts of one length
@@ -305,16 +335,21 @@ class _InputMaker:
         return wanted
 
     def _learned_positions(self, max_positions: int) -> int | None:
-        """Return the number of learned position vectors, None for computed positions, which have no limit."""
+        """Return the number of positions that a model has learned vectors for.
+
+        None: positions are computed, and have no limit.
+        """
         for submodule in self.module.modules():
-            # Some tables hold up to four rows more than positions, such as an offset and padding.
-            if isinstance(submodule, nn.Embedding) and max_positions <= submodule.num_embeddings <= max_positions + 4:
+            if not isinstance(submodule, nn.Embedding):
+                continue
+            rows = submodule.num_embeddings
+            if max_positions <= rows <= max_positions + _MOST_EXTRA_ROWS:
                 padding_index = -1 if submodule.padding_idx is None else submodule.padding_idx
-                return min(max_positions, submodule.num_embeddings - 1 - padding_index)
+                return min(max_positions, rows - 1 - padding_index)  # positions are counted from after the padding
         return None
 
     def _first_accepted(self, owner: nn.Module, method: str, candidates: list[Inputs]) -> Inputs:
-        """Return the first candidate that ``owner.method`` accepts. Raises the refusal of the first when it accepts none."""
+        """Return the first candidate that ``owner.method`` runs on. Raises the refusal of the first when it runs on none."""
         refusals: list[Exception] = []
         for candidate in candidates:
             try:
@@ -326,32 +361,38 @@ class _InputMaker:
         raise refusal(self.source, refusals[0]) from refusals[0]
 
     def _accepted_candidates(self, kind: str, candidates: list[Inputs]) -> list[Inputs]:
-        """Return the first candidate that a tower accepts, as a list; all candidates for a model without separate tower.
+        """Return the first candidate that a tower accepts, in a list; all candidates for a model without a separate tower.
 
-        ``[{}]`` stands for a model without this kind of input.
+        ``kind``: image or audio. ``[{}]`` stands for a model without this kind of input.
         """
         owner, method = self._tower_module(kind), f"get_{kind}_features"
         if owner is None or candidates == [{}]:
             return candidates
         arguments = [_method_inputs(getattr(owner, method), candidate) for candidate in candidates]
         accepted = self._first_accepted(owner, method, arguments)
-        pairs = zip(candidates, arguments, strict=True)
+        pairs = zip(candidates, arguments, strict=True)  # of all inputs, and of those among them that the tower takes
         return [next(candidate for candidate, tower_inputs in pairs if tower_inputs is accepted)]
 
     def _tower_module(self, kind: str) -> nn.Module | None:
-        """Return the module whose ``get_KIND_features`` makes the rows for placeholder tokens, None without placeholders."""
+        """Return the module whose ``get_KIND_features`` makes the rows that replace placeholder tokens.
+
+        None: the configuration has no placeholder token, or no module has such a method.
+        """
         modules = (self.module, getattr(self.module, "model", None))
         owner = next((module for module in modules if hasattr(module, f"get_{kind}_features")), None)
         return owner if self._placeholder_token(kind) is not None else None
 
     def _placeholder_token(self, kind: str) -> int | None:
-        """Return the token that stands for a row of an image or sound, None where the configuration has none."""
+        """Return the token that stands for a row of an image or sound (``kind``), None where the configuration has none."""
         names = (pattern.format(kind) for pattern in _PLACEHOLDERS)
         token = _first_attribute((self.config,), *names)
         return token if isinstance(token, int) else None
 
     def _image_candidates(self) -> list[Inputs]:
-        """Return candidate inputs for the model's images, ``[{}]`` for a model without images."""
+        """Return candidates for the model's image inputs, the likeliest first; ``[{}]`` for a model without images.
+
+        A configuration says the sizes, but not the order of dimensions: so several shapes are tried.
+        """
         if not {"pixel_values", "pixel_values_videos", "grid_thw"}.intersection(self.takes):
             return [{}]
         channels = _first_attribute((self.vision, self.config), "num_channels", "in_channels", "in_chans", default=3)
@@ -390,7 +431,7 @@ class _InputMaker:
             return [{"pixel_values": _floats(1, 1, tiles, channels, height, width)} | ratio]
         frames = _first_attribute((self.vision, self.config), "num_frames", "frames_per_clip")
         shapes = [(1, channels, height, width), (1, 1, channels, height, width)]
-        shapes += [(1, tiles, channels, height, width) for tiles in (3, 2, 5)]
+        shapes += [(1, tiles, channels, height, width) for tiles in (3, 2, 5)]  # models that cut an image into tiles
         if frames:
             shapes = [(1, frames, channels, height, width), *shapes]
         if self._tower_module("image") is None and not frames:
@@ -403,7 +444,7 @@ class _InputMaker:
         return candidates + [candidate | {"image_sizes": image_sizes} for candidate in candidates]
 
     def _sound_candidates(self) -> list[Inputs]:
-        """Return candidate inputs for the model's sound, spectrograms or raw samples; ``[{}]`` for a model without sound."""
+        """Return candidates for the model's sound inputs, spectrograms or raw samples; ``[{}]`` for a model without sound."""
         sound_names = {"input_features", "input_values"}.intersection(self.takes)
         if not sound_names:
             return [{}]
@@ -411,7 +452,7 @@ class _InputMaker:
         bands = _first_attribute(
             configs, "num_mel_bins", "n_mels", "feature_size", "input_feat_per_channel", "input_dim", default=80
         )
-        frames = 2 * _first_attribute(configs, "max_source_positions", default=500)
+        frames = 2 * _first_attribute(configs, "max_source_positions", default=500)  # towers halve their length
         if "input_features" in sound_names:
             mask = torch.ones(1, frames, dtype=torch.long, device="cpu")
             shapes: list[tuple[int, ...]] = [(1, bands, frames), (1, frames, bands), (1, 1, frames, bands)]
@@ -424,7 +465,7 @@ class _InputMaker:
         return [{"input_values": _floats(*shape)} for shape in shapes]
 
     def _text_inputs(self, inputs: Inputs) -> Inputs:
-        """Return the text inputs: a placeholder for every row that a tower makes of the example, then plain tokens.
+        """Return the text inputs: a placeholder for every row that a tower makes of ``inputs``, then plain tokens.
 
         Token types are 0 for text, 1 for an image and 2 for sound.
         """
@@ -432,7 +473,8 @@ class _InputMaker:
         ids: list[int] = []
         token_types: list[int] = []
         for tower_type, tower in enumerate(("image", "audio"), start=1):
-            owner, token, method = self._tower_module(tower), self._placeholder_token(tower), f"get_{tower}_features"
+            owner, token = self._tower_module(tower), self._placeholder_token(tower)
+            method = f"get_{tower}_features"
             if owner is None or token is None:
                 continue
             tower_inputs = _method_inputs(getattr(owner, method), inputs)
@@ -445,18 +487,21 @@ class _InputMaker:
             remedy = f"{self.source} has {len(ids)} tokens of its example image or sound, so more than that"
             raise InputError("--sequence-length", f"is {self.wanted}", remedy)
         length = self.length if not ids or self.wanted else len(ids) + self.length
-        text_token = next(token for token in range(3) if token not in ids)
+        text_token = next(token for token in range(3) if token not in ids)  # any token that is no placeholder
         ids += [text_token] * (length - len(ids))
         token_types += [0] * (length - len(token_types))
         text["input_ids"] = torch.tensor([ids], device="cpu")
         if any(token_types):
             text["mm_token_type_ids"] = torch.tensor([token_types], device="cpu")
-            text["moe_mm_token_type_ids"] = text["mm_token_type_ids"]
+            text["moe_mm_token_type_ids"] = text["mm_token_type_ids"]  # some families have another name for it
             text["token_type_ids"] = torch.tensor([token_types], device="cpu").clamp(max=1)
         return text
 
     def _feature_rows(self, features: Any) -> int:
-        """Return how many tokens the features of a tower replace."""
+        """Return how many tokens the features of a tower replace.
+
+        That is one for each vector of its pooled output, or else of its first output.
+        """
         pooled = getattr(features, "pooler_output", None)
         leaves = tree_leaves(features if pooled is None else pooled)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
@@ -464,11 +509,14 @@ class _InputMaker:
         return sum(tensor.numel() // tensor.shape[-1] for tensor in tensors)
 
     def _other_inputs(self, made_inputs: Inputs) -> Inputs:
-        """Return the inputs that models need beside text, images and sound. Raises InputError for an unknown required one."""
+        """Return the inputs that models need beside text, images and sound (``made_inputs``).
+
+        Attention masks are ones. Raises InputError for a required input that is not known.
+        """
         tokens = torch.zeros(1, self.length, dtype=torch.long, device="cpu")
         inputs: Inputs = {
             "decoder_input_ids": tokens,
-            "bbox": tokens[..., None].repeat(1, 1, 4),
+            "bbox": tokens[..., None].repeat(1, 1, 4),  # four corners of each token's box on a page
             "qformer_input_ids": tokens,
         }
         inputs["global_attention_mask"] = (torch.arange(self.length, device="cpu") == 0).long()[None]
@@ -490,9 +538,9 @@ class _InputMaker:
 
 
 def _method_inputs(call: Any, inputs: Inputs) -> Inputs:
-    """Return the inputs that a method names as parameters; all of its tower's for one that only has ``**kwargs``."""
+    """Return the inputs that a tower's method names as parameters; all of its kind for a method that only has ``**kwargs``."""
     parameters = inspect.signature(call).parameters
-    tower = call.__name__.split("_")[1]
+    tower = call.__name__.split("_")[1]  # "image" of get_image_features
     forwarded = {
         "image": ("pixel_values", "image_sizes"),
         "audio": ("input_features", "input_values", "input_features_mask"),
@@ -502,11 +550,15 @@ def _method_inputs(call: Any, inputs: Inputs) -> Inputs:
 
 
 def _floats(*shape: int) -> Tensor:
+    """Return ones of a shape, on the CPU whatever the default device."""
     return torch.ones(*shape, device="cpu")
 
 
 def _nested_config(config: Any, *words: str) -> Any:
-    """Return the first nested configuration whose name holds one of the words, ``config`` itself where none does."""
+    """Return the first nested configuration whose name holds one of the words, ``config`` itself where none does.
+
+    Earlier words come first, and nested configurations before those within them.
+    """
     nested_configs = {name: value for name, value in vars(config).items() if hasattr(value, "to_diff_dict")}
     for word in words:
         for name, value in nested_configs.items():
@@ -517,20 +569,23 @@ def _nested_config(config: Any, *words: str) -> Any:
 
 
 def _first_attribute(configs: tuple[Any, ...], *names: str, default: Any = None) -> Any:
-    """Return the first of these attributes that a configuration has, None and missing ones skipped, else the default."""
+    """Return the first of these attributes that a configuration has, else the default.
+
+    An attribute that is None is skipped. Earlier names come first, then earlier configurations.
+    """
     values = (getattr(config, name, None) for name in names for config in configs)
     return next((value for value in values if value is not None), default)
 
 
 def _max_positions(config: Any) -> int | None:
-    """Return the longest text of a configuration in tokens, None where it says none."""
+    """Return the longest text that a configuration is made for, in tokens; None where it says none."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     positions = _first_attribute((text, config), *_POSITIONS)
     return positions if isinstance(positions, int) and positions > 0 else None
 
 
 def _image_size(*configs: Any) -> tuple[int, int]:
-    """Return height and width in pixels of the images that a model is made for, 224 for a model of any size."""
+    """Return height and width in pixels of the images that a model is made for, 224 x 224 for a model of any size."""
     size = _first_attribute(configs, "image_size", "img_size", default=224)
     if isinstance(size, Mapping):
         return int(size["height"]), int(size["width"])
