@@ -65,7 +65,9 @@ def modules_of(model: nn.Module, loss: Any) -> dict[str, Any]:
 
 
 def named_buffers(modules: Mapping[str, Any]) -> dict[str, Tensor | None]:
-    """Return the buffers that modules hold now, by name."""
+    """Return the buffers that ``modules`` (by prefix) hold now, by full name; None for one that is registered without
+    a tensor.
+    """
     dicts = {prefix: module._buffers for prefix, module in modules.items() if isinstance(module, nn.Module)}
     return {prefix + name: value for prefix, buffers in dicts.items() for name, value in buffers.items()}
 
@@ -86,30 +88,41 @@ class WorkerState:
     """
 
     def __init__(self, modules: dict[str, Any], local: Sequence[int]) -> None:
+        """Give each of the ``local`` virtual ranks a copy of all buffers of ``modules`` (by prefix)."""
         self._modules, self._local = modules, local
+        # By prefix, each module's own attribute dict: what is written there is the module's attribute.
         self._held: dict[str, dict[str, Any]] = {prefix: vars(module) for prefix, module in modules.items()}
         for prefix, module in modules.items():
             if isinstance(module, torch.jit.ScriptModule) and list(module.buffers(recurse=False)):
                 what = f"model:{prefix.removesuffix('.')}"
                 raise InputError(what, "is a ScriptModule, whose buffers cannot be swapped", "give the Python module")
         buffers = {(prefix, BUFFERS): part._buffers for prefix, part in modules.items() if isinstance(part, nn.Module)}
+        # By virtual rank, the values that are the worker's own, put into the modules for its turns.
         self._values: dict[int, dict[Key, Any]] = {rank: _copies(buffers) for rank in local}
         # (comparable, copy) of every shared attribute before the turn; None in turns that are not compared.
         self._before: dict[Key, tuple[Any, Any]] | None = None
         self._turns = 0
 
     def enter(self, rank: int) -> None:
-        """Begin a turn of virtual rank ``rank``: put the worker's own values in place."""
+        """Begin a turn of virtual rank ``rank``: put the worker's own values in place.
+
+        In the turns that are compared, also remember all attributes that workers share, to find those that the turn
+        changes.
+        """
         self._turns += 1
         self.install(self._values[rank])
-        if self._turns <= max(2, len(self._local)) or self._turns & (self._turns - 1) == 0:
+        is_power_of_two = self._turns & (self._turns - 1) == 0
+        if self._turns <= max(2, len(self._local)) or is_power_of_two:
             own_values = self._values[rank]
             shared = ((key, value) for key, value in self._attributes() if key not in own_values)
             self._before = {key: (_comparable(value), _copied(value)) for key, value in shared}
             self._submodules_before = self._submodules()
 
     def leave(self, rank: int) -> None:
-        """End the turn: store the worker's values, and adopt the shared attributes that the turn has changed."""
+        """End the turn of virtual rank ``rank``: store the worker's values.
+
+        Where the turn was compared, each shared attribute that it has changed becomes every worker's own from now on.
+        """
         if self._before is not None:
             before, self._before = self._before, None
             if new := sorted(self._submodules() - self._submodules_before):
@@ -144,11 +157,11 @@ class WorkerState:
                 self._held[prefix][name] = value
 
     def of(self, rank: int) -> dict[Key, Any]:
-        """Return a worker's own values."""
+        """Return the values that belong to virtual rank ``rank`` alone, by attribute."""
         return self._values[rank]
 
     def copies(self, rank: int) -> dict[Key, Any]:
-        """Return copies of a worker's own values."""
+        """Return copies of the values that belong to virtual rank ``rank`` alone."""
         return _copies(self._values[rank])
 
     def to_documents(self, rank: int) -> dict[str, Document]:
@@ -161,7 +174,11 @@ class WorkerState:
         }
 
     def load(self, documents: Sequence[Document], device: torch.device) -> None:
-        """Take the local workers' values from the documents of all workers. Raises InputError where they do not fit."""
+        """Take the local workers' values from ``documents``, one for each worker of the job in virtual-rank order.
+
+        Buffers come from ``buffers`` and plain attributes from ``attributes`` of each document, by full name. Nothing
+        is changed where they do not fit the model: then InputError is raised.
+        """
         present = {plain_name(name): v for name, v in named_buffers(self._modules).items() if v is not None}
         names = dict.fromkeys(name for document in documents for name in document["attributes"])
         keys = {name: self._attribute_key(name, "attributes") for name in names}
@@ -187,7 +204,10 @@ class WorkerState:
         self._values = loaded
 
     def _attribute_key(self, name: str, what: str) -> Key:
-        """Return the (prefix, attribute) of a saved name. Raises InputError for a module that the model lacks."""
+        """Return the (prefix, attribute) of a saved full name. Raises InputError for a module that the model lacks.
+
+        ``what``: "buffers" or "attributes", for the message.
+        """
         module_name, _, attribute = name.rpartition(".")
         module_prefix = f"{module_name}." if module_name else ""
         for prefix in reversed(self._modules):  # the inner module before the wrapper of torch.compile
@@ -196,7 +216,9 @@ class WorkerState:
         raise InputError(what, f"{name} is only in the checkpoint", "build the model that was saved")
 
     def _submodules(self) -> set[str]:
-        """Return the full names of the submodules that are registered now."""
+        """Return the full names of the submodules that are registered now; one that a turn adds would belong to no
+        worker.
+        """
         return {
             f"{prefix}{name}"
             for prefix, module in self._modules.items()
@@ -205,7 +227,7 @@ class WorkerState:
         }
 
     def _attributes(self) -> Iterator[tuple[Key, Any]]:
-        """Yield every attribute of the modules that not all ``nn.Module`` objects have, with its key."""
+        """Yield every attribute of the modules with its key, except those that all ``nn.Module`` objects have."""
         for prefix, held in self._held.items():
             if type(self._modules[prefix]).__name__ != "OptimizedModule":  # the wrapper of torch.compile
                 for name, value in held.items():
@@ -272,6 +294,7 @@ def _copies(values: Mapping[Key, Any]) -> dict[Key, Any]:
     copied_by_id: dict[int, Tensor] = {}
 
     def copy_once(tensor: Tensor | None) -> Tensor | None:
+        """Return the copy of a tensor, the same one each time it is met."""
         return None if tensor is None else copied_by_id.setdefault(id(tensor), tensor.detach().clone())
 
     return {
@@ -281,7 +304,11 @@ def _copies(values: Mapping[Key, Any]) -> dict[Key, Any]:
 
 
 def _copied(value: Any, device: torch.device | None = None) -> Any:
-    """Return a copy of tensors, arrays and collections, without their history; anything else as it is."""
+    """Return a copy of a tensor, an array or a collection, on ``device`` (None: where it is) and without autograd
+    history.
+
+    Anything else is returned as it is.
+    """
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         return value.detach().clone() if device is None else value.detach().to(device, copy=True)
     if isinstance(value, np.ndarray):
@@ -312,6 +339,7 @@ class UntrackedModules:
     """
 
     def __init__(self, modules: Mapping[str, Any], turns: int) -> None:
+        """Note which modules are tracked; the hooks are put in place turn by turn."""
         roots = [module for module in modules.values() if isinstance(module, nn.Module)]
         self._tracked_ids = {id(part) for root in roots for part in root.modules()}
         # Code that torch.compile has made does not allow hooks of all modules.
@@ -349,16 +377,22 @@ class UntrackedModules:
         self._hooks, self._states, self._trained = [], {}, {}
 
     def _before_call(self, module: nn.Module, _: object) -> None:
+        """Note the state of an untracked module before its first call of the turn: a hook before each forward pass of
+        any module.
+        """
         if id(module) not in self._tracked_ids:
             self._states.setdefault(id(module), _state_of(module))
 
     def _after_call(self, module: nn.Module, _: object, output: object) -> None:
+        """Note an untracked module whose output needs a gradient: it takes part in training. A hook after each
+        forward pass.
+        """
         if id(module) in self._states and isinstance(output, Tensor) and output.requires_grad:
             self._trained[id(module)] = module
 
 
 def _state_of(module: nn.Module) -> Any:
-    """Return something that is equal as long as a module's own buffers and attributes are."""
+    """Return something that stays equal as long as a module's own buffers and attributes do not change."""
     attributes = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
     return _comparable(attributes), _comparable(dict(module._buffers))
 
@@ -371,8 +405,13 @@ class Contexts:
     """
 
     def __init__(self, modules: dict[str, Any], local: Sequence[int], seed: int, device: torch.device) -> None:
+        """Seed each local worker's random streams, and let the model hold the first local worker's buffers and
+        attributes.
+        """
         self._modules, self._own = modules, WorkerState(modules, local)
-        self.untracked = UntrackedModules(modules, 2 * len(local))
+        self.untracked = UntrackedModules(
+            modules, 2 * len(local)
+        )  # two turns of each worker are enough to see a change
         self._device, self._local = device, local
         self._streams = {rank: RandomStreams.seeded(seed, rank, device) for rank in local}
         self._outside: RandomStreams | None = None  # the process's own, while a step is under way
@@ -405,11 +444,14 @@ class Contexts:
             self._install_first()
 
     def _install_first(self) -> None:
+        """Let the model hold the buffers and attributes of the first local worker, as it does between turns."""
         self._own.install(self._own.of(self._local[0]))
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Undo the block's changes of buffers and attributes."""
+        """Let the block work on copies of the first worker's buffers and attributes, so that its changes are undone
+        afterwards.
+        """
         self._own.install(self._own.copies(self._local[0]))
         try:
             yield
@@ -417,7 +459,7 @@ class Contexts:
             self._install_first()
 
     def seen(self) -> tuple[Document, dict[str, Tensor | None]]:
-        """Return the random streams and the model's buffers that are switched in now."""
+        """Return the random streams that are in place now, and the model's buffers by name, without the loss's."""
         buffers = {name: v for name, v in named_buffers(self._modules).items() if not name.startswith(LOSS)}
         return RandomStreams.present(self._device).to_document(), buffers
 

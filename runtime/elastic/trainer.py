@@ -69,7 +69,7 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        """The mean over the logical workers."""
+        """The mean of ``losses`` over the logical workers."""
         return sum(self.losses) / len(self.losses)
 
 
@@ -127,12 +127,16 @@ class ElasticTrainer:
         extras: Mapping[str, Stateful] | None = None,
         record: str | os.PathLike[str] | None = None,
     ) -> None:
+        """Check that the bits cannot depend on the placement, and set up the logical workers of this process.
+
+        All processes construct the trainer together; parameters and buffers of process 0 are sent to the others.
+        """
         refuse_in_one_line()
         check_model(model, loss_fn)
         inner = bare_optimizer(optimizer)
         self.model, self.optimizer, self.loss_fn, self.dataset = model, optimizer, loss_fn, dataset
         self._parameters: dict[str, nn.Parameter] = {}
-        self._layout: tuple[Any, ...] = ()
+        self._layout: tuple[Any, ...] = ()  # what `_present_layout` returned when parameters were collected
         self._collect_parameters()
         check_parameters(self._parameters)
         check_optimizer(inner)
@@ -184,12 +188,12 @@ class ElasticTrainer:
         self._losses: dict[int, list[Tensor]] = {}
         self._micro_batches = 0
         self._awaits_update = False
-        self._versions = self._collectives = 0
+        self._versions = self._collectives = 0  # of all parameters together, and run so far, at the turn's beginning
         # (parameter, its gradient, the gradient's version) after a micro-batch; None where the turn has no further one.
         self._gradient_before: tuple[Tensor, Tensor, int] | None = None
         self._backward_passes = 0
         self._counted_parameter = self._count_gradients() if accumulation > 1 else None
-        self._unsaved = ""
+        self._unsaved_optimizer = ""  # the class of an optimizer that trains the model as well and would not be saved
         inner.register_step_pre_hook(self._before_update)
         inner.register_step_post_hook(self._after_update)
 
@@ -221,28 +225,39 @@ class ElasticTrainer:
         return trainer
 
     def _open_telemetry(self, path: str | None, device: str) -> None:
-        """Write telemetry of this process's steps to ``path``; None: write none."""
+        """Write telemetry of this process's steps to ``path`` (None: write none); ``device``: the type named in the
+        rows.
+        """
         self._rows = TelemetryFile.of(path, self.processes.job, device)
         self._telemetry = StepRecorder(self._rows, cuda=self.device.type == "cuda")
 
     def _count_gradients(self) -> Tensor | None:
-        """Count in ``_backward_passes`` the backward passes that reach the first trained parameter; return the parameter."""
+        """Count in ``_backward_passes`` the backward passes that reach the first trained parameter; return the
+        parameter.
+
+        With accumulation, that number says how often its gradient may have changed (:meth:`_demand_same_gradients`).
+        """
         first = next(value for value in self._parameters.values() if value.requires_grad)
 
         def count(_: Tensor) -> None:
+            """Count one backward pass."""
             self._backward_passes += 1
 
         first.register_post_accumulate_grad_hook(count)
         return first
 
-    def _note_unsaved(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Note the class of an optimizer that trains the trainer's parameters and whose state no checkpoint would hold."""
+    def _note_unsaved_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Note the class of another optimizer that trains the trainer's parameters: a checkpoint would lack its
+        state.
+
+        Those among the trainer's ``extras`` are saved, and so allowed. A hook after every optimizer's step.
+        """
         stateful = (self.optimizer, *self._extras.values())
         saved = [bare_optimizer(entry) for entry in stateful if isinstance(entry, torch.optim.Optimizer)]
         known = set(map(id, self._parameters.values()))
         trained = [id(value) for group in optimizer.param_groups for value in group["params"]]
         if all(optimizer is not entry for entry in saved) and not known.isdisjoint(trained):
-            self._unsaved = type(optimizer).__name__
+            self._unsaved_optimizer = type(optimizer).__name__
 
     def _collect_parameters(self) -> list[Tensor]:
         """Collect the parameters of model, loss and optimizer by name; return the new ones.
@@ -261,12 +276,18 @@ class ElasticTrainer:
         return [value for value in self._parameters.values() if id(value) not in ids_before]
 
     def _present_layout(self) -> tuple[Any, ...]:
-        """Return the sizes of the optimizer's groups, then whether each parameter requires a gradient."""
+        """Return the sizes of the optimizer's groups, then whether each parameter requires a gradient: equal as long
+        as none changed.
+        """
         sizes = (len(group["params"]) for group in self.optimizer.param_groups)
         return *sizes, *(value.requires_grad for value in self._parameters.values())
 
     def _new_mean(self, buckets: list[list[str]] | None, before: OrderedMean | None = None) -> OrderedMean:
-        """Return the mean of the present parameters in place of ``before``; ``buckets`` None or of others: to be recorded."""
+        """Return an :class:`OrderedMean` of the present parameters; ``before``, which it replaces, is closed.
+
+        ``buckets``: parameter names by bucket, from a checkpoint. None, or names that are not the trained ones: they
+        are recorded anew in the next step.
+        """
         if before is not None:
             before.clear()
             before.close()
@@ -331,7 +352,7 @@ class ElasticTrainer:
             self.epoch_number, self.step_in_epoch = epoch, 0
         source = self._fetch_batches(epoch)
         self._telemetry.begin_epoch()
-        other_steps = register_optimizer_step_post_hook(self._note_unsaved)
+        other_steps = register_optimizer_step_post_hook(self._note_unsaved_optimizer)
         try:
             while self.step_in_epoch < self.steps_per_epoch:
                 for rank in self.processes.local:
@@ -353,13 +374,19 @@ class ElasticTrainer:
             self._rows.flush()
 
     def _fetch_batches(self, epoch: int) -> Iterator[Any]:
-        """Yield the batches of the rest of the epoch in the order of the turns, each fetched when it is asked for."""
+        """Yield this process's micro-batches of the rest of the epoch in the order of the turns, each fetched when it
+        is asked for.
+
+        A task names one micro-batch; the feed's data workers, where there are any, make those of later tasks ahead.
+        """
         for sampler in self._samplers.values():
             sampler.set_epoch(epoch)
         shares = {rank: list(sampler) for rank, sampler in self._samplers.items()}
-        size = self.settings.batch_size
+        batch_size = self.settings.batch_size
         tasks = [
-            BatchTask(rank, epoch, step, index, tuple(shares[rank][step][index * size : (index + 1) * size]))
+            BatchTask(
+                rank, epoch, step, index, tuple(shares[rank][step][index * batch_size : (index + 1) * batch_size])
+            )
             for step in range(self.step_in_epoch, self.steps_per_epoch)
             for rank in self.processes.local
             for index in range(self.settings.accumulation)
@@ -375,7 +402,9 @@ class ElasticTrainer:
             yield batch
 
     def _begin_turn(self, rank: int) -> None:
-        """Switch the logical worker ``rank`` in; in a step's first turn also take in changed parameters."""
+        """Switch the logical worker of virtual rank ``rank`` in; in a step's first turn also take in changed
+        parameters.
+        """
         self._awaits_update = False
         if rank == self.processes.local[0]:
             self._update_parameters()
@@ -388,6 +417,7 @@ class ElasticTrainer:
 
     def _update_parameters(self) -> None:
         """Take in parameters that were frozen, unfrozen or added since the last step; within a step none may change."""
+        # Torch raises a tensor's version with every change in place; `turn_done` compares.
         self._versions = sum(value._version for value in self._parameters.values())
         if self._layout != self._present_layout():
             broadcast(self._collect_parameters(), 0)
@@ -430,7 +460,10 @@ class ElasticTrainer:
         return True
 
     def _begin_exchange(self) -> Exchange:
-        """Begin and return the telemetry of the rest of the step's gradient exchange, after this process's last turn."""
+        """Begin and return the telemetry of the rest of the step's gradient exchange, after this process's last turn.
+
+        Samples are those of a whole step: of this process's logical workers, and of all.
+        """
         samples = self.settings.batch_size * self.settings.accumulation
         exchange = self._telemetry.begin_exchange(
             samples * len(self.processes.local), samples * self.settings.max_workers
@@ -441,9 +474,11 @@ class ElasticTrainer:
         return exchange
 
     def _demand_same_gradients(self) -> None:
-        """Raise InputError if gradients were changed or cleared between two micro-batches of a turn.
+        """Raise InputError if gradients were changed or cleared between two micro-batches of a turn; then remember
+        the present one.
 
-        Each backward pass raises the version of the gradient by 1; any other change raises it further.
+        One parameter's gradient is watched. Each backward pass raises its version by 1; any other change raises it
+        further.
         """
         before, self._gradient_before = self._gradient_before, None
         if before is not None:
@@ -457,7 +492,10 @@ class ElasticTrainer:
             self._gradient_before = counted, counted.grad, counted.grad._version
 
     def _finish_step(self) -> None:
-        """Set ``.grad`` to the mean, and ``last_step`` to the losses and the stop request of all processes."""
+        """Set ``.grad`` to the mean, and ``last_step`` to the losses and the stop request of all processes.
+
+        Loss and stop request of each local worker travel with the last message of the gradients.
+        """
         losses = [[float(value) for value in self._losses[rank]] for rank in self.processes.local]
         stop = float(any(signals.came for signals in self._stops))
         notes = torch.tensor(
@@ -478,7 +516,7 @@ class ElasticTrainer:
             self._recorder.combined(first=self.steps_made == 1)
 
     def _before_update(self, _: object, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Refuse an update before the step's last turn, or with a closure."""
+        """Refuse an update before the step's last turn, or with a closure: the optimizer's pre-step hook."""
         if self._contexts.active is not None or self._losses:
             raise InputError(
                 "optimizer.step", "came before the step's last turn", "call it when turn_done returns True"
@@ -490,7 +528,7 @@ class ElasticTrainer:
             )
 
     def _after_update(self, *_: object) -> None:
-        """Write the step's fingerprints and telemetry after the optimizer's update."""
+        """Write the step's fingerprints and telemetry after the optimizer's update: its post-step hook."""
         if self._recorder is not None and self._awaits_update:
             self._recorder.write(self.steps_made - 1, self.epoch_number)
         self._telemetry.after_update()
@@ -539,8 +577,9 @@ class ElasticTrainer:
         only pickle could bring back.
         """
         self._demand_between_steps("save")
-        if self._unsaved:
-            problem = f"a second one ({self._unsaved}) trains the model as well, and a checkpoint would lack its state"
+        if self._unsaved_optimizer:
+            problem = f"a second one ({self._unsaved_optimizer}) trains the model as well, "
+            problem += "and a checkpoint would lack its state"
             raise InputError("optimizer", problem, "give it to the trainer: extras={'second': optimizer}")
         job, first = self.processes.job, self._first
         own_part: dict[str, Any] = {"workers": self._contexts.to_documents()}
@@ -548,11 +587,12 @@ class ElasticTrainer:
             own_part["extras"] = {name: value.state_dict() for name, value in self._extras.items()}
         with self._telemetry.checkpoint():
             # Process 0 does not encode its own part: `write` checks that it can be read back.
-            shares = job.gather(job.together(lambda: checkpoint.encode(path, own_part) if job.rank else b""))
+            encoded_parts = job.gather(job.together(lambda: checkpoint.encode(path, own_part) if job.rank else b""))
 
             def write() -> None:
+                """Write the file on process 0, from its own part and those that the others have sent."""
                 if job.rank == 0:
-                    documents = [own_part, *map(checkpoint.decode, shares[1:])]
+                    documents = [own_part, *map(checkpoint.decode, encoded_parts[1:])]
                     workers = [worker for document in documents for worker in document["workers"]]
                     workers.sort(key=lambda worker: worker["virtual_rank"])
                     content = {
