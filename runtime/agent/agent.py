@@ -321,8 +321,7 @@ class GoodputAgent(Watcher):
         return self._learning_rate_factor_at(total)
 
     def loss(self, loss: Tensor, *, count: float | Tensor | None = None, reduction: Reduction = "mean") -> Tensor:
-        """Return ``loss``, of the same value, whose gradients are weighted by the batch's share of the step's
-        samples.
+        """Return ``loss``, of the same value, whose gradients are weighted by the batch's share of the step's samples.
 
         The sum over all passes and ranks is then the gradient of the mean over all samples of the step, though passes
         differ in size. ``loss`` must be a mean over the batch. ``count``: what the loss is a mean over, where it is
@@ -498,9 +497,8 @@ class GoodputAgent(Watcher):
         The pass's samples go to the loss scaler, DDP learns whether it must reduce, and the clocks of the pass start.
         """
         self._pass_under_way, self._finished_pass = current_pass, None
-        self._scaler.pending.drop(
-            self.sampler, unused=True
-        )  # of earlier batches: only the present one may be trained on
+        # Earlier batches are forgotten: only the present one may be trained on.
+        self._scaler.pending.drop(self.sampler, everything=True)
         self._scaler.pending.draw(self.sampler, current_pass)
         if current_pass.number == 0:
             self._pass_counts, self._gradient_factor = [], 1.0

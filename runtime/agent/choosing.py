@@ -88,8 +88,7 @@ class StepTimeHistory:
         return max((key[2] for key in self._times), default=0)
 
     def observations(self) -> Observations:
-        """Return one row per configuration that has a full step, as arrays of shape (n,); times are medians in
-        seconds.
+        """Return one row per configuration that has a full step, as arrays of shape (n,); times are medians in seconds.
 
         The time of a pass alone is NaN where none was measured.
         """
@@ -208,8 +207,7 @@ class TimedStep:
     """What sampling the noise took of it."""
 
     def record(self, times: StepTimeHistory, nodes: int, replicas: int) -> float:
-        """Add this step's times to ``times`` and return the seconds of the whole step; waits for the device to pass
-        its end.
+        """Add this step's times to ``times`` and return the seconds of the whole step; waits for the device to pass its end.
 
         The last pass, with reduction and update, gives a full step's time, without what sampling the noise took. The
         passes before it give times of a pass alone. With one pass and several replicas, a pass's time is what comes
@@ -355,8 +353,7 @@ class Chooser:
         self._last_look = (step, time.perf_counter())
 
     def _choose(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return rank 0's setting for all ranks, as an array of :class:`_Setting`'s fields; called by the consensus
-        on rank 0.
+        """Return rank 0's setting for all ranks, as an array of :class:`_Setting`'s fields; called by the consensus on rank 0.
 
         ``rows`` (n, 1): each rank's first step that it has not handed out yet. The largest is the first at which all
         can change. A failure leaves everything as it is until a later look.
@@ -413,8 +410,7 @@ class Chooser:
         return time.perf_counter() - self._began_s
 
     def _next_noise_interval(self) -> int:
-        """Return every how many steps to sample the noise: as the user says, or as often as its share of the overhead
-        pays for.
+        """Return every how many steps to sample the noise: as the user says, or as often as its share of the overhead pays for.
 
         Until its cost is known, the present interval stays.
         """
@@ -481,9 +477,7 @@ class Chooser:
             log.warning("goodput agent: %s failed (%s); the present batch stays", what, text)
 
     def close(self) -> None:
-        """End the agreements and the thread of fits; a fit under way is not waited for, as nobody wants its result
-        any more.
-        """
+        """End the agreements and the thread of fits; a fit under way is not waited for, as nobody wants its result any more."""
         atexit.unregister(self.close)
         self._consensus.close()
         if self._fit_thread is not None:
@@ -504,9 +498,7 @@ class Chooser:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take up what :meth:`state` returned. Raises KeyError, TypeError, ValueError or InputError for anything
-        else.
-        """
+        """Take up what :meth:`state` returned. Raises KeyError, TypeError, ValueError or InputError for anything else."""
         rows = state["observations"].tolist()
         sqr, var, noise_scale = (float(state[name]) for name in ("sqr", "var", "noise_scale"))
         largest_tried = int(state["largest_tried"])

@@ -207,8 +207,7 @@ class NoiseSampler:
                 self._step_spans = []
 
     def after_pass(self, current_pass: Pass) -> None:
-        """Take the norm of the gradient after a step's first pass, where one replica accumulates: it is the small
-        batch's.
+        """Take the norm of the gradient after a step's first pass, where one replica accumulates: it is the small batch's.
 
         The gradient carries the weight of its pass, which is divided out.
         """
@@ -218,9 +217,7 @@ class NoiseSampler:
                 self._small_batch_norm = squared_norm(*self._gradients()) / current_pass.weight**2, first
 
     def begin_last_backward(self) -> None:
-        """Begin a step's last backward pass: hook into each parameter, to see this rank's gradient before DDP
-        averages it.
-        """
+        """Begin a step's last backward pass: hook into each parameter, to see this rank's gradient before DDP averages it."""
         if self._is_step_sampled and self._group is not None:
             self._local_norms = []
             trained = [value for value in self._parameters if value.requires_grad]

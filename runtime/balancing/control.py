@@ -162,10 +162,10 @@ class _Loader(CountedLoader):
         """Yield the batches from the sampler's position to the end of the epoch; from the start when the epoch was at
         its end.
         """
-        if self._variable.position == self._variable.dataset_size:
-            self._variable.position = 0
+        if self._planned_sampler.position == self._planned_sampler.dataset_size:
+            self._planned_sampler.position = 0
         yield from super().__iter__()
-        self._variable.finish()
+        self._planned_sampler.finish()
 
 
 class Balancer:
@@ -189,9 +189,7 @@ class Balancer:
         manager: Manager,
         chooses: bool,
     ) -> None:
-        """Keep what :func:`balance` has made; ``chooses``: whether sizes follow speeds. Only rank 0 keeps the
-        ``manager``.
-        """
+        """Keep what :func:`balance` has made; ``chooses``: whether sizes follow speeds. Only rank 0 keeps the ``manager``."""
         self.rank = job.rank
         self.world_size = job.world_size
         self.least = least
@@ -312,8 +310,7 @@ class Balancer:
             self._restore_state(state)
 
     def _restore_state(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint's state. Its sizes are used only where they fit the ranks, the total batch and
-        ``least``.
+        """Go on from a checkpoint's state. Its sizes are used only where they fit the ranks, the total batch and ``least``.
 
         Raises InputError for another total batch.
         """

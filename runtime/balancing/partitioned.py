@@ -71,9 +71,7 @@ class PartitionedData:
         lengths = {len(tensor) if tensor.dim() else 0 for tensor in self.tensors}
 
         def check() -> int:
-            """Return this rank's number of samples. Raises InputError without any, and for tensors of different
-            lengths.
-            """
+            """Return this rank's number of samples. Raises InputError without any, and for tensors of different lengths."""
             if len(lengths) != 1 or 0 in lengths:
                 raise InputError("partition", "has no samples, or tensors of different lengths", "give 1 or more")
             return next(iter(lengths))
@@ -142,8 +140,7 @@ class PartitionedData:
         ).start()
 
     def _move_samples(self, migration: _Migration) -> None:
-        """Send and receive samples peer to peer: the body of a thread, whose result or error goes to
-        ``migration.received``.
+        """Send and receive samples peer to peer: the body of a thread, whose result or error goes to ``migration.received``.
 
         All ranks go through the moves in the same order, so no two of them can wait for each other.
         """

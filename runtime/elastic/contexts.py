@@ -216,9 +216,7 @@ class WorkerState:
         raise InputError(what, f"{name} is only in the checkpoint", "build the model that was saved")
 
     def _submodules(self) -> set[str]:
-        """Return the full names of the submodules that are registered now; one that a turn adds would belong to no
-        worker.
-        """
+        """Return the full names of the submodules that are registered now; one that a turn adds would belong to no worker."""
         return {
             f"{prefix}{name}"
             for prefix, module in self._modules.items()
@@ -304,8 +302,7 @@ def _copies(values: Mapping[Key, Any]) -> dict[Key, Any]:
 
 
 def _copied(value: Any, device: torch.device | None = None) -> Any:
-    """Return a copy of a tensor, an array or a collection, on ``device`` (None: where it is) and without autograd
-    history.
+    """Return a copy of a tensor, an array or a collection, on ``device`` (None: where it is) and without autograd history.
 
     Anything else is returned as it is.
     """
@@ -384,9 +381,7 @@ class UntrackedModules:
             self._states.setdefault(id(module), _state_of(module))
 
     def _after_call(self, module: nn.Module, _: object, output: object) -> None:
-        """Note an untracked module whose output needs a gradient: it takes part in training. A hook after each
-        forward pass.
-        """
+        """Note an untracked module whose output needs a gradient: it takes part in training. A hook after each forward pass."""
         if id(module) in self._states and isinstance(output, Tensor) and output.requires_grad:
             self._trained[id(module)] = module
 
@@ -405,13 +400,9 @@ class Contexts:
     """
 
     def __init__(self, modules: dict[str, Any], local: Sequence[int], seed: int, device: torch.device) -> None:
-        """Seed each local worker's random streams, and let the model hold the first local worker's buffers and
-        attributes.
-        """
+        """Seed each local worker's random streams, and let the model hold the first local worker's buffers and attributes."""
         self._modules, self._own = modules, WorkerState(modules, local)
-        self.untracked = UntrackedModules(
-            modules, 2 * len(local)
-        )  # two turns of each worker are enough to see a change
+        self.untracked = UntrackedModules(modules, 2 * len(local))  # the first two turns of each worker
         self._device, self._local = device, local
         self._streams = {rank: RandomStreams.seeded(seed, rank, device) for rank in local}
         self._outside: RandomStreams | None = None  # the process's own, while a step is under way

@@ -191,8 +191,7 @@ class OrderedMean:
         self.clear()
 
     def finish(self, notes: Tensor) -> Tensor:
-        """Set ``.grad`` of every parameter to the mean, None where no worker had one. All processes call this
-        together.
+        """Set ``.grad`` of every parameter to the mean, None where no worker had one. All processes call this together.
 
         ``notes``, float64 of shape (workers here, n), are numbers of each worker's own, which travel along: returns
         those of all workers, shape (max_workers, n), in virtual-rank order.
@@ -246,8 +245,7 @@ class OrderedMean:
         self._sends = [None] * len(self._buckets)
 
     def _recorded_buckets(self) -> list[list[str]]:
-        """Return parameter names by bucket, in the order in which gradients became ready; those without a gradient
-        come last.
+        """Return parameter names by bucket, in the order in which gradients became ready; those without a gradient come last.
 
         All parameters of a bucket have one dtype and device, and together at most ``bucket_bytes`` of gradients.
         """
@@ -266,9 +264,7 @@ class OrderedMean:
         return buckets
 
     def _submit(self, virtual_rank: int, bucket_index: int) -> None:
-        """Hand a bucket's gradients of the turn of ``virtual_rank`` to the thread, which is started if it does not
-        run.
-        """
+        """Hand a bucket's gradients of the turn of ``virtual_rank`` to the thread, which is started if it does not run."""
         bucket = self._buckets[bucket_index]
         with self._changed:
             self._submitted[virtual_rank, bucket_index] = [parameter.grad for _, parameter, _ in bucket.parts]
@@ -363,9 +359,7 @@ class OrderedMean:
 
 
 def _note_gradient(reference: "weakref.ref[OrderedMean]", name: str, _: Tensor) -> None:
-    """Tell the mean, if it still exists, that the gradient of the parameter ``name`` is ready: the hook of a
-    parameter.
-    """
+    """Tell the mean, if it still exists, that the gradient of the parameter ``name`` is ready: the hook of a parameter."""
     if (mean := reference()) is not None:
         mean._take_gradient(name)
 

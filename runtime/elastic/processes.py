@@ -29,8 +29,7 @@ def start_processes(backend: str = "gloo") -> None:
 
 
 def divide(max_workers: int, world_size: int, counts: Sequence[int] | None = None) -> tuple[tuple[int, ...], ...]:
-    """Return the virtual ranks of each process, ascending; ``counts`` are how many each runs, None: as evenly as
-    possible.
+    """Return the virtual ranks of each process, ascending; ``counts`` are how many each runs, None: as evenly as possible.
 
     Virtual ranks are numbered in the order in which turns end when all processes take equally long over all of their
     turns. So a sum in virtual-rank order can grow while processes still compute. Raises InputError when there are
@@ -139,8 +138,6 @@ def moved(batch: Any, device: torch.device) -> Any:
 
 
 def collectives() -> int:
-    """Return how many collectives the default process group has run: those of the script, as ddltool's own use other
-    groups.
-    """
+    """Return how many collectives the default process group has run: those of the script, as ddltool's own use other groups."""
     group: Any = dist.group.WORLD if dist.is_initialized() else None
     return 0 if group is None else int(group._get_sequence_number_for_group())

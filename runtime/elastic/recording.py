@@ -68,9 +68,7 @@ class TurnRecorder:
                 next(iter(StepReader(self._path)), None)  # raises for another kind of file
 
     def _watch(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        """Return a forward hook that records the fingerprint of a module's output under ``name``, in training turns
-        only.
-        """
+        """Return a forward hook that records the fingerprint of a module's output under ``name``, in training turns only."""
 
         def note(module: nn.Module, inputs: Any, output: Any) -> None:
             """Record the output's fingerprint, under the number of the call in this turn and the module's name."""
@@ -115,9 +113,7 @@ class TurnRecorder:
                 self._shared[BEFORE] = self._parameters()
 
     def write(self, step: int, epoch: int) -> None:
-        """Write the line of a step after the optimizer's update. All processes call this together, and process 0
-        writes.
-        """
+        """Write the line of a step after the optimizer's update. All processes call this together, and process 0 writes."""
         turns, self._turns = self._turns, {}
         parts = self._job.gather(json.dumps(turns).encode())
         if self._job.rank > 0:

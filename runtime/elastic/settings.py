@@ -70,9 +70,7 @@ def check_model(model: nn.Module, loss_fn: Any) -> None:
 
 
 def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise InputError for a parameter without a shape yet, or one that is sharded, as no process then holds it
-    whole.
-    """
+    """Raise InputError for a parameter without a shape yet, or one that is sharded, as no process then holds it whole."""
     for name, value in parameters.items():
         if isinstance(value, nn.parameter.UninitializedParameter):
             raise InputError(f"model:{name}", "has no shape yet", "run the model on a batch first")

@@ -225,15 +225,12 @@ class ElasticTrainer:
         return trainer
 
     def _open_telemetry(self, path: str | None, device: str) -> None:
-        """Write telemetry of this process's steps to ``path`` (None: write none); ``device``: the type named in the
-        rows.
-        """
+        """Write telemetry of this process's steps to ``path`` (None: write none); ``device``: the type named in the rows."""
         self._rows = TelemetryFile.of(path, self.processes.job, device)
         self._telemetry = StepRecorder(self._rows, cuda=self.device.type == "cuda")
 
     def _count_gradients(self) -> Tensor | None:
-        """Count in ``_backward_passes`` the backward passes that reach the first trained parameter; return the
-        parameter.
+        """Count in ``_backward_passes`` the backward passes that reach the first trained parameter; return the parameter.
 
         With accumulation, that number says how often its gradient may have changed (:meth:`_demand_same_gradients`).
         """
@@ -247,8 +244,7 @@ class ElasticTrainer:
         return first
 
     def _note_unsaved_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Note the class of another optimizer that trains the trainer's parameters: a checkpoint would lack its
-        state.
+        """Note the class of another optimizer that trains the trainer's parameters: a checkpoint would lack its state.
 
         Those among the trainer's ``extras`` are saved, and so allowed. A hook after every optimizer's step.
         """
@@ -402,9 +398,7 @@ class ElasticTrainer:
             yield batch
 
     def _begin_turn(self, rank: int) -> None:
-        """Switch the logical worker of virtual rank ``rank`` in; in a step's first turn also take in changed
-        parameters.
-        """
+        """Switch the logical worker of virtual rank ``rank`` in; in a step's first turn also take in changed parameters."""
         self._awaits_update = False
         if rank == self.processes.local[0]:
             self._update_parameters()
