@@ -30,9 +30,9 @@ from ddltool.runtime.processes.stopping import pause_before_exit
 from ddltool.telemetry import TelemetryRow
 
 ROWS_HELD = 50
-"""Rows are written when so many are held back,"""
+"""Rows are written when so many are held back."""
 SECONDS_HELD = 1.0
-"""or after so many seconds, whichever comes first."""
+"""Rows are written when none was for so long."""
 # Reading the peak takes 10 us and more, and it moves little after the first steps: later it is read every so often.
 STEPS_PER_MEMORY_READING = 10
 EXCHANGES_PER_BEACON = 10

@@ -33,6 +33,7 @@ class LostProcess(DdlToolError):
     """A process has ended before its time: its ``rank``, and ``how`` it ended, in words."""
 
     def __init__(self, where: str, rank: int, how: str) -> None:
+        """Name ``where`` it was noticed, the ``rank``, and ``how`` the process ended."""
         super().__init__(f"{where}: process {rank} {how}")
         self.rank, self.how = rank, how
 
@@ -44,6 +45,7 @@ class Children:
     """
 
     def __init__(self, body: Callable[..., None], arguments: Sequence[tuple[Any, ...]], source: str = "") -> None:
+        """Start one process for each of ``arguments``; when one cannot be started, those that were are ended again."""
         context = multiprocessing.get_context("spawn")
         # A pipe for each: a queue that all share can be left locked, or with half a message in it, by one that is killed.
         pipe_pairs = [context.Pipe() for _ in arguments]
@@ -54,7 +56,7 @@ class Children:
             context.Process(target=_run, args=(body, body_arguments, child_end, source, self._folder), daemon=True)
             for body_arguments, (_, child_end) in zip(arguments, pipe_pairs, strict=True)
         ]
-        self._heard_s = time.monotonic()
+        self._heard_s = time.monotonic()  # when the last message came or went
         try:
             with _interrupts_held():
                 for process in self.processes:
@@ -85,7 +87,7 @@ class Children:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def send(self, rank: int, message: Any) -> None:
-        """Send a message; :meth:`receive` raises the error when the process is gone."""
+        """Send a message to the process ``rank``; where it is gone, the next :meth:`receive` raises the error."""
         self._heard_s = time.monotonic()
         with contextlib.suppress(OSError):
             self.pipes[rank].send(message)
@@ -136,10 +138,13 @@ class Children:
         return [answers[rank] for rank in ranks]
 
     def _dead_process(self, where: str, rank: int) -> LostProcess | None:
-        """Return the error of a process that died within the grace time, ``rank`` before its peers; None when all live."""
+        """Return the error of a process that has died, ``rank`` before its peers; None when all still live after the
+        grace time.
+        """
         rank_first = sorted(enumerate(self.processes), key=lambda entry: entry[0] != rank)
 
         def find_dead() -> LostProcess | None:
+            """Return the error of the first process with an exit code other than 0, None without one."""
             dead = ((dead_rank, process.exitcode) for dead_rank, process in rank_first if process.exitcode)
             return next((LostProcess(where, dead_rank, how_it_ended(code)) for dead_rank, code in dead), None)
 
@@ -160,7 +165,10 @@ def meeting_place(use: str = "all") -> str:
 
 
 def _run(body: Callable[..., None], arguments: tuple[Any, ...], pipe: Connection, source: str, folder: str) -> None:
-    """Run ``body`` in a child process; send any exception of it to the parent as an error of one line."""
+    """Run ``body`` in a child process; send any exception of it to the parent as an error of one line.
+
+    ``folder``: where the children meet. The child ends when its parent does.
+    """
     global _folder
     _folder = folder
     os.dup2(2, 1)  # what the user's module prints must not mix with the command's result

@@ -17,7 +17,7 @@ def expected_cpu() -> float:
         cores = os.sched_getaffinity(0)
         return min(1.0, len(cores) / (1 + _others_running(cores)))
     except (AttributeError, OSError):
-        return max(0.01, 1.0 - psutil.cpu_percent(interval=None) / 100)
+        return max(0.01, 1.0 - psutil.cpu_percent(interval=None) / 100)  # never 0: speeds are predicted from it
 
 
 def available_memory() -> float:

@@ -68,6 +68,7 @@ class MeasureTask:
     precision: float = 0.0
 
     def __str__(self) -> str:
+        """Name the configuration, as progress and errors show it."""
         passes = f", {self.accumulation} accumulation steps" if self.accumulation else ""
         return f"batch {self.batch} on {self.replicas} replica{'s' if self.replicas > 1 else ''}{passes}"
 
@@ -141,6 +142,7 @@ class StepTimer:
     def __init__(
         self, subject: Subject, device: torch.device, groups: Mapping[int, dist.ProcessGroup | None] | None = None
     ) -> None:
+        """Prepare this process: its threads, its seed and its device. The model is made with the first task."""
         import torch
 
         self.subject, self.device, self.groups = subject, device, groups or {}
@@ -173,7 +175,7 @@ class StepTimer:
         return StepTimings()
 
     def drop(self) -> None:
-        """Free the memory of the configuration that was measured last."""
+        """Free the memory of the configuration that was measured last, so that the next one's peak does not contain it."""
         self._prepared = self._timed_step = None
         gc.collect()
         if self.device.type == "cuda":
@@ -185,7 +187,10 @@ class StepTimer:
                 ctypes.CDLL(None).malloc_trim(0)
 
     def _run(self, task: MeasureTask, alive: Callable[[], None]) -> StepTimings:
-        """Prepare the task's configuration if it is another than the last, warm up, and time steps until enough are timed."""
+        """Return the times of a task: prepare its configuration unless it was the last one's too, warm up, and time steps.
+
+        With several replicas, each full step is followed by one without synchronisation. ``alive`` is called after every step.
+        """
         if self._prepared != (task.replicas, task.batch):
             self.drop()
             reset_peak(self.device)
@@ -194,8 +199,8 @@ class StepTimer:
         timed_step = self._timed_step
         assert timed_step is not None
         spent_s = 0.0
-        for warmup_index in range(task.warmup):
-            if warmup_index == 0 or spent_s < task.seconds:
+        for warmups_done in range(task.warmup):
+            if warmups_done == 0 or spent_s < task.seconds:
                 spent_s += timed_step(task, True)[0]
             alive()
         from ddltool.runtime.processes.step_times import peak_memory
@@ -221,7 +226,10 @@ class StepTimer:
         )
 
     def _prepare_step(self, task: MeasureTask) -> Callable[[MeasureTask, bool], tuple[float, float]]:
-        """Return a function ``(task, synchronise)`` that runs one step and returns the seconds of the step and of a pass."""
+        """Return a function ``(task, synchronise)`` that runs one step of the task's configuration.
+
+        It returns the seconds of the whole step and of one accumulation pass (0 without accumulation), of the slowest replica.
+        """
         from torch.nn.parallel import DistributedDataParallel
 
         from ddltool.analyzers.step.tracing.step import called
@@ -236,11 +244,16 @@ class StepTimer:
         backward, update = updates(module, self.subject.optimizer, self.subject.numerics, device)
 
         def run_pass(loss_scale: float) -> None:
+            """Run one forward and backward pass, with the loss times ``loss_scale``."""
             with computing():
                 loss = step.loss(called(wrapped, inputs, step.keywords))
             backward(loss if loss_scale == 1.0 else loss * loss_scale)
 
         def timed_step(task: MeasureTask, synchronise: bool) -> tuple[float, float]:
+            """Return the seconds of one optimizer step and of one of its accumulation passes, of the slowest replica.
+
+            Accumulation passes never synchronise; the last pass does if ``synchronise``.
+            """
             loss_scale = 1.0 / (task.accumulation + 1)
             unsynchronised = wrapped.no_sync if is_shared else contextlib.nullcontext
             started_s = now(device)
@@ -284,14 +297,17 @@ def slowest(seconds: tuple[float, float], group: dist.ProcessGroup | None, devic
 
 
 def reset_peak(device: torch.device) -> bool:
-    """Reset the peak memory; return False where the process may not: the peak is then that of its whole life so far."""
+    """Reset this process's peak memory; return False where the system does not allow it.
+
+    The peak is then that of the process's whole life so far.
+    """
     import torch
 
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True
     try:
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): 5 resets the peak of the resident set
     except OSError:
         return False
     return True
