@@ -21,16 +21,20 @@ from typing import Any
 from ddltool.errors import DdlToolError
 
 SAME_CTRL_C_S = 1.0
+"""A SIGINT so soon after the first is the same Ctrl-C, sent by a launcher too."""
 EXIT_PAUSE_S = 0.1
+"""How long gloo's threads get to drop the last step's tensors before the process exits."""
 
 
 class Terminated(SystemExit):
     """SIGTERM has come. Nobody needs to catch it: the process then ends with 143, as shells show a SIGTERM."""
 
     def __init__(self) -> None:
+        """Exit with the code that shells show for a SIGTERM."""
         super().__init__(128 + signal.SIGTERM)
 
     def __str__(self) -> str:
+        """Name the signal."""
         return "SIGTERM"
 
 
@@ -76,6 +80,7 @@ class StopSignals:
             raise KeyboardInterrupt if self.came == signal.SIGINT else Terminated
 
     def _note(self, number: int, _: FrameType | None) -> None:
+        """Note the first signal; a second Ctrl-C more than a second later interrupts at once: the signals' handler."""
         if os.getpid() != self._process:  # a forked data worker inherits the handler, but not what it is for
             signal.signal(number, self._replaced.get(number, signal.SIG_DFL))
             os.kill(os.getpid(), number)
@@ -98,9 +103,12 @@ def refuse_in_one_line() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _OneLine:
+    """A ``sys.excepthook`` that prints ddltool's errors as one line; ``previous`` gets all others."""
+
     previous: Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
     def __call__(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        """Print the error as one line and exit with its code; hand others on."""
         if not isinstance(value, DdlToolError):
             self.previous(kind, value, trace)
             return
