@@ -81,7 +81,7 @@ class Batches:
         return self._most
 
     def close(self) -> None:
-        """Leave the batch that is under way."""
+        """End the iteration before its end, so that the batch under way is left."""
         if isinstance(self._source, Generator):
             self._source.close()
 
@@ -222,11 +222,11 @@ class GoodputAgent(Watcher):
     # What a training loop uses.
 
     def batches(self, epoch: int, loader: DataLoader[Any] | None = None, **options: Any) -> Batches:
-        """Return this rank's batches of what is left of ``epoch``, to iterate over: all of it, or after a restart the rest.
+        """Return an iterable over this rank's batches of what is left of ``epoch``: all of it, or after a restart the rest.
 
         ``options`` go to ``DataLoader`` (``num_workers``, ``collate_fn``); or give a ``loader`` made with
-        ``batch_sampler=agent.sampler``. Epochs that are behind the agent are empty. Batches that workers fetched ahead
-        keep their size when the batch changes. Raises InputError without a dataset or a loader.
+        ``batch_sampler=agent.sampler``. An epoch that the agent has already completed is empty. Batches that workers
+        fetched ahead keep their size when the batch size changes. Raises InputError without a dataset or a loader.
         """
         if loader is None and self._dataset is None:
             raise InputError("dataset", "is only a number", "give batches() a loader made with agent.sampler")
@@ -684,7 +684,10 @@ class GoodputAgent(Watcher):
         return self._rule.warmed_factor(scale, epoch, self._warmup_epochs, statistics)
 
     def _steps_at_initial_batch(self, total: int) -> float:
-        """Return the progress of a step of ``total`` samples, in steps at the initial batch."""
+        """Return how many steps at the initial batch a step of ``total`` samples is worth: at most its share of that batch.
+
+        A larger batch makes fewer steps of more progress, by the learning-rate rule; a smaller one counts as a part of a step.
+        """
         statistics = self._chooser.statistics
         scale = total / self._limits.initial_batch_size
         if scale <= 1 or (self._rule.needs_statistics and statistics is None):

@@ -71,9 +71,10 @@ class StepTimeHistory:
         self._times: defaultdict[Key, deque[float]] = defaultdict(partial(deque, maxlen=TIMES_KEPT))
 
     def add(self, nodes: int, replicas: int, local_batch: int, kind: int, seconds: float) -> None:
-        """Take a time: of the last pass of a step with reduction and update (FULL_STEP), or of a pass alone (PASS).
+        """Keep one measured time of a configuration: nodes, replicas and samples per replica (``local_batch``).
 
-        Times that are not finite and above 0 are left out.
+        ``kind`` FULL_STEP: the last pass of a step, with reduction and update; PASS: a pass alone. Times that are not
+        finite and above 0 are left out.
         """
         if math.isfinite(seconds) and seconds > 0:
             self._times[nodes, replicas, local_batch, kind].append(seconds)
@@ -113,7 +114,9 @@ class StepTimeHistory:
         return [[*map(float, key), seconds] for key, times in sorted(self._times.items()) for seconds in times]
 
     def load_rows(self, rows: Iterable[Sequence[float]]) -> None:
-        """Forget everything and take what :meth:`rows` returned. Raises InputError for a row that is none."""
+        """Forget everything and take what :meth:`rows` returned. Raises InputError for a row that is not five finite
+        numbers.
+        """
         self._times.clear()
         for row_index, row in enumerate(rows):
             if len(row) != 5 or not all(math.isfinite(value) for value in row):
@@ -178,9 +181,10 @@ def decide(
 
 
 def split_near(total: int, replicas: int, limits: BatchLimits) -> Split:
-    """Return the split of ``total`` samples over the ranks, or of the nearest total that can be split within the limits.
+    """Return how the ranks share ``total`` samples (a split), or the nearest total that they can share within the limits.
 
-    With equal distance the smaller. Raises Infeasible when there is none at all.
+    A rank's share is a local batch, in one or more passes. Of two totals at equal distance it is the smaller. Raises
+    Infeasible when there is none at all.
     """
     smallest, largest = limits.initial_batch_size, limits.max_batch_size
     total = min(max(total, smallest), largest)
@@ -300,7 +304,7 @@ class Chooser:
         return self._policy.adapt
 
     def split_at(self, step: int) -> Split:
-        """Return how a full step is shared out at ``step``."""
+        """Return how the ranks share a full step at step number ``step``: total batch, and passes without an update."""
         split = self._sampler.split_at(step)
         assert isinstance(split, Split)
         return split
@@ -318,7 +322,7 @@ class Chooser:
         self._timed_steps.append(timed)
 
     def read(self) -> None:
-        """Read the noise observations and step times from the device, for which the host waits."""
+        """Read the noise observations and step times that are still on the device, for which the host waits."""
         try:
             self._noise.drain(self.estimator)
             while self._timed_steps:
@@ -366,7 +370,11 @@ class Chooser:
             return np.array(_Setting(first_step, step + FIRST_LOOK))
 
     def _next_setting(self, first_step: float, step: int) -> _Setting:
-        """Return rank 0's setting: a finished fit's split, the noise figures, and the step of the next look."""
+        """Return rank 0's setting, of what is known now: a finished fit's split, the noise figures, and the step of
+        the next look.
+
+        ``first_step``: the first step that no rank has handed out, where a new split takes effect; ``step``: the present one.
+        """
         step_s = (time.perf_counter() - self._last_look[1]) / max(step - self._last_look[0], 1)
         decision, is_fitting = self._finished_decision()
         setting = _Setting(first_step, step + self._steps_to_next(step_s, is_fitting), self._next_noise_interval())

@@ -87,7 +87,9 @@ class Preconditioner:
         self._scale_by_id: dict[int, Tensor | None] = {}
 
     def scales(self, parameters: Sequence[nn.Parameter]) -> list[Tensor] | None:
-        """Return P for each parameter, in its shape; None where P is 1 for all of them."""
+        """Return P, the optimizer's scale of each coordinate, for each parameter and in its shape; None where P is 1
+        for all.
+        """
         for parameter in parameters:
             if id(parameter) not in self._scale_by_id:
                 self._scale_by_id[id(parameter)] = self._scale(parameter)
@@ -199,7 +201,7 @@ class NoiseSampler:
         return current_pass.step % self.every in ((0, 1) if needs_pair else (0,))
 
     def begin(self, current_pass: Pass) -> None:
-        """Begin a pass; at the first of a step, decide whether the step is sampled."""
+        """Begin a pass of the training loop; at the first of a step, decide whether the step is sampled."""
         if current_pass.number == 0:
             self._forget_step()
             self._is_step_sampled = self._is_sampled(current_pass)
@@ -313,7 +315,9 @@ class NoiseSampler:
             )
 
     def _gradients(self) -> tuple[list[Tensor], list[Tensor] | None]:
-        """Return the gradients of the parameters that have one, and P for each of these (None: 1 for all)."""
+        """Return the gradients of the parameters that have one, and P (the optimizer's scales) for each of these,
+        None: 1 for all.
+        """
         trained = [parameter for parameter in self._parameters if parameter.grad is not None]
         gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
         return gradients, self._preconditioner.scales(trained)

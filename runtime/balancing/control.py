@@ -99,7 +99,7 @@ class BalanceOptions:
     """How long a rank waits for the others' reports; None: as long as the job's process group waits in a collective."""
 
     def check(self) -> None:
-        """Raise InputError naming the option that is not usable."""
+        """Raise InputError naming the first option whose value is not among its choices, or not within its range."""
         choices: dict[str, tuple[object, ...]] = {
             "cluster": ("cpu", "gpu"),
             "compress": (None, "bf16"),
@@ -114,12 +114,12 @@ class BalanceOptions:
             "timeout_s": (0.001, 1e6, "seconds from 0.001 to 1e6"),
         }
         ranges["interval_s"] = (0.0, 1e3, "seconds from 0 to 1000")
-        for name, (least_value, most_value, text) in ranges.items():
+        for name, (least_value, most_value, description) in ranges.items():
             value = getattr(self, name)
             if value is None and name != "interval_s":
                 continue
             if not isinstance(value, (int, float)) or not least_value <= value <= most_value:
-                raise InputError(name, f"is {value!r}", f"give {text}")
+                raise InputError(name, f"is {value!r}", f"give {description}")
 
 
 class _StepClock(PassClock):
@@ -278,9 +278,9 @@ class Balancer:
             self._resize(tuple(sizes))
 
     def set_sizes(self, sizes: Sequence[int]) -> None:
-        """Use other sizes with the same sum from the next step that is not loaded yet; the same on every rank.
+        """Use other sizes, (n,) samples by rank with the same sum, from the next step that is not loaded yet.
 
-        Raises InputError where sizes are being chosen (``enabled``) or do not fit.
+        Call it on every rank with the same sizes. Raises InputError where sizes are being chosen (``enabled``) or do not fit.
         """
         if self._chooses:
             raise InputError("sizes", "are chosen by speed in this job", "set BalanceOptions(enabled=False)")
@@ -294,7 +294,10 @@ class Balancer:
             self._sizes = sizes
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs, as plain numbers; save rank 0's. Call between steps."""
+        """Return what a checkpoint needs, as plain numbers: the sampler's position, and what Algorithm 2 has found out.
+
+        Rank 0's is to be saved. Call it between steps.
+        """
         sampler = {} if self._sampler is None else {"total": self.total_batch, "sizes": list(self._sampler.sizes)}
         sampler |= {} if self._sampler is None else self._sampler.state_dict()
         return {"sampler": sampler, "policy": {} if self._manager is None else self._manager.state_dict()}
@@ -616,7 +619,10 @@ class Manager:
             return self._policy.state_dict() if isinstance(self._policy, TrialPolicy) else {}
 
     def load_state_dict(self, state: dict[str, Any], sizes: tuple[int, ...]) -> None:
-        """Go on with (n,) ``sizes``, and with Algorithm 2's state where there is one for them."""
+        """Go on with ``sizes``, (n,) samples by rank.
+
+        ``state`` is that of Algorithm 2, which finds sizes by trials; it is used only where it belongs to these sizes.
+        """
         with self._lock:
             if state and isinstance(self._policy, TrialPolicy) and state.get("sizes") == list(sizes):
                 self._policy.load_state_dict(state)

@@ -115,10 +115,11 @@ class PartitionedData:
         return tuple(tensor[index_tensor] for tensor in self.tensors)
 
     def after_step(self, sizes: Sequence[int]) -> bool:
-        """Count a step of (n,) ``sizes``, the same on every rank; return whether the partition has just changed.
+        """Count a step in which the ranks took (n,) ``sizes`` samples; return whether the partitions have just changed.
 
-        Starts a migration when it is time. While one is under way ranks exchange one number per step, to agree on when all
-        are done. Raises DdlToolError on all ranks when it has failed on one.
+        All ranks call this with the same sizes. Samples begin to move when one partition is traversed too far ahead
+        of another. While they move, ranks exchange one small message per step, to agree on when all are done. Raises
+        DdlToolError on all ranks when moving has failed on one.
         """
         self._traversals.add(sizes)
         if self._migration is None:

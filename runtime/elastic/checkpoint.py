@@ -187,7 +187,7 @@ def _is_named(descriptor: int, path: Path) -> bool:
 
 
 def _demand_readable(path: Path, partial: Path) -> None:
-    """Raise InputError for ``path`` unless the file ``partial`` can be read back as a checkpoint."""
+    """Raise InputError, naming ``path``, unless the file ``partial`` that is to replace it can be read back as a checkpoint."""
     try:
         _read_file(partial)
     except InputError as error:
@@ -217,7 +217,9 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    """Return the content of one file. Raises InputError when there is none, or its digest is not that of its content."""
+    """Return the content of one checkpoint file. Raises InputError when there is none, or when its content is not
+    what was written.
+    """
     try:
         document = torch.load(path, map_location="cpu", weights_only=True)
         content: dict[str, Any] = document["content"]

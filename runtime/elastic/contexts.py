@@ -45,17 +45,18 @@ def plain_name(name: str) -> str:
 
 
 def modules_of(model: nn.Module, loss: Any) -> dict[str, Any]:
-    """Return the modules of model and loss, and a loss object that is no module, by the prefix of their names.
+    """Return the modules of model and loss by the prefix of their names, such as ``"layer.0."``; the model itself has "".
 
-    The loss's names begin with :data:`LOSS`; a module of both has the model's.
+    The loss's prefixes begin with :data:`LOSS`; a module that is in both has the model's. A loss object that is no
+    module is included too, for its attributes.
     """
     by_prefix: dict[str, Any] = {f"{name}." if name else "": module for name, module in model.named_modules()}
     if isinstance(loss, nn.Module):
-        known = set(map(id, by_prefix.values()))
+        model_ids = set(map(id, by_prefix.values()))
         by_prefix |= {
             f"{LOSS}{name}." if name else LOSS: module
             for name, module in loss.named_modules()
-            if id(module) not in known
+            if id(module) not in model_ids
         }
     else:
         owner = getattr(loss, "__self__", loss)  # of a method
@@ -137,7 +138,11 @@ class WorkerState:
         self._values[rank] = {key: self._held[key[0]].get(key[1], ABSENT) for key in self._values[rank]}
 
     def _adopt(self, key: Key, old: Any, new: Any) -> None:
-        """Give every worker its own value of an attribute, ``old`` to begin with. Raises InputError where none can have one."""
+        """Give every logical worker its own value of the attribute ``key``, which a turn has changed from ``old`` to ``new``.
+
+        All of them begin with ``old``. Raises InputError for a value that cannot be swapped, and for a change that
+        comes so late that others may have been overlooked.
+        """
         where = f"model:{key[0]}{key[1]}"
         if not (_is_swappable(old) and _is_swappable(new)):
             problem = "changes in a turn, and no logical worker can have one of its own"
@@ -149,7 +154,7 @@ class WorkerState:
             values[key] = _copied(old)
 
     def install(self, values: Mapping[Key, Any]) -> None:
-        """Let the modules hold ``values``."""
+        """Put ``values`` in place as the modules' attributes; one that is ABSENT is removed."""
         for (prefix, name), value in values.items():
             if value is ABSENT:
                 self._held[prefix].pop(name, None)
@@ -165,7 +170,11 @@ class WorkerState:
         return _copies(self._values[rank])
 
     def to_documents(self, rank: int) -> dict[str, Document]:
-        """Return a worker's buffers (not copied) and attributes (detached copies) by name, without absent ones."""
+        """Return the values of virtual rank ``rank`` for a checkpoint: its buffers (not copied) and its attributes
+        (copies), by name.
+
+        Absent attributes, and buffers without a tensor, are left out.
+        """
         entries = [(plain_name(prefix), name, value) for (prefix, name), value in self._values[rank].items()]
         dicts = [(prefix, value) for prefix, name, value in entries if name == BUFFERS]
         return {
@@ -277,7 +286,9 @@ def _comparable(value: Any, depth: int = 6) -> Any:
 
 
 def _is_swappable(value: Any) -> bool:
-    """Return whether each logical worker can have a value like this of its own: it can be copied, and compared by content."""
+    """Return whether each logical worker can have a value like this of its own: one that can be copied and compared
+    by content.
+    """
     if value is ABSENT or isinstance(value, (*_SIMPLE, np.ndarray)):
         return True
     if isinstance(value, Tensor):
@@ -288,7 +299,7 @@ def _is_swappable(value: Any) -> bool:
 
 
 def _copies(values: Mapping[Key, Any]) -> dict[Key, Any]:
-    """Return copies of a worker's values; a tensor that is in several dicts of buffers stays one tensor."""
+    """Return copies of a worker's values; a tensor that is registered under several names stays one tensor."""
     copied_by_id: dict[int, Tensor] = {}
 
     def copy_once(tensor: Tensor | None) -> Tensor | None:
@@ -349,7 +360,7 @@ class UntrackedModules:
         self._hooks: list[Any] = []
 
     def begin_turn(self) -> None:
-        """Look at the calls of a turn, if it is one of the first."""
+        """Hook into all modules for the calls of a logical worker's turn, if it is one of the first."""
         self._turns_left -= 1
         if self._turns_left >= 0:
             self._hooks = [
@@ -358,7 +369,10 @@ class UntrackedModules:
             ]
 
     def end_turn(self) -> None:
-        """End the look at a turn. Raises InputError naming the type of a module that the turn has changed."""
+        """Compare the untracked modules' states with those before the turn.
+
+        Raises InputError naming the type of one that the turn has changed and whose output takes part in training.
+        """
         states, trained = self._states, self._trained
         self.close()
         for key, module in trained.items():
@@ -368,7 +382,7 @@ class UntrackedModules:
                 raise InputError("the turn", problem, "give it as loss_fn, or make it a part of the model")
 
     def close(self) -> None:
-        """Look no more in this turn, which may have been left before its end."""
+        """Remove the hooks and forget the states of this turn, which may have been left before its end."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._states, self._trained = [], {}, {}
@@ -410,7 +424,10 @@ class Contexts:
         self._install_first()
 
     def enter(self, virtual_rank: int) -> None:
-        """Switch ``virtual_rank`` in; no worker may be switched in before."""
+        """Switch a logical worker (EST) in: put its random streams, buffers and attributes in place for its turn.
+
+        No worker may be switched in before. At the first turn of a step, the process's own random streams are kept aside.
+        """
         if self._outside is None:
             self._outside = RandomStreams.present(self._device)
         self._own.enter(virtual_rank)
@@ -419,9 +436,10 @@ class Contexts:
         self.active = virtual_rank
 
     def leave(self, last: bool = True) -> None:
-        """Switch the active worker out; after the ``last`` turn of a step also restore the process's own random streams.
+        """Switch the active logical worker out: keep its random streams, buffers and attributes until its next turn.
 
-        Raises InputError for an attribute that the turn changed and that cannot be swapped (:class:`WorkerState`).
+        After the ``last`` turn of a step also restore the process's own random streams. Raises InputError for an
+        attribute that the turn changed and that cannot be swapped (:class:`WorkerState`).
         """
         if self.active is None:
             return
@@ -462,7 +480,10 @@ class Contexts:
         ]
 
     def load(self, documents: list[Document], where: str) -> None:
-        """Take the local workers' contexts from those of all workers. Raises InputError when they do not fit the model."""
+        """Take the local workers' contexts from ``documents``, those of all workers in virtual-rank order.
+
+        ``where``: the checkpoint, for messages. Raises InputError when they do not fit the model.
+        """
         try:
             self._own.load(documents, self._device)
         except InputError as error:

@@ -44,7 +44,9 @@ class Bucket:
         return self.row[offset : offset + parameter.numel()].view(parameter.shape)
 
     def add(self, gradients: list[Tensor | None], *, first: bool) -> None:
-        """Add a turn's gradients (None: zeros) to ``row``; the ``first`` ones of a step overwrite ``row``."""
+        """Add a turn's gradients to ``row``, in the order of ``parts`` (None: zeros); the ``first`` ones of a step
+        overwrite ``row``.
+        """
         for (_, parameter, offset), gradient in zip(self.parts, gradients, strict=True):
             target = self.view(parameter, offset)
             if first:
@@ -124,7 +126,7 @@ class OrderedMean:
             parameter.grad = None
 
     def is_usable(self) -> bool:
-        """Return whether the gradients are there and finite; a loss scaler skips the update for others."""
+        """Return whether the gradients are there and finite; a loss scaler (AMP) skips the update for others."""
         gradients = [value.grad for value in self._parameters.values() if value.grad is not None]
         return bool(gradients) and all(bool(gradient.isfinite().all()) for gradient in gradients)
 
@@ -174,8 +176,9 @@ class OrderedMean:
                 self._submit(self._turn, bucket_index)
 
     def take(self, virtual_rank: int) -> None:
-        """Move the gradients of a worker's whole turn out of ``.grad``; call it in virtual-rank order.
+        """Move the gradients of a logical worker's whole turn out of ``.grad`` and into the sum; call it in virtual-rank order.
 
+        With one process they are added at once, else what the backward pass has not submitted goes to the thread.
         Raises InputError for sparse gradients.
         """
         self._lay_out_buckets()
@@ -275,7 +278,10 @@ class OrderedMean:
             self._thread.start()
 
     def _wait_for_turn_before(self, virtual_rank: int, bucket_index: int) -> None:
-        """Wait until this process's gradients of the same bucket in the turn before have been added."""
+        """Wait until this process's gradients of the same bucket in the turn before have been added.
+
+        So the gradients of one bucket never wait in two copies, which bounds the memory.
+        """
         turn_index = self._processes.local.index(virtual_rank)
         if turn_index == 0:
             return
@@ -290,7 +296,7 @@ class OrderedMean:
             raise RuntimeError(f"the chain of gradients broke: {self._failure}") from self._failure
 
     def _reduce_step(self) -> None:
-        """Add this process's gradients to the partial sums, bucket by bucket, then receive and forward the means.
+        """Add this process's gradients to the travelling partial sums, bucket by bucket, then receive and forward the means.
 
         The body of the thread; an exception is kept in ``_failure`` and raised by the main thread.
         """
@@ -310,7 +316,11 @@ class OrderedMean:
                 self._changed.notify_all()
 
     def _add(self, virtual_rank: int, bucket_index: int) -> None:
-        """Receive a bucket's partial sum, add one turn's gradients, and send it on; after the last virtual rank, the mean."""
+        """Add one turn's gradients of a bucket to its partial sum, which comes from the process of the virtual rank before.
+
+        The sum is sent on to the process of the next virtual rank. After the last virtual rank it is complete: it is
+        divided, and the mean is sent to all.
+        """
         bucket, own_rank = self._buckets[bucket_index], self._processes.rank
         self._wait_for_send(bucket_index)  # of the same row, which receiving overwrites
         if virtual_rank > 0 and (source := self._owners[virtual_rank - 1]) != own_rank:

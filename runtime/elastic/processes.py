@@ -68,7 +68,11 @@ class Processes:
 
     @classmethod
     def this(cls, max_workers: int, counts: Sequence[int] | None = None) -> Processes:
-        """Return the running job's processes. Raises InputError, on every process, when they cannot hold the workers."""
+        """Return the running job's processes, and which logical workers each runs: ``counts`` of them, None: as
+        evenly as possible.
+
+        Raises InputError, on every process, when they cannot hold the workers.
+        """
         job = DistributedJob.this()
         runs = job.together(lambda: divide(max_workers, job.world_size, counts))
         return cls(job=job, runs=runs, tag=job.new_tag())
@@ -95,7 +99,7 @@ class Processes:
 
     @property
     def owners(self) -> list[int]:
-        """The rank of the process of each virtual rank, shape (max_workers,)."""
+        """For each virtual rank, the rank of the process that runs it, shape (max_workers,)."""
         return [
             rank
             for _, rank in sorted(

@@ -79,7 +79,7 @@ class TurnRecorder:
         return note
 
     def begin(self, virtual_rank: int, streams: Any, buffers: Mapping[str, Tensor | None]) -> None:
-        """Begin a turn: ``streams`` and ``buffers`` are the worker's own, before it draws from them."""
+        """Begin a logical worker's turn with the fingerprints of its random streams and buffers, before it draws from them."""
         self._turn = self._turns[str(virtual_rank)] = {kind: {} for kind in WORKER_CAUSES}
         self._turn["random stream"] = digests(streams)
         self._turn["buffer before"] = digests(buffers)
@@ -141,7 +141,7 @@ class TurnRecorder:
         self._has_written = False
 
     def _keep_until(self, step: int) -> None:
-        """Drop the lines of ``step`` and later steps, and a line that a killed process left unfinished."""
+        """Drop the lines of ``step`` and later steps from the file, and a line that a killed process left unfinished."""
         partial = self._path.with_name(self._path.name + ".partial")
         with partial.open("w") as kept:
             for recorded in StepReader(self._path) if self._path.exists() else ():
@@ -206,8 +206,8 @@ class RunRecorder:
         bare: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         self._device = next(bare.parameters()).device
         self._job = DistributedJob.this()
-        known = environment(self._device) | {"processes": self._job.world_size} | dict(settings or {})
-        self._recorder = TurnRecorder(bare, self._job, path, known)
+        all_settings = environment(self._device) | {"processes": self._job.world_size} | dict(settings or {})
+        self._recorder = TurnRecorder(bare, self._job, path, all_settings)
         self._modules = modules_of(bare, None)
         self._gradients: dict[str, Tensor] = {}
         self._epoch = 0

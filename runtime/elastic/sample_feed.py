@@ -88,7 +88,11 @@ class SampleFeed:
             weakref.finalize(self, _end, self._loader)
 
     def batches(self, tasks: Sequence[BatchTask]) -> Iterator[Any]:
-        """Yield the batch of every task, in order. Raises InputError naming a data worker that has ended."""
+        """Yield the batch of every task, in order.
+
+        Without data workers this process makes each when it is asked for, on one thread, as a data worker would: the
+        number of threads may change the bits. Raises InputError naming a data worker that has ended.
+        """
         if self._loader is None:
             for task in tasks:
                 threads = torch.get_num_threads()

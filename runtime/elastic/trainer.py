@@ -306,7 +306,11 @@ class ElasticTrainer:
     # Training.
 
     def epoch(self, epoch: int) -> Iterator[StepResult]:
-        """Train the rest of an epoch, one step per item. An epoch that is behind already yields nothing."""
+        """Train the rest of an epoch, and yield a result after every optimizer step. An epoch that is done already
+        yields nothing.
+
+        Raises InputError without a ``loss_fn``.
+        """
         if self.loss_fn is None:
             raise InputError("loss_fn", "was not given", "give one, or write the loop with trainer.batches(epoch)")
         with self._feed.watched() if self._feed is not None else nullcontext():
@@ -410,7 +414,10 @@ class ElasticTrainer:
             self._recorder.begin(rank, *self._contexts.seen())
 
     def _update_parameters(self) -> None:
-        """Take in parameters that were frozen, unfrozen or added since the last step; within a step none may change."""
+        """Take in parameters that were frozen, unfrozen or added since the last step, and note their versions.
+
+        Within a step none may change: :meth:`turn_done` compares the versions. New parameters get process 0's values.
+        """
         # Torch raises a tensor's version with every change in place; `turn_done` compares.
         self._versions = sum(value._version for value in self._parameters.values())
         if self._layout != self._present_layout():
@@ -418,10 +425,12 @@ class ElasticTrainer:
             self._mean = self._new_mean(None, self._mean)
 
     def turn_done(self, loss: Tensor | None = None) -> bool:
-        """End a micro-batch, after its backward pass; return whether the step's gradients are complete.
+        """End a micro-batch after its backward pass, and with the worker's last one its turn; return whether the step
+        is complete.
 
-        True once per step, on every process: then ``.grad`` is the mean over all logical workers. ``loss`` (a scalar; None
-        counts as NaN) goes into :attr:`StepResult.losses`.
+        True once per step, on every process: then ``.grad`` is the mean over all logical workers, and the optimizer
+        may step. ``loss`` (a scalar; None counts as NaN) goes into :attr:`StepResult.losses`. Raises InputError for
+        whatever would make the bits depend on the number of processes.
         """
         rank = self._contexts.active
         if rank is None:
@@ -539,7 +548,10 @@ class ElasticTrainer:
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
-        """Give the model in evaluation mode, with virtual rank 0's buffers on every process; all call this together."""
+        """Give the block the model in evaluation mode, with virtual rank 0's buffers on every process; all call this together.
+
+        What the block does to buffers is undone afterwards.
+        """
         self._demand_between_steps("evaluating")
         was_training = self.model.training
         with self._contexts.aside():
@@ -558,7 +570,9 @@ class ElasticTrainer:
     # Checkpoints.
 
     def _demand_between_steps(self, operation: str) -> None:
-        """Raise InputError for ``operation`` while a turn is active or the step's update is missing."""
+        """Raise InputError, naming the ``operation``, while a logical worker's turn is active or the step's update is
+        missing.
+        """
         is_in_turn = self._contexts.active is not None or self._losses
         if is_in_turn or (self._awaits_update and self._mean.is_usable()):
             raise InputError(operation, "the step is not over", "call it after optimizer.step(), before the next batch")

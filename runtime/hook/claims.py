@@ -58,7 +58,7 @@ class Output(NamedTuple):
 
 
 def nested_tensors(value: Any, depth: int = 8) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples, mappings and objects with attributes, down to a depth."""
+    """Yield the tensors in nested lists, tuples, mappings and objects with attributes, down to ``depth`` levels."""
     if isinstance(value, Tensor):
         yield value
         return
@@ -96,7 +96,7 @@ def outputs_of(node: Node) -> list[Output]:
 
 
 def mark_weighed(loss: Tensor) -> None:
-    """Note on the graph that ``hook.loss`` has returned this tensor."""
+    """Note on the autograd graph that ``hook.loss`` has returned this tensor, so that it is not weighted twice."""
     node: Node = loss.grad_fn
     node.metadata[_WEIGHED] = True
 
@@ -115,7 +115,9 @@ class LossGraph:
 
     @classmethod
     def of(cls, loss: Tensor) -> LossGraph:
-        """Return the graph of ``loss``. It takes about a microsecond for each node."""
+        """Return the part of ``loss``'s autograd graph that lies before the models' outputs, in about a microsecond
+        for each node.
+        """
         graph = cls()
         for node in _walk([loss.grad_fn], graph.outputs):
             graph.nodes += 1

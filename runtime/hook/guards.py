@@ -65,9 +65,9 @@ class Sums(NamedTuple):
         return cls(float(directions + logarithms), len(parts))
 
     def differs(self, other: Sums) -> bool:
-        """Return whether two sums come from different values.
+        """Return whether two sums come from different values, or from different numbers of tensors.
 
-        Ranks on devices of several types round otherwise, from clipping on; what nobody averages differs by more.
+        A small difference is rounding: ranks on devices of several types round otherwise. What nobody averages differs by more.
         """
         return self.tensors != other.tensors or abs(self.weighted - other.weighted) > _TOLERANCE
 
@@ -239,7 +239,7 @@ class UpdateGuard:
         return _Row(float(self._refusal is not None), rates, gradients, parameters, sums_past_outputs)
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Return the parameter groups of all named optimizers."""
+        """Return the parameter groups of all watched optimizers that still exist."""
         return [
             group
             for reference in self._optimizers
@@ -314,16 +314,17 @@ def _remove(handles: Sequence[Any]) -> None:
 
 
 def check_gradient_hooks(model: nn.Module, own: type) -> None:
-    """Raise InputError for a hook of the script's on a gradient that does not commute with an average over ranks.
+    """Raise InputError for a hook of the script's on a gradient whose effect changes with the ranks' average.
 
-    Each is tried on three gradients: it must make sums of sums, and multiples of multiples. Methods of an ``own`` object
-    are ours, also where a trainer that is done with them wraps the same parameters again.
+    The hook runs on each rank's own gradient, before the average; only a linear function gives the same after it.
+    Methods of an ``own`` object are ours, also where a trainer that is done with them wraps the same parameters
+    again.
     """
     for name, value in model.named_parameters():
         # Torch has no public place that tells which hooks there are.
-        late = (value._post_accumulate_grad_hooks or {}).values()
-        foreign = not all(isinstance(getattr(hook, "__self__", None), own) for hook in late)
-        if foreign or not all(_is_linear(hook, value) for hook in (value._backward_hooks or {}).values()):
+        post_accumulate_hooks = (value._post_accumulate_grad_hooks or {}).values()
+        has_foreign_hook = not all(isinstance(getattr(hook, "__self__", None), own) for hook in post_accumulate_hooks)
+        if has_foreign_hook or not all(_is_linear(hook, value) for hook in (value._backward_hooks or {}).values()):
             problem = "is changed by a hook on each rank by itself, before the ranks' gradients are averaged"
             remedy = "change .grad between backward and the optimizer's step"
             raise InputError(f"gradient of {_without_wrapper(name)}", problem, remedy)

@@ -54,7 +54,10 @@ def check_plan(path: str, emitted: str | None, launched: str | None) -> None:
 
 
 def load_and_check(path: str, job: DistributedJob, dataset: Dataset[Any] | None) -> Enforcement:
-    """Return the config. Raises InputError where it does not fit this job and its data."""
+    """Return the enforcement config at ``path``. Raises InputError where it does not fit this job and its data.
+
+    In the process of a check that trains alone it is changed to one rank with the batches of all.
+    """
     enforcement, _ = loaded(path)
     if is_reference():  # one process that takes the batches of all ranks together
         first = enforcement.ranks[0].model_copy(update={"local_batch_size": enforcement.total_batch_size})
@@ -80,7 +83,10 @@ def load_and_check(path: str, job: DistributedJob, dataset: Dataset[Any] | None)
 
 
 def planned_for(config: str | os.PathLike[str], model: nn.Module) -> tuple[str, Enforcement]:
-    """Return the config's path and the config. Raises InputError where it is not the launcher's, or not the model's."""
+    """Return the config's path and the config, for ``model``.
+
+    Raises InputError where the launcher was emitted from another plan, or the plan was made from another model.
+    """
     planned, path = loaded(config)
     check_parameters(path, planned.parameters, model)
     return path, planned
@@ -145,7 +151,9 @@ def check_parameters(path: str, planned: list[ParameterRecord], model: nn.Module
 
 
 def bare_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer inside what accelerate, Lightning and others wrap around it. Raises InputError for none."""
+    """Return torch's optimizer inside what accelerate, Lightning and others wrap around it. Raises InputError where
+    there is none.
+    """
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     if not isinstance(optimizer, torch.optim.Optimizer):

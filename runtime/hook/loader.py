@@ -191,7 +191,10 @@ class _TellingLoader(DataLoader[Any]):
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield the batches of the rest of the epoch, and note each of them with the scaler."""
+        """Yield the batches of the rest of the epoch, and note each with the scaler as it is handed out.
+
+        Batches of an iteration that was left early are forgotten first.
+        """
         self.end_of_dataloader, pending = False, self._scaler.pending
         if self._left_early:
             pending.drop(self._batches_key, everything=True)
@@ -207,7 +210,9 @@ class _TellingLoader(DataLoader[Any]):
 
 @contextlib.contextmanager
 def _accelerated(loader: DataLoader[Any]) -> Iterator[Callable[[Any], Any]]:
-    """Register the loader with accelerate, if in use, in the block; yield the function that moves a batch to its device."""
+    """Register the loader with accelerate, if the script uses it, for the block; yield the function that moves a
+    batch to its device.
+    """
     state = sys.modules.get("accelerate.state")
     if state is None or not state.is_initialized():
         yield lambda batch: batch

@@ -155,7 +155,7 @@ class LossScaler:
             self._hooks += [optimizer.register_step_post_hook(self._after_update) for optimizer in optimizers]
 
     def close(self) -> None:
-        """Weigh nothing any more. Idempotent."""
+        """Weigh nothing any more, and remove all hooks. Idempotent."""
         _open_scalers.discard(self)
         for handle in (*self._hooks, *self._sentinels):
             handle.remove()

@@ -94,7 +94,7 @@ class PendingBatches:
             batches.popleft()
 
     def end(self, source: Hashable) -> None:
-        """Note that a loader has no more batches.
+        """Note that the loader ``source`` has no more batches.
 
         Its last ones stay for a loop that fetched ahead and has yet to use them; those of an evaluation are forgotten.
         """

@@ -108,9 +108,10 @@ class TelemetryFile:
 
     @classmethod
     def of(cls, path: str | os.PathLike[str] | None, job: DistributedJob, device: str) -> Self:
-        """Return this rank's file, opened for one run of a job; all ranks call this together, and all raise if one does.
+        """Return this rank's file, opened for one run of a job, whose name rank 0 chooses.
 
-        ``path`` None: a closed file, which drops its rows.
+        All ranks call this together, and all raise InputError if one does. ``path`` None: a closed file, which drops
+        its rows. ``device``: the name that rows give this rank's device.
         """
         identity = Identity(
             rank=job.rank, world_size=job.world_size, num_nodes=count_nodes(job.world_size), device=device
@@ -136,7 +137,7 @@ class TelemetryFile:
             self.flush(but=1)  # of the last step the slowest rank's arrival may not be known yet
 
     def flush(self, but: int = 0) -> None:
-        """Write the steps held back except the last ``but``."""
+        """Write the steps held back, except the last ``but`` of them."""
         if self._file.is_open:
             count = len(self._held) - but
             due, self._held = self._held[:count], self._held[count:]
@@ -217,7 +218,7 @@ class PassClock(Watcher):
         self._completed += 1
 
     def pause(self, seconds: float) -> None:
-        """Take ``seconds`` of waiting for other ranks out of *compute*; not on CUDA, which may compute meanwhile."""
+        """Take ``seconds`` of waiting for other ranks out of *compute*; not on CUDA, where the device may compute meanwhile."""
         if not self._cuda:
             self._paused_s += seconds
 
@@ -233,7 +234,10 @@ class PassClock(Watcher):
         return exchange
 
     def end_backward(self) -> None:
-        """Note the end of the last backward pass's exchange, if it had one."""
+        """Note the end of the last backward pass's exchange of gradients, if it had one.
+
+        An exchange with a beacon stands from now on for those without.
+        """
         if self._exchanges and (last := self._exchanges[-1]).done is None and last.ready is not None:
             last.note_done()
             if last.listened:
@@ -325,7 +329,10 @@ class StepRecorder(PassClock):
 
     @contextmanager
     def checkpoint(self) -> Iterator[None]:
-        """Write the rows held back, and count the seconds of the block, between two steps, as a checkpoint."""
+        """Count the seconds of the block, between two steps, as a checkpoint; rows held back are written before.
+
+        Within a step nothing is counted, as the time is a part of that step's already.
+        """
         self._file.flush()
         begin, is_within = stamp(self._cuda), self._start is not None or bool(self._exchanges)
         yield

@@ -60,17 +60,16 @@ class LossKinds:
         self._kinds: list[str] = []  # those still possible after the losses measured so far; empty: none was measured
 
     def kind(self, loss: Loss, inputs: Any, items: Any) -> str:
-        """Return one of ``KINDS``, by which the loss of a batch may be weighed, or ``SAID``.
+        """Return what the loss of a batch is: one of ``KINDS``, by which it may be weighed, or ``SAID`` where the
+        script says it itself.
 
-        Kinds that the batches so far do not tell apart (means over samples and labels, where all samples have as many labels)
-        stay possible as long as all of them weigh the same, which costs one small message; then the loss is measured again.
+        Kinds that the batches so far do not tell apart (means over samples and labels, where all samples have as many
+        labels) stay possible as long as all of them weigh the same, which costs one small message; then the loss is
+        measured again.
 
-        Args:
-            loss: computes it.
-            inputs: the batch: tensors by rows, and what else the model takes.
-            items: what the loss may be divided by; None: nothing.
-
-        Raises InputError, on all ranks, where no kind fits, and where those that fit cannot be told apart.
+        ``loss`` computes losses; ``inputs`` are the batch: tensors by rows, and what else the model takes; ``items``:
+        what the loss may be divided by, None: nothing. Raises InputError, on all ranks, where no kind fits, and where
+        those that fit cannot be told apart.
         """
         measure = not self._kinds
         while measure or not self._weigh_alike(inputs):
@@ -215,7 +214,10 @@ def _verdicts(value: Any, whole: float, inputs: Any, items: Any, tolerance: floa
 
 
 def _unlike_rows(counts: Mapping[str, Tensor]) -> list[int]:
-    """Return the row with the fewest labels and that with the most; the first and the last where all have as many."""
+    """Return the indices of the row with the fewest labels (but some) and of that with the most.
+
+    Where all have as many, they are the first and the last row.
+    """
     labels = counts.get(LABELS, counts[SAMPLES])
     few, many = int(torch.where(labels > 0, labels, math.inf).argmin()), int(labels.argmax())
     return [few, many] if few != many else [0, len(labels) - 1]

@@ -414,7 +414,7 @@ def _serve(subject: Subject, rank: int, replicas: Sequence[int], pipe: Connectio
 
 
 def reliability(frame: pd.DataFrame) -> list[str]:
-    """Return a plain sentence for every reason not to trust the rows, with what to try."""
+    """Return a sentence for every reason not to trust the rows (spread, too short steps, too few repeats), with what to try."""
     sentences: list[str] = []
     wide = frame[frame["step_time_spread_s"] > RELIABLE_SPREAD * frame["step_time_s"]]
     if len(wide):
@@ -449,13 +449,13 @@ class ProfileFile:
             self.known = _read_resumed_rows(path, request.common_columns())
 
     def write(self, frame: pd.DataFrame) -> None:
-        """Write all rows; standard output and pipes get them at the end (:meth:`close`)."""
+        """Write all rows now, so that none is lost; standard output and pipes get them only at the end (:meth:`close`)."""
         if self.path is not None and not self._streams:
             write_profile(frame, self.path)
             self.written = len(frame)
 
     def close(self, frame: pd.DataFrame) -> None:
-        """Write all rows for good."""
+        """Write all rows for the last time, which is the only time for standard output and pipes."""
         if self.path is not None:
             write_profile(frame, self.path)
 

@@ -75,7 +75,7 @@ class Children:
         self.close()
 
     def close(self) -> None:
-        """Kill the processes that still run, and wait for all that were started."""
+        """Kill the processes that still run, wait for all that were started, and remove their meeting folder."""
         started = [process for process in self.processes if process.pid is not None]
         for process in started:
             if process.is_alive():
@@ -152,7 +152,7 @@ class Children:
 
 
 def soon(seconds: float, look: Callable[[], T | None]) -> T | None:
-    """Return the first result of ``look`` that is not None within ``seconds``, else None; ``look`` is called at least once."""
+    """Call ``look`` until it returns something, for at most ``seconds``; return that, or None. It is called at least once."""
     deadline_s = time.monotonic() + seconds
     while (result := look()) is None and time.monotonic() < deadline_s:
         time.sleep(0.02)
@@ -208,7 +208,7 @@ def _interrupts_held() -> Iterator[None]:
 
 
 def in_one_line(error: Exception, source: str) -> DdlToolError:
-    """Return an exception of the model as an error of one line about ``source``, and a DdlToolError unchanged."""
+    """Return an exception of the user's model as an error of one line about ``source``; a DdlToolError is returned as it is."""
     if isinstance(error, DdlToolError):
         return error
     text = one_line(f"{type(error).__name__}: {error}")[:300]

@@ -89,7 +89,7 @@ def _check(name: str, found: str, status: str = "ok", remedy: str = "", *, fine:
 
 
 def machine_figures() -> Machine:
-    """Return the versions, devices and memory of this machine."""
+    """Return the versions, devices and memory (GiB) of this machine; without torch there are no devices."""
     cuda: dict[str, Any] = {"cuda_devices": [], "cuda_build": None, "gloo": False}
     if importlib.util.find_spec("torch") is not None:
         import torch
@@ -257,7 +257,7 @@ def check_folder(name: str, folder: str | Path, *, required: bool, remedy: str) 
 
 
 def check_temporary() -> MachineCheck:
-    """Return whether there is a folder for temporary files."""
+    """Return the check of the folder for temporary files: whether there is one, and whether it can be written."""
     remedy = "set TMPDIR to a writable folder"
     try:
         folder = tempfile.gettempdir()
@@ -278,7 +278,7 @@ def check_shared_memory(folder: str = "/dev/shm") -> MachineCheck:
 
 
 def _check_extras() -> list[MachineCheck]:
-    """Return the checks of packages and programs that some commands need."""
+    """Return the checks of optional packages and programs that only some commands need, each with what needs it."""
     extras = {name: (installed(name), remedy) for name, remedy in OPTIONAL.items()}
     browser = shutil.which("chromium") or shutil.which("chromium-browser")
     extras["chromium"] = (browser, "only the tests that look at reports need it: apt-get install chromium")

@@ -118,7 +118,11 @@ class _Trial:
         self._child = None
 
     def peak_of(self, batch: int) -> float | None:
-        """Return the peak bytes of a training step; None when the batch does not fit. Raises what the process raises."""
+        """Return the peak bytes of a training step of ``batch`` samples; None when it does not fit the budget.
+
+        On the CPU the parent reads the child's resident memory meanwhile, and ends the child once it is too large.
+        Raises what the child raises.
+        """
         child = self._child = self._child or Children(
             _serve, [(self._subject, self._budget_bytes)], self._subject.source
         )

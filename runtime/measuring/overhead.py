@@ -83,7 +83,9 @@ def measure_overhead(
     warmup = min(10, max(steps // 4, 1))
     runs: dict[bool, list[OverheadRun]] = {True: [], False: []}
     for pair in range(pairs):
-        for is_on in (True, False) if pair % 2 == 0 else (False, True):
+        # Each comes first in every other pair, so that a drift of the machine favours neither.
+        turns = (True, False) if pair % 2 == 0 else (False, True)
+        for is_on in turns:
             runs[is_on].append(_run(command, is_on, steps, warmup, replicas, timeout_s))
             progress(len(runs[True]) + len(runs[False]))
     run_pairs = list(zip(runs[True], runs[False], strict=True))
@@ -92,6 +94,7 @@ def measure_overhead(
     overall = None
     if limit is not None:
         verdicts = {verdict(wall, limit), verdict(cpu, limit)}
+        # The worst of the two verdicts, on wall clock and on CPU seconds, is that of both.
         order: tuple[Literal["above", "not decided", "within"], ...] = ("above", "not decided", "within")
         overall = next(word for word in order if word in verdicts)
     return OverheadResult(

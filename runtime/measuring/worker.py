@@ -98,7 +98,9 @@ class StepTimings:
 
 
 def resolved(resolver: str) -> Callable[[str, int], ResolvedStep]:
-    """Return the function that ``package.module:function`` names."""
+    """Return the function that ``resolver`` names as ``package.module:function``: it makes a training step of a
+    source and a batch.
+    """
     module, _, function = resolver.partition(":")
     builder: Callable[[str, int], ResolvedStep] = getattr(importlib.import_module(module), function)
     return builder
@@ -272,7 +274,7 @@ class StepTimer:
 
 
 def now(device: torch.device) -> float:
-    """Return the monotonic clock (seconds) once the device has finished what was asked of it."""
+    """Return the monotonic clock in seconds, once the device has finished all that was asked of it."""
     import torch
 
     if device.type == "cuda":

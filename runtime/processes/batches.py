@@ -229,7 +229,7 @@ class VariableBatchSampler(Sampler[list[int]]):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """(n,) samples of each rank in a full step that is handed out next."""
+        """(n,) samples of each rank in the next full step that is handed out."""
         split = self.split_at(self.next_step)
         return tuple(split.sizes_of(split.total_batch_size).sum(axis=1).tolist())
 
@@ -402,7 +402,10 @@ def _is_even(split: Shares, samples: int) -> bool:
 
 
 def fitting_sizes(sizes: Sequence[int], ranks: int, total: int, least: int = 1) -> tuple[int, ...]:
-    """Return (n,) whole ``sizes``. Raises InputError for one below ``least``, another sum or another number of ranks."""
+    """Return ``sizes`` as (n,) whole numbers that add up to ``total``, one for each of ``ranks``.
+
+    Raises InputError for one below ``least``, another sum or another number of ranks.
+    """
     if least < 1:
         raise InputError("least", f"is {least}", "give every rank one sample or more")
     integers = tuple(int(size) for size in sizes)

@@ -197,7 +197,7 @@ class _Reference(_Recorded):
         path.with_suffix(".new").rename(path)
 
     def after_update(self, *_: object) -> None:
-        """End the process after the last update that is compared."""
+        """End the process after the last update that is compared: the optimizer's post-step hook."""
         self._made += 1
         if self._made >= MOST_UPDATES:
             raise CheckIsOver
@@ -341,10 +341,11 @@ class _Checked(_Recorded):
             log.warning("the check is not kept: %s", error)
 
     def _outcome(self) -> _Outcome:
-        """Wait for the process that trains alone, and return whether its updates are those of this job.
+        """Wait for the process that trains alone, end it, and return whether its updates are those of this job.
 
-        It is undecided where the script failed, cannot run alone, or made too few updates. Where all compared updates are
-        equal, states that one rank alone changes and an epoch of another length still make the answer no.
+        It is undecided where the script failed, cannot run alone, or made too few updates. Where all compared updates
+        are equal, the answer is still no if one rank alone changes parameters, or an epoch of one process has another
+        length.
         """
         failed = getattr(sys, "last_value", None) is not None  # at exit: the exception that ended the script
         updates_wanted, deadline_s = len(self._updates), self._begin_s + LONGEST_S + PATIENCE_S

@@ -129,7 +129,7 @@ class Consensus:
                 return
 
     def _round(self, row: Floats) -> Floats:
-        """Return what is chosen in the next round, to which this rank brings ``row``."""
+        """Return what is chosen in the next round, to which this rank brings ``row``; a single process chooses by itself."""
         step, self._step = self._step, self._step + 1
         if len(self._ranks) == 1:
             return self._choose(np.asarray(row, dtype=np.float64)[None])
@@ -205,13 +205,18 @@ class Consensus:
         return ending
 
     def _choice_in(self, step: int, text: bytes) -> Floats:
-        """Return the (k,) chosen numbers from how a round has ended. Raises ConsensusError where it ended without a choice."""
+        """Return the (k,) chosen numbers from ``text``, the ending of a round that all ranks read.
+
+        Raises ConsensusError where it ended without a choice.
+        """
         if not text.startswith(_CHOSEN):
             raise self._error_of(step, text)
         return np.frombuffer(text[1:], dtype="<f8")
 
     def _error_of(self, step: int, text: bytes) -> ConsensusError:
-        """Return the error for a round that has ended without a choice."""
+        """Return the error for a round that has ended without a choice, from its ending ``text``: a kind, and the
+        ranks concerned.
+        """
         ending, ranks = text[:1], text[1:].decode()
         is_mine = str(self._rank) in ranks.split(",")
         if ending == _FAILED:

@@ -127,7 +127,10 @@ _sides: weakref.WeakKeyDictionary[Any, _Side] = weakref.WeakKeyDictionary()
 
 
 def _side() -> _Side:
-    """Return the side group of the default process group, made at the first call; all ranks call this together."""
+    """Return the side group of the default process group: gloo, with the job's timeout, for ddltool's own messages.
+
+    It is made at the first call; all ranks call this together.
+    """
     world = dist.group.WORLD
     if world not in _sides:
         group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timedelta(seconds=job_timeout_s()))
@@ -136,9 +139,11 @@ def _side() -> _Side:
 
 
 def count_nodes(world_size: int) -> int:
-    """Return the number of nodes: torchrun's GROUP_WORLD_SIZE, else by LOCAL_WORLD_SIZE, else 1."""
+    """Return the number of machines in the job: torchrun's GROUP_WORLD_SIZE, else by LOCAL_WORLD_SIZE, else 1."""
     nodes = os.environ.get("GROUP_WORLD_SIZE", "")
     if nodes.isdecimal() and int(nodes) > 0:
         return int(nodes)
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return -(-world_size // int(local)) if local.isdecimal() and int(local) > 0 else 1
+    if local.isdecimal() and int(local) > 0:
+        return -(-world_size // int(local))  # rounded up
+    return 1

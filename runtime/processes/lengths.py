@@ -66,7 +66,10 @@ class Lengths:
 
 
 def as_lengths(given: Any, samples: int) -> Lengths | None:
-    """Return ``given`` as lengths of a dataset of ``samples``, None for None. Raises InputError for another number of them."""
+    """Return ``given`` as the :class:`Lengths` of a dataset of ``samples`` samples, None for None.
+
+    Raises InputError for another number of lengths.
+    """
     if given is None:
         return None
     lengths = given if isinstance(given, Lengths) else Lengths(given)

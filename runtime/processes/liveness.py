@@ -132,7 +132,7 @@ class LivenessMonitor:
         return missing_now
 
     def line(self, error: BaseException) -> str:
-        """Return one line about an error that a lost rank has caused, naming the rank if it can be found out."""
+        """Return one line about an error that a lost rank has caused, naming the rank if a roll call finds it out."""
         if isinstance(error, LostRank):
             return str(error)
         missing = self.missing_ranks()

@@ -40,7 +40,7 @@ def demand_same_samples(job: DistributedJob, dataset: Dataset[Any] | None) -> No
 
 
 def _fingerprint(dataset: Any, size: int) -> str:
-    """Return a digest of the first, middle and last sample."""
+    """Return a digest of the first, middle and last of ``size`` samples, or text that says that they cannot be read."""
     fingerprints = []
     with kept():
         try:

@@ -49,7 +49,7 @@ class StopSignals:
     """
 
     def __init__(self, *numbers: signal.Signals) -> None:
-        """``numbers``: by default SIGTERM and SIGINT."""
+        """Note these signals, by default SIGTERM and SIGINT, from :meth:`open` on."""
         self._numbers = numbers or (signal.SIGTERM, signal.SIGINT)
         self.came: int | None = None
         self._came_s = 0.0
@@ -58,7 +58,9 @@ class StopSignals:
         self._replaced: dict[int, Any] = {}
 
     def open(self, *, all_of_them: bool = False) -> None:
-        """Take the signals over that the script has no handler of its own for, or ``all_of_them``."""
+        """Take the signals over that the script has no handler of its own for, or ``all_of_them``; does nothing in
+        other threads.
+        """
         if threading.current_thread() is not threading.main_thread():
             return
         for number in self._numbers:
@@ -91,9 +93,9 @@ class StopSignals:
 
 
 def refuse_in_one_line() -> None:
-    """See to it that an error of ours that nobody catches ends the process as the command line would end.
+    """Let an error of ddltool's own that nobody catches end the process with one line on stderr and the error's exit code.
 
-    That is one line on stderr and the error's exit code, instead of a traceback. Other exceptions are not touched.
+    That is how the command line ends, instead of a traceback. Other exceptions are not touched.
     """
     previous = sys.excepthook
     if isinstance(previous, _OneLine):

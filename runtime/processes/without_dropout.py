@@ -59,7 +59,7 @@ class WithoutDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def end(self) -> None:
-        """Give dropout back."""
+        """Give the layers their probabilities back, and catch functions no more."""
         self._open.close()
         for module, name, value in self._kept:
             setattr(module, name, value)

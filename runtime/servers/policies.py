@@ -152,7 +152,7 @@ class BSP(SyncPolicy):
         return sorted(self._needed_workers(name) - self._pending_gradients[name].keys())
 
     def take(self, worker: int, name: str, gradient: Tensor) -> list[Update]:
-        """Return the update when every needed worker's gradient is there."""
+        """Keep the gradient, and return the update once every needed worker's gradient is there."""
         self._pending_gradients[name][worker] = gradient
         return self._due_updates([name])
 

@@ -352,13 +352,13 @@ class Server:
             self._seats[worker].epoch_batches = batches
 
     def _on_close(self, peer: Peer) -> None:
-        """Remove a worker that has ended well; its gradients have all come before this message."""
+        """Remove a worker that has ended well, and confirm it; its gradients have all come before this message."""
         if (worker := self._member_of_peer(peer)) is not None:
             self._remove_member(worker, None)
             self._wire.send(peer, ["bye"])
 
     def _on_fail(self, peer: Peer, reason: str) -> None:
-        """Take out a worker that reports its own failure."""
+        """Take a worker out of the job that reports its own failure."""
         if (worker := self._member_of_peer(peer)) is not None:
             self._remove_lost_worker(worker, reason)
 
@@ -387,12 +387,12 @@ class Server:
         raise TransferError(f"{self._title} ended, before that: {reason}")
 
     def _on_seat(self, peer: Peer, worker: int, clock: int) -> None:
-        """Admit a joiner by order of server 0, and confirm it."""
+        """Admit a worker that joins late, by order of server 0, and confirm it to that server."""
         self._admit_joiner(worker, clock)
         self._wire.send(peer, ["seated", worker])
 
     def _on_seated(self, peer: Peer, worker: int) -> None:
-        """On server 0, note that another server has admitted a joiner."""
+        """Note on server 0 that another server has admitted a worker that joins late; the last one lets it begin."""
         if worker in self._joiners:
             self._joiners[worker][1].discard(self._rank_of_peer[peer])
             self._begin_joiner(worker)
@@ -402,7 +402,7 @@ class Server:
         self.policy.follow(quota)
 
     def _on_lost(self, peer: Peer, worker: int, reason: str) -> None:
-        """Take out a worker that another server has taken out."""
+        """Take a worker out of the job that another server has taken out."""
         if worker in self._state.members:
             self._remove_lost_worker(worker, reason)
 
@@ -444,7 +444,11 @@ class Server:
         return False
 
     def _blockers_of(self, worker: int, clock: int, name: str) -> list[int] | None:
-        """Return the workers that a transfer waits for; None: it is released; empty: it waits for a decision."""
+        """Return the workers whose gradients a transfer waits for.
+
+        None: the transfer is released; empty: it waits for a decision. ``clock``: the steps that ``worker`` has made;
+        ``name``: the parameter that it is to get.
+        """
         blockers = self.policy.waits_for(worker, clock, name)
         # No worker begins a joiner's first step before all servers have confirmed the joiner.
         joiners = [other for other, (step, _) in self._joiners.items() if other != worker and clock >= step]
@@ -485,7 +489,9 @@ class Server:
                 self._remove_lost_worker(worker, f"was silent for {silent_s:.1f} s, and {reason}")
 
     def _remove_lost_worker(self, worker: int, reason: str) -> None:
-        """Take a worker out of the job and tell it and the other servers. Raises TransferError under a fixed policy."""
+        """Take a lost worker out of the job, and tell it and the other servers. Raises TransferError under a policy
+        that needs all.
+        """
         self.lost[worker] = reason
         self._send(worker, "out", reason)
         self._broadcast(self._server_peers.values(), "lost", worker, reason)

@@ -149,15 +149,15 @@ class TransferPlan:
         )
 
     def queue(self, server: int, worker: int, pull: int) -> tuple[int, ...]:
-        """Return the indices that ``server`` hands to ``worker`` in pull number ``pull``, first to last.
+        """Return the indices of the parameters that ``server`` sends to ``worker`` in its pull number ``pull``, first to last.
 
-        The place in this tuple is the transfer's normalised priority number.
+        The place in this tuple is the transfer's normalised priority number. With a random seed every pull has another order.
         """
         queue = self._on_server[server]
         if self.random_seed is None:
             return queue
-        chance = random.Random(f"{self.random_seed}/{server}/{worker}/{pull}")
-        return tuple(chance.sample(queue, len(queue)))
+        generator = random.Random(f"{self.random_seed}/{server}/{worker}/{pull}")
+        return tuple(generator.sample(queue, len(queue)))
 
     def digest(self) -> str:
         """Return 12 hexadecimal digits that are equal for two plans only if the plans are equal."""

@@ -136,7 +136,7 @@ class Wire:
         return self._next() or (self._events.popleft() if self._events else None)
 
     def _next(self) -> Message | None:
-        """Return a message that has come, the connections taking turns; None: none has."""
+        """Return a message that has come already, None where none has; the connections take turns, so that none is starved."""
         for _ in range(len(self._sources)):
             self._sources.rotate()
             rank, source = self._sources[0]

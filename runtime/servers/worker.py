@@ -449,7 +449,7 @@ class Worker:
             self._copy_for_checkpoint()
 
     def _copy_for_checkpoint(self) -> None:
-        """Copy the parameters of a complete pull, for the next one overwrites them in place."""
+        """Keep a copy of the parameters of a complete pull for the checkpoint, as the next pull overwrites them in place."""
         if not self._checkpoint_values:
             self._checkpoint_values = {name: value.detach().cpu().clone() for name, value in self._parameters.items()}
         for name, value in self._checkpoint_values.items():
