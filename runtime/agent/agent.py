@@ -454,7 +454,7 @@ class GoodputAgent(Watcher):
             self.sampler.load_state_dict(state["sampler"], split)
             try:
                 self._chooser.load_state(state)
-            except Exception:
+            except Exception:  # nothing of a broken state is taken
                 self.sampler.load_state_dict(*sampler_before)
                 raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -484,7 +484,10 @@ class GoodputAgent(Watcher):
     # A pass and a step, from inside.
 
     def _current_step(self) -> int:
-        """Return the number of the step under way; between steps that of the next one."""
+        """Return the number of the step under way; between steps that of the next one.
+
+        A step is over with its update, though the loop may still hold its last batch.
+        """
         return (
             self._pass_under_way.step
             if self._pass_under_way is not None and self._finished_pass is None

@@ -286,16 +286,16 @@ class Chooser:
         self.times = StepTimeHistory()
         self.statistics: GradientStatistics | None = None
         self.noise_scale: float | None = None
-        self.largest_tried = sampler.split_at(0).total_batch_size
-        self.changes: list[tuple[int, int, int]] = []
+        self.largest_tried = sampler.split_at(0).total_batch_size  # of the total batches that steps were made of
+        self.changes: list[tuple[int, int, int]] = []  # (first step, total batch, accumulation steps)
         self.decision: BatchDecision | None = None
         self.fit_cost_s = ASSUMED_FIT_S
         """CPU seconds of the last fit and search."""
-        self._timed_steps: deque[TimedStep] = deque(maxlen=PENDING_KEPT)
-        self._durations: deque[float] = deque(maxlen=DURATIONS_KEPT)
+        self._timed_steps: deque[TimedStep] = deque(maxlen=PENDING_KEPT)  # not yet read from the device
+        self._durations: deque[float] = deque(maxlen=DURATIONS_KEPT)  # seconds of the latest steps
         self._running_fit: Future[BatchDecision | None] | None = None
         self._fit_thread: ThreadPoolExecutor | None = None
-        self._warned: set[str] = set()
+        self._warned: set[str] = set()  # kinds of work whose failure was logged
         self.restart()
 
     @property
@@ -313,7 +313,7 @@ class Chooser:
         """Begin to count steps and time anew, at a start and after loading a checkpoint."""
         self._timed_steps.clear()
         self.look_at = self._sampler.step + (self._policy.interval_steps or FIRST_LOOK)
-        self._last_look = (self._sampler.step, time.perf_counter())
+        self._last_look = (self._sampler.step, time.perf_counter())  # from which the seconds of a step follow
         self._began_s = time.perf_counter()
         self._fit_count = 0
 
@@ -341,7 +341,7 @@ class Chooser:
         self.read()
         step = self._sampler.step
         agreed = self._consensus.propose(lambda: np.array([self._sampler.next_step], dtype=np.float64))
-        setting = _Setting(*(agreed if agreed is not None else ()))
+        setting = _Setting(*(agreed if agreed is not None else ()))  # NaN and 0 mean: no change
         self.look_at = max(int(setting.look_at), step + 1)
         if math.isfinite(setting.noise_every):
             self._noise.every = int(setting.noise_every)
@@ -382,9 +382,10 @@ class Chooser:
             split = decision.split
             setting = setting._replace(total=split.total_batch_size, accumulation=split.accumulation_steps)
         gradient_statistics = self.estimator.statistics(self._limits.initial_batch_size)
-        phi = self._known_noise_scale()
-        if gradient_statistics is not None and phi is not None:
-            setting = setting._replace(sqr=gradient_statistics.sqr, var=gradient_statistics.var, noise_scale=phi)
+        noise_scale = self._known_noise_scale()
+        if gradient_statistics is not None and noise_scale is not None:
+            sqr, var = gradient_statistics.sqr, gradient_statistics.var
+            setting = setting._replace(sqr=sqr, var=var, noise_scale=noise_scale)
         return setting
 
     def _known_noise_scale(self) -> float | None:

@@ -276,6 +276,7 @@ class NoiseSampler:
                     self._store_observation(torch.stack([small, big]), samples, current_pass.step_samples)
             elif self._world_size == 1 and current_pass.passes == 1:
                 self._finish_pair(current_pass)
+        # The first step of a pair is not an observation yet: its spans go on with the second's.
         if self._previous is None or self.every == 1:
             self._spans_by_step.append(self._step_spans)
         self._forget_step()
@@ -296,10 +297,10 @@ class NoiseSampler:
         if previous is not None and is_pair and len(previous.gradients) == len(gradients):
             scaled = gradients if previous.scales is None else list(torch._foreach_mul(gradients, previous.scales))
             squared = squared_norm(scaled)
-            torch._foreach_sub_(previous.gradients, scaled)
+            torch._foreach_sub_(previous.gradients, scaled)  # in place, for nobody needs the copy any more
             values = torch.stack([previous.squared, squared, squared_norm(previous.gradients)])
             self._store_observation(values, current_pass.step_samples, current_pass.step_samples)
-            if self.every > 1:
+            if self.every > 1:  # the pair is complete; with every step sampled, this one begins the next pair
                 return
         if self.every == 1 or current_pass.step % self.every == 0:
             gradients, scales = self._gradients()

@@ -412,6 +412,7 @@ def compress(model: DistributedDataParallel) -> None:
         """Return the future mean of one DDP bucket, whose buffer holds it in place."""
         buffer = bucket.buffer().div_(dist.get_world_size(group))
         future = dist.all_reduce(buffer.to(torch.bfloat16), group=group, async_op=True).get_future()
+        # The future of an all-reduce holds a list of one tensor, still bfloat16.
         averaged: torch.futures.Future[Tensor] = future.then(lambda done: buffer.copy_(done.value()[0]))
         return averaged
 
@@ -447,7 +448,7 @@ def _prepare(
     sizes = None if sizes is None else [_whole_samples("sizes", size) for size in sizes]
     limits = None if limits is None else [_whole_samples("limits", limit) for limit in limits]
     chosen_total = total_batch if sizes is None else sum(sizes)
-    if is_reference():
+    if is_reference():  # one process of a check, which takes the batches of all ranks together
         sizes = limits = None
     if chosen_total is None:
         raise InputError("total_batch", "is missing", "give it, or the sizes of all ranks")
@@ -575,7 +576,7 @@ class Manager:
             is_full = remainder == 0 and passes >= 1 and (rows[:, 0] >= passes).all()
             if step < self._skipped_steps or not is_full:
                 return self._policy.sizes.astype(np.float64)
-            if passes > 1:
+            if passes > 1:  # samples and seconds of a mean pass; the shares stay
                 rows = np.concatenate((rows[:, :2] / passes, rows[:, 2:]), axis=1)
             sizes_before = self._policy.sizes.tolist()
             choice = self._policy.choose(Report.of(rows))

@@ -322,7 +322,7 @@ class OrderedMean:
         divided, and the mean is sent to all.
         """
         bucket, own_rank = self._buckets[bucket_index], self._processes.rank
-        self._wait_for_send(bucket_index)  # of the same row, which receiving overwrites
+        self._wait_for_send(bucket_index)  # receiving overwrites the row that is being sent
         if virtual_rank > 0 and (source := self._owners[virtual_rank - 1]) != own_rank:
             self._receive(bucket_index, source)
         with self._changed:

@@ -73,8 +73,8 @@ class TurnRecorder:
         def note(module: nn.Module, inputs: Any, output: Any) -> None:
             """Record the output's fingerprint, under the number of the call in this turn and the module's name."""
             if self._turn is not None and torch.is_grad_enabled():
-                place = f"{len(self._turn['output'])} {name}"
-                self._turn["output"][place] = digest("".join(digests(output).values()).encode())
+                call = f"{len(self._turn['output'])} {name}"
+                self._turn["output"][call] = digest("".join(digests(output).values()).encode())
 
         return note
 
@@ -87,7 +87,8 @@ class TurnRecorder:
     def batch(self, content: Any) -> None:
         """Record the fingerprints of a micro-batch's tensors, numbered in the order in which they come."""
         if self._turn is not None:
-            self._turn["batch"] |= {f"{len(self._turn['batch'])}.{k}": v for k, v in digests(content).items()}
+            begin = len(self._turn["batch"])
+            self._turn["batch"] |= {f"{begin}.{name}": fingerprint for name, fingerprint in digests(content).items()}
 
     def loss(self, value: Tensor) -> None:
         """Record the fingerprint of a micro-batch's loss."""

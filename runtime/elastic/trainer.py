@@ -265,6 +265,7 @@ class ElasticTrainer:
             by_name |= {LOSS + name: value for name, value in self.loss_fn.named_parameters()}
         for number, group in enumerate(self.optimizer.param_groups):
             by_name |= {f"(optimizer).{number}.{index}": value for index, value in enumerate(group["params"])}
+        # Reversed, so that of several names of one parameter the first one stays.
         first_names = {id(value): name for name, value in reversed(by_name.items())}
         ids_before = set(map(id, self._parameters.values()))
         self._parameters = {name: value for name, value in by_name.items() if first_names[id(value)] == name}

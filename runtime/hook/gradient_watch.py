@@ -27,7 +27,8 @@ def watch_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, rank: in
     trained = [(name.removeprefix("module."), value) for name, value in model.named_parameters() if value.requires_grad]
     if trained:
         watch = _GradientWatch(trained, rank)
-        trained[0][1].register_hook(watch.note_own)
+        _, first_parameter = trained[0]  # at which a backward pass ends: whatever was not finite before shows there
+        first_parameter.register_hook(watch.note_own)
         optimizer.register_step_pre_hook(watch)
 
 

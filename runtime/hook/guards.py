@@ -254,7 +254,8 @@ class UpdateGuard:
         trained: dict[str, Tensor] = {}
         for value in (value for group in self._groups() for value in group["params"]):
             name = names.get(id(value), f"a parameter of shape {tuple(value.shape)} that is not in the model")
-            trained[name if name not in trained else f"{name} ({len(trained)})"] = value
+            unique_name = name if name not in trained else f"{name} ({len(trained)})"  # two may have one shape
+            trained[unique_name] = value
         return trained
 
     def _new_buffers(self) -> dict[str, Tensor]:

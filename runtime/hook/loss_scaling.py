@@ -289,6 +289,7 @@ class LossScaler:
             counts = [float(sum(sizes))]
         else:
             if planned is not None and not self.pending.told:
+                # A forward pass gets the whole local batch, or its part where the script splits the batch into passes.
                 expected = (
                     {planned, planned // self._planned_passes} if planned % self._planned_passes == 0 else {planned}
                 )

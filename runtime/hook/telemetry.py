@@ -134,7 +134,7 @@ class TelemetryFile:
         self._held.append(step)
         if len(self._held) >= ROWS_HELD or step.end.host_s - self._written_s > SECONDS_HELD:
             self._written_s = step.end.host_s
-            self.flush(but=1)  # of the last step the slowest rank's arrival may not be known yet
+            self.flush(but=1)  # the last step's arrival of the slowest rank may not be known yet
 
     def flush(self, but: int = 0) -> None:
         """Write the steps held back, except the last ``but`` of them."""

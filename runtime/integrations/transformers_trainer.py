@@ -188,6 +188,7 @@ class HookedTrainerMixin:
             return {"reduction": "sum"} if is_total else {"count": items}
         if kind in (SAMPLES, SAID):
             return {} if kind == SAMPLES else None
+        # A mean over labels: the hook weighs it by this rank's count of them, which it can in a single pass only.
         if self.hook.passes > 1:
             raise InputError("loss", f"is a mean over {kind}, which each pass of the plan would have of its own", SAY)
         return {"count": counts_of(inputs)[kind].sum()}

@@ -106,7 +106,7 @@ class StragglerMonitor:
         cost_s, step_s = float(values[:, 0].max()), float(columns["step_s"].mean())
         affordable_steps = ceil(cost_s / (SHARE * max(step_s, 1e-9)))
         self.stretch = min(max(self._every, affordable_steps), _LONGEST * self._every)
-        if not self._is_first or (columns["step"] != columns["step"][0]).any():
+        if not self._is_first or (columns["step"] != columns["step"][0]).any():  # ranks that sent other steps
             return
         begin = time.thread_time()
         run = of_columns(columns, range(len(values)))

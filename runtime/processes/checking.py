@@ -167,6 +167,7 @@ class _Recorded:
         All ranks call this together, as each may hold a part of a sharded tensor.
         """
         is_small = sum(self._sizes.values()) <= SMALL_MODEL
+        # A sharded tensor (DTensor) has `full_tensor`, which gathers it from all ranks; any other is whole already.
         gathered = (
             (name, getattr(value, "full_tensor", lambda value=value: value)()) for name, value in tensors.items()
         )

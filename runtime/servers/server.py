@@ -199,6 +199,7 @@ class Server:
                 message = self._early_messages.pop(0) if self._early_messages else self._wire.receive(BEAT_S)
                 if message is not None:
                     peer, (kind, *values), payload = message
+                    # A method for each kind of message takes the sender, the values and the bytes of a tensor, if any.
                     getattr(self, f"_on_{kind}")(peer, *values, *([] if payload is None else [payload]))
                 self._send_released_values()
                 self._send_heartbeats()

@@ -130,7 +130,7 @@ class Worker:
         """Agree with server 0 on plan and policy, take rank, first step and epoch from it, and connect to all servers."""
         plan = self.plan
         hello, refusal = meeting.hello(plan, self.policy, self._check_arguments)
-        if refusal is not None and meeting.rank is None:
+        if refusal is not None and meeting.rank is None:  # nobody waits for a worker that would have joined late
             raise refusal
         try:
             first_address = meeting.find()
@@ -141,7 +141,7 @@ class Worker:
             except BaseException:
                 self._wire.close()
                 raise
-        except DdlToolError as error:
+        except DdlToolError as error:  # where this process has refused, server 0 answers with that: say it first-hand
             raise refusal or error from None
         self.rank, self._title = plan.worker_of_rank(rank), plan.title(rank)
         for server in range(1, plan.servers):
@@ -381,7 +381,10 @@ class Worker:
             self._tell(server, "pull", self.clock)
 
     def _wait_for_parameters(self, wanted_indices: frozenset[int], *_: object) -> None:
-        """Wait until these parameters have arrived: the hook before a module's forward pass."""
+        """Wait until the parameters with these indices in the plan have arrived: the hook before a module's forward pass.
+
+        They are noted as awaited, so that a gradient of any other shows that its module was not called.
+        """
         self._awaited_indices |= wanted_indices
         self._receive_until(lambda: wanted_indices <= self._arrived_indices)
 
