@@ -190,9 +190,9 @@ class GoodputAgent(Watcher):
         self._pass_with_loss: Pass | None = None  # the last pass whose loss came through `loss`
         # (parameter, its gradient, the gradient's version) after a pass that is not the step's last: must stay the same.
         self._gradient_seen: tuple[nn.Parameter, Tensor, int] | None = None
-        self._finished_pass: Pass | None = None
+        self._finished_pass: Pass | None = None  # the step's last pass, once its step is over
         self._timed_step: TimedStep | None = None
-        self._first_step = 0
+        self._first_step = 0  # since this start or a loaded checkpoint; the steps after it are warm-up
         self._rates_to_restore: list[Any] | None = None  # base learning rates by group, while the optimizer steps
         self._last_rates: tuple[int, list[Any]] | None = None  # (epoch, base rates) at the last update
         self._is_scheduled_by_hand = scheduler == "by hand"
@@ -217,6 +217,7 @@ class GoodputAgent(Watcher):
             self._recorder = StepRecorder(TelemetryFile.of(telemetry, job, device_of(model)), cuda=self._cuda)
         optimizer.register_step_pre_hook(self._before_update)
         self._scaler.open(model, optimizer)
+        # Behind the scaler's own post-step hook, which refuses an update in which the ranks differ.
         optimizer.register_step_post_hook(self._after_update)
 
     # What a training loop uses.

@@ -114,9 +114,7 @@ class StepTimeHistory:
         return [[*map(float, key), seconds] for key, times in sorted(self._times.items()) for seconds in times]
 
     def load_rows(self, rows: Iterable[Sequence[float]]) -> None:
-        """Forget everything and take what :meth:`rows` returned. Raises InputError for a row that is not five finite
-        numbers.
-        """
+        """Forget everything and take what :meth:`rows` returned. Raises InputError for a row that is not five numbers."""
         self._times.clear()
         for row_index, row in enumerate(rows):
             if len(row) != 5 or not all(math.isfinite(value) for value in row):

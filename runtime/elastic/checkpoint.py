@@ -236,9 +236,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _demand_equal(where: str, saved: Mapping[str, Any], present: Mapping[str, Any], remedy: str) -> None:
-    """Raise InputError for the first field in which ``present``, of this job, is not what was ``saved``; ``where``:
-    the file.
-    """
+    """Raise InputError for the first field of this job (``present``) that is not as ``saved``; ``where``: the file."""
     for name, value in present.items():
         if saved.get(name) != value:
             raise InputError(f"{where}:{name}", f"is {saved.get(name)} there and {value} here", remedy)

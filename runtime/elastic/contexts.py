@@ -286,9 +286,7 @@ def _comparable(value: Any, depth: int = 6) -> Any:
 
 
 def _is_swappable(value: Any) -> bool:
-    """Return whether each logical worker can have a value like this of its own: one that can be copied and compared
-    by content.
-    """
+    """Return whether each logical worker can have a value like this of its own: one that can be copied and compared."""
     if value is ABSENT or isinstance(value, (*_SIMPLE, np.ndarray)):
         return True
     if isinstance(value, Tensor):
@@ -473,7 +471,10 @@ class Contexts:
         return RandomStreams.present(self._device).to_document(), buffers
 
     def to_documents(self) -> list[Document]:
-        """Return the local workers' contexts in virtual-rank order, for a checkpoint; buffers are no copies."""
+        """Return the local workers' contexts (random streams, buffers, attributes) for a checkpoint, in virtual-rank order.
+
+        Buffers are not copied.
+        """
         return [
             {"virtual_rank": rank, "streams": self._streams[rank].to_document(), **self._own.to_documents(rank)}
             for rank in self._local

@@ -44,8 +44,9 @@ class Bucket:
         return self.row[offset : offset + parameter.numel()].view(parameter.shape)
 
     def add(self, gradients: list[Tensor | None], *, first: bool) -> None:
-        """Add a turn's gradients to ``row``, in the order of ``parts`` (None: zeros); the ``first`` ones of a step
-        overwrite ``row``.
+        """Add a turn's gradients, in the order of ``parts`` (None: zeros), to ``row``.
+
+        The ``first`` ones of a step overwrite ``row``, which still holds the mean of the step before.
         """
         for (_, parameter, offset), gradient in zip(self.parts, gradients, strict=True):
             target = self.view(parameter, offset)

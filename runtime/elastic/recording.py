@@ -107,7 +107,9 @@ class TurnRecorder:
         self._turn = None
 
     def combined(self, *, first: bool) -> None:
-        """Record the gradients that the optimizer is about to use; before a run's ``first`` step also the parameters."""
+        """Record the gradients that the optimizer is about to use, and before a run's ``first`` step the parameters:
+        on process 0.
+        """
         if self._job.rank == 0:
             self._shared = {"combined gradient": digests(self._gradients())}
             if first:
@@ -232,10 +234,10 @@ class RunRecorder:
         return note
 
     def batches(self, loader: Iterable[T], epoch: int = 0) -> Iterator[T]:
-        """Yield the batches of ``loader``, recording each; before a step's first one is fetched, also record the
-        random streams.
+        """Yield the batches of ``loader``, recording each, and at the beginning of a step also the random streams.
 
-        ``epoch``: its number, which the step's line holds.
+        The streams are those before the step's first batch is fetched, as fetching may draw from them. ``epoch``: its
+        number, which the step's line holds.
         """
         self._epoch = epoch
         source = iter(loader)

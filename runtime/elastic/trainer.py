@@ -478,11 +478,9 @@ class ElasticTrainer:
         return exchange
 
     def _demand_same_gradients(self) -> None:
-        """Raise InputError if gradients were changed or cleared between two micro-batches of a turn; then remember
-        the present one.
+        """Raise InputError if a gradient was changed or cleared between two micro-batches of a turn; remember the present one.
 
-        One parameter's gradient is watched. Each backward pass raises its version by 1; any other change raises it
-        further.
+        One parameter's gradient is watched. Each backward pass raises its version by 1; any other change raises it further.
         """
         before, self._gradient_before = self._gradient_before, None
         if before is not None:
@@ -571,10 +569,9 @@ class ElasticTrainer:
     # Checkpoints.
 
     def _demand_between_steps(self, operation: str) -> None:
-        """Raise InputError, naming the ``operation``, while a logical worker's turn is active or the step's update is
-        missing.
-        """
+        """Raise InputError, naming the ``operation``, within a logical worker's turn and before the step's update."""
         is_in_turn = self._contexts.active is not None or self._losses
+        # A loss scaler may leave the update out for gradients that are not finite.
         if is_in_turn or (self._awaits_update and self._mean.is_usable()):
             raise InputError(operation, "the step is not over", "call it after optimizer.step(), before the next batch")
 

@@ -107,9 +107,7 @@ class UpdateGuard:
         optimizers: Sequence[torch.optim.Optimizer],
         is_uneven: Callable[[], bool],
     ) -> None:
-        """Note the model's buffers, and hook into other wrapped models and optimizers, to see those that train beside
-        this one.
-        """
+        """Note the model's buffers, and hook into all wrapped models and optimizers to see those beside this one."""
         for name, module in model.named_modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
                 problem = f"{_without_wrapper(name)} has max_norm, by which each rank changes rows of its own batch"
@@ -152,21 +150,21 @@ class UpdateGuard:
         return self.updates < FIRST_UPDATES or self.updates & (self.updates - 1) == 0
 
     def refuse(self, refusal: InputError) -> None:
-        """Let all ranks raise ``refusal`` after the next update, so that none waits for one that has ended; the first
-        one counts.
+        """Let all ranks raise ``refusal`` after the next update; of several the first counts.
+
+        Raised at once, it would leave the other ranks waiting for one that has ended.
         """
         self._refusal = self._refusal or refusal
 
     def note_past_outputs(self, gradients: Mapping[str, Tensor]) -> None:
-        """Note gradients, by parameter, that do not pass through the wrapped model's outputs, to compare them between ranks.
+        """Note gradients, by parameter, that reach it without passing through the wrapped model's outputs.
 
-        DDP averages them too, but nothing has weighted them. Those of a penalty on weights are alike on all ranks,
-        and right.
+        They are compared between ranks, because nothing has weighted them. Those of a penalty on weights are alike, and right.
         """
         self._sums_past_outputs, self._name_past_outputs = Sums.of(gradients.values()), next(iter(gradients), "")
 
     def link(self, leaves: Iterable[Tensor]) -> None:
-        """Note parameters outside the model that a weighted loss was computed from: an optimizer that trains them may step."""
+        """Note parameters outside the model from which a weighted loss was computed: an optimizer may train them."""
         self._loss_parameters |= {id(leaf): weakref.ref(leaf) for leaf in leaves}
 
     def _note_wrapped(self, module: nn.Module) -> None:
@@ -211,7 +209,9 @@ class UpdateGuard:
             self._raise_differences([_Row.of(values) for values in table.tolist()])
 
     def _send(self, row: _Row) -> tuple[Tensor, Any]:
-        """Begin to send this rank's row; return the table of all ranks' rows, (ranks, numbers), and the work to wait for."""
+        """Begin to send this rank's row to all; return the table of all ranks' rows, (ranks, numbers), and the work
+        to wait for.
+        """
         own = row.values()
         table = torch.zeros(self._job.world_size, len(own), dtype=torch.float64)
         table[self._job.rank] = torch.tensor(own, dtype=torch.float64)

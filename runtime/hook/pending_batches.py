@@ -69,8 +69,7 @@ class PendingBatches:
     # What loaders tell.
 
     def draw(self, source: Hashable, drawn: Pass | Share) -> None:
-        """Note that the training loop gets a batch of the loader ``source``; batches of it that went into gradients
-        are forgotten.
+        """Note that the training loop gets a batch of the loader ``source``, and forget those of it that went into gradients.
 
         ``drawn``: the sampler's pass, or for a stream the share of the step's samples. Raises InputError where the
         script has not yet said what is trained.

@@ -56,8 +56,7 @@ class Sizes:
         return sum(self.sizes)
 
     def sizes_of(self, samples: int) -> NDArray[np.int64]:
-        """Return how many samples each rank and pass gets of a step of ``samples``, shape (n, passes), in proportion
-        to the sizes.
+        """Return the samples of each rank and pass in a step of ``samples``, (n, passes), in proportion to the sizes.
 
         In a step smaller than a full one no rank gets more than in a full one.
         """
@@ -216,9 +215,7 @@ class VariableBatchSampler(Sampler[list[int]]):
         self._begin()
 
     def _begin(self) -> None:
-        """Continue to hand out passes after the last committed step, and forget those that were handed out and not
-        trained on.
-        """
+        """Hand out passes from behind the last committed step on; those handed out before are forgotten."""
         self.issued.clear()
         self._next_step, self._next_position, self._handed_out = self.step, self.position, 0
 
@@ -234,9 +231,7 @@ class VariableBatchSampler(Sampler[list[int]]):
         return tuple(split.sizes_of(split.total_batch_size).sum(axis=1).tolist())
 
     def split_at(self, step: int) -> Shares:
-        """Return the shares of a full step at ``step``. Of a step before the last committed one, the oldest shares
-        that are kept.
-        """
+        """Return the shares of a full step at ``step``; before the last committed step, the oldest shares that are kept."""
         return next((split for first, split in reversed(self._changes) if first <= step), self._changes[0][1])
 
     def resize(self, sizes: Sequence[int] | Shares, step: int | None = None) -> None:
@@ -321,10 +316,10 @@ class VariableBatchSampler(Sampler[list[int]]):
             step, position = step + 1, position + samples
 
     def _parts(self, indices: NDArray[np.int64], split: Shares) -> tuple[list[list[int]], bool]:
-        """Return this rank's passes of a step, as lists of dataset indices, and whether all ranks have equally many
-        samples in each.
+        """Return this rank's passes of a step, as lists of dataset indices, and whether the step is even.
 
-        ``indices`` are the step's samples in the epoch's order. The passes are [[]] where this rank has none of them.
+        A step is even if all ranks and passes have equally many samples. ``indices`` are the step's samples in the
+        epoch's order. The passes are [[]] where this rank has none of them.
         """
         samples = len(indices)
         lower_ranks_samples, sizes = _own_passes(split, samples, self.rank)
@@ -339,8 +334,7 @@ class VariableBatchSampler(Sampler[list[int]]):
         return parts, bool((samples_by_pass == samples_by_pass[0]).all())
 
     def _samples_of_step(self, step: int, position: int) -> int:
-        """Return the samples of all ranks in ``step`` if it begins at ``position`` in the epoch's order; 0: the epoch
-        is over there.
+        """Return the samples of all ranks in ``step`` if it begins at ``position`` in the epoch's order; 0: the epoch is over.
 
         The last steps of an epoch may be smaller or, where every sample must be given, larger than planned.
         """

@@ -174,9 +174,7 @@ class _Recorded:
         return {name: _array(value, name, whole=is_small) for name, value in gathered}
 
     def update(self) -> Update:
-        """Return the gradients, averaged by now, and the learning rates of all optimizers' groups, with which an
-        update begins.
-        """
+        """Return the gradients, averaged by now, and all optimizers' learning rates, with which an update begins."""
         gradients = {name: value.grad for name, value in self._named_parameters if value.grad is not None}
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         return self.arrays(gradients), [float(group["lr"]) for group in groups if "lr" in group]
@@ -264,10 +262,10 @@ class _Checked(_Recorded):
                 self._updates.append(update)
 
     def after_update(self, *_: object) -> None:
-        """End the recording after the last update that is compared, and print the outcome once there is one: the
-        post-step hook.
+        """End the recording after the last update that is compared, and print the outcome once there is one.
 
-        The ranks' parameters are compared twice on the way. All ranks agree on which update is the last one.
+        The optimizer's post-step hook. The ranks' parameters are compared twice on the way. All ranks agree on which
+        update is the last one.
         """
         if self._is_over:
             if self._ends_process:

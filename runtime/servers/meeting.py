@@ -84,9 +84,7 @@ class Meeting:
         self._key = f"ddltool/servers/{self.job}"
 
     def listening_place(self) -> tuple[str, int]:
-        """Return the host and port (0: any free one) for server 0 to listen at; make a token where the launcher has
-        given none.
-        """
+        """Return the host and port (0: any free one) for server 0 to listen at; make a token where none was given."""
         if self.address:
             host, _, port = self.address.rpartition(":")
             return host, int(port)

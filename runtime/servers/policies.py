@@ -93,8 +93,7 @@ class SyncPolicy:
         self.state = state
 
     def waits_for(self, worker: int, clock: int, name: str) -> list[int] | None:
-        """Return the workers whose gradients must come before ``worker`` gets the trainable parameter ``name`` for
-        its next step.
+        """Return the workers whose gradients must come before ``worker`` gets the trainable parameter ``name`` again.
 
         None: the parameter may be sent now; an empty list: the worker waits for a decision. ``clock`` is the number
         of steps that the worker has made, whose gradients have all come. The server sends a released parameter before
@@ -107,7 +106,7 @@ class SyncPolicy:
         raise NotImplementedError
 
     def settle(self) -> list[Update]:
-        """Return the updates that are due now that a member is gone, whose gradients others need not wait for any more."""
+        """Return the updates that are due now that a member, for whose gradients they waited, is gone."""
         return []
 
     def joined(self, worker: int, clock: int) -> None:
@@ -123,9 +122,7 @@ class SyncPolicy:
         return None
 
     def follow(self, quota: list[int]) -> None:
-        """Take over server 0's decision: worker w makes ``quota[w]`` steps from the beginning of the job to the next
-        barrier.
-        """
+        """Take over server 0's decision: worker w reaches the next barrier when it has made ``quota[w]`` steps in all."""
 
 
 class BSP(SyncPolicy):
@@ -274,10 +271,10 @@ class ElasticBSP(ASP):
         self._last_barrier[worker] = max(self._last_barrier[worker], clock)
 
     def decide(self, now_s: float, worker: int | None = None) -> BarrierRow | None:
-        """Note that ``worker`` has ended an iteration; when every member is at the barrier, return the superstep and
-        begin the next.
+        """Note that ``worker`` has ended an iteration; when every member is at the barrier, return the superstep that is over.
 
-        The first ``WARM_UP`` supersteps have one iteration of each member, as nothing can be predicted yet.
+        The next one is begun then. The first ``WARM_UP`` supersteps have one iteration of each member, as nothing can
+        be predicted yet.
         """
         if worker is not None:
             if (previous_end_s := self._last_end_s[worker]) is not None:

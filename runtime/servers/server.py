@@ -297,9 +297,7 @@ class Server:
             seat.epoch_first_step = clock if seat.epoch_first_step is None else seat.epoch_first_step
 
     def _on_gradient(self, peer: Peer, index: int, clock: int, payload: memoryview) -> None:
-        """Accept the gradient that a worker has sent; ``index`` is its parameter's in the plan, ``clock`` the number
-        of its step.
-        """
+        """Accept a gradient that a worker has sent, of the parameter ``index`` of the plan and of its step ``clock``."""
         if (worker := self._member_of_peer(peer)) is not None:
             slot = self.plan.slots[index]
             gradient = torch.empty(slot.shape, dtype=getattr(torch, slot.dtype))
@@ -338,8 +336,9 @@ class Server:
             self._decide_barrier(worker)
 
     def _on_members(self, peer: Peer, epoch: int) -> None:
-        """Answer which workers share the samples of an epoch: the members at its first request, so that all get the
-        same answer.
+        """Answer which workers share the samples of an epoch.
+
+        They are the members at the epoch's first request, so that all workers get the same answer.
         """
         if (worker := self._member_of_peer(peer)) is not None:
             members = self._members_of_epoch.setdefault(epoch, sorted(self._state.members))
@@ -410,9 +409,7 @@ class Server:
     # What follows from messages and from time.
 
     def _send_released_values(self) -> None:
-        """Send every worker the values at the head of its queue, up to the first that the policy holds back: the
-        order stays.
-        """
+        """Send every worker the values at the head of its queue, in order, up to the first that the policy holds back."""
         for worker, seat in enumerate(self._seats):
             while seat.queue and self._may_send(worker, seat, seat.queue[0]):
                 index = seat.queue.popleft()
@@ -573,8 +570,9 @@ class Server:
         return self._parameters[name].detach().to("cpu", copy=True).contiguous()
 
     def _describe_not_finite(self, update: Update, mean: Tensor) -> str:
-        """Return in words which update is not finite and why: its mean gradient (of finite ones), or what the
-        optimizer made of it.
+        """Return in words which update is not finite and why.
+
+        The cause is the mean gradient, a sum of finite ones that is too large, or what the optimizer made of it.
         """
         if not torch.isfinite(mean).all():
             cause = f"the sum of {len(update.gradients)} workers' finite gradients is too large for {mean.dtype}"

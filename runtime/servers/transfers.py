@@ -118,9 +118,7 @@ class TransferPlan:
         return self.workers + self.late
 
     def rank_of_worker(self, worker: int) -> int:
-        """Return the rank of a worker by its number. Servers come after the first workers, and who joins late comes
-        after them.
-        """
+        """Return the rank of a worker by its number: workers that join late come after the servers."""
         return worker if worker < self.workers else worker + self.servers
 
     def rank_of_server(self, server: int) -> int:
@@ -139,9 +137,7 @@ class TransferPlan:
 
     @cached_property
     def _on_server(self) -> tuple[tuple[int, ...], ...]:
-        """Per server, the indices of its parameters in ``slots``, by priority; without priorities in the order of
-        registration.
-        """
+        """Per server, the indices of its parameters in ``slots``, by priority, else in the order of registration."""
         numbers = self.priority or tuple(range(len(self.slots)))
         order = sorted(range(len(self.slots)), key=lambda index: (numbers[index], index))
         return tuple(

@@ -69,9 +69,7 @@ class Wire:
         return self._router.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
 
     def dial(self, rank: int, address: str) -> None:
-        """Call the server of this rank at ``address``; :meth:`receive` tells when it has answered, and when the
-        connection ends.
-        """
+        """Call the server of this rank at ``address``; :meth:`receive` tells of its answer and of the connection's end."""
         dealer = self._dealers[rank] = self._socket(zmq.DEALER)
         dealer.curve_serverkey = self._keys[1]
         monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)

@@ -293,8 +293,7 @@ class Worker:
         self._wire.send(self.plan.rank_of_server(server), content, tensor)
 
     def _receive_until(self, is_done: Callable[[], bool]) -> None:
-        """Handle the servers' messages until ``is_done()``. Raises TransferError when a server ends, is lost or is
-        silent too long.
+        """Handle the servers' messages until ``is_done()``. Raises TransferError when a server ends, is lost or is silent.
 
         The time counts as waiting. Silence counts anew after this process itself stood still, as messages then are on
         their way.
