@@ -132,7 +132,7 @@ class OrderedMean:
         return bool(gradients) and all(bool(gradient.isfinite().all()) for gradient in gradients)
 
     def close(self) -> None:
-        """Remove the hooks from the parameters."""
+        """Remove the hooks from the parameters; gradients are seen no more."""
         for hook in self._gradient_hooks:
             hook.remove()
         self._gradient_hooks = []

@@ -57,7 +57,10 @@ def workers_of(path: str, planned: Enforcement) -> tuple[list[int], int]:
 
 
 def check_model(model: nn.Module, loss_fn: Any) -> None:
-    """Raise InputError for a model or loss whose bits would depend on how logical workers are placed on processes."""
+    """Raise InputError for a model or loss whose bits would depend on how logical workers are placed on processes.
+
+    Refused are a model wrapped in DDP, SyncBatchNorm, and a model without parameters to train.
+    """
     if isinstance(model, DistributedDataParallel):
         remedy = "give the bare module: the logical workers are averaged here"
         raise InputError("model", "is a DistributedDataParallel", remedy)

@@ -221,7 +221,7 @@ class Hook:
         return self._dataset
 
     def _follow_epoch(self, sampler: DistributedSampler[Any] | VariableBatchSampler) -> None:
-        """Set the epoch of a sampler, now and with every :meth:`set_epoch`."""
+        """Set the sampler's epoch, now and with every :meth:`set_epoch`."""
         self._samplers.add(sampler)
         if self._epoch is not None:
             sampler.set_epoch(self._epoch)

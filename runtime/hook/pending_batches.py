@@ -118,7 +118,7 @@ class PendingBatches:
         self._held = batches[0] if batches else None
 
     def announce(self, samples: int) -> None:
-        """Let the next forward pass stand for ``samples`` samples. Raises InputError when negative."""
+        """Note that the next forward pass is for ``samples`` samples, as the script says. Raises InputError when negative."""
         if samples < 0:
             raise InputError("count_samples", f"is {samples}", "give the number of samples, 0 or more")
         self._announced = samples
@@ -178,7 +178,7 @@ class PendingBatches:
             self._tally = (self._tally[0] + samples, self._tally[1] + total)
 
     def take_tally(self) -> tuple[int, int]:
-        """Return this rank's and all ranks' samples that went into gradients since the last call."""
+        """Return (this rank's samples, all ranks' samples) that went into gradients since the last call."""
         (samples, total), self._tally = self._tally, (0, 0.0)
         return samples, round(total)
 

@@ -128,7 +128,7 @@ class TelemetryFile:
         self._written_s = time.perf_counter()
 
     def add(self, step: ObservedStep) -> None:
-        """Hold a step back, and write the held ones when they are many or old enough. Does nothing once closed."""
+        """Hold a step back, and write the held ones when they are many or old enough; a closed file drops it."""
         if not self._file.is_open:
             return
         self._held.append(step)
@@ -244,7 +244,9 @@ class PassClock(Watcher):
                 self._listened, last.like = last, None
 
     def take(self) -> list[Exchange]:
-        """Return the exchanges since the last call: those of the step that has ended."""
+        """Return the exchanges of gradients since the last call: those of the step that has ended, one for each
+        backward pass.
+        """
         exchanges, self._exchanges = self._exchanges, []
         return exchanges
 

@@ -222,8 +222,8 @@ class _Campaign:
             # Until the median is known, or the configuration's share of the budget is spent.
             share_s = max(0.0, left_s / max(1, len(missing)))
             return self._task(key, most=_STEPS_PER_VISIT, seconds=share_s, precision=request.precision)
-        # The interval narrows with the root of the number of steps: these bring it down to the precision. An interval of
-        # ten medians and more says only that many steps are needed.
+        # The interval narrows with the root of the number of steps: these bring it down to the precision. Where it is ten
+        # times the median or infinite, no useful number follows.
         timed = len(self.times[key].full)
         lacking = _STEPS_PER_VISIT
         if uncertainty < 10:

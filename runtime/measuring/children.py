@@ -126,10 +126,11 @@ class Children:
         take_note: Callable[[int, Any], bool] = lambda rank, message: message is None,
         limit_s: float = SILENCE_LIMIT_S,
     ) -> list[Any]:
-        """Return one answer of each rank, in the order of ``ranks``.
+        """Wait for one answer of each rank, and return them in the order of ``ranks``.
 
-        ``take_note(rank, message)`` returns whether a message is an interim note and no answer; by default None is a note:
-        a sign of life. Raises what :meth:`receive` raises.
+        ``take_note(rank, message)`` returns whether a message is only a note on the way and no answer; by default
+        None is one: a sign of life. ``where`` begins error messages, and a process may be silent for ``limit_s``.
+        Raises what :meth:`receive` raises.
         """
         answers: dict[int, Any] = {}
         while unanswered := [rank for rank in ranks if rank not in answers]:

@@ -68,7 +68,7 @@ def fit_link(sizes_bytes: ArrayLike, times_s: ArrayLike) -> LinkFit:
 
 
 def pairs_of(processes: int) -> list[tuple[int, int]]:
-    """Return the pairs of ranks to measure: all of up to four processes, else each rank and its successor."""
+    """Return the pairs of ranks to measure: all pairs of up to four processes, else each rank with the next."""
     if processes <= MOST_PROCESSES_IN_ALL_PAIRS:
         return list(itertools.combinations(range(processes), 2))
     return [(rank, (rank + 1) % processes) for rank in range(processes)]
@@ -137,7 +137,7 @@ def _measure_local(
 
 
 def _child(rank: int, processes: int, sizes: Sequence[int], rounds: int, timeout_s: float, results: Connection) -> None:
-    """Measure as one local process and send the pairs; rank 0 also sends its progress, as tuples (done, total)."""
+    """Measure as one local process, in a child, and send the pairs; rank 0 also sends its progress, as tuples (done, total)."""
     import torch
 
     torch.set_num_threads(1)

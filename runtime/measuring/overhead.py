@@ -55,7 +55,10 @@ def ratio_interval(ratios: Sequence[float], confidence: float = CONFIDENCE) -> O
 
 
 def verdict(interval: OverheadInterval, limit: float) -> Literal["within", "above", "not decided"]:
-    """Return how the interval of ``ratio - 1`` compares with ``limit``; "not decided" too below 95 % confidence."""
+    """Return how the measured cost, the interval of ``ratio - 1``, compares with ``limit``, a share of a step.
+
+    It is "not decided" where the limit is inside of the interval, and below 95 % confidence.
+    """
     if interval.confidence < CONFIDENCE:
         return "not decided"
     if interval.low - 1 > limit:

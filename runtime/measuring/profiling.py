@@ -76,7 +76,7 @@ def measured(
 
 @contextlib.contextmanager
 def keeping_rows(file: ProfileFile) -> Iterator[None]:
-    """Add the number of rows in ``file`` to the message of an error or a Ctrl-C in the block."""
+    """Add to an error or a Ctrl-C in the block how many rows ``file`` has by now, and how to go on from there."""
     try:
         yield
     except (DdlToolError, KeyboardInterrupt) as error:

@@ -27,7 +27,7 @@ def available_memory() -> float:
 
 
 def _others_running(cores: set[int]) -> int:
-    """Return how many other processes want to run on these cores (Linux).
+    """Return how many other processes of this machine want to run on these ``cores`` now, by number (Linux).
 
     Reads /proc itself: psutil would take ten times as long, which a short iteration would notice.
     """

@@ -55,7 +55,7 @@ class TorchrunJob:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """On rank 0, end the followers by a null task, whether all tasks are done or rank 0 has failed between two tasks."""
+        """End the other ranks by a null task: rank 0 does so, whether all tasks are done or it has failed between two tasks."""
         if self.place.rank == 0:
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"task/{self._tasks}", "null")
@@ -65,13 +65,18 @@ class TorchrunJob:
         return len({self._store.get(f"node/{rank}") for rank in range(replicas)})
 
     def run(self, task: MeasureTask) -> StepTimings:
-        """Hand a task to all ranks and return rank 0's times. Raises the reason when any rank fails."""
+        """Hand a task to all ranks through the job's store, and return rank 0's times. Raises the reason when any
+        rank fails.
+        """
         self._store.set(f"task/{self._tasks}", json.dumps(asdict(task)))
         self._tasks += 1
         return self._run_part(task)
 
     def prepare(self) -> None:
-        """Import torch and connect the replicas; every rank must call this."""
+        """Import torch, and connect the replicas to each other; every rank must call this before the first task.
+
+        Raises InputError when this node has fewer GPUs than processes.
+        """
         from torch._C._distributed_c10d import PrefixStore
 
         place = self.place
@@ -92,7 +97,10 @@ class TorchrunJob:
             )
 
     def follow(self) -> None:
-        """Take part in rank 0's tasks until a null task ends them."""
+        """Take part in rank 0's tasks, as one of the other ranks, until a null task ends them.
+
+        Tasks are read from the job's store in their order; those with fewer replicas than this rank's number are left out.
+        """
         while True:
             key = f"task/{self._tasks}"
             with self._errors_reported():

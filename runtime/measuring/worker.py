@@ -73,9 +73,10 @@ class MeasureTask:
         return f"batch {self.batch} on {self.replicas} replica{'s' if self.replicas > 1 else ''}{passes}"
 
     def is_over(self, steps_s: list[float], spent_s: float) -> bool:
-        """Return whether the timed steps (seconds of each) are enough; ``spent_s``: of all steps, warm-up included.
+        """Return whether enough steps are timed: as many as asked for, or as the seconds or the precision of the median allow.
 
-        All replicas see the same times, so all of them stop at the same step.
+        ``steps_s``: seconds of each timed step; ``spent_s``: of all steps, warm-up included. All replicas see the
+        same times, so all of them stop at the same step.
         """
         if len(steps_s) >= self.most or (len(steps_s) >= FEWEST and spent_s >= self.seconds):
             return True
@@ -115,9 +116,11 @@ def replica(
     local_rank: int | None = None,
     **meeting: Any,
 ) -> StepTimer:
-    """Return this rank's worker, connected to the others; all ranks make the groups of all counts, in the same order.
+    """Return this rank's worker, connected to the other replicas.
 
-    ``meeting``: where they meet, as ``torch.distributed.init_process_group`` takes it.
+    ``replicas``: the counts of replicas that will be measured. All ranks make a process group for each count, in the
+    same order. ``local_rank`` chooses the GPU; ``meeting``: where the ranks meet, as
+    ``torch.distributed.init_process_group`` takes it.
     """
     import torch
     import torch.distributed as dist

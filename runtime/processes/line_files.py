@@ -67,7 +67,10 @@ def prepare(path: Path, kind: str, what: str) -> None:
 
 
 def _end_last_line(file: IO[bytes]) -> None:
-    """Cut off a last line that is no whole JSON document; add the newline that a whole one lacks."""
+    """Let the file end with a whole line: cut off a last line that is no JSON document, or add the newline that it lacks.
+
+    A line that is too long to be read is left as it is.
+    """
     size = file.seek(0, os.SEEK_END)
     begin = file.seek(max(0, size - LONGEST_ROW))
     line = file.read().rpartition(b"\n")[2]

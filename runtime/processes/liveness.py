@@ -81,7 +81,9 @@ class LivenessMonitor:
 
     @classmethod
     def of_this_job(cls) -> LivenessMonitor:
-        """Return the monitor of the default process group, made when it is first asked for."""
+        """Return the monitor of the default process group, made when it is first asked for; that of an earlier group
+        is closed.
+        """
         store = dist.distributed_c10d._get_default_store()
         if cls._current is None or cls._current._group_store is not store or cls._current._ended.is_set():
             if cls._current is not None:
@@ -191,7 +193,7 @@ class LivenessMonitor:
 
 
 def _end_within(seconds: float) -> None:
-    """End the process with exit code 1 after ``seconds``, if it has not ended by itself."""
+    """End the process with exit code 1 after ``seconds``, if it has not ended by itself: a timer in a daemon thread."""
     # At exit Python waits for all threads, child processes and exit functions of libraries: asynchronous checkpoints, pools and
     # loggers that wait for the lost rank themselves. Torch's own means (destroy_process_group, abort) end none of these.
     deadline = threading.Timer(seconds, os._exit, (1,))

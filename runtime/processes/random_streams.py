@@ -73,7 +73,7 @@ class RandomStreams:
 
     @classmethod
     def from_document(cls, document: Document) -> RandomStreams:
-        """Return the streams that :meth:`to_document` described."""
+        """Return the streams that :meth:`to_document` described; NumPy's get a generator of their own."""
         python, numpy = document["python"], document["numpy"]
         generator = np.random.MT19937(0)
         key = numpy["key"].numpy().astype(np.uint32)

@@ -92,7 +92,7 @@ class Meeting:
         return address_towards(os.environ.get("MASTER_ADDR", "localhost")), 0
 
     def announce(self, address: str) -> None:
-        """Publish server 0's address and the token in the store, if there is one."""
+        """Publish server 0's address and the token in the store, if there is one; without one all processes know them."""
         if self.store is not None:
             self.store.set(self._key, f"{address} {self.token}")
 
@@ -126,7 +126,10 @@ class Meeting:
         return Hello(rank=self.rank, job=self.job, plan=plan_digest, policy=policy_text, refusal=refusal_text), refusal
 
     def _check_rank_and_size(self, plan: TransferPlan) -> None:
-        """Raise InputError unless the job has as many processes as the plan, of which this one is one."""
+        """Raise InputError unless the job has as many processes as the plan, of which this one is one.
+
+        A process without a rank joins late, which the plan must have seats for.
+        """
         if self.size not in (None, plan.world_size):
             problem = (
                 f"is for {plan.workers} workers and {plan.servers} servers, but this job runs {self.size} processes"
@@ -282,7 +285,10 @@ def _hear_all(
 
 
 def _demand_agreement(hellos: Mapping[int, Hello]) -> None:
-    """Raise InputError for a process's refusal, and for a plan or a policy that differs from rank 0's."""
+    """Raise InputError for the first process that refuses, and for a plan or a policy that differs from rank 0's.
+
+    ``hellos``: the processes' first messages by rank.
+    """
     first = hellos[0]
     for rank, hello in sorted(hellos.items()):
         if hello.refusal:
