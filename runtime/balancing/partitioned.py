@@ -129,7 +129,7 @@ class PartitionedData:
         return self._finish_on_all_ranks(self._migration)
 
     def _start_migration(self, moves: list[Move]) -> None:
-        """Choose at random the samples that this rank gives away, and start the thread that moves them."""
+        """Choose at random the samples that this rank gives away by ``moves``, and start the thread that sends and receives."""
         given_count = sum(move.samples for move in moves if move.source == self._job.rank)
         # -1 in place of a traversal's number: a stream of its own, apart from those of the order of samples.
         generator = torch.Generator().manual_seed(hash((self._seed, self.generation, -1, self._job.rank)))

@@ -638,7 +638,11 @@ class ElasticTrainer:
         return exists
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Continue from a checkpoint, as :meth:`resume`. Raises InputError when there is none."""
+        """Continue from a checkpoint, as :meth:`resume`; all processes call this together. Raises InputError when
+        there is none.
+
+        Optimizer options whose saved values differ from the present ones are warned of; the saved values are used.
+        """
         self._demand_between_steps("load")
         stamp = checkpoint.stamp(path)
         content, differences = self.processes.job.together(
@@ -658,7 +662,8 @@ class ElasticTrainer:
         for name, extra in self._extras.items():
             extra.load_state_dict(content["extras"][name])
         position = content["position"]
-        self.epoch_number, self.step_in_epoch, self.steps_made = (position[n] for n in ("epoch", "step", "steps_made"))
+        self.epoch_number, self.step_in_epoch = position["epoch"], position["step"]
+        self.steps_made = position["steps_made"]
         self._telemetry.resume(self.steps_made)
         buckets = [[names[name] for name in bucket] for bucket in content["buckets"]] or None
         self._mean = self._new_mean(buckets, self._mean)

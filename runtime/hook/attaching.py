@@ -269,7 +269,10 @@ class EnforcingHook(Hook):
         self._scaler.pending.missing = "call hook.bind(model, optimizer) when both are there"
 
     def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer, *others: torch.optim.Optimizer) -> None:
-        """Weigh the losses of ``model`` and record its steps. Raises InputError, on every rank, for an unplanned model."""
+        """Check that the model is the planned one, weigh its losses, and record the steps of ``optimizer``.
+
+        Raises InputError, on every rank, for another model than planned, and when called twice.
+        """
         if self._scaler.pending.missing is None:
             raise InputError("bind", "was called already", "attach once for each model")
         job, planned = self._job, self.enforcement
@@ -296,7 +299,11 @@ class EnforcingHook(Hook):
         lengths: Any = None,
         **options: Any,
     ) -> DataLoader[Any]:
-        """Return a DataLoader with the planned local batches; ``batch_size`` is replaced."""
+        """Return a DataLoader of this rank's planned batches; ``batch_size`` is replaced by the planned one, where it
+        may change.
+
+        The arguments are those of :meth:`Hook.dataloader`. An iterable dataset is read as a stream, which takes no ``lengths``.
+        """
         dataset = self._given_dataset(options)
         if isinstance(dataset, IterableDataset):
             _demand_no_lengths(lengths)

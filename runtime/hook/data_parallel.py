@@ -39,7 +39,7 @@ class BucketReport:
 
     @property
     def text(self) -> str:
-        """Return the report as one line."""
+        """The report as one line, for the log: whether DDP's buckets are as planned, and the first that is not."""
         if self.status == "as planned":
             return f"DDP buckets: {len(self.actual)}, as planned"
         if self.status == "not settled":

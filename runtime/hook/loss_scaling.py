@@ -130,10 +130,10 @@ class LossScaler:
     # What a model and its loaders tell.
 
     def open(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
-        """Weigh the losses of ``model`` from now on, until :meth:`close`.
+        """Hook into ``model`` and ``optimizers``, and weigh the losses of the model from now on, until :meth:`close`.
 
-        Raises InputError, on all ranks, where the model cannot be trained alike on all of them, and where somebody attached to
-        it already.
+        Without optimizers, nothing is compared between ranks. Raises InputError, on all ranks, where the model cannot
+        be trained alike on all of them, and where another scaler is attached to it already.
         """
         if self._weighs and any(optimizer._model() is model for optimizer in _open_scalers):
             raise InputError("model", "is attached to already", "attach, balance or make an agent once per model")

@@ -296,9 +296,9 @@ Answers = dict[tuple[str, int], tuple[str, float]]
 
 
 def check_processes(children: Children | None) -> list[MachineCheck]:
-    """Return the checks of gloo and NCCL; a process that dies or hangs fails its attempts that have not ended.
+    """Return the checks of gloo and NCCL, which two child processes try; None: they could not be started.
 
-    ``children`` None: the processes could not be started.
+    A process that dies or hangs fails its attempts that have not ended.
     """
     answers: Answers = {}
     problem = "" if children is not None else "processes cannot be started"
@@ -387,7 +387,10 @@ def _try_backends(rank: int, results: Connection) -> None:
 
 
 def _time_reduction(rank: int, name: str, backend: str, world: int, device: Any) -> float:
-    """Return the median seconds of adding one MiB over all processes. Raises what the backend raises, or a wrong sum."""
+    """Return the median seconds of adding one MiB over ``world`` processes, of which this one is ``rank``.
+
+    Raises what the backend raises, and RuntimeError for a wrong sum. ``name``: where the processes meet.
+    """
     import torch
     import torch.distributed as dist
 

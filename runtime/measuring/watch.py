@@ -193,7 +193,11 @@ def record(request: WatchRequest, progress: Callable[[int], None] = lambda done:
 
 
 def _worker(request: WatchRequest, rank: int, results: Connection) -> None:
-    """Train as one worker; send rows every :data:`TELL_EVERY_S` only, as a reader takes CPU time from the workers."""
+    """Train as one of the watched workers, in a child process, and send the rows of its iterations to the parent.
+
+    They are sent every :data:`TELL_EVERY_S` only, as a reader takes CPU time from the workers. Gradients are averaged
+    as one vector, in lockstep with the other workers.
+    """
     import torch
     import torch.distributed as dist
 

@@ -16,7 +16,10 @@ MAP_STYLE = "give a map-style dataset (with __len__ and __getitem__)"
 
 
 def dataset_length(dataset: Dataset[Any], remedy: str = MAP_STYLE) -> int:
-    """Return the number of samples. Raises InputError, with ``remedy``, where samples cannot be picked by index."""
+    """Return the number of samples of a map-style dataset.
+
+    Raises InputError, with ``remedy``, for a dataset whose samples cannot be picked by index.
+    """
     if isinstance(dataset, IterableDataset):
         raise InputError("dataset", f"is a {type(dataset).__name__}, an IterableDataset", remedy)
     try:

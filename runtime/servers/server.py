@@ -453,7 +453,7 @@ class Server:
         return sorted({*(blockers or ()), *joiners}) if joiners else blockers
 
     def _describe_wait(self, worker: int, blockers: Iterable[int]) -> str:
-        """Return a sentence: the transfer that ``worker`` waits for, and the ``blockers`` whose gradients it lacks."""
+        """Return in words which transfer ``worker`` waits for, and the ``blockers`` whose gradients it lacks."""
         seat, title = self._seats[worker], self.plan.title
         assert seat.blocked_transfer is not None
         clock, name = seat.blocked_transfer
