@@ -46,6 +46,7 @@ __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
+    """Import the module that holds the public name, and torch with it, when the name is first asked for."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

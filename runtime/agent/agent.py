@@ -65,6 +65,7 @@ class Batches:
     """An iterator that knows how many batches there are at most: trainers that lack the number fetch a batch ahead."""
 
     def __init__(self, source: Iterator[Any], most: int) -> None:
+        """Take the batches from ``source``; ``most`` is the largest number that it can yield."""
         self._source, self._most = source, most
 
     def __iter__(self) -> Iterator[Any]:
@@ -80,7 +81,7 @@ class Batches:
         return self._most
 
     def close(self) -> None:
-        """Leave the batch that is under way."""
+        """End the iteration before its end, so that the batch under way is left."""
         if isinstance(self._source, Generator):
             self._source.close()
 
@@ -148,6 +149,10 @@ class GoodputAgent(Watcher):
         seed: int = 0,
         telemetry: str | os.PathLike[str] | None = None,
     ) -> None:
+        """Check the arguments on all ranks, choose the first split of the batch, and hook into model and optimizer.
+
+        Nothing is measured yet. Ranks must construct the agent together, because the checks exchange messages.
+        """
         refuse_in_one_line()
         job = DistributedJob.this()
         limits = BatchLimits(
@@ -182,18 +187,19 @@ class GoodputAgent(Watcher):
         self._cuda = is_cuda(model)
         self._pass_under_way: Pass | None = None
         self._last_backward_pass: Pass | None = None
-        self._said_pass: Pass | None = None
-        self._expected_gradient: tuple[nn.Parameter, Tensor, int] | None = None
-        self._finished_pass: Pass | None = None
+        self._pass_with_loss: Pass | None = None  # the last pass whose loss came through `loss`
+        # (parameter, its gradient, the gradient's version) after a pass that is not the step's last: must stay the same.
+        self._gradient_seen: tuple[nn.Parameter, Tensor, int] | None = None
+        self._finished_pass: Pass | None = None  # the step's last pass, once its step is over
         self._timed_step: TimedStep | None = None
-        self._first_step = 0
-        self._rates_to_restore: list[Any] | None = None
-        self._last_rates: tuple[int, list[Any]] | None = None
+        self._first_step = 0  # since this start or a loaded checkpoint; the steps after it are warm-up
+        self._rates_to_restore: list[Any] | None = None  # base learning rates by group, while the optimizer steps
+        self._last_rates: tuple[int, list[Any]] | None = None  # (epoch, base rates) at the last update
         self._is_scheduled_by_hand = scheduler == "by hand"
         self._scheduler = None if self._is_scheduled_by_hand else cast("LRScheduler | None", scheduler)
         self._schedule_steps = 0
-        self._pass_counts: list[float] = []
-        self._gradient_factor = 1.0
+        self._pass_counts: list[float] = []  # the counts that `loss` was given in the step's passes so far
+        self._gradient_factor = 1.0  # corrects the step's gradients from a weight by samples to one by counts
         self._optimizer, self._is_updating = optimizer, False
         self._scaler = LossScaler(job, "agent", watcher=self)
         self._ddp_model = model if isinstance(model, DistributedDataParallel) and job.world_size > 1 else None
@@ -211,16 +217,17 @@ class GoodputAgent(Watcher):
             self._recorder = StepRecorder(TelemetryFile.of(telemetry, job, device_of(model)), cuda=self._cuda)
         optimizer.register_step_pre_hook(self._before_update)
         self._scaler.open(model, optimizer)
+        # Behind the scaler's own post-step hook, which refuses an update in which the ranks differ.
         optimizer.register_step_post_hook(self._after_update)
 
     # What a training loop uses.
 
     def batches(self, epoch: int, loader: DataLoader[Any] | None = None, **options: Any) -> Batches:
-        """Return this rank's batches of what is left of ``epoch``, to iterate over: all of it, or after a restart the rest.
+        """Return an iterable over this rank's batches of what is left of ``epoch``: all of it, or after a restart the rest.
 
         ``options`` go to ``DataLoader`` (``num_workers``, ``collate_fn``); or give a ``loader`` made with
-        ``batch_sampler=agent.sampler``. Epochs that are behind the agent are empty. Batches that workers fetched ahead
-        keep their size when the batch changes. Raises InputError without a dataset or a loader.
+        ``batch_sampler=agent.sampler``. An epoch that the agent has already completed is empty. Batches that workers
+        fetched ahead keep their size when the batch size changes. Raises InputError without a dataset or a loader.
         """
         if loader is None and self._dataset is None:
             raise InputError("dataset", "is only a number", "give batches() a loader made with agent.sampler")
@@ -240,9 +247,11 @@ class GoodputAgent(Watcher):
         return Batches(self._passes(loader), batches_left)
 
     def _passes(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """Yield the loader's batches, and time each from its fetching until the next one is asked for.
+        """Yield the loader's batches, and begin and end a timed pass around each: a pass lasts until the loop asks
+        for the next batch.
 
-        Raises InputError where batches are fetched ahead of training, and for an optimizer that the agent does not know.
+        Raises InputError where batches are fetched ahead of training, and for an optimizer that the agent does not
+        know.
         """
         batches, is_first = iter(loader), True
         other_optimizer_hook = (
@@ -307,86 +316,105 @@ class GoodputAgent(Watcher):
 
     @property
     def learning_rate_factor(self) -> float:
-        """What the learning rate is multiplied by in the step under way."""
-        taken = self._pass_under_way
-        total = self.total_batch_size if taken is None or taken.is_full else taken.step_samples
+        """The number by which the learning rate is multiplied in the step under way: 1 at the initial batch size."""
+        current_pass = self._pass_under_way
+        total = self.total_batch_size if current_pass is None or current_pass.is_full else current_pass.step_samples
         return self._learning_rate_factor_at(total)
 
     def loss(self, loss: Tensor, *, count: float | Tensor | None = None, reduction: Reduction = "mean") -> Tensor:
-        """Return a mean loss over the batch, of the same value, with gradients of the weight of its samples in the step.
+        """Return ``loss``, of the same value, whose gradients are weighted by the batch's share of the step's samples.
 
-        ``count``: what the loss is a mean over, where it is not the samples (tokens, weights of labels); give it in all
-        passes of a step. ``reduction``: as in :meth:`~ddltool.runtime.hook.loss_scaling.LossScaler.loss`.
-        Raises InputError outside of :meth:`batches`, for a reduction other than mean in a step of several
-        passes, and on all ranks for a loss that is a mean over something else.
+        The sum over all passes and ranks is then the gradient of the mean over all samples of the step, though passes
+        differ in size. ``loss`` must be a mean over the batch. ``count``: what the loss is a mean over, where it is
+        not the samples (tokens, weights of labels); give it in all passes of a step. ``reduction``: as in
+        :meth:`~ddltool.runtime.hook.loss_scaling.LossScaler.loss`.
+
+        Raises InputError outside of :meth:`batches`, for a reduction other than mean in a step of several passes, and
+        on all ranks for a loss that is a mean over something else.
         """
-        taken = self._pass_under_way
-        if taken is None:
+        current_pass = self._pass_under_way
+        if current_pass is None:
             raise InputError("backward", "no batch is under way", "call it inside for ... in agent.batches(epoch)")
-        if reduction != "mean" and taken.passes > 1 and count is None:
+        if reduction != "mean" and current_pass.passes > 1 and count is None:
             raise InputError(
-                "reduction", f"is {reduction} in a step of {taken.passes} passes", "give a mean and its count"
+                "reduction", f"is {reduction} in a step of {current_pass.passes} passes", "give a mean and its count"
             )
-        self._said_pass = taken
+        self._pass_with_loss = current_pass
         if count is None:
             return self._scaler.loss(loss, reduction=reduction)
-        number = float(count) if taken.samples else 0.0
-        self._pass_counts.append(number)
-        if taken.is_last:
-            self._set_gradient_factor(taken)
-        return self._scaler.loss(loss, count=number, of=float(taken.step_samples), reduction=reduction)
+        count_here = float(count) if current_pass.samples else 0.0
+        self._pass_counts.append(count_here)
+        if current_pass.is_last:
+            self._set_gradient_factor(current_pass)
+        return self._scaler.loss(loss, count=count_here, of=float(current_pass.step_samples), reduction=reduction)
 
-    def _set_gradient_factor(self, taken: Pass) -> None:
-        """Set the factor that divides the step's gradients by the counts of all ranks and passes instead of samples."""
-        if len(self._pass_counts) != taken.passes:
+    def _set_gradient_factor(self, current_pass: Pass) -> None:
+        """Set the factor that turns gradients weighted by samples into gradients weighted by the losses' own counts.
+
+        The scaler divides by the step's samples; the mean asked for divides by the counts of all ranks and passes,
+        whose sum is known only in the last pass. Exchanges one number with all ranks.
+        """
+        if len(self._pass_counts) != current_pass.passes:
             raise InputError("backward", "was given a count in some passes of a step only", "give it in all of them")
         total = sum(count for (count,) in self._job.numbers(sum(self._pass_counts)))
-        self._gradient_factor = taken.step_samples / total if total else 1.0
+        self._gradient_factor = current_pass.step_samples / total if total else 1.0
 
     # What the scaler tells of backward passes.
 
     def begin_backward(self) -> None:
-        """Begin a backward pass. Raises InputError when the gradients of the step's earlier passes were changed."""
-        taken = self._pass_under_way
-        if taken is None and self._ddp_model is not None:
+        """Begin a backward pass: the scaler calls this. Raises InputError when the gradients of the step's earlier
+        passes were changed.
+        """
+        current_pass = self._pass_under_way
+        if current_pass is None and self._ddp_model is not None:
             raise InputError("backward", "no batch is under way", "call it inside for ... in agent.batches(epoch)")
-        if taken is not None and taken.is_last:
+        if current_pass is not None and current_pass.is_last:
             self._noise.begin_last_backward()
-        if self._expected_gradient is not None:
-            parameter, gradient, version = self._expected_gradient
+        if self._gradient_seen is not None:
+            parameter, gradient, version = self._gradient_seen
             if parameter.grad is not gradient or gradient._version != version:
                 problem = "were changed or cleared before the step's last pass"
                 raise InputError("gradients", problem, "clear and clip them where agent.complete is true")
 
     def note_complete(self) -> None:
-        """This rank's gradients are complete, and DDP waits for the others'."""
+        """Note that this rank's gradients are complete, while DDP still waits for the others': the end of the rank's
+        own computation.
+        """
         if self._pass_under_way is not None and self._timed_step is not None and self._ddp_model is not None:
             self._timed_step.exchanges[-1].note_ready()
             self._noise.complete(self._pass_under_way, self._gradient_factor)
 
     def end_backward(self) -> None:
-        """A backward pass is over, the exchange of its gradients included."""
-        taken = self._pass_under_way
-        if taken is None or self._finished_pass is taken:
+        """Note that a backward pass is over, the exchange of its gradients included: the scaler calls this.
+
+        After a pass that is not the step's last, one gradient is remembered, to tell later whether the loop has
+        changed it. After the last one, gradients are corrected by the counts that :meth:`loss` was given.
+        """
+        current_pass = self._pass_under_way
+        if current_pass is None or self._finished_pass is current_pass:
             return
-        self._last_backward_pass = taken
-        if taken.passes > 1:
+        self._last_backward_pass = current_pass
+        if current_pass.passes > 1:
             parameter_with_gradient = next(
                 (value for value in self._trained_parameters if value.grad is not None), None
             )
-            self._expected_gradient = None
-            if parameter_with_gradient is not None and parameter_with_gradient.grad is not None and not taken.is_last:
-                self._expected_gradient = (
+            self._gradient_seen = None
+            if (
+                parameter_with_gradient is not None
+                and parameter_with_gradient.grad is not None
+                and not current_pass.is_last
+            ):
+                self._gradient_seen = (
                     parameter_with_gradient,
                     parameter_with_gradient.grad,
                     parameter_with_gradient.grad._version,
                 )
-        if taken.is_last and self._gradient_factor != 1.0:
+        if current_pass.is_last and self._gradient_factor != 1.0:
             gradients = [value.grad for value in self._trained_parameters if value.grad is not None]
             torch._foreach_mul_(gradients, self._gradient_factor)
             self._gradient_factor = 1.0
         if self._timed_step is not None:
-            self._note_backward_end(taken, self._timed_step)
+            self._note_backward_end(current_pass, self._timed_step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs beside model, optimizer and scheduler: numbers, strings and tensors only.
@@ -409,10 +437,11 @@ class GoodputAgent(Watcher):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint of any number of processes: the same total batch where the ranks can share it.
+        """Continue from a checkpoint, which any number of processes may have written.
 
-        Where they cannot, the nearest that they can. Raises InputError for a state of another dataset, order or initial
-        batch, or for what is no state; nothing is taken then.
+        The total batch stays the same where this job's ranks can share it; otherwise it becomes the nearest that they
+        can. Raises InputError for a state of another dataset, order or initial batch, or for what is no state; the
+        agent is then left unchanged.
         """
         if not isinstance(state, Mapping) or state.get("version") != 1:
             raise InputError("agent state", "is none of version 1", "give what state_dict returned")
@@ -426,7 +455,7 @@ class GoodputAgent(Watcher):
             self.sampler.load_state_dict(state["sampler"], split)
             try:
                 self._chooser.load_state(state)
-            except Exception:
+            except Exception:  # nothing of a broken state is taken
                 self.sampler.load_state_dict(*sampler_before)
                 raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -456,37 +485,50 @@ class GoodputAgent(Watcher):
     # A pass and a step, from inside.
 
     def _current_step(self) -> int:
+        """Return the number of the step under way; between steps that of the next one.
+
+        A step is over with its update, though the loop may still hold its last batch.
+        """
         return (
             self._pass_under_way.step
             if self._pass_under_way is not None and self._finished_pass is None
             else self.sampler.step
         )
 
-    def _begin_pass(self, taken: Pass, start: Stamp) -> None:
-        self._pass_under_way, self._finished_pass = taken, None
-        self._scaler.pending.drop(self.sampler, unused=True)
-        self._scaler.pending.draw(self.sampler, taken)
-        if taken.number == 0:
+    def _begin_pass(self, current_pass: Pass, start: Stamp) -> None:
+        """Begin the pass of a batch that the loader has just yielded; ``start`` is when its fetching began.
+
+        The pass's samples go to the loss scaler, DDP learns whether it must reduce, and the clocks of the pass start.
+        """
+        self._pass_under_way, self._finished_pass = current_pass, None
+        # Earlier batches are forgotten: only the present one may be trained on.
+        self._scaler.pending.drop(self.sampler, everything=True)
+        self._scaler.pending.draw(self.sampler, current_pass)
+        if current_pass.number == 0:
             self._pass_counts, self._gradient_factor = [], 1.0
         if self._ddp_model is not None:
-            self._ddp_model.require_backward_grad_sync = taken.is_last  # as no_sync() does around both passes
+            self._ddp_model.require_backward_grad_sync = current_pass.is_last  # as no_sync() does around both passes
         if self.is_off:
             return
-        self._noise.begin(taken)
-        if taken.number == 0:
-            self._timed_step = TimedStep(taken=taken, exchanges=[])
+        self._noise.begin(current_pass)
+        if current_pass.number == 0:
+            self._timed_step = TimedStep(first_pass=current_pass, exchanges=[])
         if self._timed_step is not None:
-            self._timed_step.exchanges.append(Exchange(taken.samples, taken.samples, start, self._cuda))
+            self._timed_step.exchanges.append(Exchange(current_pass.samples, current_pass.samples, start, self._cuda))
 
-    def _note_backward_end(self, taken: Pass, timed: TimedStep) -> None:
+    def _note_backward_end(self, current_pass: Pass, timed: TimedStep) -> None:
+        """Note the end of a pass's backward in its times, and take the gradient norms of a sampled step.
+
+        A failure of the sampling is one warning; only a broken connection between ranks is raised.
+        """
         exchange = timed.exchanges[-1]
         if exchange.ready is None:
             exchange.note_ready()
         exchange.note_done()
         try:
-            self._noise.after_pass(taken)
-            if taken.is_last:
-                self._noise.finish(taken)
+            self._noise.after_pass(current_pass)
+            if current_pass.is_last:
+                self._noise.finish(current_pass)
         except Exception as error:
             if is_broken(error):
                 raise
@@ -494,62 +536,81 @@ class GoodputAgent(Watcher):
         timed.own_s += self._noise.take_spent_s()
 
     def _end_pass(self) -> None:
-        """End the pass when the loop asks for the next batch; a last pass without update (AMP overflow) ends its step."""
-        taken = self._pass_under_way
-        if taken is not None and taken.is_last and self._finished_pass is not taken:
-            self._finish_step(taken, updated=False)
+        """End the pass, as the loop asks for the next batch.
+
+        A step's last pass that no update followed (AMP skips the update after an overflow) ends its step all the
+        same.
+        """
+        current_pass = self._pass_under_way
+        if current_pass is not None and current_pass.is_last and self._finished_pass is not current_pass:
+            self._finish_step(current_pass, updated=False)
         self._pass_under_way = None
 
     def _before_update(
         self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...] = (), keywords: Mapping[str, Any] = {}
     ) -> None:
-        taken = self._pass_under_way
-        if taken is None or self._finished_pass is taken:
+        """Check that the optimizer steps at the right moment, and multiply its learning rates by the rule's factor:
+        its pre-step hook.
+
+        :meth:`_after_update` restores the rates. Raises InputError before a step's last pass, without its backward,
+        and for a loss that :meth:`loss` has not weighted.
+        """
+        current_pass = self._pass_under_way
+        if current_pass is None or self._finished_pass is current_pass:
             return
-        if not taken.is_last:
+        if not current_pass.is_last:
             raise InputError("optimizer.step", "came before the step's last pass", "call it if agent.complete")
-        has_closure = any(
-            value is not None for value in (*arguments[1:], *keywords.values())
-        )  # a closure has the backward in it
-        if self._last_backward_pass is not taken and not has_closure:
+        # A closure runs forward and backward inside of the update, so neither can have come before it.
+        has_closure = any(value is not None for value in (*arguments[1:], *keywords.values()))
+        if self._last_backward_pass is not current_pass and not has_closure:
             remedy = "call agent.loss(loss).backward() first"
             raise InputError("optimizer.step", "came before the pass's backward", remedy)
-        if self._said_pass is not taken and not has_closure:
+        if self._pass_with_loss is not current_pass and not has_closure:
             remedy = "write loss = agent.loss(loss) before loss.backward()"
             raise InputError("loss", "did not come through agent.loss", remedy)
-        self._is_updating = True  # what it has inside, as ZeroRedundancyOptimizer does, may step
+        self._is_updating = True  # optimizers inside of it, as in ZeroRedundancyOptimizer, may step meanwhile
         if not self.is_off:
             factor = self.learning_rate_factor
             self._rates_to_restore = [group["lr"] for group in optimizer.param_groups]
-            self._refuse_stepwise_schedule(taken, self._rates_to_restore)
+            self._refuse_stepwise_schedule(current_pass, self._rates_to_restore)
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * factor
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Restore the learning rates that :meth:`_before_update` has multiplied, and end the step: the optimizer's
+        post-step hook.
+        """
         self._is_updating = False
         if self._rates_to_restore is not None:
             for group, rate in zip(optimizer.param_groups, self._rates_to_restore, strict=True):
                 group["lr"] = rate
             self._rates_to_restore = None
-        taken = self._pass_under_way
-        if taken is not None and taken.is_last and self._finished_pass is not taken:
-            self._finish_step(taken, updated=True)
+        current_pass = self._pass_under_way
+        if current_pass is not None and current_pass.is_last and self._finished_pass is not current_pass:
+            self._finish_step(current_pass, updated=True)
 
     def _refuse_other_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Refuse a second optimizer in a step with uneven batches: the gradients of its model are not weighed."""
-        taken = self._pass_under_way
-        if taken is None or optimizer is self._optimizer or self._is_updating:
+        """Raise InputError when a second optimizer steps in a step of uneven batches or several passes.
+
+        Its model's gradients were averaged without weights, as the agent weighs the gradients of its own model only.
+        """
+        current_pass = self._pass_under_way
+        if current_pass is None or optimizer is self._optimizer or self._is_updating:
             return
-        sizes = taken.split.sizes_of(taken.step_samples)
-        if taken.passes > 1 or not (sizes == sizes[0, 0]).all():
+        sizes = current_pass.split.sizes_of(current_pass.step_samples)
+        if current_pass.passes > 1 or not (sizes == sizes[0, 0]).all():
             problem = (
                 f"a second one ({type(optimizer).__name__}) steps within agent.batches, whose gradients nobody weighs"
             )
             raise InputError("optimizer", problem, "train one wrapped model that has all parts, with one optimizer")
 
-    def _refuse_stepwise_schedule(self, taken: Pass, rates: list[Any]) -> None:
-        """Raise InputError for a schedule that the loop moves with every step, when the batch may grow."""
-        rates_before, self._last_rates = self._last_rates, (taken.epoch, list(map(float, rates)))
+    def _refuse_stepwise_schedule(self, current_pass: Pass, rates: list[Any]) -> None:
+        """Raise InputError when the base learning ``rates`` change within an epoch, though the batch may grow.
+
+        Such a schedule counts steps, and larger batches make fewer of them. Rates that the agent moves itself, or
+        that are set by hand, are allowed.
+        """
+        rates_before, self._last_rates = self._last_rates, (current_pass.epoch, list(map(float, rates)))
         if (
             self._scheduler is not None
             or self._is_scheduled_by_hand
@@ -557,53 +618,68 @@ class GoodputAgent(Watcher):
             or rates_before is None
         ):
             return
-        if rates_before[0] == taken.epoch and rates_before[1] != self._last_rates[1]:
+        if rates_before[0] == current_pass.epoch and rates_before[1] != self._last_rates[1]:
             remedy = "give it to the agent, GoodputAgent(..., scheduler=scheduler), and do not step it in the loop"
             problem = "changes from step to step of an epoch, but larger batches make fewer steps"
             raise InputError("the learning rate", problem, remedy)
 
     def _step_schedule(self) -> None:
-        """Step the schedule until its steps equal the samples done over the initial batch."""
+        """Step the schedule until it has made one step for each initial batch's worth of samples done, as a run at
+        that batch would.
+        """
         if self._scheduler is None:
             return
         dataset_size, initial_batch = self.sampler.dataset_size, self._limits.initial_batch_size
-        per_epoch = -(-dataset_size // initial_batch)
+        per_epoch = -(-dataset_size // initial_batch)  # rounded up: the last, smaller batch of an epoch is a step too
         epoch_steps = per_epoch if self.sampler.position >= dataset_size else self.sampler.position // initial_batch
         while self._schedule_steps < self.sampler.epoch * per_epoch + epoch_steps:
             self._scheduler.step()
             self._schedule_steps += 1
 
-    def _finish_step(self, taken: Pass, *, updated: bool) -> None:
+    def _finish_step(self, current_pass: Pass, *, updated: bool) -> None:
+        """End a step after its last pass: count its samples, move the schedule, keep its times, and look at the
+        measurements when due.
+
+        ``updated`` is false where the optimizer left the step out: the samples are done, but no progress was made.
+        The first steps after a start and an epoch's smaller last step are not measured.
+        """
         end = stamp(self._cuda)
-        factor = self._learning_rate_factor_at(taken.step_samples)
-        self._finished_pass = taken
-        self.sampler.commit(taken)
+        factor = self._learning_rate_factor_at(current_pass.step_samples)
+        self._finished_pass = current_pass
+        self.sampler.commit(current_pass)
         if updated:
-            self.progress += self._steps_at_initial_batch(taken.step_samples)
+            self.progress += self._steps_at_initial_batch(current_pass.step_samples)
         self._step_schedule()
         timed, self._timed_step = self._timed_step, None
         if timed is None:
             return
         timed.end = end
-        self._chooser.largest_tried = max(self._chooser.largest_tried, taken.step_samples)
+        self._chooser.largest_tried = max(self._chooser.largest_tried, current_pass.step_samples)
         if self._recorder is not None:
             self._write_telemetry(self._recorder, timed, end, learning_rate_factor=factor, noise_scale=self.noise_scale)
-        if taken.is_full and taken.step >= self._first_step + WARMUP_STEPS:
+        if current_pass.is_full and current_pass.step >= self._first_step + WARMUP_STEPS:
             self._chooser.add(timed)
         if self.sampler.step >= self._chooser.look_at:
             self._chooser.look()
 
     def _write_telemetry(self, recorder: StepRecorder, timed: TimedStep, end: Stamp, **more: Any) -> None:
-        """Write a step's row. Waiting for the slowest rank, which would take a collective to tell, is part of ``sync_s``."""
+        """Write a step's row, with the columns of ``more`` added.
+
+        Waiting for the slowest rank counts as part of ``sync_s``: telling it apart would take a collective.
+        """
         for exchange in timed.exchanges:
             exchange.arrived_s = exchange.ready.host_s if exchange.ready is not None else None
-        if not timed.taken.step_start:
+        if not timed.first_pass.step_start:  # the step's first sample is the epoch's first
             recorder.begin_epoch()
-        more |= {"total_batch": timed.taken.step_samples, "passes": len(timed.exchanges)}
-        recorder.add(timed.taken.step, timed.exchanges, end, **more)
+        more |= {"total_batch": timed.first_pass.step_samples, "passes": len(timed.exchanges)}
+        recorder.add(timed.first_pass.step, timed.exchanges, end, **more)
 
     def _learning_rate_factor_at(self, total: int) -> float:
-        """Return the learning rate's factor at ``total`` samples; a smaller last step of an epoch keeps the base rate."""
+        """Return the learning rate's factor at a batch of ``total`` samples, by the rule and its warmup; 1 while the
+        rule lacks statistics.
+
+        A smaller last step of an epoch keeps the base rate.
+        """
         statistics = self._chooser.statistics
         if self._rule.needs_statistics and statistics is None:
             return 1.0
@@ -612,7 +688,10 @@ class GoodputAgent(Watcher):
         return self._rule.warmed_factor(scale, epoch, self._warmup_epochs, statistics)
 
     def _steps_at_initial_batch(self, total: int) -> float:
-        """Return the progress of a step of ``total`` samples, in steps at the initial batch."""
+        """Return how many steps at the initial batch a step of ``total`` samples is worth: at most its share of that batch.
+
+        A larger batch makes fewer steps of more progress, by the learning-rate rule; a smaller one counts as a part of a step.
+        """
         statistics = self._chooser.statistics
         scale = total / self._limits.initial_batch_size
         if scale <= 1 or (self._rule.needs_statistics and statistics is None):

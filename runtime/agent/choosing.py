@@ -39,9 +39,13 @@ from ddltool.runtime.processes.consensus import Consensus
 from ddltool.runtime.processes.job import DistributedJob
 from ddltool.runtime.processes.step_times import Exchange, Stamp, seconds_between
 
+DURATIONS_KEPT = 65
+"""Latest step durations whose median says how often the noise can be sampled: an odd number has a middle one."""
+LONGEST_WAIT_STEPS = 10_000_000
+"""A look at the measurements is at most so many steps away."""
 TIMES_KEPT = 64
 """Latest times per allocation and local batch; what is fitted is their median."""
-FULL_STEP, PASS = 0, 1
+FULL_STEP, PASS = 0, 1  # kinds of times; numbers, as they stand in a checkpoint's tensor
 FIRST_LOOK = 10
 """Steps before the first look."""
 FIT_WAIT_S = 0.25
@@ -53,7 +57,9 @@ NOISE_SHARE, FIT_SHARE = 0.35, 0.25
 LEAST_OBSERVATIONS = 5
 """Of the noise scale, before it decides anything."""
 PENDING_KEPT = 256
+"""Steps whose times wait on the device to be read; of more, the oldest are dropped."""
 Key = tuple[int, int, int, int]
+"""(nodes, replicas, local batch, kind of time)."""
 log = logging.getLogger(__name__)
 
 
@@ -61,12 +67,14 @@ class StepTimeHistory:
     """Measured times by (nodes, replicas, local batch, kind): full steps' synchronising part, and passes without it."""
 
     def __init__(self) -> None:
+        """Begin without times; of each configuration only the latest ``TIMES_KEPT`` are kept."""
         self._times: defaultdict[Key, deque[float]] = defaultdict(partial(deque, maxlen=TIMES_KEPT))
 
     def add(self, nodes: int, replicas: int, local_batch: int, kind: int, seconds: float) -> None:
-        """Take a time: of the last pass of a step with reduction and update (FULL_STEP), or of a pass alone (PASS).
+        """Keep one measured time of a configuration: nodes, replicas and samples per replica (``local_batch``).
 
-        Times that are not finite and above 0 are left out.
+        ``kind`` FULL_STEP: the last pass of a step, with reduction and update; PASS: a pass alone. Times that are not
+        finite and above 0 are left out.
         """
         if math.isfinite(seconds) and seconds > 0:
             self._times[nodes, replicas, local_batch, kind].append(seconds)
@@ -81,7 +89,10 @@ class StepTimeHistory:
         return max((key[2] for key in self._times), default=0)
 
     def observations(self) -> Observations:
-        """Return one row per configuration with a full step, arrays of shape (n,), medians in seconds."""
+        """Return one row per configuration that has a full step, as arrays of shape (n,); times are medians in seconds.
+
+        The time of a pass alone is NaN where none was measured.
+        """
         rows = []
         for (nodes, replicas, batch, kind), times in sorted(self._times.items()):
             if kind == FULL_STEP:
@@ -103,11 +114,11 @@ class StepTimeHistory:
         return [[*map(float, key), seconds] for key, times in sorted(self._times.items()) for seconds in times]
 
     def load_rows(self, rows: Iterable[Sequence[float]]) -> None:
-        """Forget everything and take what :meth:`rows` returned. Raises InputError for a row that is none."""
+        """Forget everything and take what :meth:`rows` returned. Raises InputError for a row that is not five numbers."""
         self._times.clear()
-        for number, row in enumerate(rows):
+        for row_index, row in enumerate(rows):
             if len(row) != 5 or not all(math.isfinite(value) for value in row):
-                raise InputError(f"observations:row {number}", f"is {list(row)}", "give what state_dict returned")
+                raise InputError(f"observations:row {row_index}", f"is {list(row)}", "give what state_dict returned")
             self.add(int(row[0]), int(row[1]), int(row[2]), int(row[3]), float(row[4]))
 
 
@@ -145,10 +156,8 @@ def decide(
     total_limit = min(limits.max_batch_size, max(2 * largest_tried, initial_batch, replicas))
     local_limit = min(limits.max_local_batch_size, max(2 * times.largest_local_batch, limits.min_local_batch_size))
     explored = replace(limits, max_batch_size=total_limit, max_local_batch_size=local_limit)
-    local_batch, passes = (
-        -(-present.total_batch_size // (replicas * (present.accumulation_steps + 1))),
-        present.accumulation_steps,
-    )
+    passes = present.accumulation_steps  # those without an update, beside the last
+    local_batch = -(-present.total_batch_size // (replicas * (passes + 1)))  # rounded up
     present_goodput = float(
         goodput_per_s(
             params, nodes, replicas, local_batch, passes, noise_scale=noise_scale, initial_batch_size=initial_batch
@@ -170,19 +179,20 @@ def decide(
 
 
 def split_near(total: int, replicas: int, limits: BatchLimits) -> Split:
-    """Return the split of ``total`` samples over the ranks, or of the nearest total that can be split within the limits.
+    """Return how the ranks share ``total`` samples (a split), or the nearest total that they can share within the limits.
 
-    With equal distance the smaller. Raises Infeasible when there is none at all.
+    A rank's share is a local batch, in one or more passes. Of two totals at equal distance it is the smaller. Raises
+    Infeasible when there is none at all.
     """
-    low, high = limits.initial_batch_size, limits.max_batch_size
-    total = min(max(total, low), high)
-    for distance in range(max(total - low, high - total) + 1):
+    smallest, largest = limits.initial_batch_size, limits.max_batch_size
+    total = min(max(total, smallest), largest)
+    for distance in range(max(total - smallest, largest - total) + 1):
         for candidate in (total - distance, total + distance):
-            split = find_split(candidate, replicas, limits)[0] if low <= candidate <= high else None
+            split = find_split(candidate, replicas, limits)[0] if smallest <= candidate <= largest else None
             if split is not None:
                 return split
     raise Infeasible(
-        f"no total batch from {low} to {high} can be shared by {replicas} ranks in local batches of "
+        f"no total batch from {smallest} to {largest} can be shared by {replicas} ranks in local batches of "
         f"{limits.min_local_batch_size} to {limits.max_local_batch_size}"
     )
 
@@ -191,14 +201,20 @@ def split_near(total: int, replicas: int, limits: BatchLimits) -> Split:
 class TimedStep:
     """One optimizer step of this rank while it is made: one exchange per pass, the last with the reduction."""
 
-    taken: Pass
+    first_pass: Pass
+    """The pass of the step's first batch; it tells the step's number, position and samples."""
     exchanges: list[Exchange]
     end: Stamp | None = None
     own_s: float = 0.0
     """What sampling the noise took of it."""
 
     def record(self, times: StepTimeHistory, nodes: int, replicas: int) -> float:
-        """Add this step's times and return its seconds; waits for the device to pass its end."""
+        """Add this step's times to ``times`` and return the seconds of the whole step; waits for the device to pass its end.
+
+        The last pass, with reduction and update, gives a full step's time, without what sampling the noise took. The
+        passes before it give times of a pass alone. With one pass and several replicas, a pass's time is what comes
+        before this rank waits for the others.
+        """
         last, end = self.exchanges[-1], self.end
         if end is None:
             return 0.0
@@ -258,6 +274,9 @@ class Chooser:
         noise: NoiseSampler,
         estimator: NoiseScaleEstimator,
     ) -> None:
+        """Prepare the agreement of ranks through ``job``; ``sampler`` and ``noise`` get what is chosen. ``nodes``:
+        machines in the job.
+        """
         self._job, self._nodes, self._limits, self._policy = job, nodes, limits, policy
         self._sampler, self._noise = sampler, noise
         self._consensus = Consensus(job, self._choose)
@@ -265,16 +284,16 @@ class Chooser:
         self.times = StepTimeHistory()
         self.statistics: GradientStatistics | None = None
         self.noise_scale: float | None = None
-        self.largest_tried = sampler.split_at(0).total_batch_size
-        self.changes: list[tuple[int, int, int]] = []
+        self.largest_tried = sampler.split_at(0).total_batch_size  # of the total batches that steps were made of
+        self.changes: list[tuple[int, int, int]] = []  # (first step, total batch, accumulation steps)
         self.decision: BatchDecision | None = None
         self.fit_cost_s = ASSUMED_FIT_S
         """CPU seconds of the last fit and search."""
-        self._timed_steps: deque[TimedStep] = deque(maxlen=PENDING_KEPT)
-        self._durations: deque[float] = deque(maxlen=65)
+        self._timed_steps: deque[TimedStep] = deque(maxlen=PENDING_KEPT)  # not yet read from the device
+        self._durations: deque[float] = deque(maxlen=DURATIONS_KEPT)  # seconds of the latest steps
         self._running_fit: Future[BatchDecision | None] | None = None
         self._fit_thread: ThreadPoolExecutor | None = None
-        self._warned: set[str] = set()
+        self._warned: set[str] = set()  # kinds of work whose failure was logged
         self.restart()
 
     @property
@@ -283,25 +302,25 @@ class Chooser:
         return self._policy.adapt
 
     def split_at(self, step: int) -> Split:
-        """Return how a full step is shared out at ``step``."""
+        """Return how the ranks share a full step at step number ``step``: total batch, and passes without an update."""
         split = self._sampler.split_at(step)
         assert isinstance(split, Split)
         return split
 
     def restart(self) -> None:
-        """Begin to count steps and time anew, as after loading a checkpoint."""
+        """Begin to count steps and time anew, at a start and after loading a checkpoint."""
         self._timed_steps.clear()
         self.look_at = self._sampler.step + (self._policy.interval_steps or FIRST_LOOK)
-        self._last_look = (self._sampler.step, time.perf_counter())
+        self._last_look = (self._sampler.step, time.perf_counter())  # from which the seconds of a step follow
         self._began_s = time.perf_counter()
         self._fit_count = 0
 
     def add(self, timed: TimedStep) -> None:
-        """Take a full step that was made."""
+        """Keep a full step that was made, to read its times at the next look."""
         self._timed_steps.append(timed)
 
     def read(self) -> None:
-        """Read the noise observations and step times from the device, for which the host waits."""
+        """Read the noise observations and step times that are still on the device, for which the host waits."""
         try:
             self._noise.drain(self.estimator)
             while self._timed_steps:
@@ -312,11 +331,15 @@ class Chooser:
             self.warn("reading the measurements", error)
 
     def look(self) -> None:
-        """Look at the measurements after a step; all ranks do at the same. Raises ConsensusError when one is gone."""
+        """Read the measurements and agree with all ranks on the next setting. All ranks call it after the same step.
+
+        The setting says when to look again, how often to sample the noise, the noise figures and, after a fit, a new
+        split of the batch. Raises ConsensusError when a rank is gone.
+        """
         self.read()
         step = self._sampler.step
         agreed = self._consensus.propose(lambda: np.array([self._sampler.next_step], dtype=np.float64))
-        setting = _Setting(*(agreed if agreed is not None else ()))
+        setting = _Setting(*(agreed if agreed is not None else ()))  # NaN and 0 mean: no change
         self.look_at = max(int(setting.look_at), step + 1)
         if math.isfinite(setting.noise_every):
             self._noise.every = int(setting.noise_every)
@@ -332,7 +355,11 @@ class Chooser:
         self._last_look = (step, time.perf_counter())
 
     def _choose(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return rank 0's setting, from (n, 1) first steps that each rank has not handed out."""
+        """Return rank 0's setting for all ranks, as an array of :class:`_Setting`'s fields; called by the consensus on rank 0.
+
+        ``rows`` (n, 1): each rank's first step that it has not handed out yet. The largest is the first at which all
+        can change. A failure leaves everything as it is until a later look.
+        """
         first_step, step = float(rows.max()), self._sampler.step
         try:
             return np.array(self._next_setting(first_step, step))
@@ -341,7 +368,11 @@ class Chooser:
             return np.array(_Setting(first_step, step + FIRST_LOOK))
 
     def _next_setting(self, first_step: float, step: int) -> _Setting:
-        """Return rank 0's setting: a finished fit's split, the noise figures, and the step of the next look."""
+        """Return rank 0's setting, of what is known now: a finished fit's split, the noise figures, and the step of
+        the next look.
+
+        ``first_step``: the first step that no rank has handed out, where a new split takes effect; ``step``: the present one.
+        """
         step_s = (time.perf_counter() - self._last_look[1]) / max(step - self._last_look[0], 1)
         decision, is_fitting = self._finished_decision()
         setting = _Setting(first_step, step + self._steps_to_next(step_s, is_fitting), self._next_noise_interval())
@@ -349,15 +380,23 @@ class Chooser:
             split = decision.split
             setting = setting._replace(total=split.total_batch_size, accumulation=split.accumulation_steps)
         gradient_statistics = self.estimator.statistics(self._limits.initial_batch_size)
-        phi = self._known_noise_scale()
-        if gradient_statistics is not None and phi is not None:
-            setting = setting._replace(sqr=gradient_statistics.sqr, var=gradient_statistics.var, noise_scale=phi)
+        noise_scale = self._known_noise_scale()
+        if gradient_statistics is not None and noise_scale is not None:
+            sqr, var = gradient_statistics.sqr, gradient_statistics.var
+            setting = setting._replace(sqr=sqr, var=var, noise_scale=noise_scale)
         return setting
 
     def _known_noise_scale(self) -> float | None:
+        """Return the gradient noise scale in samples, None until there are enough observations of it to decide by."""
         return self.estimator.noise_scale if self.estimator.count >= LEAST_OBSERVATIONS else None
 
     def _steps_to_next(self, step_s: float, is_fitting: bool) -> int:
+        """Return after how many steps of ``step_s`` seconds to look again, at least 1.
+
+        While a fit runs, its result is fetched soon. Before the first fit, the wait lasts until training has gone on
+        long enough to pay for one; afterwards it lasts for the interval, or longer where a fit costs more than the
+        overhead allows.
+        """
         policy = self._policy
         if policy.interval_steps is not None:
             return policy.interval_steps
@@ -367,16 +406,21 @@ class Chooser:
             wanted_s = max(policy.interval_s, self._affordable_s())
         else:
             wanted_s = max(self._affordable_s() - self._elapsed_s(), 0.0)
-        return max(1, min(math.ceil(wanted_s / max(step_s, 1e-6)), 10_000_000))
+        return max(1, min(math.ceil(wanted_s / max(step_s, 1e-6)), LONGEST_WAIT_STEPS))  # 1e-6: no division by zero
 
     def _affordable_s(self) -> float:
-        """Return the seconds of training over which a fit's cost is spread."""
+        """Return the seconds of training of which one fit's cost is the share that is allowed for fits."""
         return self.fit_cost_s / (FIT_SHARE * self._policy.overhead)
 
     def _elapsed_s(self) -> float:
+        """Return the seconds since the start, or since a checkpoint was loaded."""
         return time.perf_counter() - self._began_s
 
     def _next_noise_interval(self) -> int:
+        """Return every how many steps to sample the noise: as the user says, or as often as its share of the overhead pays for.
+
+        Until its cost is known, the present interval stays.
+        """
         policy = self._policy
         if policy.noise_every is not None:
             return policy.noise_every
@@ -387,7 +431,11 @@ class Chooser:
         )
 
     def _finished_decision(self) -> tuple[BatchDecision | None, bool]:
-        """Return a finished fit's decision (None: none is ready), and whether a fit is under way; start one when due."""
+        """Return a finished fit's decision, and whether a fit is under way; start a fit when one is due.
+
+        The decision is None where none is ready or the fit failed. A fit gets a copy of the times, as it may run in a
+        thread.
+        """
         if self._running_fit is not None:
             if not self._running_fit.done():
                 return None, True
@@ -417,7 +465,7 @@ class Chooser:
         return None, True
 
     def _run_fit(self, work: Callable[[], BatchDecision | None]) -> BatchDecision | None:
-        """Return the decision of ``work``, None when it fails, and record its CPU seconds."""
+        """Run ``work`` and return its decision, None when it fails; note the CPU seconds that it took."""
         start = time.thread_time()
         try:
             return work()
@@ -429,24 +477,22 @@ class Chooser:
             self._fit_count += 1
 
     def warn(self, what: str, error: BaseException) -> None:
-        """Say once per kind of work that it failed; training goes on with the present setting."""
+        """Log once per kind of work (``what``) that it failed; training goes on with the present setting."""
         if what not in self._warned:
             self._warned.add(what)
             text = " ".join(str(error).split()) or type(error).__name__
             log.warning("goodput agent: %s failed (%s); the present batch stays", what, text)
 
     def close(self) -> None:
-        """End the thread."""
+        """End the agreements and the thread of fits; a fit under way is not waited for, as nobody wants its result any more."""
         atexit.unregister(self.close)
         self._consensus.close()
         if self._fit_thread is not None:
-            self._fit_thread.shutdown(
-                wait=False, cancel_futures=True
-            )  # a fit may take a while, and nobody wants it now
+            self._fit_thread.shutdown(wait=False, cancel_futures=True)
             self._fit_thread = self._running_fit = None
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint needs: numbers and a tensor of shape (times, 5)."""
+        """Return what a checkpoint needs: numbers and a tensor of shape (times, 5); NaN stands for what is not known."""
         self.read()
         rows = self.times.rows()
         return {
@@ -459,7 +505,7 @@ class Chooser:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take up a state again. Raises KeyError, TypeError, ValueError or InputError for what is none."""
+        """Take up what :meth:`state` returned. Raises KeyError, TypeError, ValueError or InputError for anything else."""
         rows = state["observations"].tolist()
         sqr, var, noise_scale = (float(state[name]) for name in ("sqr", "var", "noise_scale"))
         largest_tried = int(state["largest_tried"])

@@ -30,6 +30,8 @@ from ddltool.errors import InputError
 from ddltool.runtime.processes.batches import Pass
 from ddltool.runtime.processes.step_times import Stamp, seconds_between, stamp
 
+COSTS_KEPT = 9
+"""Latest sampled steps whose median cost says how often to sample: an odd number has a middle one."""
 SAMPLES_HELD = 256
 """Norms are read from the device when a decision wants them, or when there are this many."""
 
@@ -39,8 +41,9 @@ class Norms(NamedTuple):
 
     values: Tensor
     small: float
+    """Samples behind the first norm."""
     big: float
-    """Samples behind the two norms; equal for two consecutive steps."""
+    """Samples behind the second norm; equal to ``small`` for two consecutive steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +65,7 @@ class Preconditioner:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Read the scales from ``optimizer``'s state, when they are asked for."""
         self._optimizer = optimizer
         self._group_index = {
             id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]
@@ -70,7 +74,10 @@ class Preconditioner:
 
     @property
     def is_pending(self) -> bool:
-        """Whether P becomes known with the first update only: norms before it would have another unit."""
+        """Whether the optimizer will have scales only after its first update.
+
+        Norms taken before would have P = 1, which is another unit than that of all later ones.
+        """
         return not self._optimizer.state and any(
             "betas" in group or "alpha" in group for group in self._optimizer.param_groups
         )
@@ -80,7 +87,9 @@ class Preconditioner:
         self._scale_by_id: dict[int, Tensor | None] = {}
 
     def scales(self, parameters: Sequence[nn.Parameter]) -> list[Tensor] | None:
-        """Return P for each parameter, in its shape; None where P is 1 for all of them."""
+        """Return P, the optimizer's scale of each coordinate, for each parameter and in its shape; None where P is 1
+        for all.
+        """
         for parameter in parameters:
             if id(parameter) not in self._scale_by_id:
                 self._scale_by_id[id(parameter)] = self._scale(parameter)
@@ -93,6 +102,11 @@ class Preconditioner:
         ]
 
     def _scale(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return P of one parameter, in its shape; None where P is 1.
+
+        P is the factor by which Adam or RMSprop multiplies each coordinate, from its running mean of squared
+        gradients.
+        """
         # Never through [] on the state: it is a defaultdict, and an empty entry would change what a checkpoint holds.
         state: dict[str, Any] = self._optimizer.state.get(parameter, {})
         moment = state.get("exp_avg_sq", state.get("square_avg"))
@@ -112,7 +126,10 @@ class Preconditioner:
 
 
 def squared_norm(tensors: Sequence[Tensor], scales: Sequence[Tensor] | None = None) -> Tensor:
-    """Return ``sum |p t|^2`` over the tensors as a tensor of shape (), float32 at least, without waiting for the device."""
+    """Return the squared length of all tensors together, ``sum |p t|^2`` with ``scales`` p, as a tensor of shape ().
+
+    The result is float32 at least and stays on the device, for which the host does not wait.
+    """
     if not tensors:
         return torch.zeros(())
     if scales is not None:
@@ -146,6 +163,7 @@ class NoiseSampler:
         group: dist.ProcessGroup | None,
         every: int = 1,
     ) -> None:
+        """Prepare to sample; nothing is hooked in before a sampled step."""
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._preconditioner = Preconditioner(optimizer)
         self._world_size = world_size
@@ -154,14 +172,15 @@ class NoiseSampler:
         self.every = every
         self.cost_s = math.nan
         self._observations: list[Norms] = []
-        self._step_spans: list[tuple[Stamp, Stamp]] = []
-        self._spans_by_step: deque[list[tuple[Stamp, Stamp]]] = deque(maxlen=9)
-        self._spent_s = 0.0
+        self._step_spans: list[tuple[Stamp, Stamp]] = []  # (start, end) of the work of sampling in this step
+        self._spans_by_step: deque[list[tuple[Stamp, Stamp]]] = deque(maxlen=COSTS_KEPT)
+        self._spent_s = 0.0  # the host's seconds since `take_spent_s`
         self._previous: _Previous | None = None
         self._hooks: list[Any] = []
         self._forget_step()
 
     def _forget_step(self) -> None:
+        """Drop everything that belongs to one sampled step: its hooks, its norms, and the scales of the optimizer."""
         self._is_step_sampled = False
         self._remove_hooks()
         self._local_norms: list[Tensor] = []
@@ -170,36 +189,44 @@ class NoiseSampler:
         self._reduction: dist.Work | None = None
         self._preconditioner.forget()
 
-    def _is_sampled(self, taken: Pass) -> bool:
-        """Return whether this step is sampled: every k-th full step; without a second batch size also the one after it."""
-        if not self.every or not taken.is_full or self._preconditioner.is_pending:
-            return False
-        needs_pair = self._world_size == 1 and taken.passes == 1 and self.every > 1
-        return taken.step % self.every in ((0, 1) if needs_pair else (0,))
+    def _is_sampled(self, current_pass: Pass) -> bool:
+        """Return whether this step is sampled: every k-th full step.
 
-    def begin(self, taken: Pass) -> None:
-        """Begin a pass; at the first of a step, decide whether the step is sampled."""
-        if taken.number == 0:
+        One replica without accumulation has only one batch size, so the step after it is sampled too: the two make a
+        pair.
+        """
+        if not self.every or not current_pass.is_full or self._preconditioner.is_pending:
+            return False
+        needs_pair = self._world_size == 1 and current_pass.passes == 1 and self.every > 1
+        return current_pass.step % self.every in ((0, 1) if needs_pair else (0,))
+
+    def begin(self, current_pass: Pass) -> None:
+        """Begin a pass of the training loop; at the first of a step, decide whether the step is sampled."""
+        if current_pass.number == 0:
             self._forget_step()
-            self._is_step_sampled = self._is_sampled(taken)
+            self._is_step_sampled = self._is_sampled(current_pass)
             if self._previous is None or self.every == 1:  # else a pair's second, whose cost counts with the first's
                 self._step_spans = []
 
-    def after_pass(self, taken: Pass) -> None:
-        """A pass of one replica that accumulates is done: the first one's gradient is the small batch."""
-        if self._is_step_sampled and self._world_size == 1 and taken.passes > 1 and taken.number == 0:
+    def after_pass(self, current_pass: Pass) -> None:
+        """Take the norm of the gradient after a step's first pass, where one replica accumulates: it is the small batch's.
+
+        The gradient carries the weight of its pass, which is divided out.
+        """
+        if self._is_step_sampled and self._world_size == 1 and current_pass.passes > 1 and current_pass.number == 0:
             with self._measured_time():
-                first = int(taken.split.sizes_of(taken.step_samples)[0, 0])
-                self._small_batch_norm = squared_norm(*self._gradients()) / taken.weight**2, first
+                first = int(current_pass.split.sizes_of(current_pass.step_samples)[0, 0])
+                self._small_batch_norm = squared_norm(*self._gradients()) / current_pass.weight**2, first
 
     def begin_last_backward(self) -> None:
-        """The last backward pass of a step begins: look at each of this rank's gradients before DDP averages it."""
+        """Begin a step's last backward pass: hook into each parameter, to see this rank's gradient before DDP averages it."""
         if self._is_step_sampled and self._group is not None:
             self._local_norms = []
             trained = [value for value in self._parameters if value.requires_grad]
             self._hooks = [value.register_post_accumulate_grad_hook(self._record_squared_norm) for value in trained]
 
     def _record_squared_norm(self, parameter: Tensor) -> None:
+        """Record the squared norm of one parameter's own gradient: the hook of a gradient that is accumulated."""
         with self._measured_time():
             try:
                 assert isinstance(parameter, nn.Parameter)
@@ -208,25 +235,35 @@ class NoiseSampler:
             except Exception:  # the other ranks wait for this rank's number: NaN says that there is none
                 self._local_norms.append(torch.full((), math.nan, device=parameter.device))
 
-    def complete(self, taken: Pass, correction: float) -> None:
-        """This rank's gradients are complete and weighted; ``correction``: what they are multiplied by when averaged."""
+    def complete(self, current_pass: Pass, correction: float) -> None:
+        """Sum the rank's own squared norms over all ranks, in the background: the small batch's norm.
+
+        Call it when this rank's gradients are complete. ``correction``: the factor that the averaged gradients are
+        multiplied by afterwards. Gradients carry the weight of the rank's share of the step's samples, which is
+        divided out; the third power of the number of replicas comes from DDP's mean (squared) and from the mean over
+        ranks.
+        """
         if self._is_step_sampled and self._group is not None:
             with self._measured_time():
                 self._remove_hooks()
-                sizes = taken.split.sizes_of(taken.step_samples).sum(axis=1)
-                own_share = float(sizes[dist.get_rank(self._group)]) / taken.step_samples
+                sizes = current_pass.split.sizes_of(current_pass.step_samples).sum(axis=1)
+                own_share = float(sizes[dist.get_rank(self._group)]) / current_pass.step_samples
                 squared = torch.stack(self._local_norms).sum() if self._local_norms else torch.full((), math.nan)
                 small = squared * correction**2 / (own_share**2 * self._world_size**3)
                 self._small_batch_norm = small, small_batch(sizes) if sizes.min() else 0.0
                 self._reduction = dist.all_reduce(small, group=self._group, async_op=True)
 
     def _remove_hooks(self) -> None:
+        """Remove the hooks on parameters, if there are any."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
-    def finish(self, taken: Pass) -> None:
-        """Observe the step's complete gradients, before the optimizer uses them."""
+    def finish(self, current_pass: Pass) -> None:
+        """Take the norm of the step's complete gradients, before the optimizer uses them, and keep the observation.
+
+        Where there is no second batch size, two consecutive steps make one observation.
+        """
         if not self._is_step_sampled:
             return
         with self._measured_time():
@@ -236,47 +273,60 @@ class NoiseSampler:
                 small, samples = self._small_batch_norm
                 big = squared_norm(*self._gradients()).to(small.dtype)
                 if samples:
-                    self._store_observation(torch.stack([small, big]), samples, taken.step_samples)
-            elif self._world_size == 1 and taken.passes == 1:
-                self._finish_pair(taken)
+                    self._store_observation(torch.stack([small, big]), samples, current_pass.step_samples)
+            elif self._world_size == 1 and current_pass.passes == 1:
+                self._finish_pair(current_pass)
+        # The first step of a pair is not an observation yet: its spans go on with the second's.
         if self._previous is None or self.every == 1:
             self._spans_by_step.append(self._step_spans)
         self._forget_step()
 
-    def _finish_pair(self, taken: Pass) -> None:
-        """Observe two consecutive steps of one replica, or keep the first step's gradient for the second."""
+    def _finish_pair(self, current_pass: Pass) -> None:
+        """Observe two consecutive steps of one replica, or keep the first step's gradient for the second.
+
+        The second step's gradient is scaled by the first's P, so that both have one unit. The norm of their
+        difference gives their inner product.
+        """
         previous, self._previous = self._previous, None
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        is_pair = previous is not None and previous.step == taken.step - 1 and previous.samples == taken.step_samples
+        is_pair = (
+            previous is not None
+            and previous.step == current_pass.step - 1
+            and previous.samples == current_pass.step_samples
+        )
         if previous is not None and is_pair and len(previous.gradients) == len(gradients):
             scaled = gradients if previous.scales is None else list(torch._foreach_mul(gradients, previous.scales))
             squared = squared_norm(scaled)
-            torch._foreach_sub_(previous.gradients, scaled)
+            torch._foreach_sub_(previous.gradients, scaled)  # in place, for nobody needs the copy any more
             values = torch.stack([previous.squared, squared, squared_norm(previous.gradients)])
-            self._store_observation(values, taken.step_samples, taken.step_samples)
-            if self.every > 1:
+            self._store_observation(values, current_pass.step_samples, current_pass.step_samples)
+            if self.every > 1:  # the pair is complete; with every step sampled, this one begins the next pair
                 return
-        if self.every == 1 or taken.step % self.every == 0:
+        if self.every == 1 or current_pass.step % self.every == 0:
             gradients, scales = self._gradients()
             scaled_copies = (
                 [g.clone() for g in gradients] if scales is None else list(torch._foreach_mul(gradients, scales))
             )
             self._previous = _Previous(
-                step=taken.step,
-                samples=taken.step_samples,
+                step=current_pass.step,
+                samples=current_pass.step_samples,
                 gradients=scaled_copies,
                 scales=scales,
                 squared=squared_norm(scaled_copies),
             )
 
     def _gradients(self) -> tuple[list[Tensor], list[Tensor] | None]:
-        """Return the gradients of the parameters that have one, and P for each of these (None: 1 for all)."""
+        """Return the gradients of the parameters that have one, and P (the optimizer's scales) for each of these,
+        None: 1 for all.
+        """
         trained = [parameter for parameter in self._parameters if parameter.grad is not None]
         gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
         return gradients, self._preconditioner.scales(trained)
 
     def _store_observation(self, values: Tensor, small: float, big: float) -> None:
-        """Keep an observation on the device, and of these the last ``SAMPLES_HELD``."""
+        """Keep an observation on the device; of all observations the last ``SAMPLES_HELD`` are kept. ``small``,
+        ``big``: samples.
+        """
         self._observations.append(Norms(values.detach(), small, big))
         del self._observations[:-SAMPLES_HELD]
 
@@ -290,12 +340,9 @@ class NoiseSampler:
         for norms in observations:
             first_norm, second_norm, *difference_norm = norms.values.double().tolist()
             with suppress(InputError):
-                if difference_norm:
-                    estimator.add(
-                        differenced_terms(
-                            first_norm, second_norm, (first_norm + second_norm - difference_norm[0]) / 2, norms.big
-                        )
-                    )
+                if difference_norm:  # |a - b|^2 = |a|^2 + |b|^2 - 2 a.b
+                    inner_product = (first_norm + second_norm - difference_norm[0]) / 2
+                    estimator.add(differenced_terms(first_norm, second_norm, inner_product, norms.big))
                 else:
                     estimator.add(noise_terms(first_norm, second_norm, norms.small, norms.big))
         if self._cuda and observations:
@@ -312,6 +359,7 @@ class NoiseSampler:
 
     @contextmanager
     def _measured_time(self) -> Iterator[None]:
+        """Count the block's time as spent on sampling."""
         start = stamp(self._cuda)
         yield
         end = stamp(self._cuda)
@@ -328,4 +376,5 @@ def affordable_interval(cost_s: float, step_s: float, share: float, most: int = 
     if not (cost_s > 0 and step_s > 0 and share > 0):
         return 1
     interval = cost_s / (step_s * share)
+    # 1e-12: a whole number that rounding has made a little larger is not rounded up to the next.
     return most if not math.isfinite(interval) else max(1, min(most, math.ceil(interval * (1 - 1e-12))))

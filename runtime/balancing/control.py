@@ -58,8 +58,11 @@ from ddltool.telemetry import BalanceEvent
 
 Cluster = Literal["cpu", "gpu"]
 MOST_BLOCKING = 16
+"""With more ranks, sizes are chosen behind the next step, for all to wait would take too long."""
 MOST_STEPS_UNREPORTED = 20
+"""Ranks report their speed at least once in so many steps."""
 MOST_SAMPLES = 10**12
+"""The largest number of samples that is taken for one: what is larger is a mistake."""
 LEAST_NORMALIZED = 2
 """BatchNorm divides by the deviation within the batch; of one sample without extent there is none, and torch refuses it."""
 # In a job a worker that has become slow holds up all others until the sizes follow, so both ways notice lasting changes.
@@ -96,7 +99,7 @@ class BalanceOptions:
     """How long a rank waits for the others' reports; None: as long as the job's process group waits in a collective."""
 
     def check(self) -> None:
-        """Raise InputError naming the option that is not usable."""
+        """Raise InputError naming the first option whose value is not among its choices, or not within its range."""
         choices: dict[str, tuple[object, ...]] = {
             "cluster": ("cpu", "gpu"),
             "compress": (None, "bf16"),
@@ -111,12 +114,12 @@ class BalanceOptions:
             "timeout_s": (0.001, 1e6, "seconds from 0.001 to 1e6"),
         }
         ranges["interval_s"] = (0.0, 1e3, "seconds from 0 to 1000")
-        for name, (least_value, most_value, text) in ranges.items():
+        for name, (least_value, most_value, description) in ranges.items():
             value = getattr(self, name)
             if value is None and name != "interval_s":
                 continue
             if not isinstance(value, (int, float)) or not least_value <= value <= most_value:
-                raise InputError(name, f"is {value!r}", f"give {text}")
+                raise InputError(name, f"is {value!r}", f"give {description}")
 
 
 class _StepClock(PassClock):
@@ -131,9 +134,10 @@ class _StepClock(PassClock):
     readings = False
 
     def row(self, exchanges: list[Exchange]) -> Floats:
-        """Return (5,) samples, seconds, and as shares memory in use, CPU that can be expected, and memory available.
+        """Return this rank's report of a step, shape (5,): samples, seconds, and three shares from 0 to 1.
 
-        On CUDA this waits for the device to end the computation; call it where that does no harm.
+        The shares are of memory in use, of CPU that can be expected, and of memory available. On CUDA this waits for
+        the device to end the computation; call it where that does no harm.
         """
         seconds = 0.0
         for exchange in exchanges:
@@ -147,6 +151,7 @@ class _StepClock(PassClock):
         if self._cuda:
             used_share = torch.cuda.max_memory_allocated() / torch.cuda.get_device_properties().total_memory
         cpu = expected_cpu() if self.readings else 1.0
+        # 1e-9: speeds are samples over seconds, and a clock may show none.
         return np.array([samples, max(seconds, 1e-9), used_share, cpu, available_share], dtype=np.float64)
 
 
@@ -154,10 +159,13 @@ class _Loader(CountedLoader):
     """Yields the rest of the epoch, or all of it again when the epoch is at its end."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        if self._variable.position == self._variable.dataset_size:
-            self._variable.position = 0
+        """Yield the batches from the sampler's position to the end of the epoch; from the start when the epoch was at
+        its end.
+        """
+        if self._planned_sampler.position == self._planned_sampler.dataset_size:
+            self._planned_sampler.position = 0
         yield from super().__iter__()
-        self._variable.finish()
+        self._planned_sampler.finish()
 
 
 class Balancer:
@@ -181,6 +189,7 @@ class Balancer:
         manager: Manager,
         chooses: bool,
     ) -> None:
+        """Keep what :func:`balance` has made; ``chooses``: whether sizes follow speeds. Only rank 0 keeps the ``manager``."""
         self.rank = job.rank
         self.world_size = job.world_size
         self.least = least
@@ -196,7 +205,7 @@ class Balancer:
         self._sampler: VariableBatchSampler | None = None
         self._loader: _Loader | None = None
         self._saved_state: dict[str, Any] | None = None
-        self._held_exchanges: list[Exchange] = []
+        self._held_exchanges: list[Exchange] = []  # of steps since the last report
         self._steps_to_report = 1
 
     @property
@@ -230,9 +239,10 @@ class Balancer:
         return loader
 
     def loss(self, loss: Tensor, *, count: float | Tensor | None = None, reduction: Reduction = "mean") -> Tensor:
-        """Return ``loss``, of the same value, with gradients that weigh by ``count``: what it is a mean over on this rank.
+        """Return ``loss``, of the same value, with gradients weighted by ``count``, the number that it is a mean over
+        on this rank.
 
-        Needed where a loss is no mean over the samples of the batch; see
+        Needed only where a loss is no mean over the samples of the batch; see
         :meth:`~ddltool.runtime.hook.loss_scaling.LossScaler.loss`.
         """
         return self._scaler.loss(loss, count=count, reduction=reduction)
@@ -243,15 +253,18 @@ class Balancer:
             self._sampler.set_epoch(epoch)
 
     def after_step(self, *_: object) -> None:
-        """The optimizer has made its update: report, and take over new sizes. Runs by itself as an optimizer hook."""
+        """Report this rank's speed after an update, and take over new sizes. Runs by itself as an optimizer hook.
+
+        Reports are put off for as many steps as all ranks agreed on at the last one, so all ranks report after the
+        same step.
+        """
         exchanges = self._clock.take()
         if not exchanges and self.world_size > 1:
             return  # an update without a backward pass before it is no step
         last_pass = None if self._sampler is None else self._scaler.pending.last_used(self._sampler)
         if self._sampler is not None and last_pass is not None and last_pass.epoch == self._sampler.epoch:
-            self._sampler.commit(
-                last_pass
-            )  # of another epoch where a loop that fetches ahead is in the next one already
+            # A loop that fetches ahead may be in the next epoch already, where this pass has no place.
+            self._sampler.commit(last_pass)
         if not self._chooses or self._consensus is None:
             return
         self._held_exchanges += exchanges
@@ -265,23 +278,26 @@ class Balancer:
             self._resize(tuple(sizes))
 
     def set_sizes(self, sizes: Sequence[int]) -> None:
-        """Use other sizes with the same sum from the next step that is not loaded yet; the same on every rank.
+        """Use other sizes, (n,) samples by rank with the same sum, from the next step that is not loaded yet.
 
-        Raises InputError where sizes are being chosen (``enabled``) or do not fit.
+        Call it on every rank with the same sizes. Raises InputError where sizes are being chosen (``enabled``) or do not fit.
         """
         if self._chooses:
             raise InputError("sizes", "are chosen by speed in this job", "set BalanceOptions(enabled=False)")
         self._resize(fitting_sizes(sizes, self.world_size, self.total_batch, self.least))
 
     def _resize(self, sizes: tuple[int, ...]) -> None:
-        """Use (n,) sizes from the next step that is not loaded yet."""
+        """Use ``sizes``, (n,) samples by rank, from the next step that is not loaded yet."""
         if sizes != self._sizes:
             if self._sampler is not None:
                 self._sampler.resize(sizes)
             self._sizes = sizes
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs, as plain numbers; save rank 0's. Call between steps."""
+        """Return what a checkpoint needs, as plain numbers: the sampler's position, and what Algorithm 2 has found out.
+
+        Rank 0's is to be saved. Call it between steps.
+        """
         sampler = {} if self._sampler is None else {"total": self.total_batch, "sizes": list(self._sampler.sizes)}
         sampler |= {} if self._sampler is None else self._sampler.state_dict()
         return {"sampler": sampler, "policy": {} if self._manager is None else self._manager.state_dict()}
@@ -297,7 +313,10 @@ class Balancer:
             self._restore_state(state)
 
     def _restore_state(self, state: dict[str, Any]) -> None:
-        """Take over a checkpoint: its sizes only where they fit the ranks, the total batch and ``least``."""
+        """Go on from a checkpoint's state. Its sizes are used only where they fit the ranks, the total batch and ``least``.
+
+        Raises InputError for another total batch.
+        """
         assert self._sampler is not None
         sampler_state = state.get("sampler", {})
         if sampler_state.get("total") != self.total_batch:
@@ -365,8 +384,8 @@ def balance(
     demand_same_samples(job, dataset)
     consensus = None
     if job.world_size > 1:
-        many = chosen.cluster == "gpu" or job.world_size > MOST_BLOCKING
-        behind = many if chosen.background is None else chosen.background
+        is_slow_to_choose = chosen.cluster == "gpu" or job.world_size > MOST_BLOCKING
+        behind = is_slow_to_choose if chosen.background is None else chosen.background
         manager.interval_s = 0.0 if behind else chosen.interval_s
         consensus = Consensus(job, manager.paced, timeout_s=chosen.timeout_s, behind=chosen.enabled and behind)
     scaler = LossScaler(job, "balancer", lambda: balancer.sizes)
@@ -382,20 +401,24 @@ def balance(
 
 
 def compress(model: DistributedDataParallel) -> None:
-    """Let gradients travel as bfloat16; they are divided in their own type, so that only the travelling sum is rounded.
+    """Let gradients travel as bfloat16, which halves the bytes of each message.
 
+    They are divided by the number of ranks in their own type before, so that only the travelling sum is rounded.
     Raises InputError for a model that has a communication hook already.
     """
     group = model.process_group
 
     def average(bucket: Any) -> torch.futures.Future[Tensor]:
+        """Return the future mean of one DDP bucket, whose buffer holds it in place."""
         buffer = bucket.buffer().div_(dist.get_world_size(group))
         future = dist.all_reduce(buffer.to(torch.bfloat16), group=group, async_op=True).get_future()
+        # The future of an all-reduce holds a list of one tensor, still bfloat16.
         averaged: torch.futures.Future[Tensor] = future.then(lambda done: buffer.copy_(done.value()[0]))
         return averaged
 
     try:
-        model.register_comm_hook(None, lambda _, bucket: average(bucket))  # DDP minds annotations
+        # A lambda, for DDP checks the annotations of a function against its own types.
+        model.register_comm_hook(None, lambda _, bucket: average(bucket))
     except RuntimeError as error:
         if "can only be called once" not in str(error):
             raise
@@ -413,20 +436,25 @@ def _prepare(
     options: BalanceOptions,
     events: Path | None,
 ) -> tuple[tuple[int, ...], int, Manager]:
-    """Return the first sizes, the least ones, and what chooses the next. Raises InputError for what does not fit."""
+    """Check the arguments of :func:`balance`; return the first sizes, the least size, and the manager that chooses
+    the next ones.
+
+    Sizes are (n,) samples by rank. In a run that only checks against one process (DDLTOOL_CHECK), that process's
+    sizes are the total batch. Raises InputError for what does not fit.
+    """
     demand_wrapped(job, model)
     options.check()
     total_batch = None if total_batch is None else _whole_samples("total_batch", total_batch)
     sizes = None if sizes is None else [_whole_samples("sizes", size) for size in sizes]
     limits = None if limits is None else [_whole_samples("limits", limit) for limit in limits]
-    total = total_batch if sizes is None else sum(sizes)
-    if is_reference():
+    chosen_total = total_batch if sizes is None else sum(sizes)
+    if is_reference():  # one process of a check, which takes the batches of all ranks together
         sizes = limits = None
-    if total is None:
+    if chosen_total is None:
         raise InputError("total_batch", "is missing", "give it, or the sizes of all ranks")
-    fewest = least_samples(model, least, job.world_size, total, sizes, limits)
+    fewest = least_samples(model, least, job.world_size, chosen_total, sizes, limits)
     if sizes is None:
-        sizes = equal(job.world_size, total, limits, fewest).tolist()
+        sizes = equal(job.world_size, chosen_total, limits, fewest).tolist()
     if len(sizes) != job.world_size:
         raise InputError("sizes", f"has {len(sizes)} entries", f"give one for each of {job.world_size} ranks")
     if total_batch is not None and sum(sizes) != total_batch:
@@ -442,7 +470,10 @@ def _prepare(
 
 
 def _whole_samples(name: str, value: object) -> int:
-    """Return a number of samples. Raises InputError for anything but a whole number from 1 to 10^12."""
+    """Return ``value`` as a number of samples. Raises InputError for anything but a whole number from 1 to 10^12.
+
+    ``name``: the argument that it was given as, for the message.
+    """
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -460,9 +491,10 @@ def least_samples(
     sizes: Sequence[int] | None = None,
     limits: Sequence[int] | None = None,
 ) -> int:
-    """Return the samples that each of ``ranks`` gets in every step of ``total``; None: 1, or 2 with local BatchNorm.
+    """Return how many samples each of ``ranks`` gets in every step of ``total`` samples, at the least.
 
-    Raises InputError where the total batch, one of (n,) ``sizes`` or one of (n,) ``limits`` is too small for it.
+    ``least`` None: 1, or 2 where a layer is BatchNorm over the local batch, which cannot normalize one sample. Raises
+    InputError where the total batch, one of (n,) ``sizes`` or one of (n,) ``limits`` is too small for it.
     """
     norm_layer = local_batch_norm(model) if least is None else None
     least_count = _whole_samples("least", least) if least is not None else 1 if norm_layer is None else LEAST_NORMALIZED
@@ -512,6 +544,7 @@ class Manager:
     """
 
     def __init__(self, policy: Policy, events: Path | None = None, skip: int = 1) -> None:
+        """Begin with step 0, and open the file of events, if there is one."""
         self._policy = policy
         self._events, self._run = LineFile(events, kind_of(BalanceEvent), "balancing events"), new_run()
         self._skipped_steps = skip
@@ -523,20 +556,27 @@ class Manager:
         """Ranks report again after so many seconds, for what one agreement costs counts in short steps."""
 
     def paced(self, rows: Floats) -> Floats:
-        """Return (n + 1,) sizes, and after how many steps ranks report again, from (n, 5) rows."""
+        """Return what all ranks go on with, shape (n + 1,): their sizes, and after how many steps they report again.
+
+        ``rows`` (n, 5): the ranks' reports (:meth:`_StepClock.row`), each of one or several steps.
+        """
         steps = max(float(rows[:, 0].sum()), 1.0) / self.total  # less than one at the end of an epoch
-        longest_s = max(float(rows[:, 1].max()) / steps, 1e-9)
-        return np.append(self(rows), min(max(self.interval_s // longest_s, 1), MOST_STEPS_UNREPORTED))
+        longest_s = max(float(rows[:, 1].max()) / steps, 1e-9)  # not 0, to divide by
+        steps_to_report = min(max(self.interval_s // longest_s, 1), MOST_STEPS_UNREPORTED)
+        return np.append(self(rows), steps_to_report)
 
     def __call__(self, rows: Floats) -> Floats:
-        """Return (n,) sizes from (n, 5) rows of samples, seconds, memory in use, CPU and memory available."""
+        """Return the next sizes, (n,) samples, from the ranks' (n, 5) reports; write and log what has changed.
+
+        A report's columns are samples, seconds, and the shares of memory in use, CPU and memory available.
+        """
         with self._lock:
             step, self._step = self._step, self._step + 1
             passes, remainder = divmod(round(float(rows[:, 0].sum())), self.total)
             is_full = remainder == 0 and passes >= 1 and (rows[:, 0] >= passes).all()
             if step < self._skipped_steps or not is_full:
                 return self._policy.sizes.astype(np.float64)
-            if passes > 1:
+            if passes > 1:  # samples and seconds of a mean pass; the shares stay
                 rows = np.concatenate((rows[:, :2] / passes, rows[:, 2:]), axis=1)
             sizes_before = self._policy.sizes.tolist()
             choice = self._policy.choose(Report.of(rows))
@@ -565,6 +605,9 @@ class Manager:
         seconds: Floats,
         rank: int | None = None,
     ) -> None:
+        """Append a line to the file of events, if there is one; ``seconds`` (n,): the ranks' times of the step,
+        ``rank``: the straggler.
+        """
         if not self._events.is_open:  # a line about 96 ranks takes longer to make than their sizes to choose
             return
         rounded_s = [float(f"{value:.4g}") for value in seconds]
@@ -572,12 +615,15 @@ class Manager:
         self._events.write([row.model_dump_json()])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what Algorithm 2 has found out; empty for predictors, which learn anew."""
+        """Return what Algorithm 2 has found out by its trials; empty for predictors of speed, which learn anew."""
         with self._lock:
             return self._policy.state_dict() if isinstance(self._policy, TrialPolicy) else {}
 
     def load_state_dict(self, state: dict[str, Any], sizes: tuple[int, ...]) -> None:
-        """Go on with (n,) ``sizes``, and with Algorithm 2's state where there is one for them."""
+        """Go on with ``sizes``, (n,) samples by rank.
+
+        ``state`` is that of Algorithm 2, which finds sizes by trials; it is used only where it belongs to these sizes.
+        """
         with self._lock:
             if state and isinstance(self._policy, TrialPolicy) and state.get("sizes") == list(sizes):
                 self._policy.load_state_dict(state)

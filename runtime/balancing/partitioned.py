@@ -50,6 +50,7 @@ class PartitionedData:
         threshold: float = THRESHOLD,
         seed: int = 0,
     ) -> None:
+        """Check that all ranks' partitions fit together, and count traversals from zero."""
         self.tensors = tuple(tensor.contiguous() for tensor in tensors)
         self.generation = 0
         """How often partitions have changed."""
@@ -62,10 +63,15 @@ class PartitionedData:
         self._traversals = Traversals(self._read_partition_sizes(), threshold)
 
     def _read_partition_sizes(self) -> list[int]:
-        """Return the number of samples of every rank. Raises InputError on all ranks when a rank's tensors do not fit."""
+        """Return the number of samples of every rank's partition.
+
+        Raises InputError on all ranks when one rank's tensors are empty or of unequal lengths, or ranks differ in
+        types or shapes.
+        """
         lengths = {len(tensor) if tensor.dim() else 0 for tensor in self.tensors}
 
         def check() -> int:
+            """Return this rank's number of samples. Raises InputError without any, and for tensors of different lengths."""
             if len(lengths) != 1 or 0 in lengths:
                 raise InputError("partition", "has no samples, or tensors of different lengths", "give 1 or more")
             return next(iter(lengths))
@@ -95,11 +101,13 @@ class PartitionedData:
         return len(self.tensors[0])
 
     def next_batch(self, size: int) -> tuple[Tensor, ...]:
-        """Return ``size`` samples of this partition: random order, all once before any twice."""
+        """Return ``size`` samples of this partition, one tensor for each of ``tensors``: in random order, all once
+        before any twice.
+        """
         while len(self._sample_order) < size:
-            generator = torch.Generator().manual_seed(
-                hash((self._seed, self.generation, self._traversal_count, self._job.rank))
-            )
+            # Of whole numbers alone, whose hash is the same in every process and run.
+            order_seed = hash((self._seed, self.generation, self._traversal_count, self._job.rank))
+            generator = torch.Generator().manual_seed(order_seed)
             self._traversal_count += 1
             self._sample_order += torch.randperm(len(self), generator=generator).tolist()
         taken_indices, self._sample_order = self._sample_order[:size], self._sample_order[size:]
@@ -107,10 +115,11 @@ class PartitionedData:
         return tuple(tensor[index_tensor] for tensor in self.tensors)
 
     def after_step(self, sizes: Sequence[int]) -> bool:
-        """Count a step of (n,) ``sizes``, the same on every rank; return whether the partition has just changed.
+        """Count a step in which the ranks took (n,) ``sizes`` samples; return whether the partitions have just changed.
 
-        Starts a migration when it is time. While one is under way ranks exchange one number per step, to agree on when all
-        are done. Raises DdlToolError on all ranks when it has failed on one.
+        All ranks call this with the same sizes. Samples begin to move when one partition is traversed too far ahead
+        of another. While they move, ranks exchange one small message per step, to agree on when all are done. Raises
+        DdlToolError on all ranks when moving has failed on one.
         """
         self._traversals.add(sizes)
         if self._migration is None:
@@ -120,8 +129,9 @@ class PartitionedData:
         return self._finish_on_all_ranks(self._migration)
 
     def _start_migration(self, moves: list[Move]) -> None:
-        """Choose at random the samples that this rank gives away, and start the thread that moves them."""
+        """Choose at random the samples that this rank gives away by ``moves``, and start the thread that sends and receives."""
         given_count = sum(move.samples for move in moves if move.source == self._job.rank)
+        # -1 in place of a traversal's number: a stream of its own, apart from those of the order of samples.
         generator = torch.Generator().manual_seed(hash((self._seed, self.generation, -1, self._job.rank)))
         self._migration = _Migration(
             moves=moves, given_indices=torch.randperm(len(self), generator=generator)[:given_count]
@@ -131,7 +141,10 @@ class PartitionedData:
         ).start()
 
     def _move_samples(self, migration: _Migration) -> None:
-        """Send and receive samples in a thread; the common order of moves on all ranks excludes a deadlock."""
+        """Send and receive samples peer to peer: the body of a thread, whose result or error goes to ``migration.received``.
+
+        All ranks go through the moves in the same order, so no two of them can wait for each other.
+        """
         try:
             received, given_begin = [], 0
             for move in migration.moves:
@@ -152,7 +165,10 @@ class PartitionedData:
             migration.received.set_exception(error)
 
     def _finish_on_all_ranks(self, migration: _Migration) -> bool:
-        """Take over the new partition once all ranks have theirs; return whether that is so. Raises DdlToolError."""
+        """Take over the new partition once all ranks have received theirs; return whether that is so now.
+
+        All ranks call this together. Raises DdlToolError on all of them when moving has failed on one.
+        """
         error = migration.received.exception() if migration.received.done() else None
         states = self._job.numbers(migration.received.done(), error is not None)
         if any(failed for _, failed in states):

@@ -44,7 +44,10 @@ Stamp = tuple[int, int, int]
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Return the device and torch settings on which the bits of a run depend; a run is continued only with equal ones."""
+    """Return the settings of device and torch on which the bits of a run depend, by name.
+
+    A run is continued only where all of them are equal.
+    """
     device_type = (
         torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     )
@@ -59,7 +62,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def content_digest(content: dict[str, Any]) -> str:
-    """Return the digest of a checkpoint's whole content, names included."""
+    """Return the digest of a checkpoint's whole content, names included, as 32 hexadecimal digits."""
     hasher = hashlib.blake2b(digest_size=16)
     for name, leaf in leaves(content):
         value = digest(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf)
@@ -68,7 +71,10 @@ def content_digest(content: dict[str, Any]) -> str:
 
 
 def encode(path: str | os.PathLike[str], content: dict[str, Any]) -> bytes:
-    """Return ``content`` as bytes. Raises InputError when it has objects that only pickle could bring back."""
+    """Return ``content`` as bytes that :func:`decode` reads, to send it to another process.
+
+    Raises InputError when it has objects that only pickle could bring back; ``path`` is named in the message.
+    """
     stream = io.BytesIO()
     try:
         torch.save(content, stream)
@@ -181,7 +187,7 @@ def _is_named(descriptor: int, path: Path) -> bool:
 
 
 def _demand_readable(path: Path, partial: Path) -> None:
-    """Raise InputError for ``path`` unless the file ``partial`` can be read back as a checkpoint."""
+    """Raise InputError, naming ``path``, unless the file ``partial`` that is to replace it can be read back as a checkpoint."""
     try:
         _read_file(partial)
     except InputError as error:
@@ -211,7 +217,9 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    """Return the content of one file. Raises InputError when there is none, or its digest is not that of its content."""
+    """Return the content of one checkpoint file. Raises InputError when there is none, or when its content is not
+    what was written.
+    """
     try:
         document = torch.load(path, map_location="cpu", weights_only=True)
         content: dict[str, Any] = document["content"]
@@ -228,7 +236,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _demand_equal(where: str, saved: Mapping[str, Any], present: Mapping[str, Any], remedy: str) -> None:
-    """Raise InputError for the first field in which ``present`` is not what was ``saved``."""
+    """Raise InputError for the first field of this job (``present``) that is not as ``saved``; ``where``: the file."""
     for name, value in present.items():
         if saved.get(name) != value:
             raise InputError(f"{where}:{name}", f"is {saved.get(name)} there and {value} here", remedy)
@@ -237,10 +245,10 @@ def _demand_equal(where: str, saved: Mapping[str, Any], present: Mapping[str, An
 def _demand_same_optimizer(
     where: str, saved: Mapping[str, Any], saved_class: str, optimizer: torch.optim.Optimizer
 ) -> list[str]:
-    """Check a saved state against ``optimizer``; return a sentence for each option (say, a learning rate) of another value.
+    """Check the optimizer's saved state against ``optimizer``; return a sentence for each option whose value differs.
 
-    The saved values of these options are used. Raises InputError for another class of optimizer, other parameter groups or
-    other options.
+    Such options (say, a learning rate) are no error: their saved values are used. Raises InputError for another class
+    of optimizer, other parameter groups or other options.
     """
     present_class = type(optimizer).__name__
     if saved_class != present_class:
@@ -276,7 +284,8 @@ def continued(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return a checkpoint's content, and a sentence for each optimizer option whose saved value differs.
 
-    Raises InputError unless a run of these settings, parameters and extras can continue the checkpoint with equal bits.
+    ``parameters`` are this model's by name, ``extras`` the names of what else is saved. Raises InputError unless a
+    run of these settings, parameters and extras can continue the checkpoint with equal bits.
     """
     content, where = read(path), os.fspath(path)
     if missing := [name for name in _CONTENT_FIELDS if name not in content]:
@@ -284,10 +293,16 @@ def continued(
     _demand_equal(where, content["settings"], settings, _SAME_SETTINGS)
     remedy = "equal bits need the same: torch.set_num_threads, torch's version, the type of device"
     _demand_equal(where, content["environment"], environment(device), remedy)
-    saved = {name: _dtype_and_shape(value) for name, value in content["parameters"].items()}
-    present = {plain_name(name): _dtype_and_shape(value) for name, value in parameters.items()}
-    absent = dict.fromkeys(present | saved, "missing")
-    _demand_equal(f"{where}:parameters", absent | saved, absent | present, "build the model that was saved")
+    saved_parameters = {name: _dtype_and_shape(value) for name, value in content["parameters"].items()}
+    present_parameters = {plain_name(name): _dtype_and_shape(value) for name, value in parameters.items()}
+    # Parameters of one side alone count as "missing" on the other, so that they differ.
+    all_missing = dict.fromkeys(present_parameters | saved_parameters, "missing")
+    _demand_equal(
+        f"{where}:parameters",
+        all_missing | saved_parameters,
+        all_missing | present_parameters,
+        "build the model that was saved",
+    )
     if missing := sorted(set(content["extras"]) ^ set(extras)):
         raise InputError(f"{where}:extras", f"{missing[0]} is only on one side", _SAME_SETTINGS)
     differences = _demand_same_optimizer(
@@ -297,5 +312,5 @@ def continued(
 
 
 def _dtype_and_shape(value: torch.Tensor) -> str:
-    """Return a tensor's data type and shape as text."""
+    """Return a tensor's data type and shape as text, such as ``float32 (8, 3)``."""
     return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"

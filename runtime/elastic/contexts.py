@@ -45,17 +45,18 @@ def plain_name(name: str) -> str:
 
 
 def modules_of(model: nn.Module, loss: Any) -> dict[str, Any]:
-    """Return the modules of model and loss, and a loss object that is no module, by the prefix of their names.
+    """Return the modules of model and loss by the prefix of their names, such as ``"layer.0."``; the model itself has "".
 
-    The loss's names begin with :data:`LOSS`; a module of both has the model's.
+    The loss's prefixes begin with :data:`LOSS`; a module that is in both has the model's. A loss object that is no
+    module is included too, for its attributes.
     """
     by_prefix: dict[str, Any] = {f"{name}." if name else "": module for name, module in model.named_modules()}
     if isinstance(loss, nn.Module):
-        known = set(map(id, by_prefix.values()))
+        model_ids = set(map(id, by_prefix.values()))
         by_prefix |= {
             f"{LOSS}{name}." if name else LOSS: module
             for name, module in loss.named_modules()
-            if id(module) not in known
+            if id(module) not in model_ids
         }
     else:
         owner = getattr(loss, "__self__", loss)  # of a method
@@ -65,7 +66,9 @@ def modules_of(model: nn.Module, loss: Any) -> dict[str, Any]:
 
 
 def named_buffers(modules: Mapping[str, Any]) -> dict[str, Tensor | None]:
-    """Return the buffers that modules hold now, by name."""
+    """Return the buffers that ``modules`` (by prefix) hold now, by full name; None for one that is registered without
+    a tensor.
+    """
     dicts = {prefix: module._buffers for prefix, module in modules.items() if isinstance(module, nn.Module)}
     return {prefix + name: value for prefix, buffers in dicts.items() for name, value in buffers.items()}
 
@@ -86,30 +89,41 @@ class WorkerState:
     """
 
     def __init__(self, modules: dict[str, Any], local: Sequence[int]) -> None:
+        """Give each of the ``local`` virtual ranks a copy of all buffers of ``modules`` (by prefix)."""
         self._modules, self._local = modules, local
+        # By prefix, each module's own attribute dict: what is written there is the module's attribute.
         self._held: dict[str, dict[str, Any]] = {prefix: vars(module) for prefix, module in modules.items()}
         for prefix, module in modules.items():
             if isinstance(module, torch.jit.ScriptModule) and list(module.buffers(recurse=False)):
                 what = f"model:{prefix.removesuffix('.')}"
                 raise InputError(what, "is a ScriptModule, whose buffers cannot be swapped", "give the Python module")
         buffers = {(prefix, BUFFERS): part._buffers for prefix, part in modules.items() if isinstance(part, nn.Module)}
+        # By virtual rank, the values that are the worker's own, put into the modules for its turns.
         self._values: dict[int, dict[Key, Any]] = {rank: _copies(buffers) for rank in local}
         # (comparable, copy) of every shared attribute before the turn; None in turns that are not compared.
         self._before: dict[Key, tuple[Any, Any]] | None = None
         self._turns = 0
 
     def enter(self, rank: int) -> None:
-        """Begin a turn of virtual rank ``rank``: put the worker's own values in place."""
+        """Begin a turn of virtual rank ``rank``: put the worker's own values in place.
+
+        In the turns that are compared, also remember all attributes that workers share, to find those that the turn
+        changes.
+        """
         self._turns += 1
         self.install(self._values[rank])
-        if self._turns <= max(2, len(self._local)) or self._turns & (self._turns - 1) == 0:
+        is_power_of_two = self._turns & (self._turns - 1) == 0
+        if self._turns <= max(2, len(self._local)) or is_power_of_two:
             own_values = self._values[rank]
             shared = ((key, value) for key, value in self._attributes() if key not in own_values)
             self._before = {key: (_comparable(value), _copied(value)) for key, value in shared}
             self._submodules_before = self._submodules()
 
     def leave(self, rank: int) -> None:
-        """End the turn: store the worker's values, and adopt the shared attributes that the turn has changed."""
+        """End the turn of virtual rank ``rank``: store the worker's values.
+
+        Where the turn was compared, each shared attribute that it has changed becomes every worker's own from now on.
+        """
         if self._before is not None:
             before, self._before = self._before, None
             if new := sorted(self._submodules() - self._submodules_before):
@@ -124,7 +138,11 @@ class WorkerState:
         self._values[rank] = {key: self._held[key[0]].get(key[1], ABSENT) for key in self._values[rank]}
 
     def _adopt(self, key: Key, old: Any, new: Any) -> None:
-        """Give every worker its own value of an attribute, ``old`` to begin with. Raises InputError where none can have one."""
+        """Give every logical worker its own value of the attribute ``key``, which a turn has changed from ``old`` to ``new``.
+
+        All of them begin with ``old``. Raises InputError for a value that cannot be swapped, and for a change that
+        comes so late that others may have been overlooked.
+        """
         where = f"model:{key[0]}{key[1]}"
         if not (_is_swappable(old) and _is_swappable(new)):
             problem = "changes in a turn, and no logical worker can have one of its own"
@@ -136,7 +154,7 @@ class WorkerState:
             values[key] = _copied(old)
 
     def install(self, values: Mapping[Key, Any]) -> None:
-        """Let the modules hold ``values``."""
+        """Put ``values`` in place as the modules' attributes; one that is ABSENT is removed."""
         for (prefix, name), value in values.items():
             if value is ABSENT:
                 self._held[prefix].pop(name, None)
@@ -144,15 +162,19 @@ class WorkerState:
                 self._held[prefix][name] = value
 
     def of(self, rank: int) -> dict[Key, Any]:
-        """Return a worker's own values."""
+        """Return the values that belong to virtual rank ``rank`` alone, by attribute."""
         return self._values[rank]
 
     def copies(self, rank: int) -> dict[Key, Any]:
-        """Return copies of a worker's own values."""
+        """Return copies of the values that belong to virtual rank ``rank`` alone."""
         return _copies(self._values[rank])
 
     def to_documents(self, rank: int) -> dict[str, Document]:
-        """Return a worker's buffers (not copied) and attributes (detached copies) by name, without absent ones."""
+        """Return the values of virtual rank ``rank`` for a checkpoint: its buffers (not copied) and its attributes
+        (copies), by name.
+
+        Absent attributes, and buffers without a tensor, are left out.
+        """
         entries = [(plain_name(prefix), name, value) for (prefix, name), value in self._values[rank].items()]
         dicts = [(prefix, value) for prefix, name, value in entries if name == BUFFERS]
         return {
@@ -161,7 +183,11 @@ class WorkerState:
         }
 
     def load(self, documents: Sequence[Document], device: torch.device) -> None:
-        """Take the local workers' values from the documents of all workers. Raises InputError where they do not fit."""
+        """Take the local workers' values from ``documents``, one for each worker of the job in virtual-rank order.
+
+        Buffers come from ``buffers`` and plain attributes from ``attributes`` of each document, by full name. Nothing
+        is changed where they do not fit the model: then InputError is raised.
+        """
         present = {plain_name(name): v for name, v in named_buffers(self._modules).items() if v is not None}
         names = dict.fromkeys(name for document in documents for name in document["attributes"])
         keys = {name: self._attribute_key(name, "attributes") for name in names}
@@ -187,7 +213,10 @@ class WorkerState:
         self._values = loaded
 
     def _attribute_key(self, name: str, what: str) -> Key:
-        """Return the (prefix, attribute) of a saved name. Raises InputError for a module that the model lacks."""
+        """Return the (prefix, attribute) of a saved full name. Raises InputError for a module that the model lacks.
+
+        ``what``: "buffers" or "attributes", for the message.
+        """
         module_name, _, attribute = name.rpartition(".")
         module_prefix = f"{module_name}." if module_name else ""
         for prefix in reversed(self._modules):  # the inner module before the wrapper of torch.compile
@@ -196,7 +225,7 @@ class WorkerState:
         raise InputError(what, f"{name} is only in the checkpoint", "build the model that was saved")
 
     def _submodules(self) -> set[str]:
-        """Return the full names of the submodules that are registered now."""
+        """Return the full names of the submodules that are registered now; one that a turn adds would belong to no worker."""
         return {
             f"{prefix}{name}"
             for prefix, module in self._modules.items()
@@ -205,7 +234,7 @@ class WorkerState:
         }
 
     def _attributes(self) -> Iterator[tuple[Key, Any]]:
-        """Yield every attribute of the modules that not all ``nn.Module`` objects have, with its key."""
+        """Yield every attribute of the modules with its key, except those that all ``nn.Module`` objects have."""
         for prefix, held in self._held.items():
             if type(self._modules[prefix]).__name__ != "OptimizedModule":  # the wrapper of torch.compile
                 for name, value in held.items():
@@ -257,7 +286,7 @@ def _comparable(value: Any, depth: int = 6) -> Any:
 
 
 def _is_swappable(value: Any) -> bool:
-    """Return whether each logical worker can have a value like this of its own: it can be copied, and compared by content."""
+    """Return whether each logical worker can have a value like this of its own: one that can be copied and compared."""
     if value is ABSENT or isinstance(value, (*_SIMPLE, np.ndarray)):
         return True
     if isinstance(value, Tensor):
@@ -268,10 +297,11 @@ def _is_swappable(value: Any) -> bool:
 
 
 def _copies(values: Mapping[Key, Any]) -> dict[Key, Any]:
-    """Return copies of a worker's values; a tensor that is in several dicts of buffers stays one tensor."""
+    """Return copies of a worker's values; a tensor that is registered under several names stays one tensor."""
     copied_by_id: dict[int, Tensor] = {}
 
     def copy_once(tensor: Tensor | None) -> Tensor | None:
+        """Return the copy of a tensor, the same one each time it is met."""
         return None if tensor is None else copied_by_id.setdefault(id(tensor), tensor.detach().clone())
 
     return {
@@ -281,7 +311,10 @@ def _copies(values: Mapping[Key, Any]) -> dict[Key, Any]:
 
 
 def _copied(value: Any, device: torch.device | None = None) -> Any:
-    """Return a copy of tensors, arrays and collections, without their history; anything else as it is."""
+    """Return a copy of a tensor, an array or a collection, on ``device`` (None: where it is) and without autograd history.
+
+    Anything else is returned as it is.
+    """
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         return value.detach().clone() if device is None else value.detach().to(device, copy=True)
     if isinstance(value, np.ndarray):
@@ -312,6 +345,7 @@ class UntrackedModules:
     """
 
     def __init__(self, modules: Mapping[str, Any], turns: int) -> None:
+        """Note which modules are tracked; the hooks are put in place turn by turn."""
         roots = [module for module in modules.values() if isinstance(module, nn.Module)]
         self._tracked_ids = {id(part) for root in roots for part in root.modules()}
         # Code that torch.compile has made does not allow hooks of all modules.
@@ -324,7 +358,7 @@ class UntrackedModules:
         self._hooks: list[Any] = []
 
     def begin_turn(self) -> None:
-        """Look at the calls of a turn, if it is one of the first."""
+        """Hook into all modules for the calls of a logical worker's turn, if it is one of the first."""
         self._turns_left -= 1
         if self._turns_left >= 0:
             self._hooks = [
@@ -333,7 +367,10 @@ class UntrackedModules:
             ]
 
     def end_turn(self) -> None:
-        """End the look at a turn. Raises InputError naming the type of a module that the turn has changed."""
+        """Compare the untracked modules' states with those before the turn.
+
+        Raises InputError naming the type of one that the turn has changed and whose output takes part in training.
+        """
         states, trained = self._states, self._trained
         self.close()
         for key, module in trained.items():
@@ -343,22 +380,26 @@ class UntrackedModules:
                 raise InputError("the turn", problem, "give it as loss_fn, or make it a part of the model")
 
     def close(self) -> None:
-        """Look no more in this turn, which may have been left before its end."""
+        """Remove the hooks and forget the states of this turn, which may have been left before its end."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._states, self._trained = [], {}, {}
 
     def _before_call(self, module: nn.Module, _: object) -> None:
+        """Note the state of an untracked module before its first call of the turn: a hook before each forward pass of
+        any module.
+        """
         if id(module) not in self._tracked_ids:
             self._states.setdefault(id(module), _state_of(module))
 
     def _after_call(self, module: nn.Module, _: object, output: object) -> None:
+        """Note an untracked module whose output needs a gradient: it takes part in training. A hook after each forward pass."""
         if id(module) in self._states and isinstance(output, Tensor) and output.requires_grad:
             self._trained[id(module)] = module
 
 
 def _state_of(module: nn.Module) -> Any:
-    """Return something that is equal as long as a module's own buffers and attributes are."""
+    """Return something that stays equal as long as a module's own buffers and attributes do not change."""
     attributes = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
     return _comparable(attributes), _comparable(dict(module._buffers))
 
@@ -371,8 +412,9 @@ class Contexts:
     """
 
     def __init__(self, modules: dict[str, Any], local: Sequence[int], seed: int, device: torch.device) -> None:
+        """Seed each local worker's random streams, and let the model hold the first local worker's buffers and attributes."""
         self._modules, self._own = modules, WorkerState(modules, local)
-        self.untracked = UntrackedModules(modules, 2 * len(local))
+        self.untracked = UntrackedModules(modules, 2 * len(local))  # the first two turns of each worker
         self._device, self._local = device, local
         self._streams = {rank: RandomStreams.seeded(seed, rank, device) for rank in local}
         self._outside: RandomStreams | None = None  # the process's own, while a step is under way
@@ -380,7 +422,10 @@ class Contexts:
         self._install_first()
 
     def enter(self, virtual_rank: int) -> None:
-        """Switch ``virtual_rank`` in; no worker may be switched in before."""
+        """Switch a logical worker (EST) in: put its random streams, buffers and attributes in place for its turn.
+
+        No worker may be switched in before. At the first turn of a step, the process's own random streams are kept aside.
+        """
         if self._outside is None:
             self._outside = RandomStreams.present(self._device)
         self._own.enter(virtual_rank)
@@ -389,9 +434,10 @@ class Contexts:
         self.active = virtual_rank
 
     def leave(self, last: bool = True) -> None:
-        """Switch the active worker out; after the ``last`` turn of a step also restore the process's own random streams.
+        """Switch the active logical worker out: keep its random streams, buffers and attributes until its next turn.
 
-        Raises InputError for an attribute that the turn changed and that cannot be swapped (:class:`WorkerState`).
+        After the ``last`` turn of a step also restore the process's own random streams. Raises InputError for an
+        attribute that the turn changed and that cannot be swapped (:class:`WorkerState`).
         """
         if self.active is None:
             return
@@ -405,11 +451,14 @@ class Contexts:
             self._install_first()
 
     def _install_first(self) -> None:
+        """Let the model hold the buffers and attributes of the first local worker, as it does between turns."""
         self._own.install(self._own.of(self._local[0]))
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Undo the block's changes of buffers and attributes."""
+        """Let the block work on copies of the first worker's buffers and attributes, so that its changes are undone
+        afterwards.
+        """
         self._own.install(self._own.copies(self._local[0]))
         try:
             yield
@@ -417,19 +466,25 @@ class Contexts:
             self._install_first()
 
     def seen(self) -> tuple[Document, dict[str, Tensor | None]]:
-        """Return the random streams and the model's buffers that are switched in now."""
+        """Return the random streams that are in place now, and the model's buffers by name, without the loss's."""
         buffers = {name: v for name, v in named_buffers(self._modules).items() if not name.startswith(LOSS)}
         return RandomStreams.present(self._device).to_document(), buffers
 
     def to_documents(self) -> list[Document]:
-        """Return the local workers' contexts in virtual-rank order, for a checkpoint; buffers are no copies."""
+        """Return the local workers' contexts (random streams, buffers, attributes) for a checkpoint, in virtual-rank order.
+
+        Buffers are not copied.
+        """
         return [
             {"virtual_rank": rank, "streams": self._streams[rank].to_document(), **self._own.to_documents(rank)}
             for rank in self._local
         ]
 
     def load(self, documents: list[Document], where: str) -> None:
-        """Take the local workers' contexts from those of all workers. Raises InputError when they do not fit the model."""
+        """Take the local workers' contexts from ``documents``, those of all workers in virtual-rank order.
+
+        ``where``: the checkpoint, for messages. Raises InputError when they do not fit the model.
+        """
         try:
             self._own.load(documents, self._device)
         except InputError as error:

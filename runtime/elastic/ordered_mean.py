@@ -44,7 +44,10 @@ class Bucket:
         return self.row[offset : offset + parameter.numel()].view(parameter.shape)
 
     def add(self, gradients: list[Tensor | None], *, first: bool) -> None:
-        """Add a turn's gradients (None: zeros) to ``row``; the ``first`` ones of a step overwrite ``row``."""
+        """Add a turn's gradients, in the order of ``parts`` (None: zeros), to ``row``.
+
+        The ``first`` ones of a step overwrite ``row``, which still holds the mean of the step before.
+        """
         for (_, parameter, offset), gradient in zip(self.parts, gradients, strict=True):
             target = self.view(parameter, offset)
             if first:
@@ -81,6 +84,9 @@ class OrderedMean:
         bucket_bytes: int = 25 * MIB,
         buckets: list[list[str]] | None = None,
     ) -> None:
+        """Hook into the parameters, to see when their gradients are ready. The thread starts with the first bucket
+        handed to it.
+        """
         self._parameters = {name: value for name, value in parameters.items() if value.requires_grad}
         self._processes, self._owners = processes, processes.owners
         self._divisor = processes.max_workers * turns_per_worker
@@ -101,7 +107,7 @@ class OrderedMean:
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._turn: int | None = None  # the virtual rank whose turn it is; None between turns
-        self._expected = False
+        self._expected = False  # whether `expect` has announced that the next backward pass is the turn's last
         self._sends: list[dist.Work | None] = []  # the pending send of each bucket; None: none is pending
         # Python cannot collect a cycle through a tensor's hook, and this object holds the tensors and the connections.
         reference = weakref.ref(self)
@@ -121,12 +127,12 @@ class OrderedMean:
             parameter.grad = None
 
     def is_usable(self) -> bool:
-        """Return whether the gradients are there and finite; a loss scaler skips the update for others."""
+        """Return whether the gradients are there and finite; a loss scaler (AMP) skips the update for others."""
         gradients = [value.grad for value in self._parameters.values() if value.grad is not None]
         return bool(gradients) and all(bool(gradient.isfinite().all()) for gradient in gradients)
 
     def close(self) -> None:
-        """Remove the hooks from the parameters."""
+        """Remove the hooks from the parameters; gradients are seen no more."""
         for hook in self._gradient_hooks:
             hook.remove()
         self._gradient_hooks = []
@@ -149,7 +155,11 @@ class OrderedMean:
             bucket.missing, bucket.seen = len(bucket.parts), set()
 
     def _take_gradient(self, name: str) -> None:
-        """Count a gradient that a backward pass has computed; submit its bucket when it was the last one missing."""
+        """Count a gradient that a backward pass has computed; submit its bucket when it was the last one missing.
+
+        In the first turn, buckets are not known yet, and only the order of gradients is recorded. Raises InputError
+        for a second gradient of a parameter after :meth:`expect`.
+        """
         if not self._buckets:
             self._ready.setdefault(name)
         elif self._turn is not None:
@@ -167,8 +177,9 @@ class OrderedMean:
                 self._submit(self._turn, bucket_index)
 
     def take(self, virtual_rank: int) -> None:
-        """Move the gradients of a worker's whole turn out of ``.grad``; call it in virtual-rank order.
+        """Move the gradients of a logical worker's whole turn out of ``.grad`` and into the sum; call it in virtual-rank order.
 
+        With one process they are added at once, else what the backward pass has not submitted goes to the thread.
         Raises InputError for sparse gradients.
         """
         self._lay_out_buckets()
@@ -186,9 +197,11 @@ class OrderedMean:
     def finish(self, notes: Tensor) -> Tensor:
         """Set ``.grad`` of every parameter to the mean, None where no worker had one. All processes call this together.
 
-        ``notes`` (local workers, n), float64, are gathered too: returns (max_workers, n) in virtual-rank order.
+        ``notes``, float64 of shape (workers here, n), are numbers of each worker's own, which travel along: returns
+        those of all workers, shape (max_workers, n), in virtual-rank order.
         """
-        count = len(self._parameters)  # the first columns of the table: whether each parameter has a gradient
+        # One message for both: the first columns say whether each parameter has a gradient, the others are the notes.
+        count = len(self._parameters)
         table = self._processes.gather_rows(torch.cat([self._has_gradient.double(), notes], dim=1))
         if self._thread is not None:
             self._thread.join()
@@ -208,7 +221,11 @@ class OrderedMean:
         return table[:, count:]
 
     def _lay_out_buckets(self) -> None:
-        """Make the buckets at the first turn, as the process of virtual rank 0 has recorded them."""
+        """Make the buckets at the first turn, from a checkpoint's names or from the order that virtual rank 0's
+        process has recorded.
+
+        Raises InputError for sparse gradients.
+        """
         if self._buckets:
             return
         for name, parameter in self._parameters.items():
@@ -232,7 +249,10 @@ class OrderedMean:
         self._sends = [None] * len(self._buckets)
 
     def _recorded_buckets(self) -> list[list[str]]:
-        """Return parameter names by bucket, in the order in which gradients became ready; a bucket has one dtype and device."""
+        """Return parameter names by bucket, in the order in which gradients became ready; those without a gradient come last.
+
+        All parameters of a bucket have one dtype and device, and together at most ``bucket_bytes`` of gradients.
+        """
         names = [*self._ready, *(name for name in reversed(self._parameters) if name not in self._ready)]
         buckets: list[list[str]] = []
         open_buckets: dict[Any, tuple[list[str], int]] = {}  # (names, bytes) by (dtype, device)
@@ -248,7 +268,7 @@ class OrderedMean:
         return buckets
 
     def _submit(self, virtual_rank: int, bucket_index: int) -> None:
-        """Hand the present gradients of a bucket to the thread, which is started if it does not run."""
+        """Hand a bucket's gradients of the turn of ``virtual_rank`` to the thread, which is started if it does not run."""
         bucket = self._buckets[bucket_index]
         with self._changed:
             self._submitted[virtual_rank, bucket_index] = [parameter.grad for _, parameter, _ in bucket.parts]
@@ -259,7 +279,10 @@ class OrderedMean:
             self._thread.start()
 
     def _wait_for_turn_before(self, virtual_rank: int, bucket_index: int) -> None:
-        """Wait until this process's gradients of the same bucket in the turn before have been added."""
+        """Wait until this process's gradients of the same bucket in the turn before have been added.
+
+        So the gradients of one bucket never wait in two copies, which bounds the memory.
+        """
         turn_index = self._processes.local.index(virtual_rank)
         if turn_index == 0:
             return
@@ -269,11 +292,12 @@ class OrderedMean:
         self._raise_failure()
 
     def _raise_failure(self) -> None:
+        """Raise in the main thread what has ended the other thread, if anything has."""
         if self._failure is not None:
             raise RuntimeError(f"the chain of gradients broke: {self._failure}") from self._failure
 
     def _reduce_step(self) -> None:
-        """Add this process's gradients to the partial sums, bucket by bucket, then receive and forward the means.
+        """Add this process's gradients to the travelling partial sums, bucket by bucket, then receive and forward the means.
 
         The body of the thread; an exception is kept in ``_failure`` and raised by the main thread.
         """
@@ -293,9 +317,13 @@ class OrderedMean:
                 self._changed.notify_all()
 
     def _add(self, virtual_rank: int, bucket_index: int) -> None:
-        """Receive a bucket's partial sum, add one turn's gradients, and send it on; after the last virtual rank, the mean."""
+        """Add one turn's gradients of a bucket to its partial sum, which comes from the process of the virtual rank before.
+
+        The sum is sent on to the process of the next virtual rank. After the last virtual rank it is complete: it is
+        divided, and the mean is sent to all.
+        """
         bucket, own_rank = self._buckets[bucket_index], self._processes.rank
-        self._wait_for_send(bucket_index)  # of the same row, which receiving overwrites
+        self._wait_for_send(bucket_index)  # receiving overwrites the row that is being sent
         if virtual_rank > 0 and (source := self._owners[virtual_rank - 1]) != own_rank:
             self._receive(bucket_index, source)
         with self._changed:
@@ -331,16 +359,18 @@ class OrderedMean:
             self._send(bucket_index, target)
 
     def _send(self, bucket_index: int, target: int) -> None:
+        """Begin to send a bucket's row to the process of rank ``target``, as bytes, so that any dtype can travel."""
         row = self._buckets[bucket_index].row.view(torch.uint8)
         self._sends[bucket_index] = dist.isend(row, dst=target, group=self._processes.job.side, tag=self._processes.tag)
 
     def _receive(self, bucket_index: int, source: int) -> None:
+        """Receive a bucket's row, as bytes, from the process of rank ``source``."""
         row = self._buckets[bucket_index].row.view(torch.uint8)
         dist.recv(row, src=source, group=self._processes.job.side, tag=self._processes.tag)
 
 
 def _note_gradient(reference: "weakref.ref[OrderedMean]", name: str, _: Tensor) -> None:
-    """Tell the mean, if it still exists, that the gradient of the parameter ``name`` is ready: a tensor's hook."""
+    """Tell the mean, if it still exists, that the gradient of the parameter ``name`` is ready: the hook of a parameter."""
     if (mean := reference()) is not None:
         mean._take_gradient(name)
 
@@ -355,9 +385,11 @@ def ordered_mean(
     this hook is the reference for an elastic run.
     """
     buffer = bucket.buffer()
+    # All rows are gathered, for an all-reduce would add them in an order of its own.
     rows = [torch.empty_like(buffer) for _ in range(dist.get_world_size(group))]
 
     def finish(_: torch.futures.Future[list[Tensor]]) -> Tensor:
+        """Return the mean of all ranks' rows, added in rank order."""
         total = rows[0]
         for row in rows[1:]:
             total.add_(row)

@@ -29,11 +29,11 @@ def start_processes(backend: str = "gloo") -> None:
 
 
 def divide(max_workers: int, world_size: int, counts: Sequence[int] | None = None) -> tuple[tuple[int, ...], ...]:
-    """Return the virtual ranks of each process, ascending: ``counts`` of them, or None: as evenly as possible.
+    """Return the virtual ranks of each process, ascending; ``counts`` are how many each runs, None: as evenly as possible.
 
-    Virtual ranks are numbered in the order in which turns end when all processes take equally long over all of their turns,
-    so that a sum in rank order can grow while processes still compute. Raises InputError when there are more processes than
-    logical workers, or ``counts`` does not fit.
+    Virtual ranks are numbered in the order in which turns end when all processes take equally long over all of their
+    turns. So a sum in virtual-rank order can grow while processes still compute. Raises InputError when there are
+    more processes than logical workers, or ``counts`` does not fit.
 
     >>> divide(4, 2), divide(4, 2, (1, 3))
     (((0, 2), (1, 3)), ((2,), (0, 1, 3)))
@@ -47,6 +47,7 @@ def divide(max_workers: int, world_size: int, counts: Sequence[int] | None = Non
     if len(counts) != world_size or min(counts) < 1 or sum(counts) != max_workers:
         remedy = f"give {world_size} counts (one per process, each at least 1) that add up to {max_workers}"
         raise InputError("placement", f"is {list(counts)}", remedy)
+    # (the part of the step's time at which a turn ends, rank); exact fractions, so that equal ends compare equal
     turns = sorted((Fraction(turn + 1, count), rank) for rank, count in enumerate(counts) for turn in range(count))
     virtual_ranks: list[list[int]] = [[] for _ in range(world_size)]
     for virtual_rank, (_, rank) in enumerate(turns):
@@ -67,7 +68,11 @@ class Processes:
 
     @classmethod
     def this(cls, max_workers: int, counts: Sequence[int] | None = None) -> Processes:
-        """Return the running job's processes. Raises InputError, on every process, when they cannot hold the workers."""
+        """Return the running job's processes, and which logical workers each runs: ``counts`` of them, None: as
+        evenly as possible.
+
+        Raises InputError, on every process, when they cannot hold the workers.
+        """
         job = DistributedJob.this()
         runs = job.together(lambda: divide(max_workers, job.world_size, counts))
         return cls(job=job, runs=runs, tag=job.new_tag())
@@ -94,8 +99,13 @@ class Processes:
 
     @property
     def owners(self) -> list[int]:
-        """The rank of the process of each virtual rank, shape (max_workers,)."""
-        return [rank for _, rank in sorted((virtual, rank) for rank, run in enumerate(self.runs) for virtual in run)]
+        """For each virtual rank, the rank of the process that runs it, shape (max_workers,)."""
+        return [
+            rank
+            for _, rank in sorted(
+                (virtual_rank, rank) for rank, virtual_ranks in enumerate(self.runs) for virtual_rank in virtual_ranks
+            )
+        ]
 
     def gather_rows(self, rows: Tensor) -> Tensor:
         """Return all logical workers' rows in virtual-rank order, on every process.
@@ -121,7 +131,7 @@ def broadcast(tensors: list[Tensor], source: int) -> None:
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """Return ``batch`` with its tensors on ``device``; of containers, lists, tuples (as lists) and mappings are searched."""
+    """Return ``batch`` with its tensors on ``device``, also those in lists, tuples (which become lists) and mappings."""
     if isinstance(batch, Tensor):
         return batch.to(device)
     if isinstance(batch, Mapping):
@@ -132,6 +142,6 @@ def moved(batch: Any, device: torch.device) -> Any:
 
 
 def collectives() -> int:
-    """Return how many collectives the default process group has run; ddltool's own run in other groups."""
+    """Return how many collectives the default process group has run: those of the script, as ddltool's own use other groups."""
     group: Any = dist.group.WORLD if dist.is_initialized() else None
     return 0 if group is None else int(group._get_sequence_number_for_group())

@@ -48,6 +48,7 @@ class TurnRecorder:
     def __init__(
         self, model: nn.Module, job: DistributedJob, path: str | os.PathLike[str], settings: Mapping[str, Any]
     ) -> None:
+        """Check the file on all processes, and hook into the modules without children, to see their outputs."""
         self._model, self._job, self._path, self._settings = model, job, Path(path), dict(settings)
         self._has_written = False  # whether this run has written to the file since it was opened
         self._turns: dict[str, dict[WorkerKind, Digests]] = {}  # of the present step, by virtual rank
@@ -67,33 +68,38 @@ class TurnRecorder:
                 next(iter(StepReader(self._path)), None)  # raises for another kind of file
 
     def _watch(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        """Return a forward hook that notes a module's output under ``name`` in training turns."""
+        """Return a forward hook that records the fingerprint of a module's output under ``name``, in training turns only."""
 
         def note(module: nn.Module, inputs: Any, output: Any) -> None:
+            """Record the output's fingerprint, under the number of the call in this turn and the module's name."""
             if self._turn is not None and torch.is_grad_enabled():
-                place = f"{len(self._turn['output'])} {name}"
-                self._turn["output"][place] = digest("".join(digests(output).values()).encode())
+                call = f"{len(self._turn['output'])} {name}"
+                self._turn["output"][call] = digest("".join(digests(output).values()).encode())
 
         return note
 
     def begin(self, virtual_rank: int, streams: Any, buffers: Mapping[str, Tensor | None]) -> None:
-        """Begin a turn: ``streams`` and ``buffers`` are the worker's own, before it draws from them."""
+        """Begin a logical worker's turn with the fingerprints of its random streams and buffers, before it draws from them."""
         self._turn = self._turns[str(virtual_rank)] = {kind: {} for kind in WORKER_CAUSES}
         self._turn["random stream"] = digests(streams)
         self._turn["buffer before"] = digests(buffers)
 
     def batch(self, content: Any) -> None:
-        """Note a micro-batch."""
+        """Record the fingerprints of a micro-batch's tensors, numbered in the order in which they come."""
         if self._turn is not None:
-            self._turn["batch"] |= {f"{len(self._turn['batch'])}.{k}": v for k, v in digests(content).items()}
+            begin = len(self._turn["batch"])
+            self._turn["batch"] |= {f"{begin}.{name}": fingerprint for name, fingerprint in digests(content).items()}
 
     def loss(self, value: Tensor) -> None:
-        """Note the loss of a micro-batch."""
+        """Record the fingerprint of a micro-batch's loss."""
         if self._turn is not None:
             self._turn["loss"][f"loss {len(self._turn['loss'])}"] = digest(value)
 
     def end(self, gradients: Mapping[str, Tensor | None] | None, buffers: Mapping[str, Tensor | None]) -> None:
-        """End a turn; ``gradients`` by parameter, None: those in ``.grad``."""
+        """End a turn with the fingerprints of its gradients and of the buffers that it leaves.
+
+        ``gradients`` by parameter; None: those that are in ``.grad`` now.
+        """
         if self._turn is not None:
             own = self._gradients()
             self._turn["gradient"] = digests(own if gradients is None else {name: gradients.get(name) for name in own})
@@ -101,14 +107,16 @@ class TurnRecorder:
         self._turn = None
 
     def combined(self, *, first: bool) -> None:
-        """Note the gradients that the optimizer is about to use; before a run's ``first`` step also the parameters."""
+        """Record the gradients that the optimizer is about to use, and before a run's ``first`` step the parameters:
+        on process 0.
+        """
         if self._job.rank == 0:
             self._shared = {"combined gradient": digests(self._gradients())}
             if first:
                 self._shared[BEFORE] = self._parameters()
 
     def write(self, step: int, epoch: int) -> None:
-        """Write a step, which the optimizer has made. All processes call this together."""
+        """Write the line of a step after the optimizer's update. All processes call this together, and process 0 writes."""
         turns, self._turns = self._turns, {}
         parts = self._job.gather(json.dumps(turns).encode())
         if self._job.rank > 0:
@@ -130,11 +138,13 @@ class TurnRecorder:
             file.write(_line(recorded))
 
     def reopen(self) -> None:
-        """Let the next step that is written replace that step and what follows it."""
+        """Let the next step that is written replace the record's step of that number and all that follow: after
+        loading a checkpoint.
+        """
         self._has_written = False
 
     def _keep_until(self, step: int) -> None:
-        """Drop the lines of ``step`` and later steps, and a line that a killed process left unfinished."""
+        """Drop the lines of ``step`` and later steps from the file, and a line that a killed process left unfinished."""
         partial = self._path.with_name(self._path.name + ".partial")
         with partial.open("w") as kept:
             for recorded in StepReader(self._path) if self._path.exists() else ():
@@ -195,15 +205,16 @@ class RunRecorder:
         settings: Mapping[str, Any] | None = None,
         first_step: int = 0,
     ) -> None:
+        """Open the record on all processes, and hook into parameters and optimizer."""
         bare: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         self._device = next(bare.parameters()).device
         self._job = DistributedJob.this()
-        known = environment(self._device) | {"processes": self._job.world_size} | dict(settings or {})
-        self._recorder = TurnRecorder(bare, self._job, path, known)
+        all_settings = environment(self._device) | {"processes": self._job.world_size} | dict(settings or {})
+        self._recorder = TurnRecorder(bare, self._job, path, all_settings)
         self._modules = modules_of(bare, None)
         self._gradients: dict[str, Tensor] = {}
         self._epoch = 0
-        self._open = False
+        self._open = False  # whether a step has begun whose update has not come yet
         self.step = first_step
         for name, parameter in bare.named_parameters():
             if parameter.requires_grad:
@@ -215,6 +226,7 @@ class RunRecorder:
         """Return a gradient hook that adds up this process's own gradients of a parameter, before DDP averages them."""
 
         def note(gradient: Tensor) -> None:
+            """Add a gradient to the parameter's sum of this step."""
             if self._open:
                 total = self._gradients.get(name)
                 self._gradients[name] = gradient.detach().clone() if total is None else total.add_(gradient)
@@ -222,7 +234,11 @@ class RunRecorder:
         return note
 
     def batches(self, loader: Iterable[T], epoch: int = 0) -> Iterator[T]:
-        """Yield the batches of ``loader``, recording each and the random streams before it is fetched."""
+        """Yield the batches of ``loader``, recording each, and at the beginning of a step also the random streams.
+
+        The streams are those before the step's first batch is fetched, as fetching may draw from them. ``epoch``: its
+        number, which the step's line holds.
+        """
         self._epoch = epoch
         source = iter(loader)
         while True:
@@ -244,7 +260,9 @@ class RunRecorder:
         self._recorder.loss(value)
 
     def _before_update(self, *_: object) -> None:
-        """End the turn and note the averaged gradients: the hook before the optimizer's step."""
+        """End the turn and record the averaged gradients: the hook before the optimizer's step. Raises InputError
+        without a batch.
+        """
         if not self._open:
             raise InputError("RunRecorder", "the optimizer steps without a batch", "take them from recorder.batches")
         self._recorder.end(self._gradients, named_buffers(self._modules))

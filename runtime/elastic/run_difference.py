@@ -53,7 +53,7 @@ REORDERED = (
     "data order",
     "the order of the data: the other run gives this batch to another worker in the same step",
 )
-_LONGEST_STEP = 1 << 26
+_LONGEST_STEP = 1 << 26  # bytes of a line that are read at most
 A_RECORD = "give a record of steps (ElasticTrainer(record=...), RunRecorder)"
 Digests = dict[str, str]
 
@@ -117,6 +117,7 @@ class StepReader:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Name the file; nothing is read before iteration."""
         self.path = os.fspath(path)
         self.steps = 0
         self.first: int | None = None
@@ -139,30 +140,39 @@ class StepReader:
             yield step
 
     def _lines(self) -> Iterator[RecordedStep]:
-        """Yield the steps in the order of the lines, whatever their numbers; set ``cut`` at an unfinished one."""
+        """Yield the steps in the order of the lines, whatever their numbers; set ``cut`` at an unfinished one.
+
+        Raises InputError, with the line's number, for a line that is no JSON or no step.
+        """
         with opened(self.path) as file:
             try:
-                for number, line in enumerate(iter(lambda: file.readline(_LONGEST_STEP), b""), start=1):
+                for line_number, line in enumerate(iter(lambda: file.readline(_LONGEST_STEP), b""), start=1):
                     try:
                         document = json.loads(line, parse_constant=str)
                     except (ValueError, RecursionError):
                         if not line.endswith(b"\n"):
                             self.cut = True
                             return
-                        raise InputError(f"{self.path}:{number}", "is not JSON", A_RECORD) from None
-                    yield parse_record(document, RecordedStep, f"{self.path}:{number}")
+                        raise InputError(f"{self.path}:{line_number}", "is not JSON", A_RECORD) from None
+                    yield parse_record(document, RecordedStep, f"{self.path}:{line_number}")
             except EOFError:  # a compressed record whose writer was killed
                 self.cut = True
 
 
 def _pairs(a: Iterator[RecordedStep], b: Iterator[RecordedStep]) -> Iterator[tuple[RecordedStep, RecordedStep]]:
-    """Yield the steps of equal number of two ascending runs, reading both to their ends."""
+    """Yield the steps that two ascending runs have in common, in pairs of equal step number; read both to their ends.
+
+    Reading on to the end lets both readers check all lines and count their steps.
+    """
     left, right = next(a, None), next(b, None)
     while left is not None and right is not None:
         if left.step == right.step:
             yield left, right
         advances_left, advances_right = left.step <= right.step, right.step <= left.step
-        left, right = next(a, None) if advances_left else left, next(b, None) if advances_right else right
+        if advances_left:
+            left = next(a, None)
+        if advances_right:
+            right = next(b, None)
     for reader in (a, b):
         for _ in reader:
             pass
@@ -175,7 +185,11 @@ def _different_settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Diff
 
 
 def _difference_of_step(a: RecordedStep, b: RecordedStep) -> FirstDifference | None:
-    """Return the first difference of two records of one step in causal order, None where they are equal."""
+    """Return the first difference of two records of one step in causal order, None where they are equal.
+
+    All kinds are compared, to count in each how many tensors differ; the earliest difference names the cause. A batch
+    that differs but went to another worker in the other run is a matter of order.
+    """
     ranks = sorted(a.workers.keys() | b.workers.keys(), key=int)
     causal_order: list[tuple[str, str | None, Cause]] = []  # kind, virtual rank (None: shared by all), cause
     if BEFORE in a.shared and BEFORE in b.shared:  # a continued run has no parameters before its first step
@@ -210,6 +224,9 @@ def _difference_of_step(a: RecordedStep, b: RecordedStep) -> FirstDifference | N
 
 
 def _tensors(step: RecordedStep, rank: str | None, kind: str) -> Digests:
-    """Return the fingerprints of one kind: of the worker of virtual rank ``rank``, or None: of what all workers share."""
+    """Return the fingerprints of one kind, by tensor's name, from the worker of virtual rank ``rank``.
+
+    ``rank`` None: from what all workers share. Empty where the step has none of the kind.
+    """
     group: Mapping[str, Digests] = step.shared if rank is None else step.workers.get(rank, {})  # type: ignore[assignment]
     return group.get(kind, {})

@@ -45,9 +45,11 @@ class _Batches(Dataset[Any]):
     """A dataset whose items are batches, indexed by :class:`BatchTask`; used in this process or in data workers."""
 
     def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], seed: int) -> None:
+        """Keep what makes a batch: the samples' ``dataset``, the function that collates a list of them, and the run's seed."""
         self._dataset, self._collate, self._seed = dataset, collate, seed
 
     def __getitem__(self, task: BatchTask) -> Any:
+        """Return the batch of ``task``, made after seeding the global random generators for this task alone."""
         seed_streams(self._seed, task.virtual_rank, task.epoch, task.step, task.micro_batch)
         return self._collate([self._dataset[index] for index in task.indices])
 
@@ -63,6 +65,7 @@ class SampleFeed:
     def __init__(
         self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], *, seed: int = 0, workers: int = 0
     ) -> None:
+        """Make the loader of data workers, where there are any; they start when the first batch is asked for."""
         if workers < 0:
             raise InputError("data_workers", f"is {workers}", "give 0 or more")
         self.workers = workers
@@ -85,7 +88,11 @@ class SampleFeed:
             weakref.finalize(self, _end, self._loader)
 
     def batches(self, tasks: Sequence[BatchTask]) -> Iterator[Any]:
-        """Yield the batch of every task, in order. Raises InputError naming a data worker that has ended."""
+        """Yield the batch of every task, in order.
+
+        Without data workers this process makes each when it is asked for, on one thread, as a data worker would: the
+        number of threads may change the bits. Raises InputError naming a data worker that has ended.
+        """
         if self._loader is None:
             for task in tasks:
                 threads = torch.get_num_threads()
@@ -107,7 +114,7 @@ class SampleFeed:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Raise an error that an ended data worker causes in the block as an InputError naming the worker.
+        """Turn an error in the block that comes from an ended data worker into an InputError naming the worker.
 
         The error may come anywhere in the block, from the signal handler of another loader.
         """
@@ -125,10 +132,17 @@ class SampleFeed:
             raise InputError(f"data worker {number}", f"(process {pid}) {how}", remedy) from None
 
     def _ended_worker(self) -> tuple[int, Any]:
-        """Return (number, process) of a data worker that has ended, (0, None) when all run."""
+        """Return (number, process) of a data worker that has ended, (0, None) when all run.
+
+        Waits a moment, for a connection breaks a little before its process counts as ended.
+        """
         processes = getattr(getattr(self._loader, "_iterator", None), "_workers", [])
-        ended = lambda: next((entry for entry in enumerate(processes) if entry[1].exitcode is not None), None)  # noqa: E731
-        return soon(DYING_S if processes else 0.0, ended) or (0, None)
+
+        def find_ended() -> tuple[int, Any] | None:
+            """Return (number, process) of the first worker with an exit code, if any has one."""
+            return next((entry for entry in enumerate(processes) if entry[1].exitcode is not None), None)
+
+        return soon(DYING_S if processes else 0.0, find_ended) or (0, None)
 
     def close(self) -> None:
         """End the data workers; they start again when they are needed."""
@@ -137,7 +151,7 @@ class SampleFeed:
 
 
 def _end(loader: DataLoader[Any]) -> None:
-    """End a loader's workers."""
+    """End a loader's data workers, if they run."""
     iterator, loader._iterator = loader._iterator, None
     if iterator is not None:
         iterator._shutdown_workers()  # type: ignore[attr-defined]
@@ -145,7 +159,11 @@ def _end(loader: DataLoader[Any]) -> None:
 
 @contextmanager
 def _signal_kept() -> Iterator[None]:
-    """Restore the SIGCHLD handler after the block, in which torch installs its own; torch also polls for dead workers."""
+    """Restore the handler of SIGCHLD after the block, in which torch installs its own.
+
+    Nothing is lost by that: torch also polls for dead workers. Outside of the main thread nobody can set a handler,
+    so the block just runs.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -31,18 +31,20 @@ class RunSettings(Record):
 
 
 def settings_of(**values: Any) -> RunSettings:
-    """Return the settings of these values. Raises InputError for values out of range, and for a dataset below one step."""
+    """Return the settings of these values, by the names of :class:`RunSettings`.
+
+    Raises InputError for values out of range, and for a dataset with fewer samples than one step takes.
+    """
     settings = parse_record(values, RunSettings, "ElasticTrainer")
-    if settings.dataset_size < (needed := settings.max_workers * settings.batch_size * settings.accumulation):
-        problem = (
-            f"has {settings.dataset_size} samples, one step takes max_workers x batch_size x accumulation = {needed}"
-        )
+    if settings.dataset_size < (step_samples := settings.max_workers * settings.batch_size * settings.accumulation):
+        problem = f"has {settings.dataset_size} samples, "
+        problem += f"one step takes max_workers x batch_size x accumulation = {step_samples}"
         raise InputError("dataset", problem, "give a smaller batch_size or max_workers")
     return settings
 
 
 def workers_of(path: str, planned: Enforcement) -> tuple[list[int], int]:
-    """Return the number of logical workers of each process of a plan, and the batch size of each logical worker.
+    """Return the number of logical workers (ESTs) of each planned process, and the batch size of each logical worker.
 
     Raises InputError where the batch sizes differ or are not whole. ``path``: the plan's file, for errors.
     """
@@ -55,7 +57,10 @@ def workers_of(path: str, planned: Enforcement) -> tuple[list[int], int]:
 
 
 def check_model(model: nn.Module, loss_fn: Any) -> None:
-    """Raise InputError for a model or loss whose bits would depend on how logical workers are placed on processes."""
+    """Raise InputError for a model or loss whose bits would depend on how logical workers are placed on processes.
+
+    Refused are a model wrapped in DDP, SyncBatchNorm, and a model without parameters to train.
+    """
     if isinstance(model, DistributedDataParallel):
         remedy = "give the bare module: the logical workers are averaged here"
         raise InputError("model", "is a DistributedDataParallel", remedy)
@@ -68,7 +73,7 @@ def check_model(model: nn.Module, loss_fn: Any) -> None:
 
 
 def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise InputError for a parameter that no process holds whole."""
+    """Raise InputError for a parameter without a shape yet, or one that is sharded, as no process then holds it whole."""
     for name, value in parameters.items():
         if isinstance(value, nn.parameter.UninitializedParameter):
             raise InputError(f"model:{name}", "has no shape yet", "run the model on a batch first")

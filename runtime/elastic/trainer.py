@@ -69,7 +69,7 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        """The mean over the logical workers."""
+        """The mean of ``losses`` over the logical workers."""
         return sum(self.losses) / len(self.losses)
 
 
@@ -127,12 +127,16 @@ class ElasticTrainer:
         extras: Mapping[str, Stateful] | None = None,
         record: str | os.PathLike[str] | None = None,
     ) -> None:
+        """Check that the bits cannot depend on the placement, and set up the logical workers of this process.
+
+        All processes construct the trainer together; parameters and buffers of process 0 are sent to the others.
+        """
         refuse_in_one_line()
         check_model(model, loss_fn)
         inner = bare_optimizer(optimizer)
         self.model, self.optimizer, self.loss_fn, self.dataset = model, optimizer, loss_fn, dataset
         self._parameters: dict[str, nn.Parameter] = {}
-        self._layout: tuple[Any, ...] = ()
+        self._layout: tuple[Any, ...] = ()  # what `_present_layout` returned when parameters were collected
         self._collect_parameters()
         check_parameters(self._parameters)
         check_optimizer(inner)
@@ -184,12 +188,12 @@ class ElasticTrainer:
         self._losses: dict[int, list[Tensor]] = {}
         self._micro_batches = 0
         self._awaits_update = False
-        self._versions = self._collectives = 0
+        self._versions = self._collectives = 0  # of all parameters together, and run so far, at the turn's beginning
         # (parameter, its gradient, the gradient's version) after a micro-batch; None where the turn has no further one.
         self._gradient_before: tuple[Tensor, Tensor, int] | None = None
         self._backward_passes = 0
         self._counted_parameter = self._count_gradients() if accumulation > 1 else None
-        self._unsaved = ""
+        self._unsaved_optimizer = ""  # the class of an optimizer that trains the model as well and would not be saved
         inner.register_step_pre_hook(self._before_update)
         inner.register_step_post_hook(self._after_update)
 
@@ -221,28 +225,35 @@ class ElasticTrainer:
         return trainer
 
     def _open_telemetry(self, path: str | None, device: str) -> None:
-        """Write telemetry of this process's steps to ``path``; None: write none."""
+        """Write telemetry of this process's steps to ``path`` (None: write none); ``device``: the type named in the rows."""
         self._rows = TelemetryFile.of(path, self.processes.job, device)
         self._telemetry = StepRecorder(self._rows, cuda=self.device.type == "cuda")
 
     def _count_gradients(self) -> Tensor | None:
-        """Count in ``_backward_passes`` the backward passes that reach the first trained parameter; return the parameter."""
+        """Count in ``_backward_passes`` the backward passes that reach the first trained parameter; return the parameter.
+
+        With accumulation, that number says how often its gradient may have changed (:meth:`_demand_same_gradients`).
+        """
         first = next(value for value in self._parameters.values() if value.requires_grad)
 
         def count(_: Tensor) -> None:
+            """Count one backward pass."""
             self._backward_passes += 1
 
         first.register_post_accumulate_grad_hook(count)
         return first
 
-    def _note_unsaved(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Note the class of an optimizer that trains the trainer's parameters and whose state no checkpoint would hold."""
+    def _note_unsaved_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Note the class of another optimizer that trains the trainer's parameters: a checkpoint would lack its state.
+
+        Those among the trainer's ``extras`` are saved, and so allowed. A hook after every optimizer's step.
+        """
         stateful = (self.optimizer, *self._extras.values())
         saved = [bare_optimizer(entry) for entry in stateful if isinstance(entry, torch.optim.Optimizer)]
         known = set(map(id, self._parameters.values()))
         trained = [id(value) for group in optimizer.param_groups for value in group["params"]]
         if all(optimizer is not entry for entry in saved) and not known.isdisjoint(trained):
-            self._unsaved = type(optimizer).__name__
+            self._unsaved_optimizer = type(optimizer).__name__
 
     def _collect_parameters(self) -> list[Tensor]:
         """Collect the parameters of model, loss and optimizer by name; return the new ones.
@@ -254,6 +265,7 @@ class ElasticTrainer:
             by_name |= {LOSS + name: value for name, value in self.loss_fn.named_parameters()}
         for number, group in enumerate(self.optimizer.param_groups):
             by_name |= {f"(optimizer).{number}.{index}": value for index, value in enumerate(group["params"])}
+        # Reversed, so that of several names of one parameter the first one stays.
         first_names = {id(value): name for name, value in reversed(by_name.items())}
         ids_before = set(map(id, self._parameters.values()))
         self._parameters = {name: value for name, value in by_name.items() if first_names[id(value)] == name}
@@ -261,12 +273,18 @@ class ElasticTrainer:
         return [value for value in self._parameters.values() if id(value) not in ids_before]
 
     def _present_layout(self) -> tuple[Any, ...]:
-        """Return the sizes of the optimizer's groups, then whether each parameter requires a gradient."""
+        """Return the sizes of the optimizer's groups, then whether each parameter requires a gradient: equal as long
+        as none changed.
+        """
         sizes = (len(group["params"]) for group in self.optimizer.param_groups)
         return *sizes, *(value.requires_grad for value in self._parameters.values())
 
     def _new_mean(self, buckets: list[list[str]] | None, before: OrderedMean | None = None) -> OrderedMean:
-        """Return the mean of the present parameters in place of ``before``; ``buckets`` None or of others: to be recorded."""
+        """Return an :class:`OrderedMean` of the present parameters; ``before``, which it replaces, is closed.
+
+        ``buckets``: parameter names by bucket, from a checkpoint. None, or names that are not the trained ones: they
+        are recorded anew in the next step.
+        """
         if before is not None:
             before.clear()
             before.close()
@@ -289,7 +307,11 @@ class ElasticTrainer:
     # Training.
 
     def epoch(self, epoch: int) -> Iterator[StepResult]:
-        """Train the rest of an epoch, one step per item. An epoch that is behind already yields nothing."""
+        """Train the rest of an epoch, and yield a result after every optimizer step. An epoch that is done already
+        yields nothing.
+
+        Raises InputError without a ``loss_fn``.
+        """
         if self.loss_fn is None:
             raise InputError("loss_fn", "was not given", "give one, or write the loop with trainer.batches(epoch)")
         with self._feed.watched() if self._feed is not None else nullcontext():
@@ -331,7 +353,7 @@ class ElasticTrainer:
             self.epoch_number, self.step_in_epoch = epoch, 0
         source = self._fetch_batches(epoch)
         self._telemetry.begin_epoch()
-        other_steps = register_optimizer_step_post_hook(self._note_unsaved)
+        other_steps = register_optimizer_step_post_hook(self._note_unsaved_optimizer)
         try:
             while self.step_in_epoch < self.steps_per_epoch:
                 for rank in self.processes.local:
@@ -353,13 +375,19 @@ class ElasticTrainer:
             self._rows.flush()
 
     def _fetch_batches(self, epoch: int) -> Iterator[Any]:
-        """Yield the batches of the rest of the epoch in the order of the turns, each fetched when it is asked for."""
+        """Yield this process's micro-batches of the rest of the epoch in the order of the turns, each fetched when it
+        is asked for.
+
+        A task names one micro-batch; the feed's data workers, where there are any, make those of later tasks ahead.
+        """
         for sampler in self._samplers.values():
             sampler.set_epoch(epoch)
         shares = {rank: list(sampler) for rank, sampler in self._samplers.items()}
-        size = self.settings.batch_size
+        batch_size = self.settings.batch_size
         tasks = [
-            BatchTask(rank, epoch, step, index, tuple(shares[rank][step][index * size : (index + 1) * size]))
+            BatchTask(
+                rank, epoch, step, index, tuple(shares[rank][step][index * batch_size : (index + 1) * batch_size])
+            )
             for step in range(self.step_in_epoch, self.steps_per_epoch)
             for rank in self.processes.local
             for index in range(self.settings.accumulation)
@@ -375,7 +403,7 @@ class ElasticTrainer:
             yield batch
 
     def _begin_turn(self, rank: int) -> None:
-        """Switch the logical worker ``rank`` in; in a step's first turn also take in changed parameters."""
+        """Switch the logical worker of virtual rank ``rank`` in; in a step's first turn also take in changed parameters."""
         self._awaits_update = False
         if rank == self.processes.local[0]:
             self._update_parameters()
@@ -387,17 +415,23 @@ class ElasticTrainer:
             self._recorder.begin(rank, *self._contexts.seen())
 
     def _update_parameters(self) -> None:
-        """Take in parameters that were frozen, unfrozen or added since the last step; within a step none may change."""
+        """Take in parameters that were frozen, unfrozen or added since the last step, and note their versions.
+
+        Within a step none may change: :meth:`turn_done` compares the versions. New parameters get process 0's values.
+        """
+        # Torch raises a tensor's version with every change in place; `turn_done` compares.
         self._versions = sum(value._version for value in self._parameters.values())
         if self._layout != self._present_layout():
             broadcast(self._collect_parameters(), 0)
             self._mean = self._new_mean(None, self._mean)
 
     def turn_done(self, loss: Tensor | None = None) -> bool:
-        """End a micro-batch, after its backward pass; return whether the step's gradients are complete.
+        """End a micro-batch after its backward pass, and with the worker's last one its turn; return whether the step
+        is complete.
 
-        True once per step, on every process: then ``.grad`` is the mean over all logical workers. ``loss`` (a scalar; None
-        counts as NaN) goes into :attr:`StepResult.losses`.
+        True once per step, on every process: then ``.grad`` is the mean over all logical workers, and the optimizer
+        may step. ``loss`` (a scalar; None counts as NaN) goes into :attr:`StepResult.losses`. Raises InputError for
+        whatever would make the bits depend on the number of processes.
         """
         rank = self._contexts.active
         if rank is None:
@@ -430,7 +464,10 @@ class ElasticTrainer:
         return True
 
     def _begin_exchange(self) -> Exchange:
-        """Begin and return the telemetry of the rest of the step's gradient exchange, after this process's last turn."""
+        """Begin and return the telemetry of the rest of the step's gradient exchange, after this process's last turn.
+
+        Samples are those of a whole step: of this process's logical workers, and of all.
+        """
         samples = self.settings.batch_size * self.settings.accumulation
         exchange = self._telemetry.begin_exchange(
             samples * len(self.processes.local), samples * self.settings.max_workers
@@ -441,9 +478,9 @@ class ElasticTrainer:
         return exchange
 
     def _demand_same_gradients(self) -> None:
-        """Raise InputError if gradients were changed or cleared between two micro-batches of a turn.
+        """Raise InputError if a gradient was changed or cleared between two micro-batches of a turn; remember the present one.
 
-        Each backward pass raises the version of the gradient by 1; any other change raises it further.
+        One parameter's gradient is watched. Each backward pass raises its version by 1; any other change raises it further.
         """
         before, self._gradient_before = self._gradient_before, None
         if before is not None:
@@ -457,7 +494,10 @@ class ElasticTrainer:
             self._gradient_before = counted, counted.grad, counted.grad._version
 
     def _finish_step(self) -> None:
-        """Set ``.grad`` to the mean, and ``last_step`` to the losses and the stop request of all processes."""
+        """Set ``.grad`` to the mean, and ``last_step`` to the losses and the stop request of all processes.
+
+        Loss and stop request of each local worker travel with the last message of the gradients.
+        """
         losses = [[float(value) for value in self._losses[rank]] for rank in self.processes.local]
         stop = float(any(signals.came for signals in self._stops))
         notes = torch.tensor(
@@ -478,7 +518,7 @@ class ElasticTrainer:
             self._recorder.combined(first=self.steps_made == 1)
 
     def _before_update(self, _: object, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Refuse an update before the step's last turn, or with a closure."""
+        """Refuse an update before the step's last turn, or with a closure: the optimizer's pre-step hook."""
         if self._contexts.active is not None or self._losses:
             raise InputError(
                 "optimizer.step", "came before the step's last turn", "call it when turn_done returns True"
@@ -490,7 +530,7 @@ class ElasticTrainer:
             )
 
     def _after_update(self, *_: object) -> None:
-        """Write the step's fingerprints and telemetry after the optimizer's update."""
+        """Write the step's fingerprints and telemetry after the optimizer's update: its post-step hook."""
         if self._recorder is not None and self._awaits_update:
             self._recorder.write(self.steps_made - 1, self.epoch_number)
         self._telemetry.after_update()
@@ -507,7 +547,10 @@ class ElasticTrainer:
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
-        """Give the model in evaluation mode, with virtual rank 0's buffers on every process; all call this together."""
+        """Give the block the model in evaluation mode, with virtual rank 0's buffers on every process; all call this together.
+
+        What the block does to buffers is undone afterwards.
+        """
         self._demand_between_steps("evaluating")
         was_training = self.model.training
         with self._contexts.aside():
@@ -526,8 +569,9 @@ class ElasticTrainer:
     # Checkpoints.
 
     def _demand_between_steps(self, operation: str) -> None:
-        """Raise InputError for ``operation`` while a turn is active or the step's update is missing."""
+        """Raise InputError, naming the ``operation``, within a logical worker's turn and before the step's update."""
         is_in_turn = self._contexts.active is not None or self._losses
+        # A loss scaler may leave the update out for gradients that are not finite.
         if is_in_turn or (self._awaits_update and self._mean.is_usable()):
             raise InputError(operation, "the step is not over", "call it after optimizer.step(), before the next batch")
 
@@ -539,8 +583,9 @@ class ElasticTrainer:
         only pickle could bring back.
         """
         self._demand_between_steps("save")
-        if self._unsaved:
-            problem = f"a second one ({self._unsaved}) trains the model as well, and a checkpoint would lack its state"
+        if self._unsaved_optimizer:
+            problem = f"a second one ({self._unsaved_optimizer}) trains the model as well, "
+            problem += "and a checkpoint would lack its state"
             raise InputError("optimizer", problem, "give it to the trainer: extras={'second': optimizer}")
         job, first = self.processes.job, self._first
         own_part: dict[str, Any] = {"workers": self._contexts.to_documents()}
@@ -548,11 +593,12 @@ class ElasticTrainer:
             own_part["extras"] = {name: value.state_dict() for name, value in self._extras.items()}
         with self._telemetry.checkpoint():
             # Process 0 does not encode its own part: `write` checks that it can be read back.
-            shares = job.gather(job.together(lambda: checkpoint.encode(path, own_part) if job.rank else b""))
+            encoded_parts = job.gather(job.together(lambda: checkpoint.encode(path, own_part) if job.rank else b""))
 
             def write() -> None:
+                """Write the file on process 0, from its own part and those that the others have sent."""
                 if job.rank == 0:
-                    documents = [own_part, *map(checkpoint.decode, shares[1:])]
+                    documents = [own_part, *map(checkpoint.decode, encoded_parts[1:])]
                     workers = [worker for document in documents for worker in document["workers"]]
                     workers.sort(key=lambda worker: worker["virtual_rank"])
                     content = {
@@ -592,7 +638,11 @@ class ElasticTrainer:
         return exists
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Continue from a checkpoint, as :meth:`resume`. Raises InputError when there is none."""
+        """Continue from a checkpoint, as :meth:`resume`; all processes call this together. Raises InputError when
+        there is none.
+
+        Optimizer options whose saved values differ from the present ones are warned of; the saved values are used.
+        """
         self._demand_between_steps("load")
         stamp = checkpoint.stamp(path)
         content, differences = self.processes.job.together(
@@ -612,7 +662,8 @@ class ElasticTrainer:
         for name, extra in self._extras.items():
             extra.load_state_dict(content["extras"][name])
         position = content["position"]
-        self.epoch_number, self.step_in_epoch, self.steps_made = (position[n] for n in ("epoch", "step", "steps_made"))
+        self.epoch_number, self.step_in_epoch = position["epoch"], position["step"]
+        self.steps_made = position["steps_made"]
         self._telemetry.resume(self.steps_made)
         buckets = [[names[name] for name in bucket] for bucket in content["buckets"]] or None
         self._mean = self._new_mean(buckets, self._mean)

@@ -58,6 +58,7 @@ class Hook:
     def __init__(
         self, dataset: Dataset[Any] | None, rank: int, world_size: int, scaler: LossScaler | None = None
     ) -> None:
+        """Begin without an epoch and without telemetry; ``scaler`` None: losses stay as they are."""
         self.rank = rank
         self.world_size = world_size
         self.local_batch_size: int | None = None
@@ -147,7 +148,10 @@ class Hook:
 
     @property
     def last_weight(self) -> float:
-        """The factor of the last loss's gradients; the ranks' average of loss times factor is the mean over all samples."""
+        """The factor by which the last loss's gradients were multiplied.
+
+        The ranks' plain average of loss times factor is the mean over all samples of all ranks.
+        """
         return 1.0 if self._scaler is None else self._scaler.last_weight
 
     def set_epoch(self, epoch: int) -> None:
@@ -173,7 +177,8 @@ class Hook:
     def checkpoint(self) -> Iterator[None]:
         """Let the time of the block count as a checkpoint in telemetry: ``with hook.checkpoint(): save(...)``.
 
-        Between two steps, on every rank, with what waits for the rank that writes in the block.
+        Call it between two steps, on every rank. Where only one rank writes, let the others wait for it inside of the
+        block, so that their waiting counts too.
         """
         with nullcontext() if self.recorder is None else self.recorder.checkpoint():
             yield
@@ -230,7 +235,9 @@ class Hook:
         self.close()
 
     def _given_dataset(self, options: dict[str, Any]) -> Dataset[Any]:
-        """Return the dataset. Raises InputError without one, or when ``options`` would choose the samples as well."""
+        """Return the dataset given to :func:`attach`. Raises InputError without one, or when ``options`` bring a
+        sampler of their own.
+        """
         if self._dataset is None:
             raise InputError("dataset", "was not given to attach", "call runtime.attach(..., dataset=dataset)")
         if sampler_options := sorted(options.keys() & {"sampler", "batch_sampler"}):
@@ -239,7 +246,7 @@ class Hook:
         return self._dataset
 
     def _follow_epoch(self, sampler: DistributedSampler[Any] | VariableBatchSampler) -> None:
-        """Set the epoch of a sampler, now and with every :meth:`set_epoch`."""
+        """Set the sampler's epoch, now and with every :meth:`set_epoch`."""
         self._samplers.add(sampler)
         if self._epoch is not None:
             sampler.set_epoch(self._epoch)
@@ -252,7 +259,9 @@ class Hook:
         optimizer: torch.optim.Optimizer,
         scaler: LossScaler,
     ) -> None:
-        """Record the steps of ``optimizer`` in ``file``."""
+        """Record the steps of ``optimizer`` in ``file``: the scaler reports forward and backward passes to the
+        recorder from now on.
+        """
         side = job.side if isinstance(model, DistributedDataParallel) else None
         recorder = StepRecorder(file, cuda=is_cuda(model), take_samples=scaler.pending.take_tally, side=side)
         recorder.resume(self._steps_made)
@@ -273,6 +282,9 @@ class EnforcingHook(Hook):
     """The hook of a process that follows an enforcement config, of file ``path``."""
 
     def __init__(self, path: str, enforcement: Enforcement, dataset: Dataset[Any] | None, job: DistributedJob) -> None:
+        """Take this rank's sizes from the config; losses are weighted only after :meth:`bind`, and no batch is handed
+        out before.
+        """
         sizes, own_entry = tuple(entry.local_batch_size for entry in enforcement.ranks), enforcement.ranks[job.rank]
         self._scaler: LossScaler = LossScaler(job, "hook", lambda: sizes, passes=own_entry.accumulation_steps + 1)
         super().__init__(dataset, job.rank, enforcement.world_size, self._scaler)
@@ -282,7 +294,10 @@ class EnforcingHook(Hook):
         self._scaler.pending.missing = "call hook.bind(model, optimizer) when both are there"
 
     def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer, *others: torch.optim.Optimizer) -> None:
-        """Weigh the losses of ``model`` and record its steps. Raises InputError, on every rank, for an unplanned model."""
+        """Check that the model is the planned one, weigh its losses, and record the steps of ``optimizer``.
+
+        Raises InputError, on every rank, for another model than planned, and when called twice.
+        """
         if self._scaler.pending.missing is None:
             raise InputError("bind", "was called already", "attach once for each model")
         job, planned = self._job, self.enforcement
@@ -309,7 +324,11 @@ class EnforcingHook(Hook):
         lengths: Any = None,
         **options: Any,
     ) -> DataLoader[Any]:
-        """Return a DataLoader with the planned local batches; ``batch_size`` is replaced."""
+        """Return a DataLoader of this rank's planned batches; ``batch_size`` is replaced by the planned one, where it
+        may change.
+
+        The arguments are those of :meth:`Hook.dataloader`. An iterable dataset is read as a stream, which takes no ``lengths``.
+        """
         dataset = self._given_dataset(options)
         if isinstance(dataset, IterableDataset):
             _demand_no_lengths(lengths)
@@ -320,9 +339,13 @@ class EnforcingHook(Hook):
     def batch_sampler(
         self, *, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False, lengths: Any = None
     ) -> VariableBatchSampler:
-        """Return the sampler of the planned local batches; ``batch_size`` is replaced."""
+        """Return the sampler of the planned local batches; ``batch_size`` is replaced.
+
+        A loader of the script's own does not tell when it hands a batch out, so the hook looks up what the sampler
+        has issued.
+        """
         sampler = self._planned_sampler(shuffle, seed, drop_last, lengths)
-        self._scaler.pending.loose.add(sampler)
+        self._scaler.pending.unannounced.add(sampler)
         return sampler
 
     def planned(
@@ -381,7 +404,9 @@ class EnforcingHook(Hook):
         return sampler
 
     def _same_lengths(self, given: Any, dataset: Dataset[Any]) -> Lengths | None:
-        """Return lengths of the dataset's samples, None for None. Raises InputError, on every rank, where ranks differ."""
+        """Return the samples' lengths as :class:`Lengths`, None for None. Raises InputError, on every rank, where
+        ranks differ.
+        """
         lengths = self._job.together(lambda: as_lengths(given, dataset_length(dataset)))
         digest = "none" if lengths is None else lengths.digest
         self._job.demand_same("lengths", digest, "give every rank the same lengths")
@@ -398,6 +423,7 @@ class ObservingHook(Hook):
     """The hook of a process without a config that writes telemetry to the file ``path``."""
 
     def __init__(self, path: str, dataset: Dataset[Any] | None, job: DistributedJob) -> None:
+        """Count the samples of the passes; losses stay as they are."""
         self._observer = LossScaler(job, "hook", weighs=False)
         super().__init__(dataset, job.rank, job.world_size, self._observer)
         self._path, self._job = path, job

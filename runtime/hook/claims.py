@@ -25,8 +25,13 @@ Node = Any
 _OUTPUTS, _WEIGHED = "ddltool.outputs", "ddltool.weighed"
 """Keys in a node's metadata: the outputs of a model that it computes; that ``hook.loss`` returned its tensor."""
 _MOST_NODES = 200_000
+"""Nodes of a graph that are looked at, so that a huge one does not hold up training."""
 _MOST_ELEMENTS = 1 << 26
 """Larger outputs are not measured: their gradients would be held three times."""
+_SMALLEST_COUPLING = 1e-6
+"""Share of the largest second derivative above which samples count as coupled."""
+_ROUNDING_MULTIPLES = 10
+"""A gradient may differ by so many times its type's rounding."""
 _ROUNDING = {torch.float16: 2e-2, torch.bfloat16: 5e-2, torch.float32: 1e-4, torch.float64: 1e-7}
 """Differences below this share of the largest value are rounding."""
 
@@ -53,7 +58,7 @@ class Output(NamedTuple):
 
 
 def nested_tensors(value: Any, depth: int = 8) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples, mappings and objects with attributes, down to a depth."""
+    """Yield the tensors in nested lists, tuples, mappings and objects with attributes, down to ``depth`` levels."""
     if isinstance(value, Tensor):
         yield value
         return
@@ -70,25 +75,28 @@ def nested_tensors(value: Any, depth: int = 8) -> Iterator[Tensor]:
 
 
 def mark_outputs(outputs: Iterable[Tensor], forward_pass: ForwardPass) -> list[Output]:
-    """Note on the graph's nodes which tensors a forward pass has returned; keeps no tensor alive. Return what was noted."""
+    """Note on the autograd graph which tensors a forward pass has returned, and return the notes.
+
+    The notes refer to graph nodes and keep no tensor alive.
+    """
     marked = []
-    for place, tensor in enumerate(outputs):
+    for output_index, tensor in enumerate(outputs):
         if tensor.grad_fn is not None:
             node: Node = tensor.grad_fn
-            output = Output((forward_pass, place), GradientEdge(node, tensor.output_nr), tuple(tensor.shape))
+            output = Output((forward_pass, output_index), GradientEdge(node, tensor.output_nr), tuple(tensor.shape))
             node.metadata.setdefault(_OUTPUTS, {})[tensor.output_nr] = output.key, output.shape
             marked.append(output)
     return marked
 
 
 def outputs_of(node: Node) -> list[Output]:
-    """Return the tensors of forward passes that a node computes."""
-    known = node.metadata.get(_OUTPUTS, {})
-    return [Output(key, GradientEdge(node, number), shape) for number, (key, shape) in known.items()]
+    """Return those outputs of forward passes that a node of the graph computes, as :func:`mark_outputs` has noted them."""
+    marked = node.metadata.get(_OUTPUTS, {})
+    return [Output(key, GradientEdge(node, output_nr), shape) for output_nr, (key, shape) in marked.items()]
 
 
 def mark_weighed(loss: Tensor) -> None:
-    """Note on the graph that ``hook.loss`` has returned this tensor."""
+    """Note on the autograd graph that ``hook.loss`` has returned this tensor, so that it is not weighted twice."""
     node: Node = loss.grad_fn
     node.metadata[_WEIGHED] = True
 
@@ -107,7 +115,9 @@ class LossGraph:
 
     @classmethod
     def of(cls, loss: Tensor) -> LossGraph:
-        """Return the graph of ``loss``. It takes about a microsecond for each node."""
+        """Return the part of ``loss``'s autograd graph that lies before the models' outputs, in about a microsecond
+        for each node.
+        """
         graph = cls()
         for node in _walk([loss.grad_fn], graph.outputs):
             graph.nodes += 1
@@ -117,18 +127,18 @@ class LossGraph:
         return graph
 
     def measurable_outputs(self) -> tuple[list[Output], set[OutputKey]]:
-        """Return the nearest outputs with rows, none of them computed from another one, and all others that gradients reach.
+        """Return the outputs by which a loss can be measured, and the keys of all other outputs that its gradients reach.
 
-        Behind a loss that the model has returned, these are the model's other outputs that it was computed from. Larger ones
-        than can be held several times are left out.
+        The first are the outputs nearest to the loss that have rows of samples, none of them computed from another
+        one. Where a model has computed the loss itself, these are its other outputs that the loss was computed from.
+        There are none where they are too large to be held several times.
         """
         outputs: list[Output] = []
         deeper = self.outputs
         while deeper:
             outputs += [output for output in deeper if math.prod(output.shape) > 1]
-            inside = _behind(
-                output for output in deeper if math.prod(output.shape) <= 1
-            )  # losses that the model computed
+            # An output of one element is a loss that the model has computed: look behind it.
+            inside = _behind(output for output in deeper if math.prod(output.shape) <= 1)
             deeper = []
             for _ in _walk(inside, deeper):
                 pass
@@ -140,18 +150,21 @@ class LossGraph:
 
 
 def _behind(outputs: Iterable[Output]) -> list[Node]:
-    """Return the nodes next behind those that compute the outputs."""
+    """Return the graph nodes from which the nodes of these outputs take their inputs."""
     return [follower for output in outputs for follower, _ in output.edge.node.next_functions]
 
 
 def _walk(starts: Sequence[Node], stops: list[Output] | None = None) -> Iterator[Node]:
-    """Yield the nodes behind ``starts``, each once; with ``stops`` none behind outputs of forward passes, which go there."""
-    seen, waiting = set[Node](), list(starts)
-    while waiting and len(seen) < _MOST_NODES:
+    """Yield the nodes behind ``starts`` in the graph, each once.
+
+    With a list ``stops``, outputs of forward passes are appended to it, and the walk goes no further there.
+    """
+    visited, waiting = set[Node](), list(starts)
+    while waiting and len(visited) < _MOST_NODES:
         node = waiting.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if stops is not None and (outputs := outputs_of(node)):
             stops += outputs
             continue
@@ -162,10 +175,11 @@ def _walk(starts: Sequence[Node], stops: list[Output] | None = None) -> Iterator
 def output_gradients(
     loss: Tensor, outputs: Sequence[Output], weight: float, *, twice: bool
 ) -> list[Tensor | None] | None:
-    """Return the gradient of ``weight * loss`` by each output; ``twice``: so that it can be differentiated again.
+    """Return the gradient of ``weight * loss`` by each output; with ``twice`` so that it can be differentiated again.
 
-    Outputs that were gathered from other ranks get the gradients of their losses too, so all ranks call this together. None
-    where the graph does not allow it: memory is short, or a function has no second derivative.
+    An output that the loss does not depend on has None. Outputs that were gathered from other ranks get the gradients
+    of their losses too, so all ranks call this together. The result is None where the graph does not allow it: memory
+    is short, or a function has no second derivative.
     """
     edges = [output.edge for output in outputs]
     weights = torch.full_like(loss, weight)
@@ -176,9 +190,13 @@ def output_gradients(
 
 
 def gradients_past_outputs(loss: Tensor, outputs: Sequence[Output], past: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradients of the parameters ``past`` by the ways that pass none of the outputs, where they are made zero."""
+    """Return the gradients that reach the parameters ``past`` without passing through any of the outputs, by name.
+
+    Gradients that pass an output are set to zero there for this one call.
+    """
 
     def no_gradients(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Return zeros in place of a node's gradients."""
         return tuple(gradient if gradient is None else torch.zeros_like(gradient) for gradient in gradients)
 
     handles = [node.register_prehook(no_gradients) for node in {output.edge.node for output in outputs}]
@@ -193,11 +211,12 @@ def gradients_past_outputs(loss: Tensor, outputs: Sequence[Output], past: Mappin
 
 
 def find_coupling(outputs: Sequence[Output], gradients: Sequence[Tensor | None], samples: int, seed: int) -> bool:
-    """Return whether the loss couples samples of the batch, by its ``gradients`` by the ``outputs``.
+    """Return whether the loss couples samples of the batch, so that one sample's gradient depends on another's outputs.
 
-    A random half of the ``samples`` is held against the other half. Rows may be several for each sample: one group of all
-    samples after the other (two views of each), or those of one sample next to each other. Samples are coupled where they are
-    under both readings. False too where no dimension counts the samples, or where the gradients have no derivative.
+    ``gradients`` are those of the loss by the ``outputs``. A random half of the ``samples``, drawn by ``seed``, is
+    held against the other half. A sample may have several rows: in one group of all samples after the other (two
+    views of each), or next to each other. Samples count as coupled where they are under both readings. The answer is
+    False too where no dimension counts the samples, or where the gradients have no derivative.
     """
     pairs = [
         (output, gradient)
@@ -215,14 +234,23 @@ def find_coupling(outputs: Sequence[Output], gradients: Sequence[Tensor | None],
 
 
 def sample_dimension(shape: tuple[int, ...], samples: int) -> int | None:
-    """Return the dimension that counts samples: the first if it is a multiple, else the second of three or more if equal."""
+    """Return the dimension of an output's ``shape`` that counts ``samples``, None where none does.
+
+    It is the first where that is a multiple of the samples (several rows for each), else the second of three or more
+    where it is equal (sequence first).
+    """
     if shape and shape[0] and shape[0] % samples == 0:
         return 0
     return 1 if len(shape) > 2 and shape[1] == samples else None
 
 
 def _is_coupled(pairs: Sequence[tuple[Output, Tensor]], in_half: Tensor, interleaved: bool) -> bool:
-    """Return whether the gradients of the rows in one half depend on the outputs of the rows in the other one."""
+    """Return whether the gradients of the rows of one half of the samples depend on the outputs of the other half.
+
+    ``in_half``, (samples,) booleans, is the half. ``interleaved``: whether a sample's rows are next to each other.
+    The gradients of the half are summed up, with weights; the derivative of that sum by the outputs of the other half
+    is zero unless samples meet.
+    """
     masks: list[Tensor | None] = []
     parts = []
     for output, gradient in pairs:
@@ -230,29 +258,33 @@ def _is_coupled(pairs: Sequence[tuple[Output, Tensor]], in_half: Tensor, interle
         if (dimension := sample_dimension(output.shape, len(in_half))) is not None:
             shape = [1] * len(output.shape)
             shape[dimension] = output.shape[dimension]
-            each = shape[dimension] // len(in_half)
-            mask = in_half.repeat_interleave(each) if interleaved else in_half.repeat(each)
+            rows_per_sample = shape[dimension] // len(in_half)
+            mask = in_half.repeat_interleave(rows_per_sample) if interleaved else in_half.repeat(rows_per_sample)
             mask = mask.to(gradient.device).view(shape)
         masks.append(mask)
         # Any weights would do that do not cancel by chance; a fixed irrational rotation costs no random numbers.
         weights = torch.arange(gradient.numel(), device=gradient.device, dtype=gradient.dtype).mul_(0.618).cos_()
         parts.append((gradient * weights.view(gradient.shape) * (0 if mask is None else mask)).sum())
     try:
-        seconds = torch.autograd.grad(parts, [output.edge for output, _ in pairs], retain_graph=True, allow_unused=True)
+        second_derivatives = torch.autograd.grad(
+            parts, [output.edge for output, _ in pairs], retain_graph=True, allow_unused=True
+        )
     except RuntimeError:
         return False
     own = other = 0.0
-    for second, mask in zip(seconds, masks, strict=True):
-        if second is not None and mask is not None:
-            size = second.detach().abs()
+    for derivative, mask in zip(second_derivatives, masks, strict=True):
+        if derivative is not None and mask is not None:
+            size = derivative.detach().abs()
             own, other = max(own, float((size * mask).max())), max(other, float((size * ~mask).max()))
     # Rows that are not coupled are multiplied by zeros: what is left is no rounding of sums.
-    return math.isfinite(other) and other > 1e-6 * own
+    return math.isfinite(other) and other > _SMALLEST_COUPLING * own
 
 
 def largest_difference(gradient: Tensor, expected: Tensor) -> float:
-    """Return by how much two gradients differ at most, over what rounding explains: above 1 they are not the same."""
+    """Return the largest difference of two gradients over what rounding in their type explains: above 1 they are not
+    the same.
+    """
     scale = float(torch.maximum(gradient.abs().max(), expected.abs().max()))
-    allowed = 10 * _ROUNDING.get(gradient.dtype, 5e-2) * scale
+    allowed = _ROUNDING_MULTIPLES * _ROUNDING.get(gradient.dtype, 5e-2) * scale
     difference = float((gradient - expected).abs().max())
     return difference / allowed if math.isfinite(difference) and allowed else 0.0

@@ -39,19 +39,19 @@ class BucketReport:
 
     @property
     def text(self) -> str:
-        """Return the report as one line."""
+        """The report as one line, for the log: whether DDP's buckets are as planned, and the first that is not."""
         if self.status == "as planned":
             return f"DDP buckets: {len(self.actual)}, as planned"
         if self.status == "not settled":
             return "DDP buckets: not settled yet; ask again after the third step"
         if self.status == "unknown":
             return "DDP buckets: this torch does not tell which it formed"
-        first = next(
-            (place for place, (a, b) in enumerate(zip(self.planned, self.actual, strict=False)) if a != b),
+        first_differing = next(
+            (index for index, (a, b) in enumerate(zip(self.planned, self.actual, strict=False)) if a != b),
             min(len(self.planned), len(self.actual)),
         )
         return (
-            f"DDP buckets: {len(self.actual)}, planned {len(self.planned)}; the first that differs is bucket {first} "
+            f"DDP buckets: {len(self.actual)}, planned {len(self.planned)}; the first that differs is bucket {first_differing} "
             "(gradients became ready in another order than in the traced graph)"
         )
 
@@ -93,7 +93,7 @@ def bucket_report(model: DistributedDataParallel, config: Config) -> BucketRepor
         return BucketReport(status="unknown", planned=planned, actual=())
     if not rebuilt:
         return BucketReport(status="not settled", planned=planned, actual=())
-    actual = tuple(frozenset(names[int(place)] for place in bucket.split()) for bucket in rebuilt.split(","))
+    actual = tuple(frozenset(names[int(index)] for index in bucket.split()) for bucket in rebuilt.split(","))
     return BucketReport(status="as planned" if actual == planned else "differs", planned=planned, actual=actual)
 
 
@@ -130,6 +130,7 @@ def apply_prefetch(model: nn.Module, config: Config) -> PrefetchReport:
 
 
 def _buckets(config: Config) -> BucketSetting:
+    """Return the config's plan of DDP buckets. Raises InputError where it has none."""
     enforcement, where = loaded(config)
     if enforcement.ddp is None:
         raise InputError(f"{where}:ddp", "is missing", "plan with --graph and a training graph")
@@ -137,6 +138,7 @@ def _buckets(config: Config) -> BucketSetting:
 
 
 def _prefetch(config: Config) -> PrefetchSetting:
+    """Return the config's plan of FSDP2 prefetch lists. Raises InputError where it has none."""
     enforcement, where = loaded(config)
     if enforcement.fsdp2 is None:
         problem = "is missing: the plan knew no list of blocks"

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 log = logging.getLogger(__name__)
 SAMPLE = 1024
+"""Values of a gradient that are looked at."""
 STEPS_ON_CUDA = 50
+"""On CUDA gradients are looked at once in so many updates."""
 
 
 def watch_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
@@ -25,7 +27,8 @@ def watch_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, rank: in
     trained = [(name.removeprefix("module."), value) for name, value in model.named_parameters() if value.requires_grad]
     if trained:
         watch = _GradientWatch(trained, rank)
-        trained[0][1].register_hook(watch.note_own)
+        _, first_parameter = trained[0]  # at which a backward pass ends: whatever was not finite before shows there
+        first_parameter.register_hook(watch.note_own)
         optimizer.register_step_pre_hook(watch)
 
 
@@ -33,13 +36,14 @@ class _GradientWatch:
     """Looks at gradients before updates; an optimizer holds it, so it holds the parameters only weakly."""
 
     def __init__(self, trained: list[tuple[str, nn.Parameter]], rank: int) -> None:
+        """Watch the ``trained`` parameters, given as (name, parameter) in the model's order."""
         self._trained = [(name, weakref.ref(value)) for name, value in trained]
         self._rank, self._updates, self._told = rank, 0, False
         self._own: Tensor | None = None
         """A sum over this rank's own gradients of the first parameter, before any average; None: unknown."""
 
     def note_own(self, gradient: Tensor) -> None:
-        """A backward pass of this rank has made a gradient of the first parameter."""
+        """Add a gradient of the first parameter to this rank's own sum: a hook on the gradient, before any average."""
         if not self._told:
             some = _sum_of_some(gradient.detach())
             self._own = some if self._own is None else self._own + some
@@ -69,20 +73,19 @@ class _GradientWatch:
         self._told = True
         made_here = own_gradients is not None and not math.isfinite(float(own_gradients))
         if made_here or self._rank == 0:  # the others have it by the average, and who made it says so
-            where = (
-                ""
-                if own_gradients is None
-                else " by this rank's own samples"
-                if made_here
-                else " by another rank's samples"
-            )
+            where = ""
+            if own_gradients is not None:
+                where = " by this rank's own samples" if made_here else " by another rank's samples"
             log.warning(
                 "rank %d, step %d: gradients are not finite%s, in %d of %d parameters, first %s; training goes on with them",
                 *(self._rank, update, where, len(spoiled), len(gradients), spoiled[0]),
             )
 
     def _gradient(self, place: int) -> Tensor | None:
-        """Return the values of a gradient that this rank holds."""
+        """Return the values of the gradient of the parameter at index ``place`` that this rank holds; None where it has none.
+
+        Of a sharded gradient they are the rank's shard, of a sparse one the values that are not zero.
+        """
         parameter = self._trained[place][1]()
         gradient = None if parameter is None else parameter.grad
         if gradient is None:
@@ -92,9 +95,9 @@ class _GradientWatch:
 
 
 def _sum_of_some(gradient: Tensor, turn: int = 0) -> Tensor:
-    """Return, on its device, the sum of about a thousand values of a gradient; other ``turn``, other values.
+    """Return, on its device, the sum of about a thousand values of a gradient; another ``turn`` takes other values.
 
-    It is not finite where one of them is not: one operation in place of two.
+    The sum is not finite where one of the values is not, so one operation tells in place of two.
     """
     if gradient.is_sparse:
         gradient = gradient.coalesce().values()
@@ -102,5 +105,6 @@ def _sum_of_some(gradient: Tensor, turn: int = 0) -> Tensor:
         return gradient.sum()
     if not gradient.is_contiguous():  # a flat view would copy it
         return gradient[turn % len(gradient)].sum()
-    begin = turn % max(1, -(-gradient.numel() // SAMPLE)) * SAMPLE
+    parts = -(-gradient.numel() // SAMPLE)  # rounded up
+    begin = turn % parts * SAMPLE
     return gradient.view(-1)[begin : begin + SAMPLE].sum()

@@ -45,7 +45,12 @@ class Sums(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> Sums:
-        """Return a weighted sum over the first elements of each, scaled to a size of 1, and over the logarithms of sizes."""
+        """Return the sums of these tensors, by their first :data:`_ELEMENTS` elements.
+
+        Two parts add up to ``weighted``: the elements, scaled so that each tensor has size 1, times weights that
+        differ by position; and the logarithms of the sizes. Any change of direction or size of a tensor changes it.
+        NaN and infinities count as large numbers, so that equal ones compare equal.
+        """
         dense = (tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach() for tensor in tensors)
         parts = [tensor.reshape(-1)[:_ELEMENTS] for tensor in dense if tensor.numel()]
         if not parts:
@@ -54,13 +59,15 @@ class Sums(NamedTuple):
         lengths = torch.tensor([len(part) for part in parts])
         of_tensor = torch.repeat_interleave(torch.arange(len(parts)), lengths).to(values.device)
         sizes = values.new_zeros(len(parts)).index_add_(0, of_tensor, values.abs()).clamp_min_(1e-300)
+        # Weights that do not cancel by chance: the cosines of an irrational rotation, which cost no random numbers.
         weights = torch.arange(1, len(values) + 1, dtype=torch.float64, device=values.device).mul_(0.618).cos_()
-        return cls(float((values / sizes[of_tensor]) @ weights + sizes.log() @ weights[: len(parts)]), len(parts))
+        directions, logarithms = (values / sizes[of_tensor]) @ weights, sizes.log() @ weights[: len(parts)]
+        return cls(float(directions + logarithms), len(parts))
 
     def differs(self, other: Sums) -> bool:
-        """Return whether two sums come from different values.
+        """Return whether two sums come from different values, or from different numbers of tensors.
 
-        Ranks on devices of several types round otherwise, from clipping on; what nobody averages differs by more.
+        A small difference is rounding: ranks on devices of several types round otherwise. What nobody averages differs by more.
         """
         return self.tensors != other.tensors or abs(self.weighted - other.weighted) > _TOLERANCE
 
@@ -76,11 +83,14 @@ class _Row(NamedTuple):
     """Gradients of parameters that a loss reaches past the model's outputs; without tensors: not measured."""
 
     def values(self) -> list[float]:
+        """Return the row as numbers, in the order of the fields, to be sent to the other ranks."""
         return [self.refuses, self.learning_rates, *self.gradients, *self.parameters, *self.past_outputs]
 
     @classmethod
     def of(cls, values: Sequence[float]) -> _Row:
-        return cls(values[0], values[1], *(Sums(*values[place : place + 2]) for place in (2, 4, 6)))
+        """Return the row that :meth:`values` has made numbers of."""
+        refuses, learning_rates = values[:2]
+        return cls(refuses, learning_rates, *(Sums(*values[begin : begin + 2]) for begin in (2, 4, 6)))
 
 
 class UpdateGuard:
@@ -97,9 +107,10 @@ class UpdateGuard:
         optimizers: Sequence[torch.optim.Optimizer],
         is_uneven: Callable[[], bool],
     ) -> None:
+        """Note the model's buffers, and hook into all wrapped models and optimizers to see those beside this one."""
         for name, module in model.named_modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
-                problem = f"{_plain(name)} has max_norm, by which each rank changes rows of its own batch"
+                problem = f"{_without_wrapper(name)} has max_norm, by which each rank changes rows of its own batch"
                 raise InputError("model", problem, "leave it out, and shorten long rows after the optimizer's step")
         self.updates = 0
         self._job, self._is_uneven = job, is_uneven
@@ -108,26 +119,28 @@ class UpdateGuard:
         self._is_cuda = any(value.is_cuda for value in model.parameters())
         self._buffers_before = {name for name, _ in model.named_buffers()}
         self._refusal: InputError | None = None
-        self._sent: tuple[Tensor, Any] | None = None
-        self._past, self._past_name = Sums(), ""
-        self._linked: dict[int, weakref.ref[Tensor]] = {}
-        self._beside: set[int] = set()
-        self._looks: list[Any] = []
+        # A message under way: the table of all ranks' rows, (ranks, numbers), and the work to wait for.
+        self._sent_table: tuple[Tensor, Any] | None = None
+        self._sums_past_outputs, self._name_past_outputs = Sums(), ""
+        self._loss_parameters: dict[int, weakref.ref[Tensor]] = {}  # by id: outside the model, behind a weighted loss
+        self._ids_of_other_models: set[int] = set()  # of the parameters of other wrapped models that were called
+        self._global_hooks: list[Any] = []
         leave_alone(*optimizers)
         if isinstance(model, DistributedDataParallel):
             # Global hooks of torch's, which must not keep this guard, and with it a model, alive.
             found = weakref.WeakMethod(self._note_wrapped), weakref.WeakMethod(self._note_update)
-            self._looks = [
+            self._global_hooks = [
                 register_module_forward_pre_hook(lambda module, _: call(module) if (call := found[0]()) else None),
                 register_optimizer_step_post_hook(lambda other, *_: call(other) if (call := found[1]()) else None),
             ]
-            weakref.finalize(model, _remove, self._looks)
+            weakref.finalize(model, _remove, self._global_hooks)
+            # Groups of models that are gone are kept until the next guard is made: see `_ended`.
             _ended.clear()
             weakref.finalize(model, _ended.append, model.process_group).atexit = False
 
     def close(self) -> None:
         """Look at no optimizer any more. Idempotent."""
-        _remove(self._looks)
+        _remove(self._global_hooks)
 
     # What is noted between updates.
 
@@ -137,28 +150,38 @@ class UpdateGuard:
         return self.updates < FIRST_UPDATES or self.updates & (self.updates - 1) == 0
 
     def refuse(self, refusal: InputError) -> None:
-        """Let all ranks refuse this after the next update, so that none waits for one that has ended; the first counts."""
+        """Let all ranks raise ``refusal`` after the next update; of several the first counts.
+
+        Raised at once, it would leave the other ranks waiting for one that has ended.
+        """
         self._refusal = self._refusal or refusal
 
     def note_past_outputs(self, gradients: Mapping[str, Tensor]) -> None:
-        """Note gradients of named parameters by ways past the outputs; those of penalties are alike on all ranks."""
-        self._past, self._past_name = Sums.of(gradients.values()), next(iter(gradients), "")
+        """Note gradients, by parameter, that reach it without passing through the wrapped model's outputs.
+
+        They are compared between ranks, because nothing has weighted them. Those of a penalty on weights are alike, and right.
+        """
+        self._sums_past_outputs, self._name_past_outputs = Sums.of(gradients.values()), next(iter(gradients), "")
 
     def link(self, leaves: Iterable[Tensor]) -> None:
-        """Note parameters outside the model that a weighed loss comes from: who trains them may do so."""
-        self._linked |= {id(leaf): weakref.ref(leaf) for leaf in leaves}
+        """Note parameters outside the model from which a weighted loss was computed: an optimizer may train them."""
+        self._loss_parameters |= {id(leaf): weakref.ref(leaf) for leaf in leaves}
 
     def _note_wrapped(self, module: nn.Module) -> None:
-        """Note the parameters of another wrapped model whose forward pass begins."""
+        """Note the parameters of another wrapped model whose forward pass begins: a hook of all modules."""
         if isinstance(module, DistributedDataParallel) and module is not self._model():
-            self._beside.update(id(value) for value in module.parameters())
+            self._ids_of_other_models.update(id(value) for value in module.parameters())
 
     def _note_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an update of another wrapped model, unless it is attached to too or a weighed loss comes from it."""
-        if optimizer in _alone or not self._beside or not self._is_uneven():
+        """Refuse an update of another wrapped model: a hook of all optimizers.
+
+        It is allowed where that model is attached to too, or where a weighted loss was computed from it.
+        """
+        if optimizer in _left_alone or not self._ids_of_other_models or not self._is_uneven():
             return
         trained = {id(value) for group in optimizer.param_groups for value in group["params"]}
-        if trained & self._beside and not trained & {key for key, leaf in self._linked.items() if leaf() is not None}:
+        behind_losses = {key for key, leaf in self._loss_parameters.items() if leaf() is not None}
+        if trained & self._ids_of_other_models and not trained & behind_losses:
             problem = "trains a wrapped model beside the one that was attached to, whose losses nobody weighs"
             remedy = "attach to it too, by runtime.attach(None, model=..., optimizer=...) if its batches are its own"
             self.refuse(InputError("optimizer", problem, remedy))
@@ -166,44 +189,57 @@ class UpdateGuard:
     # What is compared after an update.
 
     def after_update(self) -> None:
-        """Compare the ranks after an update. Raises InputError, on all ranks, where one refuses or where two differ."""
-        is_first, number = self.updates < FIRST_UPDATES, self.updates
+        """Send this rank's row after an update, and compare the rows of all ranks once they have come.
+
+        The first updates wait for the rows at once; later ones send a row every so often and read it one update
+        later. Raises InputError, on all ranks, where one refuses or where two differ.
+        """
+        is_first, updates_before = self.updates < FIRST_UPDATES, self.updates
         self.updates += 1
-        if self.updates == FIRST_UPDATES and self._looks:
-            self._looks[0].remove()  # it sees every module's forward pass
-        sent, self._sent = self._sent, None
+        if self.updates == FIRST_UPDATES and self._global_hooks:
+            self._global_hooks[0].remove()  # it sees every module's forward pass
+        sent, self._sent_table = self._sent_table, None
         if is_first:
             sent = self._send(self._row())
-        elif number % UPDATES_PER_EXCHANGE == 0:
-            self._sent = self._send(self._row())
+        elif updates_before % UPDATES_PER_EXCHANGE == 0:
+            self._sent_table = self._send(self._row())
         if sent is not None:
             table, work = sent
             work.wait()
-            self._judge([_Row.of(values) for values in table.tolist()])
+            self._raise_differences([_Row.of(values) for values in table.tolist()])
 
     def _send(self, row: _Row) -> tuple[Tensor, Any]:
+        """Begin to send this rank's row to all; return the table of all ranks' rows, (ranks, numbers), and the work
+        to wait for.
+        """
         own = row.values()
         table = torch.zeros(self._job.world_size, len(own), dtype=torch.float64)
         table[self._job.rank] = torch.tensor(own, dtype=torch.float64)
         return table, dist.all_reduce(table, group=self._job.side, async_op=True)
 
     def _row(self) -> _Row:
+        """Return what this rank tells after an update.
+
+        In the first updates it covers all parameters; later only gradients, of a few parameters in turns, and on CUDA
+        rarely.
+        """
         gradients = parameters = Sums()
         is_first, exchange = self.updates <= FIRST_UPDATES, self.updates // UPDATES_PER_EXCHANGE
         if self._is_replicated and (is_first or not self._is_cuda or exchange % _EXCHANGES_PER_CUDA_LOOK == 0):
             trained = self._trained()
-            if not is_first and len(trained) > _TENSORS:  # some in turns
+            if not is_first and len(trained) > _TENSORS:  # some in turns; listed twice, to go on behind the end
                 start, twice = exchange * _TENSORS % len(trained), [*trained.items()] * 2
                 trained = dict(twice[start : start + _TENSORS])
             gradients = Sums.of(value.grad for value in trained.values() if value.grad is not None)
             if is_first:
                 parameters = Sums.of([*trained.values(), *self._new_buffers().values()])
-        past, self._past = self._past, Sums()
+        sums_past_outputs, self._sums_past_outputs = self._sums_past_outputs, Sums()
+        # Each rate times its place, so that two that are exchanged make another sum.
         rates = sum(place * float(group["lr"]) for place, group in enumerate(self._groups(), 1))
-        return _Row(float(self._refusal is not None), rates, gradients, parameters, past)
+        return _Row(float(self._refusal is not None), rates, gradients, parameters, sums_past_outputs)
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Return the parameter groups of all named optimizers."""
+        """Return the parameter groups of all watched optimizers that still exist."""
         return [
             group
             for reference in self._optimizers
@@ -212,13 +248,14 @@ class UpdateGuard:
         ]
 
     def _trained(self) -> dict[str, Tensor]:
-        """Return what the optimizers train, by name; parameters that are not the model's by their shape."""
+        """Return what the optimizers train, by name; a parameter that is not the model's is named by its shape."""
         model = self._model()
-        names = {} if model is None else {id(value): _plain(name) for name, value in model.named_parameters()}
+        names = {} if model is None else {id(value): _without_wrapper(name) for name, value in model.named_parameters()}
         trained: dict[str, Tensor] = {}
         for value in (value for group in self._groups() for value in group["params"]):
             name = names.get(id(value), f"a parameter of shape {tuple(value.shape)} that is not in the model")
-            trained[name if name not in trained else f"{name} ({len(trained)})"] = value
+            unique_name = name if name not in trained else f"{name} ({len(trained)})"  # two may have one shape
+            trained[unique_name] = value
         return trained
 
     def _new_buffers(self) -> dict[str, Tensor]:
@@ -226,7 +263,7 @@ class UpdateGuard:
         named = () if (model := self._model()) is None else model.named_buffers()
         return {name: value for name, value in named if name not in self._buffers_before}
 
-    def _judge(self, rows: Sequence[_Row]) -> None:
+    def _raise_differences(self, rows: Sequence[_Row]) -> None:
         """Raise InputError, on all ranks, for what one rank refuses or what differs between two."""
         if any(row.refuses for row in rows):
             self._job.raise_together(self._refusal)
@@ -237,18 +274,21 @@ class UpdateGuard:
                 remedy = "let what changes it be alike on all ranks: average a validation loss before the schedule"
                 raise InputError("learning rate", problem, remedy)
             if row.gradients.differs(first.gradients):
-                raise self._unlike("gradient")
+                raise self._difference_error("gradient")
             if row.parameters.differs(first.parameters):
-                raise self._unlike("value")
+                raise self._difference_error("value")
         is_past = all(row.past_outputs.tensors for row in rows)
         if is_past and any(row.past_outputs.differs(first.past_outputs) for row in rows):
-            problem = f"reaches {self._past_name} past the wrapped model's outputs, by each rank's own data"
+            problem = f"reaches {self._name_past_outputs} past the wrapped model's outputs, by each rank's own data"
             remedy = "return that term from the model's forward, or say it by itself with its count: hook.loss(term, count=n), "
             remedy += 'or hook.loss(term, reduction="average") for what DDP alone would do'
             raise InputError("loss", problem, remedy)
 
-    def _unlike(self, what: Literal["gradient", "value"]) -> InputError:
-        """Return the refusal that names the first tensor that differs; all ranks call this together."""
+    def _difference_error(self, what: Literal["gradient", "value"]) -> InputError:
+        """Return the error that names the first tensor that differs between ranks; all ranks call this together.
+
+        ``what``: whether its gradient differs, or its value.
+        """
         trained = self._trained()
         named: dict[str, Tensor | None] = {**trained, **self._new_buffers()}
         if what == "gradient":
@@ -269,33 +309,35 @@ class UpdateGuard:
 
 
 def _remove(handles: Sequence[Any]) -> None:
+    """Remove hooks by their handles."""
     for handle in handles:
         handle.remove()
 
 
 def check_gradient_hooks(model: nn.Module, own: type) -> None:
-    """Raise InputError for a hook of the script's on a gradient that does not commute with an average over ranks.
+    """Raise InputError for a hook of the script's on a gradient whose effect changes with the ranks' average.
 
-    Each is tried on three gradients: it must make sums of sums, and multiples of multiples. Methods of an ``own`` object
-    are ours, also where a trainer that is done with them wraps the same parameters again.
+    The hook runs on each rank's own gradient, before the average; only a linear function gives the same after it.
+    Methods of an ``own`` object are ours, also where a trainer that is done with them wraps the same parameters
+    again.
     """
     for name, value in model.named_parameters():
         # Torch has no public place that tells which hooks there are.
-        late = (value._post_accumulate_grad_hooks or {}).values()
-        foreign = not all(isinstance(getattr(hook, "__self__", None), own) for hook in late)
-        if foreign or not all(_is_linear(hook, value) for hook in (value._backward_hooks or {}).values()):
+        post_accumulate_hooks = (value._post_accumulate_grad_hooks or {}).values()
+        has_foreign_hook = not all(isinstance(getattr(hook, "__self__", None), own) for hook in post_accumulate_hooks)
+        if has_foreign_hook or not all(_is_linear(hook, value) for hook in (value._backward_hooks or {}).values()):
             problem = "is changed by a hook on each rank by itself, before the ranks' gradients are averaged"
             remedy = "change .grad between backward and the optimizer's step"
-            raise InputError(f"gradient of {_plain(name)}", problem, remedy)
+            raise InputError(f"gradient of {_without_wrapper(name)}", problem, remedy)
 
 
 def _is_linear(hook: Callable[[Tensor], Tensor | None], like: Tensor) -> bool:
-    """Return whether a hook on gradients like a tensor is a linear function."""
+    """Return whether a hook on gradients is a linear function, tried on gradients of the shape and type of ``like``."""
     generator = torch.Generator(like.device).manual_seed(0)
     one, other = (torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator) for _ in range(2))
     answers = []
     with torch.no_grad():
-        for gradient in (one, other, one - 300 * other):
+        for gradient in (one, other, one - 300 * other):  # 300: large, so that clipping to a bound shows
             answer = hook(gradient)
             answers.append(gradient if answer is None else answer)  # it only looks, or changes what it is given
     return torch.allclose(answers[2], answers[0] - 300 * answers[1], rtol=1e-2, atol=1e-2)
@@ -304,14 +346,15 @@ def _is_linear(hook: Callable[[Tensor], Tensor | None], like: Tensor) -> bool:
 _ended: list[object] = []
 """Process groups of models that are gone. DDP's reducer ends its group while it holds Python's lock, which the group's own
 thread may be waiting for; Python gives the lock up for that."""
-_alone: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_left_alone: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers that the script has said train by themselves, or that another guard watches."""
 
 
 def leave_alone(*optimizers: torch.optim.Optimizer) -> None:
-    """Take it that these train a model on batches of its own, or that its losses are weighed, beside others."""
-    _alone.update(optimizers)
+    """Let these optimizers train a model beside an attached one: on batches of its own, or with weighted losses."""
+    _left_alone.update(optimizers)
 
 
-def _plain(name: str) -> str:
+def _without_wrapper(name: str) -> str:
+    """Return a parameter's name without the prefix that DDP puts before it."""
     return name.removeprefix("module.")

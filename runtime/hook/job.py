@@ -27,14 +27,15 @@ WITHOUT_DATASET = (
 
 
 def config_path(given: str | os.PathLike[str]) -> str:
-    """Return where the config lies: a launcher that brings one says so in DDLTOOL_ENFORCE, whatever the script names."""
+    """Return the path of the config: that of a launcher (DDLTOOL_ENFORCE) where there is one, else ``given`` by the script."""
     return os.environ.get("DDLTOOL_ENFORCE") or os.fspath(given)
 
 
 def loaded(config: Config) -> tuple[Enforcement, str]:
-    """Return a config, and what to call it; a refusal of this process that nobody catches is one line from now on.
+    """Return a config, and what messages call it: its path, or "config" for one that is in memory already.
 
-    Raises InputError where it is not the launcher's.
+    From now on a refusal of this process that nobody catches is one line. Raises InputError where the config was
+    emitted from another plan than the launcher.
     """
     refuse_in_one_line()
     if isinstance(config, Enforcement):
@@ -46,14 +47,17 @@ def loaded(config: Config) -> tuple[Enforcement, str]:
 
 
 def check_plan(path: str, emitted: str | None, launched: str | None) -> None:
-    """Raise InputError when launcher and config were emitted from two plans; None: one of them does not say."""
+    """Raise InputError when launcher and config were emitted from two plans, by the plans' digests; None: one does not say."""
     if emitted and launched and emitted != launched:
         problem = f"is {emitted[:12]}..., but the job was launched by plan {launched[:12]}... (DDLTOOL_PLAN_SHA256)"
         raise InputError(f"{path}:plan_sha256", problem, "emit the launcher and the config from one plan")
 
 
 def load_and_check(path: str, job: DistributedJob, dataset: Dataset[Any] | None) -> Enforcement:
-    """Return the config. Raises InputError where it does not fit this job and its data."""
+    """Return the enforcement config at ``path``. Raises InputError where it does not fit this job and its data.
+
+    In the process of a check that trains alone it is changed to one rank with the batches of all.
+    """
     enforcement, _ = loaded(path)
     if is_reference():  # one process that takes the batches of all ranks together
         first = enforcement.ranks[0].model_copy(update={"local_batch_size": enforcement.total_batch_size})
@@ -79,25 +83,28 @@ def load_and_check(path: str, job: DistributedJob, dataset: Dataset[Any] | None)
 
 
 def planned_for(config: str | os.PathLike[str], model: nn.Module) -> tuple[str, Enforcement]:
-    """Return the config's path and the config. Raises InputError where it is not the launcher's, or not the model's."""
+    """Return the config's path and the config, for ``model``.
+
+    Raises InputError where the launcher was emitted from another plan, or the plan was made from another model.
+    """
     planned, path = loaded(config)
     check_parameters(path, planned.parameters, model)
     return path, planned
 
 
 def check_model(model: nn.Module, job: DistributedJob) -> None:
-    """Raise InputError unless DDP or FSDP2 averages the model's gradients over all ranks."""
+    """Raise InputError unless DDP or FSDP2 averages the model's gradients over all ranks, and over them only."""
     if job.world_size == 1:
         return
     if isinstance(model, FSDPModule):
-        # Along how many processes each parameter is sharded; 0: along other dimensions too.
+        # For each parameter, the number of processes that it is sharded over; 0 unless along exactly one mesh dimension.
         parameters: list[Any] = list(model.parameters())
         dimensions = [
             sum(placement.is_shard() for placement in getattr(parameter, "placements", ())) for parameter in parameters
         ]
         sharded = {
-            parameter.device_mesh.size() if number == 1 else 0
-            for parameter, number in zip(parameters, dimensions, strict=True)
+            parameter.device_mesh.size() if dimension_count == 1 else 0
+            for parameter, dimension_count in zip(parameters, dimensions, strict=True)
         }
         if sharded != {job.world_size}:
             size = sharded.pop() if len(sharded) == 1 else 0
@@ -112,7 +119,7 @@ def check_model(model: nn.Module, job: DistributedJob) -> None:
 
 
 def demand_wrapped(job: DistributedJob, model: nn.Module, otherwise: str = "") -> None:
-    """Raise InputError for the bare model of several processes."""
+    """Raise InputError for the bare model of several processes. ``otherwise``: words for what else may wrap it."""
     if job.world_size > 1 and not isinstance(model, DistributedDataParallel):
         remedy = f"give the model that torch.nn.parallel.DistributedDataParallel(model){otherwise} returns"
         raise InputError("model", f"is a {type(model).__name__}, not a DistributedDataParallel", remedy)
@@ -144,7 +151,9 @@ def check_parameters(path: str, planned: list[ParameterRecord], model: nn.Module
 
 
 def bare_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer inside what accelerate, Lightning and others wrap around it. Raises InputError for none."""
+    """Return torch's optimizer inside what accelerate, Lightning and others wrap around it. Raises InputError where
+    there is none.
+    """
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     if not isinstance(optimizer, torch.optim.Optimizer):

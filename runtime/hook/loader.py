@@ -51,6 +51,9 @@ class GivenLoader:
     """
 
     def __init__(self, loader: DataLoader[Any], job: DistributedJob) -> None:
+        """Read the loader; the sampler of single samples is looked for below what accelerate or DistributedSampler
+        have put around it.
+        """
         if not isinstance(loader, DataLoader):
             raise InputError("loader", f"is a {type(loader).__name__}", "give a torch.utils.data.DataLoader")
         self._job, self._epoch = job, 0
@@ -85,7 +88,8 @@ class GivenLoader:
     def order(self, epoch: int) -> Tensor:
         """Return the indices of an epoch's samples in order, shape (samples,), the same on all ranks.
 
-        It is the order of the script's sampler in one process: every rank draws it, and that of rank 0 is used.
+        It is the order that the script's sampler gives in one process. Where the sampler draws it, every rank lets it
+        draw, so that all random streams move on alike, and that of rank 0 is used.
         """
         if epoch != self._epoch and callable(set_epoch := getattr(self.sampler, "set_epoch", None)):
             set_epoch(epoch)
@@ -127,7 +131,10 @@ class SharedStream(IterableDataset[Any]):
             set_epoch(epoch)
 
     def __iter__(self) -> Iterator[StreamBlock]:
-        """Yield the blocks."""
+        """Yield this rank's block of each step: the stream is read as a whole, and the ranks' samples are cut from each piece.
+
+        A rank without samples gets the first of the piece, as a filler.
+        """
         samples = iter(self.stream)
         while len(held := list(itertools.islice(samples, self.sizes.total_batch_size))) >= self.least:
             shares = self.sizes.sizes_of(len(held)).sum(axis=1)
@@ -138,14 +145,15 @@ class SharedStream(IterableDataset[Any]):
 
 
 def collate(samples: Callable[[list[Any]], Any], block: StreamBlock) -> StreamBlock:
-    """Return the block with a batch in place of its samples."""
+    """Return the block with a batch in place of its list of samples; ``samples`` is the function that collates them."""
     return replace(block, batch=samples(block.batch))
 
 
 def together(job: DistributedJob, blocks: Iterator[StreamBlock]) -> Iterator[tuple[StreamBlock, int]]:
-    """Yield (block, samples of all ranks) until no rank has samples; a rank without repeats its last block with weight 0.
+    """Yield (block, samples of all ranks) until no rank has samples; each rank reads a stream of its own.
 
-    Raises InputError, on all ranks, when a rank's stream is empty.
+    A rank that has none left repeats its last block with weight 0, so that all ranks make as many steps. Raises
+    InputError, on all ranks, when a rank's stream is empty.
     """
     last: StreamBlock | None = None
     while True:
@@ -173,32 +181,38 @@ class _TellingLoader(DataLoader[Any]):
     end_of_dataloader = False
     remainder = -1
     _left_early = False
+    """Whether the last iteration was not run to its end, so that batches of it may still be noted."""
     _scaler: LossScaler
-    _source: Hashable
+    _batches_key: Hashable
     """The key of this loader's batches in the scaler."""
 
-    def _given(self) -> Iterator[tuple[Any, Pass | Share, bool]]:
+    def _drawn_batches(self) -> Iterator[tuple[Any, Pass | Share, bool]]:
         """Yield each batch, its pass or share of the step, and whether it is the last of the epoch."""
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield the batches of the rest of the epoch, and note each of them with the scaler."""
+        """Yield the batches of the rest of the epoch, and note each with the scaler as it is handed out.
+
+        Batches of an iteration that was left early are forgotten first.
+        """
         self.end_of_dataloader, pending = False, self._scaler.pending
         if self._left_early:
-            pending.drop(self._source, unused=True)
+            pending.drop(self._batches_key, everything=True)
         self._left_early = True
         with _accelerated(self) as placed:
-            for batch, drawn, is_last in self._given():
-                pending.draw(self._source, drawn)
+            for batch, drawn, is_last in self._drawn_batches():
+                pending.draw(self._batches_key, drawn)
                 self.end_of_dataloader = is_last
                 yield placed(batch)
-        pending.end(self._source)  # a loop that fetched ahead has its last batches still to use
+        pending.end(self._batches_key)  # a loop that fetched ahead has its last batches still to use
         self._left_early = False
 
 
 @contextlib.contextmanager
 def _accelerated(loader: DataLoader[Any]) -> Iterator[Callable[[Any], Any]]:
-    """Register the loader with accelerate, if in use, in the block; yield the function that moves a batch to its device."""
+    """Register the loader with accelerate, if the script uses it, for the block; yield the function that moves a
+    batch to its device.
+    """
     state = sys.modules.get("accelerate.state")
     if state is None or not state.is_initialized():
         yield lambda batch: batch
@@ -217,21 +231,26 @@ class CountedLoader(_TellingLoader):
     def __init__(
         self, dataset: Dataset[Any], sampler: VariableBatchSampler, scaler: LossScaler, **options: Any
     ) -> None:
+        """Load by ``sampler``, whose passes tell the samples of each batch."""
         super().__init__(dataset, batch_sampler=sampler, **options)
-        self._variable = self._source = sampler
+        self._planned_sampler = self._batches_key = sampler  # batches are noted under their sampler
         self._scaler = scaler
-        scaler.pending.loose.add(sampler)  # as long as somebody else iterates: accelerate's skip_first_batches
+        # While somebody else iterates over the sampler (accelerate's skip_first_batches), nobody calls `pending.draw`.
+        scaler.pending.unannounced.add(sampler)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch's order of samples."""
-        self._variable.set_epoch(epoch)
+        self._planned_sampler.set_epoch(epoch)
 
-    def _given(self) -> Iterator[tuple[Any, Pass | Share, bool]]:
-        self._scaler.pending.loose.discard(self._variable)
+    def _drawn_batches(self) -> Iterator[tuple[Any, Pass | Share, bool]]:
+        """Yield each batch, its pass, and whether it ends the epoch; meanwhile this loader announces the sampler's
+        batches itself.
+        """
+        self._scaler.pending.unannounced.discard(self._planned_sampler)
         for batch in DataLoader.__iter__(self):
-            taken = self._variable.issued.popleft()
-            yield batch, taken, self._variable.ends_with(taken)
-        self._scaler.pending.loose.add(self._variable)
+            issued_pass = self._planned_sampler.issued.popleft()
+            yield batch, issued_pass, self._planned_sampler.ends_with(issued_pass)
+        self._scaler.pending.unannounced.add(self._planned_sampler)
 
 
 class StreamLoader(_TellingLoader):
@@ -253,15 +272,20 @@ class StreamLoader(_TellingLoader):
         collate_fn: Callable[[Any], Any] = default_collate,
         **options: Any,
     ) -> None:
+        """Cut the stream by ``sizes``; without ``shared`` by this rank's size alone, from a stream of its own."""
         if not shared:
             sizes, drop_last = Sizes((sizes.sizes[job.rank],)), False
-        least = sizes.total_batch_size if drop_last else sizes.world_size
+        least = sizes.total_batch_size if drop_last else sizes.world_size  # else one sample for each rank at least
         cut = SharedStream(stream, sizes, job.rank if shared else 0, least)
         collated: Any = functools.partial(collate, collate_fn)
         super().__init__(cut, batch_size=None, collate_fn=collated, **options)
-        self._job, self._scaler, self._source, self._shared, self._seen = job, scaler, self, shared, False
+        self._job, self._scaler, self._batches_key, self._shared, self._seen = job, scaler, self, shared, False
 
-    def _given(self) -> Iterator[tuple[Any, Pass | Share, bool]]:
+    def _drawn_batches(self) -> Iterator[tuple[Any, Pass | Share, bool]]:
+        """Yield each batch, its share of the step, and whether it is the last, which one block read ahead tells.
+
+        At the first of a shared stream, raise InputError on all ranks unless they read the same one.
+        """
         source: Iterator[StreamBlock] = DataLoader.__iter__(self)
         blocks = ((block, block.total) for block in source) if self._shared else together(self._job, source)
         following = next(blocks, None)

@@ -76,11 +76,14 @@ class _BackwardPass:
     """What weighed losses send to outputs, where that was measured."""
 
     def trained(self) -> list[LossScaler]:
+        """Return the scalers of the models in which this pass has accumulated gradients."""
         return [scaler for scaler, accumulates in self.trains.items() if accumulates]
 
 
-_under_way: _BackwardPass | None = None
-_open: weakref.WeakSet[LossScaler] = weakref.WeakSet()
+_current_backward: _BackwardPass | None = None
+"""The backward pass that is under way in this process; None: none is."""
+_open_scalers: weakref.WeakSet[LossScaler] = weakref.WeakSet()
+"""Those between :meth:`LossScaler.open` and :meth:`LossScaler.close`: a model may have one only."""
 
 
 class LossScaler:
@@ -106,7 +109,8 @@ class LossScaler:
         watcher: Watcher | None = None,
         weighs: bool = True,
     ) -> None:
-        self._job, self.name, self._sizes, self._split, self.watcher = job, name, sizes, passes, watcher
+        """Prepare to weigh; nothing is hooked into a model before :meth:`open`."""
+        self._job, self.name, self._sizes, self._planned_passes, self.watcher = job, name, sizes, passes, watcher
         self.pending = PendingBatches()
         self.last_weight = 1.0
         self._weighs = weighs and job.world_size > 1
@@ -114,32 +118,34 @@ class LossScaler:
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._hooks: list[Any] = []
         self._sentinels: list[Any] = []
-        self._forwards_begun = self._forwards_inside = 0
-        self._weighed_losses = 0
-        self._is_said = self._seen_full = self._is_uneven = False
-        self._shapes: set[tuple[object, ...]] = set()
-        self._nodes = 0
-        self._returned: set[int] = set()
+        self._forwards_begun = self._forwards_inside = 0  # in all, and those that have not ended
+        self._weighed_losses = 0  # backward passes by a weighted loss since the last update
+        # Since the last backward pass; ever; and whether losses have weighed otherwise on this rank than on others.
+        self._was_loss_called = self._has_counted_a_step = self._is_uneven = False
+        self._seen_graph_shapes: set[tuple[object, ...]] = set()
+        self._graph_nodes = 0
+        self._returned_parameter_ids: set[int] = set()
         """Ids of the parameters that the last forward pass has returned."""
 
     # What a model and its loaders tell.
 
     def open(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
-        """Weigh the losses of ``model`` from now on, until :meth:`close`.
+        """Hook into ``model`` and ``optimizers``, and weigh the losses of the model from now on, until :meth:`close`.
 
-        Raises InputError, on all ranks, where the model cannot be trained alike on all of them, and where somebody attached to
-        it already.
+        Without optimizers, nothing is compared between ranks. Raises InputError, on all ranks, where the model cannot
+        be trained alike on all of them, and where another scaler is attached to it already.
         """
-        if self._weighs and any(optimizer._model() is model for optimizer in _open):
+        if self._weighs and any(optimizer._model() is model for optimizer in _open_scalers):
             raise InputError("model", "is attached to already", "attach, balance or make an agent once per model")
         self._model = reference = weakref.ref(model)
+        # The weak reference alone, in all hooks: this object must not keep the model alive.
         self.pending.trains = lambda: getattr(reference(), "training", True)
-        before = _Hook(lambda module, args, kwargs: self.begin_forward(module, (*args, *kwargs.values())))
+        before = _ForwardHook(lambda module, args, kwargs: self.begin_forward(module, (*args, *kwargs.values())))
         self._hooks = [
             model.register_forward_pre_hook(before, with_kwargs=True),
-            model.register_forward_hook(_Hook(lambda _, __, output: self.end_forward(output))),
+            model.register_forward_hook(_ForwardHook(lambda _, __, output: self.end_forward(output))),
         ]
-        _open.add(self)
+        _open_scalers.add(self)
         if self._job.world_size > 1:
             LivenessMonitor.of_this_job().passes = backwards_begun
         trained = [value for value in model.parameters() if value.requires_grad]
@@ -149,8 +155,8 @@ class LossScaler:
             self._hooks += [optimizer.register_step_post_hook(self._after_update) for optimizer in optimizers]
 
     def close(self) -> None:
-        """Weigh nothing any more. Idempotent."""
-        _open.discard(self)
+        """Weigh nothing any more, and remove all hooks. Idempotent."""
+        _open_scalers.discard(self)
         for handle in (*self._hooks, *self._sentinels):
             handle.remove()
         self._hooks, self._sentinels = [], []
@@ -159,10 +165,13 @@ class LossScaler:
         self._guard, self._weighs = None, False
 
     def begin_forward(self, module: nn.Module | None, values: Sequence[Any]) -> None:
-        """A forward pass with gradients begins; None: a trainer that calls the module otherwise, in training."""
-        global _under_way
+        """Note that a forward pass with gradients begins; ``values`` are its inputs, whose dimension 0 counts the samples.
+
+        ``module`` None: the computation of a trainer that does not call the model's forward pass, in training.
+        """
+        global _current_backward
         if not self._forwards_inside:
-            _under_way = None  # an earlier backward pass has failed, or has ended
+            _current_backward = None  # an earlier backward pass has failed, or has ended
         self.pending.begin_forward(values)
         if self.watcher is not None and (module is None or module.training):
             self.watcher.begin_forward()
@@ -170,12 +179,14 @@ class LossScaler:
         self._forwards_inside += module is not None
 
     def end_forward(self, output: Any) -> None:
-        """A forward pass with gradients is over."""
+        """Note which tensors a forward pass with gradients has returned, and in measured steps watch the gradients
+        that reach them.
+        """
         self._forwards_inside = 0
         if (guard := self._guard) is None:
             return
         outputs = list(nested_tensors(output))
-        self._returned = {id(tensor) for tensor in outputs if tensor.is_leaf and tensor.requires_grad}
+        self._returned_parameter_ids = {id(tensor) for tensor in outputs if tensor.is_leaf and tensor.requires_grad}
         marked = mark_outputs(outputs, ForwardPass(self))
         if not guard.is_measured:
             return
@@ -199,10 +210,10 @@ class LossScaler:
         reduction: Reduction = "mean",
         of: float | None = None,
     ) -> Tensor:
-        """Return ``loss`` with gradients that weigh right under the plain average over ranks; its value stays.
+        """Return ``loss`` with its value unchanged and its gradients weighted for the plain average over ranks.
 
         Args:
-            loss: the loss of this rank's pass, or one term of it; each term is said.
+            loss: the loss of this rank's pass, or one term of it; each term needs a call of its own.
             count: how many samples, tokens or weights of labels the loss is a mean over on this rank, or with
                 ``reduction="sum"`` a sum over; 0 is fine. All ranks give theirs, which costs one small message. None: the
                 samples of the batch.
@@ -211,20 +222,20 @@ class LossScaler:
                 divided by the counts of all ranks, or without a count to be added up as it is (a sum divided by a number that
                 counts all ranks); their plain ``average`` is right.
 
-        Raises InputError where the share of the batch is unknown. What is found to be false is refused after the update, by all
-        ranks together.
+        Raises InputError where the share of the batch is unknown. A claim that turns out to be false is refused after
+        the update, by all ranks together.
         """
         if reduction not in ("mean", "sum", "average"):
             raise InputError("reduction", f"is {reduction!r}", "give mean, sum or average")
         is_counted = self._weighs or (self.watcher is not None and self.pending.is_known)
         if not torch.is_grad_enabled() or not is_counted:
             return loss
-        self._is_said = True
+        self._was_loss_called = True
         share, ranks = None, self._job.world_size
         if count is not None and (ranks > 1 or of is not None):
             factor = self._factor_of_count(float(count), of, reduction)
         elif reduction == "mean":
-            share = self.pending.share(self._forwards_begun, self.name) or self._counted()
+            share = self.pending.share(self._forwards_begun, self.name) or self._counted_share()
             self._is_uneven = self._is_uneven or not share.even
             factor = ranks * share.samples / share.total if share.total else 1.0
         else:
@@ -237,42 +248,54 @@ class LossScaler:
         self._is_uneven = self._is_uneven or abs(factor - 1) > 1e-9
         if not loss.requires_grad:  # a rank without labels has taken part in the message
             return loss
-        forward_passes, gradients = self._check(loss, factor, share, reduction)
+        forward_passes, gradients = self._check_claim(loss, factor, share, reduction)
         weighed = loss.clone()  # not a view, which could not be changed in place
         weighed.register_hook(partial(self._begin_backward, factor, forward_passes, gradients))
         mark_weighed(weighed)
         return weighed
 
     def _factor_of_count(self, count: float, of: float | None, reduction: Reduction) -> float:
-        """Return the factor of a loss that counts so much on this rank; ``of``: what all ranks count, None: they are asked."""
+        """Return the factor of the gradients of a loss that is a mean over ``count`` things on this rank, or a sum over them.
+
+        ``of``: what all ranks count; None: they are asked, by one small message. Raises InputError for a count below
+        0 or NaN.
+        """
         if not count >= 0:
             raise InputError("count", f"is {count:g}", "give what the loss is a mean over, 0 or more")
-        total = sum(self._counts(count)) if of is None else of
+        total = sum(self._counts_of_ranks(count)) if of is None else of
         factor = self._job.world_size * count / total if total else 1.0
         if reduction == "sum":  # its gradients are those of the sum: a mean's are smaller by the count
             return factor / count if count else 0.0
         return factor
 
-    def _counts(self, mine: float) -> list[float]:
-        """Return all ranks' numbers."""
+    def _counts_of_ranks(self, own_count: float) -> list[float]:
+        """Return all ranks' numbers, by rank, to each of which this call waits; the watcher hears how long that took."""
         begin_s = time.perf_counter()
-        counts = [number for (number,) in self._job.numbers(mine)]
+        counts = [count for (count,) in self._job.numbers(own_count)]
         if self.watcher is not None:
             self.watcher.pause(time.perf_counter() - begin_s)
         return counts
 
-    def _counted(self) -> Share:
-        """Return the share by what the script said, or the sizes of its forward passes: for loaders of its own."""
+    def _counted_share(self) -> Share:
+        """Return the share of a batch that no loader of ours has handed out, and ask the other ranks for theirs.
+
+        This rank's samples are what the script has announced, else dimension 0 of the inputs of its forward passes.
+        Until a step was counted, that must be a planned size, so that an argument without a batch dimension is not
+        taken for one. Raises InputError, on all ranks, where one of them cannot tell.
+        """
         sizes = seen = self.pending.told or self.pending.passed
         planned = None if self._sizes is None else self._sizes()[self._job.rank]
         if self._job.world_size == 1:
             counts = [float(sum(sizes))]
         else:
             if planned is not None and not self.pending.told:
-                expected = {planned, planned // self._split} if planned % self._split == 0 else {planned}
+                # A forward pass gets the whole local batch, or its part where the script splits the batch into passes.
+                expected = (
+                    {planned, planned // self._planned_passes} if planned % self._planned_passes == 0 else {planned}
+                )
                 as_planned = [size for size in sizes if size in expected][:1]
-                sizes = as_planned or (sizes if self._seen_full else [])
-            counts = self._counts(sizes[0] if len(set(sizes)) == 1 else -1)
+                sizes = as_planned or (sizes if self._has_counted_a_step else [])
+            counts = self._counts_of_ranks(sizes[0] if len(set(sizes)) == 1 else -1)  # -1: this rank cannot tell
         if min(counts) < 0:
             sizes_text = ", ".join(map(str, seen)) or "missing"
             problem = f"the batch cannot be counted by dimension 0 of the model's arguments ({sizes_text})"
@@ -280,54 +303,64 @@ class LossScaler:
                 problem += f": planned are {planned} samples"
             remedy = f"call {self.name}.count_samples(n) before each forward, or {self.name}.loss(loss, count=n)"
             raise InputError("forward", problem, remedy)
-        self._seen_full = True
+        self._has_counted_a_step = True
         share = Share(int(counts[self._job.rank]), sum(counts), len(set(counts)) == 1)
         self.pending.count(self._forwards_begun, share.samples, share.total)
         return share
 
     # What is measured of it.
 
-    def _check(
+    def _check_claim(
         self, loss: Tensor, factor: float, share: Share | None, reduction: Reduction
     ) -> tuple[set[ForwardPass], OutputGradients]:
-        """Return which forward passes a loss comes from, and where it is measured what it sends to their outputs.
+        """Check what the script says of a loss; return the forward passes that it comes from, and its gradients by
+        their outputs.
 
-        ``share``: of the batch, where the loss is said to be a mean over its samples and nothing else. Refusals wait for the
-        update.
+        The gradients are there only where they are measured: in the first updates, for graphs of a new shape, and now
+        and then. ``share``: of the batch, where the loss is said to be a mean over its samples and nothing else.
+        Refusals wait for the update.
         """
         guard = self._guard
-        updates_per_look = _UPDATES_PER_LOOK * (1 + self._nodes // _NODES_PER_LOOK)
+        updates_per_look = _UPDATES_PER_LOOK * (1 + self._graph_nodes // _NODES_PER_LOOK)
         if guard is None or (not guard.is_measured and guard.updates % updates_per_look):
             return set(), {}
         graph = LossGraph.of(loss)
-        self._nodes, forward_passes = graph.nodes, {output.key[0] for output in graph.outputs}
+        self._graph_nodes, forward_passes = graph.nodes, {output.key[0] for output in graph.outputs}
         if graph.is_weighed:
             before = f"has come through {self.name}.loss before"
             guard.refuse(InputError("loss", before, "say each term of a loss once"))
         if self._forwards_inside:
             return forward_passes, {}  # a trainer whose step is the forward pass of the wrapped module
-        past: dict[str, Tensor] = {}
+        parameters_past_outputs: dict[str, Tensor] = {}
         if graph.leaves and (model := self._model()) is not None:
             names = {id(value): name for name, value in model.named_parameters()}
-            past = {names[id(leaf)]: leaf for leaf in graph.leaves if id(leaf) in names.keys() - self._returned}
+            parameters_past_outputs = {
+                names[id(leaf)]: leaf
+                for leaf in graph.leaves
+                if id(leaf) in names.keys() - self._returned_parameter_ids
+            }
             guard.link(leaf for leaf in graph.leaves if id(leaf) not in names)
-        if past and not graph.outputs and share is not None:
+        if parameters_past_outputs and not graph.outputs and share is not None:
             problem = "reaches the model's parameters past the wrapped model, so that nobody averages their gradients"
             guard.refuse(InputError("loss", problem, "call the wrapped model, not the module inside"))
         shape = graph.nodes, len(graph.outputs), len(graph.leaves), reduction
-        if not graph.outputs or (shape in self._shapes and not guard.is_measured):
+        if not graph.outputs or (shape in self._seen_graph_shapes and not guard.is_measured):
             return forward_passes, {}
-        self._shapes.add(shape)
-        if past and share is not None and self.averages:
-            guard.note_past_outputs(gradients_past_outputs(loss, graph.outputs, past))
-        return forward_passes, self._measured(guard, loss, graph, factor, share)
+        self._seen_graph_shapes.add(shape)
+        if parameters_past_outputs and share is not None and self.averages:
+            guard.note_past_outputs(gradients_past_outputs(loss, graph.outputs, parameters_past_outputs))
+        return forward_passes, self._measure_gradients(guard, loss, graph, factor, share)
 
-    def _measured(
+    def _measure_gradients(
         self, guard: UpdateGuard, loss: Tensor, graph: LossGraph, factor: float, share: Share | None
     ) -> OutputGradients:
-        """Return the weighed gradients of a loss by its outputs, and refuse one that couples samples of its share."""
+        """Return the weighted gradients of a loss by its outputs; refuse a mean over samples whose samples depend on
+        each other.
+
+        None stands for an output behind those: any gradient that arrives there is explained.
+        """
         outputs, behind = graph.measurable_outputs()
-        found: OutputGradients = dict.fromkeys(behind)
+        expected: OutputGradients = dict.fromkeys(behind)
         gradients = None
         if outputs and share is not None:
             gradients = output_gradients(loss, outputs, factor, twice=True)
@@ -344,15 +377,19 @@ class LossScaler:
             gradients = output_gradients(loss, outputs, factor, twice=False)
         for output, gradient in zip(outputs, gradients or (), strict=False):
             if gradient is not None:
-                found[output.key] = gradient.detach()
-        return found
+                expected[output.key] = gradient.detach()
+        return expected
 
     def _note_arrival(self, key: OutputKey, place: int, gradients: tuple[Tensor | None, ...]) -> None:
-        """Hold the gradient that arrives at an output in a backward pass against what weighed losses have sent there."""
+        """Compare the gradient that arrives at a model's output with what weighted losses send there; refuse one that has more.
+
+        A hook of the output's graph node: ``place`` is the output's index among the node's, ``gradients`` are all of
+        them.
+        """
         gradient, guard = gradients[place], self._guard
-        if _under_way is None or guard is None or gradient is None or not _under_way.expected:
+        if _current_backward is None or guard is None or gradient is None or not _current_backward.expected:
             return
-        expected = _under_way.expected.get(key, torch.zeros_like(gradient))
+        expected = _current_backward.expected.get(key, torch.zeros_like(gradient))
         if expected is not None and largest_difference(gradient.detach(), expected.to(gradient.dtype)) > 1:
             problem = f"has a term that did not come through {self.name}.loss"
             remedy = f"say each term, {self.name}.loss(first) + {self.name}.loss(second), or {self.name}.loss(first + second)"
@@ -368,39 +405,43 @@ class LossScaler:
     def _begin_backward(
         self, factor: float, forward_passes: set[ForwardPass], gradients: OutputGradients, scale: Tensor
     ) -> Tensor:
-        """A backward pass comes by a weighed loss, which it multiplies by ``scale``; return the gradient to go on with."""
-        under_way = self._join()
+        """Note that a backward pass has come to a weighted loss; return the loss's gradient, multiplied by its weight.
+
+        A hook of the loss. ``scale`` is the gradient that comes in: 1, or an AMP scaler's factor. ``gradients`` are
+        those measured with a scale of 1, by output.
+        """
+        under_way = self._join_backward()
         under_way.is_weighed = True
         under_way.forward_passes |= forward_passes
         if scale.numel() == 1:
             for key, gradient in gradients.items():
-                known = under_way.expected.get(key, torch.zeros(()))
-                if gradient is not None and known is not None:
-                    gradient = known + gradient * scale.detach().to(gradient.dtype)
-                under_way.expected[key] = None if known is None else gradient
+                expected_so_far = under_way.expected.get(key, torch.zeros(()))
+                if gradient is not None and expected_so_far is not None:
+                    gradient = expected_so_far + gradient * scale.detach().to(gradient.dtype)
+                under_way.expected[key] = None if expected_so_far is None else gradient
         return scale * factor
 
-    def _join(self) -> _BackwardPass:
-        """Return the backward pass that is under way, which reaches this model too."""
-        global _backwards, _under_way
-        if _under_way is None:
+    def _join_backward(self) -> _BackwardPass:
+        """Return the backward pass that is under way, begun with this call if none is, and note that it reaches this model."""
+        global _backwards, _current_backward
+        if _current_backward is None:
             _backwards += 1
-            _under_way = _BackwardPass(_backwards)
+            _current_backward = _BackwardPass(_backwards)
             _at_end_of_backward(_note_complete)
-        if self not in _under_way.trains:
-            _under_way.trains[self] = False
+        if self not in _current_backward.trains:
+            _current_backward.trains[self] = False
             if self.watcher is not None:
                 self.watcher.begin_backward()
-        return _under_way
+        return _current_backward
 
     def _note_gradient(self, parameter: Tensor) -> None:
-        """A backward pass has accumulated a parameter's gradient."""
-        if _under_way is None or not _under_way.trains.get(self):
-            self._join().trains[self] = True
+        """Note that a backward pass has accumulated a gradient in this model: the hook of a parameter."""
+        if _current_backward is None or not _current_backward.trains.get(self):
+            self._join_backward().trains[self] = True
 
     def note_complete(self, under_way: _BackwardPass) -> None:
-        """All gradients of this rank are there; DDP waits for those of the others from now on."""
-        is_said, self._is_said = self._is_said, False
+        """Note that all gradients of this rank are there, while DDP still waits for those of the others."""
+        is_said, self._was_loss_called = self._was_loss_called, False
         if not is_said:  # count its samples all the same; ranks are taken to have equal batches
             with contextlib.suppress(InputError):
                 if self.pending.share(-under_way.number, self.name) is None:
@@ -410,14 +451,17 @@ class LossScaler:
             self.watcher.note_complete()
 
     def end_backward(self, under_way: _BackwardPass) -> None:
-        """A backward pass is over, the exchange of its gradients included: what comes now belongs to another one."""
+        """Note that a backward pass is over, the exchange of its gradients included: what comes now belongs to another one.
+
+        Refuses a pass without a weighted loss, and a second one by the same forward pass, which DDP does not average.
+        """
         self.pending.end_backward()
         if self.watcher is not None:
             self.watcher.end_backward()
         if (guard := self._guard) is None:
             return
         if not under_way.is_weighed:
-            guard.refuse(self._unsaid())
+            guard.refuse(self._missing_loss_error())
             return
         self._weighed_losses += 1
         for forward_pass in under_way.forward_passes:
@@ -428,70 +472,79 @@ class LossScaler:
                     guard.refuse(InputError("backward", problem, remedy))
                 forward_pass.averaged_in = under_way.number
 
-    def _unsaid(self) -> InputError:
+    def _missing_loss_error(self) -> InputError:
+        """Return the refusal of a loss that was not weighted."""
         remedy = f"write loss = {self.name}.loss(loss) before loss.backward() for a mean over the batch's samples, with count= "
         return InputError(
             "loss", f"did not come through {self.name}.loss", remedy + "for one over tokens, pixels or labels"
         )
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """The optimizer has made an update. Raises InputError on all ranks for what one of them refuses."""
+        """Compare the ranks after an update: the optimizer's post-step hook. Raises InputError on all ranks for what
+        one refuses.
+
+        After the first updates most hooks on parameters are removed: a few of them tell of a backward pass.
+        """
         if (guard := self._guard) is None:
             return
         if not self._weighed_losses and _has_gradients(optimizer):
-            guard.refuse(self._unsaid())
+            guard.refuse(self._missing_loss_error())
         self._weighed_losses = 0
         guard.after_update()
         if guard.updates == FIRST_UPDATES:
-            every = -(-len(self._sentinels) // _SENTINELS) or 1
+            every = -(-len(self._sentinels) // _SENTINELS) or 1  # rounded up
             for place, handle in enumerate(self._sentinels):
                 if place % every:
                     handle.remove()
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    trained = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in trained)
+    """Return whether the optimizer's parameters have a gradient that is not zero."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in parameters)
 
 
-class _Hook:
+class _ForwardHook:
     """What happens before or after each forward pass with gradients.
 
     Copies of the model (moving averages) are not trained: theirs do nothing.
     """
 
     def __init__(self, act: Callable[..., None] | None = None) -> None:
+        """Call ``act`` with module, arguments and what else the hook gets; None, as in a copy of the model: do nothing."""
         self._act = act
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], other: Any) -> None:
+        """Act, unless gradients are off."""
         if self._act is not None and torch.is_grad_enabled():
             self._act(module, args, other)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, ()
+        """Return how to copy or pickle this hook: as one that does nothing."""
+        return _ForwardHook, ()
 
 
 def _at_end_of_backward(call: Callable[[], None]) -> None:
-    """Call when the backward pass that is under way has computed all gradients.
+    """Call ``call`` when the backward pass that is under way has computed all gradients.
 
-    Torch has no public place for it: DDP's reducer and FSDP2 ask the engine in this way too. It calls in the order in which it
-    was asked; DDP asks when its last bucket is ready, which is later.
+    Torch has no public place for it: DDP's reducer and FSDP2 ask the engine in this way too. It calls in the order in
+    which it was asked; DDP asks when its last bucket is ready, which is later.
     """
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def _note_complete() -> None:
-    """All gradients of this rank are there."""
-    if _under_way is not None:
-        for scaler in _under_way.trained():
-            scaler.note_complete(_under_way)
+    """Tell the scalers that all gradients of this rank are there; :func:`_note_end` follows behind DDP's own end."""
+    if _current_backward is not None:
+        for scaler in _current_backward.trained():
+            scaler.note_complete(_current_backward)
         _at_end_of_backward(_note_end)  # behind DDP's own
 
 
 def _note_end() -> None:
-    """The backward pass is over, DDP's exchange included."""
-    global _under_way
-    ended, _under_way = _under_way, None
+    """Tell the scalers that the backward pass is over, DDP's exchange included."""
+    global _current_backward
+    ended, _current_backward = _current_backward, None
     if ended is not None:
         for scaler in ended.trained():
             scaler.end_backward(ended)

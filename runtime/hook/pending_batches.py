@@ -20,6 +20,7 @@ from ddltool.runtime.hook.claims import nested_tensors
 from ddltool.runtime.processes.batches import Pass, Share, VariableBatchSampler
 
 _MOST_HELD = 4096
+"""Batches of a loader, and sizes of forward passes, that are kept: a loop that never calls backward must not fill memory."""
 
 
 def leading_size(values: Sequence[Any]) -> int | None:
@@ -36,8 +37,8 @@ class _Drawn:
     """A batch that the training loop was given."""
 
     share: Share
-    taken: Pass | None
-    """The pass of a sampler that it is; None for one of a stream."""
+    sampler_pass: Pass | None
+    """The sampler's pass that the batch is for; None for a batch of a stream."""
     for_evaluation: bool
     """Whether it was handed out without gradients, or to a model that does not train."""
     used: bool = False
@@ -48,28 +49,30 @@ class PendingBatches:
     """The batches that the training loop has been given and that have not been left behind."""
 
     def __init__(self) -> None:
+        """Begin without batches."""
         self.missing: str | None = None
-        """What has to be known before batches may be handed out; None: nothing."""
+        """What the script still has to do before batches may be handed out, in words; None: nothing."""
         self.trains: Callable[[], bool] = lambda: True
         """Whether the model is in training mode; batches handed out otherwise, or without gradients, are for evaluation."""
-        self.loose: weakref.WeakSet[VariableBatchSampler] = weakref.WeakSet()
+        self.unannounced: weakref.WeakSet[VariableBatchSampler] = weakref.WeakSet()
         """Samplers whose loaders do not call :meth:`draw`: what they have issued is looked up when it is needed."""
         self.told: list[int] = []
-        """What the script said of the forward passes since the last backward pass."""
+        """Samples of the forward passes since the last backward pass, where the script announced them."""
         self.passed: list[int] = []
-        """The sizes that the others of them had."""
+        """Dimension 0 of the inputs of the other forward passes since the last backward pass."""
         self._drawn: dict[Hashable, deque[_Drawn]] = {}
-        self._held: _Drawn | None = None
-        self._announced: int | None = None
-        self._used_in: Hashable = None
-        self._tally: tuple[int, float] = (0, 0.0)
+        self._held: _Drawn | None = None  # the batch whose turn it is, where the loop says so
+        self._announced: int | None = None  # samples of the next forward pass, where the script says so
+        self._used_in: Hashable = None  # the backward pass whose samples were counted last
+        self._tally: tuple[int, float] = (0, 0.0)  # samples of this rank and of all, since they were taken last
 
     # What loaders tell.
 
     def draw(self, source: Hashable, drawn: Pass | Share) -> None:
-        """Note that the training loop gets a batch; those that backward has used before are behind it now.
+        """Note that the training loop gets a batch of the loader ``source``, and forget those of it that went into gradients.
 
-        Raises InputError where nobody has said yet what is trained.
+        ``drawn``: the sampler's pass, or for a stream the share of the step's samples. Raises InputError where the
+        script has not yet said what is trained.
         """
         if self.missing is not None:
             raise InputError("loader", "is used before the hook knows what is trained", self.missing)
@@ -77,45 +80,53 @@ class PendingBatches:
         if source not in self._drawn:  # loops may make loaders by the epoch
             self._drawn = {known: batches for known, batches in self._drawn.items() if batches}
             self._drawn[source] = deque(maxlen=_MOST_HELD)
-        share, taken = (drawn.share, drawn) if isinstance(drawn, Pass) else (drawn, None)
-        self._drawn[source].append(_Drawn(share, taken, not (torch.is_grad_enabled() and self.trains())))
+        share, sampler_pass = (drawn.share, drawn) if isinstance(drawn, Pass) else (drawn, None)
+        for_evaluation = not (torch.is_grad_enabled() and self.trains())
+        self._drawn[source].append(_Drawn(share, sampler_pass, for_evaluation))
 
-    def drop(self, source: Hashable, *, unused: bool = False) -> None:
-        """Forget the batches of a loader that went into gradients; with ``unused`` all of its batches."""
+    def drop(self, source: Hashable, *, everything: bool = False) -> None:
+        """Forget the batches of the loader ``source`` that went into gradients, up to the first that did not; or
+        ``everything`` of it.
+        """
         batches = self._drawn.get(source, ())
-        while batches and (unused or batches[0].used):
+        while batches and (everything or batches[0].used):
             batches.popleft()
 
     def end(self, source: Hashable) -> None:
-        """Note that a loader has no more batches.
+        """Note that the loader ``source`` has no more batches.
 
         Its last ones stay for a loop that fetched ahead and has yet to use them; those of an evaluation are forgotten.
         """
-        self.drop(source, unused=any(batch.for_evaluation for batch in self._drawn.get(source, ())))
+        self.drop(source, everything=any(batch.for_evaluation for batch in self._drawn.get(source, ())))
 
     # What the script tells.
 
     def turn_to_next(self, skip: int = 0) -> None:
         """Take it that backward passes are for the next batch, until the next call; ``skip`` batches before it are left out.
 
-        For loops that fetch batches ahead and say when it is each one's turn. Does nothing with more than one loader.
+        For loops that fetch batches ahead and say when it is each one's turn. Where several loaders have batches,
+        this is left to :meth:`share`.
         """
         self._fill()
         if len(sources := [batches for batches in self._drawn.values() if batches]) != 1:
             self._held = None
             return
-        for _ in range(skip + (sources[0][0] is self._held)):
-            sources[0].popleft()
-        self._held = sources[0][0] if sources[0] else None
+        [batches] = sources
+        is_first_done = batches[0] is self._held  # its turn ends now
+        for _ in range(skip + is_first_done):
+            batches.popleft()
+        self._held = batches[0] if batches else None
 
     def announce(self, samples: int) -> None:
-        """Let the next forward pass stand for ``samples`` samples. Raises InputError when negative."""
+        """Note that the next forward pass is for ``samples`` samples, as the script says. Raises InputError when negative."""
         if samples < 0:
             raise InputError("count_samples", f"is {samples}", "give the number of samples, 0 or more")
         self._announced = samples
 
     def begin_forward(self, values: Sequence[Any]) -> None:
-        """A forward pass with gradients begins."""
+        """Note the samples of a forward pass with gradients: as announced, else dimension 0 of the first tensor in
+        its ``values``.
+        """
         if self._announced is not None:
             self.told.append(self._announced)
             self._announced = None
@@ -123,7 +134,7 @@ class PendingBatches:
             self.passed.append(size)
 
     def end_backward(self) -> None:
-        """A backward pass is over: what comes now belongs to another one."""
+        """Forget the forward passes of a backward pass that is over: what comes now belongs to another one."""
         self.passed, self.told = [], []
 
     # What is asked.
@@ -134,11 +145,11 @@ class PendingBatches:
         return bool(self._batches())
 
     def share(self, number: Hashable, name: str) -> Share | None:
-        """Return the share of the batch that backward pass ``number`` is for; None where no loader of ours has given one.
+        """Return the share of the batch that backward pass ``number`` is for, and mark the batch as used.
 
-        The loop may hold several batches. Mostly their shares are equal; where they are not, those count that have as many
-        samples as the forward pass had. Raises InputError where these still differ; ``name`` is what the script calls the
-        object on which it can say the count.
+        None where no loader of ours has given one. The loop may hold several batches. Where their shares differ,
+        those count that have as many samples as the forward pass had. Raises InputError where these still differ;
+        ``name`` is what the script calls the object on which it can say the count.
         """
         fitting = batches = self._batches()
         if not batches:
@@ -159,27 +170,38 @@ class PendingBatches:
         self._use(number, self._batches())
 
     def count(self, number: Hashable, samples: int, total: float) -> None:
-        """Note that backward pass ``number`` is for so many samples; once for all terms of a loss."""
+        """Add samples of this rank and of all (``total``) to the tally for backward pass ``number``, once for all
+        terms of its loss.
+        """
         if self._used_in != number:
             self._used_in = number
             self._tally = (self._tally[0] + samples, self._tally[1] + total)
 
     def take_tally(self) -> tuple[int, int]:
-        """Return this rank's and all ranks' samples that went into gradients since the last call."""
+        """Return (this rank's samples, all ranks' samples) that went into gradients since the last call."""
         (samples, total), self._tally = self._tally, (0, 0.0)
         return samples, round(total)
 
     def last_used(self, sampler: VariableBatchSampler) -> Pass | None:
-        """Return the latest batch of a sampler that went into gradients and is not forgotten yet, None where there is none."""
-        return next((batch.taken for batch in reversed(self._drawn.get(sampler, ())) if batch.used), None)
+        """Return the pass of the latest batch of a sampler that went into gradients and is not forgotten yet, None
+        without any.
+        """
+        return next((batch.sampler_pass for batch in reversed(self._drawn.get(sampler, ())) if batch.used), None)
 
     def _fill(self) -> None:
-        for sampler in list(self.loose):
+        """Note the batches that loaders of the script's own have taken from a sampler, as these loaders do not call
+        :meth:`draw`.
+        """
+        for sampler in list(self.unannounced):
             while sampler.issued:
                 self.draw(sampler, sampler.issued.popleft())
 
     def _batches(self) -> list[_Drawn]:
-        """Return the batch whose turn it is, where the loop says so, else those held to train on, or all held."""
+        """Return the batches that a backward pass now may be for.
+
+        That is the batch whose turn it is, where the loop says so; else those held to train on; else all that are
+        held.
+        """
         self._fill()
         if self._held is not None:
             return [self._held]
@@ -187,7 +209,7 @@ class PendingBatches:
         return [batch for batch in batches if not batch.for_evaluation] or batches
 
     def _use(self, number: Hashable, fitting: list[_Drawn]) -> None:
-        """Mark as used, of each loader, the oldest unused batch among ``fitting`` and all batches before it."""
+        """Mark as used, of each loader, the oldest everything batch among ``fitting`` and all batches before it."""
         if self._used_in == number or not fitting:
             return
         samples, total = 0, 0.0

@@ -70,7 +70,11 @@ def shard(model: nn.Module, config: Config, **options: Any) -> nn.Module:
 
 
 def _mesh(model: nn.Module, plan: ShardingSetting) -> DeviceMesh:
-    """Return the processes as replicate x shard: the ranks of a shard group follow one another."""
+    """Return the processes as a device mesh, replicate x shard: the ranks of a shard group follow one another.
+
+    Full sharding ("fsdp") has one dimension only. A model on the meta device goes to the machine's accelerator, or
+    the CPU.
+    """
     kind = next((value.device.type for value in model.parameters()), "cpu")
     if kind == "meta":
         accelerator = torch.accelerator.current_accelerator()
@@ -98,19 +102,24 @@ def checkpoint_modules(model: nn.Module, plan: Sequence[Recomputed]) -> None:
         module = modules[entry.module]
         options: dict[str, Any] = {"use_reentrant": False}
         if entry.keeps:
-            options["context_fn"] = functools.partial(_contexts, frozenset(entry.keeps))
+            options["context_fn"] = functools.partial(_selective_contexts, frozenset(entry.keeps))
         module.forward = functools.partial(checkpoint, module.forward, **options)
 
 
-def _contexts(keeps: frozenset[int]) -> Any:
-    """Return what decides on the ops of one forward pass: it counts the products of the pass and of its repetition."""
-    seen: Counter[bool] = Counter()
+def _selective_contexts(keeps: frozenset[int]) -> Any:
+    """Return torch's two contexts of a selective checkpoint: for a module's forward pass, and for its repetition in backward.
+
+    Matrix products are numbered in the order in which they run; those numbered in ``keeps`` are stored, all other ops
+    are computed again.
+    """
+    products_seen: Counter[bool] = Counter()
 
     def policy(context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        """Return whether an op's output is stored; passes and repetitions count their products separately."""
         if not is_product(op.overloadpacket.__name__):
             return CheckpointPolicy.PREFER_RECOMPUTE
-        place = seen[context.is_recompute]
-        seen[context.is_recompute] += 1
-        return CheckpointPolicy.MUST_SAVE if place in keeps else CheckpointPolicy.PREFER_RECOMPUTE
+        product_index = products_seen[context.is_recompute]
+        products_seen[context.is_recompute] += 1
+        return CheckpointPolicy.MUST_SAVE if product_index in keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

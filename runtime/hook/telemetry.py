@@ -30,10 +30,13 @@ from ddltool.runtime.processes.stopping import pause_before_exit
 from ddltool.telemetry import TelemetryRow
 
 ROWS_HELD = 50
+"""Rows are written when so many are held back."""
 SECONDS_HELD = 1.0
+"""Rows are written when none was for so long."""
 # Reading the peak takes 10 us and more, and it moves little after the first steps: later it is read every so often.
 STEPS_PER_MEMORY_READING = 10
 EXCHANGES_PER_BEACON = 10
+"""In one of so many exchanges a tiny collective (the beacon) tells when the slowest rank is ready."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +65,9 @@ class Identity:
     """What makes the host's clock one of seconds since 1970: taken once, so that setting the clock moves no step."""
 
     def row(self, step: ObservedStep) -> TelemetryRow:
-        """Return the row of ``step``; the times of several backward passes add up."""
+        """Return the row of ``step``; the times of several backward passes add up. On CUDA this waits for the end of
+        the step.
+        """
         if step.end.event is not None:
             step.end.event.synchronize()
         compute_s, wait_s, sync_s = (sum(parts) for parts in zip(*(e.split() for e in step.exchanges), strict=True))
@@ -103,9 +108,10 @@ class TelemetryFile:
 
     @classmethod
     def of(cls, path: str | os.PathLike[str] | None, job: DistributedJob, device: str) -> Self:
-        """Return this rank's file, opened for one run of a job; all ranks call this together, and all raise if one does.
+        """Return this rank's file, opened for one run of a job, whose name rank 0 chooses.
 
-        ``path`` None: a closed file, which drops its rows.
+        All ranks call this together, and all raise InputError if one does. ``path`` None: a closed file, which drops
+        its rows. ``device``: the name that rows give this rank's device.
         """
         identity = Identity(
             rank=job.rank, world_size=job.world_size, num_nodes=count_nodes(job.world_size), device=device
@@ -122,16 +128,16 @@ class TelemetryFile:
         self._written_s = time.perf_counter()
 
     def add(self, step: ObservedStep) -> None:
-        """Hold a step back, and write the held ones when they are many or old enough. Does nothing once closed."""
+        """Hold a step back, and write the held ones when they are many or old enough; a closed file drops it."""
         if not self._file.is_open:
             return
         self._held.append(step)
         if len(self._held) >= ROWS_HELD or step.end.host_s - self._written_s > SECONDS_HELD:
             self._written_s = step.end.host_s
-            self.flush(but=1)  # of the last step the slowest rank's arrival may not be known yet
+            self.flush(but=1)  # the last step's arrival of the slowest rank may not be known yet
 
     def flush(self, but: int = 0) -> None:
-        """Write the steps held back except the last ``but``."""
+        """Write the steps held back, except the last ``but`` of them."""
         if self._file.is_open:
             count = len(self._held) - but
             due, self._held = self._held[:count], self._held[count:]
@@ -148,19 +154,21 @@ class Watcher:
     """Receives the events of forward and backward passes; telemetry and the choice of batch sizes implement it."""
 
     def begin_forward(self) -> None:
-        """A forward pass of the model in training mode begins."""
+        """Hear that a forward pass of the model in training mode begins."""
 
     def begin_backward(self) -> None:
-        """A backward pass through the model begins."""
+        """Hear that a backward pass through the model begins."""
 
     def note_complete(self) -> None:
-        """This rank's gradients are complete, in a backward pass that averages them; DDP waits for the others from now on."""
+        """Hear that this rank's gradients are complete, in a backward pass that averages them: DDP waits for other
+        ranks from now on.
+        """
 
     def pause(self, seconds: float) -> None:
-        """This rank has waited ``seconds`` for counts of the other ranks."""
+        """Hear that this rank has waited ``seconds`` for counts of the other ranks."""
 
     def end_backward(self) -> None:
-        """A backward pass is over, the exchange of its gradients included."""
+        """Hear that a backward pass is over, the exchange of its gradients included."""
 
 
 class PassClock(Watcher):
@@ -177,24 +185,29 @@ class PassClock(Watcher):
         take_samples: Callable[[], tuple[int, int]] | None = None,
         side: dist.ProcessGroup | None = None,
     ) -> None:
+        """Begin without passes; with a ``side`` group, the process pauses before its exit until gloo is done with the
+        last step.
+        """
         self._cuda, self._take_samples, self._side = cuda, take_samples, side
-        self._start: Stamp | None = None
-        self._paused_s = 0.0
-        self._exchanges: list[Exchange] = []
-        self._listened: Exchange | None = None
+        self._start: Stamp | None = None  # of *compute*; None: no forward pass since the last exchange
+        self._paused_s = 0.0  # waited for counts of other ranks since the start
+        self._exchanges: list[Exchange] = []  # since `take`
+        self._listened: Exchange | None = None  # the last one with a beacon, which stands for those without
         self._completed = 0
-        self._beacon = torch.zeros(1)
+        self._beacon = torch.zeros(1)  # what is sent does not matter, only when it arrives
         if side is not None:
             atexit.unregister(pause_before_exit)  # once is enough, however many models were attached to
             atexit.register(pause_before_exit)
 
     def begin_forward(self) -> None:
-        """A forward pass begins; the first since the last exchange starts the clock of *compute*."""
+        """Start the clock of *compute* at the first forward pass since the last exchange."""
         if self._start is None:
             self._start = stamp(self._cuda)
 
     def note_complete(self) -> None:
-        """This rank's gradients are complete: *compute* ends."""
+        """End *compute*, as this rank's gradients are complete; every so often, start a beacon that tells when all
+        ranks' are.
+        """
         if self._take_samples is None:
             return
         exchange = self.begin_exchange(*self._take_samples())
@@ -205,12 +218,15 @@ class PassClock(Watcher):
         self._completed += 1
 
     def pause(self, seconds: float) -> None:
-        """Take ``seconds`` of waiting for other ranks out of *compute*; not on CUDA, which may compute meanwhile."""
+        """Take ``seconds`` of waiting for other ranks out of *compute*; not on CUDA, where the device may compute meanwhile."""
         if not self._cuda:
             self._paused_s += seconds
 
     def begin_exchange(self, samples: int, total: int) -> Exchange:
-        """Return the record of a backward pass whose gradients are about to be exchanged; ``total``: of all ranks."""
+        """Return the record of a backward pass whose gradients are about to be exchanged.
+
+        ``samples`` are this rank's in these gradients, ``total`` those of all ranks.
+        """
         start = self._start if self._start is not None else stamp(self._cuda)
         exchange = Exchange(samples, total, start, self._cuda, like=self._listened, paused_s=self._paused_s)
         self._start, self._paused_s = None, 0.0
@@ -218,14 +234,19 @@ class PassClock(Watcher):
         return exchange
 
     def end_backward(self) -> None:
-        """Note the end of the last backward pass's exchange, if it had one."""
+        """Note the end of the last backward pass's exchange of gradients, if it had one.
+
+        An exchange with a beacon stands from now on for those without.
+        """
         if self._exchanges and (last := self._exchanges[-1]).done is None and last.ready is not None:
             last.note_done()
             if last.listened:
                 self._listened, last.like = last, None
 
     def take(self) -> list[Exchange]:
-        """Return the exchanges since the last call: those of the step that has ended."""
+        """Return the exchanges of gradients since the last call: those of the step that has ended, one for each
+        backward pass.
+        """
         exchanges, self._exchanges = self._exchanges, []
         return exchanges
 
@@ -245,27 +266,32 @@ class StepRecorder(PassClock):
         take_samples: Callable[[], tuple[int, int]] | None = None,
         side: dist.ProcessGroup | None = None,
     ) -> None:
+        """Number steps from 0; the first row also tells the seconds since this moment."""
         super().__init__(cuda, take_samples, side)
         self.path, self.row = file.path, file.identity.row
         self.watch: Callable[[ObservedStep], None] | None = None
         self._file = file
-        self._number = self._passes = self._memory_bytes = 0
+        self._number = self._passes = self._memory_bytes = (
+            0  # of the next step, in this step so far, and the last reading
+        )
         self._opened_s, self._has_row, self._checkpoint_s = time.perf_counter(), False, 0.0
         self._previous_end: Stamp | None = None
         # Runs when the recorder is collected or the interpreter exits; it must not refer to the recorder itself.
         self._finalizer = weakref.finalize(self, file.close)
 
     def begin_backward(self) -> None:
-        """A backward pass begins: one of the step's passes, also where its gradients are not exchanged (``no_sync``)."""
+        """Count a backward pass as one of the step's passes, also where its gradients are not exchanged (``no_sync``)."""
         self._passes += 1
 
     def before_update(self, *_: object) -> None:
-        """The optimizer begins its update: where no exchange is visible (one process, FSDP2), *compute* ends now."""
+        """End *compute* as the update begins, where no exchange is visible (one process, FSDP2): the optimizer's
+        pre-step hook.
+        """
         if self._take_samples is not None and self._start is not None and not self._completed:
             self.begin_exchange(*self._take_samples()).note_ready()
 
     def after_update(self, *_: object) -> None:
-        """The optimizer has made its update: the step is complete."""
+        """Add the row of the step that the update completes: the optimizer's post-step hook."""
         end = stamp(self._cuda)
         self.before_update()  # for an optimizer that is given its forward pass as a closure
         passes, self._passes = self._passes, 0
@@ -275,7 +301,11 @@ class StepRecorder(PassClock):
             self._previous_end = end
 
     def add(self, number: int, exchanges: list[Exchange], end: Stamp, **more: Any) -> None:
-        """Add the step of these ``exchanges`` that ended at ``end``; ``more``: further fields of its row."""
+        """Add the step of these ``exchanges`` that ended at ``end``; ``more``: further fields of its row.
+
+        It began where the step before it ended. A first row also tells the seconds before training and the launcher's
+        restarts.
+        """
         begin = self._previous_end if self._previous_end is not None else exchanges[0].start
         if not self._has_row or self._number < STEPS_PER_MEMORY_READING or self._number % STEPS_PER_MEMORY_READING == 0:
             self._memory_bytes = peak_memory(self._cuda)
@@ -301,7 +331,10 @@ class StepRecorder(PassClock):
 
     @contextmanager
     def checkpoint(self) -> Iterator[None]:
-        """Write the rows held back, and count the seconds of the block, between two steps, as a checkpoint."""
+        """Count the seconds of the block, between two steps, as a checkpoint; rows held back are written before.
+
+        Within a step nothing is counted, as the time is a part of that step's already.
+        """
         self._file.flush()
         begin, is_within = stamp(self._cuda), self._start is not None or bool(self._exchanges)
         yield

@@ -20,6 +20,10 @@ __all__ = ["HookCallback", "HookedTrainerMixin", "TelemetryCallback"]
 
 
 def __getattr__(name: str) -> Any:
+    """Import the integration that holds ``name``, and the trainer's package with it, when the name is first asked for.
+
+    Raises MissingExtra where that package is not installed, and InputError for a torchvision that does not fit this torch.
+    """
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
@@ -42,7 +46,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _torchvision_reason(error: BaseException | None) -> str | None:
-    """Return what torchvision said among the causes of an import's error; None where it said nothing."""
+    """Return torchvision's own message among the causes of an import's error; None where none of them is torchvision's."""
     while error is not None:
         if "torchvision::" in str(error) or getattr(error, "name", None) == "torchvision":
             return str(error)

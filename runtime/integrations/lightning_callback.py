@@ -35,30 +35,37 @@ class HookCallback(lightning.Callback):
     """
 
     def __init__(self, enforcement: Path | None = None, *, telemetry: Path | None = None, lengths: Any = None) -> None:
+        """Keep the arguments; the hook is attached when a fit starts. Until then, ``hook`` enforces nothing."""
         self._enforcement, self._telemetry, self._lengths = enforcement, telemetry, lengths
         self.hook = SaidLosses(Hook(None, 0, 1))
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Model and optimizers are there, the loaders come now. Raises InputError, on every rank, as ``attach`` does."""
+        """Attach the hook and put it between the strategy and its loaders and losses, before the loaders are made.
+
+        Raises InputError, on every rank, as ``attach`` does.
+        """
         strategy: Any = trainer.strategy
         self.hook = SaidLosses(attach(self._enforcement, telemetry=self._telemetry))
         self.hook.bind(strategy.model, *trainer.optimizers)
         self._is_bare = strategy.model is pl_module
-        plain = type(strategy)  # of an instance that has been through this before as well
+        # The class's own methods: those of the instance are replaced already where it has been through this before.
+        strategy_class = type(strategy)
 
         def planned(loader: Any) -> Any:
+            """Return the strategy's loader, of the planned batches while training; loaders of validation stay as they are."""
             if trainer.training and isinstance(loader, DataLoader):
                 accumulated = trainer.accumulate_grad_batches if pl_module.automatic_optimization else None
                 loader = self.hook.planned(loader, accumulated=accumulated, lengths=self._lengths)
-            return plain.process_dataloader(strategy, loader)
+            return strategy_class.process_dataloader(strategy, loader)
 
         def weighed(loss: Tensor, optimizer: Any, *args: Any, **options: Any) -> Any:
-            return plain.backward(strategy, self.hook.weighed(loss), optimizer, *args, **options)
+            """Run the strategy's backward pass on the weighted loss."""
+            return strategy_class.backward(strategy, self.hook.weighed(loss), optimizer, *args, **options)
 
         strategy.process_dataloader, strategy.backward = planned, weighed
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """The checkpoint is loaded, if there is one."""
+        """Tell the hook how many steps a checkpoint, if one was loaded, has made before."""
         self.hook.resumed(trainer.global_step)
 
     def on_train_epoch_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
@@ -68,10 +75,14 @@ class HookCallback(lightning.Callback):
     def on_train_batch_start(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """The next batch that was fetched is trained on; one process calls ``training_step``, and no forward pass."""
+        """Turn the hook to the next batch that was fetched: Lightning fetches one ahead.
+
+        A single process calls ``training_step`` on the bare module, without a forward pass that the hook sees; then
+        the batch is passed.
+        """
         self.hook.said = False
         self.hook.turn_to_next_batch(passed=batch if self._is_bare else None)
 
     def on_fit_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Write what is held back."""
+        """Write the telemetry that is held back."""
         self.hook.close()

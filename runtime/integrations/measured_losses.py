@@ -55,21 +55,21 @@ class LossKinds:
     """
 
     def __init__(self, job: DistributedJob, remedy: str) -> None:
+        """Begin with all kinds possible."""
         self._job, self._remedy = job, remedy
-        self._kinds: list[str] = []
+        self._kinds: list[str] = []  # those still possible after the losses measured so far; empty: none was measured
 
     def kind(self, loss: Loss, inputs: Any, items: Any) -> str:
-        """Return one of ``KINDS``, by which the loss of a batch may be weighed, or ``SAID``.
+        """Return what the loss of a batch is: one of ``KINDS``, by which it may be weighed, or ``SAID`` where the
+        script says it itself.
 
-        Kinds that the batches so far do not tell apart (means over samples and labels, where all samples have as many labels)
-        stay possible as long as all of them weigh the same, which costs one small message; then the loss is measured again.
+        Kinds that the batches so far do not tell apart (means over samples and labels, where all samples have as many
+        labels) stay possible as long as all of them weigh the same, which costs one small message; then the loss is
+        measured again.
 
-        Args:
-            loss: computes it.
-            inputs: the batch: tensors by rows, and what else the model takes.
-            items: what the loss may be divided by; None: nothing.
-
-        Raises InputError, on all ranks, where no kind fits, and where those that fit cannot be told apart.
+        ``loss`` computes losses; ``inputs`` are the batch: tensors by rows, and what else the model takes; ``items``:
+        what the loss may be divided by, None: nothing. Raises InputError, on all ranks, where no kind fits, and where
+        those that fit cannot be told apart.
         """
         measure = not self._kinds
         while measure or not self._weigh_alike(inputs):
@@ -81,7 +81,10 @@ class LossKinds:
         return self._kinds[0]
 
     def _weigh_alike(self, inputs: Any) -> bool:
-        """Whether all kinds that are left give this batch the same weights."""
+        """Return whether all kinds that are still possible give this batch the same weights on every rank.
+
+        If they do, it does not matter yet which of them is right.
+        """
         if len(self._kinds) == 1:
             return True
         counts = counts_of(inputs)
@@ -90,15 +93,20 @@ class LossKinds:
         return all(row[0] * total == one * totals[0] for row in rows for one, total in zip(row, totals, strict=True))
 
     def _fitting(self, loss: Loss, inputs: Any, items: Any) -> list[str]:
-        """Return the kinds that fit all ranks' batches, of those that are left. Raises InputError where there is none."""
+        """Measure the loss, and return the still possible kinds that fit all ranks' batches. Raises InputError where none does.
+
+        All ranks call this together, and come to the same kinds.
+        """
         failed: list[str] = []
 
         def value(part: Any, number: Any, *, alone: bool = True) -> float:
+            """Return the loss of a part of the batch, NaN where it cannot be computed; ``number``: what it may be
+            divided by.
+            """
             try:
                 return loss(copy(part), number, alone=alone)
-            except (
-                Exception
-            ) as error:  # a part of a batch may lack what a model needs, or a loss be there in training alone
+            # A part of a batch may lack what a model needs, or a loss be there in training alone.
+            except Exception as error:
                 failed.append(f"{type(error).__name__}: {error}".splitlines()[0])
                 return math.nan
 
@@ -106,24 +114,28 @@ class LossKinds:
         if any(is_said for (is_said,) in self._job.numbers(float(loss.said))):
             return [SAID]
         verdicts = _verdicts(value, whole_loss, inputs, items, loss.tolerance)
-        if failed:  # then what it is divided by is all that can be known
+        if failed:  # then only the first verdict, whether it is a sum divided by a number, can be trusted
             verdicts = [verdicts[0], *(0.0 for _ in verdicts[1:])]
         columns = dict(zip(KINDS, zip(*self._job.numbers(*verdicts), strict=True), strict=True))
-        fitting = [kind for kind, told in columns.items() if min(told) >= 0 and max(told) > 0]
+        fitting = [
+            kind
+            for kind, verdicts_of_ranks in columns.items()
+            if min(verdicts_of_ranks) >= 0 and max(verdicts_of_ranks) > 0
+        ]
         if fitting := [kind for kind in fitting if not self._kinds or kind in self._kinds]:
             return [DIVIDED] if DIVIDED in fitting else fitting
         problem = "is neither a sum divided by num_items_in_batch nor a mean over samples or labels"
         if failed:
             problem = f"cannot be measured on a part of the batch ({failed[0]})"
-        elif any(min(told) == max(told) == 0 for told in columns.values()):
+        elif any(min(verdicts_of_ranks) == max(verdicts_of_ranks) == 0 for verdicts_of_ranks in columns.values()):
             problem = "cannot be measured: it is 0 or not finite, or each rank has one sample"
         raise InputError("loss", problem, self._remedy)
 
 
 def counts_of(inputs: Any) -> dict[str, Tensor]:
-    """Return what a mean over the batch may be over, by kind: (rows,) of it in each row.
+    """Return, by kind of mean, how many things each row of the batch has that the mean would be over: (rows,) float64 each.
 
-    Labels are counted where ``inputs["labels"]`` are whole numbers.
+    The kinds are samples and, where ``inputs["labels"]`` are whole numbers, labels. Empty for a batch without rows.
     """
     rows = find_batch_size(inputs)
     if not rows:
@@ -139,25 +151,35 @@ def counts_of(inputs: Any) -> dict[str, Tensor]:
 
 
 def _verdicts(value: Any, whole: float, inputs: Any, items: Any, tolerance: float) -> list[float]:
-    """Return for each of ``KINDS`` whether the loss on this rank is of it: 1 yes, -1 no, 0 cannot be said."""
+    """Return for each of ``KINDS`` whether the loss on this rank is of that kind: 1 yes, -1 no, 0 cannot be said.
+
+    ``value(part, number)`` returns the loss of a part of the batch. The loss of the whole batch, and that of its two
+    most unlike rows, are compared with means of the losses of their parts.
+    """
     counts = counts_of(inputs)
     rows = len(counts.get(SAMPLES, ()))
 
     def near(one: float, other: float, *scale: float) -> bool:
+        """Return whether two losses are equal within the tolerance, relative to the largest of them and of ``scale``."""
         return abs(one - other) <= tolerance * max(map(abs, (one, other, *scale)))
 
     # Three times as many, not twice: with two processes a mean times their number, which is their number times smaller where
     # there is one, would look divided.
-    fewer = whole if items is None else value(inputs, 3 * items)
-    is_divided, stays = items is not None and near(3 * fewer, whole), near(fewer, whole)
+    loss_of_three_times_as_many = whole if items is None else value(inputs, 3 * items)
+    is_divided, is_undivided = (
+        items is not None and near(3 * loss_of_three_times_as_many, whole),
+        near(loss_of_three_times_as_many, whole),
+    )
     verdicts = {DIVIDED: is_divided, **dict.fromkeys(KINDS[1:], False)}
     if rows:
         halves = range(max(rows // 2, 1)), range(rows // 2, rows)
         pair = _unlike_rows(counts)
         first, second = (value(_rows(inputs, rows, part), items) for part in halves)
-        few, many, both = (value(_rows(inputs, rows, part), items) for part in (pair[:1], pair[1:], pair))
-        changed = value(_other_first_labels(_rows(inputs, rows, pair)), items) if SHIFTED in counts else both
-        parts = ((whole, (first, second), halves), (both, (few, many), (pair[:1], pair[1:])))
+        loss_of_fewest, loss_of_most, loss_of_pair = (
+            value(_rows(inputs, rows, part), items) for part in (pair[:1], pair[1:], pair)
+        )
+        changed = value(_other_first_labels(_rows(inputs, rows, pair)), items) if SHIFTED in counts else loss_of_pair
+        parts = ((whole, (first, second), halves), (loss_of_pair, (loss_of_fewest, loss_of_most), (pair[:1], pair[1:])))
         if rows > 1:
             adds_up = all(math.isnan(sum(two)) or near(one, sum(two), *two) for one, two, _ in parts)
             verdicts[DIVIDED] = is_divided and adds_up
@@ -168,52 +190,70 @@ def _verdicts(value: Any, whole: float, inputs: Any, items: Any, tolerance: floa
             fits = [
                 kind
                 for kind, kind_means in means.items()
-                if stays and all(near(one, mean, *two) for (one, two, _), mean in zip(parts, kind_means, strict=True))
+                if is_undivided
+                and all(near(one, mean, *two) for (one, two, _), mean in zip(parts, kind_means, strict=True))
             ]
             if fits:
-                best = min(fits, key=lambda kind: abs(means[kind][1] - both))
-                far = max(4 * abs(means[best][1] - both), _ROUNDING * max(abs(few), abs(many)))
-                fits = [kind for kind in fits if abs(means[kind][1] - means[best][1]) <= far]
-            if {LABELS, SHIFTED} <= {*fits} and few != many and _has_first_labels(_rows(inputs, rows, pair)):
-                fits.remove(LABELS if changed == both else SHIFTED)
+                # Of means that fit within the tolerance, keep the nearest, and those that rounding cannot tell from it.
+                best = min(fits, key=lambda kind: abs(means[kind][1] - loss_of_pair))
+                largest_deviation = max(
+                    4 * abs(means[best][1] - loss_of_pair), _ROUNDING * max(abs(loss_of_fewest), abs(loss_of_most))
+                )
+                fits = [kind for kind in fits if abs(means[kind][1] - means[best][1]) <= largest_deviation]
+            if (
+                {LABELS, SHIFTED} <= {*fits}
+                and loss_of_fewest != loss_of_most
+                and _has_first_labels(_rows(inputs, rows, pair))
+            ):
+                fits.remove(LABELS if changed == loss_of_pair else SHIFTED)
             verdicts |= {kind: kind in fits for kind in KINDS[1:]}
     if not math.isfinite(whole) or whole == 0:
         return [0.0] * len(KINDS)
-    unknown = {kind for kind in counts if stays} if rows == 1 else set()
+    unknown = {kind for kind in counts if is_undivided} if rows == 1 else set()
     return [0.0 if kind in unknown else 1.0 if verdicts[kind] else -1.0 for kind in KINDS]
 
 
 def _unlike_rows(counts: Mapping[str, Tensor]) -> list[int]:
-    """Return the row with the fewest labels and that with the most; the first and the last where all have as many."""
+    """Return the indices of the row with the fewest labels (but some) and of that with the most.
+
+    Where all have as many, they are the first and the last row.
+    """
     labels = counts.get(LABELS, counts[SAMPLES])
     few, many = int(torch.where(labels > 0, labels, math.inf).argmin()), int(labels.argmax())
     return [few, many] if few != many else [0, len(labels) - 1]
 
 
 def _rows(inputs: Any, rows: int, places: Sequence[int]) -> Any:
-    """Return some rows of the batch."""
+    """Return the batch with the rows at ``places`` alone, of the ``rows`` that it has; other tensors stay."""
 
     def part(value: Tensor) -> Tensor:
+        """Return the chosen rows of a tensor that has one entry for each row."""
         return value[torch.tensor([*places], device=value.device)] if value.dim() and len(value) == rows else value
 
     return recursively_apply(part, inputs)
 
 
 def _mean(counts: Tensor, losses: Sequence[float], places: Sequence[Sequence[int]]) -> float:
-    """Return the mean of parts' losses, weighed by what these rows count; of parts that count nothing the loss is left out."""
+    """Return the mean of the parts' ``losses``, weighted by what the rows of each part (``places``) count.
+
+    A part that counts nothing is left out, as its loss is not finite.
+    """
     weights = [float(counts[[*part]].sum()) for part in places]
     total = sum(weights)
     return sum(weight * loss for weight, loss in zip(weights, losses, strict=True) if weight) / total if total else 0.0
 
 
 def _has_first_labels(inputs: Any) -> bool:
-    """Whether some text's first label counts, and there is another one to put in its place."""
+    """Return whether some text's first label counts, and there is another label to put in its place."""
     labels = inputs["labels"]
     return bool((labels[:, 0] != IGNORED).any()) and len(labels[labels != IGNORED].unique()) > 1
 
 
 def _other_first_labels(inputs: Any) -> Any:
-    """Return the batch with another label in the first place of each text, one that occurs; those that do not count stay."""
+    """Return the batch with another label, one that occurs, in the first place of each text; labels that do not count stay.
+
+    A loss over shifted labels, which leaves the first label out, does not change by that.
+    """
     labels = inputs["labels"].clone()
     known = labels[labels != IGNORED]
     if known.numel():

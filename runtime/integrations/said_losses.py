@@ -22,15 +22,19 @@ class SaidLosses:
     """
 
     def __init__(self, hook: Hook) -> None:
+        """Begin as if nothing was said."""
         self._hook, self.said = hook, False
 
     def __getattr__(self, name: str) -> Any:
+        """Return the hook's own attribute for all that this class does not change."""
         return getattr(self._hook, name)
 
     def planned(self, loader: DataLoader[Any], *, accumulated: int | None, lengths: Any = None) -> DataLoader[Any]:
-        """Return the loader with the planned batches, for a trainer whose updates are of ``accumulated`` batches.
+        """Return the loader with the planned batches, for a trainer that makes one update of ``accumulated`` batches
+        (None: of one).
 
-        They are the passes of a plan that accumulates; of another plan they are whole planned batches, which a line says.
+        Where the plan accumulates, these are its passes. Where it does not, each is a whole planned batch, and a line
+        in the log says so.
         """
         if (accumulated or 1) > 1 and self._hook.passes == 1 and self._hook.local_batch_size is not None:
             if self._hook.rank == 0:
@@ -39,13 +43,18 @@ class SaidLosses:
         return self._hook.planned(loader, accumulated=accumulated, lengths=lengths)
 
     def loss(self, loss: Tensor, **meaning: Any) -> Tensor:
-        """Return ``loss`` weighed as :meth:`~ddltool.runtime.hook.Hook.loss` does; for the script.
+        """Return ``loss`` weighed as :meth:`~ddltool.runtime.hook.Hook.loss` does, and note that the script has said
+        what it is.
 
-        Without gradients, as in an evaluation, there is nothing to weigh, and the other ranks are not asked.
+        For the script's own code. Without gradients, as in an evaluation, there is nothing to weigh, and the other
+        ranks are not asked.
         """
         self.said = True
         return self._hook.loss(loss, **meaning) if torch.is_grad_enabled() else loss
 
     def weighed(self, loss: Tensor, **meaning: Any) -> Tensor:
-        """Return what the backward pass begins with: ``loss`` as it is where the script has weighed it; for the trainer."""
+        """Return the loss with which the trainer's backward pass begins.
+
+        Where the script has called :meth:`loss` in this step, it is weighted already; else it is weighted by ``meaning``.
+        """
         return loss if self.said else self._hook.loss(loss, **meaning)

@@ -41,6 +41,7 @@ from ddltool.runtime.processes.job import DistributedJob
 from ddltool.runtime.processes.random_streams import kept
 
 Path = str | os.PathLike[str]
+# The remedy of refusals: how a script says what its loss is.
 SAY = "say self.hook.loss(loss, ...) in a compute_loss of your own"
 
 
@@ -53,25 +54,26 @@ class TelemetryCallback(TrainerCallback):
     """
 
     def __init__(self, trainer: Trainer, telemetry: Path = "telemetry.jsonl") -> None:
+        """Keep the trainer and the file; nothing is attached before training begins."""
         self._trainer, self._telemetry = trainer, telemetry
         self._hook: Hook | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Model and optimizer are there: record them."""
+        """Attach a hook that records, now that the Trainer has wrapped its model and made its optimizer."""
         if self._hook is None:
             self._hook = attach(None, telemetry=self._telemetry)
             self._hook.resumed(state.global_step)
             self._hook.bind(self._trainer.model_wrapped, kwargs["optimizer"])
 
     def on_epoch_begin(self, *_: Any, **kwargs: Any) -> None:
-        """What came between epochs belongs to no step."""
+        """Let the next step begin with its forward pass, as what came between epochs belongs to no step."""
         if self._hook is not None:
             self._hook.set_epoch(0)
 
     def on_train_end(self, *_: Any, **kwargs: Any) -> None:
-        """Write what is held back."""
+        """Write the telemetry that is held back."""
         if self._hook is not None:
             self._hook.close()
 
@@ -105,11 +107,15 @@ class HookedTrainerMixin:
         lengths: Any = None,
         **kwargs: Any,
     ) -> None:
+        """Attach the hook, which hands out batches from the first loader on; model and optimizer follow when training
+        begins.
+        """
         super().__init__(*args, **kwargs)
         self.hook = SaidLosses(attach(enforcement, telemetry=telemetry).call("self.hook"))
         self._trainer = cast(Any, self)  # what it is once it is mixed in
-        self._kinds: LossKinds | None = None
-        self._meaning: dict[str, Any] | None = None
+        self._kinds: LossKinds | None = None  # what the losses may be means over; None: not looked at yet
+        self._meaning: dict[str, Any] | None = None  # what the hook is told of a loss; None: the script says it
+        # Batches of the epoch that a resumed run leaves out; whether the hook has the model.
         self._skip, self._is_bound, self._lengths = 0, False, lengths
         self._trainer.add_callback(_Following(self))
 
@@ -121,9 +127,10 @@ class HookedTrainerMixin:
         return loader
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        """Train on the next batch that was fetched; ``num_items_in_batch`` are the labels that the step counts.
+        """Train on the next batch that was fetched, and return its loss times its weight, for the Trainer's log.
 
-        What it returns is logged: the loss by its weight, so that the plain average over ranks is that of all samples.
+        The plain average of what ranks return is then the loss over all samples. ``num_items_in_batch``: the labels
+        of the step.
         """
         self.hook.turn_to_next_batch(self._skip)
         self._skip = 0
@@ -140,7 +147,10 @@ class HookedTrainerMixin:
         return loss * self.hook.last_weight
 
     def _begin(self, state: TrainerState, loader: DataLoader[Any]) -> None:
-        """Model and optimizer are there, or those of a checkpoint."""
+        """Bind the hook to model and optimizer as training begins; after a resumption, note how many batches are skipped.
+
+        Raises InputError where batches of a stream would have to be skipped.
+        """
         trainer = self._trainer
         self._skip = 0
         if state.global_step and not trainer.args.ignore_data_skip:
@@ -156,16 +166,17 @@ class HookedTrainerMixin:
             trainer.accelerator.backward = lambda loss, **options: backward(self._weighed(loss), **options)
 
     def _updates(self, loader: DataLoader[Any]) -> int:
-        """Return the updates of an epoch; a stream has one epoch."""
+        """Return the number of updates in an epoch; a stream has a single epoch, so no end."""
         if isinstance(loader, StreamLoader):
             return sys.maxsize
         passes: int = self._trainer.args.gradient_accumulation_steps
         return max(-(-len(loader) // passes), 1)
 
     def _found_meaning(self, model: Any, inputs: Any, items: Any, is_total: bool) -> dict[str, Any] | None:
-        """Return what the hook is told of the loss of a batch, None where the script says it; all ranks call this together.
+        """Return the arguments of the hook's ``loss`` for a batch's loss, None where the script gives them itself.
 
-        ``is_total``: all ranks' ``items`` are in this number.
+        All ranks call this together, as the kind of loss may have to be measured. ``items``: what the Trainer divides
+        the loss by; ``is_total``: whether that is the sum over all ranks already.
         """
         if self.hook.local_batch_size is None or self.hook.world_size == 1:
             return {}
@@ -177,12 +188,16 @@ class HookedTrainerMixin:
             return {"reduction": "sum"} if is_total else {"count": items}
         if kind in (SAMPLES, SAID):
             return {} if kind == SAMPLES else None
+        # A mean over labels: the hook weighs it by this rank's count of them, which it can in a single pass only.
         if self.hook.passes > 1:
             raise InputError("loss", f"is a mean over {kind}, which each pass of the plan would have of its own", SAY)
         return {"count": counts_of(inputs)[kind].sum()}
 
     def _weighed(self, loss: Tensor) -> Tensor:
-        """Return the loss that the backward pass begins with."""
+        """Return the loss with which the backward pass begins, weighted by its meaning.
+
+        Raises InputError where the script said what the loss is in the first step and does not in this one.
+        """
         if self._meaning is None and not self.hook.said:
             raise InputError("loss", "was said to the hook in the first step, and is not in this one", SAY)
         return self.hook.weighed(loss, **(self._meaning or {}))
@@ -192,6 +207,7 @@ class _TrainersLoss:
     """What a Trainer's ``compute_loss`` makes of batches, in evaluation mode; random streams stay where they are."""
 
     def __init__(self, trainer: Any, model: torch.nn.Module) -> None:
+        """Compute by ``trainer`` and ``model``; in 16 bits losses are compared less strictly."""
         self._trainer, self._model = trainer, model
         kinds = {value.dtype for value in model.parameters() if value.is_floating_point()}
         is_half = trainer.accelerator.mixed_precision != "no" or any(kind.itemsize < 4 for kind in kinds)
@@ -199,7 +215,9 @@ class _TrainersLoss:
         self.said = False
 
     def __call__(self, inputs: Any, items: Any, *, alone: bool = True) -> float:
-        """Return the loss."""
+        """Return the loss of a batch as the Trainer computes it, with dropout and gradients off; ``alone``: as if
+        there were one process.
+        """
         trainer, accelerator = self._trainer, self._trainer.accelerator
         modes = {module: module.training for module in self._model.modules()}
         trainer.hook.said = False
@@ -209,7 +227,7 @@ class _TrainersLoss:
                 trainer.accelerator = _OneProcess(accelerator)
             with ExitStack() as stack:
                 stack.enter_context(torch.no_grad())
-                stack.enter_context(kept(trainer.args.device))
+                stack.enter_context(kept(trainer.args.device))  # the random streams of training must not move
                 stack.enter_context(torch.compiler.set_stance("force_eager"))  # parts have shapes that no step has
                 stack.enter_context(trainer.compute_loss_context_manager())
                 return float(trainer.compute_loss(self._model, inputs, num_items_in_batch=items))
@@ -225,9 +243,11 @@ class _OneProcess:
     num_processes = 1
 
     def __init__(self, accelerator: Any) -> None:
+        """Stand for this accelerator."""
         self._accelerator = accelerator
 
     def __getattr__(self, name: str) -> Any:
+        """Return the accelerator's own attribute for all but the number of processes."""
         return getattr(self._accelerator, name)
 
 
@@ -235,18 +255,22 @@ class _Following(TrainerCallback):
     """Tells the mixin what its Trainer does."""
 
     def __init__(self, trainer: HookedTrainerMixin) -> None:
+        """Follow ``trainer``."""
         self._trainer = trainer
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        """Let the mixin bind the hook, and tell it how many steps were made before."""
         self._trainer._begin(state, kwargs["train_dataloader"])
         self._trainer.hook.resumed(state.global_step)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        """Choose the epoch's order of samples, whose number follows from the steps made, also after a resumption."""
         self._trainer.hook.set_epoch(state.global_step // self._trainer._updates(kwargs["train_dataloader"]))
 
     def on_train_end(self, *_: Any, **kwargs: Any) -> None:
+        """Write the telemetry that is held back."""
         self._trainer.hook.close()

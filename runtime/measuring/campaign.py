@@ -30,7 +30,11 @@ from ddltool.runtime.measuring.children import Children, meeting_place
 from ddltool.runtime.measuring.worker import FEWEST_FOR_AN_INTERVAL, MeasureTask, StepTimings, Subject, replica
 
 RELIABLE_SPREAD, SHORTEST_STEP_S, FEWEST_REPEATS = 0.1, 1e-3, 3
+"""A row is doubtful with a larger quartile range (relative to the step), a shorter step, or fewer repeats."""
 MOST_STEPS, LARGEST_BATCH, MOST_REPLICAS = 100_000, 2**24, 4096
+"""Limits of what is measured: timed steps of a configuration, batch size, processes."""
+_LARGEST_SYNC_SHARE = 0.99
+"""Synchronisation never counts as all of a step: computing takes some of it, whatever the noise says."""
 # One visit times at most so many steps; a median still uncertain then is timed again later, as a machine's speed drifts.
 _STEPS_PER_VISIT = 1000
 # Powers of two end here when nothing saturates.
@@ -70,7 +74,7 @@ class MeasureRequest:
     optimizer: str = "sgd"
 
     def subject(self) -> Subject:
-        """Return the part of the request that is the same for all tasks of the workers."""
+        """Return the part of the request that is the same for all tasks of the worker processes."""
         return Subject(
             source=self.source,
             resolver=self.resolver,
@@ -152,6 +156,7 @@ class _Campaign:
     """
 
     def __init__(self, request: MeasureRequest, known: pd.DataFrame | None, largest_batch: int) -> None:
+        """Begin with the ``known`` rows of an earlier run, whose step times are not known; None: without any."""
         self.request, self.limit = request, largest_batch
         self.common_columns = request.common_columns()
         self.series = [(count, steps) for count in sorted(request.replicas) for steps in sorted(request.accumulation)]
@@ -169,7 +174,11 @@ class _Campaign:
         on_rows: Callable[[pd.DataFrame], None] | None,
         progress: Callable[[int, str], None],
     ) -> CampaignResult:
-        """Run tasks on ``executor`` until :meth:`next_task` returns None; without an executor return the known rows."""
+        """Run tasks on ``executor`` until :meth:`next_task` returns None, and return the result; None: return the
+        known rows alone.
+
+        ``on_rows`` and ``progress`` are called after every task. Raises InputError when no batch fits in memory.
+        """
         self.began_s = time.monotonic()
         while executor is not None and (task := self.next_task()) is not None:
             self._absorb(task, executor.run(task), executor.nodes_of(task.replicas))
@@ -187,7 +196,11 @@ class _Campaign:
         return pd.DataFrame([self.rows[key] for key in sorted(self.rows)])
 
     def next_task(self) -> MeasureTask | None:
-        """Return the next visit; None when every median is known to the precision or the budget is spent."""
+        """Return the next visit to a configuration; None when every median is known to the precision or the budget is spent.
+
+        With a fixed number of repeats, configurations are visited once, in order. Otherwise the search for saturation
+        comes first, then the configuration whose median is least certain.
+        """
         request, left_s = self.request, self.request.budget_s - (time.monotonic() - self.began_s)
         if self.rows and left_s <= 0:
             return None
@@ -209,16 +222,20 @@ class _Campaign:
             # Until the median is known, or the configuration's share of the budget is spent.
             share_s = max(0.0, left_s / max(1, len(missing)))
             return self._task(key, most=_STEPS_PER_VISIT, seconds=share_s, precision=request.precision)
-        # The interval narrows with the root of the number of steps: these bring it down to the precision.
+        # The interval narrows with the root of the number of steps: these bring it down to the precision. Where it is ten
+        # times the median or infinite, no useful number follows.
         timed = len(self.times[key].full)
-        lacking = (
-            math.ceil(timed * ((uncertainty / request.precision) ** 2 - 1)) if uncertainty < 10 else _STEPS_PER_VISIT
-        )
+        lacking = _STEPS_PER_VISIT
+        if uncertainty < 10:
+            lacking = math.ceil(timed * ((uncertainty / request.precision) ** 2 - 1))
         steps = min(max(lacking, FEWEST_FOR_AN_INTERVAL), _STEPS_PER_VISIT)
         return self._task(key, most=steps, seconds=max(0.0, left_s / len(ranked)))
 
     def _next_searched(self) -> Key | None:
-        """Return the next configuration of the search for saturation, None when it has ended or was not asked for."""
+        """Return the next configuration in the search for the batch at which throughput saturates; None when it has ended.
+
+        None too where batch sizes were given, so that nothing is searched. The batches visited are those wanted in all series.
+        """
         if self.request.batch_sizes:
             return None
         replicas, steps = self.series[0]
@@ -231,7 +248,10 @@ class _Campaign:
         return replicas, steps, batch
 
     def _points(self, replicas: int, steps: int) -> dict[int, Interval]:
-        """Return the measured medians of a series by batch; a row without an interval (NaN) counts as exact."""
+        """Return the measured medians of a series (``replicas``, accumulation ``steps``) by batch, with their intervals.
+
+        A row without an interval (NaN) counts as exact.
+        """
         points = {}
         for key, row in self.rows.items():
             if key[:2] == (replicas, steps) and key[2] <= self.limit:
@@ -242,10 +262,11 @@ class _Campaign:
         return points
 
     def _ranked_by_uncertainty(self) -> list[tuple[float, Key]]:
-        """Return (uncertainty, configuration) of every median not yet known to the precision, the least known first.
+        """Return (uncertainty, configuration) of every median that is not known to the precision, the least known first.
 
-        The uncertainty is relative to the median, infinite where no curve predicts it: there each series has only the batch
-        to measure first.
+        The uncertainty is the interval's size relative to the median: of the measured median, or of the curve's
+        prediction. It is infinite where no curve predicts the median; then the series has only the batch to measure
+        first.
         """
         ranked: list[tuple[float, Key]] = []
         for series in self.series:
@@ -266,13 +287,16 @@ class _Campaign:
         return sorted((entry for entry in ranked if entry[0] > self.request.precision), key=lambda entry: -entry[0])
 
     def _task(self, key: Key, *, most: int, seconds: float = math.inf, precision: float = 0.0) -> MeasureTask:
-        """Return the visit to a configuration; the limits are those of :class:`MeasureTask`."""
+        """Return the visit to the configuration ``key``, limited to ``most`` steps and ``seconds``, or until ``precision``."""
         replicas, steps, batch = key
         shape = {"replicas": replicas, "batch": batch, "accumulation": steps, "warmup": self.request.warmup}
         return MeasureTask(**shape, most=most, seconds=seconds, precision=precision)
 
     def _absorb(self, task: MeasureTask, outcome: StepTimings, nodes: int) -> None:
-        """Add a visit's times, measured on ``nodes`` nodes, to its row; without times, limit the batch below the task's."""
+        """Add a visit's times, measured on ``nodes`` nodes, to its configuration's times, and make its row of all of them.
+
+        A visit without times ran out of memory: from then on batches stay below its own.
+        """
         if not outcome.full:  # memory ran out
             self.limit = min(self.limit, task.batch - 1)
             return
@@ -294,8 +318,7 @@ class _Campaign:
             "num_replicas": task.replicas,
             "local_batch_size": task.batch,
             "step_time_s": step_s,
-            # Never all of the step: computing takes some of it, whatever the noise says.
-            "sync_time_s": min(max(0.0, step_s - local_s), 0.99 * step_s) if is_synchronised else 0.0,
+            "sync_time_s": (min(max(0.0, step_s - local_s), _LARGEST_SYNC_SHARE * step_s) if is_synchronised else 0.0),
             "peak_memory_bytes": times.peak_bytes,
             "step_time_spread_s": float(quartile_high_s - quartile_low_s),
             "repeats": len(times.full),
@@ -370,13 +393,13 @@ class LocalReplicas:
 
 
 def _serve(subject: Subject, rank: int, replicas: Sequence[int], pipe: Connection) -> None:
-    """Run as one replica: time each task that comes through ``pipe``.
+    """Run as one replica in a child process: time each task that comes through ``pipe``, and send its times back.
 
     The process group is not destroyed: its destruction would wait for peers that wait for this process.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo asks the host's name, which need not be this machine
     worker = replica(subject, replicas, rank, max(replicas), init_method=meeting_place())
-    pipe.send(True)
+    pipe.send(True)  # ready: torch is imported and the replicas are connected
     last_sign_s = time.monotonic()
 
     def beat() -> None:
@@ -391,7 +414,7 @@ def _serve(subject: Subject, rank: int, replicas: Sequence[int], pipe: Connectio
 
 
 def reliability(frame: pd.DataFrame) -> list[str]:
-    """Return a plain sentence for every reason not to trust the rows, with what to try."""
+    """Return a sentence for every reason not to trust the rows (spread, too short steps, too few repeats), with what to try."""
     sentences: list[str] = []
     wide = frame[frame["step_time_spread_s"] > RELIABLE_SPREAD * frame["step_time_s"]]
     if len(wide):
@@ -414,6 +437,7 @@ class ProfileFile:
     """
 
     def __init__(self, path: Path | None, request: MeasureRequest, *, resume: bool) -> None:
+        """Check the file before anything is measured; ``path`` None: the rows are kept nowhere."""
         self.path, self.known, self.written = path, None, 0
         if path is None:
             if resume:
@@ -425,19 +449,22 @@ class ProfileFile:
             self.known = _read_resumed_rows(path, request.common_columns())
 
     def write(self, frame: pd.DataFrame) -> None:
-        """Write all rows; standard output and pipes get them at the end (:meth:`close`)."""
+        """Write all rows now, so that none is lost; standard output and pipes get them only at the end (:meth:`close`)."""
         if self.path is not None and not self._streams:
             write_profile(frame, self.path)
             self.written = len(frame)
 
     def close(self, frame: pd.DataFrame) -> None:
-        """Write all rows for good."""
+        """Write all rows for the last time, which is the only time for standard output and pipes."""
         if self.path is not None:
             write_profile(frame, self.path)
 
 
 def _read_resumed_rows(path: Path, expected: dict[str, str]) -> pd.DataFrame:
-    """Return the rows of ``path``. Raises InputError where a column differs from ``expected`` or two rows measure the same."""
+    """Return the rows of ``path`` to go on with.
+
+    Raises InputError where a column of settings differs from ``expected``, by name, or two rows measure the same.
+    """
     frame = read_profile(path)
     for name, requested in expected.items():
         if name not in frame.columns:

@@ -33,6 +33,7 @@ class LostProcess(DdlToolError):
     """A process has ended before its time: its ``rank``, and ``how`` it ended, in words."""
 
     def __init__(self, where: str, rank: int, how: str) -> None:
+        """Name ``where`` it was noticed, the ``rank``, and ``how`` the process ended."""
         super().__init__(f"{where}: process {rank} {how}")
         self.rank, self.how = rank, how
 
@@ -44,6 +45,7 @@ class Children:
     """
 
     def __init__(self, body: Callable[..., None], arguments: Sequence[tuple[Any, ...]], source: str = "") -> None:
+        """Start one process for each of ``arguments``; when one cannot be started, those that were are ended again."""
         context = multiprocessing.get_context("spawn")
         # A pipe for each: a queue that all share can be left locked, or with half a message in it, by one that is killed.
         pipe_pairs = [context.Pipe() for _ in arguments]
@@ -54,7 +56,7 @@ class Children:
             context.Process(target=_run, args=(body, body_arguments, child_end, source, self._folder), daemon=True)
             for body_arguments, (_, child_end) in zip(arguments, pipe_pairs, strict=True)
         ]
-        self._heard_s = time.monotonic()
+        self._heard_s = time.monotonic()  # when the last message came or went
         try:
             with _interrupts_held():
                 for process in self.processes:
@@ -73,7 +75,7 @@ class Children:
         self.close()
 
     def close(self) -> None:
-        """Kill the processes that still run, and wait for all that were started."""
+        """Kill the processes that still run, wait for all that were started, and remove their meeting folder."""
         started = [process for process in self.processes if process.pid is not None]
         for process in started:
             if process.is_alive():
@@ -85,7 +87,7 @@ class Children:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def send(self, rank: int, message: Any) -> None:
-        """Send a message; :meth:`receive` raises the error when the process is gone."""
+        """Send a message to the process ``rank``; where it is gone, the next :meth:`receive` raises the error."""
         self._heard_s = time.monotonic()
         with contextlib.suppress(OSError):
             self.pipes[rank].send(message)
@@ -124,10 +126,11 @@ class Children:
         take_note: Callable[[int, Any], bool] = lambda rank, message: message is None,
         limit_s: float = SILENCE_LIMIT_S,
     ) -> list[Any]:
-        """Return one answer of each rank, in the order of ``ranks``.
+        """Wait for one answer of each rank, and return them in the order of ``ranks``.
 
-        ``take_note(rank, message)`` returns whether a message is an interim note and no answer; by default None is a note:
-        a sign of life. Raises what :meth:`receive` raises.
+        ``take_note(rank, message)`` returns whether a message is only a note on the way and no answer; by default
+        None is one: a sign of life. ``where`` begins error messages, and a process may be silent for ``limit_s``.
+        Raises what :meth:`receive` raises.
         """
         answers: dict[int, Any] = {}
         while unanswered := [rank for rank in ranks if rank not in answers]:
@@ -136,10 +139,13 @@ class Children:
         return [answers[rank] for rank in ranks]
 
     def _dead_process(self, where: str, rank: int) -> LostProcess | None:
-        """Return the error of a process that died within the grace time, ``rank`` before its peers; None when all live."""
+        """Return the error of a process that has died, ``rank`` before its peers; None when all still live after the
+        grace time.
+        """
         rank_first = sorted(enumerate(self.processes), key=lambda entry: entry[0] != rank)
 
         def find_dead() -> LostProcess | None:
+            """Return the error of the first process with an exit code other than 0, None without one."""
             dead = ((dead_rank, process.exitcode) for dead_rank, process in rank_first if process.exitcode)
             return next((LostProcess(where, dead_rank, how_it_ended(code)) for dead_rank, code in dead), None)
 
@@ -147,7 +153,7 @@ class Children:
 
 
 def soon(seconds: float, look: Callable[[], T | None]) -> T | None:
-    """Return the first result of ``look`` that is not None within ``seconds``, else None; ``look`` is called at least once."""
+    """Call ``look`` until it returns something, for at most ``seconds``; return that, or None. It is called at least once."""
     deadline_s = time.monotonic() + seconds
     while (result := look()) is None and time.monotonic() < deadline_s:
         time.sleep(0.02)
@@ -160,7 +166,10 @@ def meeting_place(use: str = "all") -> str:
 
 
 def _run(body: Callable[..., None], arguments: tuple[Any, ...], pipe: Connection, source: str, folder: str) -> None:
-    """Run ``body`` in a child process; send any exception of it to the parent as an error of one line."""
+    """Run ``body`` in a child process; send any exception of it to the parent as an error of one line.
+
+    ``folder``: where the children meet. The child ends when its parent does.
+    """
     global _folder
     _folder = folder
     os.dup2(2, 1)  # what the user's module prints must not mix with the command's result
@@ -200,7 +209,7 @@ def _interrupts_held() -> Iterator[None]:
 
 
 def in_one_line(error: Exception, source: str) -> DdlToolError:
-    """Return an exception of the model as an error of one line about ``source``, and a DdlToolError unchanged."""
+    """Return an exception of the user's model as an error of one line about ``source``; a DdlToolError is returned as it is."""
     if isinstance(error, DdlToolError):
         return error
     text = one_line(f"{type(error).__name__}: {error}")[:300]

@@ -47,12 +47,17 @@ OPTIONAL = {
 PATIENCE_S = 20.0
 """How long two processes may say nothing, while they start, meet or reduce, before they count as hung."""
 _MEETING_S, _IMPORT_S = 5.0, 120.0
+"""How long processes may take to meet, and an import."""
 COARSE_CLOCK_S = 1e-5
+"""A clock with larger steps than this is a warning."""
 SHARED_MEMORY_BYTES = 128 * 2**20
+"""Less shared memory than this is a warning."""
 FREE_BYTES = 2**30
+"""Less free space in a folder than this is a warning."""
 _ELEMENTS = 262_144  # one MiB of float32
-_REPEATS = 20
-_RATE_TRIES = 8
+_REPEATS = 20  # reductions that are timed
+_RATE_TRIES = 8  # times that a CPU's work is timed; the shortest counts
+_MATRIX_SIZE, _COPIED_FLOATS = 768, 1 << 24  # large enough to keep a core busy, small enough to take a moment
 
 
 def examine() -> tuple[list[MachineCheck], Machine]:
@@ -76,12 +81,15 @@ def examine() -> tuple[list[MachineCheck], Machine]:
 
 
 def _check(name: str, found: str, status: str = "ok", remedy: str = "", *, fine: bool = False) -> MachineCheck:
-    """Return the outcome of a check; with ``fine`` the status is ``ok``, and ``status`` and ``remedy`` are ignored."""
+    """Return the outcome of the check ``name``, with what it ``found`` in words.
+
+    With ``fine`` the status is ``ok``, and ``status`` and ``remedy`` are ignored.
+    """
     return MachineCheck(name=name, status="ok" if fine else status, found=found, remedy="" if fine else remedy)
 
 
 def machine_figures() -> Machine:
-    """Return the versions, devices and memory of this machine."""
+    """Return the versions, devices and memory (GiB) of this machine; without torch there are no devices."""
     cuda: dict[str, Any] = {"cuda_devices": [], "cuda_build": None, "gloo": False}
     if importlib.util.find_spec("torch") is not None:
         import torch
@@ -117,13 +125,15 @@ def machine_nodes() -> Nodes:
 
 
 def _cpu_rates() -> tuple[float, float]:
-    """Return FLOP/s of a product of float32 matrices and bytes/s (read plus written) of a copy, the best of a few tries."""
+    """Return what this CPU does at its best in a moment: FLOP/s of a float32 matrix product, bytes/s of a copy (read
+    and written).
+    """
     import torch
 
-    size = 768
-    matrix, source = torch.ones(size, size), torch.ones(1 << 24)
+    matrix, source = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE), torch.ones(_COPIED_FLOATS)
 
     def shortest_s(work: Callable[[], object]) -> float:
+        """Return the shortest seconds of a few runs of ``work``, after one that warms up."""
         work()
         seconds = []
         for _ in range(_RATE_TRIES):
@@ -133,8 +143,8 @@ def _cpu_rates() -> tuple[float, float]:
         return min(seconds)
 
     target = torch.empty_like(source)
-    flops_per_s = 2.0 * size**3 / shortest_s(lambda: matrix @ matrix)
-    bytes_per_s = 8.0 * len(source) / shortest_s(lambda: target.copy_(source))
+    flops_per_s = 2.0 * _MATRIX_SIZE**3 / shortest_s(lambda: matrix @ matrix)  # a product and a sum for each
+    bytes_per_s = 8.0 * len(source) / shortest_s(lambda: target.copy_(source))  # 4 bytes read, 4 written
     return float(f"{flops_per_s:.3g}"), float(f"{bytes_per_s:.3g}")
 
 
@@ -209,7 +219,7 @@ def check_clock() -> MachineCheck:
 
 
 def check_store_port() -> MachineCheck:
-    """Bind, listen and connect on 127.0.0.1, as the store at which processes meet does."""
+    """Check that a process can listen and connect on 127.0.0.1, as the store at which processes meet must: by doing so."""
     problem, remedy = "", "bring the loopback interface up (ip link set lo up), and allow local connections"
     try:
         with contextlib.ExitStack() as stack:
@@ -227,7 +237,10 @@ def check_store_port() -> MachineCheck:
 
 
 def check_folder(name: str, folder: str | Path, *, required: bool, remedy: str) -> MachineCheck:
-    """Write and remove a file in ``folder`` or its nearest existing parent; less than one GiB of free space is a warning."""
+    """Check that files can be written in ``folder`` or its nearest existing parent, by writing and removing one.
+
+    Not being able to is a failure where the folder is ``required``, else a warning; so is less than one GiB of free space.
+    """
     existing = Path(folder)
     try:
         while not existing.exists() and existing != existing.parent:
@@ -244,7 +257,7 @@ def check_folder(name: str, folder: str | Path, *, required: bool, remedy: str) 
 
 
 def check_temporary() -> MachineCheck:
-    """Return whether there is a folder for temporary files."""
+    """Return the check of the folder for temporary files: whether there is one, and whether it can be written."""
     remedy = "set TMPDIR to a writable folder"
     try:
         folder = tempfile.gettempdir()
@@ -265,7 +278,7 @@ def check_shared_memory(folder: str = "/dev/shm") -> MachineCheck:
 
 
 def _check_extras() -> list[MachineCheck]:
-    """Return the checks of packages and programs that some commands need."""
+    """Return the checks of optional packages and programs that only some commands need, each with what needs it."""
     extras = {name: (installed(name), remedy) for name, remedy in OPTIONAL.items()}
     browser = shutil.which("chromium") or shutil.which("chromium-browser")
     extras["chromium"] = (browser, "only the tests that look at reports need it: apt-get install chromium")
@@ -283,14 +296,15 @@ Answers = dict[tuple[str, int], tuple[str, float]]
 
 
 def check_processes(children: Children | None) -> list[MachineCheck]:
-    """Return the checks of gloo and NCCL; a process that dies or hangs fails its attempts that have not ended.
+    """Return the checks of gloo and NCCL, which two child processes try; None: they could not be started.
 
-    ``children`` None: the processes could not be started.
+    A process that dies or hangs fails its attempts that have not ended.
     """
     answers: Answers = {}
     problem = "" if children is not None else "processes cannot be started"
 
     def take_answer(rank: int, message: tuple[str, tuple[str, float]]) -> bool:
+        """Keep an attempt's answer of one process; return whether more are to come."""
         answers[message[0], rank] = message[1]
         return message[0] != "done"
 
@@ -314,7 +328,10 @@ def check_processes(children: Children | None) -> list[MachineCheck]:
 def _check_reduction(
     name: str, answers: Answers, processes: int, problem: str, status: str, remedy: str
 ) -> MachineCheck:
-    """Return the check of a reduction over ``processes``; ``problem``: why some of them have not answered."""
+    """Return the check of the reduction called ``name``, by what the ``processes`` answered.
+
+    ``problem``: why some have not answered; ``status`` and ``remedy`` are for a reduction that failed.
+    """
     values = [value for (attempt, _), value in answers.items() if attempt == name]
     problems = [text for text, _ in values if text]
     if problems or len(values) < processes:
@@ -335,7 +352,10 @@ def check_nccl(answers: Answers, problem: str) -> MachineCheck:
 
 
 def _try_backends(rank: int, results: Connection) -> None:
-    """Reduce over every backend in one of the two processes; send (name, (problem or "", median seconds)) of each attempt."""
+    """Reduce over every backend, as one of two processes; send (name, (problem or "", median seconds)) of each attempt.
+
+    The last message is called "done".
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # backends print pages about what is reported in one line here
     chosen_interface = os.environ.get("GLOO_SOCKET_IFNAME")
     os.environ["GLOO_SOCKET_IFNAME"] = chosen_interface or "lo"
@@ -344,6 +364,7 @@ def _try_backends(rank: int, results: Connection) -> None:
     torch.set_num_threads(1)
 
     def attempt(name: str, backend: str, world: int, device: Any) -> bool:
+        """Time a reduction, send what came out, and return whether it worked; ``world``: how many processes take part."""
         try:
             value = "", _time_reduction(rank, name, backend, world, device)
         except Exception as error:  # whatever a backend throws is what the reader wants to know
@@ -366,7 +387,10 @@ def _try_backends(rank: int, results: Connection) -> None:
 
 
 def _time_reduction(rank: int, name: str, backend: str, world: int, device: Any) -> float:
-    """Return the median seconds of adding one MiB over all processes. Raises what the backend raises, or a wrong sum."""
+    """Return the median seconds of adding one MiB over ``world`` processes, of which this one is ``rank``.
+
+    Raises what the backend raises, and RuntimeError for a wrong sum. ``name``: where the processes meet.
+    """
     import torch
     import torch.distributed as dist
 

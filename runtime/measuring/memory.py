@@ -19,10 +19,10 @@ from ddltool.errors import InputError
 from ddltool.runtime.measuring.children import Children
 from ddltool.runtime.measuring.worker import MeasureTask, Subject, replica, reset_peak
 
-LARGEST = 2**20
+LARGEST = 2**20  # the largest batch that is tried
 # A step's memory is reached in its first backward pass; the second shows what an optimizer keeps.
 _STEPS = 2
-_LOOK_EVERY_S = 0.005
+_LOOK_EVERY_S = 0.005  # how often the parent reads a child's memory
 # A line through two small batches may be far off; the search does not jump further than this.
 _LONGEST_JUMP = 16
 
@@ -40,10 +40,11 @@ class MemoryLimit:
 def search_limit(attempt: Callable[[int], float | None], budget_bytes: float, largest: int = LARGEST) -> MemoryLimit:
     """Return the limit by growing batches, then bisection; ``attempt(batch)`` returns peak bytes, None if it did not fit.
 
-    Invariant: batch ``low`` has run and fits (0: none yet), ``high`` does not fit (``largest + 1``: none tried). A line through
-    the peaks guesses the limit, which saves tries where memory grows evenly; every other try halves the bracket anyway.
+    A line through the peaks guesses the limit, which saves tries where memory grows evenly. Every other try halves
+    the bracket anyway, so that bad guesses cannot make the search long.
     """
     tried: dict[int, float | None] = {}
+    # Invariant: batch `low` has run and fits (0: none yet), `high` does not fit (largest + 1: none was tried).
     low, high, tries = 0, largest + 1, 0
     while high - low > 1:
         guess = _extrapolated_limit(tried, budget_bytes)
@@ -65,9 +66,10 @@ def search_limit(attempt: Callable[[int], float | None], budget_bytes: float, la
 
 
 def _extrapolated_limit(tried: dict[int, float | None], budget_bytes: float) -> int | None:
-    """Return the batch at which the line through the two largest that fit reaches the budget.
+    """Return the batch at which memory reaches the budget, by the line through the two largest batches that fit.
 
-    None where fewer than two fit, or the peak does not grow with the batch.
+    ``tried``: peak bytes by batch, None where it did not fit. The result is None where fewer than two fit, or the
+    peak does not grow with the batch.
     """
     fitted = sorted((batch, peak) for batch, peak in tried.items() if peak is not None)
     if len(fitted) < 2:
@@ -93,6 +95,7 @@ def measure_limit(
     with contextlib.closing(_Trial(subject, budget_bytes)) as trial:
 
         def attempt(batch: int) -> float | None:
+            """Return the peak bytes of a step of ``batch`` samples, None if it does not fit, and tell the progress."""
             peak = trial.peak_of(batch)
             progress(f"batch {batch} {'does not fit' if peak is None else 'fits'}")
             return peak
@@ -104,6 +107,7 @@ class _Trial:
     """A process that tries one batch after another; a new one takes its place after each that went beyond the budget."""
 
     def __init__(self, subject: Subject, budget_bytes: float) -> None:
+        """Prepare; the process starts with the first batch."""
         self._subject, self._budget_bytes = subject, budget_bytes
         self._child: Children | None = None
 
@@ -114,7 +118,11 @@ class _Trial:
         self._child = None
 
     def peak_of(self, batch: int) -> float | None:
-        """Return the peak bytes of a training step; None when the batch does not fit. Raises what the process raises."""
+        """Return the peak bytes of a training step of ``batch`` samples; None when it does not fit the budget.
+
+        On the CPU the parent reads the child's resident memory meanwhile, and ends the child once it is too large.
+        Raises what the child raises.
+        """
         child = self._child = self._child or Children(
             _serve, [(self._subject, self._budget_bytes)], self._subject.source
         )
@@ -132,7 +140,10 @@ class _Trial:
 
 
 def _serve(subject: Subject, budget_bytes: float, pipe: Connection) -> None:
-    """Answer each batch from ``pipe`` with (peak bytes or 0 when out of memory, whether this process may try another batch)."""
+    """Run a step of each batch from ``pipe``, in a child process, and send (peak bytes, whether it may try another batch) back.
+
+    Peak bytes are 0 when memory ran out. Where the system does not let a process reset its peak, a new one must try the next.
+    """
     import torch
 
     worker = replica(subject, [1], 0, 1)

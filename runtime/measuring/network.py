@@ -30,7 +30,7 @@ DEFAULT_SIZES = (8, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24)
 MOST_PROCESSES_IN_ALL_PAIRS = 4
 # One size gets about this long per pair; a slow link gets fewer round trips, and no sizes beyond.
 _SECONDS_PER_SIZE, _FEWEST_ROUNDS = 1.0, 5
-_COLUMNS = 4
+_COLUMNS = 4  # of a pair's table: bytes; shortest, median and spread of the one-way times
 
 Progress = Callable[[int, int], None]
 
@@ -68,7 +68,7 @@ def fit_link(sizes_bytes: ArrayLike, times_s: ArrayLike) -> LinkFit:
 
 
 def pairs_of(processes: int) -> list[tuple[int, int]]:
-    """Return the pairs of ranks to measure: all of up to four processes, else each rank and its successor."""
+    """Return the pairs of ranks to measure: all pairs of up to four processes, else each rank with the next."""
     if processes <= MOST_PROCESSES_IN_ALL_PAIRS:
         return list(itertools.combinations(range(processes), 2))
     return [(rank, (rank + 1) % processes) for rank in range(processes)]
@@ -119,9 +119,13 @@ def measure_network(
 def _measure_local(
     processes: int, sizes: Sequence[int], rounds: int, timeout_s: float, progress: Progress
 ) -> list[NetworkPair]:
-    """Return the pairs of ``processes`` that are started here and meet over the loopback interface."""
+    """Return the pairs of ``processes`` that are started here and meet over the loopback interface.
+
+    The other arguments are those of :func:`measure_network`.
+    """
 
     def take_progress(rank: int, message: Any) -> bool:
+        """Report the progress that a process has sent, a tuple (done, total); return whether the message was one."""
         if isinstance(message, tuple):
             progress(*message)
         return isinstance(message, tuple)
@@ -133,13 +137,14 @@ def _measure_local(
 
 
 def _child(rank: int, processes: int, sizes: Sequence[int], rounds: int, timeout_s: float, results: Connection) -> None:
-    """Measure as one local process and send the pairs; rank 0 also sends its progress, as tuples (done, total)."""
+    """Measure as one local process, in a child, and send the pairs; rank 0 also sends its progress, as tuples (done, total)."""
     import torch
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # otherwise gloo asks the host's name, which need not be this machine's
 
     def send_progress(done: int, total: int) -> None:
+        """Send the progress to the parent, from rank 0 alone."""
         if rank == 0:
             results.send((done, total))
 
@@ -148,7 +153,7 @@ def _child(rank: int, processes: int, sizes: Sequence[int], rounds: int, timeout
 
 @contextlib.contextmanager
 def _lost_each_other() -> Iterator[None]:
-    """Raise torch's errors of lost connections in the block as a DdlToolError of one line."""
+    """Turn torch's errors of lost connections in the block into a DdlToolError of one line."""
     try:
         yield
     except RuntimeError as error:
@@ -158,7 +163,11 @@ def _lost_each_other() -> Iterator[None]:
 def _measure_pairs(
     rank: int, size: int, sizes: Sequence[int], rounds: int, timeout_s: float, progress: Progress, **meeting: Any
 ) -> list[NetworkPair]:
-    """Join the process group and measure one pair of ranks after another; every rank returns all pairs."""
+    """Join the process group and measure one pair of ranks after another; every rank returns all pairs.
+
+    Each of ``size`` processes calls this. ``sizes``: bytes of the messages; ``meeting``: where the processes meet, as
+    ``init_process_group`` takes it.
+    """
     import torch
     import torch.distributed as dist
 
@@ -197,12 +206,14 @@ def _measure_pairs(
 def _ping(peer: int, sizes: Sequence[int], rounds: int, table: torch.Tensor) -> None:
     """Lead the round trips with ``peer`` and fill ``table``, (sizes, 4): bytes; shortest, median and spread one way, seconds.
 
-    Each series of round trips is announced as (size, count); (0, 0) ends them.
+    Each series of round trips is announced as (size, count); (0, 0) ends them. A size that is too slow for more than
+    two round trips is the last one.
     """
     import torch
     import torch.distributed as dist
 
     def round_trips(size: int, count: int) -> list[float]:
+        """Return the one-way seconds of ``count`` round trips of a message of ``size`` bytes: half of each."""
         message = torch.zeros(size, dtype=torch.uint8)
         dist.send(torch.tensor([size, count]), dst=peer)
         times_s = []

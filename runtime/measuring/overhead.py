@@ -29,8 +29,10 @@ from ddltool.errors import InputError
 from ddltool.results import OverheadInterval, OverheadResult, OverheadRun
 
 CONFIDENCE = 0.95
+# A traceback's last line, such as "ValueError: ...", also with torchrun's prefix "[rank1]: ".
 _ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?((?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt|Exit)\b.*)", re.MULTILINE)
 ENDING_S = 40.0
+"""How long torchrun may take to end its workers before it is killed."""
 PATIENCE_S = 1.0
 """How long a rank that is done stays, for others to receive what it has sent."""
 
@@ -53,7 +55,10 @@ def ratio_interval(ratios: Sequence[float], confidence: float = CONFIDENCE) -> O
 
 
 def verdict(interval: OverheadInterval, limit: float) -> Literal["within", "above", "not decided"]:
-    """Return how the interval of ``ratio - 1`` compares with ``limit``; "not decided" too below 95 % confidence."""
+    """Return how the measured cost, the interval of ``ratio - 1``, compares with ``limit``, a share of a step.
+
+    It is "not decided" where the limit is inside of the interval, and below 95 % confidence.
+    """
     if interval.confidence < CONFIDENCE:
         return "not decided"
     if interval.low - 1 > limit:
@@ -81,7 +86,9 @@ def measure_overhead(
     warmup = min(10, max(steps // 4, 1))
     runs: dict[bool, list[OverheadRun]] = {True: [], False: []}
     for pair in range(pairs):
-        for is_on in (True, False) if pair % 2 == 0 else (False, True):
+        # Each comes first in every other pair, so that a drift of the machine favours neither.
+        turns = (True, False) if pair % 2 == 0 else (False, True)
+        for is_on in turns:
             runs[is_on].append(_run(command, is_on, steps, warmup, replicas, timeout_s))
             progress(len(runs[True]) + len(runs[False]))
     run_pairs = list(zip(runs[True], runs[False], strict=True))
@@ -90,6 +97,7 @@ def measure_overhead(
     overall = None
     if limit is not None:
         verdicts = {verdict(wall, limit), verdict(cpu, limit)}
+        # The worst of the two verdicts, on wall clock and on CPU seconds, is that of both.
         order: tuple[Literal["above", "not decided", "within"], ...] = ("above", "not decided", "within")
         overall = next(word for word in order if word in verdicts)
     return OverheadResult(
@@ -105,7 +113,10 @@ def measure_overhead(
 
 
 def _run(command: Sequence[str], is_on: bool, steps: int, warmup: int, replicas: int, timeout_s: float) -> OverheadRun:
-    """Return wall-clock seconds (of the slowest rank) and CPU seconds (of all ranks) per step of one run of the script."""
+    """Return wall-clock seconds (of the slowest rank) and CPU seconds (of all ranks) per step of one run of the script.
+
+    ``is_on``: with ddltool doing its work, or switched off. The first ``warmup`` of ``steps`` steps are left out.
+    """
     environment = {name: value for name, value in os.environ.items() if name not in ("DDLTOOL_OFF", "DDLTOOL_HOLD")}
     environment["DDLTOOL_HOLD" if is_on else "DDLTOOL_OFF"] = "1"
     with tempfile.TemporaryDirectory() as folder:
@@ -121,6 +132,7 @@ def _run(command: Sequence[str], is_on: bool, steps: int, warmup: int, replicas:
         problem = f"made {steps_made} optimizer steps, of which {warmup} are warm-up"
         raise InputError(command[0], problem, "let it train for longer, or ask for fewer --steps")
     timed_steps = steps_made - 1 - warmup
+    # Each stamp is (wall clock, CPU seconds): the seconds of the timed steps, by rank, of either clock.
     wall_s, cpu_s = (
         [rank_stamps[steps_made - 1][clock] - rank_stamps[warmup][clock] for rank_stamps in stamps] for clock in (0, 1)
     )
@@ -134,7 +146,10 @@ def demand_script(command: Sequence[str]) -> None:
 
 
 def failed(command: Sequence[str], code: int, errors: str) -> InputError:
-    """Return the error of a failed script: ddltool's error line, else its last exception but torchrun's, else the last line."""
+    """Return the error of a script that ended with the exit ``code``, with the likeliest reason from its stderr.
+
+    That is ddltool's error line, else its last exception but torchrun's own, else the last line.
+    """
     raised = [line for line in _ERROR.findall(errors) if "ChildFailedError" not in line]
     ddltool_errors = [line for line in errors.splitlines() if line.startswith("error: ")]
     reason = next(iter((*ddltool_errors, *raised[-1:], *errors.strip().splitlines()[-1:])), "")
@@ -144,7 +159,10 @@ def failed(command: Sequence[str], code: int, errors: str) -> InputError:
 def finish(
     command: Sequence[str], replicas: int, environment: dict[str, str], name: str, timeout_s: float
 ) -> tuple[int, str]:
-    """Return exit code and stderr of a Python command, run by torchrun for several ``replicas``; no process of it is left."""
+    """Run a Python command to its end, by torchrun for several ``replicas``; return its exit code and stderr.
+
+    No process of it is left. Raises InputError, on the script ``name``, when it takes longer than ``timeout_s``.
+    """
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(replicas))
     argv = [sys.executable, *(torchrun if replicas > 1 else ()), *command]
     child = subprocess.Popen(argv, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, errors="replace")
@@ -179,11 +197,13 @@ def _clock() -> None:
     target = file.with_name(f"{file.name}.{os.environ.get('RANK', '0')}")
 
     def write() -> None:
+        """Write the stamps, by way of a second file, so that a reader finds all or none."""
         partial = target.with_name(f"{target.name}.new")
         partial.write_text(json.dumps(stamps), encoding="utf-8")
         partial.replace(target)
 
     def stamp_step(*_: object) -> None:
+        """Stamp a step that an optimizer has made; after the last one, write the stamps and end the process."""
         stamps.append((time.perf_counter(), time.process_time()))
         if len(stamps) == steps:
             write()

@@ -34,8 +34,9 @@ def measured(
 ) -> ProfileResult:
     """Measure ``request`` and return the result; ``file`` gets the rows as they come.
 
-    With ``memory_bytes`` the memory limit is searched first, and no larger batch is measured. ``job``: the processes of a
-    torchrun job; None: local ones are started.
+    With ``memory_bytes`` the memory limit is searched first, and no larger batch is measured. ``job``: the processes
+    of a torchrun job; None: local ones are started. ``tell`` gets warnings and ``stage`` the progress, for who shows
+    them. Raises InputError when not even batch 1 fits in memory.
     """
     search = None
     largest: int | None = LARGEST_BATCH
@@ -75,7 +76,7 @@ def measured(
 
 @contextlib.contextmanager
 def keeping_rows(file: ProfileFile) -> Iterator[None]:
-    """Add the number of rows in ``file`` to the message of an error or a Ctrl-C in the block."""
+    """Add to an error or a Ctrl-C in the block how many rows ``file`` has by now, and how to go on from there."""
     try:
         yield
     except (DdlToolError, KeyboardInterrupt) as error:
@@ -103,12 +104,12 @@ def device_memory(device: str) -> float:
 
 
 def half_width_of(row: Mapping[str, Any]) -> float:
-    """Return half the width of the interval of a row's step time over the step time."""
+    """Return half the width of the 95 % interval of a row's step time, as a share of the step time."""
     return float((row["step_time_high_s"] - row["step_time_low_s"]) / 2 / row["step_time_s"])
 
 
 def _shortfalls(result: ProfileResult, request: MeasureRequest) -> list[str]:
-    """Return a sentence for step times less precise than requested, and one for configurations not measured."""
+    """Return sentences on what the result lacks: step times less precise than requested, and configurations not measured."""
     sentences = []
     wide = [relative for row in result.rows if (relative := half_width_of(row)) > request.precision]
     if wide and request.repeats is None:

@@ -36,6 +36,7 @@ def job_from_environment(environment: Mapping[str, str] = os.environ) -> Place |
         return None
 
     def number(name: str, default: str | None = None) -> int:
+        """Return a variable as a whole number, ``default`` where it is not set. Raises InputError for anything else."""
         text = environment.get(name, default) or ""
         if not text.isdecimal():
             raise InputError(name, f"is {text!r}", "start the job with torchrun")
@@ -58,7 +59,8 @@ def job_from_environment(environment: Mapping[str, str] = os.environ) -> Place |
 def job_store(place: Place, use: str, timeout_s: float) -> Any:
     """Return a connection to the job's store, whose keys are prefixed by ``use`` and the restart count.
 
-    So a restarted job reads no key of the attempt before. Raises RuntimeError when the store cannot be reached.
+    So a restarted job reads no key of the attempt before. Rank 0 hosts the store, unless torchrun's own agent does.
+    Raises RuntimeError when the store cannot be reached within ``timeout_s``.
     """
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 

@@ -16,9 +16,10 @@ from ddltool.runtime.processes.checking import CHECK, RESULT
 
 
 def check_script(command: Sequence[str], replicas: int = 2, timeout_s: float = 900.0) -> ScriptCheck:
-    """Run a script (and its arguments) until its first steps are checked by :mod:`~ddltool.runtime.processes.checking`.
+    """Run a script (and its arguments) until its first steps are compared with those of one process, and return the outcome.
 
-    Raises InputError when the script fails before, takes longer than ``timeout_s``, or attaches neither hook nor balancer.
+    The comparison is :mod:`~ddltool.runtime.processes.checking`'s. Raises InputError when the script fails before,
+    takes longer than ``timeout_s``, or attaches neither hook nor balancer.
     """
     demand_script(command)
     with tempfile.TemporaryDirectory() as folder:
@@ -26,9 +27,8 @@ def check_script(command: Sequence[str], replicas: int = 2, timeout_s: float = 9
         environment = {**os.environ, CHECK: "end", RESULT: str(result)}
         code, errors = finish(command, replicas, environment, command[0], timeout_s)
         answer = json.loads(result.read_text("utf-8")) if result.exists() else None
-    if answer is not None and (
-        answer["updates"] or not code
-    ):  # of a script that fails, only what was decided before counts
+    # Of a script that fails, only what was decided before counts.
+    if answer is not None and (answer["updates"] or not code):
         return ScriptCheck(script=shlex.join(command), replicas=replicas, **answer)
     if code:
         raise failed(command, code, errors)

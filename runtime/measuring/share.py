@@ -17,7 +17,7 @@ def expected_cpu() -> float:
         cores = os.sched_getaffinity(0)
         return min(1.0, len(cores) / (1 + _others_running(cores)))
     except (AttributeError, OSError):
-        return max(0.01, 1.0 - psutil.cpu_percent(interval=None) / 100)
+        return max(0.01, 1.0 - psutil.cpu_percent(interval=None) / 100)  # never 0: speeds are predicted from it
 
 
 def available_memory() -> float:
@@ -27,7 +27,7 @@ def available_memory() -> float:
 
 
 def _others_running(cores: set[int]) -> int:
-    """Return how many other processes want to run on these cores (Linux).
+    """Return how many other processes of this machine want to run on these ``cores`` now, by number (Linux).
 
     Reads /proc itself: psutil would take ten times as long, which a short iteration would notice.
     """

@@ -27,8 +27,9 @@ log = logging.getLogger(__name__)
 SHARE = 0.001
 """Of a step's time, what looking may cost rank 0."""
 _LONGEST = 100
-# The first steps are warm-up.
+"""The steps between two looks may grow to so many times what was asked for."""
 _SKIPPED = 5
+"""The first steps are warm-up, and not looked at."""
 
 
 def watch_ranks(
@@ -62,17 +63,22 @@ class StragglerMonitor:
         every: int,
         tell: Callable[[str, StragglersResult], None] | None,
     ) -> None:
+        """Prepare to gather rows over ``side``, a gloo group of all ranks; rank 0 alone looks at them."""
         self._row, self._feed = recorder.row, str(recorder.path)
         self._ranks, self._is_first, self._side = dist.get_world_size(side), dist.get_rank(side) == 0, side
-        self._every = self.stretch = every
+        self._every = self.stretch = (
+            every  # steps between two looks: as asked for, and as long as looking costs too much
+        )
         self._tell = tell
         self._steps: list[ObservedStep] = []
         self._pending: tuple[dist.Work, list[torch.Tensor]] | None = None
-        self._said: object = None
+        self._told_findings: object = None
         self.cost_s = 0.0
 
     def __call__(self, step: ObservedStep) -> None:
-        """Take a step; all ranks take the same ones."""
+        """Take a step; all ranks take the same ones. Rows of other ranks, which were asked for at the step before,
+        are read first.
+        """
         if self._pending is not None:
             work, gathered = self._pending
             self._pending = None
@@ -83,20 +89,24 @@ class StragglerMonitor:
         if len(self._steps) >= self.stretch:
             steps, self._steps = self._steps[-self._every :], []
             rows = [self._row(one) for one in steps]
-            mine = torch.tensor(
+            own_rows = torch.tensor(
                 [[self.cost_s] * len(TELEMETRY), *([getattr(row, name) for name in TELEMETRY] for row in rows)],
                 dtype=torch.float64,
             )
-            every = [torch.empty_like(mine) for _ in range(self._ranks)]
-            self._pending = dist.all_gather(every, mine, group=self._side, async_op=True), every
+            rows_of_ranks = [torch.empty_like(own_rows) for _ in range(self._ranks)]
+            self._pending = dist.all_gather(rows_of_ranks, own_rows, group=self._side, async_op=True), rows_of_ranks
 
     def _read(self, rows: torch.Tensor) -> None:
-        """Look at the rows (R, 1 + K, columns) of all ranks, the first of which says what the last look cost."""
+        """Read the rows of all ranks, (ranks, 1 + steps, columns): choose the steps to the next look, and on rank 0 look.
+
+        The first row of each rank says what its last look cost, in seconds of CPU.
+        """
         values = rows.numpy()
-        columns = {name: values[:, 1:, place] for place, name in enumerate(TELEMETRY)}
+        columns = {name: values[:, 1:, column] for column, name in enumerate(TELEMETRY)}
         cost_s, step_s = float(values[:, 0].max()), float(columns["step_s"].mean())
-        self.stretch = min(max(self._every, ceil(cost_s / (SHARE * max(step_s, 1e-9)))), _LONGEST * self._every)
-        if not self._is_first or (columns["step"] != columns["step"][0]).any():
+        affordable_steps = ceil(cost_s / (SHARE * max(step_s, 1e-9)))
+        self.stretch = min(max(self._every, affordable_steps), _LONGEST * self._every)
+        if not self._is_first or (columns["step"] != columns["step"][0]).any():  # ranks that sent other steps
             return
         begin = time.thread_time()
         run = of_columns(columns, range(len(values)))
@@ -105,7 +115,7 @@ class StragglerMonitor:
         sentence = f"steps {run.steps[0]} to {run.steps[-1]}: {result.verdict}"
         if self._tell is not None:
             self._tell(sentence, result)
-        elif findings != self._said:
+        elif findings != self._told_findings:
             log.warning("%s", sentence)
-        self._said = findings
+        self._told_findings = findings
         self.cost_s = time.thread_time() - begin

@@ -31,8 +31,9 @@ class TorchrunJob:
     """
 
     def __init__(self, place: Place, subject: Subject, replicas: Sequence[int]) -> None:
+        """Take the job's arguments. Raises InputError for more replicas than the job has processes."""
         self.place, self.subject, self.replicas = place, subject, sorted(set(replicas))
-        self._tasks = 0
+        self._tasks = 0  # handed out so far; the next one's number in the store
         self._worker: StepTimer | None = None
         self.where = subject.source
         if self.replicas[-1] > place.world_size:
@@ -43,6 +44,9 @@ class TorchrunJob:
             )
 
     def __enter__(self) -> TorchrunJob:
+        """Connect to the job's store, and say there on which node this rank runs. Raises DdlToolError when it cannot
+        be reached.
+        """
         try:
             self._store = job_store(self.place, "profile", START_LIMIT_S)
         except RuntimeError as error:
@@ -51,7 +55,7 @@ class TorchrunJob:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """On rank 0, end the followers by a null task, whether all tasks are done or rank 0 has failed between two tasks."""
+        """End the other ranks by a null task: rank 0 does so, whether all tasks are done or it has failed between two tasks."""
         if self.place.rank == 0:
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"task/{self._tasks}", "null")
@@ -61,13 +65,18 @@ class TorchrunJob:
         return len({self._store.get(f"node/{rank}") for rank in range(replicas)})
 
     def run(self, task: MeasureTask) -> StepTimings:
-        """Hand a task to all ranks and return rank 0's times. Raises the reason when any rank fails."""
+        """Hand a task to all ranks through the job's store, and return rank 0's times. Raises the reason when any
+        rank fails.
+        """
         self._store.set(f"task/{self._tasks}", json.dumps(asdict(task)))
         self._tasks += 1
         return self._run_part(task)
 
     def prepare(self) -> None:
-        """Import torch and connect the replicas; every rank must call this."""
+        """Import torch, and connect the replicas to each other; every rank must call this before the first task.
+
+        Raises InputError when this node has fewer GPUs than processes.
+        """
         from torch._C._distributed_c10d import PrefixStore
 
         place = self.place
@@ -88,7 +97,10 @@ class TorchrunJob:
             )
 
     def follow(self) -> None:
-        """Take part in rank 0's tasks until a null task ends them."""
+        """Take part in rank 0's tasks, as one of the other ranks, until a null task ends them.
+
+        Tasks are read from the job's store in their order; those with fewer replicas than this rank's number are left out.
+        """
         while True:
             key = f"task/{self._tasks}"
             with self._errors_reported():
@@ -102,6 +114,7 @@ class TorchrunJob:
                 self._run_part(task)
 
     def _run_part(self, task: MeasureTask) -> StepTimings:
+        """Run this rank's part of a task, and return its times."""
         assert self._worker is not None
         self.where = str(task)
         with self._errors_reported():
@@ -109,14 +122,17 @@ class TorchrunJob:
 
     @contextlib.contextmanager
     def _errors_reported(self) -> Iterator[None]:
-        """Raise :meth:`failure` for what goes wrong in the block."""
+        """Turn what goes wrong in the block into :meth:`failure`'s exception."""
         try:
             yield
         except Exception as error:
             raise self.failure(error) from error
 
     def failure(self, error: Exception) -> BaseException:
-        """Return the exception to raise for ``error``: one line about this rank, or SystemExit if another rank failed first."""
+        """Return the exception to raise for ``error``: one line about this rank, or SystemExit if another rank failed first.
+
+        The first rank to fail is the reason for all; what the others see are only its consequences.
+        """
         if self._failed_elsewhere(_GRACE_S if isinstance(error, RuntimeError) else 0.0):
             return SystemExit(1)
         if isinstance(error, RuntimeError) and _is_lost(error):
@@ -127,7 +143,7 @@ class TorchrunJob:
         return reported
 
     def _failed_elsewhere(self, within_s: float) -> bool:
-        """Return whether another rank has failed or does within ``within_s``; if not, note this rank as the first to fail."""
+        """Return whether another rank has failed, now or within ``within_s``; if not, note this rank as the first to fail."""
         rank = str(self.place.rank)
         try:
             soon(within_s, lambda: self._store.check(["failed"]) or None)

@@ -28,12 +28,16 @@ OPTIMIZERS = (
     "foreach-adamw",
 )
 _FIRST_SCALE = 128.0
+"""AMP's loss scale at the start; its own overflows, and skips the updates that are to be timed."""
 MEASURED = ("fp32", "tf32", "bf16", "fp16", "bf16-pure", "fp16-pure")
 """Precisions that a step can be run in here. float8 needs kernels of a library of its own."""
 
 
 def checked(precision: str, device: str) -> str:
-    """Return the name of a precision. Raises InputError for one that is unknown, or that this device does not compute in."""
+    """Return the standard name of a precision that ``device`` ("cpu", "cuda") computes in.
+
+    Raises InputError for one that is unknown, a share, or not measured on this device.
+    """
     name = precision_name(precision, "precision") if not precision.endswith("%") else None
     if name is None:
         raise InputError(
@@ -49,50 +53,60 @@ def checked(precision: str, device: str) -> str:
 def prepared(
     module: nn.Module, inputs: Sequence[Any], precision: str, device: torch.device
 ) -> tuple[nn.Module, tuple[Any, ...], Callable[[], contextlib.AbstractContextManager[Any]]]:
-    """Return a module and inputs on a device in the types of a precision, and what makes the context of a forward pass."""
+    """Return a module and its inputs on a device in the types of a precision, and a function that makes a forward
+    pass's context.
+
+    The context is autocast where the precision has one, and does nothing otherwise.
+    """
     import torch
 
-    what = PRECISIONS[precision]
-    kept: torch.dtype = getattr(torch, what.keeps)
+    setting = PRECISIONS[precision]
+    kept_dtype: torch.dtype = getattr(torch, setting.keeps)
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
-    module = module.to(device, kept).train()
-    moved = tuple(
-        value.to(device, kept if value.is_floating_point() else None) if isinstance(value, torch.Tensor) else value
+    module = module.to(device, kept_dtype).train()
+    moved_inputs = tuple(
+        value.to(device, kept_dtype if value.is_floating_point() else None)
+        if isinstance(value, torch.Tensor)
+        else value
         for value in inputs
     )
-    if not what.is_autocast:
-        return module, moved, contextlib.nullcontext
-    computes: torch.dtype = getattr(torch, what.computes)
-    return module, moved, lambda: torch.autocast(device.type, computes)
+    if not setting.is_autocast:
+        return module, moved_inputs, contextlib.nullcontext
+    computed_dtype: torch.dtype = getattr(torch, setting.computes)
+    return module, moved_inputs, lambda: torch.autocast(device.type, computed_dtype)
 
 
 def updates(
     module: nn.Module, optimizer: str, precision: str, device: torch.device
 ) -> tuple[Callable[[Any], None], Callable[[], None]]:
-    """Return (backward of a loss, update of the parameters) by an optimizer's name; fp16 scales its losses as AMP does.
+    """Return two functions, by an optimizer's name: the backward pass of a loss, and the update of the module's parameters.
 
-    A name alone is ``fused=True`` on a GPU and torch's own default on a CPU.
+    fp16 scales its losses as AMP does. A name alone is ``fused=True`` on a GPU and torch's own default on a CPU; with
+    "foreach-" before it, ``foreach=True``. "none" makes no updates.
     """
     import torch
 
-    # AMP's own first scale overflows, and skips the updates that are to be timed.
     scaler = torch.amp.GradScaler(device.type, init_scale=_FIRST_SCALE, enabled=precision == "fp16")
     name = optimizer.removeprefix("foreach-")
-    way: dict[str, Any] = {"foreach": True} if optimizer != name else {"fused": True} if device.type == "cuda" else {}
+    implementation: dict[str, Any] = (
+        {"foreach": True} if optimizer != name else {"fused": True} if device.type == "cuda" else {}
+    )
     parameters = list(module.parameters())
-    made: torch.optim.Optimizer | None = None
+    built: torch.optim.Optimizer | None = None
     if name in ("sgd", "momentum"):
-        made = torch.optim.SGD(parameters, lr=1e-3, momentum=0.9 if name == "momentum" else 0.0, **way)
+        built = torch.optim.SGD(parameters, lr=1e-3, momentum=0.9 if name == "momentum" else 0.0, **implementation)
     elif name != "none":
-        made = (torch.optim.Adam if name == "adam" else torch.optim.AdamW)(parameters, lr=1e-4, **way)
+        built = (torch.optim.Adam if name == "adam" else torch.optim.AdamW)(parameters, lr=1e-4, **implementation)
 
     def backward(loss: Any) -> None:
+        """Run the backward pass of a loss, scaled where the precision needs it."""
         scaler.scale(loss).backward()
 
     def update() -> None:
-        if made is not None:
-            scaler.step(made)
+        """Update the parameters, and drop their gradients."""
+        if built is not None:
+            scaler.step(built)
             scaler.update()
         module.zero_grad()
 

@@ -76,7 +76,7 @@ class Watch:
         cpu, memory = expected_cpu(), available_memory()
         begin = time.perf_counter()
         yield
-        seconds = max(time.perf_counter() - begin, 1e-9)
+        seconds = max(time.perf_counter() - begin, 1e-9)  # not 0, to divide by
         row = SpeedRow(iteration=len(self.rows), worker=self.worker, speed=samples / seconds, cpu=cpu, memory=memory)
         self.rows.append(row)
 
@@ -134,6 +134,9 @@ class WatchRequest:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        """Raise InputError for too many workers or rows, and for cores that this process may not use or that are not
+        one each.
+        """
         if self.workers > MOST_WORKERS:
             raise InputError("replicas", f"is {self.workers}", f"watch at most {MOST_WORKERS} local processes")
         if self.workers * self.iterations > MOST_ROWS:
@@ -155,6 +158,7 @@ class WatchLost(DdlToolError):
     """A watched process has ended before its time."""
 
     def __init__(self, message: str, rows: list[SpeedRow]) -> None:
+        """Keep the rows that were recorded before the loss."""
         super().__init__(message)
         self.rows = rows
         """All workers' rows of the iterations that every worker has completed."""
@@ -169,6 +173,7 @@ def record(request: WatchRequest, progress: Callable[[int], None] = lambda done:
     rows: list[list[SpeedRow]] = [[] for _ in range(request.workers)]
 
     def take_rows(rank: int, message: Any) -> bool:
+        """Keep the rows that a worker has sent, and tell the progress; return False for its last message, which ends it."""
         if message == DONE:
             return False
         rows[rank].extend(message)
@@ -188,7 +193,11 @@ def record(request: WatchRequest, progress: Callable[[int], None] = lambda done:
 
 
 def _worker(request: WatchRequest, rank: int, results: Connection) -> None:
-    """Train as one worker; send rows every :data:`TELL_EVERY_S` only, as a reader takes CPU time from the workers."""
+    """Train as one of the watched workers, in a child process, and send the rows of its iterations to the parent.
+
+    They are sent every :data:`TELL_EVERY_S` only, as a reader takes CPU time from the workers. Gradients are averaged
+    as one vector, in lockstep with the other workers.
+    """
     import torch
     import torch.distributed as dist
 
@@ -205,9 +214,8 @@ def _worker(request: WatchRequest, rank: int, results: Connection) -> None:
     optimizer = torch.optim.SGD(parameters, lr=1e-2)
     watch = Watch(f"w{rank}")
     sent_rows, sent_s = 0, time.monotonic()
-    step.loss(
-        called(step.module, step.inputs, step.keywords)
-    ).backward()  # the first step pays for what later ones find ready
+    # The first step pays for what later ones find ready, so it is not watched.
+    step.loss(called(step.module, step.inputs, step.keywords)).backward()
     try:
         for _ in range(request.iterations):
             optimizer.zero_grad()

@@ -68,13 +68,15 @@ class MeasureTask:
     precision: float = 0.0
 
     def __str__(self) -> str:
+        """Name the configuration, as progress and errors show it."""
         passes = f", {self.accumulation} accumulation steps" if self.accumulation else ""
         return f"batch {self.batch} on {self.replicas} replica{'s' if self.replicas > 1 else ''}{passes}"
 
     def is_over(self, steps_s: list[float], spent_s: float) -> bool:
-        """Return whether the timed steps (seconds of each) are enough; ``spent_s``: of all steps, warm-up included.
+        """Return whether enough steps are timed: as many as asked for, or as the seconds or the precision of the median allow.
 
-        All replicas see the same times, so all of them stop at the same step.
+        ``steps_s``: seconds of each timed step; ``spent_s``: of all steps, warm-up included. All replicas see the
+        same times, so all of them stop at the same step.
         """
         if len(steps_s) >= self.most or (len(steps_s) >= FEWEST and spent_s >= self.seconds):
             return True
@@ -97,7 +99,9 @@ class StepTimings:
 
 
 def resolved(resolver: str) -> Callable[[str, int], ResolvedStep]:
-    """Return the function that ``package.module:function`` names."""
+    """Return the function that ``resolver`` names as ``package.module:function``: it makes a training step of a
+    source and a batch.
+    """
     module, _, function = resolver.partition(":")
     builder: Callable[[str, int], ResolvedStep] = getattr(importlib.import_module(module), function)
     return builder
@@ -112,9 +116,11 @@ def replica(
     local_rank: int | None = None,
     **meeting: Any,
 ) -> StepTimer:
-    """Return this rank's worker, connected to the others; all ranks make the groups of all counts, in the same order.
+    """Return this rank's worker, connected to the other replicas.
 
-    ``meeting``: where they meet, as ``torch.distributed.init_process_group`` takes it.
+    ``replicas``: the counts of replicas that will be measured. All ranks make a process group for each count, in the
+    same order. ``local_rank`` chooses the GPU; ``meeting``: where the ranks meet, as
+    ``torch.distributed.init_process_group`` takes it.
     """
     import torch
     import torch.distributed as dist
@@ -141,6 +147,7 @@ class StepTimer:
     def __init__(
         self, subject: Subject, device: torch.device, groups: Mapping[int, dist.ProcessGroup | None] | None = None
     ) -> None:
+        """Prepare this process: its threads, its seed and its device. The model is made with the first task."""
         import torch
 
         self.subject, self.device, self.groups = subject, device, groups or {}
@@ -173,7 +180,7 @@ class StepTimer:
         return StepTimings()
 
     def drop(self) -> None:
-        """Free the memory of the configuration that was measured last."""
+        """Free the memory of the configuration that was measured last, so that the next one's peak does not contain it."""
         self._prepared = self._timed_step = None
         gc.collect()
         if self.device.type == "cuda":
@@ -185,7 +192,10 @@ class StepTimer:
                 ctypes.CDLL(None).malloc_trim(0)
 
     def _run(self, task: MeasureTask, alive: Callable[[], None]) -> StepTimings:
-        """Prepare the task's configuration if it is another than the last, warm up, and time steps until enough are timed."""
+        """Return the times of a task: prepare its configuration unless it was the last one's too, warm up, and time steps.
+
+        With several replicas, each full step is followed by one without synchronisation. ``alive`` is called after every step.
+        """
         if self._prepared != (task.replicas, task.batch):
             self.drop()
             reset_peak(self.device)
@@ -194,8 +204,8 @@ class StepTimer:
         timed_step = self._timed_step
         assert timed_step is not None
         spent_s = 0.0
-        for warmup_index in range(task.warmup):
-            if warmup_index == 0 or spent_s < task.seconds:
+        for warmups_done in range(task.warmup):
+            if warmups_done == 0 or spent_s < task.seconds:
                 spent_s += timed_step(task, True)[0]
             alive()
         from ddltool.runtime.processes.step_times import peak_memory
@@ -221,7 +231,10 @@ class StepTimer:
         )
 
     def _prepare_step(self, task: MeasureTask) -> Callable[[MeasureTask, bool], tuple[float, float]]:
-        """Return a function ``(task, synchronise)`` that runs one step and returns the seconds of the step and of a pass."""
+        """Return a function ``(task, synchronise)`` that runs one step of the task's configuration.
+
+        It returns the seconds of the whole step and of one accumulation pass (0 without accumulation), of the slowest replica.
+        """
         from torch.nn.parallel import DistributedDataParallel
 
         from ddltool.analyzers.step.tracing.step import called
@@ -236,11 +249,16 @@ class StepTimer:
         backward, update = updates(module, self.subject.optimizer, self.subject.numerics, device)
 
         def run_pass(loss_scale: float) -> None:
+            """Run one forward and backward pass, with the loss times ``loss_scale``."""
             with computing():
                 loss = step.loss(called(wrapped, inputs, step.keywords))
             backward(loss if loss_scale == 1.0 else loss * loss_scale)
 
         def timed_step(task: MeasureTask, synchronise: bool) -> tuple[float, float]:
+            """Return the seconds of one optimizer step and of one of its accumulation passes, of the slowest replica.
+
+            Accumulation passes never synchronise; the last pass does if ``synchronise``.
+            """
             loss_scale = 1.0 / (task.accumulation + 1)
             unsynchronised = wrapped.no_sync if is_shared else contextlib.nullcontext
             started_s = now(device)
@@ -259,7 +277,7 @@ class StepTimer:
 
 
 def now(device: torch.device) -> float:
-    """Return the monotonic clock (seconds) once the device has finished what was asked of it."""
+    """Return the monotonic clock in seconds, once the device has finished all that was asked of it."""
     import torch
 
     if device.type == "cuda":
@@ -284,14 +302,17 @@ def slowest(seconds: tuple[float, float], group: dist.ProcessGroup | None, devic
 
 
 def reset_peak(device: torch.device) -> bool:
-    """Reset the peak memory; return False where the process may not: the peak is then that of its whole life so far."""
+    """Reset this process's peak memory; return False where the system does not allow it.
+
+    The peak is then that of the process's whole life so far.
+    """
     import torch
 
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True
     try:
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): 5 resets the peak of the resident set
     except OSError:
         return False
     return True

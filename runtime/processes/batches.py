@@ -56,7 +56,10 @@ class Sizes:
         return sum(self.sizes)
 
     def sizes_of(self, samples: int) -> NDArray[np.int64]:
-        """Return (n, passes) samples in proportion to the sizes; in a smaller step no rank gets more than in a full one."""
+        """Return the samples of each rank and pass in a step of ``samples``, (n, passes), in proportion to the sizes.
+
+        In a step smaller than a full one no rank gets more than in a full one.
+        """
         by_rank = np.array(self.sizes, dtype=np.int64)
         if samples != self.total_batch_size:
             from ddltool.analyzers.job.balancing.sizing import proportional  # to attach the hook loads no analyzer
@@ -69,13 +72,13 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a rank has of the samples of a pass over all ranks."""
+    """The samples that one rank has of those that all ranks compute in the same pass."""
 
     samples: int
     total: float
-    """Of all passes, over their number, where the loop divides by that."""
+    """Samples of all ranks. With several passes: those of the step over their number, as the loop divides losses by that."""
     even: bool
-    """Whether all ranks have as many."""
+    """Whether all ranks have equally many."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +123,7 @@ class Pass:
 
     @property
     def share(self) -> Share:
-        """What the rank has of the pass."""
+        """The rank's share of the pass's samples."""
         passes = self.split.passes if isinstance(self.split, Sizes) else 1
         return Share(self.samples, self.step_samples / passes, self.is_even)
 
@@ -175,16 +178,17 @@ class VariableBatchSampler(Sampler[list[int]]):
         order: Callable[[int], torch.Tensor] | None = None,
         lengths: Lengths | None = None,
     ) -> None:
+        """Check the arguments against each other, and begin with the first step of epoch 0."""
         if isinstance(sizes, Sequence):
             sizes = Sizes(fitting_sizes(sizes, len(sizes), sum(sizes), least), least)
         split: Shares = sizes
-        # The fewest samples of a step; 0: any number.
-        self._floor = split.world_size * split.least if isinstance(split, Sizes) else 0
-        self._floor *= int(os.environ.get(REFERENCE_RANKS, "1"))
+        # The fewest samples that a step of all ranks may have; 0: any number.
+        self._fewest_in_step = split.world_size * split.least if isinstance(split, Sizes) else 0
+        self._fewest_in_step *= int(os.environ.get(REFERENCE_RANKS, "1"))
         ranks = split.world_size
         if not 0 <= rank < ranks:
             raise InputError("rank", f"is {rank}", f"there are {ranks} ranks: 0 to {ranks - 1}")
-        if dataset_size < max(self._floor, 1):
+        if dataset_size < max(self._fewest_in_step, 1):
             problem = f"has {dataset_size} samples for {ranks} ranks"
             raise InputError("dataset", problem, f"give every rank {_at_least(least)}")
         if not whole and split.total_batch_size > dataset_size:
@@ -203,7 +207,7 @@ class VariableBatchSampler(Sampler[list[int]]):
         self.issued: deque[Pass] = deque(maxlen=PASSES_KEPT)
         """Passes handed out and not taken from here yet, in order."""
         self._drop_last = drop_last
-        self._whole = whole
+        self._keeps_all_samples = whole
         self._order = order
         self._lengths = lengths
         # (first step, shares from that step on), by step; the first entry covers the last committed step.
@@ -211,7 +215,7 @@ class VariableBatchSampler(Sampler[list[int]]):
         self._begin()
 
     def _begin(self) -> None:
-        """Continue to hand out passes after the last committed step."""
+        """Hand out passes from behind the last committed step on; those handed out before are forgotten."""
         self.issued.clear()
         self._next_step, self._next_position, self._handed_out = self.step, self.position, 0
 
@@ -222,12 +226,12 @@ class VariableBatchSampler(Sampler[list[int]]):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """(n,) samples of each rank in a full step that is handed out next."""
+        """(n,) samples of each rank in the next full step that is handed out."""
         split = self.split_at(self.next_step)
         return tuple(split.sizes_of(split.total_batch_size).sum(axis=1).tolist())
 
     def split_at(self, step: int) -> Shares:
-        """Return the shares of a full step at ``step``; of a step before the last committed one, the oldest that are kept."""
+        """Return the shares of a full step at ``step``; before the last committed step, the oldest shares that are kept."""
         return next((split for first, split in reversed(self._changes) if first <= step), self._changes[0][1])
 
     def resize(self, sizes: Sequence[int] | Shares, step: int | None = None) -> None:
@@ -240,6 +244,7 @@ class VariableBatchSampler(Sampler[list[int]]):
         if first < self.next_step:
             raise InputError("step", f"{first} was handed out already", f"the next is {self.next_step}")
         split = self._checked_shares(sizes)
+        # Keep only the changes that still matter: from the one that covers the last committed step on.
         earlier_changes = [change for change in self._changes if change[0] < first]
         current_index = max(
             (index for index, change in enumerate(earlier_changes) if change[0] <= self.step), default=0
@@ -247,7 +252,7 @@ class VariableBatchSampler(Sampler[list[int]]):
         self._changes = [*earlier_changes[current_index:], (first, split)]
 
     def _checked_shares(self, sizes: Sequence[int] | Shares) -> Shares:
-        """Return ``sizes`` as shares. Raises InputError for another number of ranks, or (n,) sizes with another sum."""
+        """Return ``sizes`` as shares. Raises InputError for another number of ranks, and for (n,) sizes with another sum."""
         present = self._changes[-1][1]
         if isinstance(sizes, Sequence):
             return Sizes(fitting_sizes(sizes, present.world_size, present.total_batch_size, self.least), self.least)
@@ -261,12 +266,13 @@ class VariableBatchSampler(Sampler[list[int]]):
             self.epoch, self.position = epoch, 0
             self._begin()
 
-    def ends_with(self, taken: Pass) -> bool:
-        """Return whether the epoch is over after a pass."""
-        return taken.is_last and not self._samples(taken.step + 1, taken.step_start + taken.step_samples)
+    def ends_with(self, last_pass: Pass) -> bool:
+        """Return whether the epoch is over after a pass: it is its step's last one, and no step follows."""
+        next_position = last_pass.step_start + last_pass.step_samples
+        return last_pass.is_last and not self._samples_of_step(last_pass.step + 1, next_position)
 
     def commit(self, done: Pass) -> None:
-        """Note that the step of the pass ``done`` is complete."""
+        """Note that the step of the pass ``done`` is complete: iterating anew starts behind it."""
         self.position = done.step_start + done.step_samples
         self.step = done.step + 1
 
@@ -276,38 +282,45 @@ class VariableBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Return the number of this rank's batches in the present or next iteration, if no further change comes."""
-        step, position, passes = self._next_step, self._next_position, self._handed_out
-        while samples := self._samples(step, position):
+        step, position, pass_count = self._next_step, self._next_position, self._handed_out
+        while samples := self._samples_of_step(step, position):
             split, equal_steps = self.split_at(step), 1
             if samples == split.total_batch_size:  # count equal steps at once; the last two of an epoch may differ
                 change = next((first for first, _ in self._changes if first > step), self.dataset_size + step)
                 equal_steps = max(1, min(change - step, (self.dataset_size - position) // samples - 1))
-            passes += equal_steps * len(_own_passes(split, samples, self.rank)[1])
+            pass_count += equal_steps * len(_own_passes(split, samples, self.rank)[1])
             step, position = step + equal_steps, position + equal_steps * samples
-        return passes
+        return pass_count
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the dataset indices of each pass, from the first step that is not committed to the end of the epoch."""
+        """Yield the dataset indices of each pass, from the first step that is not committed to the end of the epoch.
+
+        A rank without samples gets the index of the step's first sample, as a filler of weight 0.
+        """
         seed = self.seed + self.epoch
-        made = epoch_order(self.dataset_size, self.shuffle, seed) if self._order is None else self._order(self.epoch)
-        order = made.numpy()  # whose slices cost a tenth of a tensor's
+        drawn = epoch_order(self.dataset_size, self.shuffle, seed) if self._order is None else self._order(self.epoch)
+        order = drawn.numpy()  # slices of an array cost a tenth of a tensor's
         self._begin()
         epoch, step, position = self.epoch, self.step, self.position
-        while samples := self._samples(step, position):
+        while samples := self._samples_of_step(step, position):
             split = self.split_at(step)
             parts, is_even = self._parts(order[position : position + samples], split)
             self._next_step, self._next_position = step + 1, position + samples
             self._handed_out += len(parts)
             for index, part in enumerate(parts):
-                place = {"epoch": epoch, "step": step, "number": index, "passes": len(parts), "samples": len(part)}
+                fields = {"epoch": epoch, "step": step, "number": index, "passes": len(parts), "samples": len(part)}
                 self.issued.append(
-                    Pass(**place, step_start=position, step_samples=samples, split=split, is_even=is_even)
+                    Pass(**fields, step_start=position, step_samples=samples, split=split, is_even=is_even)
                 )
                 yield part or [int(order[position])]
             step, position = step + 1, position + samples
 
     def _parts(self, indices: NDArray[np.int64], split: Shares) -> tuple[list[list[int]], bool]:
-        """Return this rank's passes of a step with these samples, [[]] without any, and whether all ranks have as many."""
+        """Return this rank's passes of a step, as lists of dataset indices, and whether the step is even.
+
+        A step is even if all ranks and passes have equally many samples. ``indices`` are the step's samples in the
+        epoch's order. The passes are [[]] where this rank has none of them.
+        """
         samples = len(indices)
         lower_ranks_samples, sizes = _own_passes(split, samples, self.rank)
         if self._lengths is None or not isinstance(split, Sizes):
@@ -316,20 +329,24 @@ class VariableBatchSampler(Sampler[list[int]]):
             return parts, _is_even(split, samples)
         places = self._lengths.places(indices, split.sizes, split.passes)
         first = self.rank * split.passes
-        numbers = np.bincount(places, minlength=split.world_size * split.passes)
+        samples_by_pass = np.bincount(places, minlength=split.world_size * split.passes)
         parts = [indices[places == first + index].tolist() for index in range(len(sizes))]
-        return parts, bool((numbers == numbers[0]).all())
+        return parts, bool((samples_by_pass == samples_by_pass[0]).all())
 
-    def _samples(self, step: int, position: int) -> int:
-        """Return the samples of all ranks in ``step`` if it begins at ``position`` in the epoch's order; 0: the epoch ends."""
+    def _samples_of_step(self, step: int, position: int) -> int:
+        """Return the samples of all ranks in ``step`` if it begins at ``position`` in the epoch's order; 0: the epoch is over.
+
+        The last steps of an epoch may be smaller or, where every sample must be given, larger than planned.
+        """
         remaining, total = self.dataset_size - position, self.split_at(step).total_batch_size
         remaining_after = remaining - total
-        if remaining_after < 0 and (self._drop_last or (remaining < self._floor and not self._whole)):
+        is_too_small = remaining < self._fewest_in_step and not self._keeps_all_samples
+        if remaining_after < 0 and (self._drop_last or is_too_small):
             return 0
-        if not 0 < remaining_after < self._floor or not self._whole:
+        if not 0 < remaining_after < self._fewest_in_step or not self._keeps_all_samples:
             return min(remaining, total)
         # The next step would be too small: leave it enough samples, or take them all.
-        return remaining - self._floor if remaining >= 2 * self._floor else remaining
+        return remaining - self._fewest_in_step if remaining >= 2 * self._fewest_in_step else remaining
 
     def state_dict(self) -> dict[str, int]:
         """Return the position and order for a checkpoint, which ranks of other number and sizes can load."""
@@ -351,7 +368,7 @@ class VariableBatchSampler(Sampler[list[int]]):
         if not 0 <= position <= self.dataset_size:
             raise InputError("sampler state:position", f"is {position}", f"the epoch has {self.dataset_size} samples")
         split = self._changes[-1][1] if sizes is None else self._checked_shares(sizes)
-        if 0 < (left := self.dataset_size - position) < self._floor:
+        if 0 < (left := self.dataset_size - position) < self._fewest_in_step:
             need = "" if self.least == 1 else f" that need {self.least} each"
             remedy = "resume on fewer ranks, or begin the next epoch"
             problem = f"leaves {left} samples of the epoch for {split.world_size} ranks{need}"
@@ -363,20 +380,26 @@ class VariableBatchSampler(Sampler[list[int]]):
 
 @lru_cache(maxsize=256)
 def _own_passes(split: Shares, samples: int, rank: int) -> tuple[int, list[int]]:
-    """Return the sum of the lower ranks' samples in a step, and this rank's samples by pass; [0] when it has none."""
+    """Return the sum of the lower ranks' samples in a step of ``samples``, and this rank's samples by pass, [0] without any.
+
+    Kept for the sizes seen last, as most steps of a training are alike.
+    """
     sizes = split.sizes_of(samples)
     return int(sizes[:rank].sum()), [size for size in sizes[rank].tolist() if size] or [0]
 
 
 @lru_cache(maxsize=256)
 def _is_even(split: Shares, samples: int) -> bool:
-    """Whether all ranks have as many samples of such a step."""
+    """Return whether all ranks and passes have equally many samples in a step of ``samples``."""
     sizes = split.sizes_of(samples)
     return bool((sizes == sizes[0, 0]).all())
 
 
 def fitting_sizes(sizes: Sequence[int], ranks: int, total: int, least: int = 1) -> tuple[int, ...]:
-    """Return (n,) whole ``sizes``. Raises InputError for one below ``least``, another sum or another number of ranks."""
+    """Return ``sizes`` as (n,) whole numbers that add up to ``total``, one for each of ``ranks``.
+
+    Raises InputError for one below ``least``, another sum or another number of ranks.
+    """
     if least < 1:
         raise InputError("least", f"is {least}", "give every rank one sample or more")
     integers = tuple(int(size) for size in sizes)
@@ -389,6 +412,7 @@ def fitting_sizes(sizes: Sequence[int], ranks: int, total: int, least: int = 1) 
 
 
 def _at_least(number: int) -> str:
+    """Return the least number of samples in words, for a message."""
     return "one sample or more" if number == 1 else f"{number} samples or more, or make least smaller"
 
 

@@ -52,8 +52,12 @@ HALF_TOLERANCE = 5e-2
 # Rounding that differs is carried on by training, and grows; an error of the script comes at once, or gets this large.
 DRIFT, FURTHEST_DRIFT = 100.0, 1e-2
 PATIENCE_S, ENDING_S = 300.0, 5.0
+"""How long the job waits for the other process's updates at its end, and for that process to end by itself."""
 SMALL_MODEL = 100_000
+"""Up to so many parameters gradients are compared as they are, beyond by sums."""
 SUMS = 251
+"""So many sums stand for a large gradient; prime, so that the columns of a matrix do not share a sum."""
+# How the names of variables begin that a launcher sets, which the process that trains alone must not inherit.
 _LAUNCHER = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "RANK", "WORLD_SIZE", "MASTER_", "DDLTOOL_CHECK")
 Arrays = dict[str, NDArray[Any]]
 Update = tuple[Arrays, list[float]]
@@ -66,6 +70,7 @@ class CheckIsOver(SystemExit):
     """Ends a process in mid-training that was started for the check alone; a script that catches it meets the next one."""
 
     def __init__(self) -> None:
+        """Exit with code 0: the check has done what the process was started for."""
         super().__init__(0)
 
 
@@ -82,9 +87,11 @@ def is_reference() -> bool:
 def begin_check(
     job: DistributedJob, model: nn.Module, *optimizers: torch.optim.Optimizer, path: str | None = None
 ) -> None:
-    """Check this run where that was asked for; all ranks call this, once the model is wrapped and before the first step.
+    """Compare this run with that of one process, where that was asked for; do nothing otherwise.
 
-    Updates are those of the first optimizer, learning rates those of all; the config ``path`` keeps the outcome.
+    All ranks call this, once the model is wrapped and before the first step. Updates are those of the first
+    optimizer, learning rates those of all; the config ``path`` keeps the outcome. In the process that a check has
+    started, record what the job compares with.
     """
     if not is_reference() and not (is_set(CHECK) and job.world_size > 1):
         return
@@ -94,7 +101,11 @@ def begin_check(
 
 
 def note_unchecked(path: str, enforcement: Enforcement, job: DistributedJob) -> None:
-    """Log one line on rank 0 of several where this script, as it is, was not shown to train as one process would."""
+    """Log a line on rank 0 where this script, in this version, was not shown to train as one process would.
+
+    Not for one process alone, for code that is no file, and while a check runs. ``path``: the config's, whose proof
+    is looked at.
+    """
     script, proof = _script_sha256(), enforcement.checked
     if job.rank > 0 or job.world_size == 1 or script is None or is_set(CHECK):
         return
@@ -124,7 +135,7 @@ def _array(tensor: torch.Tensor, name: str, *, whole: bool) -> NDArray[Any]:
     With independent signs the expected square of a sum's value is the sum of the squares of what is added (Alon, Matias and
     Szegedy 1996), so the norm of (SUMS,) such sums is that of the tensor, give or take 9 %, and as sums are linear, that of
     the difference of two tensors' sums is the norm of their difference. The same signs are drawn for the same ``name`` in
-    each process. 251 is prime: the columns of a matrix then do not share a sum.
+    each process.
     """
     with torch.no_grad():
         flat = tensor.detach().reshape(-1)
@@ -142,24 +153,29 @@ class _Recorded:
     """The gradients and learning rates with which the first updates of this process begin."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Name the parameters as the bare model does, and let dropout pass everything."""
         self._optimizers = optimizers
         names = (name.replace("_orig_mod.", "").removeprefix("module.") for name, _ in model.named_parameters())
-        self._named = list(zip(names, model.parameters(), strict=True))
-        self._sizes = {name: value.numel() for name, value in self._named}
+        self._named_parameters = list(zip(names, model.parameters(), strict=True))
+        self._sizes = {name: value.numel() for name, value in self._named_parameters}
         self._dropout = WithoutDropout(model)
-        self._made = 0
+        self._made = 0  # updates so far
 
     def arrays(self, tensors: Mapping[str, torch.Tensor]) -> Arrays:
-        """Return what is kept of tensors; all ranks call this, where each may hold a part of them."""
+        """Return the values of tensors, or sums of them in a large model, by name.
+
+        All ranks call this together, as each may hold a part of a sharded tensor.
+        """
         is_small = sum(self._sizes.values()) <= SMALL_MODEL
+        # A sharded tensor (DTensor) has `full_tensor`, which gathers it from all ranks; any other is whole already.
         gathered = (
             (name, getattr(value, "full_tensor", lambda value=value: value)()) for name, value in tensors.items()
         )
         return {name: _array(value, name, whole=is_small) for name, value in gathered}
 
     def update(self) -> Update:
-        """Return with what an update begins: gradients that are averaged by now, and the rates of all optimizers' groups."""
-        gradients = {name: value.grad for name, value in self._named if value.grad is not None}
+        """Return the gradients, averaged by now, and all optimizers' learning rates, with which an update begins."""
+        gradients = {name: value.grad for name, value in self._named_parameters if value.grad is not None}
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         return self.arrays(gradients), [float(group["lr"]) for group in groups if "lr" in group]
 
@@ -168,25 +184,26 @@ class _Reference(_Recorded):
     """The process that trains alone: it writes down with what each update begins, and ends after the last that counts."""
 
     def before_update(self, *_: object) -> None:
-        """Write an update down."""
+        """Write an update's gradients and rates into the folder that the job reads: the optimizer's pre-step hook."""
         if self._made >= MOST_UPDATES:
             raise CheckIsOver
         path = Path(os.environ[REFERENCE], f"{self._made}.npz")
         gradients, rates = self.update()
+        # Under another name first: the job must not read half a file.
         with path.with_suffix(".new").open("wb") as file:
             named = {f"gradient {name}": value for name, value in gradients.items()}
             np.savez(file, allow_pickle=False, rates=np.array(rates), **named)
         path.with_suffix(".new").rename(path)
 
     def after_update(self, *_: object) -> None:
-        """End the process after the last update that is compared."""
+        """End the process after the last update that is compared: the optimizer's post-step hook."""
         self._made += 1
         if self._made >= MOST_UPDATES:
             raise CheckIsOver
 
 
 class _Outcome(NamedTuple):
-    """``equal``: None: undecided."""
+    """What the check has found: ``equal`` (None: undecided), the line that says it, and the number of updates compared."""
 
     equal: bool | None
     line: str
@@ -195,7 +212,7 @@ class _Outcome(NamedTuple):
 
     @property
     def difference(self) -> float | None:
-        """The largest difference where it is a number."""
+        """The largest relative difference of a gradient where it is a number, None where it is not finite."""
         return self.largest_difference if math.isfinite(self.largest_difference) else None
 
 
@@ -205,20 +222,23 @@ class _Checked(_Recorded):
     def __init__(
         self, job: DistributedJob, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], path: str | None
     ) -> None:
+        """Begin to record; rank 0 also starts the script once more, alone."""
         super().__init__(model, optimizers)
         self._job, self._model = job, model
         self._config = None if path is None else os.path.abspath(path)
-        self._over, self._told = False, job.rank != 0
+        # Whether all updates that are compared were made, and whether the outcome was printed: only rank 0 does so.
+        self._is_over, self._told = False, job.rank != 0
         self._tolerance = TOLERANCES.get(next(model.parameters()).dtype, HALF_TOLERANCE)
         self._updates: list[Update] = []
-        self._unlike = ""
-        """Which ranks' parameters are not alike."""
-        self._ends, self._begin_s = os.environ[CHECK] == "end", time.monotonic()
+        self._unlike_ranks = ""
+        """In words, which rank's parameters are not rank 0's; "": none's."""
+        # "end": the command that started this wants the outcome alone, so training ends with the check.
+        self._ends_process, self._begin_s = os.environ[CHECK] == "end", time.monotonic()
         if not self._told:
             self._start()
 
     def _start(self) -> None:
-        """Start the script once more, alone."""
+        """Start the script once more, as a single process that trains alone and writes its updates into a folder."""
         self._folder = tempfile.TemporaryDirectory(prefix="ddltool-check-")
         self._path = Path(self._folder.name)
         self._errors = (self._path / "stderr").open("w+b")
@@ -235,16 +255,20 @@ class _Checked(_Recorded):
         atexit.register(self._finish)
 
     def before_update(self, *_: object) -> None:
-        """Keep with what an update begins."""
-        if not self._over:
+        """Keep the gradients and rates with which an update begins: the optimizer's pre-step hook, on all ranks."""
+        if not self._is_over:
             update = self.update()
             if not self._told:
                 self._updates.append(update)
 
     def after_update(self, *_: object) -> None:
-        """Compare the ranks after the last update that counts; all ranks take the same one for it."""
-        if self._over:
-            if self._ends:
+        """End the recording after the last update that is compared, and print the outcome once there is one.
+
+        The optimizer's post-step hook. The ranks' parameters are compared twice on the way. All ranks agree on which
+        update is the last one.
+        """
+        if self._is_over:
+            if self._ends_process:
                 raise CheckIsOver
             if not self._told and (self._child.poll() is not None or self._written() >= len(self._updates)):
                 self._finish()
@@ -253,29 +277,29 @@ class _Checked(_Recorded):
         if self._made < LEAST_UPDATES:
             return
         is_last = self._made >= MOST_UPDATES or time.monotonic() - self._begin_s > LONGEST_S
-        self._over = any(flag for (flag,) in self._job.numbers(float(is_last)))
-        if self._over or self._made == LEAST_UPDATES:
-            self._unlike = self._unlike or self._compare_ranks()
-        if self._over:
+        self._is_over = any(flag for (flag,) in self._job.numbers(float(is_last)))
+        if self._is_over or self._made == LEAST_UPDATES:
+            self._unlike_ranks = self._unlike_ranks or self._compare_ranks()
+        if self._is_over:
             self._dropout.end()
-            if self._ends:
+            if self._ends_process:
                 self._finish()
                 self._job.gather(b"")
                 raise CheckIsOver
 
     def _compare_ranks(self) -> str:
-        """Return which rank's parameters are not rank 0's; "": none's."""
-        mine = np.concatenate([*self.arrays(dict(self._named)).values()])
-        first, *others = (np.frombuffer(row) for row in self._job.gather(mine.tobytes()))
+        """Return in words which rank's parameters are not rank 0's, "" for none's; all ranks call this together."""
+        own_values = np.concatenate([*self.arrays(dict(self._named_parameters)).values()])
+        first, *others = (np.frombuffer(values) for values in self._job.gather(own_values.tobytes()))
         largest = float(np.abs(first).max(initial=0.0)) or 1.0
-        for rank, row in enumerate(others, 1):
-            if not (apart := float(np.abs(row - first).max(initial=0.0)) / largest) <= self._tolerance:
-                return f"parameters of rank {rank} are {apart:.2g} away from rank 0's after update {self._made}"
+        for rank, values in enumerate(others, 1):
+            if not (difference := float(np.abs(values - first).max(initial=0.0)) / largest) <= self._tolerance:
+                return f"parameters of rank {rank} are {difference:.2g} away from rank 0's after update {self._made}"
         return ""
 
     def _written(self) -> int:
-        """Return how many updates the other process has written down."""
-        return next(number for number in range(MOST_UPDATES + 1) if not (self._path / f"{number}.npz").exists())
+        """Return how many updates the process that trains alone has written so far."""
+        return next(count for count in range(MOST_UPDATES + 1) if not (self._path / f"{count}.npz").exists())
 
     def _finish(self) -> None:
         """Print the outcome, once; write it where the command that started this reads it, and into the plan's config.
@@ -316,10 +340,11 @@ class _Checked(_Recorded):
             log.warning("the check is not kept: %s", error)
 
     def _outcome(self) -> _Outcome:
-        """Wait for the process that trains alone, and return whether its updates are those of this job.
+        """Wait for the process that trains alone, end it, and return whether its updates are those of this job.
 
-        It is undecided where the script failed, cannot run alone, or made too few updates. Where all compared updates are
-        equal, states that one rank alone changes and an epoch of another length still make the answer no.
+        It is undecided where the script failed, cannot run alone, or made too few updates. Where all compared updates
+        are equal, the answer is still no if one rank alone changes parameters, or an epoch of one process has another
+        length.
         """
         failed = getattr(sys, "last_value", None) is not None  # at exit: the exception that ended the script
         updates_wanted, deadline_s = len(self._updates), self._begin_s + LONGEST_S + PATIENCE_S
@@ -350,8 +375,8 @@ class _Checked(_Recorded):
                 line = f"the script alone made fewer than {LEAST_UPDATES} updates within {PATIENCE_S:g} s"
             return _Outcome(None, f"undecided: {line}")
         outcome = self._compared([self._read(number) for number in range(min(written, updates_wanted))])
-        if outcome.equal and self._unlike:
-            line = f"{self._unlike}: something changes them on one rank alone (a load, a reset, an average of its own)"
+        if outcome.equal and self._unlike_ranks:
+            line = f"{self._unlike_ranks}: something changes them on one rank alone (a load, a reset, an average of its own)"
             return outcome._replace(equal=False, line=line)
         if outcome.equal and code == 0 and written < updates_wanted:
             line = f"one process ended after {written} updates, this job made more: its epochs have other steps"
@@ -359,43 +384,58 @@ class _Checked(_Recorded):
         return outcome
 
     def _read(self, number: int) -> Update:
+        """Return the update with this number, from 0, as the process that trains alone has written it."""
         with np.load(self._path / f"{number}.npz") as file:
             named = {key.removeprefix("gradient "): file[key] for key in file.files if key.startswith("gradient ")}
             return named, file["rates"].tolist()
 
     def _compared(self, expected: Sequence[Update]) -> _Outcome:
-        """Return how the updates compare with those of one process."""
-        furthest, seen = 0.0, False
-        for number, ((mine, rates), (other, other_rates)) in enumerate(zip(self._updates, expected, strict=False), 1):
-            largest = max((self._mean_size(name, value) for name, value in other.items()), default=0.0) or 1.0
-            apart = {
-                name: self._mean_size(name, mine.get(name, np.zeros_like(value)) - value) / largest
-                for name, value in other.items()
+        """Return how this job's updates compare with the ``expected`` ones of one process.
+
+        A difference may be as large as rounding, or larger where earlier updates had one too, as training carries it on.
+        """
+        furthest, has_gradients = 0.0, False
+        pairs = zip(self._updates, expected, strict=False)
+        for number, ((own_gradients, rates), (expected_gradients, expected_rates)) in enumerate(pairs, 1):
+            sizes = (self._mean_size(name, value) for name, value in expected_gradients.items())
+            scale = max(sizes, default=0.0) or 1.0
+            difference_by_name = {
+                name: self._mean_size(name, own_gradients.get(name, np.zeros_like(value)) - value) / scale
+                for name, value in expected_gradients.items()
             }
-            name = max(apart, key=lambda key: math.inf if math.isnan(apart[key]) else apart[key], default="")
-            worst = apart.get(name, 0.0)
-            if not worst <= max(self._tolerance, min(DRIFT * furthest, FURTHEST_DRIFT)):
-                line = f"gradients of step {number} differ by {worst:.2g} from one process's, most in {name}: "
-                return _Outcome(False, line + _reason(self._model, mine, other), number, worst)
-            furthest, seen = max(furthest, worst), seen or bool(apart)
-            if not np.allclose(rates, other_rates, rtol=1e-9, atol=0.0):
-                return _Outcome(False, _rates_apart(number, rates, other_rates), number, furthest)
-        if not seen:
+            name = max(
+                difference_by_name,
+                key=lambda key: math.inf if math.isnan(difference_by_name[key]) else difference_by_name[key],
+                default="",
+            )
+            largest_difference = difference_by_name.get(name, 0.0)
+            if not largest_difference <= max(self._tolerance, min(DRIFT * furthest, FURTHEST_DRIFT)):
+                line = f"gradients of step {number} differ by {largest_difference:.2g} from one process's, most in {name}: "
+                line += _reason(self._model, own_gradients, expected_gradients)
+                return _Outcome(False, line, number, largest_difference)
+            furthest, has_gradients = max(furthest, largest_difference), has_gradients or bool(difference_by_name)
+            if not np.allclose(rates, expected_rates, rtol=1e-9, atol=0.0):
+                return _Outcome(False, _rates_apart(number, rates, expected_rates), number, furthest)
+        if not has_gradients:
             return _Outcome(None, "undecided: no parameter has a gradient when updates begin (a closure makes them?)")
         line = f"gradients of {len(expected)} steps equal to {furthest:.0e} those of one process"
         return _Outcome(True, line, len(expected), furthest)
 
     def _mean_size(self, name: str, array: NDArray[Any]) -> float:
-        """Return the root mean square of a gradient's values, of which ``array`` holds all, or their sums."""
+        """Return the root mean square of a gradient's values; ``array`` holds them, or sums that have the same norm."""
         return float(np.linalg.norm(array)) / math.sqrt(max(self._sizes.get(name, array.size), 1))
 
 
-def _reason(model: nn.Module, mine: Arrays, other: Arrays) -> str:
-    """Return the likely reason of a difference, by what is in the script and by how the gradients differ."""
-    both = [(mine[name], other[name]) for name in other if name in mine]
-    one, two = (np.concatenate(parts) for parts in zip(*both, strict=True)) if both else (np.zeros(1), np.ones(1))
-    ratio = float(one @ two / max(two @ two, 1e-300))
-    if abs(ratio - 1) > 1e-3 and np.abs(one - ratio * two).max() < 1e-3 * np.abs(two).max():
+def _reason(model: nn.Module, own_gradients: Arrays, expected_gradients: Arrays) -> str:
+    """Return the likely reason why this job's gradients (``mine``) are not one process's, in words with a remedy.
+
+    In this order: all are a multiple of the others, a BatchNorm over the rank's own samples, a missing gradient, a
+    term of the loss.
+    """
+    both = [(own_gradients[name], expected_gradients[name]) for name in expected_gradients if name in own_gradients]
+    own, expected = (np.concatenate(parts) for parts in zip(*both, strict=True)) if both else (np.zeros(1), np.ones(1))
+    ratio = float(own @ expected / max(expected @ expected, 1e-300))
+    if abs(ratio - 1) > 1e-3 and np.abs(own - ratio * expected).max() < 1e-3 * np.abs(expected).max():
         return (
             f"all are {ratio:.3g} times as large, so the loss is no mean over what hook.loss was told: say "
             'hook.loss(loss, reduction="sum") or "average", or count='
@@ -403,7 +443,7 @@ def _reason(model: nn.Module, mine: Arrays, other: Arrays) -> str:
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training:
             return f"{name.removeprefix('module.')} is a BatchNorm over this rank's samples alone; use SyncBatchNorm"
-    if missing := sorted(set(other) - set(mine)):
+    if missing := sorted(set(expected_gradients) - set(own_gradients)):
         return f"{missing[0]} has no gradient here"
     return (
         "a term of the loss is a mean over this rank's samples (weights over their mean, advantages less theirs, a mean "
@@ -414,9 +454,9 @@ def _reason(model: nn.Module, mine: Arrays, other: Arrays) -> str:
 
 
 def _rates_apart(number: int, rates: Sequence[float], other: Sequence[float]) -> str:
-    """Return how the learning rates of an update differ."""
+    """Return in words how the learning rates of the update ``number`` differ from one process's (``other``)."""
     if len(rates) != len(other):
         return f"step {number} has {len(rates)} learning rates, and {len(other)} in one process"
-    one, two = next(pair for pair in zip(rates, other, strict=True) if not math.isclose(*pair))
+    own, expected = next(pair for pair in zip(rates, other, strict=True) if not math.isclose(*pair))
     cause = "let it follow updates or epochs, not the number of ranks or of this rank's batches"
-    return f"the learning rate of step {number} is {one:g}, and {two:g} in one process: {cause}"
+    return f"the learning rate of step {number} is {own:g}, and {expected:g} in one process: {cause}"

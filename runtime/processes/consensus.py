@@ -38,7 +38,7 @@ CHOOSING_S = 1.0
 """Choosing takes no longer, once all have come."""
 # Each agreement of a process has keys of its own: the last ones of another would be taken for answers.
 _NUMBERS = itertools.count()
-_NO_ROW = b"0"
+_NO_ROW = b"0"  # in place of a rank's row, so that rank 0 waits for it no more
 # How a round ends: with numbers, or with the ranks that did not come, are gone, or have ended, or because choosing failed.
 _CHOSEN, _MISSING, _GONE, _ENDED, _FAILED = b"=", b"?", b"-", b".", b"!"
 
@@ -71,22 +71,24 @@ class Consensus:
         behind: bool = False,
         store: KeyStore | None = None,
     ) -> None:
+        """Connect to the store; ``behind`` training, also start the thread that goes through the rounds."""
         self._rank, self._ranks = job.rank, range(job.world_size)
         self._choose = choose
         self._timeout_s = job_timeout_s() if timeout_s is None and job.world_size > 1 else timeout_s or 0.0
-        self._step = 0
-        self._under_way: int | None = None
+        self._step = 0  # number of the next round
+        self._under_way: int | None = None  # number of the round in which this rank is now
         self._ended = False
         self._liveness: LivenessMonitor | None = None
         self._thread: threading.Thread | None = None
         if job.world_size > 1:
             if store is None:
                 self._liveness = LivenessMonitor.of_this_job()
-                self._liveness.add_listener(self._gone)
+                self._liveness.add_listener(self._tell_who_is_gone)
                 shared = dist.distributed_c10d._get_default_store()
                 store = dist.PrefixStore(f"ddltool/consensus/{next(_NUMBERS)}", shared)  # type: ignore[attr-defined]
+            # One connection to wait over, and one for other threads, which a wait must not hold up.
             self._store: KeyStore = connection(store, self._timeout_s)
-            self._other: KeyStore = store
+            self._shared_store: KeyStore = store
         if behind:
             self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
             self._choices: queue.SimpleQueue[Floats | DdlToolError] = queue.SimpleQueue()
@@ -96,12 +98,13 @@ class Consensus:
             atexit.register(self.close)
 
     def propose(self, row: Row) -> Floats | None:
-        """Return (k,) numbers that rank 0 chose from the (m,) rows of all ranks; the same on all, which wait for each other.
+        """Bring this rank's row to a round, and return the (k,) numbers that rank 0 chose from all ranks' rows.
 
-        ``behind`` training: from the rows handed in the time before, None the first time; ``row`` is called in the thread.
+        They are the same on all ranks, which wait for each other. ``row`` returns (m,) numbers; ``behind`` training
+        it is called in the thread, and the choice is that of the round before, None the first time.
 
-        Raises ConsensusError naming the ranks that did not come in time or have ended, on all that wait; rank 0's own error
-        where it could not choose, and a ConsensusError that says so elsewhere.
+        Raises ConsensusError naming the ranks that did not come in time or have ended, on all that wait; rank 0's own
+        error where it could not choose, and a ConsensusError that says so elsewhere.
         """
         if self._thread is None:
             return self._round(row())
@@ -116,7 +119,7 @@ class Consensus:
         return chosen
 
     def _run(self) -> None:
-        """Go through the rounds behind training, in the thread; the first that fails is the last."""
+        """Go through the rounds behind training: the body of the thread, which ends with the first round that fails."""
         while (row := self._rows.get()) is not None:
             try:
                 self._choices.put(self._round(row()))
@@ -126,7 +129,7 @@ class Consensus:
                 return
 
     def _round(self, row: Floats) -> Floats:
-        """Return what is chosen in the next round, to which this rank brings ``row``."""
+        """Return what is chosen in the next round, to which this rank brings ``row``; a single process chooses by itself."""
         step, self._step = self._step, self._step + 1
         if len(self._ranks) == 1:
             return self._choose(np.asarray(row, dtype=np.float64)[None])
@@ -137,7 +140,11 @@ class Consensus:
             self._under_way = None
 
     def _exchange(self, step: int, row: Floats) -> Floats:
-        """Write this rank's row of a round; on rank 0 wait for all rows and choose, elsewhere wait for the choice."""
+        """Write this rank's row of a round; on rank 0 wait for all rows and choose, elsewhere wait for the choice.
+
+        Keys of the round before are deleted, as nobody reads them any more. Raises ConsensusError where the round
+        ends without a choice.
+        """
         try:
             if self._ended:
                 raise self._error_of(step, _ENDED + str(self._rank).encode())
@@ -162,14 +169,15 @@ class Consensus:
         )
 
     def _wait(self, step: int, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of ``keys`` when all are there.
+        """Return the values of ``keys``, in their order, when all of them are there.
 
-        When the time is up, end the round: the keys then hold what this rank, or another one before it, has written there in
-        place of rows or of the choice. Once all rows are there, choosing has a time of its own.
+        When the time is up, this rank ends the round, so that no other one waits in vain: the keys then hold what it,
+        or another rank before it, has written there in place of rows or of the choice. Once all rows are there,
+        choosing has a time of its own.
         """
         for limit_s in (self._timeout_s, min(self._timeout_s, CHOOSING_S)):
             try:
-                if self._store is not self._other:
+                if self._store is not self._shared_store:
                     wait_for_keys(self._store, limit_s)
                 return self._values(keys)
             except RuntimeError as error:
@@ -181,10 +189,15 @@ class Consensus:
         return self._values(keys)
 
     def _values(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of ``keys``, in one message where the store can."""
         return list(self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys))
 
     def _conclude(self, store: KeyStore, step: int, text: bytes) -> bytes:
-        """Write how a round ends, unless another rank has done so before; return the ending that all ranks read."""
+        """Write how a round ends, unless another rank has done so before; return the ending that all ranks read.
+
+        ``text``: the kind of ending in its first byte, then the numbers chosen or the ranks concerned. Where a rank
+        is missing, rows that have not come are filled in, as rank 0 waits for them.
+        """
         ending: bytes = store.compare_set(f"choice/{step}", "", text)
         if text[:1] in (_MISSING, _GONE, _ENDED):
             for rank in self._ranks:  # rank 0 waits for these
@@ -192,13 +205,18 @@ class Consensus:
         return ending
 
     def _choice_in(self, step: int, text: bytes) -> Floats:
-        """Return the (k,) chosen numbers from how a round has ended. Raises ConsensusError where it ended without a choice."""
+        """Return the (k,) chosen numbers from ``text``, the ending of a round that all ranks read.
+
+        Raises ConsensusError where it ended without a choice.
+        """
         if not text.startswith(_CHOSEN):
             raise self._error_of(step, text)
         return np.frombuffer(text[1:], dtype="<f8")
 
     def _error_of(self, step: int, text: bytes) -> ConsensusError:
-        """Return the error for a round that has ended without a choice."""
+        """Return the error for a round that has ended without a choice, from its ending ``text``: a kind, and the
+        ranks concerned.
+        """
         ending, ranks = text[:1], text[1:].decode()
         is_mine = str(self._rank) in ranks.split(",")
         if ending == _FAILED:
@@ -213,7 +231,7 @@ class Consensus:
         return ConsensusError(f"step {step}: {what}")
 
     def _delete(self, key: str) -> None:
-        # Stores that cannot delete keep a few bytes a round.
+        """Delete a key, where the store can: others keep a few bytes a round."""
         with contextlib.suppress(RuntimeError, NotImplementedError):
             self._store.delete_key(key)
 
@@ -229,13 +247,13 @@ class Consensus:
             self._rows.put(None)
             if self._under_way is not None:
                 with contextlib.suppress(RuntimeError):
-                    self._conclude(self._other, self._under_way, _ENDED + str(self._rank).encode())
+                    self._conclude(self._shared_store, self._under_way, _ENDED + str(self._rank).encode())
             self._thread.join(timeout=5.0)
         if self._liveness is not None:
-            self._liveness.remove_listener(self._gone)
+            self._liveness.remove_listener(self._tell_who_is_gone)
 
-    def _gone(self, ranks: list[int]) -> None:
-        """Tell who waits in a round that ``ranks`` are gone."""
+    def _tell_who_is_gone(self, ranks: list[int]) -> None:
+        """End the round under way for all that wait in it, as ``ranks`` are gone."""
         with contextlib.suppress(RuntimeError):
             step = self._step if self._under_way is None else self._under_way
-            self._conclude(self._other, step, _GONE + ",".join(map(str, ranks)).encode())
+            self._conclude(self._shared_store, step, _GONE + ",".join(map(str, ranks)).encode())

@@ -41,11 +41,18 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def digests(value: Any) -> dict[str, str]:
-    """Return the fingerprint of everything in a nested value, by name; of things that are not known the type's alone."""
+    """Return the fingerprint of everything in a nested value, by dotted name (:func:`leaves`).
+
+    Objects without a representation of their content have their type's fingerprint.
+    """
     return {name: digest(leaf if isinstance(leaf, Tensor) else _content(leaf)) for name, leaf in leaves(value)}
 
 
 def _content(leaf: Any) -> bytes:
+    """Return bytes that stand for the content of something that is no tensor: the same in every process.
+
+    A text that shows an address in memory says nothing about the content; then the type's name stands for it.
+    """
     if isinstance(leaf, np.ndarray):
         return f"{leaf.dtype} {leaf.shape}".encode() + leaf.tobytes()
     if not isinstance(leaf, (bytes, np.generic)) and hasattr(leaf, "tobytes"):  # an image

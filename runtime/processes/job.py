@@ -67,7 +67,10 @@ class DistributedJob:
         return result[0]
 
     def raise_together(self, refusal: InputError | None) -> None:
-        """Raise this rank's ``refusal``, or that of the first rank that has one, named; all ranks call this together."""
+        """Raise on all ranks where one has a ``refusal``: its own on that rank, elsewhere that of the first such rank, named.
+
+        All ranks call this together, each with its refusal or None.
+        """
         notes = self.gather(b"" if refusal is None else str(refusal).encode(errors="replace"))
         if refusal is not None:
             raise refusal
@@ -76,7 +79,10 @@ class DistributedJob:
                 raise InputError(f"rank {rank}", note.decode())
 
     def demand_same(self, what: str, value: str, remedy: str) -> None:
-        """Raise InputError on every rank unless ``value`` is the same on all of them."""
+        """Raise InputError on every rank unless the text ``value`` is the same on all of them; all ranks call this together.
+
+        ``what`` is named in the message as the thing that differs.
+        """
         values = [other.decode() for other in self.gather(value.encode(errors="replace"))]
         for rank, other in enumerate(values):
             if other != values[0]:
@@ -87,7 +93,7 @@ class DistributedJob:
         return 0 if self.side is None else next(_side().tags)
 
     def numbers(self, *own_numbers: float) -> list[list[float]]:
-        """Return the numbers of every rank, by rank; every rank gives as many."""
+        """Return the numbers of every rank, by rank; all ranks call this together, with equally many."""
         rows = torch.zeros(self.world_size, len(own_numbers), dtype=torch.float64)
         rows[self.rank] = torch.tensor(own_numbers, dtype=torch.float64)
         if self.side is not None:
@@ -96,12 +102,12 @@ class DistributedJob:
         return by_rank
 
     def gather(self, note: bytes) -> list[bytes]:
-        """Return every rank's bytes, on every rank; nothing is pickled."""
+        """Return every rank's bytes, by rank, on every rank; all ranks call this together. Nothing is pickled."""
         if self.side is None:
             return [note]
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         dist.all_gather(lengths, torch.tensor([len(note)]), group=self.side)
-        longest = max(map(int, lengths))
+        longest = max(map(int, lengths))  # all_gather needs equal sizes, so shorter notes are padded
         padded = torch.frombuffer(bytearray(note.ljust(max(longest, 1), b"\0")), dtype=torch.uint8)
         notes = [torch.empty_like(padded) for _ in lengths]
         dist.all_gather(notes, padded, group=self.side)
@@ -121,7 +127,10 @@ _sides: weakref.WeakKeyDictionary[Any, _Side] = weakref.WeakKeyDictionary()
 
 
 def _side() -> _Side:
-    """Return the side group of the default process group, made at the first call; all ranks call this together."""
+    """Return the side group of the default process group: gloo, with the job's timeout, for ddltool's own messages.
+
+    It is made at the first call; all ranks call this together.
+    """
     world = dist.group.WORLD
     if world not in _sides:
         group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timedelta(seconds=job_timeout_s()))
@@ -130,9 +139,11 @@ def _side() -> _Side:
 
 
 def count_nodes(world_size: int) -> int:
-    """Return the number of nodes: torchrun's GROUP_WORLD_SIZE, else by LOCAL_WORLD_SIZE, else 1."""
+    """Return the number of machines in the job: torchrun's GROUP_WORLD_SIZE, else by LOCAL_WORLD_SIZE, else 1."""
     nodes = os.environ.get("GROUP_WORLD_SIZE", "")
     if nodes.isdecimal() and int(nodes) > 0:
         return int(nodes)
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return -(-world_size // int(local)) if local.isdecimal() and int(local) > 0 else 1
+    if local.isdecimal() and int(local) > 0:
+        return -(-world_size // int(local))  # rounded up
+    return 1

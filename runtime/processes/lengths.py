@@ -30,6 +30,7 @@ class Lengths:
     """
 
     def __init__(self, tokens: Any, *, cost: Sequence[float] | None = None, padded: bool = False) -> None:
+        """Turn the lengths into costs, (n,) numbers above 0."""
         from ddltool.analyzers.job.balancing.assigning import checked_costs  # to attach the hook loads no analyzer
         from ddltool.analyzers.job.balancing.lengths import SampleCost
 
@@ -49,13 +50,14 @@ class Lengths:
 
     @property
     def digest(self) -> str:
-        """Return what ranks compare: equal for equal costs."""
+        """12 hexadecimal digits of the costs, which ranks compare: they are equal for equal costs."""
         return hashlib.sha256(self._costs.tobytes() + bytes([self._padded])).hexdigest()[:12]
 
     def places(self, indices: Ints, shares: Sequence[int], passes: int) -> Ints:
-        """Return (k,) places ``rank * passes + pass`` of the samples with (k,) dataset ``indices``; the same on every rank.
+        """Return, for the samples with (k,) dataset ``indices``, which rank and pass computes each: (k,) ``rank *
+        passes + pass``.
 
-        ``shares``: (n,) of the ranks in the cost.
+        ``shares``: (n,) numbers in whose proportion the ranks share the cost. The result is the same on every rank.
         """
         from ddltool.analyzers.job.balancing.assigning import balanced, by_length
 
@@ -64,7 +66,10 @@ class Lengths:
 
 
 def as_lengths(given: Any, samples: int) -> Lengths | None:
-    """Return ``given`` as lengths of a dataset of ``samples``, None for None. Raises InputError for another number of them."""
+    """Return ``given`` as the :class:`Lengths` of a dataset of ``samples`` samples, None for None.
+
+    Raises InputError for another number of lengths.
+    """
     if given is None:
         return None
     lengths = given if isinstance(given, Lengths) else Lengths(given)

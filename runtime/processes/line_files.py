@@ -19,13 +19,14 @@ from ddltool.errors import InputError
 WRITE_BYTES = 4096
 """Whole lines up to this size go out in one write: appends of several processes to one file then never mix."""
 LONGEST_ROW = 1 << 20
+"""Bytes at the end of a file in which its last line is looked for."""
 WRITABLE = "name a file in a writable folder, or null for none"
 
 log = logging.getLogger(__name__)
 
 
 def new_run() -> str:
-    """Return a name for this start of a job: when, in UTC, and five random digits."""
+    """Return a name for this start of a job: when, in UTC, and five random hexadecimal digits, as ``20250131-120000-a1b2c``."""
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)[:5]}"
 
 
@@ -49,7 +50,8 @@ def whole_lines(lines: list[str], limit: int = WRITE_BYTES) -> Iterator[bytes]:
 def prepare(path: Path, kind: str, what: str) -> None:
     """Prepare ``path`` for appending rows of ``kind``: cut off a partial last line, which a killed run leaves.
 
-    Call it before any process writes. Raises InputError if the file cannot be written or holds anything but ``what``.
+    Call it before any process writes. Raises InputError if the file cannot be written, or if its first line does not
+    name the kind; ``what`` says in the message what the file should hold.
     """
     check_writable(path)
     if not path.exists() or not stat.S_ISREG(path.stat().st_mode):
@@ -65,7 +67,10 @@ def prepare(path: Path, kind: str, what: str) -> None:
 
 
 def _end_last_line(file: IO[bytes]) -> None:
-    """Cut off a last line that is no whole JSON document; add the newline that a whole one lacks."""
+    """Let the file end with a whole line: cut off a last line that is no JSON document, or add the newline that it lacks.
+
+    A line that is too long to be read is left as it is.
+    """
     size = file.seek(0, os.SEEK_END)
     begin = file.seek(max(0, size - LONGEST_ROW))
     line = file.read().rpartition(b"\n")[2]
@@ -87,6 +92,9 @@ class LineFile:
     """
 
     def __init__(self, path: Path | None = None, kind: str = "", what: str = "") -> None:
+        """Open the file for appending; ``path`` None: a closed file, which drops its lines. ``what``: the rows' name
+        in messages.
+        """
         self._path, self._what, self._process = path, what, os.getpid()
         self._descriptor: int | None = None
         if path is None:
@@ -104,7 +112,9 @@ class LineFile:
         return self._descriptor is not None and os.getpid() == self._process
 
     def write(self, lines: list[str]) -> None:
-        """Write lines at once, so that a process that is killed loses none of them."""
+        """Write lines at once, so that a process that is killed loses none of them; a failure closes the file, with a
+        warning.
+        """
         if self._descriptor is None:
             return
         try:

@@ -62,13 +62,14 @@ class LivenessMonitor:
     _current: LivenessMonitor | None = None
 
     def __init__(self, rank: int, world_size: int, store: KeyStore) -> None:
+        """Start the thread that answers for this process, and take over ``sys.excepthook`` until :meth:`close`."""
         self._rank, self._ranks = rank, range(world_size)
         self._group_store = store
         store = dist.PrefixStore("ddltool/liveness", store)  # type: ignore[attr-defined]
         self._store, self._answering = store, connection(store, WITHIN_S)
         self._listeners: list[Callable[[list[int]], object]] = []
-        self.passes: Callable[[], int] = int
-        self._passes_by_rank: dict[int, int] = {}
+        self.passes: Callable[[], int] = int  # int() is 0: no pass is counted until somebody sets it
+        self._passes_by_rank: dict[int, int] = {}  # as the ranks have answered
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._answer, name="ddltool-liveness", daemon=True)
         self._thread.start()
@@ -80,7 +81,9 @@ class LivenessMonitor:
 
     @classmethod
     def of_this_job(cls) -> LivenessMonitor:
-        """Return the monitor of the default process group, made when it is first asked for."""
+        """Return the monitor of the default process group, made when it is first asked for; that of an earlier group
+        is closed.
+        """
         store = dist.distributed_c10d._get_default_store()
         if cls._current is None or cls._current._group_store is not store or cls._current._ended.is_set():
             if cls._current is not None:
@@ -98,11 +101,15 @@ class LivenessMonitor:
             self._listeners.remove(listener)
 
     def missing_ranks(self) -> list[int] | None:
-        """Return the ranks that do not answer within :data:`WITHIN_S`; None when the store itself does not answer."""
+        """Ask all ranks for a sign of life; return those that do not answer within :data:`WITHIN_S`, and tell the listeners.
+
+        The result is None when the store itself does not answer: then the rank that holds it is gone.
+        """
         missing = list(self._ranks)
         store_answers = threading.Event()
 
         def ask() -> None:
+            """Say that this rank is here, call the others, and take those off ``missing`` that answer: the body of a thread."""
             with contextlib.suppress(RuntimeError):
                 deadline_s = time.monotonic() + WITHIN_S
                 self._store.set(f"here/{self._rank}", str(self.passes()))
@@ -127,7 +134,7 @@ class LivenessMonitor:
         return missing_now
 
     def line(self, error: BaseException) -> str:
-        """Return one line about an error that a lost rank has caused, naming the rank if it can be found out."""
+        """Return one line about an error that a lost rank has caused, naming the rank if a roll call finds it out."""
         if isinstance(error, LostRank):
             return str(error)
         missing = self.missing_ranks()
@@ -140,7 +147,11 @@ class LivenessMonitor:
         return f"{reason}; go on from the last checkpoint"
 
     def _ranks_behind(self) -> str:
-        """Return a clause on the ranks that have begun fewer backward passes than another; "" for none, or if answers lack."""
+        """Return a clause on the ranks that have begun fewer backward passes than another: they do not take part in
+        its exchange.
+
+        It is "" where all have begun as many, or if answers are missing.
+        """
         if len(self._passes_by_rank) < len(self._ranks):
             return ""
         ahead = max(self._ranks, key=lambda rank: self._passes_by_rank[rank])
@@ -159,7 +170,7 @@ class LivenessMonitor:
             sys.excepthook = self._previous
 
     def _answer(self) -> None:
-        """Poll the store, in the thread, and answer the first question of another rank."""
+        """Poll the store for a call of another rank, and answer the first one: the body of the thread."""
         with contextlib.suppress(RuntimeError):  # the store is gone
             while not self._ended.wait(_POLL_S):
                 if self._answering.check(["call"]):
@@ -167,18 +178,22 @@ class LivenessMonitor:
                     return
 
     def _show(self, error_type: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        """Print the error of a lost rank as one line and end the process; pass any other error to the previous hook."""
+        """Print the error of a lost rank as one line and end the process; pass any other error to the previous hook.
+
+        This is ``sys.excepthook``, which gets the errors that nobody has caught. The process is ended for sure, as
+        exit functions of libraries may wait for the lost rank.
+        """
         if not isinstance(value, LostRank) and not is_broken(value):
             self._previous(error_type, value, trace)
             return
-        _end_within(3 * ENDING_S)
+        _end_within(3 * ENDING_S)  # the roll call itself may take long on a busy machine
         sys.stderr.write(f"error: {self.line(value)}\n")
         sys.stderr.flush()
         _end_within(ENDING_S - WITHIN_S)
 
 
 def _end_within(seconds: float) -> None:
-    """End the process with exit code 1 after ``seconds``, if it has not ended by itself."""
+    """End the process with exit code 1 after ``seconds``, if it has not ended by itself: a timer in a daemon thread."""
     # At exit Python waits for all threads, child processes and exit functions of libraries: asynchronous checkpoints, pools and
     # loggers that wait for the lost rank themselves. Torch's own means (destroy_process_group, abort) end none of these.
     deadline = threading.Timer(seconds, os._exit, (1,))
@@ -210,7 +225,10 @@ def wait_for_keys(store: KeyStore, timeout_s: float) -> None:
 
 
 def job_timeout_s() -> float:
-    """Return the seconds that the default process group waits in a collective, as the script gave it."""
+    """Return the seconds that a collective of the default process group may wait, as the script has set it.
+
+    With backends for CPU and CUDA it is the shorter one.
+    """
     group = dist.group.WORLD
     assert group is not None
     limits = []

@@ -34,7 +34,7 @@ class RandomStreams:
 
     @classmethod
     def present(cls, device: torch.device) -> RandomStreams:
-        """Return this process's streams; they stay as they are once others are restored."""
+        """Return this process's present streams; drawing from others that are restored later does not change them."""
         on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         state = np.random.get_state(legacy=False)  # noqa: NPY002  # user code draws from it
         half_pair = int(state["has_gauss"]), float(state["gauss"])
@@ -48,7 +48,7 @@ class RandomStreams:
             return cls.present(device)
 
     def restore(self, device: torch.device) -> None:
-        """Make these the streams of this process: what is drawn now moves them on."""
+        """Make these the streams of this process: what is drawn from now on moves them on. ``device``: the model's."""
         random.setstate(self.python)
         set_bit_generator(self.numpy)
         if self.half_pair[0]:
@@ -60,7 +60,7 @@ class RandomStreams:
             torch.cuda.set_rng_state(self.device, device)
 
     def to_document(self) -> Document:
-        """Return the states as tensors and numbers."""
+        """Return the states as tensors and numbers, for a checkpoint without pickled code."""
         version, words, gauss = self.python
         state, (has_gauss, cached) = self.numpy.state["state"], self.half_pair
         numbers = {"position": int(state["pos"]), "has_gauss": has_gauss, "cached": cached}
@@ -73,7 +73,7 @@ class RandomStreams:
 
     @classmethod
     def from_document(cls, document: Document) -> RandomStreams:
-        """Return the streams that :meth:`to_document` described."""
+        """Return the streams that :meth:`to_document` described; NumPy's get a generator of their own."""
         python, numpy = document["python"], document["numpy"]
         generator = np.random.MT19937(0)
         key = numpy["key"].numpy().astype(np.uint32)
@@ -89,8 +89,9 @@ class RandomStreams:
 
 @contextmanager
 def kept(device: torch.device = torch.device("cpu")) -> Iterator[None]:  # noqa: B008
-    """Keep what is drawn, and seeded, within the block from this process's streams."""
+    """Leave this process's streams as they are, whatever the block draws or seeds."""
     present = RandomStreams.present(device)
+    # NumPy's generator is held as an object, so the block needs another one to draw from.
     set_bit_generator(np.random.MT19937(0))
     try:
         yield
@@ -99,9 +100,10 @@ def kept(device: torch.device = torch.device("cpu")) -> Iterator[None]:  # noqa:
 
 
 def seed_streams(*place: int, device: torch.device | None = None) -> None:
-    """Seed this process's global generators by a place in a run: (seed, virtual rank) is where a logical worker starts.
+    """Seed this process's global generators by a place in a run, given as numbers; other numbers give independent streams.
 
-    For a plain DDP script that is to be compared with an elastic run: call it with the seed and the process's rank.
+    (seed, virtual rank) is where a logical worker starts. A plain DDP script that is to be compared with an elastic
+    run calls this with the seed and the process's rank.
     """
     words = np.random.SeedSequence(place).generate_state(4, np.uint64).tolist()
     random.seed(words[0])

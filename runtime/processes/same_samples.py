@@ -16,7 +16,10 @@ MAP_STYLE = "give a map-style dataset (with __len__ and __getitem__)"
 
 
 def dataset_length(dataset: Dataset[Any], remedy: str = MAP_STYLE) -> int:
-    """Return the number of samples. Raises InputError, with ``remedy``, where samples cannot be picked by index."""
+    """Return the number of samples of a map-style dataset.
+
+    Raises InputError, with ``remedy``, for a dataset whose samples cannot be picked by index.
+    """
     if isinstance(dataset, IterableDataset):
         raise InputError("dataset", f"is a {type(dataset).__name__}, an IterableDataset", remedy)
     try:
@@ -28,8 +31,8 @@ def dataset_length(dataset: Dataset[Any], remedy: str = MAP_STYLE) -> int:
 def demand_same_samples(job: DistributedJob, dataset: Dataset[Any] | None) -> None:
     """Raise InputError on every rank unless all have equally many samples, and an equal first, middle and last one.
 
-    They are read from a copy of the dataset, as a file that it opens must not be shared with data workers, and with the same
-    random seeds on all ranks, for random transforms.
+    They are read from a copy of the dataset, as a file that it opens must not be shared with data workers. Random
+    seeds are the same on all ranks meanwhile, for random transforms. A stream, or None, must be one on every rank.
     """
     size = None if dataset is None or isinstance(dataset, IterableDataset) else dataset_length(dataset)
     described = "none" if dataset is None else "a stream" if size is None else f"{size} samples"
@@ -40,7 +43,7 @@ def demand_same_samples(job: DistributedJob, dataset: Dataset[Any] | None) -> No
 
 
 def _fingerprint(dataset: Any, size: int) -> str:
-    """Return a digest of the first, middle and last sample."""
+    """Return a digest of the first, middle and last of ``size`` samples, or text that says that they cannot be read."""
     fingerprints = []
     with kept():
         try:
@@ -54,7 +57,7 @@ def _fingerprint(dataset: Any, size: int) -> str:
 
 
 def _own_copy(dataset: Any) -> Any:
-    """Return a shallow copy of a dataset, also of the datasets that it wraps."""
+    """Return a shallow copy of a dataset, and of the datasets that it wraps: what reading opens stays in the copy."""
     copied = copy.copy(dataset)
     if isinstance(getattr(copied, "dataset", None), Dataset):
         copied.dataset = _own_copy(copied.dataset)

@@ -62,7 +62,7 @@ class Exchange:
         self.ready = stamp(self.cuda)
 
     def note_arrival(self, _: object = None) -> None:
-        """Note the moment at which the last gradient of the slowest rank is ready."""
+        """Note the moment at which the last gradient of the slowest rank is ready: when the beacon's collective completes."""
         self.arrived_s = time.perf_counter()
 
     def note_done(self) -> None:
@@ -70,9 +70,10 @@ class Exchange:
         self.done = stamp(self.cuda)
 
     def split(self) -> tuple[float, float, float]:
-        """Return compute, wait and sync in seconds.
+        """Return the seconds of compute, wait and sync: computing, waiting for the slowest rank, and exchanging.
 
-        An arrival that was noted late (or not yet) cannot have been later than the end of the exchange.
+        Where the slowest rank's moment was not noted, the sync of the last exchange that noted it stands for this
+        one's. A moment that was noted late cannot have been later than the end of the exchange.
         """
         ready = self.ready if self.ready is not None else self.start
         done = self.done if self.done is not None else ready

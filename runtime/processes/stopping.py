@@ -21,16 +21,20 @@ from typing import Any
 from ddltool.errors import DdlToolError
 
 SAME_CTRL_C_S = 1.0
+"""A SIGINT so soon after the first is the same Ctrl-C, sent by a launcher too."""
 EXIT_PAUSE_S = 0.1
+"""How long gloo's threads get to drop the last step's tensors before the process exits."""
 
 
 class Terminated(SystemExit):
     """SIGTERM has come. Nobody needs to catch it: the process then ends with 143, as shells show a SIGTERM."""
 
     def __init__(self) -> None:
+        """Exit with the code that shells show for a SIGTERM."""
         super().__init__(128 + signal.SIGTERM)
 
     def __str__(self) -> str:
+        """Name the signal."""
         return "SIGTERM"
 
 
@@ -45,7 +49,7 @@ class StopSignals:
     """
 
     def __init__(self, *numbers: signal.Signals) -> None:
-        """``numbers``: by default SIGTERM and SIGINT."""
+        """Note these signals, by default SIGTERM and SIGINT, from :meth:`open` on."""
         self._numbers = numbers or (signal.SIGTERM, signal.SIGINT)
         self.came: int | None = None
         self._came_s = 0.0
@@ -54,7 +58,9 @@ class StopSignals:
         self._replaced: dict[int, Any] = {}
 
     def open(self, *, all_of_them: bool = False) -> None:
-        """Take the signals over that the script has no handler of its own for, or ``all_of_them``."""
+        """Take the signals over that the script has no handler of its own for, or ``all_of_them``; does nothing in
+        other threads.
+        """
         if threading.current_thread() is not threading.main_thread():
             return
         for number in self._numbers:
@@ -76,6 +82,7 @@ class StopSignals:
             raise KeyboardInterrupt if self.came == signal.SIGINT else Terminated
 
     def _note(self, number: int, _: FrameType | None) -> None:
+        """Note the first signal; a second Ctrl-C more than a second later interrupts at once: the signals' handler."""
         if os.getpid() != self._process:  # a forked data worker inherits the handler, but not what it is for
             signal.signal(number, self._replaced.get(number, signal.SIG_DFL))
             os.kill(os.getpid(), number)
@@ -86,9 +93,9 @@ class StopSignals:
 
 
 def refuse_in_one_line() -> None:
-    """See to it that an error of ours that nobody catches ends the process as the command line would end.
+    """Let an error of ddltool's own that nobody catches end the process with one line on stderr and the error's exit code.
 
-    That is one line on stderr and the error's exit code, instead of a traceback. Other exceptions are not touched.
+    That is how the command line ends, instead of a traceback. Other exceptions are not touched.
     """
     previous = sys.excepthook
     if isinstance(previous, _OneLine):
@@ -98,9 +105,12 @@ def refuse_in_one_line() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _OneLine:
+    """A ``sys.excepthook`` that prints ddltool's errors as one line; ``previous`` gets all others."""
+
     previous: Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
     def __call__(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        """Print the error as one line and exit with its code; hand others on."""
         if not isinstance(value, DdlToolError):
             self.previous(kind, value, trace)
             return

@@ -29,8 +29,9 @@ class WithoutDropout(TorchFunctionMode):
     """Lets dropout pass everything until :meth:`end`: what models call as functions, and their layers."""
 
     def __init__(self, model: nn.Module) -> None:
+        """Set the probability of all dropout layers of ``model`` to 0, and begin to catch torch's own dropout functions."""
         super().__init__()
-        self._kept: list[tuple[nn.Module, str, float]] = []
+        self._kept: list[tuple[nn.Module, str, float]] = []  # (layer, attribute, probability), to be given back
         for module in model.modules():
             if isinstance(module, (*_LAYERS, nn.RNNBase, nn.MultiheadAttention)):
                 name = "p" if isinstance(module, _LAYERS) else "dropout"
@@ -42,6 +43,9 @@ class WithoutDropout(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Call a torch function, one with dropout with a probability of 0: what torch calls in place of each of its
+        functions.
+        """
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.backward:  # checkpoints compute their forward pass again in it, where this mode is off
             with self:
@@ -55,7 +59,7 @@ class WithoutDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def end(self) -> None:
-        """Give dropout back."""
+        """Give the layers their probabilities back, and catch functions no more."""
         self._open.close()
         for module, name, value in self._kept:
             setattr(module, name, value)
@@ -64,4 +68,5 @@ class WithoutDropout(TorchFunctionMode):
 def _backward(
     tensor: torch.Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
 ) -> None:
+    """Run a backward pass; the parameters are those of ``Tensor.backward``."""
     torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)

@@ -29,10 +29,11 @@ from ddltool.runtime.servers.wire import BEAT_S, Message, Peer, Wire
 
 log = logging.getLogger(__name__)
 
-LIMIT_S, JOIN_S = 300.0, 60.0
+LIMIT_S, JOIN_S = 300.0, 60.0  # how long a process waits for the others: at the start of the job, and to join one
 REMIND_S = 10.0  # how often to log which processes are missing
 HEAR_S = 1.0  # how much longer the other processes wait than server 0, to hear from it which ranks it missed
 _meetings_by_address: Counter[str] = Counter()
+"""How many meetings this process has had at each address: their number tells one job there from the next."""
 
 
 @dataclass(kw_only=True)
@@ -77,12 +78,13 @@ class Meeting:
         return cls(rank=rank, size=size, store=_store_of_environment())
 
     def __post_init__(self) -> None:
-        self.job = _meetings_by_address[self.address]  # a process may run several in a row, and be ahead of others
+        """Number this process's jobs that meet at one address, so that one process may be ahead of another in the next job."""
+        self.job = _meetings_by_address[self.address]
         _meetings_by_address[self.address] += 1
         self._key = f"ddltool/servers/{self.job}"
 
     def listening_place(self) -> tuple[str, int]:
-        """Return the host and port (0: any) for server 0 to listen at, and make a token where there is none."""
+        """Return the host and port (0: any free one) for server 0 to listen at; make a token where none was given."""
         if self.address:
             host, _, port = self.address.rpartition(":")
             return host, int(port)
@@ -90,7 +92,7 @@ class Meeting:
         return address_towards(os.environ.get("MASTER_ADDR", "localhost")), 0
 
     def announce(self, address: str) -> None:
-        """Publish server 0's address and the token in the store, if there is one."""
+        """Publish server 0's address and the token in the store, if there is one; without one all processes know them."""
         if self.store is not None:
             self.store.set(self._key, f"{address} {self.token}")
 
@@ -108,7 +110,11 @@ class Meeting:
     def hello(
         self, plan: TransferPlan, policy: SyncPolicy, check: Callable[[], None]
     ) -> tuple[Hello, InputError | None]:
-        """Return this process's hello, and the error that ``check()`` or its rank and size gave; None: it is ready."""
+        """Return this process's first message to server 0, and the error that keeps it from taking part; None: it is ready.
+
+        ``check`` raises InputError for the process's own arguments. The message carries its text, so that all
+        processes hear of it.
+        """
         refusal = None
         try:
             self._check_rank_and_size(plan)
@@ -120,7 +126,10 @@ class Meeting:
         return Hello(rank=self.rank, job=self.job, plan=plan_digest, policy=policy_text, refusal=refusal_text), refusal
 
     def _check_rank_and_size(self, plan: TransferPlan) -> None:
-        """Raise InputError unless the job has as many processes as the plan, of which this one is one."""
+        """Raise InputError unless the job has as many processes as the plan, of which this one is one.
+
+        A process without a rank joins late, which the plan must have seats for.
+        """
         if self.size not in (None, plan.world_size):
             problem = (
                 f"is for {plan.workers} workers and {plan.servers} servers, but this job runs {self.size} processes"
@@ -173,9 +182,11 @@ class Hello:
 
 
 def call(wire: Wire, plan: TransferPlan, address: str, hello: Hello, limit_s: float) -> tuple[list[Any], list[Message]]:
-    """Say hello to server 0; return the values of its "begin" message, and the messages that others sent before it.
+    """Say hello to server 0 and wait until the job begins.
 
-    Raises InputError when the processes disagree, TransferError when it does not answer in time or is lost.
+    Return the values of its "begin" message (rank, first step, first epoch, servers' addresses, seconds until a
+    silent process counts as lost, name of the run), and the messages that others have sent before it. Raises
+    InputError when the processes disagree, TransferError when server 0 does not answer in ``limit_s`` or is lost.
     """
     first_server = plan.rank_of_server(0)
     deadline_s, is_held, other_messages = time.monotonic() + limit_s, False, []
@@ -189,7 +200,7 @@ def call(wire: Wire, plan: TransferPlan, address: str, hello: Hello, limit_s: fl
             other_messages.append(message)
         elif kind == "connected":
             wire.send(first_server, ["hello", asdict(hello)])
-        elif kind == "held":
+        elif kind == "held":  # server 0 has the hello, and waits for the others'
             deadline_s, is_held = time.monotonic() + limit_s + HEAR_S, True
         elif kind == "refused":
             raise InputError(*values)
@@ -206,10 +217,11 @@ def call(wire: Wire, plan: TransferPlan, address: str, hello: Hello, limit_s: fl
 def gather(
     wire: Wire, plan: TransferPlan, meeting: Meeting, own_hello: Hello, lost_after_s: float, run: str
 ) -> tuple[dict[int, Peer], list[str], list[Message]]:
-    """Wait on server 0 for the hellos of all processes, then send each "begin" with ``lost_after_s`` and ``run``.
+    """Wait on server 0 for the hellos of all processes, then tell each to begin.
 
     Return the peers by rank, the addresses of the servers, and the messages of workers that join late.
-    Raises InputError when the processes disagree, and TransferError naming the ranks that did not come in time or ended.
+    ``lost_after_s`` and ``run`` are sent to each with its rank. Raises InputError when the processes disagree, and
+    TransferError naming the ranks that did not come in time or ended; both are sent to all that have come.
     """
     assert own_hello.rank is not None
     hellos, peers, late_messages = {own_hello.rank: own_hello}, dict[int, Peer](), list[Message]()
@@ -239,9 +251,10 @@ def _hear_all(
     peers: dict[int, Peer],
     late_messages: list[Message],
 ) -> None:
-    """Receive until ``hellos`` has one of each rank; fill ``peers`` with who sent them, ``late_messages`` with joiners' hellos.
+    """Receive until ``hellos`` has one of each rank; it begins with this process's own.
 
-    ``hellos`` begins with this process's own. Raises TransferError after the meeting's limit, and for a process that ended.
+    Fills ``peers`` with who sent them, and ``late_messages`` with the hellos of workers that join later. Raises
+    TransferError after the meeting's limit, and for a process that ended.
     """
     own_rank, began_s = min(hellos), time.monotonic()
     reminded_s = began_s
@@ -264,7 +277,7 @@ def _hear_all(
                 raise TransferError(f"{plan.title(gone_ranks[0])} ended before the job began")
         elif kind == "hello" and values[0]["rank"] is None:
             late_messages.append(message)
-        elif kind == "hello" and values[0]["job"] == meeting.job:  # one that is ahead calls again when this is over
+        elif kind == "hello" and values[0]["job"] == meeting.job:  # one of a later job calls again when this is over
             hello = Hello(**values[0])
             assert hello.rank is not None
             hellos[hello.rank], peers[hello.rank] = hello, sender
@@ -272,7 +285,10 @@ def _hear_all(
 
 
 def _demand_agreement(hellos: Mapping[int, Hello]) -> None:
-    """Raise InputError for a process's refusal, and for a plan or a policy that differs from rank 0's."""
+    """Raise InputError for the first process that refuses, and for a plan or a policy that differs from rank 0's.
+
+    ``hellos``: the processes' first messages by rank.
+    """
     first = hellos[0]
     for rank, hello in sorted(hellos.items()):
         if hello.refusal:

@@ -62,8 +62,9 @@ def follow(
     if not epochs > 0:
         raise InputError("epochs", f"is {epochs}", "give a number above 0")
     priority = {record.name: record.priority for record in planned.parameters if record.priority is not None}
-    full_priority = priority if priority.keys() == dict(model.named_parameters()).keys() else None
-    plan = TransferPlan.for_model(model, workers=planned.world_size, servers=1, priority=full_priority)
+    # Used only where it names each of the model's parameters; else transfers keep the order of registration.
+    model_priority = priority if priority.keys() == dict(model.named_parameters()).keys() else None
+    plan = TransferPlan.for_model(model, workers=planned.world_size, servers=1, priority=model_priority)
     # The plan's objective: most iterations a second, which with known speeds is the least waiting per iteration.
     gap = planned.superstep.iteration_gap
     policy = ElasticBSP(planned.superstep.lookahead, objective="per_iteration", max_gap=gap)
@@ -104,8 +105,9 @@ def follow(
 
 
 def _open_telemetry(planned: Enforcement, rank: int) -> TelemetryFile:
-    """Return the plan's telemetry file, open, or a closed one that drops its rows; a row is an iteration of a worker."""
+    """Return the file for this worker's telemetry, a row per iteration; without one in the plan, a file that drops its rows."""
     size, device = planned.world_size, planned.ranks[rank].device_type
+    # The server is a process of the job too, beside the planned workers.
     identity = Identity(rank=rank, world_size=size, num_nodes=count_nodes(size + 1), device=device)
     file = TelemetryFile(Path(planned.telemetry or os.devnull), identity)
     if planned.telemetry is not None:

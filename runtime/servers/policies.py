@@ -27,8 +27,8 @@ from ddltool.telemetry import BarrierRow
 # Supersteps of one iteration before ElasticBSP's first prediction. The first iteration sets up connections and caches
 # and is too long to predict from, so it takes two.
 WARM_UP = 2
-LENGTHS_KEPT = 200
-SUPERSTEPS_KEPT = 1_000
+LENGTHS_KEPT = 200  # latest iteration times of each worker, from which ends are predicted
+SUPERSTEPS_KEPT = 1_000  # latest supersteps, to be looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,7 @@ class ServerState:
     """Per worker that joined late, the number of its first step."""
 
     def __post_init__(self) -> None:
+        """Let all workers that begin the job be members that have made no step; fill in what was not given."""
         self.seats = self.seats or self.workers
         self.members = set(range(self.workers))
         self.version = self.version or dict.fromkeys(self.names, 0)
@@ -92,34 +93,36 @@ class SyncPolicy:
         self.state = state
 
     def waits_for(self, worker: int, clock: int, name: str) -> list[int] | None:
-        """Return the workers whose gradients must come before ``worker`` gets the trainable parameter ``name``.
+        """Return the workers whose gradients must come before ``worker`` gets the trainable parameter ``name`` again.
 
-        None: the parameter may be sent now; an empty list: the worker waits for a decision. The gradients of the
-        worker's ``clock`` steps have come. The server sends a released parameter before its next call.
+        None: the parameter may be sent now; an empty list: the worker waits for a decision. ``clock`` is the number
+        of steps that the worker has made, whose gradients have all come. The server sends a released parameter before
+        its next call.
         """
         return None
 
     def take(self, worker: int, name: str, gradient: Tensor) -> list[Update]:
-        """Take a gradient of a member and return the updates that are due."""
+        """Take the ``gradient`` of parameter ``name`` that a member has sent, and return the updates that are due."""
         raise NotImplementedError
 
     def settle(self) -> list[Update]:
-        """Return the updates that are due now that a member is gone."""
+        """Return the updates that are due now that a member, for whose gradients they waited, is gone."""
         return []
 
     def joined(self, worker: int, clock: int) -> None:
-        """``worker`` is a member from now on; its first step has the number ``clock``, which nobody has pushed yet."""
+        """Take ``worker`` as a member from now on; its first step has the number ``clock``, which nobody has pushed yet."""
 
     def decide(self, now_s: float, worker: int | None = None) -> BarrierRow | None:
-        """Return the superstep that is over, if one is; the other servers then :meth:`follow` this one's ``quota``.
+        """Return the superstep (the iterations between two barriers) that is over, None if none is; choose the next barrier.
 
-        Asked on server 0 when the job begins, when all gradients of one more step of ``worker`` are in, and when a member
-        is gone; ``now_s``: since the beginning.
+        The other servers then :meth:`follow` this one's ``quota``. Asked on server 0 when the job begins, when all
+        gradients of one more step of ``worker`` are in, and when a member is gone; ``now_s``: seconds since the
+        beginning.
         """
         return None
 
     def follow(self, quota: list[int]) -> None:
-        """Server 0 has decided that worker w makes ``quota[w]`` steps, from the beginning of the job to the next barrier."""
+        """Take over server 0's decision: worker w reaches the next barrier when it has made ``quota[w]`` steps in all."""
 
 
 class BSP(SyncPolicy):
@@ -130,27 +133,28 @@ class BSP(SyncPolicy):
     """
 
     def __init__(self, *, fixed: bool = False) -> None:
+        """Choose whether all workers are needed; a lost one then ends the run, so it may be silent for longer."""
         if fixed:
             self.fixed, self.settings, self.lost_after_s = True, ("fixed",), 30.0
 
     def open(self, state: ServerState) -> None:
-        """Begin on a server."""
+        """Begin on a server, without gradients."""
         super().open(state)
         self._pending_gradients: dict[str, dict[int, Tensor]] = {name: {} for name in state.names}
 
     def waits_for(self, worker: int, clock: int, name: str) -> list[int] | None:
-        """Wait for the update with the gradients of the step before."""
+        """Return the workers whose gradients the update of the step before still needs; None when it was made."""
         if self.state.version[name] >= clock:
             return None
         return sorted(self._needed_workers(name) - self._pending_gradients[name].keys())
 
     def take(self, worker: int, name: str, gradient: Tensor) -> list[Update]:
-        """Return the update when every needed worker's gradient is there."""
+        """Keep the gradient, and return the update once every needed worker's gradient is there."""
         self._pending_gradients[name][worker] = gradient
         return self._due_updates([name])
 
     def settle(self) -> list[Update]:
-        """Return the updates that waited only for the member that is gone."""
+        """Return the updates that have waited only for the member that is gone."""
         return self._due_updates(self.state.names)
 
     def _needed_workers(self, name: str) -> set[int]:
@@ -179,11 +183,11 @@ class ASP(SyncPolicy):
     """
 
     def take(self, worker: int, name: str, gradient: Tensor) -> list[Update]:
-        """Update at once."""
+        """Return an update with this gradient alone: nobody waits."""
         return [Update(name, [gradient], self.state.workers)]
 
     def _members_behind(self, name: str, target: Sequence[int]) -> list[int]:
-        """Return the members that have not pushed ``target`` gradients of ``name``."""
+        """Return the members that have pushed fewer gradients of ``name`` than their ``target``, given by worker."""
         pushed = self.state.pushed[name]
         return sorted(other for other in self.state.members if pushed[other] < target[other])
 
@@ -196,6 +200,7 @@ class SSP(ASP):
     """
 
     def __init__(self, staleness: int) -> None:
+        """Let a worker run ``staleness`` steps ahead of the slowest one."""
         if staleness < 0:
             raise InputError("SSP", f"a staleness of {staleness}", "give 0 or more")
         self.staleness, self.settings = staleness, (staleness,)
@@ -218,6 +223,7 @@ class ElasticBSP(ASP):
     def __init__(
         self, lookahead: int, *, predictor: str = "ema", objective: Objective = "waiting", max_gap: int | None = None
     ) -> None:
+        """Check the settings; what is known of the workers' speeds comes with :meth:`open`."""
         if lookahead < 1:
             raise InputError("ElasticBSP:lookahead", f"is {lookahead}", "give 1 or more")
         if max_gap is not None and max_gap < 0:
@@ -229,7 +235,9 @@ class ElasticBSP(ASP):
         self.settings = lookahead, predictor, objective, max_gap
 
     def open(self, state: ServerState) -> None:
-        """Begin on a server. Raises InputError when server 0 would see no gradients."""
+        """Begin on a server, with a barrier after the first iteration. Raises InputError when server 0 would see no
+        gradients.
+        """
         if state.decides and not state.names:
             raise InputError("transfer plan", "puts no trainable parameter on server 0", "it must see the gradients")
         super().open(state)
@@ -246,25 +254,31 @@ class ElasticBSP(ASP):
         self._superstep_began_s = 0.0
 
     def waits_for(self, worker: int, clock: int, name: str) -> list[int] | None:
-        """At the barrier, wait for its decision; in the first step behind it, for all gradients up to it."""
+        """Return the workers to wait for: at a barrier and right after it all that are not there yet, in between nobody (None).
+
+        At the barrier itself the list may be empty: then the decision on the next one is awaited.
+        """
         if clock >= self.quota[worker]:
             return self._members_behind(name, self.quota)
-        return (self._members_behind(name, self._last_barrier) or None) if clock == self._last_barrier[worker] else None
+        if clock == self._last_barrier[worker]:  # the first step behind a barrier needs all gradients up to it
+            return self._members_behind(name, self._last_barrier) or None
+        return None
 
     def joined(self, worker: int, clock: int) -> None:
-        """Let the joiner's first superstep be the next one."""
+        """Let the joiner's first superstep be the next one: until then its barrier is where it begins."""
         self.quota = [*self.quota]
         self.quota[worker] = max(self.quota[worker], clock)
         self._last_barrier[worker] = max(self._last_barrier[worker], clock)
 
     def decide(self, now_s: float, worker: int | None = None) -> BarrierRow | None:
-        """Begin a superstep when every member has made its iterations of the last one.
+        """Note that ``worker`` has ended an iteration; when every member is at the barrier, return the superstep that is over.
 
-        The first ``WARM_UP`` supersteps have one iteration of each member.
+        The next one is begun then. The first ``WARM_UP`` supersteps have one iteration of each member, as nothing can
+        be predicted yet.
         """
         if worker is not None:
-            if (last_s := self._last_end_s[worker]) is not None:
-                self._lengths_s[worker] = [*self._lengths_s[worker], now_s - last_s][-LENGTHS_KEPT:]
+            if (previous_end_s := self._last_end_s[worker]) is not None:
+                self._lengths_s[worker] = [*self._lengths_s[worker], now_s - previous_end_s][-LENGTHS_KEPT:]
             self._last_end_s[worker] = now_s
         state, members = self.state, sorted(self.state.members)
         if not self._superstep_workers:
@@ -298,7 +312,10 @@ class ElasticBSP(ASP):
         return finished_superstep
 
     def choose(self, lengths_s: list[np.ndarray]) -> tuple[list[int], list[float]]:
-        """Return each worker's iterations and predicted end in seconds, from (k,) recorded lengths of each."""
+        """Return how many iterations each worker makes to the next barrier, and its predicted end of them in seconds from now.
+
+        ``lengths_s``: the (k,) seconds of each worker's latest iterations.
+        """
         ends = predict_ends(lengths_s, np.zeros(len(lengths_s)), self.lookahead, PREDICTORS[self.predictor])
         if self.objective == "waiting" and self.max_gap is None:
             barrier = zipline(ends)

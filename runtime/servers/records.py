@@ -27,7 +27,7 @@ class SyncLog:
     """
 
     def __init__(self, workers: int, path: Path | None) -> None:
-        """Take the number of workers, late ones included; ``path`` None: nothing is written."""
+        """Begin with nothing summed up. ``workers``: their number, late ones included; ``path`` None: nothing is written."""
         self.path = path
         self.run = new_run()
         self.wait_s = [0.0] * workers
@@ -40,7 +40,7 @@ class SyncLog:
         self._file = LineFile(self.path, kind_of(SyncEvent), "sync telemetry")
 
     def start(self) -> None:
-        """Make this moment the zero of all times."""
+        """Make this moment the zero of the times in all rows."""
         self._began_s = time.monotonic()
 
     @property
@@ -56,7 +56,7 @@ class SyncLog:
             self._file.write([row.model_copy(update={"run": self.run}).model_dump_json()])
 
     def close(self, policy: str, steps: list[int], updates: int) -> None:
-        """Write the summary and close the file. ``steps``: by worker; ``updates``: per parameter."""
+        """Write the summary and close the file. ``steps``: made by each worker; ``updates``: made of each parameter."""
         time_s = self.time_s
         self.add(
             SummaryRow(

@@ -115,7 +115,7 @@ class Server:
         """By joining worker: its first step, and the ranks of the servers that have not confirmed it yet."""
         self._last_heartbeat_s = 0.0
         self._stop = StopSignals()
-        self._hello, refusal = meeting.hello(plan, self.policy, lambda: self._check_arguments(model))
+        self._own_hello, refusal = meeting.hello(plan, self.policy, lambda: self._check_arguments(model))
         try:
             self._meet_processes(meeting)
         except DdlToolError as error:
@@ -140,7 +140,10 @@ class Server:
         self.values = {name: self._copy_value(name) for name in self.version}
 
     def _meet_processes(self, meeting: Meeting) -> None:
-        """Listen, exchange hellos with the other processes, and connect to them; server 0 gathers all others."""
+        """Listen, exchange hellos with the other processes, and connect to them; server 0 gathers all others.
+
+        Messages that come before the job begins are kept, to be taken first.
+        """
         plan, first, first_address = self.plan, self.plan.rank_of_server(0), ""
         if self.server == 0:
             host, port = meeting.listening_place()
@@ -151,7 +154,7 @@ class Server:
         self._early_messages: list[Message]
         try:
             address = self._wire.listen(host, port)
-            hello = replace(self._hello, address=address)
+            hello = replace(self._own_hello, address=address)
             if self.server == 0:
                 meeting.announce(address)
                 self._server_peers, self._addresses, self._early_messages = gather(
@@ -171,7 +174,7 @@ class Server:
 
     @property
     def updates(self) -> float:
-        """Updates per trainable parameter so far."""
+        """Updates made so far, as a mean over this server's trainable parameters."""
         names = self._state.names
         return sum(self.version[name] for name in names) / max(len(names), 1)
 
@@ -196,6 +199,7 @@ class Server:
                 message = self._early_messages.pop(0) if self._early_messages else self._wire.receive(BEAT_S)
                 if message is not None:
                     peer, (kind, *values), payload = message
+                    # A method for each kind of message takes the sender, the values and the bytes of a tensor, if any.
                     getattr(self, f"_on_{kind}")(peer, *values, *([] if payload is None else [payload]))
                 self._send_released_values()
                 self._send_heartbeats()
@@ -222,8 +226,8 @@ class Server:
     # Messages of workers.
 
     def _on_hello(self, peer: Peer, content: dict[str, Any]) -> None:
-        """On server 0: refuse a worker that joins late, or give it a seat and its first step."""
-        hello, own_hello = Hello(**content), self._hello
+        """Answer a worker that joins late, on server 0: refuse it, or give it a seat and the number of its first step."""
+        hello, own_hello = Hello(**content), self._own_hello
         if hello.rank is not None:
             return  # a process ahead of this job, in the next one at this address: it calls again
         own_job, joiner_job = (f"plan {greeting.plan} under {greeting.policy}" for greeting in (own_hello, hello))
@@ -245,7 +249,7 @@ class Server:
             self._begin_joiner(worker)
 
     def _admit_joiner(self, worker: int, clock: int) -> None:
-        """Make a joiner a member; ``clock`` is the number of its first step."""
+        """Make a joining worker a member, as if it had made ``clock`` steps already: that is the number of its first one."""
         state = self._state
         for counts in state.pushed.values():
             counts[worker] = clock
@@ -257,7 +261,7 @@ class Server:
         self.log.add(JoinedRow(time_s=self.log.time_s, worker=worker, step=clock, epoch=self._next_epoch))
 
     def _begin_joiner(self, worker: int) -> None:
-        """Send a joiner its first step when all servers have confirmed it."""
+        """Tell a joining worker to begin, once all other servers have confirmed it."""
         clock, servers_to_confirm = self._joiners[worker]
         if not servers_to_confirm:
             del self._joiners[worker]
@@ -266,25 +270,25 @@ class Server:
 
     @property
     def _next_epoch(self) -> int:
-        """The first epoch of which no worker has asked for a share."""
+        """The first epoch whose samples are not shared out yet, as no worker has asked for its share."""
         return max(self._members_of_epoch, default=-1) + 1
 
     def _on_worker(self, peer: Peer, worker: int) -> None:
-        """Register the connection of a worker that has called."""
+        """Note which connection belongs to a worker that has called."""
         self._seats[worker].peer, self._rank_of_peer[peer] = peer, self.plan.rank_of_worker(worker)
 
     def _member_of_peer(self, peer: Peer) -> int | None:
-        """Return the member that a message is from; None: a worker that was taken out of the job."""
+        """Note that a worker lives, as its message shows; return its number, None for one that was taken out of the job."""
         worker = self.plan.worker_of_rank(self._rank_of_peer[peer])
         self._seats[worker].last_heard_s = time.monotonic()
         return worker if worker in self._state.members else None
 
     def _on_here(self, peer: Peer) -> None:
-        """Note a worker's sign of life."""
+        """Note a worker's sign of life, which it sends while it has nothing else to say."""
         self._member_of_peer(peer)
 
     def _on_pull(self, peer: Peer, clock: int) -> None:
-        """Queue all parameters for a worker that has made ``clock`` steps."""
+        """Queue all parameters of this server for a worker that has made ``clock`` steps and begins the next."""
         if (worker := self._member_of_peer(peer)) is not None:
             seat = self._seats[worker]
             seat.clock = clock
@@ -293,7 +297,7 @@ class Server:
             seat.epoch_first_step = clock if seat.epoch_first_step is None else seat.epoch_first_step
 
     def _on_gradient(self, peer: Peer, index: int, clock: int, payload: memoryview) -> None:
-        """Read the gradient of the parameter with this index in the plan, of step ``clock``, and accept it."""
+        """Accept a gradient that a worker has sent, of the parameter ``index`` of the plan and of its step ``clock``."""
         if (worker := self._member_of_peer(peer)) is not None:
             slot = self.plan.slots[index]
             gradient = torch.empty(slot.shape, dtype=getattr(torch, slot.dtype))
@@ -301,7 +305,10 @@ class Server:
             self.accept(worker, clock, slot.name, gradient)
 
     def accept(self, worker: int, clock: int, name: str, gradient: Tensor) -> None:
-        """Apply one gradient of a member by the policy; a gradient that is not finite takes the member out."""
+        """Apply one gradient of a member by the policy, and log the member's step when it was the step's last gradient.
+
+        A gradient that is not finite takes the member out of the job.
+        """
         state, seat = self._state, self._seats[worker]
         if not torch.isfinite(gradient).all():
             # Large parameters are the job's doing: then other workers' gradients will not be finite either.
@@ -329,7 +336,10 @@ class Server:
             self._decide_barrier(worker)
 
     def _on_members(self, peer: Peer, epoch: int) -> None:
-        """Send the workers that share an epoch's samples: the members at its first request, for all requests."""
+        """Answer which workers share the samples of an epoch.
+
+        They are the members at the epoch's first request, so that all workers get the same answer.
+        """
         if (worker := self._member_of_peer(peer)) is not None:
             members = self._members_of_epoch.setdefault(epoch, sorted(self._state.members))
             seat = self._seats[worker]
@@ -342,13 +352,13 @@ class Server:
             self._seats[worker].epoch_batches = batches
 
     def _on_close(self, peer: Peer) -> None:
-        """Remove a worker that has ended well; its gradients have all come before this message."""
+        """Remove a worker that has ended well, and confirm it; its gradients have all come before this message."""
         if (worker := self._member_of_peer(peer)) is not None:
             self._remove_member(worker, None)
             self._wire.send(peer, ["bye"])
 
     def _on_fail(self, peer: Peer, reason: str) -> None:
-        """Take out a worker that reports its own failure."""
+        """Take a worker out of the job that reports its own failure."""
         if (worker := self._member_of_peer(peer)) is not None:
             self._remove_lost_worker(worker, reason)
 
@@ -362,9 +372,11 @@ class Server:
 
     # Messages between servers.
 
-    def _on_alive(self, peer: Peer) -> None: ...
+    def _on_alive(self, peer: Peer) -> None:
+        """Do nothing: another server lives, as any message shows."""
 
-    def _on_connected(self, peer: Peer) -> None: ...
+    def _on_connected(self, peer: Peer) -> None:
+        """Do nothing: the connection to another server stands, which nobody waits for."""
 
     def _on_bye(self, peer: Peer) -> None:
         """Forget another server, which has served to the end."""
@@ -375,12 +387,12 @@ class Server:
         raise TransferError(f"{self._title} ended, before that: {reason}")
 
     def _on_seat(self, peer: Peer, worker: int, clock: int) -> None:
-        """Admit a joiner by order of server 0, and confirm it."""
+        """Admit a worker that joins late, by order of server 0, and confirm it to that server."""
         self._admit_joiner(worker, clock)
         self._wire.send(peer, ["seated", worker])
 
     def _on_seated(self, peer: Peer, worker: int) -> None:
-        """On server 0, note that another server has admitted a joiner."""
+        """Note on server 0 that another server has admitted a worker that joins late; the last one lets it begin."""
         if worker in self._joiners:
             self._joiners[worker][1].discard(self._rank_of_peer[peer])
             self._begin_joiner(worker)
@@ -390,14 +402,14 @@ class Server:
         self.policy.follow(quota)
 
     def _on_lost(self, peer: Peer, worker: int, reason: str) -> None:
-        """Take out a worker that another server has taken out."""
+        """Take a worker out of the job that another server has taken out."""
         if worker in self._state.members:
             self._remove_lost_worker(worker, reason)
 
     # What follows from messages and from time.
 
     def _send_released_values(self) -> None:
-        """Send every worker the values at the head of its queue, up to the first that the policy holds back."""
+        """Send every worker the values at the head of its queue, in order, up to the first that the policy holds back."""
         for worker, seat in enumerate(self._seats):
             while seat.queue and self._may_send(worker, seat, seat.queue[0]):
                 index = seat.queue.popleft()
@@ -406,7 +418,10 @@ class Server:
                 self._send(worker, "value", index, self.version[name], tensor=self.values[name])
 
     def _may_send(self, worker: int, seat: _Seat, index: int) -> bool:
-        """Return whether the policy releases a transfer; record the beginning and the end of a worker's wait."""
+        """Return whether the policy releases the transfer of parameter ``index``; note when a worker begins and ends to wait.
+
+        Raises TransferError where a worker that has closed would be waited for, under a policy that needs all.
+        """
         slot = self.plan.slots[index]
         if not slot.trainable:
             return True
@@ -427,14 +442,18 @@ class Server:
         return False
 
     def _blockers_of(self, worker: int, clock: int, name: str) -> list[int] | None:
-        """Return the workers that a transfer waits for; None: it is released; empty: it waits for a decision."""
+        """Return the workers whose gradients a transfer waits for.
+
+        None: the transfer is released; empty: it waits for a decision. ``clock``: the steps that ``worker`` has made;
+        ``name``: the parameter that it is to get.
+        """
         blockers = self.policy.waits_for(worker, clock, name)
         # No worker begins a joiner's first step before all servers have confirmed the joiner.
         joiners = [other for other, (step, _) in self._joiners.items() if other != worker and clock >= step]
         return sorted({*(blockers or ()), *joiners}) if joiners else blockers
 
     def _describe_wait(self, worker: int, blockers: Iterable[int]) -> str:
-        """Return a sentence: the transfer that ``worker`` waits for, and the ``blockers`` whose gradients it lacks."""
+        """Return in words which transfer ``worker`` waits for, and the ``blockers`` whose gradients it lacks."""
         seat, title = self._seats[worker], self.plan.title
         assert seat.blocked_transfer is not None
         clock, name = seat.blocked_transfer
@@ -445,7 +464,7 @@ class Server:
         return f"{name} for {worker_title}{behind} waits for its gradient of step {clock - 1} from {blocker_titles}"
 
     def _send_heartbeats(self) -> None:
-        """Send a sign of life to all, and take out silent workers for which others wait."""
+        """Send all a sign of life every so often, and take out silent workers for which others wait."""
         now_s = time.monotonic()
         if now_s - self._last_heartbeat_s < min(BEAT_S, self._lost_after_s / 4):
             return
@@ -468,7 +487,9 @@ class Server:
                 self._remove_lost_worker(worker, f"was silent for {silent_s:.1f} s, and {reason}")
 
     def _remove_lost_worker(self, worker: int, reason: str) -> None:
-        """Take a worker out of the job and tell it and the other servers. Raises TransferError under a fixed policy."""
+        """Take a lost worker out of the job, and tell it and the other servers. Raises TransferError under a policy
+        that needs all.
+        """
         self.lost[worker] = reason
         self._send(worker, "out", reason)
         self._broadcast(self._server_peers.values(), "lost", worker, reason)
@@ -477,7 +498,10 @@ class Server:
             raise TransferError(f"{self._title}: {self.plan.title(self.plan.rank_of_worker(worker))} {reason}")
 
     def _remove_member(self, worker: int, reason: str | None) -> None:
-        """Take a worker out (``reason`` None: it has closed), and make the updates and decisions that its end makes due."""
+        """Take a worker out of the members, log it, and make the updates and decisions that were waiting for it.
+
+        ``reason``: why it was lost; None: it has closed.
+        """
         state, seat = self._state, self._seats[worker]
         state.members.discard(worker)
         self._joiners.pop(worker, None)
@@ -506,15 +530,18 @@ class Server:
             self._decide_barrier()
 
     def _decide_barrier(self, worker: int | None = None) -> None:
-        """On server 0: when a superstep is over, log it and send the next barrier to the other servers."""
+        """Ask the policy on server 0 whether a superstep is over; if so, log it and send the next barrier to the other servers.
+
+        ``worker``: whose step has just been completed, if that is why.
+        """
         if self.server == 0 and (finished_superstep := self.policy.decide(self.log.time_s, worker)) is not None:
             self.log.add(finished_superstep)
             self._broadcast(self._server_peers.values(), "barrier", list(self.policy.quota))
 
     def _apply_updates(self, updates: list[Update], when: str) -> None:
-        """Make the updates by one step of the optimizer.
+        """Make the updates by one step of the optimizer, and publish the new values.
 
-        Raises TransferError before any value is published when an updated value is not finite.
+        ``when``: words for the error. Raises TransferError, before any value is published, when an updated value is not finite.
         """
         if not updates:
             return
@@ -543,7 +570,10 @@ class Server:
         return self._parameters[name].detach().to("cpu", copy=True).contiguous()
 
     def _describe_not_finite(self, update: Update, mean: Tensor) -> str:
-        """Return which update is not finite and the cause: the mean, or the optimizer, for every gradient is finite."""
+        """Return in words which update is not finite and why.
+
+        The cause is the mean gradient, a sum of finite ones that is too large, or what the optimizer made of it.
+        """
         if not torch.isfinite(mean).all():
             cause = f"the sum of {len(update.gradients)} workers' finite gradients is too large for {mean.dtype}"
         else:
@@ -552,9 +582,11 @@ class Server:
         return f"update {self.version[update.name] + 1} of {update.name} is not finite: {cause}"
 
     def _broadcast(self, peers: Iterable[Peer], *content: Any) -> None:
+        """Send a message of kind ``content[0]`` to all of ``peers``."""
         for peer in list(peers):
             self._wire.send(peer, content)
 
     def _send(self, worker: int, *content: Any, tensor: Tensor | None = None) -> None:
+        """Send a message of kind ``content[0]`` to a worker, if it has a connection."""
         if (peer := self._seats[worker].peer) is not None:
             self._wire.send(peer, content, tensor)

@@ -82,10 +82,15 @@ class TransferPlan:
         slots = _slots(model, servers)
         names = dict.fromkeys(slot.name for slot in slots)
         if priority is not None:
-            wrong = {"misses": names.keys() - priority.keys(), "has unknown": priority.keys() - names.keys()}
-            if parts := [f"{verb} {listed(sorted(odd, key=natural_key), 3)}" for verb, odd in wrong.items() if odd]:
+            names_by_problem = {"misses": names.keys() - priority.keys(), "has unknown": priority.keys() - names.keys()}
+            problems = [
+                f"{verb} {listed(sorted(names_at_odds, key=natural_key), 3)}"
+                for verb, names_at_odds in names_by_problem.items()
+                if names_at_odds
+            ]
+            if problems:
                 remedy = "it must name each of the model's parameters once"
-                raise InputError("transfer plan:priority", " and ".join(parts), remedy)
+                raise InputError("transfer plan:priority", " and ".join(problems), remedy)
         return cls(
             slots=slots,
             workers=workers,
@@ -96,9 +101,10 @@ class TransferPlan:
         )
 
     def check(self, model: nn.Module) -> None:
-        """Raise InputError unless the plan was made from this model."""
-        if odd := sorted({slot.name for slot in {*self.slots} ^ {*_slots(model, self.servers)}}, key=natural_key):
-            problem = f"was made from another model: {listed(odd, 3)} are not the same"
+        """Raise InputError unless the plan was made from a model with these parameters."""
+        differing_slots = {*self.slots} ^ {*_slots(model, self.servers)}
+        if differing_names := sorted({slot.name for slot in differing_slots}, key=natural_key):
+            problem = f"was made from another model: {listed(differing_names, 3)} are not the same"
             raise InputError("transfer plan", problem, "make it from this model")
 
     @property
@@ -112,7 +118,7 @@ class TransferPlan:
         return self.workers + self.late
 
     def rank_of_worker(self, worker: int) -> int:
-        """Return the rank of worker ``worker``; a joiner's is beyond the ranks of the job's start."""
+        """Return the rank of a worker by its number: workers that join late come after the servers."""
         return worker if worker < self.workers else worker + self.servers
 
     def rank_of_server(self, server: int) -> int:
@@ -120,7 +126,7 @@ class TransferPlan:
         return self.workers + server
 
     def worker_of_rank(self, rank: int) -> int:
-        """Return the number of the worker of rank ``rank``."""
+        """Return the number of the worker of rank ``rank``: the inverse of :meth:`rank_of_worker`."""
         return rank if rank < self.workers else rank - self.servers
 
     def title(self, rank: int) -> str:
@@ -131,7 +137,7 @@ class TransferPlan:
 
     @cached_property
     def _on_server(self) -> tuple[tuple[int, ...], ...]:
-        """Per server the indices of its parameters by priority; without priorities in the order of registration."""
+        """Per server, the indices of its parameters in ``slots``, by priority, else in the order of registration."""
         numbers = self.priority or tuple(range(len(self.slots)))
         order = sorted(range(len(self.slots)), key=lambda index: (numbers[index], index))
         return tuple(
@@ -139,15 +145,15 @@ class TransferPlan:
         )
 
     def queue(self, server: int, worker: int, pull: int) -> tuple[int, ...]:
-        """Return the indices that ``server`` hands to ``worker`` in pull number ``pull``, first to last.
+        """Return the indices of the parameters that ``server`` sends to ``worker`` in its pull number ``pull``, first to last.
 
-        The place in this tuple is the transfer's normalised priority number.
+        The place in this tuple is the transfer's normalised priority number. With a random seed every pull has another order.
         """
         queue = self._on_server[server]
         if self.random_seed is None:
             return queue
-        chance = random.Random(f"{self.random_seed}/{server}/{worker}/{pull}")
-        return tuple(chance.sample(queue, len(queue)))
+        generator = random.Random(f"{self.random_seed}/{server}/{worker}/{pull}")
+        return tuple(generator.sample(queue, len(queue)))
 
     def digest(self) -> str:
         """Return 12 hexadecimal digits that are equal for two plans only if the plans are equal."""

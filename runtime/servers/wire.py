@@ -39,21 +39,25 @@ class Wire:
     """
 
     def __init__(self, token: str, stop: StopSignals) -> None:
-        """Derive the key pair from ``token``; ``stop`` is heard between two messages, and nowhere else."""
+        """Derive the key pair from ``token``. Signals noted by ``stop`` are raised between two messages, and nowhere else."""
         secret = z85.encode(hashlib.blake2b(token.encode(), digest_size=32, person=b"ddltool servers").digest())
         self._keys = secret, zmq.curve_public(secret)
         self._stop = stop
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = zmq.Poller()
-        self._router: zmq.Socket[bytes] | None = None
-        self._dealers: dict[int, zmq.Socket[bytes]] = {}
-        self._monitors: dict[zmq.Socket[bytes], int] = {}
+        self._router: zmq.Socket[bytes] | None = None  # where calls come in; None: this process does not listen
+        self._dealers: dict[int, zmq.Socket[bytes]] = {}  # the calls made, by the server's rank
+        self._monitors: dict[zmq.Socket[bytes], int] = {}  # what tells of the beginning and end of those, with the rank
+        # (rank, its dealer), or (None, the router): where messages come from, in turns.
         self._sources: deque[tuple[int | None, zmq.Socket[bytes]]] = deque()
-        self._events: deque[Message] = deque()
-        self._gone: set[Peer] = set()
+        self._events: deque[Message] = deque()  # "connected" and "gone", not yet received
+        self._gone: set[Peer] = set()  # callers whose end was told
 
     def listen(self, host: str, port: int) -> str:
-        """Take calls on one interface, and return its address. Raises InputError where that is not possible."""
+        """Take calls on the interface of ``host``, at ``port`` (0: any free one), and return the address ``HOST:PORT``.
+
+        Raises InputError where that is not possible.
+        """
         self._router = self._socket(zmq.ROUTER)
         self._router.router_mandatory = True  # so that sending to a closed connection raises
         self._router.curve_server = True
@@ -65,7 +69,7 @@ class Wire:
         return self._router.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
 
     def dial(self, rank: int, address: str) -> None:
-        """Call the server of this rank; :meth:`receive` says when it has answered, and when the connection ends."""
+        """Call the server of this rank at ``address``; :meth:`receive` tells of its answer and of the connection's end."""
         dealer = self._dealers[rank] = self._socket(zmq.DEALER)
         dealer.curve_serverkey = self._keys[1]
         monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
@@ -76,11 +80,12 @@ class Wire:
         dealer.connect(f"tcp://{address}")
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
-        """Return a polled socket with this job's keys, heartbeats, and queues without limit."""
+        """Return a socket of a zmq ``kind`` with this job's keys, which finds broken connections and queues without limit."""
         zmq_socket = self._context.socket(kind)
         zmq_socket.linger = int(1e3 * LINGER_S)
         zmq_socket.sndhwm = zmq_socket.rcvhwm = 0  # drop nothing: a worker asks for its parameters only
         zmq_socket.curve_secretkey, zmq_socket.curve_publickey = self._keys
+        # In milliseconds: four heartbeats in the time after which silence counts as broken.
         zmq_socket.heartbeat_ivl, zmq_socket.heartbeat_timeout = int(250 * SILENT_S), int(1e3 * SILENT_S)
         zmq_socket.reconnect_ivl_max = 1000
         self._poller.register(zmq_socket, zmq.POLLIN)
@@ -91,9 +96,9 @@ class Wire:
         self._dealers[rank].linger = 0
 
     def send(self, peer: Peer, content: Sequence[Any], tensor: Tensor | None = None) -> None:
-        """Queue a message; the memory of ``tensor`` must never change, as when it has been sent is not known.
+        """Queue a message of JSON values, and the bytes of a tensor. The tensor's memory must never change from then on.
 
-        For a caller whose connection has ended :meth:`receive` returns one message "gone".
+        When it has been sent is not known. For a caller whose connection has ended, :meth:`receive` returns one message "gone".
         """
         frames: list[Any] = [json.dumps(content).encode()]
         if tensor is not None:
@@ -129,7 +134,7 @@ class Wire:
         return self._next() or (self._events.popleft() if self._events else None)
 
     def _next(self) -> Message | None:
-        """Return a message that has come, the connections taking turns; None: none has."""
+        """Return a message that has come already, None where none has; the connections take turns, so that none is starved."""
         for _ in range(len(self._sources)):
             self._sources.rotate()
             rank, source = self._sources[0]

@@ -102,7 +102,7 @@ class Worker:
         self._push_time = push
         self._checkpoint = None if checkpoint is None else Path(checkpoint)
         self._parameters = dict(model.named_parameters())
-        self._names = [slot.name for slot in plan.slots]
+        self._parameter_names = [slot.name for slot in plan.slots]
         self._stop = StopSignals()
         self._meet_processes(meeting)
         self.arrivals: list[Arrival] = []
@@ -130,7 +130,7 @@ class Worker:
         """Agree with server 0 on plan and policy, take rank, first step and epoch from it, and connect to all servers."""
         plan = self.plan
         hello, refusal = meeting.hello(plan, self.policy, self._check_arguments)
-        if refusal is not None and meeting.rank is None:
+        if refusal is not None and meeting.rank is None:  # nobody waits for a worker that would have joined late
             raise refusal
         try:
             first_address = meeting.find()
@@ -141,7 +141,7 @@ class Worker:
             except BaseException:
                 self._wire.close()
                 raise
-        except DdlToolError as error:
+        except DdlToolError as error:  # where this process has refused, server 0 answers with that: say it first-hand
             raise refusal or error from None
         self.rank, self._title = plan.worker_of_rank(rank), plan.title(rank)
         for server in range(1, plan.servers):
@@ -174,7 +174,9 @@ class Worker:
             self._finish_step()
 
     def pull(self) -> None:
-        """Pull all parameters and wait until they are here; after the last step this brings the trained values."""
+        """Pull all parameters and wait until they are here, without a step: after the last one this brings the
+        trained values.
+        """
         with self.step(push=False):
             pass
 
@@ -228,7 +230,7 @@ class Worker:
             self._disconnect()
 
     def _disconnect(self) -> None:
-        """Remove the hooks and close the connections."""
+        """Remove the hooks from the model and close the connections; nothing works any more."""
         self._open = False
         for handle in self._handles:
             handle.remove()
@@ -242,13 +244,18 @@ class Worker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Close the worker; where the block has raised, first tell the servers why this worker leaves."""
         if error is not None and self._open and self._failure is None:  # it came between two steps
             self._fail(error, "was ended by")
         self.close()
 
     @contextmanager
     def _running(self, how: str) -> Iterator[None]:
-        """Run the block's exchange with the servers; an error ends this worker. ``how``: words before the error's text."""
+        """Run the block's exchange with the servers; any error in it takes this worker out of the job and is raised.
+
+        ``how``: words before the error's text, for the servers. Signals are raised at the block's ends. Raises
+        InputError after closing.
+        """
         if self._failure is not None:
             raise self._failure
         if not self._open:
@@ -264,7 +271,10 @@ class Worker:
             raise
 
     def _fail(self, error: BaseException, how: str) -> TransferError:
-        """Write the checkpoint when the error ends the job, and tell the servers why this worker leaves."""
+        """Leave the job because of ``error``: tell the servers, disconnect, and return the failure that later calls raise.
+
+        Where the error ends the job for this worker (a lost server, a signal), the checkpoint is written first.
+        """
         failure = (
             error if isinstance(error, TransferError) else TransferError(f"{self._title} {how} {describe_error(error)}")
         )
@@ -285,7 +295,11 @@ class Worker:
         self._wire.send(self.plan.rank_of_server(server), content, tensor)
 
     def _receive_until(self, is_done: Callable[[], bool]) -> None:
-        """Handle the servers' messages until ``is_done()``. Raises TransferError when a server ends, is lost or silent."""
+        """Handle the servers' messages until ``is_done()``. Raises TransferError when a server ends, is lost or is silent.
+
+        The time counts as waiting. Silence counts anew after this process itself stood still, as messages then are on
+        their way.
+        """
         begin_s = now_s = silence_from_s = time.monotonic()
         while not is_done():
             previous_s, message = now_s, self._wire.receive(BEAT_S)
@@ -309,11 +323,14 @@ class Worker:
         self.waited_s += time.monotonic() - begin_s
 
     def _handle_message(self, server: int, kind: str, values: list[Any], payload: memoryview | None) -> None:
-        """Take over a value, an answer or the end of a server. Raises TransferError when the job ends for this worker."""
+        """Take over what a server has sent: a parameter's value, the members of an epoch, or that it has closed.
+
+        Raises TransferError when the job ends for this worker.
+        """
         title = self.plan.title(self.plan.rank_of_server(server))
         if kind == "value":
             index, version = values
-            name = self._names[index]
+            name = self._parameter_names[index]
             fill(self._parameters[name].detach(), payload)
             time_s = time.perf_counter() - self._pull_began_s
             self.arrivals.append(Arrival(name=name, server=server, version=version, time_s=time_s))
@@ -336,14 +353,16 @@ class Worker:
     # One step.
 
     def _register_hooks(self) -> list[Any]:
-        """Register hooks that wait before a module's forward pass and that push a gradient once it is complete.
+        """Register hooks that wait for a module's parameters before its forward pass, and that push each gradient
+        once complete.
 
-        Compiled models leave them as they are: what they do is no tensors' arithmetic.
+        torch.compile must leave them out of its graphs, as they send and receive. Return the handles.
         """
         wait, push = (torch.compiler.disable(act) for act in (self._wait_for_parameters, self._push_ready_gradient))
-        index_of = {id(self._parameters[name]): index for index, name in enumerate(self._names)}
+        index_of = {id(self._parameters[name]): index for index, name in enumerate(self._parameter_names)}
         handles: list[Any] = []
         for module in self.model.modules():
+            # Modules of torch.nn may use their children's parameters themselves: they wait for all of these.
             is_whole = type(module).__module__.startswith("torch.nn.") and not isinstance(module, _CONTAINERS)
             owned = [index_of[id(value)] for value in module.parameters(recurse=is_whole) if id(value) in index_of]
             if owned:
@@ -355,7 +374,7 @@ class Worker:
         return handles
 
     def _begin_pull(self, push: bool) -> None:
-        """Reset the state of a step and ask every server for its parameters."""
+        """Reset the state of a step and ask every server for its parameters; ``push``: whether gradients will be pushed."""
         self._arrived_indices, self._awaited_indices, self.arrivals = set(), set(), []
         self._pushed_indices, self._sent_gradients, self._is_pushing = set(), {}, push
         self._pull_began_s = time.perf_counter()
@@ -363,13 +382,20 @@ class Worker:
             self._tell(server, "pull", self.clock)
 
     def _wait_for_parameters(self, wanted_indices: frozenset[int], *_: object) -> None:
-        """Wait until these parameters have arrived: the hook before a module's forward pass."""
+        """Wait until the parameters with these indices in the plan have arrived: the hook before a module's forward pass.
+
+        They are noted as awaited, so that a gradient of any other shows that its module was not called.
+        """
         self._awaited_indices |= wanted_indices
         self._receive_until(lambda: wanted_indices <= self._arrived_indices)
 
     def _push_ready_gradient(self, index: int, parameter: Tensor) -> None:
-        """Push a gradient: the hook after it has been accumulated."""
-        name, gradient = self._names[index], parameter.grad
+        """Push the gradient of the parameter with this index in the plan: the hook after it has been accumulated.
+
+        With push="step" it is only checked. Raises InputError for a parameter that no forward pass has waited for,
+        and for a second gradient.
+        """
+        name, gradient = self._parameter_names[index], parameter.grad
         if not self._is_pushing or gradient is None:
             return
         if index not in self._awaited_indices:
@@ -384,35 +410,42 @@ class Worker:
         self._send_gradient(index, gradient)
 
     def _send_gradient(self, index: int, gradient: Tensor) -> None:
-        """Send a parameter's gradient once all values have come: a joiner relies on every server having released the step."""
+        """Send a parameter's gradient once all values have come.
+
+        A worker that joins the job relies on that: every server has released the step before any gradient of it comes.
+        """
         self._receive_until(self._has_all_parameters)
         self._pushed_indices.add(index)
         tensor = gradient.detach().to_dense().cpu().contiguous()
         self._tell(self.plan.slots[index].server, "gradient", index, self.clock, tensor=tensor)
 
     def _has_all_parameters(self) -> bool:
-        return len(self._arrived_indices) == len(self._names)
+        """Return whether every parameter of the present pull has arrived."""
+        return len(self._arrived_indices) == len(self._parameter_names)
 
     def _finish_step(self) -> None:
-        """Wait for the remaining parameters, push the remaining gradients (zeros where there are none), count the step."""
+        """Wait for the remaining parameters, push the remaining gradients, and count the step.
+
+        A trainable parameter without a gradient pushes zeros. Raises InputError where a gradient was changed while it
+        was pushed.
+        """
         self._receive_until(self._has_all_parameters)
         if self._is_pushing:
             for index, (sent_gradient, version) in self._sent_gradients.items():
-                present_gradient = self._parameters[self._names[index]].grad
+                present_gradient = self._parameters[self._parameter_names[index]].grad
                 if sent_gradient._version != version or (
                     present_gradient is not None and present_gradient is not sent_gradient
                 ):
-                    problem = (
-                        f"{self._names[index]}.grad was changed after the backward pass, while it was being pushed"
-                    )
+                    name = self._parameter_names[index]
+                    problem = f"{name}.grad was changed after the backward pass, while it was being pushed"
                     remedy = 'clip and scale gradients with push="step", or scale the loss'
                     raise InputError("worker.step", problem, remedy)
-            for index in reversed(range(len(self._names))):  # last layer first, as a backward pass has it
-                parameter = self._parameters[self._names[index]]
+            for index in reversed(range(len(self._parameter_names))):  # last layer first, as a backward pass has it
+                parameter = self._parameters[self._parameter_names[index]]
                 if self.plan.slots[index].trainable and index not in self._pushed_indices:
                     gradient = parameter.grad if self._push_time == "step" else None
                     self._send_gradient(index, torch.zeros_like(parameter) if gradient is None else gradient)
-            for name in self._names:
+            for name in self._parameter_names:
                 self._parameters[name].grad = None
             self._sent_gradients, self._is_pushing = {}, False
             self.clock += 1
@@ -420,7 +453,7 @@ class Worker:
             self._copy_for_checkpoint()
 
     def _copy_for_checkpoint(self) -> None:
-        """Copy the parameters of a complete pull, for the next one overwrites them in place."""
+        """Keep a copy of the parameters of a complete pull for the checkpoint, as the next pull overwrites them in place."""
         if not self._checkpoint_values:
             self._checkpoint_values = {name: value.detach().cpu().clone() for name, value in self._parameters.items()}
         for name, value in self._checkpoint_values.items():
@@ -446,7 +479,7 @@ class Worker:
 
 
 def shard(samples: int, members: Sequence[int], worker: int, *, epoch: int, seed: int) -> NDArray[np.int64]:
-    """Return (m,) the indices of ``worker``'s samples in ``epoch``, shuffled.
+    """Return the indices of ``worker``'s samples in ``epoch``, (m,) int64 below ``samples``, shuffled.
 
     The members' shards are disjoint, hold every sample once, and differ in length by one at most. They depend on the
     arguments alone. Raises InputError when ``worker`` is no member.
