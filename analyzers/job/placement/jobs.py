@@ -89,13 +89,16 @@ class JobTable:
         return float(self.problem.max_workers / step) / self.alone
 
     def of_types(self, values: Sequence[float]) -> Floats:
-        """Return (T,) values over the shared types from one value per type of the problem; 0 for the other types."""
+        """Return (T,) ``values``, which are one per type of the problem, over the shared types; 0 for the others."""
         shared_values = np.zeros(len(self.available))
         shared_values[list(self.type_indices)] = values
         return shared_values
 
     def at_least(self, floor: float) -> Self:
-        """Return the table without step times too slow for the share ``floor``, which also becomes a limit of its problem."""
+        """Return the table without the step times that are too slow for the share ``floor``.
+
+        The throughput of that share becomes a requirement of the table's problem.
+        """
         groups = self._groups_with_share(floor)
         least, required = Fraction(floor * (1 - _SAME) * self.alone), self.problem.min_throughput
         problem = replace(self.problem, min_throughput=least if required is None else max(required, least))
@@ -111,10 +114,14 @@ class JobTable:
         return replace(self, best_shares=self.best_shares[slowest_group], capacities=self.capacities[slowest_group])
 
     def _groups_with_share(self, floor: float) -> Ints:
+        """Return the indices of the groups whose fastest step reaches the share ``floor``, but for rounding."""
         return np.flatnonzero(self.best_shares >= floor * (1 - _SAME))
 
     def grouped(self, lines: int) -> Self:
-        """Return the table with at most ``lines`` groups, whose limits are in equal ratios of the shares."""
+        """Return the table with at most ``lines`` groups: neighbouring ones are joined, in equal ratios of the step time.
+
+        A joined group has the share of its fastest step and the capacities of its slowest, so what it allows only grows.
+        """
         if len(self.best_shares) <= lines:
             return self
         first, last = _group_bounds(1 / self.best_shares, lines)
@@ -213,7 +220,10 @@ def _offered_devices(problem: Problem, devices: Mapping[str, int]) -> tuple[Devi
 
 
 def _plan(table: JobTable, shared_counts: Counts | None, gap: float, seconds: float) -> Plan | None:
-    """Return the plan of a job on (T,) shared devices; None for a job that waits."""
+    """Return the plan of a job on ``shared_counts`` (T,) devices of the shared types; None for a job that waits.
+
+    ``gap`` and ``seconds`` are those of the whole allocation.
+    """
     if shared_counts is None:
         return None
     figures = evaluate(table.problem, tuple(shared_counts[type_index] for type_index in table.type_indices))
@@ -223,7 +233,10 @@ def _plan(table: JobTable, shared_counts: Counts | None, gap: float, seconds: fl
 def _tables(
     problems: Sequence[Problem], names: Sequence[str], counts: Ints, weights: Sequence[float], seed: int
 ) -> list[JobTable]:
-    """Return each job's table over the shared types; raises as :func:`solve_jobs`."""
+    """Return each job's table over the shared types, after solving what the job reaches alone.
+
+    ``names`` and ``counts`` (T,) are the shared types and how many there are. Raises as :func:`solve_jobs`.
+    """
     if not problems:
         raise InputError("jobs", "there are none", "give one job at least")
     if len(weights) != len(problems) or not all(0 < weight <= LARGEST for weight in weights):
@@ -278,7 +291,10 @@ def job_table(problem: Problem, names: Sequence[str], devices: Ints, weight: flo
 
 
 def _group_bounds(seconds: Floats, max_groups: int) -> tuple[Ints, Ints]:
-    """Return (G,) indices of the first and of the last of (S,) rising step times in each of at most ``max_groups`` groups."""
+    """Return two (G,) arrays: the index of the first and of the last step time of each of G groups, at most ``max_groups``.
+
+    The step times are ``seconds`` (S,), rising; where there are too many, groups are equal in the ratio of their ends.
+    """
     edges = np.arange(len(seconds) + 1)
     if len(seconds) > max_groups:
         boundary_times = np.geomspace(seconds[0], seconds[-1], max_groups + 1)[1:-1]
@@ -292,20 +308,24 @@ def _shares_of(tables: Sequence[JobTable], devices: Sharings) -> list[float]:
 
 
 def _weighted_sum(tables: Sequence[JobTable], devices: Sharings) -> float:
-    """Return the weighted sum of shares."""
+    """Return the sum of the jobs' shares on their ``devices``, each times the job's weight."""
     pairs = zip(tables, _shares_of(tables, devices), strict=True)
     return sum(table.weight * share for table, share in pairs)
 
 
 def _merit(tables: Sequence[JobTable], devices: Sharings, smallest_first: bool) -> tuple[float, float]:
-    """Return what the better sharing has the larger of: its smallest share (or 0), then its weighted sum of shares."""
+    """Return the key by which the better sharing is the larger: its smallest share, then its weighted sum of shares.
+
+    The smallest share counts only with ``smallest_first``.
+    """
     return min(_shares_of(tables, devices)) if smallest_first else 0.0, _weighted_sum(tables, devices)
 
 
 def _greedy_sharing(tables: Sequence[JobTable], counts: Ints) -> Sharings:
-    """Return the sharing in which each job in turn takes the offer of its largest share from the devices that are left.
+    """Return a sharing to begin with, made without a solver.
 
-    The offers are one device of one type, and an equal part of all types.
+    Each job in turn takes the offer with which it has the largest share, as far as devices are left: one device of one type, or
+    an equal part of all types. A job waits where no offer keeps its constraints.
     """
     devices_left = counts.copy()
     chosen: Sharings = []
@@ -314,7 +334,7 @@ def _greedy_sharing(tables: Sequence[JobTable], counts: Ints) -> Sharings:
         fitting_rows = [tuple(row) for row in offers[(offers <= devices_left).all(axis=1)].tolist()]
         shares = {row: share for row in fitting_rows if (share := table.share(row)) is not None}
         chosen.append(max(shares, key=shares.__getitem__, default=None))
-        devices_left = devices_left - np.array(chosen[-1] or 0)
+        devices_left = devices_left - np.array(chosen[-1] or 0)  # a job that waits takes none
     return chosen
 
 
@@ -428,8 +448,9 @@ class _Lines:
         return np.asarray(-(-self.workers[:, None] // np.maximum(self.capacities, 1)))
 
     def constraints(self, *, with_rounded_cuts: bool) -> csr_matrix:
-        """Return the (R, L + L + L T) matrix A of the constraints ``A (picked, share, count) <= 0``.
+        """Return the (R, L + L + L T) matrix A of the constraints ``A (picked, share, count) <= 0`` within single lines.
 
+        ``picked`` (L,) tells which lines are used, ``share`` (L,) their shares, ``count`` (L, T) their devices.
         ``with_rounded_cuts`` adds Chvatal-Gomory cuts: implied by whole devices, and tighter for fractions of them.
         """
         from scipy import sparse
@@ -447,7 +468,11 @@ class _Lines:
             counts: Floats | Ints,
             kept: NDArray[np.bool_] | slice,
         ) -> csr_matrix:
-            """Return (L,) coefficients of each line's pick, its share columns, and (L, T) coefficients of its counts."""
+            """Return a row of coefficients for each line, as far as ``kept`` (L,) chooses it.
+
+            ``pick`` is the coefficient of the line's pick, (L,) or one for all; ``share`` (L, L) the columns of the shares;
+            ``counts`` (L, T) the coefficients of its devices.
+            """
             count_columns = sparse.csr_matrix((counts.ravel(), column_indices, row_ends))
             picked_columns = identity.multiply(np.reshape(pick, (-1, 1)))
             return sparse.csr_matrix(sparse.hstack([picked_columns, share, count_columns], format="csr")[kept])
@@ -465,10 +490,10 @@ class _Lines:
         for type_index in range(type_count):
             # Where the available devices of a type cannot hold the job alone, their count is bounded by the pick.
             type_mask = np.eye(type_count)[type_index] * np.ones((line_count, 1))
-            short = (self.capacities[:, type_index] > 0) & (
+            is_short = (self.capacities[:, type_index] > 0) & (
                 self.available[:, type_index] < self.devices_alone[:, type_index]
             )
-            blocks.append(inequality(-self.available[:, type_index], zeros, type_mask, short))
+            blocks.append(inequality(-self.available[:, type_index], zeros, type_mask, is_short))
             if with_rounded_cuts:  # sum(capacity count) >= ESTs, divided by one type's capacity and rounded up
                 capacity = np.maximum(self.capacities[:, type_index], 1)
                 blocks.append(
@@ -515,7 +540,7 @@ def solve_sharing(
         ],
         options={"time_limit": limit_s, "mip_rel_gap": min(gap_limit, 1e9)},
     )
-    if solved.status == 2:  # infeasible
+    if solved.status == 2:  # HiGHS by scipy: infeasible
         return Answer(None, -math.inf)
     bound = float(sum(table.weight * table.best_shares.max(initial=0.0) for table in tables))
     if solved.mip_dual_bound is not None and not first_feasible:
