@@ -86,15 +86,16 @@ def decide(
 
 
 def _with_plans(candidates: Candidates, problem: Problem, only: str | None) -> tuple[list[Candidate], dict[str, str]]:
-    """Return the candidates that the objective takes, and why each strategy without one is left out.
+    """Return the candidates that the objective takes, and strategy -> reason for those that have none.
 
-    Raises Infeasible where there is no candidate: Missed, by the least, where limits on time or money are the reason.
+    ``only``: the one strategy to look at; None: all. Raises Infeasible where there is no candidate. Where limits on time or
+    money are the reason, it is the Missed of the candidate that missed them by least.
     """
     refused: dict[str, Infeasible] = {}
     found = candidates.of(problem, refused, only)
     left_out = {strategy: str(error) for strategy, error in refused.items()}
     if candidates.goal.objective == "same-bits":
-        unequal = [each.option.strategy for each in found if each.option.determinism not in ("D1", "D2")]
+        unequal = [other.option.strategy for other in found if other.option.determinism not in ("D1", "D2")]
         left_out |= dict.fromkeys(unequal, "its results depend on the number of devices")
         found = [candidate for candidate in found if candidate.option.determinism in ("D1", "D2")]
     if not found:
@@ -107,7 +108,10 @@ def _with_plans(candidates: Candidates, problem: Problem, only: str | None) -> t
 def _compared(
     choice: _Choice, picked: Candidate, ranked: list[Candidate], problem: Problem, left_out: dict[str, str]
 ) -> Decision:
-    """Return the comparison of the picked candidate with the best of each strategy and with what one would do otherwise."""
+    """Return the comparison of the picked candidate with the best of each strategy and with what one would do otherwise.
+
+    ``ranked``: all candidates, best first; ``left_out``: strategy -> why it has none.
+    """
     candidates, model = choice.candidates, choice.candidates.model
     # One candidate per strategy, and size of groups: the best one, or the picked one.
     best_per_strategy = list({_way(other.option): other for other in (*reversed(ranked), picked)}.values())
@@ -145,7 +149,7 @@ def _compared(
 
 
 def _way(option: Option) -> tuple[str, str]:
-    """Return what an option is one of several for: its strategy and its groups."""
+    """Return the key of options that are variants of each other, of which the comparison shows one: strategy and groups."""
     return option.strategy, "" if option.group is None else option.group.text
 
 
@@ -169,10 +173,15 @@ class _Choice:
     """Ranks candidates by the goal and picks one."""
 
     def __init__(self, candidates: Candidates) -> None:
+        """Take the candidates' goal and model."""
         self.candidates, self.goal = candidates, candidates.goal
 
     def value(self, option: Option) -> float:
-        """Return the value that options are ranked by, higher is better; 0.0 where it is not known."""
+        """Return the value that options are ranked by; higher is better, and 0.0 stands for an unknown one.
+
+        By objective it is samples per price, 1 / bytes, 1 / devices, or progress per second; time and price include the
+        slowdown by failures and checkpoints.
+        """
         slowdown = self.goal.slowdown(sum(option.devices.values()))
         if self.goal.objective == "cheapest":
             return 0.0 if option.price_per_sample is None else 1 / max(option.price_per_sample * slowdown, 1e-300)
@@ -183,7 +192,10 @@ class _Choice:
         return self.candidates.progress(option) / slowdown
 
     def unsure(self, first: Candidate, second: Candidate) -> bool:
-        """Return whether the error of the compute times exceeds the difference between two candidates."""
+        """Return whether two candidates differ by less than the error of the compute times, so that either may be better.
+
+        Memory and numbers of devices are known without error.
+        """
         error = self.candidates.model.gain_error(first.option, second.option)
         values = self.value(first.option), self.value(second.option)
         if not error or min(values) <= 0 or self.goal.objective in ("least-memory", "fewest-devices"):
@@ -201,7 +213,11 @@ class _Choice:
         return self.value(first.option) > self.value(second.option) * (1 + margin) and not self.unsure(first, second)
 
     def pick(self, candidates: list[Candidate]) -> Candidate:
-        """Return the simplest unbeaten candidate: by strategy, then fewest device types, highest value, fewest devices."""
+        """Return the simplest of the candidates that no other beats.
+
+        Simpler is the earlier strategy of ``STRATEGIES``, then the smaller group, then fewer device types; then the higher
+        value and fewer devices decide.
+        """
         unbeaten = [
             candidate for candidate in candidates if not any(self.beats(other, candidate) for other in candidates)
         ]
@@ -243,7 +259,10 @@ def _pareto(options: list[Option], candidates: Candidates, problem: Problem) -> 
 
 
 def _settings_of_whole_step(picked: Candidate) -> dict[str, BucketSetting | PrefetchSetting | None]:
-    """Return DDP and FSDP2 settings with step times of the whole step, all accumulation passes included."""
+    """Return the fields ``ddp`` and ``fsdp2`` of the plan, with the times of a whole step, all accumulation passes included.
+
+    The picked candidate's own settings carry the times of the last pass alone.
+    """
     step_s, exposed = picked.option.iteration_s, picked.exposed
     times = {"step_s": step_s, "default_step_s": step_s + (picked.option.order_saves_s or 0.0)}
     ddp, fsdp2 = (None, None) if exposed is None else (exposed.ddp, exposed.fsdp2)
@@ -254,7 +273,10 @@ def _settings_of_whole_step(picked: Candidate) -> dict[str, BucketSetting | Pref
 
 
 def _all_layouts(picked: Candidate, ranked: list[Candidate]) -> list[Layout]:
-    """Return the picked plan's layouts, then the other candidates' without repeats; those that do not fit memory last."""
+    """Return all layouts that were looked at, without repeats: the picked plan's, then the others'.
+
+    Layouts that do not fit into memory come last.
+    """
     layouts = list(picked.layouts)
     for other in ranked:
         layouts += [layout for layout in other.layouts if layout not in layouts]
@@ -311,6 +333,8 @@ def explained(
 ) -> tuple[list[str], str]:
     """Return four sentences on the picked option (answer, reason, certainty, next step), and the next command.
 
+    A fifth sentence tells what else would save time, if anything would.
+
     Args:
         value: what options are ranked by, higher is better.
         rival: the best option within the error of the compute times that is ahead of the picked one; None: no such option.
@@ -346,7 +370,7 @@ def explained(
 
 
 def _needs_only_batch(plan: Plan) -> bool:
-    """Return whether a plan needs no change of the script but the batch size."""
+    """Return whether a training script can follow a plan by its batch size alone: no passes, no recomputing, no ESTs."""
     recomputed = plan.sharding is not None and plan.sharding.checkpointing
     return not (plan.est_count or recomputed or any(row.accumulation_steps for row in plan.assignments))
 
@@ -364,7 +388,10 @@ def why_not(option: Option, picked: Option, value: Value, tie: bool) -> str:
 
 
 def _answer(decision: Decision, plan: Plan, picked: Option, problem: Problem, value: Value, gain: float) -> str:
-    """Return the sentence that names devices, work per device, rate and gain."""
+    """Return the sentences that name the devices, the work of each, the rate, the gain, and the whole run.
+
+    ``gain``: value of the picked option over the baseline's, less 1.
+    """
     offered = {device.name: device.count for device in (*problem.devices, *problem.left_out)}
     used_text = _joined(
         [_counted_type(count, name, offered.get(name, count)) for name, count in picked.devices.items()]
@@ -378,24 +405,35 @@ def _answer(decision: Decision, plan: Plan, picked: Option, problem: Problem, va
 
 
 def _joined(parts: list[str]) -> str:
+    """Return the parts as a list in words, such as ``a, b and c``."""
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
 def _counted_type(count: int, name: str, offered: int) -> str:
+    """Return so many devices of a type in words, such as ``2 of the 4 T4s``, ``the 4 T4s`` or ``the one T4``."""
     if count < offered:
         return f"{count} of the {_type_name(name, offered)}"
     return f"the {_type_name(name, count, numbered=True)}"
 
 
 def _type_name(name: str, count: int, *, numbered: bool = False) -> str:
-    """Return a device type, in the plural and with its number where ``count`` is above 1; ``numbered``: with "one" for 1."""
-    text = name if count == 1 or not name[-1].isalnum() or name.endswith(("s", "GB")) else f"{name}s"
-    return f"{count} {text}" if count > 1 else f"one {text}" if numbered else text
+    """Return a device type with its number, such as ``4 T4s``; for one device ``T4``, or ``one T4`` if ``numbered``.
+
+    Names that end in "s", in "GB" or in a sign have no plural.
+    """
+    if count == 1:
+        return f"one {name}" if numbered else name
+    has_plural = name[-1].isalnum() and not name.endswith(("s", "GB"))
+    return f"{count} {name}s" if has_plural else f"{count} {name}"
 
 
 def _each_of_type(name: str, count: int, together: int = 1) -> str:
+    """Return the devices that take one share, such as ``each T4``, ``the T4`` where there is one, or ``each 2 T4s``.
+
+    ``together``: devices that hold one replica of the model.
+    """
     if together > 1:
-        return f"each {together} {_type_name(name, together).partition(' ')[2]}"
+        return f"each {_type_name(name, together)}"
     return f"each {name}" if count > 1 else f"the {name}"
 
 
@@ -451,17 +489,15 @@ def _run(run: RunFigures | None) -> str:
 
 
 def _gain(decision: Decision, picked: Option, value: Value, gain: float) -> str:
-    """Return the gain over the best baseline, and over the baseline on all devices."""
+    """Return the clause on the gain over the baseline, which is the best of what one would do without planning."""
     if abs(gain) >= LEAST_GAIN:
-        text = _ahead(gain, decision.objective) + decision.baseline_name
-    else:
-        has_same_devices = picked.devices == decision.baseline.devices
-        text = "what one would do anyway" if has_same_devices else f"as good as {decision.baseline_name}"
-    return text
+        return _ahead(gain, decision.objective) + decision.baseline_name
+    has_same_devices = picked.devices == decision.baseline.devices
+    return "what one would do anyway" if has_same_devices else f"as good as {decision.baseline_name}"
 
 
 def _ahead(gain: float, objective: str) -> str:
-    """Return a gain of value as "25% faster than "; of costs as the share saved."""
+    """Return a gain of value in words, such as "25% faster than "; of a cost it is the share that is saved."""
     better, worse = _BETTER.get(objective, ("faster", "slower"))
     if objective in ("cheapest", "least-memory", "fewest-devices"):  # of a cost, what is saved of it
         gain = 1 - 1 / (1 + gain) if gain > 0 else gain
@@ -525,7 +561,10 @@ def _certainty(
     value: Value,
     rival: Option | None,
 ) -> tuple[str, str]:
-    """Return the sentence on certainty, and the measuring command that would settle the choice; empty: it is settled."""
+    """Return the sentence on how sure the choice is, and the measuring command that would settle it; empty: it is settled.
+
+    ``gain``: of the picked option over the baseline; ``rival``: the best option ahead of it within the error; None: none is.
+    """
     remark = f"; {knowledge.remark}" if knowledge.remark else ""
     gain_error = decision.gain_error
     if decision.error is None:
@@ -578,7 +617,10 @@ def _is_only_communication(picked: Option, baseline: Option) -> bool:
 
 
 def _measuring_command(devices: Mapping[str, int], knowledge: JobModel, job: Job) -> str:
-    """Return the command that profiles the device type with the largest error."""
+    """Return the command that profiles the device type whose compute times have the largest error.
+
+    It measures half, one and two of the job's batches on a machine with such a device.
+    """
     name = max(devices, key=lambda name: (knowledge.errors.get(name, 0.0), name))
     sizes = ",".join(str(size) for size in sorted({max(1, job.batch_size // 2), job.batch_size, 2 * job.batch_size}))
     device_option = "" if name.lower().startswith(("cpu", "xeon", "epyc")) else " --device cuda"
@@ -586,7 +628,7 @@ def _measuring_command(devices: Mapping[str, int], knowledge: JobModel, job: Job
 
 
 def _lead_clause(picked: Option, rival: Option | None, value: Value) -> str:
-    """Return by how much the rival may be better, as a clause; empty where that is too little to show."""
+    """Return the clause on by how much the rival may be better; empty without a rival, and where that is too little."""
     if rival is None or not value(picked):
         return ""
     lead = value(rival) / value(picked) - 1
