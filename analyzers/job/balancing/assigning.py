@@ -85,15 +85,15 @@ def karmarkar_karp(costs: Floats, ranks: int) -> Ints:
     ]
     heapq.heapify(waiting)
     while len(waiting) > 1:
-        (_, number, first), (_, _, second) = heapq.heappop(waiting), heapq.heappop(waiting)
+        (_, tie_breaker, first), (_, _, second) = heapq.heappop(waiting), heapq.heappop(waiting)
         joined = [(a + b, (left, right)) for (a, left), (b, right) in zip(first, reversed(second), strict=True)]
         joined.sort(key=lambda part: part[0])
         smallest_load, largest_load = joined[0][0], joined[-1][0]
-        heapq.heappush(waiting, (smallest_load - largest_load, number, joined))
+        heapq.heappush(waiting, (smallest_load - largest_load, tie_breaker, joined))
     places = np.zeros(len(costs), dtype=np.int64)
     (_, _, whole_assignment) = waiting[0]
     for rank, (_, tree) in enumerate(whole_assignment):
-        open_trees = [tree]
+        open_trees = [tree]  # a walk with a list of its own: trees may be deeper than Python's recursion allows
         while open_trees:
             for node in open_trees.pop():
                 if isinstance(node, int):
@@ -164,7 +164,7 @@ def by_length(costs: Floats, speeds: Floats, passes: int = 1) -> Ints:
     order = np.argsort(-costs, kind="stable")
     ranks = np.argsort(-speeds, kind="stable")
     place_speeds, sorted_costs = np.repeat(speeds[ranks], passes), costs[order].tolist()
-    cuts = list(range(0, len(costs), -(-len(costs) // len(place_speeds))))
+    cuts = list(range(0, len(costs), -(-len(costs) // len(place_speeds))))  # equal numbers of samples, rounded up
     low, high = 0.0, max(sorted_costs) * len(costs) / float(place_speeds.min())
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
@@ -224,9 +224,9 @@ def solve(costs: Floats, speeds: Floats, limit_s: float, seed: int = 0, gap: flo
 
     start = balanced(costs, speeds)
     seconds, bound = float(seconds_of(costs, start, speeds).max()), lower_bound(costs, speeds)
-    known = Proven(places=start, seconds=seconds, bound=bound)
-    if known.is_optimal or seconds <= bound * (1 + gap) or limit_s <= 0 or len(costs) * len(speeds) > _MOST_SOLVED:
-        return known
+    unsolved = Proven(places=start, seconds=seconds, bound=bound)
+    if unsolved.is_optimal or seconds <= bound * (1 + gap) or limit_s <= 0 or len(costs) * len(speeds) > _MOST_SOLVED:
+        return unsolved
     unit_times = np.floor(costs[:, None] / speeds * (_UNITS / bound)).astype(np.int64)  # (n, m)
     model = cp_model.CpModel()
     end = model.new_int_var(_UNITS - len(costs), int(seconds / bound * _UNITS), "end")

@@ -154,43 +154,48 @@ def compare(
     """
     if job.max_tokens is not None and (longest := int(batches.max())) > job.max_tokens:
         raise InputError("max_tokens", f"is {job.max_tokens}", f"the longest sample has {longest}: give that or more")
-    ranks, count, passes = len(job.speeds), batches.shape[1], _passes(job)
-    costs, gaps, best, left_s = job.cost.of(batches), list[float](), list[Ints](), limit_s
+    ranks, batch_size, passes = len(job.speeds), batches.shape[1], _passes(job)
+    costs = job.cost.of(batches)
+    gaps, solved_ranks, left_s = list[float](), list[Ints](), limit_s
     for index, batch_costs in enumerate(costs):
         advance(index, "cp_sat")
         begun_s = time.perf_counter()
+        # An equal part of the time that is left, so that what an easy batch does not need goes to the others.
         proven = solve(batch_costs, job.speeds, left_s / (len(costs) - index), seed, WORTH_SOLVING)
         left_s -= time.perf_counter() - begun_s
         gaps.append(proven.seconds / proven.bound - 1)
-        best.append(proven.places)
+        solved_ranks.append(proven.places)
 
     def assigned(choose: Callable[[Floats], Ints], lengths: Ints = batches, padded: bool = False) -> TimedSteps:
         """Return the steps over (K, B) ``lengths`` where ``choose`` makes the (B,) places from the (B,) costs of a batch."""
         shared = (_by_place(job, row, choose(job.cost.of(row)), padded) for row in lengths)
         return timed(job, shared, padded)
 
-    blocks = np.array_split(np.arange(count), ranks)
+    # As a sampler deals them out: the first samples of a batch to the first rank, and so on.
+    blocks = np.array_split(np.arange(batch_size), ranks)
     in_order = np.repeat(np.arange(ranks), [len(block) for block in blocks])
-    found = {
+    steps_by_way = {
         way: timed(job, (_in_order(job, row, in_order, padded) for row in batches), padded)
         for way, padded in (("padded", True), ("unpadded", False))
     }
-    found["grouped"] = timed(job, _grouped(job, batches), padded=True)
-    found["sorted"] = assigned(lambda row: by_length(row, job.speeds, passes), padded=True)
-    found["lpt"] = assigned(lambda row: in_passes(row, lpt(row, job.speeds), ranks, passes))
+    steps_by_way["grouped"] = timed(job, _grouped(job, batches), padded=True)
+    steps_by_way["sorted"] = assigned(lambda row: by_length(row, job.speeds, passes), padded=True)
+    steps_by_way["lpt"] = assigned(lambda row: in_passes(row, lpt(row, job.speeds), ranks, passes))
     if is_differenced(costs[0], job.speeds):
-        found["karmarkar_karp"] = assigned(lambda row: in_passes(row, karmarkar_karp(row, ranks), ranks, passes))
-    places = [in_passes(row, proven, ranks, passes) for row, proven in zip(costs, best, strict=True)]
-    shared = [_by_place(job, row, each) for row, each in zip(batches, places, strict=True)]
-    found["cp_sat"] = timed(job, shared, padded=False)
+        steps_by_way["karmarkar_karp"] = assigned(lambda row: in_passes(row, karmarkar_karp(row, ranks), ranks, passes))
+    shared = [
+        _by_place(job, lengths, in_passes(batch_costs, rank_of, ranks, passes))
+        for lengths, batch_costs, rank_of in zip(batches, costs, solved_ranks, strict=True)
+    ]
+    steps_by_way["cp_sat"] = timed(job, shared, padded=False)
     if job.window > 1:
-        order = regrouped(costs.ravel(), ranks, count, job.window)
+        order = regrouped(costs.ravel(), ranks, batch_size, job.window)
         moved = batches.ravel()[order].reshape(batches.shape)
-        found["window"] = assigned(lambda row: balanced(row, job.speeds, passes), moved)
+        steps_by_way["window"] = assigned(lambda row: balanced(row, job.speeds, passes), moved)
     if job.pack is not None:
-        found |= _packed(job, batches.ravel(), job.pack)
+        steps_by_way |= _packed(job, batches.ravel(), job.pack)
     return WaysCompared(
-        steps={way: found[way] for way in WAYS if way in found},
+        steps={way: steps_by_way[way] for way in WAYS if way in steps_by_way},
         gaps=gaps,
         solver_s=limit_s - left_s,
         first=shared[0],
@@ -225,21 +230,23 @@ def regrouped(costs: Floats, ranks: int, total: int, window: int) -> Ints:
     """
     order, stretch = np.arange(len(costs)), total * window
     for begin in range(0, len(costs) - stretch + 1, stretch):
-        own = costs[begin : begin + stretch]
-        ranked = np.argsort(-own, kind="stable")
-        outliers = int((own > own.sum() / (window * ranks)).sum())
+        stretch_costs = costs[begin : begin + stretch]
+        ranked = np.argsort(-stretch_costs, kind="stable")
+        outliers = int((stretch_costs > stretch_costs.sum() / (window * ranks)).sum())
         loads, longest, members = np.zeros(window), np.zeros(window), [list[int]() for _ in range(window)]
         for position, sample in enumerate(ranked.tolist()):
             batch = position // ranks
             if position >= outliers:
                 # A batch takes its mean load per rank, or its costliest sample if that is longer.
-                before, after = (np.maximum(load / ranks - longest, 0.0) for load in (loads, loads + own[sample]))
-                longer = np.round((after - before) / own[sample], 6)  # rounded, so that equal ones tie
+                before, after = (
+                    np.maximum(load / ranks - longest, 0.0) for load in (loads, loads + stretch_costs[sample])
+                )
+                longer = np.round((after - before) / stretch_costs[sample], 6)  # rounded, so that equal ones tie
                 is_full = np.array([len(members_of_one) == total for members_of_one in members])
                 batch = int(np.lexsort((loads, longer, is_full))[0])
             members[batch].append(sample)
-            loads[batch] += own[sample]
-            longest[batch] = max(longest[batch], own[sample])
+            loads[batch] += stretch_costs[sample]
+            longest[batch] = max(longest[batch], stretch_costs[sample])
         order[begin : begin + stretch] = begin + np.concatenate([np.sort(batch) for batch in members])
     return order
 
@@ -355,5 +362,5 @@ def _packed(job: LengthsJob, lengths: Ints, pack: int) -> dict[str, TimedSteps]:
         [by_sequence[step * ranks * passes + rank * passes :][:passes] for rank in range(ranks)]
         for step in range(steps)
     ]
-    whole = [[[np.array([pack])] * passes] * ranks] * steps
-    return {"cut": timed(job, whole, padded=False), "cut_masked": timed(job, masked, padded=False)}
+    unmasked = [[[np.array([pack])] * passes] * ranks] * steps
+    return {"cut": timed(job, unmasked, padded=False), "cut_masked": timed(job, masked, padded=False)}

@@ -36,7 +36,10 @@ def lengths_result(
     today = known("today", today, [*found.steps])
 
     def remedy(way: str, steps: TimedSteps) -> RemedyFigures:
-        """Return the figures of one way of sharing samples out, its speed relative to ``today``."""
+        """Return the figures of one way of sharing samples out, its speed relative to ``today``.
+
+        Two ways that share out the same batches step by step are compared in pairs, which narrows the interval.
+        """
         paired = {way, today} <= {*IN_THE_BATCH}
         gain, low, high = speedup(found.steps[today], steps, paired, seed)
         return RemedyFigures(

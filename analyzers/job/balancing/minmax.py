@@ -126,7 +126,10 @@ class DeviceCurves:
         return self.memory_limit
 
     def seconds(self, sizes: Counts) -> Floats:
-        """Return (n,) seconds of an iteration with (n,) ``sizes`` samples."""
+        """Return (n,) seconds of an iteration with (n,) ``sizes`` samples.
+
+        With accumulation they are made in as few passes as memory allows, of sizes that differ by one sample at most.
+        """
         seconds: Floats
         if not self.accumulate:
             seconds = self.communication_s + self.launch_s + self.per_sample_s * np.maximum(sizes, self.saturation)
@@ -288,7 +291,10 @@ class _Chooser:
         self._counts_equal = offer.prices is None and self.counts.min() == self.counts.max()
 
     def fewest(self, sizes: Counts) -> int:
-        """Return the fewest devices that make the whole batch with ``sizes`` (K,) samples each; 0: no allowed choice does."""
+        """Return the fewest devices that make the whole batch, a device of type i making ``sizes[i]`` samples, (K,).
+
+        0: no allowed choice does. Devices of the largest sizes are counted; where these cost too much, CP-SAT looks for others.
+        """
         if self._counts_equal:  # the order of the types is then not needed, and sorting alone is many times faster
             ordered_sizes, ordered_counts = np.sort(sizes)[::-1], self.counts
         else:
@@ -351,7 +357,7 @@ class _Chooser:
             min(count, devices, self.offer.budget // price if price else devices, -(-self.total // size)) if size else 0
             for count, price, size in zip(self.offer.counts, self.offer.prices, sizes.tolist(), strict=True)
         ]
-        used = [model.new_int_var(0, number, "") for number in max_numbers]
+        used = [model.new_int_var(0, max_number, "") for max_number in max_numbers]
         model.add(cp_model.LinearExpr.sum(used) <= devices)
         model.add(cp_model.LinearExpr.weighted_sum(used, list(self.offer.prices)) <= self.offer.budget)
         samples = cp_model.LinearExpr.weighted_sum(used, sizes.tolist())
@@ -499,7 +505,10 @@ def shortest(
 
     @cache
     def earliest_with_exactly(number: int) -> _EarliestState:
-        """Return the earliest state in which ``number`` workers make the batch, each with at least one sample."""
+        """Return the earliest state in which ``number`` workers make the batch, each with at least one sample.
+
+        It is later than that of at most so many where some workers have no sample yet.
+        """
         state = earliest_with_at_most(number)
         if largest(state.sizes) < number:
             later_state = _earliest_state(lambda sizes: 0 < fewest(sizes) <= number <= largest(sizes), curves, 0, most)

@@ -57,7 +57,10 @@ class NeuralNetwork(Trained):
         self._reference = np.ones(workers)
 
     def _train(self) -> None:
-        """Fit the weights to the window's rows; the first training begins with the common model."""
+        """Fit each worker's weights to its iterations in the window.
+
+        The first training begins with a model that all workers have in common, later ones with the weights of the last.
+        """
         rows = self.last(self.settings.window)
         self._reference = np.quantile(rows[:, 0], _REFERENCE, axis=0)
         inputs, targets = (torch.from_numpy(array) for array in _samples(self.kind, self._scaled(rows)))
@@ -145,7 +148,10 @@ class NeuralNetwork(Trained):
         return speeds
 
     def _scaled(self, rows: Floats) -> Floats:
-        """Return (k, 3, n) ``rows`` of speed, CPU and memory as the networks see them: relative, centred, about -1.5 to 1.5."""
+        """Return (k, 3, n) ``rows`` of speed, CPU and memory as the networks see them, about -1.5 to 1.5.
+
+        Speeds are taken relative to the worker's reference speed; CPU and memory are shares already.
+        """
         ones = np.ones(self.workers)
         scaled: Floats = (rows / np.stack((self._reference, ones, ones)) - _CENTRE) / _SCALE
         return scaled
@@ -165,7 +171,10 @@ def _held_out(samples: int) -> int:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch compute on one thread: these operations are too small for more, and sums keep their order."""
+    """Make torch compute on one thread within the block; then its number of threads is what it was.
+
+    These operations are too small for more threads, and sums keep their order, so results repeat.
+    """
     thread_count = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

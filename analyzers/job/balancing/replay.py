@@ -74,8 +74,8 @@ def replay(trace: SpeedTrace, predictor: SpeedPredictor, total: int, *, since: i
         speeds = np.array(predictor.predict(trace.cpu[k], trace.memory[k]))
         predicted[k] = speeds
         if k >= since:
-            known = np.isfinite(speeds).all()
-            sizes = proportional(speeds, total) if known else equal(trace.workers, total)
+            is_known = np.isfinite(speeds).all()
+            sizes = proportional(speeds, total) if is_known else equal(trace.workers, total)
             times[k] = (sizes / trace.speed[k]).max()
         predictor.observe(trace.speed[k])
     return Outcome(iteration_s=times[since:], predicted=predicted[since:], actual=trace.speed[since:])
@@ -162,8 +162,12 @@ class Clock:
         return work
 
     def when(self, work: Floats) -> Floats:
-        """Return (n,) the times by which the workers have done (n,) ``work``, counted from time 0."""
+        """Return (n,) the times in seconds by which the workers have done ``work`` (n,), counted from time 0.
+
+        It is the inverse of :meth:`done_by`. Work beyond the last row is done at the last row's rate.
+        """
         rows = len(self.rates)
+        # One search in all workers' work behind one another; each has rows + 1 moments there, the ends of its rows.
         is_past_end = work > self.done[-1]
         flat_index = np.searchsorted(self._all_done, np.minimum(work, self.done[-1]) + self._base, side="right") - 1
         row = np.where(is_past_end, rows - 1, np.clip(flat_index - self._workers * (rows + 1), 0, rows - 1))
@@ -172,7 +176,7 @@ class Clock:
         return times
 
     def when_together(self, work: float) -> float:
-        """Return the time by which all workers together have done ``work``, counted from time 0."""
+        """Return the time in seconds by which all workers together have done ``work``, counted from time 0."""
         row = min(max(int(np.searchsorted(self._sum_done, work, side="right")) - 1, 0), len(self.rates) - 1)
         return float(self.ends_s[row] + (work - self._sum_done[row]) / self.rates[row].sum())
 
@@ -314,7 +318,10 @@ def lb_bsp(clock: Clock, trace: SpeedTrace, total: int, predictor: SpeedPredicto
 
 
 def lb_bsp_oracle(clock: Clock, total: int) -> SchemeResult:
-    """Return the result of LB-BSP on CPU workers whose coming speeds are known: the least time, to a sample."""
+    """Return the result of LB-BSP on CPU workers whose coming speeds are known: the least time, to a sample.
+
+    Batches are what each worker gets done until all together have done ``total`` samples, so all end at once.
+    """
 
     def need(at: float) -> Floats:
         """Return the (n,) samples that each worker gets done until all together have done ``total``."""

@@ -94,6 +94,7 @@ def _exact_shares(speed: Floats, total: int, max_sizes: Floats, least: int) -> F
 
     The sum over the workers grows with f, piece by piece along lines: its slope changes where a worker leaves its lower bound
     (f = least / v) or meets its limit (f = max / v). Sorted by these bends, running sums tell which piece reaches ``total``.
+    ``speed`` and ``max_sizes`` are (n,) by worker; the limits must admit ``total``.
     """
     bends = np.concatenate((least / speed, max_sizes / speed))
     slope_changes = np.concatenate((speed, -speed))
@@ -103,7 +104,7 @@ def _exact_shares(speed: Floats, total: int, max_sizes: Floats, least: int) -> F
     slope = np.cumsum(slope_changes[order])
     sums = len(speed) * least + np.concatenate(([0.0], np.cumsum(slope[:-1] * np.diff(bends))))
     piece = max(int(np.searchsorted(sums, total, side="left")) - 1, 0)
-    factor = bends[piece]
+    factor = bends[piece]  # f at the begin of the piece
     if slope[piece] > 0:
         factor += (total - sums[piece]) / slope[piece]
     shares: Floats = np.clip(factor * speed, float(least), max_sizes)

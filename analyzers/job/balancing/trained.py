@@ -166,7 +166,10 @@ class Trained:
         return np.stack(list(self._rows)[-iterations:])
 
     def _start_background_training(self) -> None:
-        """Start a thread that trains a copy on the present rows, unless a training still runs."""
+        """Start a thread that trains a copy on the present rows, unless a training still runs.
+
+        The predictor itself goes on with what it has learnt before, so no prediction waits.
+        """
         if self._background_training is not None:
             return
         trained_copy = copy.copy(self)
@@ -187,7 +190,7 @@ class Trained:
         thread.start()
 
     def _adopt_trained_state(self) -> None:
-        """Copy the ``LEARNED`` attributes from a background training that has ended."""
+        """Take over the ``LEARNED`` attributes of a copy whose training in the background has ended, if there is one."""
         if self._background_training is None or self._background_training[1].is_alive():
             return
         (trained_copy, _), self._background_training = self._background_training, None

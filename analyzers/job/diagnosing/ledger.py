@@ -47,8 +47,8 @@ def ledger(frame: pd.DataFrame, where: str) -> Ledger | None:
     rows = rows.reindex(columns=[*rows, *sorted(defaults.keys() - set(rows))]).fillna(defaults)
     rows["run"], rows["begin_s"] = runs_of(frame), rows["end_s"] - rows["step_s"]
     job: list[pd.DataFrame] = []
-    for number in sorted(rows["run"].unique(), reverse=True):
-        run = rows[rows["run"] == number]
+    for run_number in sorted(rows["run"].unique(), reverse=True):
+        run = rows[rows["run"] == run_number]
         if run[["end_s", "data_s"]].isna().to_numpy().any():  # written by an earlier version of the hook
             break
         job.insert(0, run)
@@ -75,9 +75,9 @@ def _of_job(job: list[pd.DataFrame], where: str) -> Ledger:
     for number, run in enumerate(job):
         first_redone = min((float(later["step"].min()) for later in job[number + 1 :]), default=math.inf)
         ranks = run.groupby("rank")
-        for _, own in ranks:
-            kept = own[own["step"] < first_redone]
-            parts_s = _of_rank(own, kept, begins_s[number], ends_s[number], is_last=number == len(job) - 1)
+        for _, rank_rows in ranks:
+            kept = rank_rows[rank_rows["step"] < first_redone]
+            parts_s = _of_rank(rank_rows, kept, begins_s[number], ends_s[number], is_last=number == len(job) - 1)
             for part, value in parts_s.items():
                 seconds[part] += value / len(ranks)
             in_steps_s += float((kept["step_s"] - kept["data_s"]).sum()) / len(ranks)
@@ -115,21 +115,23 @@ def _of_job(job: list[pd.DataFrame], where: str) -> Ledger:
     return account.model_copy(update={"largest": largest, "gain": gain, "action": action})
 
 
-def _of_rank(own: pd.DataFrame, kept: pd.DataFrame, begin_s: float, end_s: float, *, is_last: bool) -> dict[str, float]:
+def _of_rank(
+    rank_rows: pd.DataFrame, kept: pd.DataFrame, begin_s: float, end_s: float, *, is_last: bool
+) -> dict[str, float]:
     """Return part -> seconds of one rank's time in one run, which lasts from ``begin_s`` to ``end_s``.
 
-    ``own`` holds the rank's rows, ``kept`` those of them whose steps no later run makes again. The time before the first row
-    counts as start and restart. So does the time after the last row, unless the run is the job's last one (``is_last``): then
-    it is unaccounted.
+    ``kept`` are those of the rank's rows whose steps no later run makes again. The time before the first row counts as start
+    and restart. So does the time after the last row, unless the run is the job's last one (``is_last``): then it is
+    unaccounted.
     """
     columns = {WAITING: "wait_s", DATA: "data_s", COMMUNICATION: "sync_s"}
     parts_s = {part: float(kept[column].sum()) for part, column in columns.items()}
     parts_s[PRODUCTIVE] = float(kept["step_s"].sum()) - sum(parts_s.values())  # the update included
-    parts_s[LOST] = float(own["step_s"].sum() - kept["step_s"].sum())
-    parts_s[CHECKPOINT] = float(own["checkpoint_s"].sum())
+    parts_s[LOST] = float(rank_rows["step_s"].sum() - kept["step_s"].sum())
+    parts_s[CHECKPOINT] = float(rank_rows["checkpoint_s"].sum())
     # A checkpoint that is noted in the first row was made before it, so it is not counted as start again.
-    parts_s[RESTART] = float(own["begin_s"].min()) - begin_s - float(own["checkpoint_s"].iloc[0])
-    parts_s[RESTART] += 0.0 if is_last else end_s - float(own["end_s"].max())
+    parts_s[RESTART] = float(rank_rows["begin_s"].min()) - begin_s - float(rank_rows["checkpoint_s"].iloc[0])
+    parts_s[RESTART] += 0.0 if is_last else end_s - float(rank_rows["end_s"].max())
     parts_s[REST] = end_s - begin_s - sum(parts_s.values())
     return parts_s
 

@@ -111,18 +111,10 @@ def of_frame(frame: pd.DataFrame, where: str) -> Operations:
     )
     replicas = sorted({int(replica) for replica in frame["dp_rank"].unique()})
     durations, starts = pd.DataFrame(cells["duration"]), pd.DataFrame(cells["start_ts"])
-    # How many data-parallel ranks have an operation (row) in a step (column); garbage collection may be absent.
-    rank_count = pd.DataFrame(durations.notna().T.groupby(level="step").sum()).T
-    rank_count.loc[rank_count.index.get_level_values("optype") == "gc", :] = len(replicas)
-    # Of the steps that are complete on all ranks, the largest group with the same operations is kept.
-    steps_by_operations: dict[bytes, list[int]] = defaultdict(list)
-    for step in rank_count.columns[((rank_count == len(replicas)) | (rank_count == 0)).all(axis=0)]:
-        steps_by_operations[(rank_count[step] > 0).to_numpy().tobytes()].append(int(step))
-    steps = max(steps_by_operations.values(), key=len, default=[])
+    steps, has_operation = _whole_steps(durations, len(replicas))
     if not steps:
         raise InputError(where, "has no step with every operation on every rank", "give whole steps of one job")
-    is_whole = (rank_count[steps[0]] > 0).to_numpy()
-    durations, starts = durations.loc[is_whole].fillna(0.0), starts.loc[is_whole]
+    durations, starts = durations.loc[has_operation].fillna(0.0), starts.loc[has_operation]
     shape = (len(durations), len(steps), len(replicas))
     index = pd.MultiIndex.from_product([steps, replicas])
     duration, start = (
@@ -130,7 +122,7 @@ def of_frame(frame: pd.DataFrame, where: str) -> Operations:
         for table in (durations, starts)
     )
     start = np.nan_to_num(start - np.nanmin(start, axis=(0, 1), keepdims=True))
-    ops = [(str(kind), int(number), int(stage)) for kind, number, stage in durations.index]
+    ops = [(str(kind), int(sequence_id), int(stage)) for kind, sequence_id, stage in durations.index]
     ranks = frame.drop_duplicates(["dp_rank", "stage"]).pivot(index="dp_rank", columns="stage", values="rank")
     first_rows = frame[frame["step"].isin(steps)].drop_duplicates(keys)
     columns = [first_rows[name].tolist() for name in (*keys, "mc", "gmc")]
@@ -138,6 +130,25 @@ def of_frame(frame: pd.DataFrame, where: str) -> Operations:
     return Operations(
         ops=ops, duration_s=duration, start_s=start, rank=ranks.to_numpy(dtype=np.int64), chunk=chunk, steps=len(steps)
     )
+
+
+def _whole_steps(durations: pd.DataFrame, replicas: int) -> tuple[list[int], Flags]:
+    """Return the steps to keep, and (rows,) which rows of ``durations`` these steps have: one row for each operation.
+
+    A column is one step of one of ``replicas`` data-parallel ranks, NaN where it lacks the operation. A step is whole if all
+    ranks have the same operations in it. Of the whole steps, the largest group with the same operations is kept.
+    """
+    # How many data-parallel ranks have an operation (row) in a step (column); garbage collection may be absent.
+    rank_count = pd.DataFrame(durations.notna().T.groupby(level="step").sum()).T
+    rank_count.loc[rank_count.index.get_level_values("optype") == "gc", :] = replicas
+    is_complete = ((rank_count == replicas) | (rank_count == 0)).all(axis=0)
+    steps_by_operations: dict[bytes, list[int]] = defaultdict(list)
+    for step in rank_count.columns[is_complete]:
+        steps_by_operations[(rank_count[step] > 0).to_numpy().tobytes()].append(int(step))
+    steps = max(steps_by_operations.values(), key=len, default=[])
+    if not steps:
+        return [], np.zeros(len(durations), dtype=bool)
+    return steps, (rank_count[steps[0]] > 0).to_numpy()
 
 
 class Pipeline:
@@ -248,19 +259,20 @@ class Pipeline:
         """
         chunk = self.operations.chunk
 
-        def of_chunk(kind: str, number: int) -> list[Op]:
-            """Return the stage's computations of one kind on the model chunk ``number``."""
-            return [op for op in compute if op[0] == kind and chunk[op][0] == number]
+        def of_chunk(kind: str, chunk_index: int) -> list[Op]:
+            """Return the stage's computations of one kind on the model chunk ``chunk_index``."""
+            return [op for op in compute if op[0] == kind and chunk[op][0] == chunk_index]
 
         gathers = sorted(self._ops_by_start(stage, _GATHER), key=lambda op: op[1])
-        for number, last_gather in {chunk[op][0]: op for op in gathers}.items():
-            if forwards := of_chunk("forward-compute", number):
+        # The dictionaries keep the last operation of each chunk in the order given, which for the scatters is the first.
+        for chunk_index, last_gather in {chunk[op][0]: op for op in gathers}.items():
+            if forwards := of_chunk("forward-compute", chunk_index):
                 self.needs[min(forwards, key=self.start.__getitem__)].add(last_gather)
         if not self._ops_by_start(stage, _SEPARATE):
             return
         scatters = sorted(self._ops_by_start(stage, _SCATTER), key=lambda op: -op[1])
-        for number, first_scatter in {chunk[op][0]: op for op in scatters}.items():
-            if backwards := of_chunk("backward-compute", number):
+        for chunk_index, first_scatter in {chunk[op][0]: op for op in scatters}.items():
+            if backwards := of_chunk("backward-compute", chunk_index):
                 self.needs[first_scatter].add(max(backwards, key=self.end.__getitem__))
 
     def _chain_update(self, stage: int, compute: Sequence[Op]) -> None:
@@ -281,10 +293,13 @@ class Pipeline:
         self._chain([*closing, *self._ops_by_start(stage, _CLIP), *self._ops_by_start(stage, _OPTIMIZER)], before)
 
     def _topological_units(self) -> list[list[Op]]:
-        """Return the groups and single operations in topological order. Raises InputError for circular dependencies."""
+        """Return the groups, and each other operation alone, in an order in which every unit comes after those it needs.
+
+        Raises InputError where operations wait for each other in a circle.
+        """
         unit_of: dict[Op, int] = {op: index for index, group in enumerate(self.groups) for op in group}
         units = [*self.groups, *([op] for op in self.number if op not in unit_of)]
-        unit_of |= {group[0]: index for index, group in enumerate(units) if len(group) == 1}
+        unit_of |= {unit[0]: index for index, unit in enumerate(units) if len(unit) == 1}
         graph: nx.DiGraph[int] = nx.DiGraph()
         graph.add_nodes_from(range(len(units)))
         graph.add_edges_from((unit_of[before], unit_of[op]) for op, needed in self.needs.items() for before in needed)

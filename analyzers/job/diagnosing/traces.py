@@ -121,7 +121,10 @@ class _Activity:
 
     @classmethod
     def of(cls, trace: RankTrace) -> _Activity:
-        """Return the activity in a trace, told by the names of its spans."""
+        """Return the activity in a trace: kernels, and loader, optimizer, backward and forward by the names of its spans.
+
+        On CPUs, where there are no kernels, operators are what computes.
+        """
         spans = trace.spans
 
         def spans_of(pattern: re.Pattern[str]) -> Floats:
@@ -191,7 +194,7 @@ class _Activity:
         lengths = (
             min(stop, end) - max(start, begin)
             for start, stop in gaps.T.tolist()
-            if not any(low < stop and high > start for low, high, _ in blocked)
+            if not any(blocked_start < stop and blocked_end > start for blocked_start, blocked_end, _ in blocked)
             and not _is_inside(np.array([(start + stop) / 2]), self.inputs)[0]
         )
         return max(lengths, default=0.0)
@@ -212,18 +215,18 @@ def _split_rank(trace: RankTrace) -> _Rank:
     parts, gap_s = np.zeros((2, 5, count)), np.zeros((2, count))
     blocked: list[tuple[float, ...]] = []
     drawn: list[tuple[float, float, str]] = []
-    for k, (low, high) in enumerate(zip(steps.start_s.tolist(), ends.tolist(), strict=True)):
-        gaps = activity.gaps(low, high)
+    for k, (step_start, step_end) in enumerate(zip(steps.start_s.tolist(), ends.tolist(), strict=True)):
+        gaps = activity.gaps(step_start, step_end)
         blocked_here = _blocked_intervals(gaps, collectives, activity.on_device)
         blocked += [(k, *row) for row in blocked_here]
-        windows = activity.windows(low, high, blocked_here)
-        ended = collectives[2, (collectives[1] >= low) & (collectives[1] < high)]
-        last_end = min(float(ended.max(initial=low)), high) if ended.size else high
-        for after, (begin, end) in enumerate(((low, last_end), (last_end, high))):
+        windows = activity.windows(step_start, step_end, blocked_here)
+        ended = collectives[2, (collectives[1] >= step_start) & (collectives[1] < step_end)]
+        last_end = min(float(ended.max(initial=step_start)), step_end) if ended.size else step_end
+        for after, (begin, end) in enumerate(((step_start, last_end), (last_end, step_end))):
             parts[after, :, k] = activity.seconds(windows, begin, end)
             gap_s[after, k] = activity.longest_gap(gaps, blocked_here, begin, end)
         if k < _STEPS_DRAWN:
-            edges, label = _label_pieces(windows, low, high)
+            edges, label = _label_pieces(windows, step_start, step_end)
             names = [(*PARTS, "waiting")[part] for part in label.tolist()]
             drawn += zip(edges[:-1].tolist(), edges[1:].tolist(), names, strict=True)
     step_index = steps.at(trace.work[0])
@@ -250,10 +253,10 @@ def _collective_keys(trace: RankTrace) -> list[_Key]:
     counts = Counter[tuple[int, str]]()
     keys: list[_Key] = [(-1, "", 0)] * len(order)
     for row, step in zip(order.tolist(), step_index.tolist(), strict=True):
-        number = int(trace.steps.number[step]) if step >= 0 else -1
+        step_number = int(trace.steps.number[step]) if step >= 0 else -1
         group = trace.groups[int(trace.collectives[0, row])]
-        keys[row] = (number, group, counts[number, group])
-        counts[number, group] += 1
+        keys[row] = (step_number, group, counts[step_number, group])
+        counts[step_number, group] += 1
     return keys
 
 
@@ -295,24 +298,28 @@ def _blocked_intervals(gaps: Floats, collectives: Floats, device: bool) -> list[
     waited for it.
     """
     blocked = []
-    for low, high in gaps.T.tolist():
-        overlapping = np.flatnonzero((collectives[2] > low) & (collectives[1] < high))
+    for gap_start, gap_end in gaps.T.tolist():
+        overlapping = np.flatnonzero((collectives[2] > gap_start) & (collectives[1] < gap_end))
         if not len(overlapping):
             continue
         if device:  # kernels of one communicator run one after another, so each blocks on its own
             blocked += [
-                (max(low, collectives[1, row]), min(high, collectives[2, row]), int(row)) for row in overlapping
+                (max(gap_start, collectives[1, row]), min(gap_end, collectives[2, row]), int(row))
+                for row in overlapping
             ]
             continue
-        overlapping = overlapping[collectives[2, overlapping] <= high + max(_WAKES_S, _NOTED_SHARE * (high - low))]
+        gap_s = gap_end - gap_start
+        # Collectives that end well after the gap did not end it.
+        overlapping = overlapping[collectives[2, overlapping] <= gap_end + max(_WAKES_S, _NOTED_SHARE * gap_s)]
         if not len(overlapping):
             continue
         last = overlapping[np.argmax(collectives[2, overlapping])]
-        if high - collectives[2, last] > max(_WAKES_S, _WAKES_SHARE * (high - low)):
+        last_end = float(collectives[2, last])
+        if gap_end - last_end > max(_WAKES_S, _WAKES_SHARE * gap_s):  # nor do those that end well before
             continue
-        begin = max(low, float(collectives[1, overlapping].min()))
-        if min(high, collectives[2, last]) > begin:
-            blocked.append((begin, float(min(high, collectives[2, last])), int(last)))
+        begin, end = max(gap_start, float(collectives[1, overlapping].min())), min(gap_end, last_end)
+        if end > begin:
+            blocked.append((begin, end, int(last)))
     return blocked
 
 
@@ -337,6 +344,7 @@ def _align_ranks(ranks_seen: list[_Rank], ranks: tuple[int, ...]) -> RankSteps:
         )
     nodes = tuple(rank.trace.node for rank in ranks_seen)
     one_clock = len(set(nodes)) == 1 and nodes[0] != "" and np.ptp(shift) < _ONE_CLOCK_S
+    # On one clock it shows which rank sees a collective end late; on several that is what aligns the clocks.
     offsets, late = np.zeros(len(ranks_seen)), None
     if not matched:
         remark = (
@@ -393,8 +401,8 @@ def _select_steps(
             without an entry counts as waiting.
         move: seconds to add to the rank's times for the common clock.
     """
-    column_of = {int(number): column for column, number in enumerate(rank.step[0].tolist())}
-    kept = np.array([column_of[number] for number in numbers])
+    column_of = {int(step_number): column for column, step_number in enumerate(rank.step[0].tolist())}
+    kept = np.array([column_of[step_number] for step_number in numbers])
     last_start_s = np.array([came_last.get(key, np.inf) for key in rank.keys])
     at_step, low, high, collective = rank.blocked
     waits_s = np.clip(last_start_s[collective.astype(int)] - (low + move), 0.0, high - low)
@@ -417,7 +425,7 @@ def _late_seconds(matched: Sequence[_Key], begin: Floats, end: Floats) -> Floats
     transfer = np.median(end[:, of_all], axis=0) - begin[:, of_all].max(axis=0)
     # By rising transfer time, so the longest collective of each step is the last to be stored.
     longest = {matched[column][0]: column for column in of_all[np.argsort(transfer, kind="stable")].tolist()}
-    ends = end[:, [longest[number] for number in sorted(longest)]]
+    ends = end[:, [longest[step_number] for step_number in sorted(longest)]]
     return np.asarray(ends - ends.min(axis=0))
 
 

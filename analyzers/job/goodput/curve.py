@@ -201,7 +201,8 @@ def _monotone_sum(autocorrelations: Floats) -> float:
     and no pair counts for more than the one before it.
     """
     pairs = autocorrelations[: len(autocorrelations) // 2 * 2].reshape(-1, 2).sum(axis=1)
-    positive_pairs = pairs[: int(np.argmax(pairs <= 0)) if (pairs <= 0).any() else None]
+    is_end = pairs <= 0
+    positive_pairs = pairs[: int(np.argmax(is_end))] if is_end.any() else pairs
     return max(1.0, 2 * float(np.minimum.accumulate(positive_pairs).sum()) - 1)  # lag 0 counts once
 
 

@@ -85,11 +85,10 @@ def find_split(total_batch_size: int, world_size: int, limits: ElasticLimits) ->
     passes, most_passes = _ceil_div(samples, ranks * largest), samples // (ranks * smallest)
     if passes > most_passes:
         lower_text = f"{ranks} ranks with {passes} x {smallest} samples at least need {ranks * passes * smallest}"
+        if passes == 1:
+            return None, f"{lower_text}, more than {samples}"
         upper_text = f"with {passes - 1} x {largest} at most they hold {ranks * (passes - 1) * largest}"
-        return (
-            None,
-            f"{lower_text}, more than {samples}" if passes == 1 else f"{lower_text}; {upper_text}: never {samples}",
-        )
+        return None, f"{lower_text}; {upper_text}: never {samples}"
     if limits.max_accumulation_steps is not None and passes > limits.max_accumulation_steps + 1:
         steps = limits.max_accumulation_steps
         return None, f"{steps} accumulation steps of at most {largest} hold {ranks * (steps + 1) * largest} samples"
@@ -122,7 +121,9 @@ def elastic_table(
     for world_size in world_sizes:
         split, reason = find_split(total_batch_size, world_size, limits)
         # The first rank stands for those with one sample more, if any; rank ``remainder`` for the others.
-        rank_kinds = [] if split is None else [0, split.remainder] if split.remainder else [0]
+        rank_kinds: list[int] = []
+        if split is not None:
+            rank_kinds = [0, split.remainder] if split.remainder else [0]
         settings.append(
             ElasticSetting(
                 world_size=world_size,

@@ -115,7 +115,7 @@ def fit(
         params=params,
         error=evaluate(params, rows),
         fit_seconds=time.perf_counter() - started,
-        undetermined=tuple(name for name, known in zip(NAMES, problem.free, strict=True) if not known),
+        undetermined=tuple(name for name, is_free in zip(NAMES, problem.free, strict=True) if not is_free),
     )
 
 
@@ -367,9 +367,11 @@ def descend(problem: FitProblem, start: Floats, *, fixed: int | None = None) -> 
         return residuals, jacobian[:, moving_indices]
 
     def residuals_at(values: Floats) -> Floats:
+        """Return the residuals in the form that scipy asks for."""
         return evaluate_at(values.tobytes())[0]
 
     def jacobian_at(values: Floats) -> Floats:
+        """Return the Jacobian in the form that scipy asks for."""
         return evaluate_at(values.tobytes())[1]
 
     solution = least_squares(
@@ -384,8 +386,11 @@ def descend(problem: FitProblem, start: Floats, *, fixed: int | None = None) -> 
         max_nfev=500,
     )
     point[moving_indices] = solution.x
-    # A residual of 1e-5 is as good as none, though some direction be so flat that scipy did not end.
-    return Descent(point=point, loss=2.0 * float(solution.cost), converged=solution.status > 0 or solution.cost < 5e-11)
+    # A residual of 1e-5 is as good as none, even if some direction is so flat that scipy did not end.
+    has_converged = solution.status > 0 or solution.cost < 5e-11
+    return Descent(
+        point=point, loss=2.0 * float(solution.cost), converged=has_converged
+    )  # scipy's cost is half the sum
 
 
 def _best_descent(problem: FitProblem, gammas: tuple[float, ...]) -> Descent:
@@ -436,6 +441,7 @@ class Uncertainty:
         return tuple(name for name, interval in self.intervals.items() if interval.reason)
 
     def __getitem__(self, name: str) -> ParameterInterval:
+        """Return the interval of the parameter called ``name``."""
         return self.intervals[name]
 
 
@@ -461,10 +467,10 @@ def parameter_intervals(
         is_assumed = error is None and math.isinf(estimated_error)
         log_error = max(
             error or (ASSUMED_ERROR if is_assumed else estimated_error), 1e-9
-        )  # rows may be without any error
-        quantile = (
-            ndtri((1 + level) / 2) if is_assumed or error is not None else stdtrit(degrees_of_freedom, (1 + level) / 2)
-        )
+        )  # rows may have no error at all
+        # For a known error the normal distribution, for an estimated one Student's.
+        is_known = is_assumed or error is not None
+        quantile = ndtri((1 + level) / 2) if is_known else stdtrit(degrees_of_freedom, (1 + level) / 2)
         profile = _Profile(problem, best, log_error / math.sqrt(len(rows)), float(quantile))
         intervals = {name: profile.interval(index) for index, name in enumerate(NAMES)}
         if profile.best.loss >= best.loss - 1e-6 * log_error**2 / len(rows):

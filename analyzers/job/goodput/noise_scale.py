@@ -96,7 +96,7 @@ class NoiseScaleEstimator:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all observations."""
+        """Forget all observations, as after a change of the parameters that makes old gradients meaningless."""
         self._moments = np.zeros(len(_MOMENTS))
         self._weight_sqr = 0.0
         self.count = 0

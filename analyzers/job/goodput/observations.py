@@ -101,7 +101,7 @@ def check(rows: Observations) -> None:
 
 
 def kind_of(columns: list[str], where: str) -> Kind:
-    """Return what a table with these columns holds.
+    """Return what a table with these columns holds: a profile, telemetry, or AdaptDL's placements or scalability.
 
     Raises InputError for a column that occurs twice, for columns of two kinds of table, and for those of none.
     """
@@ -191,7 +191,7 @@ def _rows_of(frame: pd.DataFrame, kind: Kind, where: str) -> pd.DataFrame:
         rows = rows.assign(num_nodes=list(map(len, places)), num_replicas=list(map(sum, places)))
     else:
         rows = rows.assign(num_nodes=frame["num_nodes"], num_replicas=frame["num_replicas"])
-    return _check_rows(rows, where, {own: theirs for theirs, own in _ADAPTDL.items()}).drop(columns="device")
+    return _check_rows(rows, where, {ours: theirs for theirs, ours in _ADAPTDL.items()}).drop(columns="device")
 
 
 def import_steps(
@@ -249,7 +249,10 @@ def _check_rows(frame: pd.DataFrame, where: str, shown: Mapping[str, str] | None
 
 
 def split_placements(placements: pd.Series[Any], where: str) -> list[tuple[int, ...]]:
-    """Return the GPUs on each node of AdaptDL's placements, which have one digit per node; nodes without any left out."""
+    """Return the GPUs on each used node, for each of AdaptDL's placements: "440" is 4 GPUs on each of two nodes.
+
+    A placement has one digit per node. Raises InputError for one that has other signs, or no GPU.
+    """
     texts = placements.fillna("").astype(str).tolist()
     gpus_of = {
         text: tuple(int(digit) for digit in text if digit != "0") for text in set(texts) if _DIGITS.fullmatch(text)

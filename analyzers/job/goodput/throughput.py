@@ -42,7 +42,10 @@ def grad_time_s(params: ThroughputParams, local_batch_size: ArrayLike) -> Floats
 
 
 def sync_time_s(params: ThroughputParams, num_nodes: ArrayLike, num_replicas: ArrayLike) -> Floats | float:
-    """Return the seconds of one gradient synchronisation between ``num_replicas`` on ``num_nodes`` (T_sync)."""
+    """Return the seconds of one gradient synchronisation between ``num_replicas`` on ``num_nodes`` (T_sync).
+
+    0 for one replica; else a line over the replicas beyond two, with parameters of its own within a node and across nodes.
+    """
     nodes, replicas = np.broadcast_arrays(np.asarray(num_nodes), np.asarray(num_replicas))
     beyond_two = np.maximum(replicas - 2, 0)
     local_s = params.alpha_sync_local_s + params.beta_sync_local_s * beyond_two
@@ -87,14 +90,21 @@ def throughput_per_s(
     local_batch_size: ArrayLike,
     accumulation_steps: ArrayLike = 0,
 ) -> Floats | float:
-    """Return samples per second: total batch ``K m (s + 1)`` over the step time."""
+    """Return samples per second: the total batch over the step time.
+
+    The total batch is replicas times local batch times passes, which are ``accumulation_steps`` and the one that synchronises.
+    """
     total = np.asarray(num_replicas) * np.asarray(local_batch_size) * (np.asarray(accumulation_steps) + 1.0)
     step = iteration_time_s(params, num_nodes, num_replicas, local_batch_size, accumulation_steps)
     return _shaped(total / step, num_nodes, num_replicas, local_batch_size, accumulation_steps)
 
 
 def efficiency(noise_scale: ArrayLike, total_batch_size: ArrayLike, initial_batch_size: ArrayLike) -> Floats | float:
-    """Return the statistical efficiency ``(phi + M0) / (phi + M)`` (Pollux, Equation 7); phi in samples, may be infinite."""
+    """Return the statistical efficiency ``(phi + M0) / (phi + M)``: progress of a sample relative to batches of M0.
+
+    phi is the noise scale in samples, infinite where batches of any size make the same progress per sample (efficiency 1); M is
+    the total batch and M0 the initial one (Pollux, Equation 7).
+    """
     phi, total, first = (
         np.asarray(item, dtype=np.float64) for item in (noise_scale, total_batch_size, initial_batch_size)
     )
@@ -113,7 +123,10 @@ def goodput_per_s(
     noise_scale: ArrayLike,
     initial_batch_size: ArrayLike,
 ) -> Floats | float:
-    """Return goodput: throughput times statistical efficiency, in useful samples per second."""
+    """Return goodput, in useful samples per second: throughput times statistical efficiency.
+
+    Arguments as in :func:`throughput_per_s` and :func:`efficiency`.
+    """
     total = np.asarray(num_replicas) * np.asarray(local_batch_size) * (np.asarray(accumulation_steps) + 1.0)
     speed = throughput_per_s(params, num_nodes, num_replicas, local_batch_size, accumulation_steps)
     goodput = np.asarray(speed) * efficiency(noise_scale, total, initial_batch_size)

@@ -133,7 +133,10 @@ def tune(
 def tune_one(
     params: ThroughputParams, num_nodes: int, num_replicas: int, limits: BatchLimits, *, noise_scale: float
 ) -> TunedOne:
-    """Return the batch of highest goodput for one allocation. Raises Infeasible, naming the limits, when none is allowed."""
+    """Return the batch of highest goodput for one allocation, as :func:`tune` does for many.
+
+    ``noise_scale`` in samples. Raises Infeasible, naming the limits, when no batch is allowed.
+    """
     tuned = tune(params, num_nodes, num_replicas, limits, noise_scale=noise_scale)
     if not tuned.feasible[0]:
         steps = "any" if limits.max_accumulation_steps is None else f"at most {limits.max_accumulation_steps}"
@@ -353,6 +356,7 @@ def frontier(
     best_before = np.concatenate([[0.0], np.maximum.accumulate(goodput)[:-1]])
     efficient = goodput > best_before
     per_gpu = goodput[fewest] / replicas[fewest]
+    # What is left when each GPU costs the share ``threshold`` of what one of the first brings.
     net_goodput = np.where(tuned.feasible, goodput - threshold * per_gpu * replicas, -math.inf)
     return Frontier(
         num_replicas=replicas,
@@ -360,7 +364,7 @@ def frontier(
         tuned=tuned,
         speedup=goodput / goodput[fewest],
         efficient=efficient,
-        pays_until=int(replicas[np.flatnonzero(net_goodput == net_goodput.max())[-1]]),
+        pays_until=int(replicas[np.flatnonzero(net_goodput == net_goodput.max())[-1]]),  # of equal ones the largest
         threshold=threshold,
     )
 

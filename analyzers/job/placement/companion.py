@@ -24,9 +24,10 @@ _CHUNK = 200_000
 
 
 def meta_of(problem: Problem) -> CompanionMeta:
-    """Return the problem description of a companion database; counts are limited to ``max_workers`` devices of a type.
+    """Return the description of a problem that heads its companion database (the best plan for any number of devices).
 
-    Raises InputError for constraints that a database does not hold: price, number of devices, throughput.
+    Counts are limited to ``max_workers`` devices of a type, as each runs an EST at least. Raises InputError for constraints
+    that a database does not hold: price, number of devices, throughput.
     """
     limits = {"max_devices": problem.max_devices, "max_price_per_hour": problem.max_price_micro}
     limits["min_throughput"] = None if problem.min_throughput is None else 1

@@ -126,7 +126,10 @@ def solve_est(
 
 
 def is_feasible(problem: Problem, *, seed: int = 0, time_limit_s: float = 10.0) -> bool:
-    """Return whether any plan keeps all requirements, by one CP-SAT solve; NotProven where the time limit ends it."""
+    """Return whether any plan keeps all requirements of the problem, by one CP-SAT solve.
+
+    It asks for capacity for every EST in the longest allowed step. Raises NotProven where the time limit ends the solve.
+    """
     if not any(problem.affordable(device) for device in problem.devices):
         return False
     search = Search(problem=problem, deadline=time.perf_counter() + time_limit_s, seed=seed)
@@ -172,7 +175,10 @@ def _conflict_error_of(problem: Problem, seed: int) -> Infeasible:
 
 
 def _append_next_solution(search: Search) -> bool:
-    """Append the next best solution to ``search.found``; False when there is no other, or time ran out before one."""
+    """Append the next best solution to ``search.found``; return whether there was one.
+
+    False means that there is no other (then ``search.exhausted`` is set), or that time ran out before one was found.
+    """
     try:
         leading_proven = _fix_leading_objectives(search)
         solution = _fastest_solution(search)
@@ -188,7 +194,11 @@ def _append_next_solution(search: Search) -> bool:
 
 
 def _fix_leading_objectives(search: Search) -> bool:
-    """Optimise the objectives that stand before the throughput, in the longest step; return whether all are proven."""
+    """Optimise the objectives that stand before the throughput, and store their best values in ``search.fixed``.
+
+    Return whether all are proven. They are optimised in the longest allowed step, because a longer step only adds choices.
+    Raises OutOfTime where no plan was found in time.
+    """
     search.fixed = {}
     for name in search.objective[: search.objective.index("throughput")]:
         model, used = build(search, search.problem.slowest_step)
@@ -356,7 +366,10 @@ def build(search: Search, step: Fraction) -> tuple[cp_model.CpModel, list[cp_mod
 
 
 def limit_devices(model: cp_model.CpModel, problem: Problem, used: Sequence[cp_model.IntVar]) -> None:
-    """Add a job's own constraints on its numbers of devices, one variable per type of the problem."""
+    """Add a job's constraints on devices to the model: their number, their price, and a single type where it demands one.
+
+    ``used`` are the model's variables, the number of devices of each type of the problem.
+    """
     model.add(cp_model.LinearExpr.sum(used) <= problem.device_limit)
     if problem.max_price_micro is not None:
         prices = [device.price_micro or 0 for device in problem.devices]

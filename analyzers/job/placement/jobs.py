@@ -79,9 +79,13 @@ class JobTable:
     weight: float
 
     def share(self, devices: Sequence[int]) -> float | None:
-        """Return the throughput on (T,) devices relative to the job alone; None: the devices break a constraint of the job."""
+        """Return the job's share on ``devices`` (T,): its throughput there over that with every device to itself.
+
+        None where the devices break a constraint of the job.
+        """
         counts = tuple(int(devices[type_index]) for type_index in self.type_indices)
-        if sum(counts) != sum(devices) or not self.problem.allows(counts):
+        has_unusable_devices = sum(counts) != sum(devices)  # of types that the job does not name
+        if has_unusable_devices or not self.problem.allows(counts):
             return None
         step = best_step(self.problem, counts)
         if step is None or step > self.problem.slowest_step:
@@ -95,13 +99,15 @@ class JobTable:
         return shared_values
 
     def at_least(self, floor: float) -> Self:
-        """Return the table without the step times that are too slow for the share ``floor``.
+        """Return the table without the step times that are too slow for the share ``floor`` (see :meth:`share`).
 
         The throughput of that share becomes a requirement of the table's problem.
         """
         groups = self._groups_with_share(floor)
-        least, required = Fraction(floor * (1 - _SAME) * self.alone), self.problem.min_throughput
-        problem = replace(self.problem, min_throughput=least if required is None else max(required, least))
+        least_per_s, required_per_s = Fraction(floor * (1 - _SAME) * self.alone), self.problem.min_throughput
+        if required_per_s is not None:
+            least_per_s = max(required_per_s, least_per_s)
+        problem = replace(self.problem, min_throughput=least_per_s)
         return replace(self, problem=problem, best_shares=self.best_shares[groups], capacities=self.capacities[groups])
 
     def just(self, floor: float) -> Self:
@@ -201,7 +207,11 @@ def solve_jobs(
 
 
 def idle_throughput(problem: Problem, devices: Mapping[str, int], plans: Sequence[Plan | None]) -> float:
-    """Return a job's throughput on the devices that no plan uses, without its throughput limit; 0: it cannot run there."""
+    """Return what a job would reach, in mini-batches per second, on the shared ``devices`` that no plan uses.
+
+    A throughput that the job requires is ignored; 0 means that it cannot run there. ``plans``: those of all jobs, None for a
+    job that waits.
+    """
     devices_left = dict(devices)
     for plan in plans:
         for row in () if plan is None else plan.assignments:
@@ -341,8 +351,9 @@ def _greedy_sharing(tables: Sequence[JobTable], counts: Ints) -> Sharings:
 def _highest_floor(tables: Sequence[JobTable], counts: Ints, deadline: float) -> tuple[float, float, Sharings | None]:
     """Return the highest share that all jobs reach at once, an upper bound on it, and the sharing that reaches it.
 
-    The sharing is None where no program found one. The lowest floor is tried first, whatever the deadline. Then a
-    bisection finds the highest floor with a sharing, and a second one above it the lowest floor proven impossible.
+    A share is a job's throughput over that of the job alone; a floor is a share that all jobs must reach. The sharing is None
+    where no program found one. The lowest floor is tried first, whatever the deadline. Then a bisection finds the highest floor
+    with a sharing, and a second one above it the lowest floor proven impossible.
     """
     floors = np.unique(np.concatenate([table.best_shares for table in tables]))
     best_sharing: Sharings | None = None
@@ -350,7 +361,10 @@ def _highest_floor(tables: Sequence[JobTable], counts: Ints, deadline: float) ->
     reached_index, barred_index = -1, len(floors)
 
     def try_floor(floor_index: int) -> bool | None:
-        """Return whether all jobs reach a floor; None: neither reached nor proven impossible."""
+        """Return whether all jobs reach the floor at this index at once; None: neither found nor proven impossible.
+
+        Note the best sharing so far, and the lowest floor proven impossible.
+        """
         nonlocal best_sharing, reached_index, barred_index
         devices, bound = find_floor_sharing(tables, counts, float(floors[floor_index]))
         if bound == -math.inf:
@@ -365,22 +379,29 @@ def _highest_floor(tables: Sequence[JobTable], counts: Ints, deadline: float) ->
         return True if reached_index >= floor_index else None
 
     try_floor(0)
+    # The highest floor with a sharing: between reached_index and ``high``, above which no sharing was found.
     high = barred_index
     while high - reached_index > 1 and time.perf_counter() < deadline:
         middle = (max(reached_index, 0) + high) // 2
         if not try_floor(max(middle, reached_index + 1)):
             high = max(middle, reached_index + 1)
+    # The lowest floor proven impossible: between ``low``, which is not proven so, and barred_index.
     low = high
     while barred_index - low > 1 and time.perf_counter() < deadline:
         middle = (low + barred_index) // 2
         low = middle if try_floor(middle) is not False else low
-    grouped = any(len(table.best_shares) >= _MAX_GROUPS for table in tables)
-    bound = float(floors[min(barred_index if grouped else barred_index - 1, len(floors) - 1)]) if barred_index else 0.0
+    # Where step times are grouped, a share between two floors may be possible, so the barred floor itself is the bound.
+    is_grouped = any(len(table.best_shares) >= _MAX_GROUPS for table in tables)
+    bound_index = barred_index if is_grouped else barred_index - 1
+    bound = float(floors[min(bound_index, len(floors) - 1)]) if barred_index else 0.0
     return float(floors[max(reached_index, 0)]), bound, best_sharing
 
 
 def find_floor_sharing(tables: Sequence[JobTable], counts: Ints, floor: float) -> Answer:
-    """Return a sharing in which all jobs reach (about) the share ``floor``; the bound is -infinity if proven impossible."""
+    """Return a sharing in which all jobs reach about the share ``floor`` of their throughput alone.
+
+    The answer's bound is -infinity where that is proven impossible; its devices are None where no sharing was found.
+    """
     floor_tables = [table.just(floor) for table in tables]
     if not all(len(table.best_shares) for table in floor_tables):
         return Answer(None, -math.inf)
@@ -485,7 +506,10 @@ class _Lines:
             inequality(-self.best_shares, identity, np.zeros((line_count, type_count)), all_rows),
             inequality(0.0, identity, -self.speeds, all_rows),
             # It keeps the job's own limits.
-            *(inequality(-1.0, zeros, part, (self.available * part).sum(axis=1) > 1) for part in self.limit_shares),
+            *(
+                inequality(-1.0, zeros, limit_share, (self.available * limit_share).sum(axis=1) > 1)
+                for limit_share in self.limit_shares
+            ),
         ]
         for type_index in range(type_count):
             # Where the available devices of a type cannot hold the job alone, their count is bounded by the pick.

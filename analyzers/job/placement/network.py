@@ -55,9 +55,12 @@ class _FittedSync:
     params: ThroughputParams
 
     def sync_s(self, nodes: int, replicas: int) -> float:
-        """Return T_sync in seconds; across nodes at least what it is on one."""
-        on_one = float(sync_time_s(self.params, 1, replicas))
-        return on_one if nodes == 1 else max(on_one, float(sync_time_s(self.params, nodes, replicas)))
+        """Return the seconds of synchronising ``replicas`` devices on so many nodes (T_sync).
+
+        Across nodes they are at least what they are on one node, though a fit on noisy rows may say less.
+        """
+        on_one_s = float(sync_time_s(self.params, 1, replicas))
+        return on_one_s if nodes == 1 else max(on_one_s, float(sync_time_s(self.params, nodes, replicas)))
 
     def step_s(self, compute_s: float, nodes: int, replicas: int) -> float:
         """Return the seconds of a step that computes for ``compute_s`` and synchronises, the two overlapped as fitted."""
@@ -166,12 +169,13 @@ def _keep_if_best(best: dict[Choice, _NodePlan], plan: _NodePlan) -> None:
 def _on_one_node(problem: Problem, nodes: Sequence[NodeGroup], steps: Steps) -> dict[Choice, _NodePlan]:
     """Return the best plan on one device and the best on one node, as far as they exist, by trying every number of devices.
 
-    A node holds one device type.
+    A node holds one device type; ``steps`` tells how long a step takes with synchronisation.
     """
     best: dict[Choice, _NodePlan] = {}
     for type_index, device in enumerate(problem.devices):
         node_sizes = [group.devices.count for group in nodes if group.count and group.devices.type == device.name]
-        for devices in range(1, min(max(node_sizes, default=0), problem.device_limit, device.count) + 1):
+        most_devices = min(max(node_sizes, default=0), problem.device_limit, device.count)
+        for devices in range(1, most_devices + 1):
             counts = tuple(devices if type_index == other_index else 0 for other_index in range(len(problem.devices)))
             compute_s = best_step(problem, counts) if problem.allows(counts) else None
             if compute_s is None:

@@ -43,7 +43,7 @@ class DeviceType:
 
     @property
     def most_ests(self) -> int | None:
-        """Most ESTs on one device for either reason; None: any number."""
+        """Most ESTs (logical workers) on one device, by the job's limit and by memory; None: any number."""
         limits = [limit for limit in (self.max_ests, self.memory_ests) if limit is not None]
         return min(limits, default=None)
 
@@ -93,7 +93,10 @@ class Problem:
         return min(count, self.max_price_micro // device.price_micro)
 
     def allows(self, counts: Sequence[int]) -> bool:
-        """Return whether (T,) device counts keep the constraints, except those on ESTs per device and on throughput."""
+        """Return whether ``counts`` (T,) devices keep the constraints on numbers, price and types of devices.
+
+        Those on ESTs per device and on throughput are not looked at.
+        """
         price = sum((device.price_micro or 0) * count for device, count in zip(self.devices, counts, strict=True))
         return (
             1 <= sum(counts) <= self.device_limit
@@ -188,7 +191,10 @@ class Problem:
         return capability
 
     def est_capacity(self, device: DeviceType, step_s: Fraction) -> int:
-        """Return how many ESTs one device has room for in a step of ``step_s`` seconds."""
+        """Return how many ESTs (logical workers) one device runs one after another in a step of ``step_s`` seconds, at most.
+
+        A device of capability C runs one in 1 / C seconds; its own limit and the job's number of ESTs bound the result.
+        """
         est_limit = self.max_workers if device.most_ests is None else min(device.most_ests, self.max_workers)
         return min(int(device.capability_per_s * step_s), est_limit)
 
@@ -475,11 +481,9 @@ def capability_from_profile(frame: pd.DataFrame, device_type: str, batch_size: i
 def capability_from_graph(graph: Graph) -> float:
     """Return the capability that a timed graph tells: 1 / its step time with the update, in mini-batches per second.
 
-    A mini-batch has the graph's batch size.
-
-    Raises InputError when the graph takes no time.
+    A mini-batch has the graph's batch size. Raises InputError when the graph takes no time.
     """
-    total = float(graph.duration_s[graph.kind == COMPUTE].sum()) + float(graph.meta.get("update_s") or 0.0)
-    if not total > 0:
-        raise InputError(graph.name, f"its compute ops take {total} s", "use a timed graph with work in it")
-    return 1.0 / total
+    step_s = float(graph.duration_s[graph.kind == COMPUTE].sum()) + float(graph.meta.get("update_s") or 0.0)
+    if not step_s > 0:
+        raise InputError(graph.name, f"its compute ops take {step_s} s", "use a timed graph with work in it")
+    return 1.0 / step_s

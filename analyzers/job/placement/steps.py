@@ -71,13 +71,13 @@ def smallest_step(
         """Return whether the devices have room for all ESTs in a step of ``k / C``, C being the capability of this weight."""
         if is_floor_sum:
             return sum(count * (other_weight * k // weight) for other_weight, count, _ in offers) >= max_workers
-        devices_left, total = device_count if max_devices is None else max_devices, 0
+        devices_left, ests_held = device_count if max_devices is None else max_devices, 0
         for capacity, count in sorted(
             ((min(other_weight * k // weight, limit), count) for other_weight, count, limit in offers), reverse=True
         ):
-            total += capacity * min(count, devices_left)
+            ests_held += capacity * min(count, devices_left)
             devices_left -= min(count, devices_left)
-        return total >= max_workers
+        return ests_held >= max_workers
 
     best: tuple[int, int] | None = None
     for type_index, (weight, count) in enumerate(zip(weights, counts, strict=True)):
@@ -148,7 +148,9 @@ def distribute_ests(
         removed = min(surplus, type_ests[type_index] - counts[type_index])
         type_ests[type_index] -= removed
         surplus -= removed
-    even_shares = [(count, *divmod(total, count or 1)) for total, count in zip(type_ests, counts, strict=True)]
+    even_shares = [
+        (count, *divmod(ests_of_type, count or 1)) for ests_of_type, count in zip(type_ests, counts, strict=True)
+    ]
     return [
         [(devices, ests) for devices, ests in ((larger, ests_each + 1), (count - larger, ests_each)) if devices]
         for count, ests_each, larger in even_shares
@@ -315,7 +317,9 @@ def step_time_of(problem: Problem, counts: Counts) -> Fraction:
 
 
 def evaluate(problem: Problem, counts: Counts) -> Alternative:
-    """Return the plan that distributes the ESTs over ``counts`` (T,) devices in their smallest step time, with its figures.
+    """Return the plan that distributes the ESTs (logical workers) over ``counts`` (T,) devices, with its figures.
+
+    Its step is the smallest in which these devices run every EST; waste is the capability in use that the step leaves idle.
 
     The plan is verified from scratch. Raises ValueError where the devices cannot hold the ESTs, or a constraint is broken.
     """

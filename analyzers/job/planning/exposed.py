@@ -103,7 +103,10 @@ class GraphCommunication(Communication):
         fabrics: Mapping[str, Fabric],
         memory_gib: Mapping[str, float | None],
     ) -> None:
-        """Take a graph, and networks and memory (None: unlimited) by type. Raises InputError for no training step."""
+        """Take a timed graph, and by device type the network and the memory in GiB (None: not known, taken as unlimited).
+
+        Raises InputError where the graph is no training step.
+        """
         self.graph = graph
         self.program = program_of(graph)
         self.fabrics = fabrics
@@ -116,7 +119,7 @@ class GraphCommunication(Communication):
 
     @property
     def source(self) -> str:
-        """Return the graph's name and each distinct network with its device types."""
+        """Return in words the graph's name and each different network, with its device types where there are several."""
         names_by_text: dict[str, list[str]] = {}
         for name, fabric in self.fabrics.items():
             names_by_text.setdefault(fabric.text, []).append(name)
@@ -198,7 +201,10 @@ class GraphCommunication(Communication):
         return max(0.0, finish_s(program, floor, best_cuts(program, floor)) - pass_s)
 
     def demand_whole(self, name: str) -> None:
-        """Raise Infeasible where a device of a type cannot hold weights, gradients and Adam's moments."""
+        """Raise Infeasible where a device of the type ``name`` cannot hold weights, gradients and Adam's moments.
+
+        That is what a strategy needs that cannot shard the model.
+        """
         needed_bytes, available_bytes = self.state_bytes, self.memory_bytes.get(name, math.inf)
         if needed_bytes > available_bytes:
             raise Infeasible(
@@ -219,9 +225,13 @@ class GraphCommunication(Communication):
         return compressed_ddp(self.graph, program, group, compression, memory_bytes_per_s, default_s)
 
     def _must_shard(self, devices: Mapping[str, int]) -> bool:
-        """Return whether the smallest device cannot hold a whole replica. Raises Infeasible when not even a shard fits."""
+        """Return whether the model must be sharded, as the smallest device cannot hold a whole replica's state.
+
+        Raises Infeasible when not even a shard over all ``devices`` fits.
+        """
         available_bytes, smallest = self._least_memory(devices)
-        if self.state_bytes / (replicas := sum(devices.values())) > available_bytes:
+        replicas = sum(devices.values())
+        if self.state_bytes / replicas > available_bytes:
             raise Infeasible(
                 f"memory: weights, gradients and Adam's moments are {show_bytes(self.state_bytes)}; "
                 f"{replicas} devices hold {show_bytes(available_bytes)} each ({smallest})"
@@ -369,9 +379,9 @@ class MeasuredCommunication(Communication):
         """
         workers, service_s = sum(devices.values()), 2 * self._transfer_s
         response_s, queue_length = service_s, 0.0
-        for number in range(1, workers + 1):
+        for worker_count in range(1, workers + 1):
             response_s = service_s * (1 + queue_length)
-            queue_length = number * response_s / (pass_s + response_s) if response_s else 0.0
+            queue_length = worker_count * response_s / (pass_s + response_s) if response_s else 0.0
         return Exposed(
             default_s=response_s,
             best_s=response_s,

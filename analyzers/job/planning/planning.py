@@ -256,31 +256,31 @@ def parameters_of(graph: Graph, *, ordered: bool = True) -> list[ParameterRecord
     ]
 
 
-def data_parallel(graph: Graph, made: Plan, fabrics: Mapping[str, Fabric] | None) -> dict[str, Any]:
+def data_parallel(graph: Graph, plan: Plan, fabrics: Mapping[str, Fabric] | None) -> dict[str, Any]:
     """Return the fields ``ddp`` and ``fsdp2`` of a plan: best settings for its processes on the job's network.
 
     Without ``fabrics`` by device type the network is the one that the graph was timed for. Empty where the network or the
     graph's times are not known, and for a plan without a synchronous exchange of gradients.
     """
-    counts = device_counts(made)
-    if fabrics is None and (own := own_fabric(graph)) is not None:
-        fabrics = dict.fromkeys(counts, own)
-    if fabrics is None or not graph.timed or made.world_size < 2 or made.superstep is not None:
+    counts = device_counts(plan)
+    if fabrics is None and (graph_fabric := own_fabric(graph)) is not None:
+        fabrics = dict.fromkeys(counts, graph_fabric)
+    if fabrics is None or not graph.timed or plan.world_size < 2 or plan.superstep is not None:
         return {}
     pass_s = max(
-        (row.compute_s or 0.0) / max(row.ests_per_device, row.accumulation_steps + 1) for row in made.assignments
+        (row.compute_s or 0.0) / max(row.ests_per_device, row.accumulation_steps + 1) for row in plan.assignments
     )
-    plans = plan_collectives(graph, Fabric.joined(fabrics, counts), pass_s or None)
-    if plans is None:
+    collectives = plan_collectives(graph, Fabric.joined(fabrics, counts), pass_s or None)
+    if collectives is None:
         return {}
     # Collectives overlap the last pass of a step; the passes before it come on top.
-    earlier_s = max(0.0, made.iteration_s - plans.compute_s) if pass_s else 0.0
+    earlier_s = max(0.0, plan.iteration_s - collectives.compute_s) if pass_s else 0.0
     return {
         name: setting
         and setting.model_copy(
             update={"step_s": setting.step_s + earlier_s, "default_step_s": setting.default_step_s + earlier_s}
         )
-        for name, setting in zip(("ddp", "fsdp2"), settings(plans), strict=True)
+        for name, setting in zip(("ddp", "fsdp2"), settings(collectives), strict=True)
     }
 
 

@@ -59,14 +59,14 @@ def plan_bsp(problem: Problem, curves: Mapping[str, StepTime] | None = None) -> 
     """
     started = time.perf_counter()
     check_affordable(problem)
-    known = DeviceCurves.of_types(_step_times(problem, curves))
+    device_curves = DeviceCurves.of_types(_step_times(problem, curves))
     rows = _equal_rows(problem, problem.max_workers * problem.batch_size)
     for row in rows:
-        if row.size > (fits := int(known.limits[row.kind])):
+        if row.size > (fits := int(device_curves.limits[row.kind])):
             name = problem.devices[row.kind].name
             raise Infeasible(f"an equal split gives each {name} {row.size} samples, and {fits} fit")
-    step = slowest_of(known, rows)
-    return _plan(problem, "bsp", known, rows, step, time.perf_counter() - started)
+    step = slowest_of(device_curves, rows)
+    return _plan(problem, "bsp", device_curves, rows, step, time.perf_counter() - started)
 
 
 def plan_lb_bsp(problem: Problem, curves: Mapping[str, StepTime] | None = None, *, synchronise: bool = True) -> Plan:
@@ -175,13 +175,13 @@ def _step_times(problem: Problem, curves: Mapping[str, StepTime] | None) -> list
     ]
 
 
-def _synchronised_finish(known: Sequence[StepTime], accumulating: bool) -> Finish | None:
+def _synchronised_finish(step_times: Sequence[StepTime], accumulating: bool) -> Finish | None:
     """Return the function that adds synchronisation to a step's compute; None where no type has a fitted model.
 
-    ``known``: step times of the types, with the models. ``accumulating``: nothing overlaps, because gradients are exchanged
+    ``step_times``: those of the types, with the models. ``accumulating``: nothing overlaps, because gradients are exchanged
     after the last of several passes, so the times add up.
     """
-    models = [(curve.sync, curve.devices_per_node) for curve in known if curve.sync is not None]
+    models = [(curve.sync, curve.devices_per_node) for curve in step_times if curve.sync is not None]
     if not models:
         return None
     gamma = 1.0 if accumulating else min(params.gamma for params, _ in models)
@@ -283,8 +283,8 @@ def _with_all_usable(problem: Problem, timing: _Timing, best: Chosen, total: int
     return numbers, None if rows is None else timing.step_s(rows)
 
 
-def _limits_text(problem: Problem, known: Sequence[StepTime]) -> str:
-    """Return in words how many samples a device of each type holds, for an error; ``known``: step times of the types."""
-    limits = ["any number" if curve.memory_limit is None else str(curve.memory_limit) for curve in known]
+def _limits_text(problem: Problem, step_times: Sequence[StepTime]) -> str:
+    """Return in words how many samples a device of each type holds, for an error; ``step_times``: step times of the types."""
+    limits = ["any number" if curve.memory_limit is None else str(curve.memory_limit) for curve in step_times]
     pairs = zip(problem.devices, limits, strict=True)
     return ", ".join(f"{device.count} {device.name} of at most {limit}" for device, limit in pairs)
